@@ -1,0 +1,94 @@
+"""Which (query, key) pairs may attend. One definition, read by every backend.
+
+A mask is a band: key position minus query position lies in [-left, right]. Causal is right = 0.
+Three questions are asked of it: is this pair visible, which key blocks does a query block read (and
+which of them need no mask), and the same for the query blocks of a key block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from . import integers as ints
+
+
+class BlockRange(NamedTuple):
+    """Consecutive blocks: partial up to full_start, wholly visible up to full_stop, then partial."""
+
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+
+    def zones(self):
+        """(low, high, masked) for each of the three parts; parts known to be empty are left out."""
+        zones = (
+            (self.start, self.full_start, True),
+            (self.full_start, self.full_stop, False),
+            (self.full_stop, self.stop, True),
+        )
+        return [z for z in zones if not (ints.is_static(z[0]) and ints.is_static(z[1]) and z[0] >= z[1])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Keys kept on either side of a query, in positions; None is unbounded.
+
+    Attributes:
+        left: how many keys before the query's own position are visible.
+        right: how many after it; 0 is causal.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    @classmethod
+    def causal(cls) -> Mask:
+        """Every key up to and including the query's own position."""
+        return cls(right=0)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Nothing is hidden."""
+        return self.left is None and self.right is None
+
+    @property
+    def transposed(self) -> Mask:
+        """The same mask seen from the keys."""
+        return Mask(left=self.right, right=self.left)
+
+    def visible(self, q_pos, kv_pos):
+        """True where the query at q_pos may read the key at kv_pos (broadcasting); None if trivial."""
+        keep = None
+        if self.left is not None:
+            keep = kv_pos - q_pos >= -self.left
+        if self.right is not None:
+            below = kv_pos - q_pos <= self.right
+            keep = below if keep is None else keep & below
+        return keep
+
+    def kv_blocks(self, q_start, q_rows: int, kv_len: int, block_kv: int) -> BlockRange:
+        """Key blocks read by the queries at positions [q_start, q_start + q_rows).
+
+        A block that reaches past kv_len is never called full.
+        """
+        num_blocks = -(-kv_len // block_kv)
+        start, full_start, full_stop, stop = 0, 0, kv_len // block_kv, num_blocks
+        if self.left is not None:
+            start = ints.floor_div(q_start - self.left, block_kv)
+            full_start = ints.ceil_div(q_start + (q_rows - 1 - self.left), block_kv)
+        if self.right is not None:
+            stop = ints.minimum(stop, ints.ceil_div(q_start + (q_rows + self.right), block_kv))
+            full_stop = ints.minimum(full_stop, ints.floor_div(q_start + (self.right + 1), block_kv))
+        start = ints.minimum(start, num_blocks)
+        stop = ints.maximum(stop, start)
+        full_start = ints.clip(full_start, start, stop)
+        return BlockRange(start, full_start, ints.clip(full_stop, full_start, stop), stop)
+
+    def q_blocks(self, kv_start, kv_rows: int, q_len: int, block_q: int) -> BlockRange:
+        """Query blocks that read keys at [kv_start, kv_start + kv_rows): the transpose of kv_blocks.
+
+        Positions count from query 0, so a caller with a query offset passes kv_start - q_offset.
+        """
+        return self.transposed.kv_blocks(kv_start, kv_rows, q_len, block_q)

@@ -1,0 +1,34 @@
+"""Constants of the base-2 online softmax (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
+
+Logits are kept in base 2 inside the package, so that exp2(x * log2_scale - m) is one fused
+multiply-add and one MUFU.EX2 per element. `lse_log2` is what passes from forward to backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+# The log-sum-exp of a row that sees no key. Mathematically -inf; stored as a large finite positive
+# number, so that exp2(x - lse_log2) is 0 in the backward without a special case, and so that no
+# infinity trips jax_debug_infs. The public functions turn it into -inf.
+EMPTY_ROW = 1e30
+
+
+def finish(m, l):
+    """(1 / l, lse_log2) of finished rows; a row with no key gets (0, EMPTY_ROW)."""
+    empty = l == 0.0
+    l = jnp.where(empty, jnp.ones_like(l), l)
+    return jnp.where(empty, jnp.zeros_like(l), 1.0 / l), jnp.where(
+        empty, jnp.full_like(l, EMPTY_ROW), m + jnp.log(l) * LOG2E
+    )
+
+
+def natural(lse_log2):
+    """The public LSE: natural logarithm, -inf for rows that see no key."""
+    empty = lse_log2 >= EMPTY_ROW / 2
+    return jnp.where(empty, -jnp.inf, jnp.where(empty, 0.0, lse_log2) * LN2)

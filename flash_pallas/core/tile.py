@@ -1,0 +1,84 @@
+"""Where a tile of scores sits, and what of it is visible."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from .mask import Mask
+
+
+class Limits(NamedTuple):
+    """What a tile keeps, in its own coordinates; None is no limit.
+
+    An element is kept where low <= col - row <= high, row < rows and col < cols. A backend applies
+    this with the cheapest instructions it has; `keep` is the meaning.
+    """
+
+    low: Any = None
+    high: Any = None
+    rows: Any = None
+    cols: Any = None
+
+    @property
+    def is_trivial(self) -> bool:
+        """Everything is kept."""
+        return all(x is None for x in self)
+
+    def keep(self, shape):
+        """The same as a bool array of the tile's shape."""
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        col = lax.broadcasted_iota(jnp.int32, shape, 1)
+        kept = jnp.ones(shape, bool)
+        if self.low is not None:
+            kept &= col - row >= self.low
+        if self.high is not None:
+            kept &= col - row <= self.high
+        if self.rows is not None:
+            kept &= row < self.rows
+        if self.cols is not None:
+            kept &= col < self.cols
+        return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A [block_q, block_kv] tile of scores, or its transpose where q_axis == 1 (dK/dV kernels).
+
+    Attributes:
+        q_start: position of its first query (index plus query offset).
+        kv_start: position of its first key.
+        shape: of the tile as held.
+        q_axis: which axis runs over queries.
+    """
+
+    q_start: Any
+    kv_start: Any
+    shape: tuple[int, int]
+    q_axis: int = 0
+
+    def per_q(self, x):
+        """Spread one value per query over the tile."""
+        return lax.broadcast_in_dim(x, self.shape, (self.q_axis,))
+
+    def per_kv(self, x):
+        """Spread one value per key over the tile."""
+        return lax.broadcast_in_dim(x, self.shape, (1 - self.q_axis,))
+
+    def limits(self, mask: Mask, kv_len: int | None = None) -> Limits:
+        """What `mask` keeps of this tile, and, given kv_len, only keys before it."""
+        band = mask if self.q_axis == 0 else mask.transposed
+        first_row, first_col = (
+            (self.q_start, self.kv_start) if self.q_axis == 0 else (self.kv_start, self.q_start)
+        )
+        tail = None if kv_len is None else jnp.int32(kv_len) - self.kv_start
+        shift = first_row - first_col
+        return Limits(
+            low=None if band.left is None else shift - band.left,
+            high=None if band.right is None else shift + band.right,
+            rows=tail if self.q_axis == 1 else None,
+            cols=tail if self.q_axis == 0 else None,
+        )
