@@ -1,0 +1,1 @@
+"""One package or module per implementation of attention. None imports another."""
