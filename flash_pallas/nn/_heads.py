@@ -1,0 +1,121 @@
+"""What the linen and the nnx layer share: sizes, their checks, axis names and the arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Logical axis names. Key/value heads have their own: with grouped queries there are fewer of them,
+# and a mesh axis that divides the query heads need not divide these.
+QUERY_AXES = ("embed", "heads", "kv")
+KEY_VALUE_AXES = ("embed", "kv_heads", "kv")
+OUT_AXES = ("heads", "kv", "embed")
+NORM_AXES = ("kv",)
+
+# The suffix of the parameters' names; "ln" is what Flax calls the same parameters.
+NORM_SUFFIX = {"rms": "norm", "layer": "ln"}
+NORM_EPSILON = 1e-6
+
+# Flax's defaults.
+KERNEL_INIT = jax.nn.initializers.lecun_normal()
+BIAS_INIT = jax.nn.initializers.zeros
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Sizes of a layer's projections; see `resolve`."""
+
+    query: int
+    key_value: int
+    dim: int
+    out_features: int
+
+
+def resolve(layer, features: int) -> Heads:
+    """The sizes that a layer's fields ask for, checked.
+
+    Args:
+        layer: has num_heads, num_kv_heads, head_dim, out_features, qk_norm, rope_theta.
+        features: of the input.
+
+    Raises:
+        ValueError: fields that contradict each other.
+    """
+    num_heads = layer.num_heads
+    num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})."
+        )
+    if layer.head_dim is None and features % num_heads:
+        raise ValueError(
+            f"features ({features}) must be a multiple of num_heads ({num_heads}); or set head_dim."
+        )
+    head_dim = features // num_heads if layer.head_dim is None else layer.head_dim
+    if layer.rope_theta is not None and head_dim % 2:
+        raise ValueError(f"rope_theta needs an even head_dim, got {head_dim}.")
+    if layer.qk_norm not in (None, *NORM_SUFFIX):
+        raise ValueError(f"qk_norm must be None, 'rms' or 'layer', got {layer.qk_norm!r}.")
+    out_features = features if layer.out_features is None else layer.out_features
+    return Heads(num_heads, num_kv_heads, head_dim, out_features)
+
+
+def flat_init(init, contracted: int):
+    """`init` called on the matrix that a kernel is, so that it sees the true fan-in and fan-out.
+
+    Args:
+        init: a jax.nn initializer, or any function of (key, shape, dtype).
+        contracted: how many leading dimensions of the kernel are summed over.
+    """
+
+    def initializer(key, shape, dtype):
+        matrix = (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
+        return init(key, matrix, dtype).reshape(shape)
+
+    return initializer
+
+
+def project(x, kernel, bias, contracted: int, dtype=None):
+    """Sums the last `contracted` dimensions of x against the first of kernel, and adds bias.
+
+    Args:
+        x: [..., *inputs].
+        kernel: [*inputs, *outputs].
+        bias: [*outputs] or None.
+        contracted: len(inputs).
+        dtype: to compute in; None is the promoted dtype of the arrays.
+
+    Returns:
+        [..., *outputs].
+    """
+    arrays = [x, kernel] if bias is None else [x, kernel, bias]
+    dtype = jnp.result_type(*arrays) if dtype is None else dtype
+    inputs = tuple(range(x.ndim - contracted, x.ndim))
+    dimensions = ((inputs, tuple(range(contracted))), ((), ()))
+    y = lax.dot_general(x.astype(dtype), kernel.astype(dtype), dimensions)
+    if bias is not None:
+        y += bias.astype(dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return y
+
+
+def normalize(x, scale, kind: str):
+    """RMS ("rms") or layer ("layer") normalisation of each head, statistics in float32 or wider.
+
+    Args:
+        x: [..., head_dim].
+        scale: [head_dim].
+        kind: which.
+
+    Returns:
+        x's shape and dtype.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if kind == "layer":
+        wide -= wide.mean(axis=-1, keepdims=True)
+    wide *= lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + NORM_EPSILON)
+    wide *= scale.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
+    return wide.astype(x.dtype)

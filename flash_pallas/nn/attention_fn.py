@@ -1,0 +1,173 @@
+"""`attention_fn` for flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention.
+
+Linen passes only the keywords that it finds in the signature, so a function of **kwargs would lose
+the mask without a word; nnx passes a fixed set, unfiltered. Hence every keyword of either is named
+here, and one that cannot be honoured is refused, never dropped. Both functions live at module
+level: Flax hashes a module together with its attention_fn, and a fresh lambda or partial per
+module would be traced again each time.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ..api import flash_attention
+
+
+def attention_fn(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    broadcast_dropout=True,
+    dropout_rng=None,
+    dropout_rate=0.0,
+    deterministic=False,
+    dtype=None,
+    precision=None,
+    module=None,
+    force_fp32_for_softmax=False,
+    einsum_dot_general=None,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+    promote_dtype=None,
+    is_causal=False,
+    input_positions=None,
+):
+    """Exact attention with O(length) memory, in the shape Flax's attention modules expect.
+
+    A query that sees no key gives 0, where Flax's default gives the mean of the values.
+
+    Args:
+        query: [*batch, q_length, heads, head_dim], any number of batch dimensions, none included.
+        key: [*batch, kv_length, kv_heads, head_dim]; heads is a multiple of kv_heads.
+        value: [*batch, kv_length, kv_heads, v_head_dim].
+        bias: must be None.
+        mask: must be None; see is_causal and `causal_attention_fn`.
+        broadcast_dropout: has no effect, as there is no dropout.
+        dropout_rng: has no effect, as there is no dropout.
+        dropout_rate: must be 0 unless deterministic.
+        deterministic: True switches dropout off.
+        dtype: to compute in; None is the promoted dtype of the three arrays.
+        precision: accepted; products always accumulate in float32 (float64 for float64 arrays).
+        module: must be None: there are no attention weights to sow.
+        force_fp32_for_softmax: accepted; the softmax is never computed in less than float32.
+        einsum_dot_general: must be None.
+        qk_attn_weights_einsum: must be None.
+        attn_weights_value_einsum: must be None.
+        promote_dtype: called as promote_dtype((query, key, value), dtype=dtype) in place of the
+            promotion described under dtype.
+        is_causal: query i sees keys 0 to i.
+        input_positions: must be None: rotate query and key before attention.
+
+    Returns:
+        [*batch, q_length, heads, v_head_dim] in the dtype computed in.
+
+    Raises:
+        NotImplementedError: an argument that cannot be honoured; the message says what to do.
+        ValueError: shapes that do not fit together.
+    """
+    _refuse_dropout(dropout_rate, deterministic)
+    _refuse(
+        bias=bias,
+        mask=mask,
+        module=module,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        input_positions=input_positions,
+    )
+    if promote_dtype is None:
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    else:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    return flash_attention(query, key, value, causal=bool(is_causal))
+
+
+def causal_attention_fn(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    broadcast_dropout=True,
+    dropout_rng=None,
+    dropout_rate=0.0,
+    deterministic=False,
+    dtype=None,
+    precision=None,
+    module=None,
+    force_fp32_for_softmax=False,
+    einsum_dot_general=None,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+    promote_dtype=None,
+    is_causal=True,
+    input_positions=None,
+):
+    """`attention_fn` that is always causal: for linen, whose modules have no is_causal.
+
+    Use it without a mask; a causal mask array would take O(length^2) memory. Arguments, result and
+    errors are those of `attention_fn`, except that is_causal has no effect (nnx passes False where
+    its caller says nothing).
+    """
+    return attention_fn(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        dtype=dtype,
+        precision=precision,
+        module=module,
+        force_fp32_for_softmax=force_fp32_for_softmax,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        promote_dtype=promote_dtype,
+        is_causal=True,
+        input_positions=input_positions,
+    )
+
+
+_FLAX_DEFAULT = "use Flax's default attention_fn"
+_EINSUM = f"is not used by a fused kernel; {_FLAX_DEFAULT}"
+_WAY_OUT = {
+    "bias": f"is not supported; {_FLAX_DEFAULT}",
+    "mask": (
+        "is not supported. For causal attention leave it None and use is_causal=True (nnx) or "
+        "attention_fn=flash_pallas.nn.causal_attention_fn (linen); for any other mask, and for "
+        f"decode=True, which makes one, {_FLAX_DEFAULT}"
+    ),
+    "module": (
+        "(sow_weights=True) asks for the attention weights, which are never formed; "
+        f"{_FLAX_DEFAULT} to look at them"
+    ),
+    "einsum_dot_general": _EINSUM,
+    "qk_attn_weights_einsum": _EINSUM,
+    "attn_weights_value_einsum": _EINSUM,
+    "input_positions": (
+        "is not supported: rotate query and key before attention, as "
+        "flash_pallas.nn.nnx.FlashAttention(rope_theta=...) does"
+    ),
+}
+
+
+def _refuse(**arguments):
+    for name, argument in arguments.items():
+        if argument is not None:
+            raise NotImplementedError(f"flash_pallas attention_fn: {name} {_WAY_OUT[name]}.")
+
+
+def _refuse_dropout(dropout_rate, deterministic):
+    if dropout_rate > 0.0 and not deterministic:
+        raise NotImplementedError(
+            f"flash_pallas attention_fn: dropout_rate={dropout_rate} is not supported; set "
+            f"dropout_rate=0 or deterministic=True, or {_FLAX_DEFAULT}."
+        )

@@ -1,0 +1,157 @@
+"""FlashAttention as a flax.linen module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..api import flash_attention
+from . import _heads, _rope
+
+try:
+    from flax import linen as nn
+except ImportError as error:
+    raise ImportError(
+        "flash_pallas.nn.linen needs Flax: pip install 'flash_pallas[flax]'."
+    ) from error
+
+
+class FlashAttention(nn.Module):
+    """Multi-head attention: projections, optional QK-norm and RoPE, exact attention, projection.
+
+    Parameters and output are those of `flash_pallas.nn.nnx.FlashAttention`. The names and shapes
+    are Flax's: query/key/value kernels [features, heads, head_dim], out kernel
+    [heads, head_dim, out_features], biases, and for qk_norm query_norm/key_norm ("rms") or
+    query_ln/key_ln ("layer") scales [head_dim]; so weights of MultiHeadDotProductAttention load.
+    They carry logical axis names: embed, heads, kv_heads, kv.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; None is num_heads.
+        head_dim: size of a head; None is features / num_heads.
+        out_features: of the output; None is that of the input.
+        causal: a query sees the keys up to its own index (whatever `positions` say).
+        rope_theta: base of the rotary embedding; None for none.
+        qk_norm: None, "rms" or "layer": normalise each query and key head before the rotation.
+        scale: of the logits; None is 1 / sqrt(head_dim).
+        use_qkv_bias: add a bias to query, key and value.
+        use_out_bias: add a bias to the output.
+        dtype: to compute in; None is the promoted dtype of input and parameters.
+        param_dtype: of the parameters.
+        kernel_init: called on each kernel as a matrix [inputs, outputs].
+        bias_init: of the biases.
+        backend: as in flash_attention.
+        deterministic_backward: gradients are bit-identical from run to run.
+        attention: replaces flash_attention; called as
+            attention(q, k, v, causal=, scale=, deterministic=, backend=).
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    out_features: int | None = None
+    causal: bool = False
+    rope_theta: float | None = None
+    qk_norm: str | None = None
+    scale: float | None = None
+    use_qkv_bias: bool = True
+    use_out_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable = _heads.KERNEL_INIT
+    bias_init: Callable = _heads.BIAS_INIT
+    backend: str = "auto"
+    deterministic_backward: bool = False
+    attention: Callable[..., jax.Array] = flash_attention
+
+    @nn.compact
+    def __call__(self, inputs, inputs_kv=None, *, positions=None, kv_positions=None):
+        """Attention of `inputs` over `inputs_kv`, or over itself.
+
+        Args:
+            inputs: [*batch, q_length, features].
+            inputs_kv: [*batch, kv_length, kv_features]; None is self-attention.
+            positions: of the queries, for RoPE: [q_length] or [*batch, q_length]; None counts
+                from 0.
+            kv_positions: of the keys; None is `positions` in self-attention, else counts from 0.
+
+        Returns:
+            [*batch, q_length, out_features].
+
+        Raises:
+            ValueError: fields or arguments that contradict each other.
+        """
+        heads = _heads.resolve(self, inputs.shape[-1])
+        if inputs_kv is None:
+            inputs_kv = inputs
+            kv_positions = positions if kv_positions is None else kv_positions
+        key_value = (heads.key_value, heads.dim)
+        query = self._project("query", (heads.query, heads.dim), _heads.QUERY_AXES)(inputs)
+        key = self._project("key", key_value, _heads.KEY_VALUE_AXES)(inputs_kv)
+        value = self._project("value", key_value, _heads.KEY_VALUE_AXES)(inputs_kv)
+        if self.qk_norm is not None:
+            suffix = _heads.NORM_SUFFIX[self.qk_norm]
+            query = _Norm(self.qk_norm, self.param_dtype, name=f"query_{suffix}")(query)
+            key = _Norm(self.qk_norm, self.param_dtype, name=f"key_{suffix}")(key)
+        query, key = _rope.rotate_query_key(query, key, positions, kv_positions, self.rope_theta)
+        attended = self.attention(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            scale=self.scale,
+            deterministic=self.deterministic_backward,
+            backend=self.backend,
+        )
+        return self._project("out", (heads.out_features,), _heads.OUT_AXES, contracted=2)(attended)
+
+    def _project(self, name: str, outputs: tuple[int, ...], axes, contracted: int = 1):
+        return _Projection(
+            outputs=outputs,
+            axes=axes,
+            contracted=contracted,
+            use_bias=self.use_out_bias if name == "out" else self.use_qkv_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            name=name,
+        )
+
+
+class _Projection(nn.Module):
+    outputs: tuple[int, ...]
+    axes: tuple[str, ...]
+    contracted: int
+    use_bias: bool
+    dtype: Any
+    param_dtype: Any
+    kernel_init: Callable
+    bias_init: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        kernel_init = nn.with_logical_partitioning(
+            _heads.flat_init(self.kernel_init, self.contracted), self.axes
+        )
+        shape = (*x.shape[-self.contracted :], *self.outputs)
+        kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias_init = nn.with_logical_partitioning(self.bias_init, self.axes[self.contracted :])
+            bias = self.param("bias", bias_init, self.outputs, self.param_dtype)
+        return _heads.project(x, kernel, bias, self.contracted, self.dtype)
+
+
+class _Norm(nn.Module):
+    kind: str
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.ones_init(), _heads.NORM_AXES)
+        scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
+        return _heads.normalize(x, scale, self.kind)

@@ -1,0 +1,184 @@
+"""FlashAttention as a flax.nnx module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..api import flash_attention
+from . import _heads, _rope
+
+try:
+    from flax import nnx
+    from flax.core.spmd import get_logical_axis_rules
+except ImportError as error:
+    raise ImportError(
+        "flash_pallas.nn.nnx needs Flax: pip install 'flash_pallas[flax]'."
+    ) from error
+
+
+class FlashAttention(nnx.Module):
+    """Multi-head attention: projections, optional QK-norm and RoPE, exact attention, projection.
+
+    Parameters and output are those of `flash_pallas.nn.linen.FlashAttention`. The names and shapes
+    are Flax's: query/key/value kernels [features, heads, head_dim], out kernel
+    [heads, head_dim, out_features], biases, and for qk_norm query_norm/key_norm ("rms") or
+    query_ln/key_ln ("layer") scales [head_dim]; so weights of nnx.MultiHeadAttention load.
+    They carry logical axis names as `out_sharding`: embed, heads, kv_heads, kv. Parameters are
+    placed on the mesh as they are made only under `nnx.logical_axis_rules`, which say what the
+    names mean; without rules, no mesh is needed.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        in_kv_features: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        out_features: int | None = None,
+        causal: bool = False,
+        rope_theta: float | None = None,
+        qk_norm: str | None = None,
+        scale: float | None = None,
+        use_qkv_bias: bool = True,
+        use_out_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable = _heads.KERNEL_INIT,
+        bias_init: Callable = _heads.BIAS_INIT,
+        backend: str = "auto",
+        deterministic_backward: bool = False,
+        attention: Callable[..., jax.Array] = flash_attention,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the parameters.
+
+        Args:
+            num_heads: query heads.
+            in_features: of the input.
+            in_kv_features: of inputs_kv; None is in_features.
+            num_kv_heads: key and value heads, a divisor of num_heads; None is num_heads.
+            head_dim: size of a head; None is in_features / num_heads.
+            out_features: of the output; None is in_features.
+            causal: a query sees the keys up to its own index (whatever `positions` say).
+            rope_theta: base of the rotary embedding; None for none.
+            qk_norm: None, "rms" or "layer": normalise each query and key head before the rotation.
+            scale: of the logits; None is 1 / sqrt(head_dim).
+            use_qkv_bias: add a bias to query, key and value.
+            use_out_bias: add a bias to the output.
+            dtype: to compute in; None is the promoted dtype of input and parameters.
+            param_dtype: of the parameters.
+            kernel_init: called on each kernel as a matrix [inputs, outputs].
+            bias_init: of the biases.
+            backend: as in flash_attention.
+            deterministic_backward: gradients are bit-identical from run to run.
+            attention: replaces flash_attention; called as
+                attention(q, k, v, causal=, scale=, deterministic=, backend=).
+            rngs: its `params` stream makes the parameters.
+
+        Raises:
+            ValueError: arguments that contradict each other.
+        """
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.out_features, self.causal, self.scale = out_features, causal, scale
+        self.rope_theta, self.qk_norm = rope_theta, qk_norm
+        self.backend, self.deterministic_backward = backend, deterministic_backward
+        self.attention = attention
+
+        heads = _heads.resolve(self, in_features)
+        kv_features = in_features if in_kv_features is None else in_kv_features
+        query, key_value = (heads.query, heads.dim), (heads.key_value, heads.dim)
+        make = _ProjectionMaker(dtype, param_dtype, kernel_init, bias_init, rngs)
+        self.query = make((in_features,), query, _heads.QUERY_AXES, use_qkv_bias)
+        self.key = make((kv_features,), key_value, _heads.KEY_VALUE_AXES, use_qkv_bias)
+        self.value = make((kv_features,), key_value, _heads.KEY_VALUE_AXES, use_qkv_bias)
+        self.out = make(query, (heads.out_features,), _heads.OUT_AXES, use_out_bias)
+        if qk_norm is not None:
+            suffix = _heads.NORM_SUFFIX[qk_norm]
+            setattr(self, f"query_{suffix}", _Norm(qk_norm, heads.dim, param_dtype))
+            setattr(self, f"key_{suffix}", _Norm(qk_norm, heads.dim, param_dtype))
+
+    def __call__(self, inputs, inputs_kv=None, *, positions=None, kv_positions=None):
+        """Attention of `inputs` over `inputs_kv`, or over itself.
+
+        Args:
+            inputs: [*batch, q_length, in_features].
+            inputs_kv: [*batch, kv_length, in_kv_features]; None is self-attention.
+            positions: of the queries, for RoPE: [q_length] or [*batch, q_length]; None counts
+                from 0.
+            kv_positions: of the keys; None is `positions` in self-attention, else counts from 0.
+
+        Returns:
+            [*batch, q_length, out_features].
+
+        Raises:
+            ValueError: arguments that contradict each other or the parameters.
+        """
+        if inputs_kv is None:
+            inputs_kv = inputs
+            kv_positions = positions if kv_positions is None else kv_positions
+        query, key, value = self.query(inputs), self.key(inputs_kv), self.value(inputs_kv)
+        if self.qk_norm is not None:
+            suffix = _heads.NORM_SUFFIX[self.qk_norm]
+            query = getattr(self, f"query_{suffix}")(query)
+            key = getattr(self, f"key_{suffix}")(key)
+        query, key = _rope.rotate_query_key(query, key, positions, kv_positions, self.rope_theta)
+        attended = self.attention(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            scale=self.scale,
+            deterministic=self.deterministic_backward,
+            backend=self.backend,
+        )
+        return self.out(attended)
+
+
+class _Projection(nnx.Module):
+    def __init__(self, kernel: nnx.Param, bias: nnx.Param | None, contracted: int, dtype):
+        self.kernel, self.bias = kernel, nnx.data(bias)
+        self.contracted, self.dtype = contracted, dtype
+
+    def __call__(self, x):
+        bias = None if self.bias is None else self.bias[...]
+        return _heads.project(x, self.kernel[...], bias, self.contracted, self.dtype)
+
+
+class _ProjectionMaker:
+    """Makes projections that differ only in their shapes and axes."""
+
+    def __init__(self, dtype, param_dtype, kernel_init, bias_init, rngs):
+        self.dtype, self.param_dtype, self.rngs = dtype, param_dtype, rngs
+        self.kernel_init, self.bias_init = kernel_init, bias_init
+
+    def __call__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes, use_bias: bool):
+        contracted = len(inputs)
+        init = _heads.flat_init(self.kernel_init, contracted)
+        kernel = init(self.rngs.params(), (*inputs, *outputs), self.param_dtype)
+        bias = None
+        if use_bias:
+            bias = self.bias_init(self.rngs.params(), outputs, self.param_dtype)
+            bias = _param(bias, axes[contracted:])
+        return _Projection(_param(kernel, axes), bias, contracted, self.dtype)
+
+
+class _Norm(nnx.Module):
+    def __init__(self, kind: str, dim: int, param_dtype):
+        self.kind = kind
+        self.scale = _param(jnp.ones((dim,), param_dtype), _heads.NORM_AXES)
+
+    def __call__(self, x):
+        return _heads.normalize(x, self.scale[...], self.kind)
+
+
+def _param(value, axes: tuple[str, ...]) -> nnx.Param:
+    # By default nnx places a named parameter at once and fails where there is no mesh. Without
+    # rules the names mean nothing yet, so there is nothing to place.
+    eager = nnx.using_eager_sharding() and bool(get_logical_axis_rules())
+    return nnx.Param(value, out_sharding=axes, eager_sharding=eager)
