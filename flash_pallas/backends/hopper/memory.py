@@ -1,0 +1,109 @@
+"""Shared memory, launches and the small vocabulary the kernels are written in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import integers as ints
+
+WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
+SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,  # ex2.approx.ftz: 2 ulp, far below the rounding of P to 16 bits
+    # Every hazard inside a warpgroup is ordered by wgmma waits, commit_smem or an mbarrier below;
+    # Mosaic's own barriers around each shared-memory access cost 13 BAR.SYNC in the forward.
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
+)
+
+
+class Ring(NamedTuple):
+    """Slots that a producer fills and consumers empty, in turn."""
+
+    full: Any
+    empty: Any
+    slots: int
+
+    def slot(self, n):
+        """The slot of the n-th use."""
+        return ints.remainder(n, self.slots)
+
+    def wait_full(self, n):
+        """Consumer: until the n-th fill has arrived."""
+        plgpu.barrier_wait(self.full.at[self.slot(n)])
+
+    def release(self, n):
+        """Consumer: the n-th fill has been read."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(n)])
+
+    def wait_empty(self, n):
+        """Producer: until the slot of the n-th fill may be overwritten."""
+        pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.empty.at[self.slot(n)]))
+
+    def drain(self, uses):
+        """Producer, at the end: observe the releases that no later fill waited for."""
+
+        @pl.loop(lax.max(jnp.int32(0), uses - self.slots), uses)
+        def _(n):
+            plgpu.barrier_wait(self.empty.at[self.slot(n)])
+
+
+def tile_buffer(shape, dtype):
+    """Shared memory for TMA and wgmma: 128-byte swizzle, last axis a multiple of 128 bytes."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    if shape[-1] % columns:
+        raise AssertionError(f"{shape=}: rows of {dtype} must be multiples of {columns} elements")
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def row_buffer(shape):
+    """Shared memory for one float32 per row."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def warpgroup_rows(warpgroup):
+    """The rows of a tile that belong to one warpgroup."""
+    return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+
+def pad_axis(x, axis: int, size: int, value=0):
+    """x grown to `size` along one axis; x itself where it already has that size."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=jnp.asarray(value, x.dtype))
+
+
+def launch(kernel, *, out, scratch, grid, grid_names, threads, name, interpret):
+    """plgpu.kernel with this package's settings; `threads` warpgroups named "wg".
+
+    `kernel` is called with the operands, the outputs and the scratch records, in that order.
+    """
+    options = {}
+    if interpret:
+        options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=threads,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        kernel_name=name,
+        **options,
+    )
+
+
+def float32(shape):
+    """ShapeDtypeStruct of float32."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
