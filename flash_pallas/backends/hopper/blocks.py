@@ -59,6 +59,51 @@ FORWARD = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class FusedBlocks:
+    """The fused backward: 128 keys and two compute warpgroups per CTA.
+
+    Attributes:
+        block_q: queries per step.
+        stages, do_stages: tiles of Q and of dO in flight.
+        ds_stages: slots for dS; with one, the warpgroups meet twice per step.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    do_stages: int = 2
+    ds_stages: int = 2
+
+    block_kv = 2 * WARPGROUP_ROWS
+    compute_registers = 240
+    producer_registers = 24
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Each warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
+        return self.block_q == 2 * WARPGROUP_ROWS
+
+    def dq_tile(self, head_dim: int) -> tuple[int, int]:
+        """What one warpgroup computes of dQ."""
+        if self.dq_by_rows:
+            return self.block_q // 2, head_dim
+        return self.block_q, head_dim // 2
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory without barriers."""
+        tiles = (self.stages + self.do_stages) * self.block_q * head_dim
+        keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
+        rows = (self.stages + self.do_stages) * self.block_q
+        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows
+
+
+FUSED = {
+    64: FusedBlocks(block_q=128),
+    # 128 rows would need 2 x 64 more accumulator registers than there are.
+    128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
+}
+
+
 def native_head_dim(problem: Problem) -> int:
     """The head dim the kernels run: the next of 64, 128, 256."""
     widest = max(problem.head_dim, problem.v_head_dim)

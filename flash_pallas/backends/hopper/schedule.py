@@ -133,3 +133,59 @@ class Assignment:
         if self.uses_table:
             return table[cta, turn + 1]
         return lax.min(turn * self.ctas + cta, jnp.int32(self.order.total - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryWalk:
+    """The query tiles that one CTA of a key-stationary kernel reads, for every head of a group.
+
+    Attributes:
+        start, full_start, stop: query blocks; those before full_start need the mask.
+        q_offset: position of query 0.
+        group: query heads that read these keys, one after the other.
+    """
+
+    start: Any
+    full_start: Any
+    stop: int
+    q_offset: Any
+    group: int
+
+    @classmethod
+    def of(cls, problem: Problem, q_offset, batch, kv_start, kv_rows: int, block_q: int) -> QueryWalk:
+        """Of the CTA whose keys are [kv_start, kv_start + kv_rows). At least one tile per head."""
+        offset = q_offset[batch] if problem.traced_offset else problem.spec.q_offset
+        whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
+        found = problem.spec.mask.q_blocks(kv_start - offset, kv_rows, whole, block_q)
+        stop = whole // block_q
+        start = ints.minimum(found.start, stop - 1)
+        full_start = ints.maximum(found.full_start, start)
+        if problem.kv_len % kv_rows:  # the last keys lie past the end: mask every tile
+            ragged = kv_start + kv_rows > problem.kv_len
+            full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
+        return cls(start, full_start, stop, offset, problem.group)
+
+    @property
+    def per_head(self):
+        """Tiles of one head."""
+        return self.stop - self.start
+
+    @property
+    def total(self):
+        """Tiles of the group."""
+        return jnp.int32(self.per_head * self.group)
+
+    def __getitem__(self, n):
+        """(head of the group, query block) of the n-th tile."""
+        if self.group == 1:
+            return 0, self.start + n
+        return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(n, jnp.int32(self.per_head))
+
+    def zones(self):
+        """(low, high, masked) of one head's tiles; a zone known to be empty is left out."""
+        zones = ((self.start, self.full_start, True), (self.full_start, self.stop, False))
+        return [
+            (jnp.int32(low), jnp.int32(high), masked)
+            for low, high, masked in zones
+            if not (ints.is_static(low) and ints.is_static(high) and low >= high)
+        ]

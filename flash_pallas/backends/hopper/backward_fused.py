@@ -1,0 +1,362 @@
+"""The fused backward: all five products of FlashAttention-2's Algorithm 2 in one kernel.
+
+A CTA owns 128 keys of one key head (two compute warpgroups, 64 keys each) and walks the query tiles
+of every head of its group. Scores are held transposed, so that P^T and dS^T come out of the
+registers as left operands of the products that consume them:
+
+    (1) S^T  = K Q^T           shared x shared
+    (2) dP^T = V dO^T          shared x shared
+    (3) dV  += P^T dO          registers x shared
+    (4) dK  += dS^T Q          registers x shared
+    (5) dQ   = dS K            shared (dS^T of both warpgroups, read transposed) x shared
+
+dK and dV stay in registers for the whole walk. Each dQ tile goes to float32 shared memory, and a
+warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add. The
+order of those adds differs from run to run, and with it the last bits of dQ; backward_dkv.py and
+backward_dq.py are the deterministic pair.
+
+    K, V            one slot each, loaded once; dK and dV are staged in them at the end
+    Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
+    dS^T            ds slots, written by both warpgroups, read by both: `ds_ready` counts them in
+    dQ              one float32 slot per warpgroup, handed to the storing warp and back
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import integers as ints
+from ...core import softmax
+from ...core.problem import Problem
+from ...core.tile import Tile
+from . import inline
+from .arrays import BackwardArrays
+from .blocks import FusedBlocks
+from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, tile_buffer, warpgroup_rows
+from .schedule import QueryWalk
+
+WARPGROUPS = 2
+LOAD_WARP, STORE_WARP = 0, 1
+
+
+class Smem(NamedTuple):
+    """Shared memory of one CTA."""
+
+    q: Any  # [stages, block_q, D]
+    do: Any  # [do_stages, block_q, D]
+    k: Any  # [block_kv, D]
+    v: Any  # [block_kv, D]
+    ds: Any  # [ds_stages, block_kv, block_q]
+    dq: Any  # f32[warpgroups, dq tile]
+    lse: Any  # f32[stages, block_q]
+    delta: Any  # f32[do_stages, block_q]
+
+
+class Barriers(NamedTuple):
+    """mbarriers; those without a count below have one arrival."""
+
+    kv_full: Any  # K and V
+    q_full: Any  # Q and lse
+    q_empty: Any  # each warpgroup
+    do_full: Any
+    do_empty: Any  # each warpgroup
+    delta_full: Any
+    ds_ready: Any  # each warpgroup
+    dq_full: Any  # one per warpgroup
+    dq_empty: Any  # one per warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+
+    gmem: BackwardArrays
+    dq: Any  # f32[B, T, N, D], accumulated into
+    dk: Any
+    dv: Any
+    smem: Smem
+    bars: Barriers
+    q: Ring
+    do: Ring
+    batch: Any
+    kv_head: Any
+    kv_start: Any
+    walk: QueryWalk
+    wg: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """One launch; the methods are the phases of a CTA."""
+
+    problem: Problem
+    blocks: FusedBlocks
+    interpret: bool
+
+    def __call__(self, dq, *refs):
+        *arrays, dk, dv, smem, bars = refs
+        gmem = BackwardArrays(*arrays)
+        batch, kv_start = lax.axis_index("batch"), lax.axis_index("kv") * self.blocks.block_kv
+        cta = Cta(
+            gmem=gmem,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            smem=smem,
+            bars=bars,
+            q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
+            do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
+            batch=batch,
+            kv_head=lax.axis_index("head"),
+            kv_start=kv_start,
+            walk=QueryWalk.of(
+                self.problem, gmem.q_offset, batch, kv_start, self.blocks.block_kv, self.blocks.block_q
+            ),
+            wg=lax.axis_index("wg"),
+        )
+        pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
+        pl.when(cta.wg == WARPGROUPS)(lambda: self.produce(cta))
+
+    # --- the producer: one warp loads, another adds dQ into device memory ------------------------
+
+    def produce(self, cta: Cta):
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == LOAD_WARP)(lambda: self.load(cta))
+            pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
+
+    def load(self, cta: Cta):
+        """K and V once, then Q, lse, dO and delta of every query tile."""
+        keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
+        plgpu.copy_gmem_to_smem(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full)
+        plgpu.copy_gmem_to_smem(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full)
+
+        @pl.loop(jnp.int32(0), cta.walk.total)
+        def _(n):
+            head, rows = self.query_tile(cta, n)
+            tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
+            slot = cta.q.slot(n)
+            cta.q.wait_empty(n)
+            plgpu.copy_gmem_to_smem(cta.gmem.q.at[tile], cta.smem.q.at[slot], cta.bars.q_full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], cta.bars.q_full.at[slot]
+            )
+            slot = cta.do.slot(n)
+            cta.do.wait_empty(n)
+            plgpu.copy_gmem_to_smem(
+                cta.gmem.do.at[tile], cta.smem.do.at[slot], cta.bars.do_full.at[slot]
+            )
+            plgpu.copy_gmem_to_smem(
+                cta.gmem.delta.at[row], cta.smem.delta.at[slot], cta.bars.delta_full.at[slot]
+            )
+
+        cta.q.drain(cta.walk.total)
+        cta.do.drain(cta.walk.total)
+
+    def store_dq(self, cta: Cta):
+        """Add each warpgroup's part of every dQ tile to the float32 buffer."""
+
+        @pl.loop(jnp.int32(0), cta.walk.total)
+        def _(n):
+            head, rows = self.query_tile(cta, n)
+            for wg in range(WARPGROUPS):
+                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+                plgpu.copy_smem_to_gmem(
+                    cta.smem.dq.at[wg],
+                    cta.dq.at[self.dq_part(cta, head, rows, wg)],
+                    reduction_op="add",
+                )
+            for wg in range(WARPGROUPS):
+                plgpu.wait_smem_to_gmem(WARPGROUPS - 1 - wg, wait_read_only=True)
+                pl.when(n + 1 < cta.walk.total)(
+                    lambda wg=wg: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg])
+                )
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def query_tile(self, cta: Cta, n):
+        """(query head, rows) of the n-th tile of the walk."""
+        head, block = cta.walk[n]
+        return cta.kv_head * self.problem.group + head, pl.ds(
+            block * self.blocks.block_q, self.blocks.block_q
+        )
+
+    # --- a compute warpgroup ---------------------------------------------------------------------
+
+    def consume(self, cta: Cta):
+        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        keys, head_dim = warpgroup_rows(cta.wg), self.problem.head_dim
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
+        dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
+        self.meet(cta)  # both warpgroups have read K for the last time
+        cta.smem.k[keys] = (dk * self.problem.spec.scale).astype(self.problem.dtype)
+        cta.smem.v[keys] = dv.astype(self.problem.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        at = (cta.batch, rows, cta.kv_head)
+        plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], cta.dk.at[at], commit_group=False)
+        plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], cta.dv.at[at])
+        plgpu.wait_smem_to_gmem(0)
+
+    def walk(self, cta: Cta, dk_acc, dv_acc):
+        """Every query tile of every head of the group; masked tiles are a loop of their own."""
+        plgpu.barrier_wait(cta.bars.kv_full)
+
+        def one_head(head):
+            for low, high, masked in cta.walk.zones():
+
+                @pl.loop(low, high)
+                def _(block, masked=masked):
+                    n = head * cta.walk.per_head + (block - cta.walk.start)
+                    self.step(cta, n, block, dk_acc, dv_acc, masked=masked)
+
+        if self.problem.group == 1:
+            one_head(jnp.int32(0))
+        else:
+            pl.loop(jnp.int32(0), jnp.int32(self.problem.group))(one_head)
+        return dk_acc[...], dv_acc[...]
+
+    def step(self, cta: Cta, n, block, dk_acc, dv_acc, *, masked):
+        """The five products of one query tile."""
+        p, ds = self.score_gradients(cta, n, block, masked=masked)
+        ds_slot = ints.remainder(n, self.blocks.ds_stages)
+        if self.blocks.ds_stages == 1:
+            self.meet(cta)  # both have read the previous dS
+        cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
+        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        self.meet(cta)  # both have written dS
+
+        def products(dq_acc):
+            ds_part, k_part = self.dq_operands(cta, ds_slot)
+            plgpu.wgmma(dq_acc, ds_part, k_part)  # (5) dQ = dS K
+            plgpu.wgmma_wait(1)
+            cta.do.release(n)
+            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+        dq = pl.run_scoped(products, plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32))
+        cta.smem.dq[cta.wg] = dq
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+        plgpu.wgmma_wait(0)
+        cta.q.release(n)
+
+    def score_gradients(self, cta: Cta, n, block, *, masked):
+        """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
+        keys, q_slot, do_slot = warpgroup_rows(cta.wg), cta.q.slot(n), cta.do.slot(n)
+        shape = (WARPGROUP_ROWS, self.blocks.block_q)
+        tile = Tile(
+            q_start=block * self.blocks.block_q + cta.walk.q_offset,
+            kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
+            shape=shape,
+            q_axis=1,
+        )
+
+        def products(s_acc, dp_acc):
+            cta.q.wait_full(n)
+            plgpu.wgmma(s_acc, cta.smem.k.at[keys], cta.smem.q.at[q_slot].transpose((1, 0)))
+            cta.do.wait_full(n)
+            plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
+            lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            if masked:
+                ragged = self.problem.kv_len % self.blocks.block_kv != 0
+                limits = tile.limits(
+                    self.problem.spec.mask, self.problem.kv_len if ragged else None
+                )
+                s = inline.hide(s, limits, self.interpret)
+            log2_scale = self.problem.spec.scale * softmax.LOG2E
+            p = lax.optimization_barrier(jnp.exp2(s * log2_scale - tile.per_q(lse)))
+            plgpu.barrier_wait(cta.bars.delta_full.at[do_slot])
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            delta = plgpu.load(cta.smem.delta.at[do_slot], layout=inline.COLS)
+            ds = p * (dp - tile.per_q(delta))
+            return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
+
+        accumulator = plgpu.ACC(shape, jnp.float32)
+        return pl.run_scoped(products, accumulator, accumulator)
+
+    def dq_operands(self, cta: Cta, ds_slot):
+        """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""
+        part = self.blocks.dq_tile(self.problem.head_dim)
+        ds = cta.smem.ds.at[ds_slot]
+        if self.blocks.dq_by_rows:
+            ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * part[0], part[0])]
+            return ds.transpose((1, 0)), cta.smem.k
+        return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
+
+    def dq_part(self, cta: Cta, head, rows, wg: int):
+        """Where that part lies in the dQ buffer."""
+        part = self.blocks.dq_tile(self.problem.head_dim)
+        if self.blocks.dq_by_rows:
+            return cta.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        return cta.batch, rows, head, pl.ds(wg * part[1], part[1])
+
+    def meet(self, cta: Cta):
+        """Wait for the other warpgroup."""
+        plgpu.barrier_arrive(cta.bars.ds_ready)
+        plgpu.barrier_wait(cta.bars.ds_ready)
+
+
+def backward_fused(
+    problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool
+):
+    """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
+    head_dim, dtype, block_q, block_kv = (
+        problem.head_dim,
+        problem.dtype,
+        blocks.block_q,
+        blocks.block_kv,
+    )
+    bar = plgpu.Barrier
+    smem = Smem(
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype),
+        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
+        k=tile_buffer((block_kv, head_dim), dtype),
+        v=tile_buffer((block_kv, head_dim), dtype),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype),
+        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
+        lse=row_buffer((blocks.stages, block_q)),
+        delta=row_buffer((blocks.do_stages, block_q)),
+    )
+    bars = Barriers(
+        kv_full=bar(num_arrivals=2),
+        q_full=bar(num_arrivals=2, num_barriers=blocks.stages),
+        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
+        do_full=bar(num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        delta_full=bar(num_barriers=blocks.do_stages),
+        ds_ready=bar(num_arrivals=WARPGROUPS),
+        dq_full=bar(num_barriers=WARPGROUPS),
+        dq_empty=bar(num_barriers=WARPGROUPS),
+    )
+    # [B, T, N, D] like q: no transpose afterwards, and TMA adds are as fast as head-major (1.00x).
+    dq = jax.new_ref(jnp.zeros(arrays.q.shape, jnp.float32))
+    run = launch(
+        functools.partial(Fused(problem, blocks, interpret), dq),
+        out=(
+            jax.ShapeDtypeStruct(arrays.k.shape, dtype),
+            jax.ShapeDtypeStruct(arrays.v.shape, dtype),
+        ),
+        scratch=(smem, bars),
+        # Heads fastest: CTAs that run together add to different dQ tiles (kv fastest: 0.93x).
+        grid=(problem.kv_heads, pl.cdiv(problem.kv_len, block_kv), problem.batch),
+        grid_names=("head", "kv", "batch"),
+        threads=WARPGROUPS + 1,
+        name="flash_pallas_backward_fused",
+        interpret=interpret,
+    )
+    dk, dv = run(*arrays)
+    return (dq[...] * problem.spec.scale).astype(dtype), dk, dv
