@@ -1,0 +1,36 @@
+"""The one formula that turns a time into TFLOP/s."""
+
+from __future__ import annotations
+
+# Matrix products per direction: Q K^T and P V forward; S, dP, dV, dK and dQ backward. A backward
+# that recomputes more than once (split kernels: seven products) is still credited with five.
+_PRODUCTS = {"forward": 2, "backward": 5}
+
+
+def visible_pairs(q_len: int, kv_len: int, causal: bool) -> int:
+    """How many (query, key) pairs attend; causal keeps key j <= i (top-left)."""
+    if not causal:
+        return q_len * kv_len
+    triangle = min(q_len, kv_len)
+    return triangle * (triangle + 1) // 2 + max(q_len - kv_len, 0) * kv_len
+
+
+def attention_flops(shape, causal: bool, direction: str) -> int:
+    """Floating-point operations of the matrix products that attention needs.
+
+    Args:
+        shape: has batch, q_len, kv_len, q_heads and head_dim.
+        causal: count only visible pairs.
+        direction: "forward" or "backward".
+
+    Raises:
+        KeyError: for another direction.
+    """
+    pairs = visible_pairs(shape.q_len, shape.kv_len, causal)
+    per_product = 2 * shape.batch * shape.q_heads * shape.head_dim * pairs
+    return _PRODUCTS[direction] * per_product
+
+
+def tflops(shape, causal: bool, direction: str, ms: float) -> float:
+    """Achieved TFLOP/s of one pass that took `ms` milliseconds."""
+    return attention_flops(shape, causal, direction) / ms / 1e9
