@@ -135,7 +135,7 @@ def flash_attention_with_lse(
         q, k, v, causal=causal, scale=scale, q_offset=q_offset, deterministic=deterministic
     )
     if call.is_empty:
-        dispatch.explanation(call.problem, backend, override)
+        dispatch.check_name(backend)
         return call.empty_result()
     chosen = dispatch.select(call.problem, backend)
     tiles = chosen.blocks(call.problem, override)
@@ -182,8 +182,8 @@ def explain(
         >>> import jax.numpy as jnp
         >>> from flash_pallas import explain
         >>> x = jnp.ones((1, 1024, 4, 64))
-        >>> explain(x, x, x, backend="xla").blocks
-        XlaBlocks(block_q=512, block_kv=512)
+        >>> print(explain(x, x, x, backend="xla", blocks={"block_q": 64, "block_kv": 256}).blocks)
+        XlaBlocks(block_q=64, block_kv=256)
     """
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(

@@ -33,7 +33,7 @@ def select(problem: Problem, name: str) -> Backend:
         ValueError: an unknown name.
         UnsupportedByBackend: the named backend cannot run the problem; the message says why.
     """
-    _check_name(name)
+    check_name(name)
     if name != AUTO:
         if reason := BACKENDS[name].unsupported(problem):
             raise UnsupportedByBackend(f"backend={name!r}: {reason}; {_way_out(problem, name)}")
@@ -82,7 +82,7 @@ def explanation(problem: Problem, name: str, override: dict[str, Any] | None) ->
         ValueError: an unknown name, or tile sizes that the backend cannot take.
         UnsupportedByBackend: as `select`.
     """
-    _check_name(name)
+    check_name(name)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons = dict.fromkeys(BACKENDS, "there is no query or no key, so nothing to compute")
         return Explanation(problem, "none", None, reasons)
@@ -100,7 +100,8 @@ def explanation(problem: Problem, name: str, override: dict[str, Any] | None) ->
     return Explanation(problem, chosen.name, chosen.blocks(problem, override), reasons)
 
 
-def _check_name(name):
+def check_name(name):
+    """Raise ValueError, listing the choices, unless `name` is "auto" or a backend's."""
     choices = [AUTO, *BACKENDS]
     if name not in choices:
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(map(repr, choices))}")

@@ -20,6 +20,12 @@ from ..core.integers import round_up
 from ..core.problem import AttentionSpec, Grads, Operands, Problem, describe
 from ..core.tile import Tile
 
+# On a CPU the tile should stay in the cache. Gradients of B=2, T=1024, N=4, H=64, float32, causal on
+# two cores took 94, 45, 53 and 107 ms with blocks of 64, 128, 256 and 512 (dense jnp: 221 ms).
+CPU_BLOCK = 128
+# Elsewhere each product is a launch, so the tile should be large.
+ACCELERATOR_BLOCK = 512
+
 
 @dataclasses.dataclass(frozen=True)
 class XlaBlocks:
@@ -30,8 +36,8 @@ class XlaBlocks:
         block_kv: keys per tile.
     """
 
-    block_q: int = 512
-    block_kv: int = 512
+    block_q: int
+    block_kv: int
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -62,11 +68,8 @@ class XlaBackend:
         override = override or {}
         if unknown := sorted(set(override) - set(names)):
             raise ValueError(f"blocks has unknown fields {unknown}: backend 'xla' knows {names}")
-        default = XlaBlocks()
-        fitted = XlaBlocks(
-            block_q=min(default.block_q, max(problem.q_len, 1)),
-            block_kv=min(default.block_kv, max(problem.kv_len, 1)),
-        )
+        size = CPU_BLOCK if jax.default_backend() == "cpu" else ACCELERATOR_BLOCK
+        fitted = XlaBlocks(block_q=min(size, problem.q_len), block_kv=min(size, problem.kv_len))
         return dataclasses.replace(fitted, **override)
 
     def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands):

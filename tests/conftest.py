@@ -1,0 +1,39 @@
+"""Set up before jax is imported: which devices there are, and jax as strict as it can be."""
+
+from __future__ import annotations
+
+import os
+
+ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") == "1"
+
+if not ON_GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+# XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
+# for each that it simulates and hangs on a machine of few cores.
+os.environ["NPROC"] = "16"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
+).strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked `gpu` run where FLASH_PALLAS_TEST_GPU=1 and are deselected elsewhere."""
+    if ON_GPU:
+        return
+    skipped = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=skipped)
+
+
+@pytest.fixture
+def devices():
+    """Four devices: those that XLA pretends to have on a CPU."""
+    found = jax.devices("cpu")
+    assert len(found) == 4, "XLA_FLAGS was set after jax started"
+    return found

@@ -1,0 +1,97 @@
+"""Backends x cases x one check: both outputs and all gradients against the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from . import checks
+from .cases import CASES, named
+
+SMALL_BLOCKS = {"block_q": 32, "block_kv": 16}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_xla(case):
+    checks.assert_matches_oracle(checks.bind("xla"), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    named(
+        "lengths_113x203_causal",
+        "lengths_203x113",
+        "bottom_right_113x203",
+        "gqa_causal",
+        "offset_negative",
+        "offset_array",
+        "wide_values_causal",
+    ),
+    ids=str,
+)
+def test_xla_with_many_small_blocks(case):
+    checks.assert_matches_oracle(checks.bind("xla", SMALL_BLOCKS), case)
+
+
+@pytest.mark.parametrize("name", ["offset_negative", "offset_hides_all", "offset_array"])
+def test_rows_without_keys_are_exactly_zero(name):
+    (case,) = named(name)
+    found = checks.run(checks.bind("xla"), case)
+    hidden = np.isneginf(checks.oracle(case).lse)  # [B, N, T]
+    assert hidden.any()
+    np.testing.assert_array_equal(np.isneginf(found.lse), hidden)
+    rows = hidden.transpose(0, 2, 1)  # [B, T, N]
+    assert not found.o[rows].any() and not found.dq[rows].any()
+
+
+def test_rows_without_keys_leave_the_others_alone():
+    (case,) = named("offset_negative")
+    hidden, call = -case.q_offset, checks.bind("xla", SMALL_BLOCKS)
+    x = case.inputs()
+    o, lse = call(x.q, x.k, x.v, **case.arguments)
+    later, later_lse = call(x.q[:, hidden:], x.k, x.v, causal=True)
+    np.testing.assert_allclose(o[:, hidden:], later, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse[..., hidden:], later_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bfloat16_causal", "gqa_causal"])
+@pytest.mark.parametrize("field", checks.Results._fields)
+def test_the_check_notices_a_wrong_result(name, field):
+    (case,) = named(name)
+    exact = checks.oracle(case)
+    checks.assert_results_match(exact, case)
+    wrong = 1.05 * getattr(exact, field)
+    with pytest.raises(AssertionError, match=f"{field}: "):
+        checks.assert_results_match(exact._replace(**{field: wrong}), case)
+
+
+@pytest.mark.parametrize("field", checks.Results._fields)
+def test_the_check_notices_a_nan(field):
+    (case,) = named("length_5")
+    exact = checks.oracle(case)
+    wrong = getattr(exact, field).copy()
+    wrong[0, 0, 0] = np.nan
+    with pytest.raises(AssertionError, match=f"{field}: "):
+        checks.assert_results_match(exact._replace(**{field: wrong}), case)
+
+
+def test_the_check_notices_an_ignored_cotangent_of_the_lse():
+    (case,) = named("bfloat16_causal")
+    call = checks.bind("xla")
+
+    def ignoring(q, k, v, **arguments):
+        o, lse = call(q, k, v, **arguments)
+        return o, jax.lax.stop_gradient(lse)
+
+    with pytest.raises(AssertionError, match="dq: "):
+        checks.assert_matches_oracle(ignoring, case)
+
+
+def test_the_check_notices_a_mask_that_is_off_by_one():
+    (case,) = named("bfloat16_causal")
+    shifted = dataclasses.replace(case, q_offset=1)
+    with pytest.raises(AssertionError, match="o: "):
+        checks.assert_results_match(checks.oracle(shifted), case)
