@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from .backends.base import Backend, UnsupportedByBackend
+from .backends.hopper import HopperBackend
 from .backends.xla import XlaBackend
 from .core.problem import Problem
 
 # In order of preference: "auto" takes the first that can run a problem, and xla can run them all.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (XlaBackend(),)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (HopperBackend(), XlaBackend())}
 
 AUTO = "auto"
 

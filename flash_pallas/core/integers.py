@@ -44,7 +44,11 @@ def remainder(x, divisor: int):
     """x mod divisor for x >= 0; free for divisor 1."""
     if divisor == 1:
         return 0
-    return x % divisor if is_static(x) else lax.rem(x, jnp.int32(divisor))
+    if is_static(x):
+        return x % divisor
+    if divisor & (divisor - 1) == 0:
+        return lax.bitwise_and(x, jnp.int32(divisor - 1))
+    return lax.rem(x, jnp.int32(divisor))
 
 
 def round_up(x: int, multiple: int) -> int:

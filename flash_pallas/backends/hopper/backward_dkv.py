@@ -8,10 +8,10 @@ warpgroups do different things, so that each accumulator of 64 x head dim has on
     warpgroup 1   dP^T = V dO^T -> dS^T = P^T (dP^T - delta) -> dK += dS^T Q
     warpgroup 2   the producer: K and V once, Q with lse and dO with delta through two rings
 
-dV and dK of a tile stay in flight while S^T and dP^T of the next are issued, and the elementwise work
-of one warpgroup runs under the products of the other; they meet only at the P^T ring. Issuing the
-next S^T before dV instead makes a tile live for two steps, so that two stages prefetch nothing (1.09
-against 1.28 of cuDNN at head dim 256).
+dV and dK of a tile stay in flight while S^T and dP^T of the next are issued, and the elementwise
+work of one warpgroup runs under the products of the other; they meet only at the P^T ring. Issuing
+the next S^T before dV instead makes a tile live for two steps, so that two stages prefetch nothing
+(1.09 against 1.28 of cuDNN at head dim 256).
 K is read by warpgroup 0 alone and V by warpgroup 1 alone: dV and dK are staged in them at the end.
 """
 

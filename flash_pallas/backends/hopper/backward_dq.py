@@ -7,10 +7,10 @@ which stays in registers; the producer warpgroup streams K and V. Per block:
     dS = P (dP - delta)          registers, in 16 bits the left operand of
     dQ += dS K                   in flight while S of the next block is issued
 
-The previous dQ is awaited before dP is issued, not after: the registers of dS die before dP needs its
-own (after: 0.74 of the speed at head dim 256). Masked blocks, of which the last in a row may reach
-past the last key, come last, in a loop of their own. Its own rows of Q are read by one warpgroup
-alone, which stages dQ in them.
+The previous dQ is awaited before dP is issued, not after: the registers of dS die before dP needs
+its own (after: 0.74 of the speed at head dim 256). Masked blocks, of which the last may reach past
+the last key, come last, in a loop of their own. Each warpgroup alone reads its rows of Q, and
+stages dQ in them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import integers as ints
 from ...core import softmax
 from ...core.problem import Problem
-from ...core.tile import Tile
+from ...core.tile import Limits, Tile
 from . import inline
 from .arrays import BackwardArrays
 from .blocks import FusedBlocks
@@ -212,23 +212,13 @@ class Fused:
         """Every query tile of every head of the group; masked tiles are a loop of their own."""
         plgpu.barrier_wait(cta.bars.kv_full)
 
-        def one_head(head):
-            for low, high, masked in cta.walk.zones():
-
-                @pl.loop(low, high)
-                def _(block, masked=masked):
-                    n = head * cta.walk.per_head + (block - cta.walk.start)
-                    self.step(cta, n, block, dk_acc, dv_acc, masked=masked)
-
-        if self.problem.group == 1:
-            one_head(jnp.int32(0))
-        else:
-            pl.loop(jnp.int32(0), jnp.int32(self.problem.group))(one_head)
+        step = functools.partial(self.step, cta, dk_acc, dv_acc)
+        cta.walk.visit(step, self.blocks.mask_all)
         return dk_acc[...], dv_acc[...]
 
-    def step(self, cta: Cta, n, block, dk_acc, dv_acc, *, masked):
-        """The five products of one query tile."""
-        p, ds = self.score_gradients(cta, n, block, masked=masked)
+    def step(self, cta: Cta, dk_acc, dv_acc, n, block):
+        """The five products of the n-th tile; `block`: its index where it needs the mask, else None."""
+        p, ds = self.score_gradients(cta, n, block)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
             self.meet(cta)  # both have read the previous dS
@@ -253,16 +243,11 @@ class Fused:
         plgpu.wgmma_wait(0)
         cta.q.release(n)
 
-    def score_gradients(self, cta: Cta, n, block, *, masked):
+    def score_gradients(self, cta: Cta, n, block):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
         keys, q_slot, do_slot = warpgroup_rows(cta.wg), cta.q.slot(n), cta.do.slot(n)
         shape = (WARPGROUP_ROWS, self.blocks.block_q)
-        tile = Tile(
-            q_start=block * self.blocks.block_q + cta.walk.q_offset,
-            kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
-            shape=shape,
-            q_axis=1,
-        )
+        per_q = lambda x: lax.broadcast_in_dim(x, shape, (1,))
 
         def products(s_acc, dp_acc):
             cta.q.wait_full(n)
@@ -271,22 +256,29 @@ class Fused:
             plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
             lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            if masked:
-                ragged = self.problem.kv_len % self.blocks.block_kv != 0
-                limits = tile.limits(
-                    self.problem.spec.mask, self.problem.kv_len if ragged else None
-                )
-                s = inline.hide(s, limits, self.interpret)
+            if block is not None:
+                s = inline.hide(s, self.limits(cta, block), self.interpret)
             log2_scale = self.problem.spec.scale * softmax.LOG2E
-            p = lax.optimization_barrier(jnp.exp2(s * log2_scale - tile.per_q(lse)))
+            p = lax.optimization_barrier(jnp.exp2(s * log2_scale - per_q(lse)))
             plgpu.barrier_wait(cta.bars.delta_full.at[do_slot])
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             delta = plgpu.load(cta.smem.delta.at[do_slot], layout=inline.COLS)
-            ds = p * (dp - tile.per_q(delta))
+            ds = p * (dp - per_q(delta))
             return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
         accumulator = plgpu.ACC(shape, jnp.float32)
         return pl.run_scoped(products, accumulator, accumulator)
+
+    def limits(self, cta: Cta, block) -> Limits:
+        """What the queries of a block see of this warpgroup's keys."""
+        tile = Tile(
+            q_start=block * self.blocks.block_q + cta.walk.q_offset,
+            kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
+            shape=(WARPGROUP_ROWS, self.blocks.block_q),
+            q_axis=1,
+        )
+        ragged = self.problem.kv_len % self.blocks.block_kv != 0
+        return tile.limits(self.problem.spec.mask, self.problem.kv_len if ragged else None)
 
     def dq_operands(self, cta: Cta, ds_slot):
         """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...core.problem import Problem
 from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .split_blocks import DKV, DQ, DkvBlocks, DqBlocks
 
 NATIVE_HEAD_DIMS = (64, 128, 256)
 
@@ -67,12 +68,15 @@ class FusedBlocks:
         block_q: queries per step.
         stages, do_stages: tiles of Q and of dO in flight.
         ds_stages: slots for dS; with one, the warpgroups meet twice per step.
+        mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
+            the masked tiles and one for the rest: fewer registers, more instructions.
     """
 
     block_q: int = 64
     stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
+    mask_all: bool = False
 
     block_kv = 2 * WARPGROUP_ROWS
     compute_registers = 240
@@ -97,14 +101,82 @@ class FusedBlocks:
         return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows
 
 
+# bf16, H200. Keyed by (head dim, something is masked).
 FUSED = {
-    64: FusedBlocks(block_q=128),
-    # 128 rows would need 2 x 64 more accumulator registers than there are.
-    128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
+    (64, False): FusedBlocks(block_q=128),
+    # With a loop for the masked tiles, ptxas runs out of registers and serialises every wgmma.
+    (64, True): FusedBlocks(block_q=128, mask_all=True),
+    # block_q 128 would need 2 x 64 more accumulator registers than there are.
+    (128, False): FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
+    (128, True): FusedBlocks(block_q=64),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperBlocks:
+    """Tile sizes of every kernel that a call and its gradient run.
+
+    Either `fused` or both `dkv` and `dq` are set: head dim 256 and deterministic=True take the pair.
+    """
+
+    forward: ForwardBlocks
+    fused: FusedBlocks | None = None
+    dkv: DkvBlocks | None = None
+    dq: DqBlocks | None = None
 
 
 def native_head_dim(problem: Problem) -> int:
     """The head dim the kernels run: the next of 64, 128, 256."""
     widest = max(problem.head_dim, problem.v_head_dim)
     return next(d for d in NATIVE_HEAD_DIMS if d >= widest)
+
+
+def choose_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
+    """The tuned tile sizes, with fields replaced by `override`.
+
+    Args:
+        problem: the shapes.
+        override: for each kernel that runs (`"forward"`, `"fused"`, `"dkv"`, `"dq"`), a dict of the
+            fields to replace, such as `{"forward": {"block_kv": 64}}`.
+
+    Raises:
+        ValueError: an unknown kernel or field, or tiles that do not fit.
+    """
+    head_dim = native_head_dim(problem)
+    chosen: dict[str, Any] = {"forward": FORWARD[head_dim]}
+    masked = not problem.spec.mask.is_trivial
+    if problem.spec.deterministic or (head_dim, masked) not in FUSED:
+        chosen |= {"dkv": DKV[head_dim], "dq": DQ[head_dim]}
+    else:
+        chosen["fused"] = FUSED[head_dim, masked]
+    for kernel, fields in (override or {}).items():
+        if kernel not in chosen:
+            raise ValueError(
+                f"blocks has {kernel!r}: on the hopper backend this call runs the kernels "
+                f"{', '.join(map(repr, chosen))}; pass blocks={{'forward': {{'block_kv': 64}}}}"
+            )
+        chosen[kernel] = _replaced(kernel, chosen[kernel], fields, head_dim)
+    return HopperBlocks(**chosen)
+
+
+def _replaced(kernel: str, blocks, fields, head_dim: int):
+    names = {field.name for field in dataclasses.fields(blocks)}
+    if not isinstance(fields, dict) or not names.issuperset(fields):
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}")
+    replaced = dataclasses.replace(blocks, **fields)
+    for name, tuned in vars(blocks).items():
+        value = getattr(replaced, name)
+        if type(value) is not type(tuned) or value < 0 or (type(tuned) is int and value < 1):
+            raise ValueError(
+                f"blocks[{kernel!r}][{name!r}] is {value!r}: a positive {type(tuned).__name__}"
+            )
+        if name.startswith("block_") and (value % 64 or value > 256):
+            raise ValueError(
+                f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of 64 up to 256"
+            )
+    if replaced.smem_bytes(head_dim) > SMEM_LIMIT - 1024:  # the barriers take less than 1 KB
+        raise ValueError(
+            f"blocks[{kernel!r}] needs {replaced.smem_bytes(head_dim)} bytes of shared memory and "
+            f"there are {SMEM_LIMIT}: use fewer stages or smaller blocks"
+        )
+    return replaced

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ...core import integers as ints
 from ...core.problem import Problem
@@ -181,11 +182,28 @@ class QueryWalk:
             return 0, self.start + n
         return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(n, jnp.int32(self.per_head))
 
-    def zones(self):
-        """(low, high, masked) of one head's tiles; a zone known to be empty is left out."""
-        zones = ((self.start, self.full_start, True), (self.full_start, self.stop, False))
-        return [
-            (jnp.int32(low), jnp.int32(high), masked)
-            for low, high, masked in zones
-            if not (ints.is_static(low) and ints.is_static(high) and low >= high)
-        ]
+    def visit(self, step, mask_all: bool):
+        """Call step(n, block) for every tile; block is None where the mask hides nothing.
+
+        The masked tiles of each head are a loop of their own, and the loops count in n: a block
+        index kept alive beside it costs the fused kernel 100 bytes of spills.
+        """
+        plain = lambda n: step(n, None)
+        if ints.is_static(self.full_start) and self.full_start == 0:
+            pl.loop(jnp.int32(0), self.total)(plain)
+            return
+
+        if mask_all:
+            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1]))
+            return
+
+        def one_head(head):
+            first = head * self.per_head
+            unmasked = first + (self.full_start - self.start)
+            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first)))
+            pl.loop(unmasked, first + self.per_head)(plain)
+
+        if self.group == 1:
+            one_head(jnp.int32(0))
+        else:
+            pl.loop(jnp.int32(0), jnp.int32(self.group))(one_head)
