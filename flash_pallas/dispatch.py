@@ -15,7 +15,9 @@ from .backends.xla import XlaBackend
 from .core.problem import Problem
 
 # In order of preference: "auto" takes the first that can run a problem, and xla can run them all.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (HopperBackend(), XlaBackend())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (HopperBackend(), XlaBackend())
+}
 
 AUTO = "auto"
 

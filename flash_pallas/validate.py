@@ -58,7 +58,8 @@ class Call:
         """The outputs with the user's batch dimensions."""
         if len(self.batch_shape) == 1:
             return o, lse
-        return (x.reshape(*self.batch_shape, *x.shape[1:]) for x in (o, lse))
+        o, lse = (x.reshape(*self.batch_shape, *x.shape[1:]) for x in (o, lse))
+        return o, lse
 
 
 def canonicalize(q, k, v, *, causal, scale, q_offset, deterministic) -> Call:

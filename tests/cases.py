@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem, in jax.nn's letters; a tuple q_offset is an int32 array with one entry per batch."""
+    """One problem, in jax.nn's letters; a tuple q_offset is an int32 array, one per batch."""
 
     name: str
     T: int
@@ -62,7 +62,7 @@ class Case:
         ).problem
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Normally distributed, cotangents too: those of all ones would hide errors of the softmax."""
+        """Normally distributed, cotangents too: ones would hide errors of the softmax."""
         draw = np.random.default_rng(seed).standard_normal
         dtype = jnp.dtype(self.dtype)
         lse_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -1,0 +1,96 @@
+"""Which backend is chosen, and what is said about the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flash_pallas as fp
+from flash_pallas import dispatch
+from flash_pallas.backends.xla import XlaBackend
+
+Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky(XlaBackend):
+    """Runs what xla runs, if it has no reason not to."""
+
+    reason: str | None = None
+    name = "picky"
+
+    def unsupported(self, problem):
+        return self.reason
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    def install(reason):
+        backends = {"picky": Picky(reason), "xla": XlaBackend()}
+        monkeypatch.setattr(dispatch, "BACKENDS", backends)
+        dispatch._log_once.cache_clear()
+
+    return install
+
+
+def problem():
+    return fp.explain(Q, Q, Q, backend="xla").problem
+
+
+def test_auto_takes_the_first_that_can(registry):
+    registry(None)
+    assert dispatch.select(problem(), "auto").name == "picky"
+    registry("it is Monday")
+    assert dispatch.select(problem(), "auto").name == "xla"
+
+
+def test_a_named_backend_never_falls_back(registry):
+    registry("it is Monday")
+    message = "backend='picky': it is Monday; backend='auto' or 'xla' can run this call"
+    with pytest.raises(fp.UnsupportedByBackend, match=message):
+        fp.flash_attention(Q, Q, Q, backend="picky")
+    with pytest.raises(NotImplementedError, match=message):
+        fp.explain(Q, Q, Q, backend="picky")
+
+
+def test_an_unknown_name_lists_the_choices(registry):
+    registry(None)
+    with pytest.raises(ValueError, match="'fast': choose one of 'auto', 'picky', 'xla'"):
+        dispatch.select(problem(), "fast")
+
+
+def test_passing_over_is_logged_once_and_only_on_a_gpu(registry, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="flash_pallas")
+    registry("it is Monday")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    dispatch.select(problem(), "auto")
+    assert not caplog.records
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for _ in range(3):
+        dispatch.select(problem(), "auto")
+    assert [r.message for r in caplog.records] == ["backend 'picky' was passed over: it is Monday"]
+
+
+def test_explain(registry):
+    registry("it is Monday")
+    found = fp.explain(Q, Q, Q, blocks={"block_q": 4})
+    assert found.backend == "xla" and found.blocks.block_q == 4
+    assert found.reasons == {"picky": "it is Monday"}
+    text = str(found)
+    assert "runs on: xla, XlaBlocks(block_q=4, block_kv=8)" in text
+    assert "not on picky: it is Monday" in text
+    registry(None)
+    assert "preferred" in fp.explain(Q, Q, Q).reasons["xla"]
+    assert "asked for" in fp.explain(Q, Q, Q, backend="xla").reasons["picky"]
+
+
+def test_hopper_comes_first_and_refuses_a_cpu():
+    assert list(dispatch.BACKENDS) == ["hopper", "xla"]
+    if jax.default_backend() == "cpu":
+        with pytest.raises(fp.UnsupportedByBackend, match=r"compute capability 9\.0.*cpu"):
+            fp.flash_attention(Q, Q, Q, backend="hopper")
+        assert "compute capability" in fp.explain(Q, Q, Q).reasons["hopper"]
