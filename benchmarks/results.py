@@ -1,0 +1,129 @@
+"""The results file: what is in it, where it comes from, how it is read back."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import subprocess
+from typing import Any
+
+import jax
+
+from .timing import torch_or_none
+
+SCHEMA = 1
+
+# Every row of a timing suite has these; the last six are None where `refused` is not.
+ROW_FIELDS = (
+    "batch", "q_len", "q_heads", "kv_heads", "head_dim", "causal", "direction", "provider",
+    "refused", "ms", "spread", "tflops", "ratio_to_torch_cudnn", "launches", "gate",
+)  # fmt: skip
+HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
+
+
+def header(suite: str, method: dict[str, Any]) -> dict[str, Any]:
+    """Everything about a run apart from its rows."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "device": jax.local_devices()[0].device_kind,
+        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": versions(),
+        "method": method,
+    }
+
+
+def commit() -> str | None:
+    """FLASH_PALLAS_COMMIT where it is set (a copy without .git), else what git says."""
+    named = os.environ.get("FLASH_PALLAS_COMMIT")
+    if named:
+        return named
+    folder = str(pathlib.Path(__file__).parent)
+    found = _command("git", "-C", folder, "rev-parse", "HEAD")
+    # A results file is written on the way, so only a change to something else makes the tree dirty.
+    dirty = found and _command("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{found}-dirty" if dirty else found
+
+
+def versions() -> dict[str, str]:
+    """Of everything that decides a number, where it is installed."""
+    packages = ("jax", "jaxlib", "torch", "triton", "jax-triton", "tokamax", "nvidia-cudnn-cu13")
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    torch = torch_or_none()
+    if torch is not None:
+        found["cudnn (torch)"] = str(torch.backends.cudnn.version())
+        found["cuda (torch)"] = str(torch.version.cuda)
+    return found
+
+
+def _command(*words: str) -> str | None:
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip().splitlines()[0] if run.stdout.strip() else None
+
+
+def check(results: dict[str, Any]) -> None:
+    """Raises ValueError where a results file is not what this module describes."""
+    missing = [name for name in (*HEADER_FIELDS, "rows") if name not in results]
+    if missing:
+        raise ValueError(f"results lack {missing}")
+    if results["schema"] != SCHEMA:
+        raise ValueError(f"schema {results['schema']}, expected {SCHEMA}")
+    if results["suite"] == "memory":
+        return
+    for row in results["rows"]:
+        if set(row) != set(ROW_FIELDS):
+            raise ValueError(f"row fields differ: {sorted(set(row) ^ set(ROW_FIELDS))}")
+        if (row["refused"] is None) != (row["ms"] is not None):
+            raise ValueError(f"a row has a time or a reason for having none: {row}")
+        if row["ms"] is not None and not (row["gate"] and row["gate"]["ok"]):
+            raise ValueError(f"a row has a time without having passed the gate: {row}")
+
+
+def save(path: pathlib.Path, results: dict[str, Any]) -> None:
+    """Writes the file in one step, and a CSV of its rows beside it."""
+    check(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    draft.replace(path)
+    rows = [{k: v for k, v in row.items() if k != "gate"} for row in results["rows"]]
+    if rows:
+        with path.with_suffix(".csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def _finite(value):
+    """NaN and infinity as None: JSON has neither."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """Reads and checks a results file.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    results = json.loads(path.read_text())
+    check(results)
+    return results

@@ -1,0 +1,288 @@
+"""The classical baseline: FlashAttention-2 in Triton, forward and split backward.
+
+Our own kernels, structured as in Triton's FlashAttention-2 guide: one program per block of queries
+forward, then delta = rowsum(o * do), then one kernel for dK and dV and one for dQ. Plain pointers, one
+fixed tile per head dim, not autotuned: what a good afternoon with Triton gives, and the bar that a
+Hopper kernel has to clear. Needs triton, and jax-triton to be called from jax.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+LN2 = math.log(2.0)
+
+
+class Tiles(NamedTuple):
+    """Block sizes and launch options of the three kernels."""
+
+    forward: tuple[int, int, int, int]  # queries, keys, warps, stages
+    dkv: tuple[int, int, int, int]
+    dq: tuple[int, int, int, int]
+
+
+# The largest tiles whose pipelines fit Hopper's 227 KiB of shared memory and 255 registers.
+TILES = {
+    64: Tiles((128, 128, 4, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+    128: Tiles((128, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2)),
+    256: Tiles((128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+}
+
+
+@triton.jit
+def _place(pair, N: tl.constexpr, K: tl.constexpr):
+    """(batch as int64, query head, key head) of program `pair` of B * N."""
+    head = pair % N
+    return (pair // N).to(tl.int64), head, head // (N // K)
+
+
+@triton.jit
+def _rows(base, first, BLOCK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
+    """Pointers [BLOCK, H] to consecutive rows of one head of a [B, T, HEADS, H] array."""
+    row = first + tl.arange(0, BLOCK)
+    return base + row[:, None] * (HEADS * H) + tl.arange(0, H)[None, :]
+
+
+@triton.jit
+def _columns(base, first, BLOCK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
+    """The transpose of _rows: pointers [H, BLOCK]."""
+    row = first + tl.arange(0, BLOCK)
+    return base + row[None, :] * (HEADS * H) + tl.arange(0, H)[:, None]
+
+
+@triton.jit
+def _forward_span(
+    acc, total, peak, q, k, v, query, low, high, MASKED: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys [low, high)."""
+    for start in tl.range(low, high, BLOCK_KV):
+        k_t = tl.load(_columns(k, start, BLOCK_KV, K, H))
+        scores = tl.dot(q, k_t) * LOG2_SCALE
+        if MASKED:
+            key = start + tl.arange(0, BLOCK_KV)
+            scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        p = tl.math.exp2(scores - new_peak[:, None])
+        correction = tl.math.exp2(peak - new_peak)
+        total = total * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None]
+        acc = tl.dot(p.to(q.dtype), tl.load(_rows(v, start, BLOCK_KV, K, H)), acc)
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, o, lse, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """o and the base-2 LSE f32[B, N, T] of one block of queries; BLOCK_KV divides BLOCK_Q."""
+    first = tl.program_id(0) * BLOCK_Q
+    batch, head, kv_head = _place(tl.program_id(1), N, K)
+    q += (batch * T * N + head) * H
+    o += (batch * T * N + head) * H
+    k += (batch * T * K + kv_head) * H
+    v += (batch * T * K + kv_head) * H
+    query = first + tl.arange(0, BLOCK_Q)
+    q_tile = tl.load(_rows(q, first, BLOCK_Q, N, H))
+    acc = tl.zeros([BLOCK_Q, H], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    unmasked = first if CAUSAL else T
+    acc, total, peak = _forward_span(
+        acc, total, peak, q_tile, k, v, query, 0, unmasked, False, LOG2_SCALE, K, H, BLOCK_KV
+    )
+    if CAUSAL:
+        acc, total, peak = _forward_span(
+            acc, total, peak, q_tile, k, v, query, first, first + BLOCK_Q, True,
+            LOG2_SCALE, K, H, BLOCK_KV,
+        )  # fmt: skip
+    tl.store(_rows(o, first, BLOCK_Q, N, H), (acc / total[:, None]).to(q_tile.dtype))
+    tl.store(lse + (batch * N + head) * T + query, peak + tl.math.log2(total))
+
+
+@triton.jit
+def _dkv_span(
+    dk, dv, k, v, q, do, lse, delta, key, low, high, MASKED: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, N: tl.constexpr, H: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Adds the queries [low, high), with scores transposed: [keys, queries]."""
+    for start in tl.range(low, high, BLOCK_Q):
+        query = start + tl.arange(0, BLOCK_Q)
+        q_t = tl.load(_columns(q, start, BLOCK_Q, N, H))
+        p = tl.math.exp2(tl.dot(k, q_t) * LOG2_SCALE - tl.load(lse + query)[None, :])
+        if MASKED:
+            p = tl.where(key[:, None] <= query[None, :], p, 0.0)
+        do_tile = tl.load(_rows(do, start, BLOCK_Q, N, H))
+        dv = tl.dot(p.to(k.dtype), do_tile, dv)
+        dp = tl.dot(v, tl.trans(do_tile))
+        ds = p * (dp - tl.load(delta + query)[None, :])
+        dk = tl.dot(ds.to(k.dtype), tl.trans(q_t), dk)
+    return dk, dv
+
+
+@triton.jit
+def dkv_kernel(
+    q, k, v, do, lse, delta, dk_out, dv_out, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    H: tl.constexpr, SCALE: tl.constexpr, LOG2_SCALE: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys, summed over the query heads that read them."""
+    first = tl.program_id(0) * BLOCK_KV
+    kv_head = tl.program_id(1) % K
+    batch = (tl.program_id(1) // K).to(tl.int64)
+    kv_base = (batch * T * K + kv_head) * H
+    key = first + tl.arange(0, BLOCK_KV)
+    k_tile = tl.load(_rows(k + kv_base, first, BLOCK_KV, K, H))
+    v_tile = tl.load(_rows(v + kv_base, first, BLOCK_KV, K, H))
+    dk = tl.zeros([BLOCK_KV, H], tl.float32)
+    dv = tl.zeros([BLOCK_KV, H], tl.float32)
+    for member in range(N // K):
+        head = kv_head * (N // K) + member
+        q_base = (batch * T * N + head) * H
+        row_base = (batch * N + head) * T
+        unmasked = 0
+        if CAUSAL:
+            unmasked = first + BLOCK_KV
+            dk, dv = _dkv_span(
+                dk, dv, k_tile, v_tile, q + q_base, do + q_base, lse + row_base, delta + row_base,
+                key, first, unmasked, True, LOG2_SCALE, N, H, BLOCK_Q,
+            )  # fmt: skip
+        dk, dv = _dkv_span(
+            dk, dv, k_tile, v_tile, q + q_base, do + q_base, lse + row_base, delta + row_base,
+            key, unmasked, T, False, LOG2_SCALE, N, H, BLOCK_Q,
+        )  # fmt: skip
+    tl.store(_rows(dk_out + kv_base, first, BLOCK_KV, K, H), (dk * SCALE).to(k_tile.dtype))
+    tl.store(_rows(dv_out + kv_base, first, BLOCK_KV, K, H), dv.to(k_tile.dtype))
+
+
+@triton.jit
+def _dq_span(
+    dq, q, do, row_lse, row_delta, k, v, query, low, high, MASKED: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys [low, high)."""
+    for start in tl.range(low, high, BLOCK_KV):
+        k_t = tl.load(_columns(k, start, BLOCK_KV, K, H))
+        p = tl.math.exp2(tl.dot(q, k_t) * LOG2_SCALE - row_lse[:, None])
+        if MASKED:
+            key = start + tl.arange(0, BLOCK_KV)
+            p = tl.where(key[None, :] <= query[:, None], p, 0.0)
+        dp = tl.dot(do, tl.load(_columns(v, start, BLOCK_KV, K, H)))
+        ds = p * (dp - row_delta[:, None])
+        dq = tl.dot(ds.to(q.dtype), tl.trans(k_t), dq)
+    return dq
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, do, lse, delta, dq_out, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    H: tl.constexpr, SCALE: tl.constexpr, LOG2_SCALE: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries."""
+    first = tl.program_id(0) * BLOCK_Q
+    batch, head, kv_head = _place(tl.program_id(1), N, K)
+    q_base = (batch * T * N + head) * H
+    k += (batch * T * K + kv_head) * H
+    v += (batch * T * K + kv_head) * H
+    query = first + tl.arange(0, BLOCK_Q)
+    q_tile = tl.load(_rows(q + q_base, first, BLOCK_Q, N, H))
+    do_tile = tl.load(_rows(do + q_base, first, BLOCK_Q, N, H))
+    row_lse = tl.load(lse + (batch * N + head) * T + query)
+    row_delta = tl.load(delta + (batch * N + head) * T + query)
+    dq = tl.zeros([BLOCK_Q, H], tl.float32)
+    unmasked = first if CAUSAL else T
+    dq = _dq_span(
+        dq, q_tile, do_tile, row_lse, row_delta, k, v, query, 0, unmasked, False,
+        LOG2_SCALE, K, H, BLOCK_KV,
+    )  # fmt: skip
+    if CAUSAL:
+        dq = _dq_span(
+            dq, q_tile, do_tile, row_lse, row_delta, k, v, query, first, first + BLOCK_Q, True,
+            LOG2_SCALE, K, H, BLOCK_KV,
+        )  # fmt: skip
+    tl.store(_rows(dq_out + q_base, first, BLOCK_Q, N, H), (dq * SCALE).to(q_tile.dtype))
+
+
+def constants(shape, causal: bool) -> dict[str, object]:
+    """The compile-time arguments that all three kernels share."""
+    scale = shape.head_dim**-0.5
+    return {
+        "T": shape.q_len,
+        "N": shape.q_heads,
+        "K": shape.kv_heads,
+        "H": shape.head_dim,
+        "LOG2_SCALE": scale / LN2,
+        "CAUSAL": causal,
+    }
+
+
+def launch_options(tile: tuple[int, int, int, int]) -> dict[str, int]:
+    """A tile as keyword arguments of a launch."""
+    return dict(zip(("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages"), tile, strict=True))
+
+
+def unsupported(shape) -> str | None:
+    """Why this shape cannot be run, or None."""
+    if shape.head_dim not in TILES:
+        return f"head dim {shape.head_dim} has no tile; there are {sorted(TILES)}"
+    if shape.q_len != shape.kv_len or shape.q_len % 128:
+        return "sequence lengths must be equal and multiples of 128"
+    return None
+
+
+def make_attention(shape, causal: bool):
+    """(q, k, v) -> (o, natural lse), differentiable in o, through jax-triton.
+
+    Raises:
+        ImportError: jax-triton is not installed or does not fit the installed triton.
+    """
+    import jax_triton
+
+    tiles, common = TILES[shape.head_dim], constants(shape, causal)
+    scale = shape.head_dim**-0.5
+    rows = jax.ShapeDtypeStruct((shape.batch, shape.q_heads, shape.q_len), jnp.float32)
+
+    def call(kernel, tile, blocks, heads, outputs, *arrays, **more):
+        grid = (blocks, shape.batch * heads)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+        return jax_triton.triton_call(
+            *arrays, kernel=kernel, out_type=like, grid=grid, **common, **launch_options(tile), **more
+        )
+
+    def run(q, k, v):
+        blocks = shape.q_len // tiles.forward[0]
+        return call(forward_kernel, tiles.forward, blocks, shape.q_heads, (q, rows), q, k, v)
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        o, lse = run(q, k, v)
+        return o, lse * LN2
+
+    def forward(q, k, v):
+        o, lse = run(q, k, v)
+        return (o, lse * LN2), (q, k, v, o, lse)
+
+    def backward(residuals, cotangents):
+        q, k, v, o, lse = residuals
+        do = cotangents[0]
+        delta = jnp.einsum("btnh,btnh->bnt", o, do, preferred_element_type=jnp.float32)
+        arrays = (q, k, v, do, lse, delta)
+        blocks = shape.kv_len // tiles.dkv[1]
+        dkv = functools.partial(call, dkv_kernel, tiles.dkv, blocks, shape.kv_heads, (k, v))
+        dk, dv = dkv(*arrays, SCALE=scale)
+        blocks = shape.q_len // tiles.dq[0]
+        dq = call(dq_kernel, tiles.dq, blocks, shape.q_heads, q, *arrays, SCALE=scale)
+        return dq, dk, dv
+
+    attention.defvjp(forward, backward)
+    return attention
