@@ -102,6 +102,11 @@ def project(x, kernel, bias, contracted: int, dtype=None):
     return y
 
 
+def wide_dtype(dtype):
+    """float32, or float64 for float64: what statistics and angles are computed in."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
 def normalize(x, scale, kind: str):
     """RMS ("rms") or layer ("layer") normalisation of each head, statistics in float32 or wider.
 
@@ -113,7 +118,7 @@ def normalize(x, scale, kind: str):
     Returns:
         x's shape and dtype.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wide_dtype(x.dtype))
     if kind == "layer":
         wide -= wide.mean(axis=-1, keepdims=True)
     wide *= lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + NORM_EPSILON)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from ._heads import wide_dtype
+
 
 def rotate(x, positions, theta: float):
     """Rotates each head's pairs (x[i], x[i + H/2]) by positions * theta^(-2i/H).
@@ -29,7 +31,7 @@ def rotate(x, positions, theta: float):
         raise ValueError(
             f"positions must have shape {(length,)} or {(*lead, length)}, got {positions.shape}."
         )
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide_dtype(x.dtype)
     half = head_dim // 2
     frequencies = np.power(float(theta), -np.arange(half) / half).astype(dtype)
     # [length or *batch + length, 1 for heads, half], with 1 for batch dimensions that are absent.

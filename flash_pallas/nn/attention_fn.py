@@ -153,8 +153,8 @@ _WAY_OUT = {
     "qk_attn_weights_einsum": _EINSUM,
     "attn_weights_value_einsum": _EINSUM,
     "input_positions": (
-        "is not supported: rotate query and key before attention, as "
-        "flash_pallas.nn.nnx.FlashAttention(rope_theta=...) does"
+        "is not supported: use flash_pallas.nn.nnx.FlashAttention(rope_theta=...), or rotate query "
+        "and key before attention"
     ),
 }
 

@@ -1,0 +1,133 @@
+"""For the tests of flash_pallas.nn: the rule for errors, and the layer written out densely.
+
+The rule is that of `checks`: what is ours may be off by at most twice (gradients: three times) as
+much as the plain version in the same dtype, in the maximum and in the root mean square, both
+measured against the plain version in float64. The floor is one eps of the result's own size, for
+where the plain version happens to be exact.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from .checks import FLOOR, GRADIENT_FACTOR, OUTPUT_FACTOR
+
+
+def in_float64(f, *arguments):
+    """f of the arguments' floats widened to float64, as numpy arrays."""
+    arguments = jax.tree.map(np.asarray, arguments)
+    # Flax's normalisation mixes float64 with float32 and needs the standard promotion.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        widen = lambda x: jnp.asarray(x, jnp.float64) if np.issubdtype(x.dtype, np.floating) else x
+        return jax.tree.map(np.asarray, jax.jit(f)(*jax.tree.map(widen, arguments)))
+
+
+def value_and_grads(f):
+    """(params, x) -> ((output,), (d/dparams, d/dx) of the sum of its squares)."""
+
+    def call(params, x):
+        out, pull = jax.vjp(f, params, x)
+        return (out,), pull(out)
+
+    return call
+
+
+def assert_no_worse(ours, plain, params, x):
+    """Output and gradients of `ours` keep the rule against those of `plain`.
+
+    Args:
+        ours: (params, x) -> output.
+        plain: the same in plain jnp, of any float dtype.
+        params: pytree of float32.
+        x: float32.
+    """
+    exact = in_float64(value_and_grads(plain), params, x)
+    found = jax.jit(value_and_grads(ours))(params, x)
+    baseline = jax.jit(value_and_grads(plain))(params, x)
+    for part, factor in ((0, OUTPUT_FACTOR), (1, GRADIENT_FACTOR)):
+        leaves = jax.tree.leaves_with_path(exact[part])
+        ours_leaves, plain_leaves = jax.tree.leaves(found[part]), jax.tree.leaves(baseline[part])
+        for (path, e), o, p in zip(leaves, ours_leaves, plain_leaves, strict=True):
+            _assert_leaf(jax.tree_util.keystr(path), e, o, p, factor)
+
+
+def _assert_leaf(name, exact, found, baseline, factor):
+    assert found.shape == exact.shape, name
+    eps = float(jnp.finfo(found.dtype).eps)
+    found, baseline = (np.asarray(a).astype(np.float64) for a in (found, baseline))
+    for size in (np.max, lambda a: np.sqrt(np.mean(np.square(a)))):
+        error, allowed = (size(np.abs(a - exact)) for a in (found, baseline))
+        allowed = factor * allowed + FLOOR * eps * size(np.abs(exact))
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def dense_layer(
+    params, x, *, causal=False, rope_theta=None, qk_norm=None, positions=None, scale=None
+):
+    """flash_pallas.nn's layer in plain jnp: repeated K/V heads, rotation by complex numbers.
+
+    Args:
+        params: as the layer's, boxes removed.
+        x: [B, T, features].
+        causal: as the layer's, and so on.
+        rope_theta: base.
+        qk_norm: None, "rms" or "layer".
+        positions: [B, T]; None counts from 0.
+        scale: None is 1 / sqrt(head_dim).
+    """
+    project = lambda name: _with_bias(
+        jnp.einsum("btd,dnh->btnh", x, params[name]["kernel"]), params[name]
+    )
+    q, k, v = (project(name) for name in ("query", "key", "value"))
+    if qk_norm is not None:
+        suffix = {"rms": "norm", "layer": "ln"}[qk_norm]
+        q, k = (
+            _normalized(a, params[f"{name}_{suffix}"]["scale"], qk_norm)
+            for a, name in ((q, "query"), (k, "key"))
+        )
+    if rope_theta is not None:
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        q, k = (_rotated(a, positions, rope_theta) for a in (q, k))
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    if causal:
+        keep = jnp.tril(jnp.ones(logits.shape[2:], bool))
+        logits = jnp.where(keep[None, None], logits, -jnp.inf)
+    o = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
+    return _with_bias(jnp.einsum("btnh,nhd->btd", o, params["out"]["kernel"]), params["out"])
+
+
+def _with_bias(y, params):
+    return y + jnp.broadcast_to(params["bias"], y.shape) if "bias" in params else y
+
+
+def _normalized(x, scale, kind):
+    if kind == "layer":
+        x = x - jnp.mean(x, -1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return x * jnp.broadcast_to(scale, x.shape)
+
+
+def _rotated(x, positions, theta):
+    half = x.shape[-1] // 2
+    pairs = jax.lax.complex(x[..., :half], x[..., half:])
+    frequency = jnp.asarray(theta ** (-np.arange(half) / half), x.dtype)
+    angle = positions.astype(x.dtype)[:, :, None, None] * frequency[None, None, None]
+    pairs = pairs * jnp.exp(jax.lax.complex(jnp.zeros_like(angle), angle))
+    return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def quadratic_arrays(jaxpr, length: int) -> int:
+    """How many arrays of a jaxpr, inner ones included, have two dimensions of at least `length`."""
+    found = 0
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            found += sum(n >= length for n in getattr(variable.aval, "shape", ())) >= 2
+        for inner in jaxprs_in_params(equation.params):
+            found += quadratic_arrays(inner, length)
+    return found
