@@ -1,0 +1,116 @@
+"""Reads what ptxas and Mosaic GPU say of a kernel, and judges it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from pathlib import Path
+
+from .device import SMEM_LIMIT
+
+# ptxas' remarks on warpgroup instructions. C7519 tells of a harmless fence and is not listed.
+SERIALISED = ("C7510", "C7512", "C7513", "C7518", "C7520")  # wgmma runs one after the other
+REGISTERS_IGNORED = "C7504"  # setmaxnreg has no effect: every warpgroup gets 168 registers
+
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_REMARK = re.compile(r"\((C\d{4})\)")
+_SMEM = re.compile(r"smem_scratch_bytes=(\d+)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)([^/]*)")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+
+# Matrix product, wait for it, special functions, local loads and stores (spills), TMA.
+COUNTED = ("HGMMA", "WARPGROUP.DEPBAR", "MUFU", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One compiled kernel.
+
+    Attributes:
+        kernel: its name.
+        launch_registers: registers per thread at launch; warpgroups trade them afterwards.
+        stack, spill_stores, spill_loads: bytes per thread.
+        remarks: codes of ptxas' remarks (C7512, ...), each once.
+        smem: bytes of shared memory, without barriers.
+        highest_register: highest register number that an instruction names, or None without SASS.
+        instructions: how often each of COUNTED occurs, or None without SASS.
+    """
+
+    kernel: str
+    launch_registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    remarks: tuple[str, ...]
+    smem: int
+    highest_register: int | None = None
+    instructions: dict[str, int] | None = None
+
+    def faults(self, allowed_spills: int) -> list[str]:
+        """Why this kernel must not be shipped; empty if it may.
+
+        Args:
+            allowed_spills: bytes of spill stores per thread that are known and accepted.
+        """
+        faults = [f"wgmma serialised ({code})" for code in self.remarks if code in SERIALISED]
+        if REGISTERS_IGNORED in self.remarks:
+            faults.append(f"setmaxnreg ignored ({REGISTERS_IGNORED})")
+        if self.spill_stores > allowed_spills:
+            faults.append(f"spills {self.spill_stores} bytes, {allowed_spills} allowed")
+        if self.smem > SMEM_LIMIT:
+            faults.append(f"{self.smem} bytes of shared memory, {SMEM_LIMIT} exist")
+        return faults
+
+
+def _one(pattern: re.Pattern, text: str, source: Path) -> tuple[int, ...]:
+    found = pattern.search(text)
+    if found is None:
+        raise ValueError(f"{source} does not say {pattern.pattern!r}: ptxas changed its words?")
+    return tuple(int(group) for group in found.groups())
+
+
+def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
+    if not path.exists():
+        return None, None
+    counts = collections.Counter()
+    highest = 0
+    for opcode, operands in _INSTRUCTION.findall(path.read_text()):
+        counts.update(name for name in COUNTED if opcode.startswith(name))
+        highest = max([highest, *(int(r) for r in _REGISTER.findall(operands))])
+    return highest, {name: counts[name] for name in COUNTED}
+
+
+def read(ptxas: Path) -> Report:
+    """The report of the kernel whose ptxas output is in this file of a dump folder.
+
+    Raises:
+        ValueError: the file lacks a figure that ptxas -v prints for every kernel.
+        FileNotFoundError: Mosaic GPU's own file is missing beside it.
+    """
+    text = ptxas.read_text()
+    (registers,) = _one(_REGISTERS, text, ptxas)
+    stack, stores, loads = _one(_SPILLS, text, ptxas)
+    resources = ptxas.with_suffix(".resources.txt")
+    (smem,) = _one(_SMEM, resources.read_text(), resources)
+    highest, instructions = _sass(ptxas.with_suffix(".sass_ctrl"))
+    return Report(
+        kernel=re.sub(r"_\d+$", "", ptxas.stem),
+        launch_registers=registers,
+        stack=stack,
+        spill_stores=stores,
+        spill_loads=loads,
+        remarks=tuple(dict.fromkeys(_REMARK.findall(text))),
+        smem=smem,
+        highest_register=highest,
+        instructions=instructions,
+    )
+
+
+def take(folder: Path) -> list[Report]:
+    """The reports of all kernels in a dump folder, which is emptied (40 MB per kernel)."""
+    reports = [read(path) for path in sorted(folder.glob("*.ptxas"))]
+    for path in folder.iterdir():
+        path.unlink()
+    return reports

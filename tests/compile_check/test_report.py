@@ -1,0 +1,108 @@
+"""The judge of compiled kernels notices what it is there to notice."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from . import __main__ as command
+from . import report, rows
+from .device import dump_to, find_tools
+
+CLEAN = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'k_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for k_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+SPILLS = CLEAN.replace("0 bytes spill stores", "72 bytes spill stores")
+RESOURCES = "Resources(smem_scratch_bytes=197632, tmem_scratch_cols=0, barrier_counts={})"
+
+
+def _read(folder, ptxas: str, resources: str = RESOURCES) -> report.Report:
+    (folder / "k_0.ptxas").write_text(ptxas)
+    (folder / "k_0.resources.txt").write_text(resources)
+    (only,) = report.take(folder)
+    assert not list(folder.iterdir())
+    return only
+
+
+def _remark(code: str, text: str) -> str:
+    return CLEAN + f"ptxas info    : ({code}) {text}\n"
+
+
+def test_clean_kernel_has_no_fault(tmp_path):
+    kernel = _read(tmp_path, CLEAN)
+    assert (kernel.kernel, kernel.launch_registers, kernel.smem) == ("k", 168, 197632)
+    assert kernel.faults(0) == []
+
+
+@pytest.mark.parametrize("code", report.SERIALISED)
+def test_serialised_wgmma_is_a_fault(tmp_path, code):
+    text = _remark(code, "Potential Performance Loss: wgmma.mma_async are serialized")
+    assert _read(tmp_path, text).faults(1000) == [f"wgmma serialised ({code})"]
+
+
+def test_ignored_setmaxnreg_is_a_fault(tmp_path):
+    text = _remark("C7504", "'setmaxnreg' ignored to maintain compatibility")
+    assert _read(tmp_path, text).faults(1000) == ["setmaxnreg ignored (C7504)"]
+
+
+def test_harmless_remark_is_shown_but_no_fault(tmp_path):
+    kernel = _read(tmp_path, _remark("C7519", "warpgroup.arrive is injected"))
+    assert (kernel.remarks, kernel.faults(0)) == (("C7519",), [])
+
+
+def test_spills_are_held_against_the_allowance(tmp_path):
+    kernel = _read(tmp_path, SPILLS)
+    assert kernel.faults(72) == []
+    assert kernel.faults(71) == ["spills 72 bytes, 71 allowed"]
+
+
+def test_too_much_shared_memory_is_a_fault(tmp_path):
+    kernel = _read(tmp_path, CLEAN, RESOURCES.replace("197632", "232449"))
+    assert kernel.faults(0) == ["232449 bytes of shared memory, 232448 exist"]
+
+
+def test_report_without_figures_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="does not say"):
+        _read(tmp_path, "ptxas info    : 0 bytes gmem\n")
+
+
+def test_sass_is_counted(tmp_path):
+    lines = [
+        "        /*0000*/ HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;   /* 0x0 */",
+        "        /*0010*/ @!P0 MUFU.EX2 R237, R5 ;                          /* 0x0 */",
+        "        /*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;                   /* 0x0 */",
+    ]
+    (tmp_path / "k_0.sass_ctrl").write_text("\n".join(lines))
+    kernel = _read(tmp_path, CLEAN)
+    assert kernel.highest_register == 237
+    assert {name: n for name, n in kernel.instructions.items() if n} == {
+        "HGMMA": 1,
+        "WARPGROUP.DEPBAR": 1,
+        "MUFU": 1,
+    }
+
+
+def test_rows_are_distinct_and_cover_the_kernels():
+    names = [str(row) for row in rows.rows()]
+    assert len(names) == len(set(names)) == 48
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_rows_compile_or_say_why_not(tmp_path):
+    """One kernel through the whole chain, a call without kernels, and one that cannot be traced."""
+    spec = jax.ShapeDtypeStruct((8,), jnp.float32)
+    make = lambda f: rows.Row("forward", 64, "float32", "full", f, (spec,))
+    forward = next(row for row in rows.rows() if str(row) == "forward 64 bfloat16 full")
+    with dump_to(tmp_path, find_tools()):
+        (kernel,), wrong = command.check(forward, tmp_path)
+        assert (kernel.kernel, kernel.faults(0), wrong) == ("flash_pallas_forward", [], [])
+        reports, wrong = command.check(make(lambda x: x + 1), tmp_path)
+        assert reports == [] and wrong[0].endswith("ptxas reported no kernel")
+        reports, wrong = command.check(make(lambda x: x + jnp.zeros(3)), tmp_path)
+        assert reports == [] and "TypeError" in wrong[0]
