@@ -1,8 +1,8 @@
 """No number without a correct result: every provider's output is compared with a float32 oracle.
 
-The bound is the 2x rule: the error may be twice that of plain jnp attention in the same dtype, three
-times for gradients, in the maximum and in the root mean square. Both sides are computed for every
-batch element and head, one key head at a time, so that only one head's scores are in memory.
+The bound is the 2x rule: the error may be twice that of plain jnp attention in the same dtype,
+three times for gradients, in the maximum and in the root mean square. Both sides are computed for
+every batch element and head, one key head at a time, so that one head's scores are in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Verdict:
     @property
     def used(self) -> float:
         """The larger of error / bound: 1 is the limit."""
-        return max(e / b if b else float(e > 0) for e, b in zip(self.error, self.bound, strict=True))
+        return max(
+            e / b if b else float(e > 0) for e, b in zip(self.error, self.bound, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,8 @@ def build_oracle(inputs: Inputs, causal: bool) -> Oracle:
     return Oracle(exact, bounds)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+# Nothing here is timed, and tuning matrix products takes XLA longer than running them.
+@functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_gpu_autotune_level": 0})
 def _both(inputs: Inputs, causal: bool):
     """(exact, plain, largest sum of absolute terms of an LSE), one key head after the other."""
     batch, _, kv_heads, _ = inputs.k.shape

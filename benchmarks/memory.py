@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,7 +32,14 @@ JAX_ATTENTION = {
     "jax_cudnn": functools.partial(_jax_nn, implementation="cudnn"),
     "jax_xla": functools.partial(_jax_nn, implementation="xla"),
 }
-DEFAULT_PROVIDERS = ("flash_pallas", "flash_pallas_deterministic", "jax_cudnn", "jax_xla")
+DEFAULT_PROVIDERS = (
+    "flash_pallas",
+    "flash_pallas_deterministic",
+    "flash_pallas_xla",
+    "torch_cudnn",
+    "jax_cudnn",
+    "jax_xla",
+)
 
 
 def measure_jax(provider: str, shape: suites.Shape) -> dict[str, Any]:
@@ -68,6 +76,8 @@ def measure_torch(shape: suites.Shape) -> dict[str, Any]:
     torch = torch_or_none()
     if torch is None:
         raise NotImplementedError("torch with a GPU is not installed")
+    import torch.nn.attention
+
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     size = (shape.batch, shape.q_len, shape.q_heads, shape.head_dim)
@@ -80,20 +90,18 @@ def measure_torch(shape: suites.Shape) -> dict[str, Any]:
     return {"planned": None, "measured": torch.cuda.max_memory_allocated()}
 
 
-def measure(provider: str, lengths) -> list[dict[str, Any]]:
+def measure(provider: str, lengths) -> Iterator[dict[str, Any]]:
     """One row per length, stopping at the first that fails (longer ones would too)."""
-    rows = []
     for length in sorted(lengths):
         shape = dataclasses.replace(suites.MEMORY_SHAPE, q_len=length)
         row = {"provider": provider, "q_len": length, "planned": None, "measured": None}
         try:
             is_torch = provider == "torch_cudnn"
             found = measure_torch(shape) if is_torch else measure_jax(provider, shape)
-            rows.append({**row, "refused": None, **found})
         except Exception as error:  # Out of memory has a different type in each framework.
-            rows.append({**row, "refused": f"{type(error).__name__}: {str(error)[:300]}"})
-            break
-    return rows
+            yield {**row, "refused": f"{type(error).__name__}: {str(error)[:300]}"}
+            return
+        yield {**row, "refused": None, **found}
 
 
 def run_suite(providers, lengths=suites.MEMORY_LENGTHS, timeout: int = 240) -> list[dict[str, Any]]:

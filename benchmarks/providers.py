@@ -165,6 +165,7 @@ def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> 
     torch = torch_or_none()
     if torch is None:
         raise Unsupported("torch with a GPU is not installed")
+    import torch.nn.attention
 
     def to_torch(x):
         x = torch.from_dlpack(x).transpose(1, 2)

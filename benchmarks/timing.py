@@ -57,8 +57,8 @@ def torch_or_none():
 def synchronize(outputs: Any = None) -> None:
     """Waits for everything on the device.
 
-    First for the given outputs: jax may still be enqueueing when its call returns, and a device-wide
-    wait does not see what has not been enqueued.
+    First for the given outputs: jax may still be enqueueing when its call returns, and a wait for
+    the device does not see what has not been enqueued.
     """
     jax.block_until_ready(outputs)
     torch = torch_or_none()
@@ -161,9 +161,9 @@ TIMERS: dict[str, Callable[[], Timer]] = {
     "host": HostTimer,
 }
 
-# A long launch keeps the device busy, so its device time is nearly its wall time. A timer that reads
-# less has lost records; one that reads more has counted something twice.
-_PLAUSIBLE = (0.7, 1.03)
+# A long launch keeps the device busy, so its device time is nearly its wall time. A timer that
+# reads much less has lost records; one that reads more than clocks drift counted something twice.
+_PLAUSIBLE = (0.7, 1.1)
 
 
 def verify(timer: Timer, probes: dict[str, Launch], iterations: int = 10) -> dict[str, float]:

@@ -1,0 +1,109 @@
+"""Pictures: python -m benchmarks.plot results RESULTS.json --out h200.png
+python -m benchmarks.plot losses A/loss.csv B/loss.csv --out losses.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from . import results as results_file
+from .run import row_label
+
+
+def plot_results(results: dict[str, Any], out: pathlib.Path) -> None:
+    """TFLOP/s as bars, or peak memory as lines; the format is out's suffix (.png, .svg)."""
+    draw = _memory if results["suite"] == "memory" else _bars
+    figure = draw(results["rows"])
+    figure.suptitle(f"{results['device']}, {results['date']}", fontsize=10)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def _bars(rows: list[dict[str, Any]]):
+    """One panel a direction; cells along x, a bar for each provider that has a number."""
+    cells = list(dict.fromkeys(row_label(row) for row in rows))
+    providers = list(dict.fromkeys(row["provider"] for row in rows if row["ms"] is not None))
+    figure, panels = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True)
+    width = 0.8 / max(len(providers), 1)
+    for axes, direction in zip(panels, ("forward", "backward"), strict=True):
+        for index, provider in enumerate(providers):
+            found = [r for r in rows if r["provider"] == provider and r["direction"] == direction]
+            found = [r for r in found if r["ms"] is not None]
+            places = [cells.index(row_label(r)) + (index + 0.5) * width - 0.4 for r in found]
+            heights = [r["tflops"] for r in found]
+            axes.bar(places, heights, width, label=provider, color=f"C{index}")
+        axes.set(ylabel=f"{direction}, TFLOP/s")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[0].legend(ncols=4, fontsize=8)
+    labels = [cell.replace(" ", "\n") for cell in cells]
+    panels[1].set_xticks(range(len(cells)), labels, fontsize=7)
+    panels[1].set_xlabel("batch, length, query heads, key heads, head dim")
+    return figure
+
+
+def _memory(rows: list[dict[str, Any]]):
+    """Peak GiB against T, both logarithmic: linear growth is a line of slope 1."""
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    for index, provider in enumerate(dict.fromkeys(row["provider"] for row in rows)):
+        points = [
+            (row["q_len"], (row["measured"] or row["planned"]) / 2**30)
+            for row in rows
+            if row["provider"] == provider and (row["measured"] or row["planned"])
+        ]
+        if points:
+            axes.loglog(*zip(*points, strict=True), f"C{index}o-", ms=4, label=provider, base=2)
+    axes.set(xlabel="sequence length T", ylabel="peak memory, GiB")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def plot_losses(paths: list[pathlib.Path], out: pathlib.Path) -> None:
+    """Curves of several CSV files, whose first column is the step and whose second the loss.
+
+    Args:
+        paths: the files; a curve is labelled with its file's folder.
+        out: the picture to write.
+    """
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    name = "loss"
+    for index, path in enumerate(paths):
+        with path.open(newline="") as file:
+            (_, name, *_), *lines = csv.reader(file)
+        points = [(int(step), float(loss)) for step, loss, *_ in lines]
+        # Curves that agree lie on one another: the later ones are dashed, so that both are seen.
+        style = "-" if index == 0 else "--"
+        label = path.parent.name or path.stem
+        axes.plot(*zip(*points, strict=True), style, lw=1, label=label)
+    axes.set(xlabel="step", ylabel=name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=["results", "losses"])
+    parser.add_argument("files", nargs="+", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.kind == "losses":
+        plot_losses(arguments.files, arguments.out)
+    else:
+        plot_results(results_file.load(arguments.files[0]), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Runs a suite: python -m benchmarks.run --suite h200 --out benchmarks/results/h200.json
+
+Providers whose results miss the oracle get no number. The file is written after every cell, so that
+a run cut short keeps what it has; --append goes on from there. A markdown table is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import gc
+import os
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import flops, gate, memory, results, suites, tables, timing
+from .providers import DEFAULT_PROVIDERS, PROVIDERS, YARDSTICK, Runner, Unsupported
+
+DIRECTIONS = ("forward", "backward")
+GATED = {"forward": gate.FORWARD, "backward": gate.BACKWARD}
+
+
+@dataclasses.dataclass
+class Entry:
+    """One provider on one cell: a runner and verdicts, or why there are none."""
+
+    runner: Runner | None = None
+    verdicts: dict[str, gate.Verdict] = dataclasses.field(default_factory=dict)
+    refused: str | None = None
+
+    def refusal(self, direction: str) -> str | None:
+        """Why this direction gets no number, or None."""
+        if self.refused is not None:
+            return self.refused
+        wrong = [n for n in GATED[direction] if n in self.verdicts and not self.verdicts[n].ok]
+        if wrong:
+            worst = max(wrong, key=lambda n: self.verdicts[n].used)
+            used = self.verdicts[worst].used
+            return f"wrong result: {worst} is {used:.3g} times its allowed error from the oracle"
+        return None
+
+
+def admit(name: str, cell: suites.Cell, inputs: gate.Inputs, oracle: gate.Oracle) -> Entry:
+    """Prepares a provider and lets it through the gate, or says why not."""
+    begin = time.perf_counter()
+    try:
+        runner = PROVIDERS[name].prepare(cell, inputs)
+        entry = Entry(runner, oracle.check(runner.results()))
+    except (Unsupported, NotImplementedError) as error:
+        entry = Entry(refused=f"unsupported: {error}")
+    except Exception as error:  # One provider's crash must not cost the others their numbers.
+        entry = Entry(refused=f"failed: {type(error).__name__}: {error}")
+    seconds = time.perf_counter() - begin
+    print(f"  {name}: {entry.refused or 'ready'} ({seconds:.1f} s)"[:300], flush=True)
+    return entry
+
+
+def run_cell(
+    cell: suites.Cell, names: list[str], timer: timing.Timer, rounds: int, dtype
+) -> list[dict[str, Any]]:
+    """The rows of one cell: every provider, both directions."""
+    inputs = gate.random_inputs(cell.shape, dtype)
+    oracle = gate.build_oracle(inputs, cell.causal)
+    entries = {name: admit(name, cell, inputs, oracle) for name in names}
+    del oracle
+    rows = []
+    for direction in DIRECTIONS:
+        asked = [name for name in names if direction in PROVIDERS[name].directions]
+        refusals = {name: entries[name].refusal(direction) for name in asked}
+        contestants = {
+            name: entries[name].runner.launches[direction]
+            for name in asked
+            if refusals[name] is None
+        }
+        samples, failures = timing.interleave(timer, contestants, rounds)
+        for name in asked:
+            refused = refusals[name] or failures.get(name)
+            row = make_row(cell, direction, name, samples, refused, entries[name].verdicts)
+            rows.append(row)
+    return rows
+
+
+def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any]:
+    """One row of the results file."""
+    row = dict.fromkeys(results.ROW_FIELDS)
+    shape = {f: getattr(cell.shape, f) for f in results.ROW_FIELDS[:5]}
+    row.update(shape, causal=cell.causal, direction=direction, provider=name, refused=refused)
+    row["gate"] = gate_summary({n: verdicts[n] for n in GATED[direction] if n in verdicts})
+    if refused is None:
+        times = [sample.ms for sample in samples[name]]
+        row["ms"], row["spread"] = timing.median_and_spread(times)
+        row["tflops"] = flops.tflops(cell.shape, cell.causal, direction, row["ms"])
+        row["launches"] = samples[name][-1].launches
+        if YARDSTICK in samples:
+            row["ratio_to_torch_cudnn"] = timing.speed_ratio(samples[YARDSTICK], samples[name])
+    return row
+
+
+def gate_summary(verdicts: dict[str, gate.Verdict]) -> dict[str, Any] | None:
+    """The tensor nearest to its bound, and all of them as [maximum, root mean square]."""
+    if not verdicts:
+        return None
+    # A NaN compares false with everything, so a failed tensor is looked for first.
+    failed = [name for name, verdict in verdicts.items() if not verdict.ok]
+    worst = failed[0] if failed else max(verdicts, key=lambda name: verdicts[name].used)
+    return {
+        "ok": not failed,
+        "tensor": worst,
+        "error": verdicts[worst].error[0],
+        "bound": verdicts[worst].bound[0],
+        "tensors": {n: {"error": v.error, "bound": v.bound} for n, v in verdicts.items()},
+    }
+
+
+def probes() -> dict[str, timing.Launch]:
+    """Work whose device time is nearly its wall time, to try a timer on."""
+    found = {}
+    x = jnp.ones((8192, 8192), jnp.bfloat16)
+    product = jax.jit(jnp.dot)
+    found["jax matmul"] = timing.Launch(lambda: product(x, x), "jax")
+    torch = timing.torch_or_none()
+    if torch is not None:
+        y = torch.ones((8192, 8192), device="cuda", dtype=torch.bfloat16)
+        zeroed = torch.empty(2**32, device="cuda", dtype=torch.uint8)
+        found["torch matmul"] = timing.Launch(lambda: y @ y, "torch")
+        found["torch memset"] = timing.Launch(zeroed.zero_, "torch")
+    return found
+
+
+def method(timer: timing.Timer, log: dict[str, Any], arguments) -> dict[str, Any]:
+    """How the numbers were taken, for the results file."""
+    summary = (
+        f"TFLOP/s, in parentheses the speed relative to {YARDSTICK} (above 1 is faster), "
+        f"{arguments.dtype}; {timer.name}; median of {arguments.rounds} interleaved rounds."
+    )
+    return {
+        "summary": summary,
+        "timer": timer.name,
+        "timer_check": log,
+        "rounds": arguments.rounds,
+        "dtype": arguments.dtype,
+        "inputs": "standard normal",
+        "spread": "interquartile range / median",
+        "ratio": f"median over the rounds of ({YARDSTICK} time / provider time)",
+    }
+
+
+def run_timing(arguments) -> dict[str, Any]:
+    """A timing suite; the file is saved after every cell."""
+    begin = time.monotonic()
+    if jax.default_backend() == "gpu":
+        timer, log = timing.choose(arguments.timer, probes())
+    else:
+        timer, log = timing.HostTimer(), {"host": "no GPU"}
+    print(f"timer: {timer.name}\n{log}", flush=True)
+    found = results.header(arguments.suite, method(timer, log, arguments)) | {"rows": []}
+    if arguments.append and arguments.out.exists():
+        found["rows"] = reusable_rows(results.load(arguments.out), found)
+    done = {row_label(row) for row in found["rows"]}
+    longest = 0.0
+    for cell in suites.SUITES[arguments.suite]:
+        if cell.label in done or arguments.only not in cell.label:
+            continue
+        started = time.monotonic()
+        if started - begin + longest > arguments.time_limit:
+            print(f"time is up before {cell.label}; go on with --append")
+            break
+        print(cell.label, flush=True)
+        dtype = jnp.dtype(arguments.dtype)
+        found["rows"] += run_cell(cell, arguments.providers, timer, arguments.rounds, dtype)
+        results.save(arguments.out, found)
+        gc.collect()
+        torch = timing.torch_or_none()
+        if torch is not None:
+            torch.cuda.empty_cache()
+        longest = max(longest, time.monotonic() - started)
+    return found
+
+
+def reusable_rows(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier part of the same run.
+
+    Raises:
+        ValueError: they were taken on something else, and one table must not mix the two.
+    """
+    same = ("suite", "commit", "device", "versions")
+    different = [name for name in same if old[name] != new[name]]
+    if old["method"]["timer"] != new["method"]["timer"]:
+        different.append("timer")
+    if different:
+        raise ValueError(f"--append: the file differs in {different}")
+    return old["rows"]
+
+
+def row_label(row: dict[str, Any]) -> str:
+    """The label of the cell that a row belongs to."""
+    sizes = ",".join(str(row[name]) for name in results.ROW_FIELDS[:5])
+    return f"{sizes} {'causal' if row['causal'] else 'full'}"
+
+
+def run_memory(arguments) -> dict[str, Any]:
+    """The memory suite."""
+    shape = suites.MEMORY_SHAPE
+    summary = (
+        f"GiB at the peak of one causal forward and backward, inputs and gradients included, "
+        f"bfloat16, B={shape.batch}, {shape.q_heads} heads of {shape.head_dim}; "
+        "~ is XLA's plan where the allocator's peak could not be read."
+    )
+    found = results.header("memory", {"summary": summary})
+    # Each provider's own process needs the memory, so this one must not have reserved it.
+    found["rows"] = memory.run_suite(arguments.providers, arguments.lengths)
+    results.save(arguments.out, found)
+    return found
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", choices=[*suites.SUITES, "memory"], default="quick")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="results, a .json file")
+    parser.add_argument("--providers", type=lambda s: s.split(","), help="comma-separated")
+    parser.add_argument("--timer", choices=["auto", *timing.TIMERS], default="auto")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--only", default="", help='cells whose label has this, e.g. "causal"')
+    parser.add_argument("--append", action="store_true", help="go on with the file at --out")
+    parser.add_argument("--time-limit", type=float, default=3600, help="seconds; no new cell after")
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(suites.MEMORY_LENGTHS))
+    arguments = parser.parse_args(argv)
+    is_memory = arguments.suite == "memory"
+    default = memory.DEFAULT_PROVIDERS if is_memory else DEFAULT_PROVIDERS
+    arguments.providers = arguments.providers or list(default)
+    known = {*memory.JAX_ATTENTION, "torch_cudnn"} if is_memory else set(PROVIDERS)
+    unknown = set(arguments.providers) - known
+    if unknown:
+        parser.error(f"unknown providers {sorted(unknown)}; there are {sorted(known)}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the suite and prints its table."""
+    arguments = parse(argv)
+    # Read when jax first touches the device, which nothing has done so far. Torch needs its share
+    # of the memory, and CUPTI sees the kernels of a CUDA graph only where it was attached when the
+    # graph was made: without command buffers XLA makes none.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
+    # A hang becomes a traceback of all threads instead of a silent end from outside.
+    faulthandler.dump_traceback_later(arguments.time_limit + 120, exit=True)
+    found = run_memory(arguments) if arguments.suite == "memory" else run_timing(arguments)
+    faulthandler.cancel_dump_traceback_later()
+    print(tables.render(found))
+
+
+if __name__ == "__main__":
+    main()

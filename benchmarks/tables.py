@@ -1,0 +1,139 @@
+"""Markdown tables from a results file, printed or put between the markers of a document.
+
+    python -m benchmarks.tables RESULTS.json
+    python -m benchmarks.tables RESULTS.json --into README.md --name NAME
+
+The second replaces what stands between `<!-- table:NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+from typing import Any
+
+from . import results as results_file
+from .providers import YARDSTICK
+
+_REASON_LENGTH = 160
+
+
+def render(results: dict[str, Any]) -> str:
+    """The whole table of a results file with the line that says where it comes from."""
+    table = _memory_table(results) if results["suite"] == "memory" else _timing_table(results)
+    return f"{table}\n\n{provenance(results)}\n"
+
+
+def provenance(results: dict[str, Any]) -> str:
+    """Device, date, commit, versions and method in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    commit = (results["commit"] or "unknown")[:12]
+    return (
+        f"{results['device']}, driver {results['driver']}, {results['date']}, commit `{commit}`; "
+        f"{versions}. {results['method']['summary']}"
+    )
+
+
+def _grid(head: list[str], body: list[list[str]]) -> str:
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _unique(values) -> list:
+    return list(dict.fromkeys(values))
+
+
+def _timing_table(results: dict[str, Any]) -> str:
+    """TFLOP/s of everybody, and in parentheses the speed as a ratio to the yardstick."""
+    rows = results["rows"]
+    key = lambda r: (*(r[name] for name in results_file.ROW_FIELDS[:7]),)
+    cells = {(key(row), row["provider"]): row for row in rows}
+    providers = _unique(row["provider"] for row in rows)
+    # A provider that never ran is named below the table and takes no column.
+    shown = [p for p in providers if any(r["provider"] == p and r["ms"] for r in rows)]
+    head = ["B,T,N,K,H", "mask", "pass", *shown]
+    body = []
+    for found in _unique(key(row) for row in rows):
+        *shape, causal, direction = found
+        line = [",".join(map(str, shape)), "causal" if causal else "full", direction]
+        body.append(line + [_entry(cells.get((found, provider))) for provider in shown])
+    return _grid(head, body) + _reasons(rows)
+
+
+def _entry(row: dict[str, Any] | None) -> str:
+    if row is None or row["ms"] is None:
+        return "-"
+    text = f"{row['tflops']:.0f}"
+    ratio = row["ratio_to_torch_cudnn"]
+    return text if ratio is None or row["provider"] == YARDSTICK else f"{text} ({ratio:.2f})"
+
+
+def _reasons(rows: list[dict[str, Any]]) -> str:
+    """One line per provider and reason for having no number."""
+    lines: dict[str, int] = {}
+    for row in rows:
+        if row["refused"] is not None:
+            reason = " ".join(row["refused"].split())[:_REASON_LENGTH]
+            line = f"- {row['provider']}: {reason}"
+            lines[line] = lines.get(line, 0) + 1
+    if not lines:
+        return ""
+    listed = "\n".join(f"{line} ({count} of the rows)" for line, count in lines.items())
+    return f"\n\nNo number:\n\n{listed}"
+
+
+def _memory_table(results: dict[str, Any]) -> str:
+    """GiB by T (rows) and provider (columns); measured, else XLA's plan marked with a tilde."""
+    rows = results["rows"]
+    cells = {(row["q_len"], row["provider"]): row for row in rows}
+    providers = _unique(row["provider"] for row in rows)
+    lengths = sorted({row["q_len"] for row in rows if row["q_len"] is not None})
+    body = []
+    for length in lengths:
+        entries = [_gibibytes(cells.get((length, provider))) for provider in providers]
+        body.append([f"{length // 1024}k" if length % 1024 == 0 else str(length), *entries])
+    return _grid(["T", *providers], body) + _reasons(rows)
+
+
+def _gibibytes(row: dict[str, Any] | None) -> str:
+    if row is None or row["refused"] is not None:
+        return "-"
+    if row["measured"] is not None:
+        return f"{row['measured'] / 2**30:.3f}"
+    return f"~{row['planned'] / 2**30:.3f}" if row["planned"] is not None else "-"
+
+
+def replace(document: str, name: str, table: str) -> str:
+    """The document with the text between the markers of this name replaced.
+
+    Raises:
+        ValueError: it does not have exactly one such pair.
+    """
+    opening = re.escape(f"<!-- table:{name} -->")
+    pattern = re.compile(f"({opening}\n).*?(<!-- end -->)", re.DOTALL)
+    if len(pattern.findall(document)) != 1:
+        raise ValueError(
+            f"one pair of markers `<!-- table:{name} -->` and `<!-- end -->` is needed"
+        )
+    return pattern.sub(lambda m: f"{m[1]}{table.strip()}\n{m[2]}", document)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=pathlib.Path)
+    parser.add_argument("--into", type=pathlib.Path, help="the document to change")
+    parser.add_argument("--name", help="of the markers; default: the suite")
+    arguments = parser.parse_args()
+    results = results_file.load(arguments.results)
+    table = render(results)
+    if arguments.into is None:
+        print(table)
+        return
+    document = arguments.into.read_text()
+    arguments.into.write_text(replace(document, arguments.name or results["suite"], table))
+
+
+if __name__ == "__main__":
+    main()
