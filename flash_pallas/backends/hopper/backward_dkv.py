@@ -164,7 +164,7 @@ class Dkv:
     def dv_walk(self, cta: Cta, dv_acc):
         """dV, f32[64, D]."""
         plgpu.barrier_wait(cta.bars.k_full)
-        cta.walk.visit(functools.partial(self.dv_step, cta, dv_acc))
+        cta.walk.visit(functools.partial(self.dv_step, cta, dv_acc), mask_all=False)
         plgpu.wgmma_wait(0)
         cta.do.release(cta.walk.total - 1)
         return dv_acc[...]

@@ -192,8 +192,8 @@ class Dq:
     def score_gradients(self, cta: Cta, rows: Rows, n, masked, s_acc, dp_acc):
         """dS of the n-th key block in 16 bits; ends the previous dQ on the way."""
         k, v = cta.smem.k.at[cta.k.slot(n)], cta.smem.v.at[cta.v.slot(n)]
-        # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one for each wgmma,
-        # live through the loop: 144 bytes of spills at head dim 256 and 344 if causal, now none.
+        # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
+        # live through the loop: 144 bytes of spills at head dim 256, 344 if causal, against none.
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
         cta.k.wait_full(n)
         plgpu.wgmma(s_acc, cta.smem.q.at[own], k.transpose((1, 0)))
