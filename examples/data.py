@@ -26,7 +26,7 @@ def standard_library(max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Source bytes of the standard library, the same on every run of one Python installation.
 
     Args:
-        max_bytes: stop at the file that reaches this many.
+        max_bytes: stop at the file that reaches this many, but not before both parts have a file.
 
     Returns:
         (training, validation), uint8 arrays.

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from flash_pallas import explain
 
-# A run ends in about two and a half minutes on two slow CPU cores, and in about as long on an H100.
+# The run on a CPU ends in about two and a half minutes on two slow cores.
 _DEFAULTS = {
     "cpu": {
         "steps": 300,

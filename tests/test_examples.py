@@ -1,0 +1,87 @@
+"""The examples run as scripts and write what they promise."""
+
+from __future__ import annotations
+
+import csv
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+TINY = {
+    "steps": 3,
+    "batch": 2,
+    "seq-len": 16,
+    "layers": 1,
+    "d-model": 16,
+    "heads": 2,
+    "kv-heads": 1,
+    "head-dim": 8,
+    "max-bytes": 100_000,
+    "sample-bytes": 20,
+}
+
+
+def run(script, *arguments, cwd):
+    """Its output; the examples import flash_pallas from this checkout, warnings are errors."""
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(tmp_path, *more):
+    flags = [part for name, value in TINY.items() for part in (f"--{name}", value)]
+    return run("train_transformer.py", *flags, "--out-dir", tmp_path / "out", *more, cwd=tmp_path)
+
+
+def read_losses(tmp_path):
+    with (tmp_path / "out" / "loss.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_quickstart(tmp_path):
+    output = run("quickstart.py", cwd=tmp_path)
+    assert "gradients [(2, 512, 8, 64), (2, 512, 2, 64), (2, 512, 2, 64)]" in output
+    assert "runs on:" in output
+
+
+def test_training_writes_its_files(tmp_path):
+    output = train(tmp_path, "--backend", "xla")
+    assert "runs on: xla" in output
+    assert "bits/byte on held-out files" in output
+    rows = read_losses(tmp_path)
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    bits = np.array([[float(row["train_bits"]), float(row["validation_bits"])] for row in rows])
+    assert np.all(bits > 0) and np.all(bits < 12)  # A uniform guess costs 8 bits.
+    assert bits[-1, 1] < bits[0, 1]
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (tmp_path / "out" / "sample.txt").read_bytes()
+    assert sample.startswith(b"def ") and len(sample) == len(b"def ") + TINY["sample-bytes"]
+
+
+@pytest.mark.slow
+def test_same_loss_as_with_attention_of_jax(tmp_path):
+    losses = []
+    for attention in ("flash", "xla-jax"):
+        output = train(tmp_path, "--attention", attention, "--steps", 1)
+        assert ("runs on:" in output) == (attention == "flash")
+        losses.append(float(read_losses(tmp_path)[0]["train_bits"]))
+    # Parameters and data are equal; only attention differs, whose sums have at most seq-len terms.
+    eps = float(np.finfo(np.float32).eps)
+    assert abs(losses[0] - losses[1]) <= TINY["seq-len"] * eps * losses[0]
+
+
+def test_plot_of_several_runs(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        text = "step,train_bits,validation_bits,tokens_per_second\n1,8.0,,0\n2,7.5,7.6,100\n"
+        (tmp_path / name / "loss.csv").write_text(text)
+    run("plot.py", "a/loss.csv", "b/loss.csv", "--out", "both.png", cwd=tmp_path)
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
