@@ -145,15 +145,16 @@ def _run(attention, inputs: Inputs):
 
 
 def _plain(q, k, v, *, causal: bool):
-    """Attention as one writes it in jnp: softmax in float32, everything else in q's dtype."""
-    scores = jnp.einsum("btgh,bskh->bgts", q, k, preferred_element_type=jnp.float32)
+    """As one writes it in jnp, for one key head: float32 softmax, the rest in q's dtype."""
+    k, v = k[:, :, 0], v[:, :, 0]
+    scores = jnp.einsum("btgh,bsh->bgts", q, k, preferred_element_type=jnp.float32)
     scores = scores * q.shape[-1] ** -0.5
     if causal:
         visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jnp.where(visible, scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bgts,bskh->btgh", weights, v), lse
+    return jnp.einsum("bgts,bsh->btgh", weights, v), lse
 
 
 @jax.jit

@@ -242,21 +242,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs the suite and prints its table."""
-    arguments = parse(argv)
-    # Read when jax first touches the device, which nothing has done so far. Torch needs its share
-    # of the memory, and CUPTI sees the kernels of a CUDA graph only where it was attached when the
-    # graph was made: without command buffers XLA makes none.
+def prepare_process(time_limit: float) -> None:
+    """What must be set before jax first touches the device."""
+    # Torch needs its share of the memory. And CUPTI sees the kernels of a CUDA graph only where it
+    # was attached when the graph was made: without command buffers XLA makes none.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
     # A hang becomes a traceback of all threads instead of a silent end from outside.
-    faulthandler.dump_traceback_later(arguments.time_limit + 120, exit=True)
+    faulthandler.dump_traceback_later(time_limit + 120, exit=True)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Runs the suite and prints its table."""
     found = run_memory(arguments) if arguments.suite == "memory" else run_timing(arguments)
-    faulthandler.cancel_dump_traceback_later()
     print(tables.render(found))
 
 
 if __name__ == "__main__":
-    main()
+    given = parse(None)
+    prepare_process(given.time_limit)
+    main(given)

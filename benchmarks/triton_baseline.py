@@ -11,7 +11,7 @@ that a Hopper kernel has to clear. Needs triton, and jax-triton to be called fro
 
 from __future__ import annotations
 
-import functools
+import inspect
 import math
 from typing import NamedTuple
 
@@ -256,22 +256,22 @@ def make_attention(shape, causal: bool):
     scale = shape.head_dim**-0.5
     rows = jax.ShapeDtypeStruct((shape.batch, shape.q_heads, shape.q_len), jnp.float32)
 
-    def call(kernel, tile, blocks, heads, outputs, *arrays, **more):
-        grid = (blocks, shape.batch * heads)
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+    # jax-triton 0.3, the last for the Triton 3.6 that comes with PyTorch 2.11, calls it out_shape.
+    signature = inspect.signature(jax_triton.triton_call)
+    outputs_keyword = "out_type" if "out_type" in signature.parameters else "out_shape"
+
+    def call(kernel, tile, grid, like, *arrays, **more):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        arguments = {"kernel": kernel, "grid": grid, outputs_keyword: shapes}
         return jax_triton.triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=like,
-            grid=grid,
-            **common,
-            **launch_options(tile),
-            **more,
+            *arrays, **arguments, **common, **launch_options(tile), **more
         )
 
+    q_pairs, kv_pairs = shape.batch * shape.q_heads, shape.batch * shape.kv_heads
+
     def run(q, k, v):
-        blocks = shape.q_len // tiles.forward[0]
-        return call(forward_kernel, tiles.forward, blocks, shape.q_heads, (q, rows), q, k, v)
+        grid = (shape.q_len // tiles.forward[0], q_pairs)
+        return call(forward_kernel, tiles.forward, grid, (q, rows), q, k, v)
 
     @jax.custom_vjp
     def attention(q, k, v):
@@ -287,11 +287,10 @@ def make_attention(shape, causal: bool):
         do = cotangents[0]
         delta = jnp.einsum("btnh,btnh->bnt", o, do, preferred_element_type=jnp.float32)
         arrays = (q, k, v, do, lse, delta)
-        blocks = shape.kv_len // tiles.dkv[1]
-        dkv = functools.partial(call, dkv_kernel, tiles.dkv, blocks, shape.kv_heads, (k, v))
-        dk, dv = dkv(*arrays, SCALE=scale)
-        blocks = shape.q_len // tiles.dq[0]
-        dq = call(dq_kernel, tiles.dq, blocks, shape.q_heads, q, *arrays, SCALE=scale)
+        grid = (shape.kv_len // tiles.dkv[1], kv_pairs)
+        dk, dv = call(dkv_kernel, tiles.dkv, grid, (k, v), *arrays, SCALE=scale)
+        grid = (shape.q_len // tiles.dq[0], q_pairs)
+        dq = call(dq_kernel, tiles.dq, grid, q, *arrays, SCALE=scale)
         return dq, dk, dv
 
     attention.defvjp(forward, backward)
