@@ -61,7 +61,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         width, hidden, dtype = config.d_model, 4 * config.d_model, config.dtype
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-        # Each block adds two terms to the residual stream; this keeps its variance from growing.
+        # Scaled down by depth, so that the sum of all MLPs does not outgrow the embedding.
         small = nnx.initializers.variance_scaling(1 / (2 * config.layers), "fan_in", "normal")
         self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         self.attention = FlashAttention(
