@@ -11,9 +11,10 @@ if not ON_GPU:
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores.
 os.environ["NPROC"] = "16"
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
-).strip()
+FLAGS = ["--xla_force_host_platform_device_count=4"]
+if ON_GPU:
+    FLAGS.append("--xla_gpu_autotune_level=0")  # tuning the oracle's products took 15 s a case
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

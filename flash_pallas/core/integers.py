@@ -32,7 +32,11 @@ def clip(x, low, high):
 
 def floor_div(x, divisor: int):
     """floor(x / divisor) for x >= 0, floor or 0 towards zero below: callers clip at 0 anyway."""
-    return max(x, 0) // divisor if is_static(x) else lax.div(lax.max(x, jnp.int32(0)), jnp.int32(divisor))
+    return (
+        max(x, 0) // divisor
+        if is_static(x)
+        else lax.div(lax.max(x, jnp.int32(0)), jnp.int32(divisor))
+    )
 
 
 def ceil_div(x, divisor: int):

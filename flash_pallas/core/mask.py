@@ -28,7 +28,9 @@ class BlockRange(NamedTuple):
             (self.full_start, self.full_stop, False),
             (self.full_stop, self.stop, True),
         )
-        return [z for z in zones if not (ints.is_static(z[0]) and ints.is_static(z[1]) and z[0] >= z[1])]
+        return [
+            z for z in zones if not (ints.is_static(z[0]) and ints.is_static(z[1]) and z[0] >= z[1])
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Mask:
             full_start = ints.ceil_div(q_start + (q_rows - 1 - self.left), block_kv)
         if self.right is not None:
             stop = ints.minimum(stop, ints.ceil_div(q_start + (q_rows + self.right), block_kv))
-            full_stop = ints.minimum(full_stop, ints.floor_div(q_start + (self.right + 1), block_kv))
+            full_stop = ints.minimum(
+                full_stop, ints.floor_div(q_start + (self.right + 1), block_kv)
+            )
         start = ints.minimum(start, num_blocks)
         stop = ints.maximum(stop, start)
         full_start = ints.clip(full_start, start, stop)

@@ -33,9 +33,11 @@ class HopperBackend:
 
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter, with race detection (for tests).
+        num_sms: multiprocessors to spread persistent kernels over; None asks the device.
     """
 
     interpret: bool = False
+    num_sms: int | None = None
     name = "hopper"
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -62,7 +64,11 @@ class HopperBackend:
         problem = describe(operands, spec)
         native, (q, k, v) = _pad(problem, operands.q, operands.k, operands.v)
         o, lse = forward(
-            native, blocks.forward, (q, k, v, _offsets(operands)), _num_sms(), self.interpret
+            native,
+            blocks.forward,
+            (q, k, v, _offsets(operands)),
+            self.num_sms or _num_sms(),
+            self.interpret,
         )
         return o[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len]
 

@@ -118,7 +118,12 @@ class Fused:
             kv_head=lax.axis_index("head"),
             kv_start=kv_start,
             walk=QueryWalk.of(
-                self.problem, gmem.q_offset, batch, kv_start, self.blocks.block_kv, self.blocks.block_q
+                self.problem,
+                gmem.q_offset,
+                batch,
+                kv_start,
+                self.blocks.block_kv,
+                self.blocks.block_q,
             ),
             wg=lax.axis_index("wg"),
         )
@@ -147,7 +152,9 @@ class Fused:
             tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
             slot = cta.q.slot(n)
             cta.q.wait_empty(n)
-            plgpu.copy_gmem_to_smem(cta.gmem.q.at[tile], cta.smem.q.at[slot], cta.bars.q_full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                cta.gmem.q.at[tile], cta.smem.q.at[slot], cta.bars.q_full.at[slot]
+            )
             plgpu.copy_gmem_to_smem(
                 cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], cta.bars.q_full.at[slot]
             )
@@ -236,7 +243,9 @@ class Fused:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-        dq = pl.run_scoped(products, plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32))
+        dq = pl.run_scoped(
+            products, plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
+        )
         cta.smem.dq[cta.wg] = dq
         plgpu.commit_smem()
         plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
@@ -302,9 +311,7 @@ class Fused:
         plgpu.barrier_wait(cta.bars.ds_ready)
 
 
-def backward_fused(
-    problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool
-):
+def backward_fused(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool):
     """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
     head_dim, dtype, block_q, block_kv = (
         problem.head_dim,
@@ -334,10 +341,8 @@ def backward_fused(
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
     )
-    # [B, T, N, D] like q: no transpose afterwards, and TMA adds are as fast as head-major (1.00x).
-    dq = jax.new_ref(jnp.zeros(arrays.q.shape, jnp.float32))
-    run = launch(
-        functools.partial(Fused(problem, blocks, interpret), dq),
+    run = functools.partial(
+        launch,
         out=(
             jax.ShapeDtypeStruct(arrays.k.shape, dtype),
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
@@ -350,5 +355,18 @@ def backward_fused(
         name="flash_pallas_backward_fused",
         interpret=interpret,
     )
-    dk, dv = run(*arrays)
-    return (dq[...] * problem.spec.scale).astype(dtype), dk, dv
+
+    def accumulate(refs):
+        dq, dk, dv = refs
+        dk[...], dv[...] = run(functools.partial(Fused(problem, blocks, interpret), dq))(*arrays)
+
+    # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
+    # (1.00x). Only dQ's zeros are written; those of dK and dV are overwritten, and XLA drops them.
+    dq, dk, dv = pl.run_state(accumulate)(
+        (
+            jnp.zeros(arrays.q.shape, jnp.float32),
+            jnp.zeros(arrays.k.shape, dtype),
+            jnp.zeros(arrays.v.shape, dtype),
+        )
+    )
+    return (dq * problem.spec.scale).astype(dtype), dk, dv

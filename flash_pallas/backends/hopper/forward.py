@@ -217,15 +217,15 @@ class Forward:
 
     def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
         """The j-th block from the right of K or V, as the use-th fill of its ring."""
-        gmem, smem = (
-            (cta.gmem.k, cta.smem.k) if ring is cta.k else (cta.gmem.v, cta.smem.v)
-        )
+        gmem, smem = (cta.gmem.k, cta.smem.k) if ring is cta.k else (cta.gmem.v, cta.smem.v)
         block_kv = self.blocks.block_kv
         rows = pl.ds((work.kv_blocks - 1 - j) * block_kv, block_kv)
         head = lax.div(work.at.head, jnp.int32(self.problem.group))
         slot = ring.slot(use)
         ring.wait_empty(use)
-        plgpu.copy_gmem_to_smem(gmem.at[work.at.batch, rows, head], smem.at[slot], ring.full.at[slot])
+        plgpu.copy_gmem_to_smem(
+            gmem.at[work.at.batch, rows, head], smem.at[slot], ring.full.at[slot]
+        )
 
     # --- a compute warpgroup -------------------------------------------------------------------
 
@@ -283,7 +283,9 @@ class Forward:
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
         cta.k.release(use)
         if masked:
-            s = inline.hide(s, self.limits(cta, work, work.kv_blocks - 1 - j, tail=False), self.interpret)
+            s = inline.hide(
+                s, self.limits(cta, work, work.kv_blocks - 1 - j, tail=False), self.interpret
+            )
         log2_scale = self.problem.spec.scale * softmax.LOG2E
         m = jnp.maximum(rows.m, s.max(axis=1) * log2_scale)
         grew = None

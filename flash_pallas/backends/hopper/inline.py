@@ -68,7 +68,9 @@ def _limit_body(kind, _, tile, bound):
     coordinate, predicate = _COMPARE[kind]
     i32 = ir.IntegerType.get_signless(32)
     row0, col0 = (arith.index_cast(i32, x) for x in next(iter(tile.layout.thread_idxs(tile.shape))))
-    origin = {"rows": lambda: row0, "cols": lambda: col0}.get(kind, lambda: arith.subi(col0, row0))()
+    origin = {"rows": lambda: row0, "cols": lambda: col0}.get(
+        kind, lambda: arith.subi(col0, row0)
+    )()
     limit = arith.subi(_splat(bound), origin)
     hidden = _f32(float("-inf"))
     registers = tile.registers.copy()
@@ -183,9 +185,7 @@ def lazy_max(old, new, slack: float, interpret: bool):
 
 
 def _named_barrier_body(operation, threads, _, barrier):
-    mgpu.utils.inline_ptx(
-        f"bar.{operation} $0, {threads};", _splat(barrier), has_side_effects=True
-    )
+    mgpu.utils.inline_ptx(f"bar.{operation} $0, {threads};", _splat(barrier), has_side_effects=True)
 
 
 def named_barrier(operation: str, barrier, threads: int):

@@ -153,7 +153,9 @@ class QueryWalk:
     group: int
 
     @classmethod
-    def of(cls, problem: Problem, q_offset, batch, kv_start, kv_rows: int, block_q: int) -> QueryWalk:
+    def of(
+        cls, problem: Problem, q_offset, batch, kv_start, kv_rows: int, block_q: int
+    ) -> QueryWalk:
         """Of the CTA whose keys are [kv_start, kv_start + kv_rows). At least one tile per head."""
         offset = q_offset[batch] if problem.traced_offset else problem.spec.q_offset
         whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
@@ -180,7 +182,9 @@ class QueryWalk:
         """(head of the group, query block) of the n-th tile."""
         if self.group == 1:
             return 0, self.start + n
-        return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(n, jnp.int32(self.per_head))
+        return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(
+            n, jnp.int32(self.per_head)
+        )
 
     def visit(self, step, mask_all: bool):
         """Call step(n, block) for every tile; block is None where the mask hides nothing.

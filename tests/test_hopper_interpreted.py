@@ -1,0 +1,20 @@
+"""The Hopper kernels themselves, on CPU: right, free of races and deadlocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash_pallas.backends.hopper import HopperBackend
+
+from . import checks
+from .hopper_cases import INTERPRETED
+from .interpreter import race_checked
+
+BACKEND = HopperBackend(interpret=True, num_sms=2)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_kernels(case):
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND), case)
