@@ -47,8 +47,9 @@ def commit() -> str | None:
         return named
     folder = str(pathlib.Path(__file__).parent)
     found = _command("git", "-C", folder, "rev-parse", "HEAD")
-    # A results file is written on the way, so only a change to something else makes the tree dirty.
-    dirty = found and _command("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    # Results are written on the way, so they do not count as a change.
+    status = ("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
+    dirty = found and _command("git", "-C", folder, *status)
     return f"{found}-dirty" if dirty else found
 
 
