@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv with any Python >= 3.12 that it finds.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+SETUP := VENV=$(VENV) bash .ci/setup
+# CUDA's wheels are gigabytes: only where a GPU or the compile check needs them.
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
+EXTRAS := $(if $(GPU),dev cuda13,dev)
+WORKERS ?= 2
+
+.PHONY: help test lint demo compile-check test-gpu bench clean
+
+help:
+	@echo "make demo           train a small transformer on the standard library's source"
+	@echo "make test           lint and every test that needs no GPU"
+	@echo "make compile-check  compile every Hopper kernel to SASS, without a GPU"
+	@echo "make test-gpu       the tests that need a Hopper GPU"
+	@echo "make bench          the benchmark table, on a Hopper GPU"
+
+test: lint
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+lint:
+	@$(SETUP) $(EXTRAS)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+demo:
+	@$(SETUP) $(if $(GPU),examples cuda13,examples)
+	$(PY) examples/train_transformer.py --out-dir demo
+
+compile-check:
+	@VENV=$(VENV)-cuda bash .ci/setup compile
+	$(VENV)-cuda/bin/python -m tests.compile_check
+
+test-gpu:
+	@$(SETUP) dev cuda13
+	FLASH_PALLAS_TEST_GPU=1 $(PY) -m pytest tests/test_gpu.py -q
+
+bench:
+	@$(SETUP) dev cuda13 bench
+	$(PY) -m benchmarks.run --suite h200
+
+clean:
+	rm -rf $(VENV) $(VENV)-cuda demo
