@@ -13,7 +13,7 @@ class DkvBlocks:
 
     Attributes:
         block_q: queries per step, 64 or 128.
-        stages, do_stages: tiles of Q and of dO in flight.
+        stages, do_stages: tiles of Q (at least 2) and of dO in flight.
         p_stages: slots in which P^T is handed over.
     """
 
@@ -29,6 +29,8 @@ class DkvBlocks:
     def __post_init__(self):
         if self.block_q not in (64, 128):  # a tile must divide the 128 rows that lse is padded to
             raise ValueError(f"block_q of the dK/dV kernel is {self.block_q!r}: 64 or 128")
+        if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
+            raise ValueError("stages of the dK/dV kernel is 1: at least 2")
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory without barriers."""
@@ -45,7 +47,7 @@ class DqBlocks:
     Attributes:
         warpgroups: compute warpgroups, 1 or 2.
         block_kv: keys per step.
-        k_stages, v_stages: blocks of K and of V in flight.
+        k_stages, v_stages: blocks of K (at least 2) and of V in flight.
     """
 
     warpgroups: int = 2
@@ -59,6 +61,10 @@ class DqBlocks:
     def __post_init__(self):
         if self.warpgroups not in (1, 2):  # 240 registers each; lse is padded to 128 rows
             raise ValueError(f"warpgroups of the dQ kernel is {self.warpgroups!r}: 1 or 2")
+        if (
+            self.k_stages == 1
+        ):  # K is released one step late: with one slot the kernel waits forever
+            raise ValueError("k_stages of the dQ kernel is 1: at least 2")
 
     @property
     def block_q(self) -> int:
