@@ -93,7 +93,12 @@ def _pipeline(x, w, bias, fault: str = "", blocks: int = 1):
         @pl.when(warpgroup == 1)
         def _():
             plgpu.set_max_registers(24, action="decrease")
-            _produce(fault, x_ref, w_ref, bias_ref, x_s, w_s, bias_s, full, empty)
+
+            @plgpu.warp_map
+            def _(warp):
+                @pl.when(warp == 0)
+                def _():
+                    _produce(fault, x_ref, w_ref, bias_ref, x_s, w_s, bias_s, full, empty)
 
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     ring = functools.partial(plgpu.SMEM, dtype=jnp.float16, transforms=transforms)
