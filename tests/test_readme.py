@@ -14,13 +14,14 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "benchmarks/NOTES.md",
+    "benchmarks/README.md",
 ]
 
 # A python block, and the text block right after it, which is what it prints.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # `folder/file.ext` or `folder/` in backticks.
-PATH = re.compile(r"`((?:flash_pallas|tests|benchmarks|examples)/[\w./-]*)`")
+PATH = re.compile(r"`((?:flash_pallas|tests|benchmarks|examples|[.]ci)/[\w./-]*)`")
 
 
 def blocks():
