@@ -177,7 +177,10 @@ class Dq:
         step = functools.partial(self.step, cta, rows, dq_acc)
         pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
         if not self.problem.spec.mask.is_trivial or self.ragged:
-            pl.loop(unmasked, stop)(functools.partial(step, masked=True))
+            # With known bounds a single masked block is peeled off, and its registers beside those
+            # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
+            end = lax.optimization_barrier(stop)
+            pl.loop(unmasked, end)(functools.partial(step, masked=True))
         plgpu.wgmma_wait(0)
         cta.k.release(stop - 1)
         return dq_acc[...]
