@@ -24,7 +24,7 @@ lint:
 	@$(SETUP) $(EXTRAS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyright
+	$(PY) -m pyright --pythonpath $(PY)
 
 demo:
 	@$(SETUP) $(if $(GPU),examples cuda13,examples)
@@ -40,7 +40,7 @@ test-gpu:
 
 bench:
 	@$(SETUP) dev cuda13 bench
-	$(PY) -m benchmarks.run --suite h200
+	$(PY) -m benchmarks.run --suite h200 --out benchmarks/results/h200.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-cuda demo

@@ -21,7 +21,7 @@ class Backend(Protocol):
         ...
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> Any:
-        """The tile sizes that would run, as a frozen (hashable) dataclass; `override` replaces fields.
+        """The tile sizes that would run, a frozen (hashable) dataclass; `override` replaces fields.
 
         Raises ValueError for an unknown field or a size the kernels cannot take.
         """

@@ -1,7 +1,7 @@
 """Arithmetic on block indices that are Python ints at trace time or traced int32 scalars.
 
-Kept apart from jnp because inside a Mosaic kernel a Python int must stay a Python int: a bound known
-at trace time removes whole loops from the binary.
+Kept apart from jnp because inside a Mosaic kernel a Python int must stay a Python int: a bound
+known at trace time removes whole loops from the binary.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from . import integers as ints
 
 
 class BlockRange(NamedTuple):
-    """Consecutive blocks: partial up to full_start, wholly visible up to full_stop, then partial."""
+    """Consecutive blocks: partial to full_start, wholly visible to full_stop, then partial."""
 
     start: Any
     full_start: Any
@@ -61,7 +61,7 @@ class Mask:
         return Mask(left=self.right, right=self.left)
 
     def visible(self, q_pos, kv_pos):
-        """True where the query at q_pos may read the key at kv_pos (broadcasting); None if trivial."""
+        """True where the query at q_pos may read the key at kv_pos; broadcasts. None if trivial."""
         keep = None
         if self.left is not None:
             keep = kv_pos - q_pos >= -self.left
@@ -91,7 +91,7 @@ class Mask:
         return BlockRange(start, full_start, ints.clip(full_stop, full_start, stop), stop)
 
     def q_blocks(self, kv_start, kv_rows: int, q_len: int, block_q: int) -> BlockRange:
-        """Query blocks that read keys at [kv_start, kv_start + kv_rows): the transpose of kv_blocks.
+        """Query blocks that read keys [kv_start, kv_start + kv_rows): the transpose of kv_blocks.
 
         Positions count from query 0, so a caller with a query offset passes kv_start - q_offset.
         """

@@ -16,7 +16,7 @@ from .arrays import BackwardArrays
 from .backward_dkv import dkv
 from .backward_dq import dq
 from .backward_fused import backward_fused
-from .blocks import NATIVE_HEAD_DIMS, HopperBlocks, choose_blocks, native_head_dim
+from .blocks import NATIVE_HEAD_DIMS, FusedBlocks, HopperBlocks, choose_blocks, native_head_dim
 from .forward import forward
 from .memory import pad_axis
 
@@ -85,11 +85,11 @@ class HopperBackend:
             delta=pad_axis(delta, 2, rows),
             q_offset=_offsets(operands),
         )
-        if blocks.fused is not None:
-            grads = Grads(*backward_fused(native, blocks.fused, arrays, self.interpret))
+        if isinstance(blocks.backward, FusedBlocks):
+            grads = Grads(*backward_fused(native, blocks.backward, arrays, self.interpret))
         else:
-            dk, dv = dkv(native, blocks.dkv, arrays, self.interpret)
-            grads = Grads(dq(native, blocks.dq, arrays, self.interpret), dk, dv)
+            dk, dv = dkv(native, blocks.backward.dkv, arrays, self.interpret)
+            grads = Grads(dq(native, blocks.backward.dq, arrays, self.interpret), dk, dv)
         return Grads(
             grads.q[:, : problem.q_len, :, : problem.head_dim],
             grads.k[:, : problem.kv_len, :, : problem.head_dim],

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,57 +39,11 @@ from ...core.tile import Limits, Tile
 from . import inline
 from .arrays import BackwardArrays
 from .blocks import FusedBlocks
-from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, tile_buffer, warpgroup_rows
+from .fused_cta import WARPGROUPS, Cta, scratch
+from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
 from .schedule import QueryWalk
 
-WARPGROUPS = 2
 LOAD_WARP, STORE_WARP = 0, 1
-
-
-class Smem(NamedTuple):
-    """Shared memory of one CTA."""
-
-    q: Any  # [stages, block_q, D]
-    do: Any  # [do_stages, block_q, D]
-    k: Any  # [block_kv, D]
-    v: Any  # [block_kv, D]
-    ds: Any  # [ds_stages, block_kv, block_q]
-    dq: Any  # f32[warpgroups, dq tile]
-    lse: Any  # f32[stages, block_q]
-    delta: Any  # f32[do_stages, block_q]
-
-
-class Barriers(NamedTuple):
-    """mbarriers; those without a count below have one arrival."""
-
-    kv_full: Any  # K and V
-    q_full: Any  # Q and lse
-    q_empty: Any  # each warpgroup
-    do_full: Any
-    do_empty: Any  # each warpgroup
-    delta_full: Any
-    ds_ready: Any  # each warpgroup
-    dq_full: Any  # one per warpgroup
-    dq_empty: Any  # one per warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Cta:
-    """The refs and the place of one CTA, as one of its warpgroups sees them."""
-
-    gmem: BackwardArrays
-    dq: Any  # f32[B, T, N, D], accumulated into
-    dk: Any
-    dv: Any
-    smem: Smem
-    bars: Barriers
-    q: Ring
-    do: Ring
-    batch: Any
-    kv_head: Any
-    kv_start: Any
-    walk: QueryWalk
-    wg: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +177,7 @@ class Fused:
         return dk_acc[...], dv_acc[...]
 
     def step(self, cta: Cta, dk_acc, dv_acc, n, block):
-        """The five products of the n-th tile; `block`: its index where it needs the mask, else None."""
+        """The five products of the n-th tile; `block` is its index, None if nothing is masked."""
         p, ds = self.score_gradients(cta, n, block)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
@@ -254,7 +207,10 @@ class Fused:
 
     def score_gradients(self, cta: Cta, n, block):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
-        keys, q_slot, do_slot = warpgroup_rows(cta.wg), cta.q.slot(n), cta.do.slot(n)
+        # The barrier keeps ptxas from holding the descriptors of K and V over the whole loop, which
+        # costs 60 to 190 bytes of spills.
+        keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
+        q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
         shape = (WARPGROUP_ROWS, self.blocks.block_q)
         per_q = lambda x: lax.broadcast_in_dim(x, shape, (1,))
 
@@ -313,43 +269,16 @@ class Fused:
 
 def backward_fused(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool):
     """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
-    head_dim, dtype, block_q, block_kv = (
-        problem.head_dim,
-        problem.dtype,
-        blocks.block_q,
-        blocks.block_kv,
-    )
-    bar = plgpu.Barrier
-    smem = Smem(
-        q=tile_buffer((blocks.stages, block_q, head_dim), dtype),
-        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
-        k=tile_buffer((block_kv, head_dim), dtype),
-        v=tile_buffer((block_kv, head_dim), dtype),
-        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype),
-        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
-        lse=row_buffer((blocks.stages, block_q)),
-        delta=row_buffer((blocks.do_stages, block_q)),
-    )
-    bars = Barriers(
-        kv_full=bar(num_arrivals=2),
-        q_full=bar(num_arrivals=2, num_barriers=blocks.stages),
-        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
-        do_full=bar(num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
-        delta_full=bar(num_barriers=blocks.do_stages),
-        ds_ready=bar(num_arrivals=WARPGROUPS),
-        dq_full=bar(num_barriers=WARPGROUPS),
-        dq_empty=bar(num_barriers=WARPGROUPS),
-    )
+    dtype = problem.dtype
     run = functools.partial(
         launch,
         out=(
             jax.ShapeDtypeStruct(arrays.k.shape, dtype),
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
-        scratch=(smem, bars),
+        scratch=scratch(problem, blocks),
         # Heads fastest: CTAs that run together add to different dQ tiles (kv fastest: 0.93x).
-        grid=(problem.kv_heads, pl.cdiv(problem.kv_len, block_kv), problem.batch),
+        grid=(problem.kv_heads, pl.cdiv(problem.kv_len, blocks.block_kv), problem.batch),
         grid_names=("head", "kv", "batch"),
         threads=WARPGROUPS + 1,
         name="flash_pallas_backward_fused",

@@ -50,7 +50,7 @@ class ForwardBlocks:
 
 # bf16, H200, as ratios to cuDNN over several seconds each; fp16 runs the same instructions.
 FORWARD = {
-    # 192 rows: softmax of 3 warpgroups over one block (1.13 against 1.04 with two).
+    # Three warpgroups share each block of keys; with four the registers do not reach.
     64: ForwardBlocks(warpgroups=3, block_kv=128),
     # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent.
     128: ForwardBlocks(warpgroups=2, block_kv=128, q_in_registers=True),
@@ -101,28 +101,33 @@ class FusedBlocks:
         return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows
 
 
-# bf16, H200. Keyed by (head dim, something is masked).
+# bf16, H200. Keyed by (head dim, some tile is masked). Where one is, all are, in one loop: with a
+# second loop for the tiles that need no mask, ptxas runs out of registers and serialises every
+# wgmma at head dim 64, and at 128 nothing is gained (1.016 of cuDNN; with two loops 1.019).
 FUSED = {
     (64, False): FusedBlocks(block_q=128),
-    # With a loop for the masked tiles, ptxas runs out of registers and serialises every wgmma.
     (64, True): FusedBlocks(block_q=128, mask_all=True),
-    # block_q 128 would need 2 x 64 more accumulator registers than there are.
+    # block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO and
+    # one for dS is 5 % faster than two, but not where masking needs the registers.
     (128, False): FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
-    (128, True): FusedBlocks(block_q=64),
+    (128, True): FusedBlocks(block_q=64, mask_all=True),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperBlocks:
-    """Tile sizes of every kernel that a call and its gradient run.
+class SplitBlocks:
+    """The deterministic backward, which is also that of head dim 256."""
 
-    Either `fused` or both `dkv` and `dq` are set: head dim 256 and deterministic=True take the pair.
-    """
+    dkv: DkvBlocks
+    dq: DqBlocks
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperBlocks:
+    """Tile sizes of every kernel that a call and its gradient run."""
 
     forward: ForwardBlocks
-    fused: FusedBlocks | None = None
-    dkv: DkvBlocks | None = None
-    dq: DqBlocks | None = None
+    backward: FusedBlocks | SplitBlocks
 
 
 def native_head_dim(problem: Problem) -> int:
@@ -144,7 +149,8 @@ def choose_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBl
     """
     head_dim = native_head_dim(problem)
     chosen: dict[str, Any] = {"forward": FORWARD[head_dim]}
-    masked = not problem.spec.mask.is_trivial
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
+    masked = ragged or not problem.spec.mask.is_trivial
     if problem.spec.deterministic or (head_dim, masked) not in FUSED:
         chosen |= {"dkv": DKV[head_dim], "dq": DQ[head_dim]}
     else:
@@ -156,7 +162,9 @@ def choose_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBl
                 f"{', '.join(map(repr, chosen))}; pass blocks={{'forward': {{'block_kv': 64}}}}"
             )
         chosen[kernel] = _replaced(kernel, chosen[kernel], fields, head_dim)
-    return HopperBlocks(**chosen)
+    if "fused" in chosen:
+        return HopperBlocks(chosen["forward"], chosen["fused"])
+    return HopperBlocks(chosen["forward"], SplitBlocks(chosen["dkv"], chosen["dq"]))
 
 
 def _replaced(kernel: str, blocks, fields, head_dim: int):

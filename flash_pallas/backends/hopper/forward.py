@@ -3,8 +3,7 @@
 A CTA holds `warpgroups` compute warpgroups, each folding key blocks into 64 query rows, and one
 producer warpgroup that streams K and V through rings of shared memory by TMA.
 
-    Q rows of a warpgroup   producer -> q ring (one slot; O is staged in shared memory of its own,
-                            or, where that does not fit, in Q's)
+    Q rows of a warpgroup   producer -> q, one slot; O is staged beside it, or in it
     K, V blocks             producer -> k, v rings, each read by all warpgroups
     S, P, O, m, l           registers of the warpgroup that owns the rows
 
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,90 +28,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import softmax
 from ...core.problem import Problem
-from ...core.tile import Limits, Tile
 from . import inline
 from .blocks import ForwardBlocks
-from .memory import WARPGROUP_ROWS, Ring, float32, launch, row_buffer, tile_buffer
-from .schedule import Assignment, QueryTile, TileOrder
+from .forward_plan import Cta, Gmem, Plan, Rows, Work
+from .memory import WARPGROUP_ROWS, Ring, float32, launch
+from .schedule import Assignment, TileOrder
 
 FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
-
-
-class Gmem(NamedTuple):
-    """Operands and results in device memory."""
-
-    q: Any  # [B, T, N, H]
-    k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, H]
-    table: Any  # int32, see schedule.py
-    q_offset: Any  # int32[B]
-    o: Any  # [B, T, N, H]
-    lse: Any  # f32[B, N, whole tiles of T], base 2
-
-
-class Smem(NamedTuple):
-    """Shared memory of one CTA."""
-
-    q: Any  # [warpgroups, 64, H]
-    k: Any  # [stages, block_kv, H]
-    v: Any  # [stages, block_kv, H]
-    o: Any  # [warpgroups, 64, H], or None: O is staged in q
-    lse: Any  # f32[warpgroups, 64]
-
-
-class Barriers(NamedTuple):
-    """mbarriers: q one per warpgroup, k and v one per stage."""
-
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-
-
-class Work(NamedTuple):
-    """A query tile and the key blocks it reads."""
-
-    at: QueryTile
-    position: Any  # of the tile's first query
-    kv_blocks: Any  # how many; at least one, so that every tile writes its output
-
-
-class Rows(NamedTuple):
-    """What a warpgroup carries from step to step."""
-
-    p: Any  # 16-bit weights of the block whose PV is still to be issued
-    m: Any  # f32[64] running maximum, base 2
-    l: Any  # f32[64, 8] running sums of each thread's own columns
-
-
-@dataclasses.dataclass(frozen=True)
-class Cta:
-    """The refs of one CTA, as one of its warpgroups sees them."""
-
-    gmem: Gmem
-    smem: Smem
-    k: Ring
-    v: Ring
-    bars: Barriers
-    index: Any
-    wg: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """One launch; the methods are the phases of a CTA."""
 
-    problem: Problem
-    blocks: ForwardBlocks
-    assignment: Assignment
+    plan: Plan
     interpret: bool
 
-    def __call__(self, q, k, v, table, q_offset, o, lse, smem, bars):
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.plan.problem
+
+    @property
+    def blocks(self) -> ForwardBlocks:
+        """Tile sizes."""
+        return self.plan.blocks
+
+    def __call__(self, *refs):
+        *gmem, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
-            gmem=Gmem(q, k, v, table, q_offset, o, lse),
+            gmem=Gmem(*gmem),
             smem=smem,
             k=Ring(bars.k_full, bars.k_empty, stages),
             v=Ring(bars.v_full, bars.v_empty, stages),
@@ -124,48 +69,6 @@ class Forward:
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
 
-    # --- what there is to do -------------------------------------------------------------------
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows of a CTA's tile."""
-        return self.blocks.warpgroups * WARPGROUP_ROWS
-
-    @property
-    def masked_blocks(self) -> int:
-        """The most key blocks that some warpgroup must mask; -1 if that depends on a traced offset."""
-        mask, spec = self.problem.spec.mask, self.problem.spec
-        if self.problem.traced_offset and not mask.is_trivial:
-            return -1
-        most = 1
-        for row in range(0, self.problem.q_len, WARPGROUP_ROWS):
-            tile = row // self.tile_rows * self.tile_rows
-            visited = self.visited(tile + spec.q_offset)
-            most = max(most, visited - min(visited, self.unmasked(row + spec.q_offset)))
-        return most
-
-    def visited(self, position):
-        """Key blocks read by the tile whose first query is at `position`."""
-        mask, blocks = self.problem.spec.mask, self.blocks
-        stop = mask.kv_blocks(position, self.tile_rows, self.problem.kv_len, blocks.block_kv).stop
-        return max(stop, 1) if isinstance(stop, int) else lax.max(stop, jnp.int32(1))
-
-    def unmasked(self, position):
-        """Leading key blocks that the warpgroup whose first query is at `position` sees whole."""
-        mask, blocks = self.problem.spec.mask, self.blocks
-        kv_len = -(-self.problem.kv_len // blocks.block_kv) * blocks.block_kv  # tail: peeled block
-        return mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, blocks.block_kv).full_stop
-
-    def work(self, cta: Cta, turn) -> Work:
-        """This CTA's turn-th piece of work."""
-        at = self.assignment.order[self.assignment.tile(cta.gmem.table, cta.index, turn)]
-        at = jax.tree.map(jnp.int32, at)  # a static start past the array's end would be refused
-        offset = self.problem.spec.q_offset
-        if self.problem.traced_offset:
-            offset = cta.gmem.q_offset[at.batch]
-        position = at.block * self.tile_rows + offset
-        return Work(at, jnp.int32(position), jnp.int32(self.visited(position)))
-
     # --- the producer --------------------------------------------------------------------------
 
     def produce(self, cta: Cta):
@@ -174,13 +77,13 @@ class Forward:
         K's slot frees before V's (QK^T of a step ends before its PV), so K must not queue behind V.
         """
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        first = self.work(cta, jnp.int32(0))
+        first = self.plan.work(cta, jnp.int32(0))
         self.load_q(cta, first, jnp.int32(0))
         self.load_kv(cta, cta.k, first, jnp.int32(0), jnp.int32(0))
-        turns = self.assignment.count(cta.gmem.table, cta.index)
+        turns = self.plan.turns(cta)
 
         def tile(turn, used):
-            work = self.work(cta, turn)
+            work = self.plan.work(cta, turn)
 
             @pl.loop(jnp.int32(1), work.kv_blocks)
             def _(j):
@@ -189,7 +92,7 @@ class Forward:
 
             last, after = work.kv_blocks - 1, used + work.kv_blocks
             more = turn + 1 < turns
-            following = self.work(cta, turn + 1)
+            following = self.plan.work(cta, turn + 1)
             if self.blocks.persistent:
                 pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
             self.load_kv(cta, cta.v, work, last, after - 1)
@@ -208,7 +111,7 @@ class Forward:
         """Each warpgroup's 64 rows, as soon as it has read its last."""
         batch, head, block = work.at
         for wg in range(self.blocks.warpgroups):
-            rows = pl.ds(block * self.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
             if self.blocks.persistent:
                 pl.when(turn > 0)(lambda wg=wg: plgpu.barrier_wait(cta.bars.q_empty.at[wg]))
             plgpu.copy_gmem_to_smem(
@@ -232,7 +135,7 @@ class Forward:
     def consume(self, cta: Cta):
         """Fold the key blocks of each tile into this warpgroup's rows."""
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
-        work = self.work(cta, jnp.int32(0))
+        work = self.plan.work(cta, jnp.int32(0))
         plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
         cta.k.wait_full(jnp.int32(0))
         scores = self.first_scores(cta)
@@ -247,20 +150,20 @@ class Forward:
                 plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32),
             )
 
-        turns = self.assignment.count(cta.gmem.table, cta.index)
+        turns = self.plan.turns(cta)
         lax.fori_loop(jnp.int32(0), turns, tile, (rows, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(self, cta: Cta, turn, rows: Rows, used, o_acc):
         """All steps of one query tile; `used` is the ring position of its first key block."""
-        work = self.work(cta, turn)
+        work = self.plan.work(cta, turn)
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
             q = plgpu.load(q, layout=inline.WGMMA)
         step = functools.partial(self.step, cta, work, used, q, o_acc)
         unmasked_from = jnp.int32(1)
-        if self.masked_blocks != 1:
-            whole = jnp.int32(self.unmasked(work.position + cta.wg * WARPGROUP_ROWS))
+        if self.plan.masked_blocks != 1:
+            whole = jnp.int32(self.plan.unmasked(work.position + cta.wg * WARPGROUP_ROWS))
             unmasked_from = lax.clamp(jnp.int32(1), work.kv_blocks - whole, work.kv_blocks)
             masked = functools.partial(step, masked=True)
             rows = lax.fori_loop(jnp.int32(1), unmasked_from, masked, rows)
@@ -284,7 +187,7 @@ class Forward:
         cta.k.release(use)
         if masked:
             s = inline.hide(
-                s, self.limits(cta, work, work.kv_blocks - 1 - j, tail=False), self.interpret
+                s, self.plan.limits(cta, work, work.kv_blocks - 1 - j, tail=False), self.interpret
             )
         log2_scale = self.problem.spec.scale * softmax.LOG2E
         m = jnp.maximum(rows.m, s.max(axis=1) * log2_scale)
@@ -313,11 +216,11 @@ class Forward:
     def seam(self, cta: Cta, turn, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
 
-        After the CTA's last tile the QK^T multiplies what is left in shared memory, and its result
-        is not used: cheaper than a second copy of this code.
+        After the CTA's last tile the QK^T multiplies what is left in shared memory, unused: cheaper
+        than a second copy of this code.
         """
-        work, following = self.work(cta, turn), self.work(cta, turn + 1)
-        more = turn + 1 < self.assignment.count(cta.gmem.table, cta.index)
+        work, following = self.plan.work(cta, turn), self.plan.work(cta, turn + 1)
+        more = turn + 1 < self.plan.turns(cta)
         if self.blocks.q_in_registers:
             plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
         plgpu.barrier_arrive(cta.bars.q_empty.at[cta.wg])
@@ -337,7 +240,7 @@ class Forward:
         return start._replace(p=p16)
 
     def issue(self, cta: Cta, q, k_use, p, v_use, o_acc):
-        """Issue S = QK^T and O += PV, in turn with the other warpgroups; return S, leave O pending."""
+        """Issue S = QK^T and O += PV when it is our turn; return S, leave O pending."""
 
         def products(s_acc):
             self.await_turn(cta)
@@ -361,7 +264,9 @@ class Forward:
     def first_softmax(self, cta: Cta, work: Work, s, convert=True) -> Rows:
         """The softmax of a tile's first (rightmost, always masked) block."""
         log2_scale = self.problem.spec.scale * softmax.LOG2E
-        s = inline.hide(s, self.limits(cta, work, work.kv_blocks - 1, tail=True), self.interpret)
+        s = inline.hide(
+            s, self.plan.limits(cta, work, work.kv_blocks - 1, tail=True), self.interpret
+        )
         m = s.max(axis=1) * log2_scale
         safe_m = m if self.problem.spec.mask.is_trivial else _finite(m)
         p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
@@ -377,18 +282,10 @@ class Forward:
         staging[cta.wg] = (o * _per_row(inverse, o.shape)).astype(self.problem.dtype)
         cta.smem.lse[cta.wg] = lse
         plgpu.commit_smem()
-        row = block * self.tile_rows + cta.wg * WARPGROUP_ROWS
+        row = block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
         rows_at = pl.ds(row, WARPGROUP_ROWS)
         plgpu.copy_smem_to_gmem(staging.at[cta.wg], cta.gmem.o.at[batch, rows_at, head])
         plgpu.copy_smem_to_gmem(cta.smem.lse.at[cta.wg], cta.gmem.lse.at[batch, head, rows_at])
-
-    def limits(self, cta: Cta, work: Work, kv_block, *, tail) -> Limits:
-        """What this warpgroup's rows see of a key block; `tail`: it may reach past the last key."""
-        shape = (WARPGROUP_ROWS, self.blocks.block_kv)
-        q_start = work.position + cta.wg * WARPGROUP_ROWS
-        tile = Tile(q_start, kv_block * self.blocks.block_kv, shape)
-        ragged = tail and self.problem.kv_len % self.blocks.block_kv != 0
-        return tile.limits(self.problem.spec.mask, self.problem.kv_len if ragged else None)
 
     @property
     def score_accumulator(self):
@@ -398,7 +295,6 @@ class Forward:
 
     # bar.sync waits until the previous warpgroup in the round has arrived (256 threads of the two).
     # Worth 5 to 11 % on H200 (head dim 128: 1.086 against 1.014 of cuDNN).
-
     def await_turn(self, cta: Cta):
         """Wait until the warpgroup before this one has issued its products."""
         if self.blocks.warpgroups > 1 and not self.interpret:
@@ -435,37 +331,19 @@ def forward(problem: Problem, blocks: ForwardBlocks, arrays, num_sms: int, inter
     assignment = (
         Assignment.persistent(order, num_sms) if blocks.persistent else Assignment.one_each(order)
     )
-    kernel = Forward(problem, blocks, assignment, interpret)
-    rows, head_dim, dtype = kernel.tile_rows, problem.head_dim, problem.dtype
-    wgs, stages = blocks.warpgroups, blocks.stages
-    table = assignment.table(lambda block: kernel.visited(block * rows + problem.spec.q_offset))
-    o_staging = tile_buffer((wgs, WARPGROUP_ROWS, head_dim), dtype) if blocks.persistent else None
-    bar = plgpu.Barrier
-    smem = Smem(
-        q=tile_buffer((wgs, WARPGROUP_ROWS, head_dim), dtype),
-        k=tile_buffer((stages, blocks.block_kv, head_dim), dtype),
-        v=tile_buffer((stages, blocks.block_kv, head_dim), dtype),
-        o=o_staging,
-        lse=row_buffer((wgs, WARPGROUP_ROWS)),
-    )
-    bars = Barriers(
-        q_full=bar(num_barriers=wgs),
-        q_empty=bar(num_barriers=wgs) if blocks.persistent else None,
-        k_full=bar(num_barriers=stages),
-        k_empty=bar(num_arrivals=wgs, num_barriers=stages),
-        v_full=bar(num_barriers=stages),
-        v_empty=bar(num_arrivals=wgs, num_barriers=stages),
-    )
+    plan = Plan(problem, blocks, assignment)
+    rows, dtype = plan.tile_rows, problem.dtype
+    table = assignment.table(lambda block: plan.visited(block * rows + problem.spec.q_offset))
     run = launch(
-        kernel,
+        Forward(plan, interpret),
         out=(
             jax.ShapeDtypeStruct(q.shape, dtype),
             float32((problem.batch, problem.q_heads, order.q_tiles * rows)),
         ),
-        scratch=(smem, bars),
+        scratch=plan.scratch(),
         grid=(assignment.ctas,),
         grid_names=("cta",),
-        threads=wgs + 1,
+        threads=blocks.warpgroups + 1,
         name="flash_pallas_forward",
         interpret=interpret,
     )

@@ -60,7 +60,9 @@ def tile_buffer(shape, dtype):
     columns = 128 // jnp.dtype(dtype).itemsize
     if shape[-1] % columns:
         raise AssertionError(f"{shape=}: rows of {dtype} must be multiples of {columns} elements")
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    tiling: Any = plgpu.TilingTransform  # abstract to pyright, as is the next
+    swizzle: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, columns)), swizzle(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -74,7 +76,7 @@ def warpgroup_rows(warpgroup):
     return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
-def pad_axis(x, axis: int, size: int, value=0):
+def pad_axis(x, axis: int, size: int, value: float = 0):
     """x grown to `size` along one axis; x itself where it already has that size."""
     if x.shape[axis] == size:
         return x

@@ -49,7 +49,7 @@ class TileOrder:
 
     @classmethod
     def of(cls, problem: Problem, tile_rows: int) -> TileOrder:
-        """Query tiles fastest where all cost the same, heads fastest and longest first if causal."""
+        """Query tiles fastest where all cost the same; if causal, heads fastest, longest first."""
         q_tiles = -(-problem.q_len // tile_rows)
         if problem.spec.mask.right is None:
             return cls(problem.batch, problem.q_heads, q_tiles, 1, False)

@@ -1,0 +1,92 @@
+"""What a CTA of the fused backward is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core.problem import Problem
+from .arrays import BackwardArrays
+from .blocks import FusedBlocks
+from .memory import Ring, row_buffer, tile_buffer
+from .schedule import QueryWalk
+
+WARPGROUPS = 2
+
+
+class Smem(NamedTuple):
+    """Shared memory of one CTA."""
+
+    q: Any  # [stages, block_q, D]
+    do: Any  # [do_stages, block_q, D]
+    k: Any  # [block_kv, D]
+    v: Any  # [block_kv, D]
+    ds: Any  # [ds_stages, block_kv, block_q]
+    dq: Any  # f32[warpgroups, dq tile]
+    lse: Any  # f32[stages, block_q]
+    delta: Any  # f32[do_stages, block_q]
+
+
+class Barriers(NamedTuple):
+    """mbarriers; those without a count below have one arrival."""
+
+    kv_full: Any  # K and V
+    q_full: Any  # Q and lse
+    q_empty: Any  # each warpgroup
+    do_full: Any
+    do_empty: Any  # each warpgroup
+    delta_full: Any
+    ds_ready: Any  # each warpgroup
+    dq_full: Any  # one per warpgroup
+    dq_empty: Any  # one per warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+
+    gmem: BackwardArrays
+    dq: Any  # f32[B, T, N, D], accumulated into
+    dk: Any
+    dv: Any
+    smem: Smem
+    bars: Barriers
+    q: Ring
+    do: Ring
+    batch: Any
+    kv_head: Any
+    kv_start: Any
+    walk: QueryWalk
+    wg: Any
+
+
+def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
+    """What to allocate."""
+    head_dim, dtype = problem.head_dim, problem.dtype
+    block_q, block_kv = blocks.block_q, blocks.block_kv
+    bar = plgpu.Barrier
+    smem = Smem(
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype),
+        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
+        k=tile_buffer((block_kv, head_dim), dtype),
+        v=tile_buffer((block_kv, head_dim), dtype),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype),
+        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
+        lse=row_buffer((blocks.stages, block_q)),
+        delta=row_buffer((blocks.do_stages, block_q)),
+    )
+    bars = Barriers(
+        kv_full=bar(num_arrivals=2),
+        q_full=bar(num_arrivals=2, num_barriers=blocks.stages),
+        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
+        do_full=bar(num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        delta_full=bar(num_barriers=blocks.do_stages),
+        ds_ready=bar(num_arrivals=WARPGROUPS),
+        dq_full=bar(num_barriers=WARPGROUPS),
+        dq_empty=bar(num_barriers=WARPGROUPS),
+    )
+    return smem, bars
