@@ -137,16 +137,16 @@ class Dkv:
             self.load(cta.q, n, cta.gmem.q.at[tile], cta.smem.q)
             self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
 
-            @pl.when(n == 0)
-            def _():
-                plgpu.copy_gmem_to_smem(cta.gmem.v.at[cta.keys], cta.smem.v, cta.bars.v_full)
-
+            pl.when(n == 0)(lambda: self.load_v(cta))
             cta.do.wait_empty(n)
             self.load(cta.do, n, cta.gmem.do.at[tile], cta.smem.do)
             self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
+
+    def load_v(self, cta: Cta):
+        plgpu.copy_gmem_to_smem(cta.gmem.v.at[cta.keys], cta.smem.v, cta.bars.v_full)
 
     def load(self, ring: Ring, n, source, buffer):
         """One of the copies of the n-th fill of a ring."""
