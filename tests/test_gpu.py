@@ -11,6 +11,7 @@ import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse
 
 from . import checks
+from .cases import Case
 from .hopper_cases import ON_DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -72,19 +73,14 @@ def test_peak_memory_grows_linearly(causal):
 
 
 def test_vmap_and_remat():
-    q, k, v, do = (x[:, None] for x in _inputs(3, 200, 4, 2, 64))
-    layer = jax.checkpoint(
-        lambda *x: flash_attention(*x, causal=True, backend="hopper", deterministic=True),
-        policy=flash_pallas.save_attention,
-    )
-    gradient = jax.grad(
-        lambda q, k, v, do: jnp.sum(layer(q, k, v) * do, dtype=jnp.float32), (0, 1, 2)
-    )
-    together = jax.jit(jax.vmap(gradient))(q, k, v, do)
-    for i in range(3):
-        alone = jax.jit(gradient)(q[i], k[i], v[i], do[i])
-        for a, b in zip(together, alone, strict=True):
-            assert jnp.array_equal(a[i], b)
+    case = Case("vmap", T=200, S=200, B=3, N=4, K=2, dtype="bfloat16", causal=True)
+    one = checks.bind("hopper")
+
+    def call(q, k, v, **arguments):
+        layer = jax.checkpoint(lambda *x: one(*x, **arguments), policy=flash_pallas.save_attention)
+        return jax.vmap(layer)(q, k, v)
+
+    checks.assert_matches_oracle(call, case)
 
 
 def test_lse_of_hidden_rows_is_minus_infinity():
