@@ -46,7 +46,7 @@ def _bars(rows: list[dict[str, Any]]):
         axes.set_axisbelow(True)
     panels[1].legend(ncols=4, fontsize=8)  # the backward has a bar of every provider
     labels = [cell.replace(" ", "\n") for cell in cells]
-    panels[1].set_xticks(range(len(cells)), labels, fontsize=7)
+    panels[1].set_xticks(range(len(cells)), labels, fontsize=7, rotation=20)
     panels[1].set_xlabel("batch, length, query heads, key heads, head dim")
     return figure
 
