@@ -18,7 +18,7 @@ help:
 	@echo "make bench          the benchmark table, on a Hopper GPU"
 
 test: lint
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not compile"
 
 lint:
 	@$(SETUP) $(EXTRAS)
@@ -32,6 +32,7 @@ demo:
 
 compile-check:
 	@VENV=$(VENV)-cuda bash .ci/setup compile
+	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check
 	$(VENV)-cuda/bin/python -m tests.compile_check
 
 test-gpu:

@@ -11,8 +11,7 @@ Key blocks run from the last to the first, so that every masked block comes firs
 peeled off the loop, which leaves the main loop without a mask. In every step QK^T of block j and PV
 of block j - 1 are in flight together, and the softmax of j runs under PV of j - 1. The warpgroups
 take turns at issuing (named barriers), so that one computes while another does its softmax.
-A persistent CTA goes on to its next query tile without a seam: the first QK^T of the next tile is
-issued together with the last PV of this one.
+A persistent CTA issues the first QK^T of its next query tile together with the last PV of this one.
 """
 
 from __future__ import annotations
@@ -82,30 +81,32 @@ class Forward:
         self.load_kv(cta, cta.k, first, jnp.int32(0), jnp.int32(0))
         turns = self.plan.turns(cta)
 
-        def tile(turn, used):
-            work = self.plan.work(cta, turn)
-
-            @pl.loop(jnp.int32(1), work.kv_blocks)
-            def _(j):
-                self.load_kv(cta, cta.k, work, j, used + j)
-                self.load_kv(cta, cta.v, work, j - 1, used + j - 1)
-
-            last, after = work.kv_blocks - 1, used + work.kv_blocks
-            more = turn + 1 < turns
-            following = self.plan.work(cta, turn + 1)
-            if self.blocks.persistent:
-                pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
-            self.load_kv(cta, cta.v, work, last, after - 1)
-            if self.blocks.persistent:
-                pl.when(more)(lambda: self.load_q(cta, following, turn + 1))
-            return after
-
+        tile = functools.partial(self.produce_tile, cta, turns)
         used = lax.fori_loop(jnp.int32(0), turns, tile, jnp.int32(0))
         cta.k.drain(used)
         cta.v.drain(used)
         if self.blocks.persistent:
             for wg in range(self.blocks.warpgroups):
                 plgpu.barrier_wait(cta.bars.q_empty.at[wg])
+
+    def produce_tile(self, cta: Cta, turns, turn, used):
+        """The K and V blocks of one tile, and the first K and the Q of the next."""
+        work = self.plan.work(cta, turn)
+
+        @pl.loop(jnp.int32(1), work.kv_blocks)
+        def _(j):
+            self.load_kv(cta, cta.k, work, j, used + j)
+            self.load_kv(cta, cta.v, work, j - 1, used + j - 1)
+
+        last, after = work.kv_blocks - 1, used + work.kv_blocks
+        more = turn + 1 < turns
+        following = self.plan.work(cta, turn + 1)
+        if self.blocks.persistent:
+            pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
+        self.load_kv(cta, cta.v, work, last, after - 1)
+        if self.blocks.persistent:
+            pl.when(more)(lambda: self.load_q(cta, following, turn + 1))
+        return after
 
     def load_q(self, cta: Cta, work: Work, turn):
         """Each warpgroup's 64 rows, as soon as it has read its last."""
@@ -312,7 +313,6 @@ class Forward:
 
 
 def _per_row(x, shape):
-    """One value per row spread over a tile."""
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
