@@ -157,11 +157,11 @@ class Forward:
 
     def tile(self, cta: Cta, turn, rows: Rows, used, o_acc):
         """All steps of one query tile; `used` is the ring position of its first key block."""
-        work = self.plan.work(cta, turn)
+        work = self.plan.work(cta, turn)._replace(used=used)
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
             q = plgpu.load(q, layout=inline.WGMMA)
-        step = functools.partial(self.step, cta, work, used, q, o_acc)
+        step = functools.partial(self.step, cta, work, q, o_acc)
         unmasked_from = jnp.int32(1)
         if self.plan.masked_blocks != 1:
             whole = jnp.int32(self.plan.unmasked(work.position + cta.wg * WARPGROUP_ROWS))
@@ -180,9 +180,9 @@ class Forward:
         self.store(cta, work, o, rows)
         return rows, after
 
-    def step(self, cta: Cta, work: Work, used, q, o_acc, j, rows: Rows, *, masked):
+    def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, masked):
         """QK^T of block j beside PV of block j - 1, then the softmax of j while PV ends."""
-        use = used + j
+        use = work.used + j
         cta.k.wait_full(use)
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
         cta.k.release(use)

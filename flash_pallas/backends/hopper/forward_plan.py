@@ -56,6 +56,7 @@ class Work(NamedTuple):
     at: QueryTile
     position: Any  # of the tile's first query
     kv_blocks: Any  # how many; at least one, so that every tile writes its output
+    used: Any = 0  # uses of the K and V rings before its first block
 
 
 class Rows(NamedTuple):
