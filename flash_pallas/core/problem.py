@@ -8,23 +8,62 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .mask import Mask
+from .mods import Mod
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """What is computed, apart from the arrays.
 
+    The order on a score: scale, bias, ALiBi, softcap, score_mod, then everything that hides.
+
     Attributes:
         scale: multiplies q @ k^T.
         mask: the static part of the mask, in positions.
         q_offset: position of query 0 relative to key 0, where it is known at trace time.
+        softcap: logits become softcap * tanh(logits / softcap).
+        dropout_rate: share of the weights that are dropped, in [0, 1).
+        score_mod: the user's function of a score.
+        mask_mod: the user's function that says which keys are visible.
         deterministic: the gradients must be bit-identical from run to run.
+        max_logit: the largest logit of every query is wanted too.
     """
 
     scale: float
     mask: Mask = Mask()
     q_offset: int = 0
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
     deterministic: bool = False
+    max_logit: bool = False
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, batch dimensions folded into one; None where there is none.
+
+    Bb is a divisor of B: entry b of the batch reads entry b // (B // Bb). N1 is N or 1, and so on.
+    """
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    q_offset: Any = None  # int32[B], or None where spec.q_offset says it
+    kv_lengths: Any = None  # int32[B], keys from there on are hidden
+    q_segments: Any = None  # int32[B, T], -1 for padding
+    kv_segments: Any = None  # int32[B, S], -2 for padding
+    bias: Any = None  # any float [Bb, N1, T1, S1]
+    mask: Any = None  # bool[Bb, N1, T1, S1], True is visible
+    alibi_slopes: Any = None  # f32[B, N]
+    sinks: Any = None  # f32[B, N], natural logits
+    dropout_keys: Any = None  # uint32[B, N], see core/dropout.py
+    score_params: tuple = ()  # [B, N] each: what score_mod captured, see core/mods.py
+    mask_params: tuple = ()  # [B, N] each: what mask_mod captured
+
+
+# What of Operands a score's modifiers may have gradients for, beside q, k and v.
+EXTRA_GRADS = ("bias", "alibi_slopes", "score_params")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +71,11 @@ class Problem:
     """The one description of a shape: supported?, which blocks?, how many FLOPs?
 
     Sizes in jax.nn's letters: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
+
+    Attributes:
+        features: the fields of Operands that are present, beside q, k and v.
+        bias_shape, mask_shape: of these operands, or None.
+        bias_dtype: of the bias, or None.
     """
 
     batch: int
@@ -43,35 +87,39 @@ class Problem:
     v_head_dim: int
     dtype: np.dtype
     spec: AttentionSpec
-    traced_offset: bool = False
+    features: frozenset[str] = frozenset()
+    bias_shape: tuple[int, ...] | None = None
+    mask_shape: tuple[int, ...] | None = None
+    bias_dtype: np.dtype | None = None
 
     @property
     def group(self) -> int:
         """Query heads that share one key head (1 for multi-head attention)."""
         return self.q_heads // self.kv_heads
 
-
-class Operands(NamedTuple):
-    """The arrays of one call, batch dimensions folded into one."""
-
-    q: Any  # [B, T, N, H]
-    k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, Hv]
-    q_offset: Any = None  # int32[B], or None where spec.q_offset says it
+    @property
+    def traced_offset(self) -> bool:
+        """The query offset is an array."""
+        return "q_offset" in self.features
 
 
 class Grads(NamedTuple):
-    """Cotangents of q, k, v in their dtypes."""
+    """Cotangents in the dtypes and shapes of the operands; None for what was not asked for."""
 
     q: Any
     k: Any
     v: Any
+    bias: Any = None
+    alibi_slopes: Any = None
+    score_params: tuple = ()
 
 
 def describe(operands: Operands, spec: AttentionSpec) -> Problem:
     """The Problem of these operands."""
     batch, q_len, q_heads, head_dim = operands.q.shape
     _, kv_len, kv_heads, v_head_dim = operands.v.shape
+    bias, mask = operands.bias, operands.mask
+    present = operands._asdict().items()
     return Problem(
         batch=batch,
         q_len=q_len,
@@ -82,5 +130,10 @@ def describe(operands: Operands, spec: AttentionSpec) -> Problem:
         v_head_dim=v_head_dim,
         dtype=np.dtype(operands.q.dtype),
         spec=spec,
-        traced_offset=operands.q_offset is not None,
+        features=frozenset(
+            name for name, x in present if name not in ("q", "k", "v") and x is not None and x != ()
+        ),
+        bias_shape=None if bias is None else tuple(bias.shape),
+        mask_shape=None if mask is None else tuple(mask.shape),
+        bias_dtype=None if bias is None else np.dtype(bias.dtype),
     )

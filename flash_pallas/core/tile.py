@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -53,12 +54,25 @@ class Tile:
         kv_start: position of its first key.
         shape: of the tile as held.
         q_axis: which axis runs over queries.
+        iota: (dtype, shape, axis) -> index along the axis; a kernel passes one that its registers
+            can hold.
     """
 
     q_start: Any
     kv_start: Any
     shape: tuple[int, int]
     q_axis: int = 0
+    iota: Callable = lax.broadcasted_iota
+
+    @property
+    def q_pos(self):
+        """int32[shape], the position of each element's query."""
+        return self.iota(jnp.int32, self.shape, self.q_axis) + self.q_start
+
+    @property
+    def kv_pos(self):
+        """int32[shape], the position of each element's key."""
+        return self.iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
 
     def per_q(self, x):
         """Spread one value per query over the tile."""
@@ -68,8 +82,8 @@ class Tile:
         """Spread one value per key over the tile."""
         return lax.broadcast_in_dim(x, self.shape, (1 - self.q_axis,))
 
-    def limits(self, mask: Mask, kv_len: int | None = None) -> Limits:
-        """What `mask` keeps of this tile, and, given kv_len, only keys before it."""
+    def limits(self, mask: Mask, kv_len=None) -> Limits:
+        """What `mask` keeps of this tile, and, given kv_len (it may be traced), keys before it."""
         band = mask if self.q_axis == 0 else mask.transposed
         first_row, first_col = (
             (self.q_start, self.kv_start) if self.q_axis == 0 else (self.kv_start, self.q_start)

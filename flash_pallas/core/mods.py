@@ -1,0 +1,243 @@
+"""The user's own score_mod(score, b, n, i, j) and mask_mod(b, n, i, j), traced once into a `Mod`.
+
+A traced function is cut in two. What depends on b and n alone, and on whatever arrays the function
+captured, is evaluated outside the kernels for all batch entries and heads: one [B, N] array for
+every value that the rest needs, differentiable like anything else in JAX. What depends on the score
+or on i and j is the Mod: elementwise arithmetic on those scalars, which a kernel traces into its
+tiles. So an array may be indexed by b and n, but not by i or j.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+
+# Primitives that work element by element, with their parameters unchanged by the shape.
+_NAMES = """
+abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1
+floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
+rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
+stop_gradient sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+# Primitives that only call another jaxpr, by the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+class NotElementwise(ValueError):
+    """The user's function does something that cannot be traced into a tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """A traced function of one score and its place; equal if it computes the same.
+
+    Attributes:
+        text: what it computes.
+        primitives: names of the primitives it uses.
+        step: (environment) -> result, not compared: the text says it.
+    """
+
+    text: str
+    primitives: frozenset[str]
+    step: Callable = dataclasses.field(compare=False, repr=False)
+
+    def __call__(self, tile, params, score=None):
+        """The function on a whole tile.
+
+        Args:
+            tile: gives the positions of queries (i) and keys (j).
+            params: the per-head values, spread over the tile.
+            score: the tile of scores; None for a mask_mod.
+        """
+        return self.step(tile, params, score)
+
+
+@dataclasses.dataclass
+class _Tape:
+    """Equations of a jaxpr with all calls inlined: (primitive, params, inputs, outputs)."""
+
+    equations: list[tuple[Any, dict, list, list]] = dataclasses.field(default_factory=list)
+    constants: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def inline(self, jaxpr, constants, inputs: list) -> list:
+        """Append the equations of `jaxpr` called on `inputs`; returns what stands for its results.
+
+        A value is a fresh object per equation output, so the same jaxpr may be inlined twice.
+        """
+        names = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, constant in zip(jaxpr.constvars, constants, strict=True):
+            names[var] = object()
+            self.constants[names[var]] = constant
+        read = lambda atom: atom if isinstance(atom, Literal) else names[atom]
+        for eqn in jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            if eqn.primitive.name in CALLS:
+                inner = eqn.params[CALLS[eqn.primitive.name]]
+                body, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+                names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
+                continue
+            results = [object() for _ in eqn.outvars]
+            names.update(zip(eqn.outvars, results, strict=True))
+            self.equations.append((eqn.primitive, dict(eqn.params), operands, results))
+        return [read(x) for x in jaxpr.outvars]
+
+
+def trace(function: Callable, batch: int, heads: int, score_dtype=None):
+    """(Mod, [B, N] arrays of the values it needs) of a user's function.
+
+    Args:
+        function: score_mod(score, b, n, i, j) or, without score_dtype, mask_mod(b, n, i, j); called
+            with traced scalars, int32 except the score.
+        batch: entries of the (flattened) batch.
+        heads: query heads.
+        score_dtype: dtype of scores, for a score_mod.
+
+    Raises:
+        NotElementwise: the part that depends on score, i or j is not elementwise arithmetic.
+        TypeError: the result is not one float (score_mod) or one bool (mask_mod).
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    leading = () if score_dtype is None else (jax.ShapeDtypeStruct((), score_dtype),)
+    closed = jax.make_jaxpr(function)(*leading, *(index,) * 4)
+    _check_result(closed, score_dtype)
+    tape = _Tape()
+    arguments = [object() for _ in closed.jaxpr.invars]
+    (result,) = tape.inline(closed.jaxpr, closed.consts, arguments)
+    *score, b, n, i, j = arguments
+    tiled, known = {*score, i, j}, []
+    rest = []
+    for equation in tape.equations:
+        _, _, operands, results = equation
+        if tiled.isdisjoint(x for x in operands if not isinstance(x, Literal)):
+            known.append(equation)
+        else:
+            tiled.update(results)
+            rest.append(equation)
+    needed = _needed(rest, result, tiled)
+    arrays = _evaluate_known(tape, known, needed, (b, n), (batch, heads))
+    mod = _mod(rest, needed, (score, i, j, result), [x.dtype for x in arrays])
+    return mod, tuple(_storable(x) for x in arrays)
+
+
+def _check_result(closed, score_dtype):
+    kind = "score_mod" if score_dtype is not None else "mask_mod"
+    wanted = "one float" if score_dtype is not None else "one bool"
+    outputs = closed.out_avals
+    good = len(outputs) == 1 and outputs[0].shape == ()
+    if good:
+        dtype = outputs[0].dtype
+        good = (
+            jnp.issubdtype(dtype, jnp.floating) if score_dtype is not None else dtype == jnp.bool_
+        )
+    if not good:
+        raise TypeError(f"{kind} must return {wanted}, a scalar, got {outputs}")
+
+
+def _needed(rest, result, tiled) -> list:
+    """Values computed outside the tiles that the tiles read, each once, in order of first use."""
+    found: dict[Any, None] = {}
+    for x in [x for _, _, operands, _ in rest for x in operands] + [result]:
+        if not isinstance(x, Literal) and x not in tiled:
+            found[x] = None
+    return list(found)
+
+
+def _evaluate_known(tape: _Tape, known, needed, indices, sizes) -> list:
+    """The needed values for every batch entry and head, [B, N] each."""
+
+    def one(b, n):
+        values = dict(tape.constants) | dict(zip(indices, (b, n), strict=True))
+        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+        for primitive, params, operands, results in known:
+            _bind(values, primitive, params, [read(x) for x in operands], results)
+        found = [values[x] for x in needed]
+        for x in found:
+            if jnp.shape(x):
+                raise NotElementwise(
+                    f"it uses a whole array of shape {jnp.shape(x)} together with the score or with "
+                    "i or j: captured arrays may be indexed by b and n only; pass what depends on "
+                    "positions as bias= or mask="
+                )
+        return [jnp.asarray(x) for x in found]
+
+    b, n = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
+    return jax.vmap(lambda b: jax.vmap(lambda n: one(b, n))(n))(b)
+
+
+def _bind(values, primitive, params, operands, results):
+    found = primitive.bind(*operands, **params)
+    found = found if primitive.multiple_results else [found]
+    values.update(zip(results, found, strict=True))
+
+
+def _storable(x):
+    """As a kernel holds it: float32 (float64 under x64) or int32."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    return x.astype(jnp.int32)
+
+
+def _mod(rest, needed, places, dtypes) -> Mod:
+    """The elementwise part as a Mod."""
+    score, i, j, result = places
+    for primitive, _, _, _ in rest:
+        if primitive.name not in ELEMENTWISE:
+            raise NotElementwise(
+                f"it applies {primitive.name!r} to the score, to i or to j, which is not elementwise "
+                "arithmetic: captured arrays may be indexed by b and n only; pass what depends on "
+                "positions as bias= or mask="
+            )
+
+    def step(tile, params, x):
+        values = dict(zip(needed, map(_restore, params, dtypes), strict=True)) | {
+            **({score[0]: x} if score else {}),
+            i: tile.q_pos,
+            j: tile.kv_pos,
+        }
+        read = lambda v: v.val if isinstance(v, Literal) else values[v]
+        for primitive, parameters, operands, results in rest:
+            spread = [_fill(read(v), tile.shape) for v in operands]
+            _bind(values, primitive, parameters, spread, results)
+        found = _fill(read(result), tile.shape)
+        return found if x is None else lax.convert_element_type(found, x.dtype)
+
+    return Mod(_text(rest, needed, places, dtypes), frozenset(p.name for p, *_ in rest), step)
+
+
+def _restore(x, dtype):
+    """A spread value in the dtype that the function computed it in."""
+    return x != 0 if dtype == jnp.bool_ else lax.convert_element_type(x, dtype)
+
+
+def _fill(x, shape):
+    if jnp.shape(x) == shape:
+        return x
+    return lax.broadcast_in_dim(jnp.asarray(x), shape, ())
+
+
+def _text(rest, needed, places, dtypes) -> str:
+    score, i, j, result = places
+    names = {x: f"h{k}:{d}" for k, (x, d) in enumerate(zip(needed, dtypes, strict=True))}
+    names |= {i: "i", j: "j"} | ({score[0]: "score"} if score else {})
+    name = lambda x: f"{x.val}:{x.aval}" if isinstance(x, Literal) else names[x]
+    lines = []
+    for primitive, params, operands, results in rest:
+        names.update({x: f"v{len(names) + k}" for k, x in enumerate(results)})
+        made, reads = ([f(x) for x in xs] for f, xs in ((names.get, results), (name, operands)))
+        lines.append(f"{made} = {primitive.name} {sorted(params.items())} {reads}")
+    return "; ".join([*lines, name(result)])

@@ -1,0 +1,117 @@
+"""From the product q @ k^T to logits, and the derivative of that. One definition for every backend.
+
+The order: scale, + bias, + ALiBi, softcap, score_mod; then, by `visible` and by `Tile.limits`, what
+is hidden. Everything here is elementwise on one tile in either orientation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import dropout
+from .problem import AttentionSpec
+from .softmax import LOG2E
+from .tile import Tile
+
+
+class TileInputs(NamedTuple):
+    """What the modifiers read at one tile; None where there is none. Scalars are rank 0."""
+
+    bias: Any = None  # of the tile's shape, in the dtype of the scores
+    mask: Any = None  # bool of the tile's shape
+    q_segments: Any = None  # int32, one per query
+    kv_segments: Any = None  # int32, one per key
+    slope: Any = None  # of ALiBi
+    score_params: tuple = ()  # scalars
+    mask_params: tuple = ()  # scalars
+    dropout_key: Any = None  # uint32 scalar
+
+
+class Logits(NamedTuple):
+    """A tile of logits, kept unscaled so that exp2(x * log2_scale - m) is one multiply-add each.
+
+    Attributes:
+        x: x * log2_scale are the logits in base 2.
+        log2_scale: a Python float.
+        pull: from the gradient of the natural logits to (that of scale * qk, which is that of the
+            bias too, and what each element adds to that of every score_param). See `slope_pull`.
+    """
+
+    x: Any
+    log2_scale: float
+    pull: Callable
+
+
+def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
+    """Logits of a tile of products, before anything is hidden."""
+    x, scale = qk, spec.scale
+    if inputs.bias is not None or inputs.slope is not None:
+        x, scale = x * scale, 1.0
+    if inputs.bias is not None:
+        x = x + inputs.bias
+    if inputs.slope is not None:
+        x = x + distance(tile, x.dtype) * _spread(tile, -inputs.slope)
+    pull = lambda d: (d, ())
+    if spec.softcap is not None:
+        x = jnp.tanh(x * (scale / spec.softcap))
+        scale, pull = spec.softcap, _through_tanh(x)
+    if spec.score_mod is None:
+        return Logits(x, scale * LOG2E, pull)
+    params = tuple(_spread(tile, p) for p in inputs.score_params)
+    x, mod_pull = jax.vjp(
+        lambda x, params: spec.score_mod(tile, params, x), x if scale == 1.0 else x * scale, params
+    )
+    return Logits(x, LOG2E, _through_mod(mod_pull, pull))
+
+
+def _through_tanh(tanh):
+    return lambda d: (d * (1.0 - tanh * tanh), ())
+
+
+def _through_mod(mod_pull, pull):
+    def through(d):
+        dx, dparams = mod_pull(d)
+        return pull(dx)[0], dparams
+
+    return through
+
+
+def slope_pull(tile: Tile, dz):
+    """What each element adds to the gradient of its head's ALiBi slope, from d (scale * qk)."""
+    return -dz * distance(tile, dz.dtype)
+
+
+def distance(tile: Tile, dtype):
+    """|query position - key position|."""
+    return lax.convert_element_type(lax.abs(tile.q_pos - tile.kv_pos), dtype)
+
+
+def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
+    """bool of the tile's shape, or None: what segments, mask and mask_mod leave visible.
+
+    Positions (causal, windows, lengths) are `Tile.limits`.
+    """
+    keep = None
+    if inputs.q_segments is not None:
+        keep = tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments)
+    if inputs.mask is not None:
+        keep = inputs.mask if keep is None else keep & inputs.mask
+    if spec.mask_mod is not None:
+        params = tuple(_spread(tile, p) for p in inputs.mask_params)
+        found = spec.mask_mod(tile, params)
+        keep = found if keep is None else keep & found
+    return keep
+
+
+def kept(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
+    """bool of the tile's shape: which weights dropout keeps. Not called without dropout."""
+    return dropout.keep(inputs.dropout_key, tile.q_pos, tile.kv_pos, spec.dropout_rate)
+
+
+def _spread(tile: Tile, scalar):
+    return lax.broadcast_in_dim(scalar, tile.shape, ())
