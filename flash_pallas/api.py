@@ -139,7 +139,7 @@ def flash_attention_with_lse(
         return call.empty_result()
     chosen = dispatch.select(call.problem, backend)
     tiles = chosen.blocks(call.problem, override)
-    return call.unfold(*_attend(chosen, call.spec, tiles, call.operands))
+    return call.unfold(*_attend(chosen, call.spec, tiles, call.operands)[:2])
 
 
 def explain(

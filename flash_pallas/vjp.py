@@ -2,12 +2,13 @@
 
     custom_vjp( first order only( fold vmapped axes into the batch( backend ) ) )
 
-The residuals are Q, K, V, O and the log-sum-exp (and the caller's query offsets), so memory stays
+The residuals are Q, K, V, O and the log-sum-exp (and the caller's own side inputs), so memory stays
 linear in the length. Both outputs carry names for rematerialisation policies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,12 +16,12 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from . import batching
 from .backends.base import Backend
-from .core import manual_axes, softmax
-from .core.problem import AttentionSpec, Operands
+from .core import manual_axes, padding, softmax
+from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, Outputs
 
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 
@@ -38,43 +39,85 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
         backend: runs it; static, as are `spec` and `blocks`.
         spec: what is computed.
         blocks: tile sizes, from `backend.blocks`.
-        operands: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], q_offset int32[B] or None.
+        operands: the arrays, see `Operands`.
 
     Returns:
         o [B, T, N, Hv] in q's dtype and lse [B, N, T], natural logarithm, -inf for rows without
-        keys. Both are differentiable once, in reverse mode.
+        keys, both differentiable once, in reverse mode; and, if spec.max_logit, the largest logit
+        of every row [B, N, T], which is not differentiated, else None.
     """
     # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands.
     operands = manual_axes.spread(operands, manual_axes.varying(operands))
-    return _attend(backend, spec, blocks, operands)
+    # Outside as well: the gradient of what padding held is then 0 by itself.
+    return _attend(backend, spec, blocks, padding.cleared(operands))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(backend, spec, blocks, operands):
-    o, lse_log2 = _forward(backend, spec, blocks)(operands)
-    return o, softmax.natural(lse_log2)
+    return _public(_forward(backend, spec, blocks)(operands))
 
 
 def _attend_fwd(backend, spec, blocks, primals):
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
-    o, lse_log2 = _forward(backend, spec, blocks)(operands)
-    o = checkpoint_name(o, SAVED_NAMES[0])
-    lse_log2 = checkpoint_name(lse_log2, SAVED_NAMES[1])
-    return (o, softmax.natural(lse_log2)), (operands, o, lse_log2)
+    out = _forward(backend, spec, blocks)(operands)
+    out = out._replace(
+        o=checkpoint_name(out.o, SAVED_NAMES[0]),
+        lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
+    )
+    residuals = (operands, out.o, out.lse_log2, _Wanted.of(primals))
+    return _public(out), residuals
 
 
 def _attend_bwd(backend, spec, blocks, residuals, cotangents):
-    operands, o, lse_log2 = residuals
-    do, dlse = cotangents
-    if isinstance(do, SymbolicZero):
-        do = jnp.zeros_like(o)
+    operands, o, lse_log2, wanted = residuals
+    do, dlse, _ = cotangents
+    # A row beyond its length has a constant output, whatever its cotangent holds.
+    do = jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do
+    do = padding.cleared_queries(operands, do)
     delta = _delta(o, do, None if isinstance(dlse, SymbolicZero) else dlse, lse_log2)
-    grads = _backward(backend, spec, blocks)(operands, lse_log2, do, delta)
-    return (Operands(q=grads.q, k=grads.k, v=grads.v, q_offset=None),)
+    given = Cotangents(lse_log2, do, delta)
+    grads = _backward(backend, spec, blocks, wanted.names)(operands, given)
+    sinks = None if operands.sinks is None else _sink_gradient(operands.sinks, lse_log2, delta)
+    none = Operands(*(None,) * len(Operands._fields))
+    params = grads.score_params or (None,) * len(operands.score_params)
+    return (
+        none._replace(
+            q=grads.q,
+            k=grads.k,
+            v=grads.v,
+            bias=grads.bias,
+            alibi_slopes=grads.alibi_slopes,
+            sinks=sinks,
+            score_params=params,
+            mask_params=(None,) * len(operands.mask_params),
+        ),
+    )
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Names of the extra operands whose gradient somebody asked for."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, primals: Operands) -> _Wanted:
+        is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+        asked = lambda name: any(
+            x.perturbed for x in jax.tree.leaves(getattr(primals, name), is_leaf=is_primal)
+        )
+        return cls(frozenset(name for name in EXTRA_GRADS if asked(name)))
+
+
+def _public(out: Outputs):
+    """(o, lse, max_logit) in natural units."""
+    most = None if out.max_log2 is None else out.max_log2 * softmax.LN2
+    return out.o, softmax.natural(out.lse_log2), most
 
 
 def _delta(o, do, dlse, lse_log2):
@@ -91,49 +134,32 @@ def _delta(o, do, dlse, lse_log2):
     return delta - jnp.where(lse_log2 >= softmax.EMPTY_ROW / 2, 0.0, dlse)
 
 
+def _sink_gradient(sinks, lse_log2, delta):
+    """[B, N]: a sink is a logit without a value, so its dP is 0."""
+    weight = jnp.exp2(sinks.astype(lse_log2.dtype)[..., None] * softmax.LOG2E - lse_log2)
+    return -jnp.sum(weight * delta, axis=-1).astype(sinks.dtype)
+
+
 @lru_cache(maxsize=1024)
 def _forward(backend, spec, blocks):
-    """operands -> (o, lse_log2), wrapped as the module's docstring says."""
+    """operands -> Outputs, wrapped as the module's docstring says."""
 
     def forward(operands):
-        outputs = backend.forward(spec, blocks, operands)
+        outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
         return manual_axes.spread(outputs, manual_axes.varying(operands))
 
-    return partial(_first_order_only, _fold_vmap(forward))
+    return partial(_first_order_only, batching.fold_vmap(forward))
 
 
 @lru_cache(maxsize=1024)
-def _backward(backend, spec, blocks):
-    """(operands, lse_log2, do, delta) -> Grads, wrapped likewise."""
+def _backward(backend, spec, blocks, wanted):
+    """(operands, Cotangents) -> Grads, wrapped likewise."""
 
-    def backward(operands, *rows):
-        grads = backend.backward(spec, blocks, operands, *rows)
+    def backward(operands, cotangents):
+        grads = backend.backward(spec, blocks, operands, cotangents, wanted)
         return manual_axes.spread(grads, manual_axes.varying(operands))
 
-    return partial(_first_order_only, _fold_vmap(backward))
-
-
-def _fold_vmap(call):
-    """`call` with a vmapped axis folded into the batch, axis 0 of every argument and result.
-
-    A kernel then sees one larger batch instead of one more grid axis. What is not batched is
-    repeated.
-    """
-    folding = custom_vmap(call)
-
-    @folding.def_vmap
-    def fold(axis_size, is_batched, *args):
-        args = jax.tree.map(partial(_fold_axis, axis_size), args, tuple(is_batched))
-        out = folding(*args)
-        out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return folding
-
-
-def _fold_axis(axis_size, x, is_batched):
-    x = x if is_batched else jnp.broadcast_to(x[None], (axis_size, *x.shape))
-    return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+    return partial(_first_order_only, batching.fold_vmap(backward, wanted))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -49,7 +49,7 @@ def bind(backend, blocks: dict[str, int] | None = None):
         )
         assert backend.unsupported(call.problem) is None, backend.unsupported(call.problem)
         tiles = backend.blocks(call.problem, blocks)
-        return call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands))
+        return call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands)[:2])
 
     return call
 

@@ -18,6 +18,7 @@ RANKS = {
     "backends.xla": 2,
     "backends.hopper": 2,
     "dispatch": 3,
+    "batching": 1,
     "vjp": 4,
     "validate": 4,
     "api": 5,

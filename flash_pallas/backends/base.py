@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..core.problem import AttentionSpec, Grads, Operands, Problem
+from ..core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem
 
 
 class UnsupportedByBackend(NotImplementedError):
@@ -27,12 +27,21 @@ class Backend(Protocol):
         """
         ...
 
-    def forward(self, spec: AttentionSpec, blocks: Any, operands: Operands) -> tuple[Any, Any]:
-        """(o [B, T, N, Hv] in q's dtype, lse_log2 f32[B, N, T] as core/softmax.py defines it)."""
+    def forward(self, spec: AttentionSpec, blocks: Any, operands: Operands) -> Outputs:
+        """Attention. Keys that kv_lengths or a negative segment id hides are 0 in k and v."""
         ...
 
     def backward(
-        self, spec: AttentionSpec, blocks: Any, operands: Operands, lse_log2, do, delta
+        self,
+        spec: AttentionSpec,
+        blocks: Any,
+        operands: Operands,
+        cotangents: Cotangents,
+        wanted: frozenset[str],
     ) -> Grads:
-        """Gradients from do [B, T, N, Hv] and delta = rowsum(o * do) - dlse, f32[B, N, T]."""
+        """Gradients of q, k, v and of the operands named in `wanted` (of core.problem.EXTRA_GRADS).
+
+        Queries whose outputs were discarded (beyond a length, padding) have EMPTY_ROW in lse_log2
+        and 0 in q, do and delta.
+        """
         ...

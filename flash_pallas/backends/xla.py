@@ -17,7 +17,7 @@ from jax import lax
 
 from ..core import manual_axes, softmax
 from ..core.integers import round_up
-from ..core.problem import AttentionSpec, Grads, Operands, Problem, describe
+from ..core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from ..core.tile import Tile
 
 # On a CPU the tile should stay in the cache. Gradients of B=2, T=1024, N=4, K=2, H=64, float32,
@@ -78,12 +78,18 @@ class XlaBackend:
         q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
         indices = jnp.arange(len(q), dtype=jnp.int32)
         o, lse_log2 = lax.map(partial(_query_block, grid, k, v), (indices, q))
-        return grid.join_q(o), grid.join_rows(lse_log2)
+        return Outputs(grid.join_q(o), grid.join_rows(lse_log2))
 
     def backward(
-        self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands, lse_log2, do, delta
+        self,
+        spec: AttentionSpec,
+        blocks: XlaBlocks,
+        operands: Operands,
+        cotangents: Cotangents,
+        wanted: frozenset[str],
     ) -> Grads:
         """Gradients in the dtypes of the operands."""
+        lse_log2, do, delta = cotangents
         grid = _Grid.of(spec, blocks, operands)
         q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
         # Rows past the end have an infinite log-sum-exp, hence weights of zero.

@@ -169,8 +169,8 @@ def _evaluate_known(tape: _Tape, known, needed, indices, sizes) -> list:
         for x in found:
             if jnp.shape(x):
                 raise NotElementwise(
-                    f"it uses a whole array of shape {jnp.shape(x)} together with the score or with "
-                    "i or j: captured arrays may be indexed by b and n only; pass what depends on "
+                    f"it uses a whole array of shape {jnp.shape(x)} with the score, i or j: "
+                    "captured arrays may be indexed by b and n only; pass what depends on "
                     "positions as bias= or mask="
                 )
         return [jnp.asarray(x) for x in found]
@@ -198,7 +198,7 @@ def _mod(rest, needed, places, dtypes) -> Mod:
     for primitive, _, _, _ in rest:
         if primitive.name not in ELEMENTWISE:
             raise NotElementwise(
-                f"it applies {primitive.name!r} to the score, to i or to j, which is not elementwise "
+                f"it applies {primitive.name!r} to the score, i or j, which is not elementwise "
                 "arithmetic: captured arrays may be indexed by b and n only; pass what depends on "
                 "positions as bias= or mask="
             )

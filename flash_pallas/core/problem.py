@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .mask import Mask
@@ -50,6 +51,7 @@ class Operands(NamedTuple):
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     q_offset: Any = None  # int32[B], or None where spec.q_offset says it
+    q_lengths: Any = None  # int32[B], queries from there on see nothing; a backend need not look
     kv_lengths: Any = None  # int32[B], keys from there on are hidden
     q_segments: Any = None  # int32[B, T], -1 for padding
     kv_segments: Any = None  # int32[B, S], -2 for padding
@@ -103,6 +105,22 @@ class Problem:
         return "q_offset" in self.features
 
 
+class Outputs(NamedTuple):
+    """What a backend's forward returns."""
+
+    o: Any  # [B, T, N, Hv] in q's dtype
+    lse_log2: Any  # f32[B, N, T], see core/softmax.py
+    max_log2: Any = None  # f32[B, N, T], largest logit, base 2; -inf without keys; spec.max_logit
+
+
+class Cotangents(NamedTuple):
+    """What a backend's backward starts from."""
+
+    lse_log2: Any  # f32[B, N, T], of the forward; EMPTY_ROW for rows without keys
+    do: Any  # [B, T, N, Hv]
+    delta: Any  # f32[B, N, T], rowsum(o * do) - dlse
+
+
 class Grads(NamedTuple):
     """Cotangents in the dtypes and shapes of the operands; None for what was not asked for."""
 
@@ -131,7 +149,7 @@ def describe(operands: Operands, spec: AttentionSpec) -> Problem:
         dtype=np.dtype(operands.q.dtype),
         spec=spec,
         features=frozenset(
-            name for name, x in present if name not in ("q", "k", "v") and x is not None and x != ()
+            name for name, x in present if name not in ("q", "k", "v") and jax.tree.leaves(x)
         ),
         bias_shape=None if bias is None else tuple(bias.shape),
         mask_shape=None if mask is None else tuple(mask.shape),

@@ -19,8 +19,20 @@ LN2 = math.log(2.0)
 EMPTY_ROW = 1e30
 
 
-def finish(m, l):
-    """(1 / l, lse_log2) of finished rows; a row with no key gets (0, EMPTY_ROW)."""
+def finish(m, l, sink_log2=None):
+    """(1 / l, lse_log2) of finished rows; a row with no key gets (0, EMPTY_ROW).
+
+    Args:
+        m: running maximum of each row, base 2; -inf for a row with no key.
+        l: sum of exp2(logit - m).
+        sink_log2: a further logit, base 2, of the shape of m, that has no value: it joins the sum
+            alone. A row with no key then gets (0, sink).
+    """
+    if sink_log2 is not None:
+        most = jnp.maximum(m, sink_log2)
+        shrink = jnp.exp2(m - most)
+        total = l * shrink + jnp.exp2(sink_log2 - most)
+        return shrink / total, most + jnp.log(total) * LOG2E
     empty = l == 0.0
     l = jnp.where(empty, jnp.ones_like(l), l)
     return jnp.where(empty, jnp.zeros_like(l), 1.0 / l), jnp.where(

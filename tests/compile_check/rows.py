@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.core.mask import Mask
-from flash_pallas.core.problem import AttentionSpec, Operands, describe
+from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
 
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 2048, 8, 4
 
@@ -80,8 +80,8 @@ def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
     if path == "forward":
         run, arguments = (lambda *a: backend.forward(spec, blocks, *a)), (operands,)
     else:
-        run = lambda *a: backend.backward(spec, blocks, *a)
-        arguments = (operands, per_row, q, per_row)
+        run = lambda *a: backend.backward(spec, blocks, *a, wanted=frozenset())
+        arguments = (operands, Cotangents(per_row, q, per_row))
     return Row(path, head_dim, dtype, mask, run, arguments)
 
 

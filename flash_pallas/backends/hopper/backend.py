@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.integers import round_up
-from ...core.problem import AttentionSpec, Grads, Operands, Problem, describe
+from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from ...core.softmax import EMPTY_ROW
 from .arrays import BackwardArrays
 from .backward_dkv import dkv
@@ -23,6 +23,7 @@ from .memory import pad_axis
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
 ROW_MULTIPLE = 128  # of lse and delta in the backward: the widest query tile
+FEATURES = frozenset({"q_offset"})  # operands that the kernels read, beside q, k and v
 MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
 H200_SMS = 132  # assumed where there is no GPU to ask: H100 SXM and H200
 
@@ -51,8 +52,9 @@ class HopperBackend:
             return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
         if problem.batch > MAX_GRID:
             return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
-        if problem.spec.mask.left is not None:
-            return "has no sliding window yet"
+        features = [name for name in sorted(problem.features) if name not in FEATURES]
+        if features or problem.spec.mask.left is not None:
+            return f"has no {', '.join(features) or 'window'} yet"
         return None
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
@@ -70,13 +72,19 @@ class HopperBackend:
             self.num_sms or _num_sms(),
             self.interpret,
         )
-        return o[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len]
+        return Outputs(o[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len])
 
     def backward(
-        self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands, lse_log2, do, delta
+        self,
+        spec: AttentionSpec,
+        blocks: HopperBlocks,
+        operands: Operands,
+        cotangents: Cotangents,
+        wanted: frozenset[str],
     ) -> Grads:
         """Gradients; dK and dV summed over each group of query heads inside the kernels."""
         problem = describe(operands, spec)
+        lse_log2, do, delta = cotangents
         native, (q, k, v, do) = _pad(problem, operands.q, operands.k, operands.v, do)
         rows = round_up(problem.q_len, ROW_MULTIPLE)
         arrays = BackwardArrays(

@@ -1,0 +1,54 @@
+"""Queries and keys that are padding: beyond a length, or with a negative segment id.
+
+A weight of 0 times a NaN is a NaN, so what padding holds is replaced by 0 before any product sees
+it. That costs one copy of the array, and only where there is padding.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from .problem import Operands, Outputs
+from .softmax import EMPTY_ROW
+
+
+def cleared(operands: Operands) -> Operands:
+    """q, k and v with 0 in place of padding."""
+    keys = _valid(operands.k, operands.kv_lengths, operands.kv_segments)
+    return operands._replace(
+        q=cleared_queries(operands, operands.q),
+        k=_clear(keys, operands.k),
+        v=_clear(keys, operands.v),
+    )
+
+
+def cleared_queries(operands: Operands, x):
+    """x [B, T, ...] with 0 in place of padding."""
+    return _clear(_valid(operands.q, operands.q_lengths, operands.q_segments), x)
+
+
+def discarded(operands: Operands, out: Outputs) -> Outputs:
+    """The outputs with queries beyond their length made rows without keys."""
+    valid = _valid(operands.q, operands.q_lengths, None)
+    if valid is None:
+        return out
+    rows = valid[:, None]
+    most = None if out.max_log2 is None else jnp.where(rows, out.max_log2, -jnp.inf)
+    return Outputs(_clear(valid, out.o), jnp.where(rows, out.lse_log2, EMPTY_ROW), most)
+
+
+def _valid(x, lengths, segments):
+    """bool[B, length of x], or None where everything is."""
+    valid = None if segments is None else segments >= 0
+    if lengths is not None:
+        within = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        valid = within if valid is None else valid & within
+    return valid
+
+
+def _clear(valid, x):
+    if valid is None:
+        return x
+    shape = valid.shape + (1,) * (x.ndim - 2)
+    return jnp.where(valid.reshape(shape), x, lax.full_like(x, 0))
