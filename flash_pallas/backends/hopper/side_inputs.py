@@ -1,0 +1,304 @@
+"""What modifiers of scores read beside Q, K and V: from device memory into registers.
+
+A kernel holds tiles of scores whose rows stay with a warpgroup (queries in the forward and dQ
+kernels, keys where scores are transposed) and whose columns stream by. So an input is one of
+
+    scalar   one per (batch entry, head): slope, sink, dropout key, what score_mod captured
+    rows     one per row, read once: segment ids, a bias that is the same for all columns
+    columns  one per column, streamed beside K (or Q): segment ids, a bias the same for all rows
+    tile     one per element, streamed likewise: a bias or mask with both axes
+
+Everything that a call lacks is None here and leaves no trace in the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core.integers import round_up
+from ...core.problem import Operands, Problem
+from ...core.scores import TileInputs
+from ...core.softmax import LOG2E
+from . import inline
+from .memory import WARPGROUP_ROWS, pad_axis, row_buffer, tile_buffer
+
+LONGEST_TILE = 256  # per-row arrays are padded to it, so that no kernel's tile reaches past the end
+MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
+
+
+class Gmem(NamedTuple):
+    """Device memory; None where the call has no such input."""
+
+    kv_lengths: Any = None  # int32[B]
+    row_segments: Any = None  # int32[B, rows]
+    column_segments: Any = None  # int32[B, columns]
+    bias: Any = None  # [Bb, N1, T1, S1]; f32 unless a tile
+    mask: Any = None  # [Bb, N1, T1, S1], of MASK_DTYPE
+    slopes: Any = None  # f32[B, N]
+    sinks: Any = None  # f32[B, N], base 2
+    dropout_keys: Any = None  # int32[B, N], the bits of uint32
+    score_params: tuple = ()  # [B, N] each
+    mask_params: tuple = ()  # [B, N] each
+
+
+class Streamed(NamedTuple):
+    """Shared memory, one slot per stage of the ring that it travels with."""
+
+    segments: Any = None  # int32[stages, columns]
+    bias: Any = None  # f32[stages, columns], or [stages, queries, keys]
+    mask: Any = None  # as bias
+
+
+class Held(NamedTuple):
+    """Registers of a warpgroup that last as long as its rows and its head."""
+
+    segments: Any = None  # int32[64]
+    bias: Any = None  # f32[64] or f32 scalar
+    mask: Any = None  # as bias
+    scalars: TileInputs = TileInputs()
+
+
+@dataclasses.dataclass(frozen=True)
+class SideInputs:
+    """How one kernel reads them.
+
+    Attributes:
+        problem: what is computed.
+        q_axis: which axis of its tiles runs over queries; 0: rows are queries.
+    """
+
+    problem: Problem
+    q_axis: int
+
+    # --- before the launch -----------------------------------------------------------------------
+
+    def arrays(self, operands: Operands) -> Gmem:
+        """The operands as the kernel reads them."""
+        q_segments = _padded_ids(operands.q_segments, -1)
+        kv_segments = _padded_ids(operands.kv_segments, -2)
+        rows, columns = (q_segments, kv_segments)[:: -1 if self.q_axis else 1]
+        keys = operands.dropout_keys
+        return Gmem(
+            kv_lengths=operands.kv_lengths,
+            row_segments=rows,
+            column_segments=columns,
+            bias=None if operands.bias is None else self.prepared(operands.bias),
+            mask=None if operands.mask is None else self.prepared(operands.mask.astype(MASK_DTYPE)),
+            slopes=operands.alibi_slopes,
+            sinks=None if operands.sinks is None else operands.sinks * LOG2E,
+            dropout_keys=None if keys is None else lax.bitcast_convert_type(keys, jnp.int32),
+            score_params=operands.score_params,
+            mask_params=operands.mask_params,
+        )
+
+    def prepared(self, x):
+        """A bias or mask: a tile as TMA wants it (rows of 128 bytes), anything smaller in f32."""
+        _, _, q_len, kv_len = x.shape
+        if q_len > 1 and kv_len > 1:
+            x = pad_axis(x, 2, round_up(q_len, 8))
+            return pad_axis(x, 3, round_up(kv_len, 128 // x.dtype.itemsize))
+        x = x.astype(jnp.float32)
+        x = x if q_len == 1 else pad_axis(x, 2, round_up(q_len, LONGEST_TILE))
+        return x if kv_len == 1 else pad_axis(x, 3, round_up(kv_len, LONGEST_TILE))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The fields of Streamed that this kernel has."""
+        names = ("segments",) if "kv_segments" in self.problem.features else ()
+        wide = {"bias": self.problem.bias_shape, "mask": self.problem.mask_shape}
+        return names + tuple(n for n, shape in wide.items() if self.kind(shape) in _STREAMED)
+
+    @property
+    def copies(self) -> int:
+        """Further copies per stage: arrivals to add to the ring's full barrier."""
+        return len(self.streams)
+
+    def kind(self, shape) -> str | None:
+        """Of a bias or mask of this shape: None, "scalar", "rows", "columns" or "tile"."""
+        if shape is None:
+            return None
+        row_axis = 2 + self.q_axis
+        many_rows, many_columns = shape[row_axis] > 1, shape[5 - row_axis] > 1
+        if many_columns:
+            return "tile" if many_rows else "columns"
+        return "rows" if many_rows else "scalar"
+
+    def buffers(self, stages: int, rows: int, columns: int) -> Streamed:
+        """Shared memory for `rows` rows of all warpgroups together and `columns` columns."""
+        tile = (rows, columns)[:: -1 if self.q_axis else 1]
+
+        def wide(name, shape, dtype):
+            if name not in self.streams:
+                return None
+            if self.kind(shape) == "columns":
+                return row_buffer((stages, columns))
+            return tile_buffer((stages, *tile), dtype)
+
+        problem = self.problem
+        return Streamed(
+            segments=plgpu.SMEM((stages, columns), jnp.int32) if self.has_segments else None,
+            bias=wide("bias", problem.bias_shape, problem.bias_dtype),
+            mask=wide("mask", problem.mask_shape, MASK_DTYPE),
+        )
+
+    def smem_bytes(self, stages: int, rows: int, columns: int) -> int:
+        """Bytes of `buffers`."""
+        total = 4 * stages * columns * self.has_segments
+        wide = (
+            (self.problem.bias_shape, self.problem.bias_dtype),
+            (self.problem.mask_shape, MASK_DTYPE),
+        )
+        for shape, dtype in wide:
+            kind = self.kind(shape)
+            if kind == "columns":
+                total += 4 * stages * columns
+            elif kind == "tile":
+                total += stages * rows * columns * jnp.dtype(dtype).itemsize
+        return total
+
+    @property
+    def has_segments(self) -> bool:
+        """There are segment ids."""
+        return "kv_segments" in self.problem.features
+
+    # --- the producer ----------------------------------------------------------------------------
+
+    def load(self, gmem: Gmem, smem: Streamed, slot, barrier, place: Place):
+        """Start the copies of one stage; each arrives once on `barrier` (full.at[slot]).
+
+        Args:
+            gmem, smem: from where to where.
+            slot: of the ring.
+            barrier: to arrive on.
+            place: of the tile; its row_start and rows are those of all warpgroups together.
+        """
+        if self.has_segments:
+            source = gmem.column_segments.at[place.batch, pl.ds(place.column_start, place.columns)]
+            plgpu.copy_gmem_to_smem(source, smem.segments.at[slot], barrier)
+        for name, shape in (("bias", self.problem.bias_shape), ("mask", self.problem.mask_shape)):
+            if name in self.streams:
+                source = self.source(getattr(gmem, name), shape, place)
+                plgpu.copy_gmem_to_smem(source, getattr(smem, name).at[slot], barrier)
+
+    def source(self, ref, shape, place: Place):
+        """Where a streamed bias or mask of one tile lies."""
+        columns = pl.ds(place.column_start, place.columns)
+        rows = pl.ds(place.row_start, place.rows)
+        entry, head = self.entry(shape, place)
+        q, kv = (columns, rows) if self.q_axis else (rows, columns)
+        return ref.at[entry, head, 0 if shape[2] == 1 else q, 0 if shape[3] == 1 else kv]
+
+    def entry(self, shape, place: Place):
+        """(batch entry, head) of a bias or mask that may be shared between several."""
+        repeat = self.problem.batch // shape[0]
+        entry = lax.div(place.batch, jnp.int32(repeat)) if shape[0] > 1 else 0
+        return entry, place.head if shape[1] > 1 else 0
+
+    # --- a compute warpgroup ---------------------------------------------------------------------
+
+    def hold(self, gmem: Gmem, place: Place) -> Held:
+        """What lasts: place.row_start is that of the warpgroup's own 64 rows."""
+        rows = pl.ds(place.row_start, WARPGROUP_ROWS)
+        segments = None
+        if self.has_segments:
+            segments = _load_rows(gmem.row_segments.at[place.batch, rows])
+        scalar = lambda x: None if x is None else x[place.batch, place.head]
+        keys = scalar(gmem.dropout_keys)
+        return Held(
+            segments=segments,
+            bias=self.held(gmem.bias, self.problem.bias_shape, place),
+            mask=self.held(gmem.mask, self.problem.mask_shape, place),
+            scalars=TileInputs(
+                slope=scalar(gmem.slopes),
+                score_params=tuple(map(scalar, gmem.score_params)),
+                mask_params=tuple(map(scalar, gmem.mask_params)),
+                dropout_key=None if keys is None else lax.convert_element_type(keys, jnp.uint32),
+            ),
+        )
+
+    def held(self, ref, shape, place: Place):
+        """A bias or mask that does not stream, in registers."""
+        kind = self.kind(shape)
+        if kind not in ("rows", "scalar"):
+            return None
+        entry, head = self.entry(shape, place)
+        if kind == "scalar":
+            return ref[entry, head, 0, 0]
+        rows = pl.ds(place.row_start, WARPGROUP_ROWS)
+        at = (entry, head, 0, rows) if self.q_axis else (entry, head, rows, 0)
+        return _load_rows(ref.at[at])
+
+    def inputs(self, held: Held, smem: Streamed, slot, shape, rows) -> TileInputs:
+        """What the modifiers read at one tile.
+
+        Args:
+            held: from `hold`.
+            smem, slot: the stage that has arrived.
+            shape: of the warpgroup's tile.
+            rows: the warpgroup's rows within the streamed tile (a pl.ds).
+        """
+        row_ids, column_ids = held.segments, None
+        if self.has_segments:
+            column_ids = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
+        q_ids, kv_ids = (column_ids, row_ids) if self.q_axis else (row_ids, column_ids)
+        bias, mask = (
+            self.wide(getattr(held, name), getattr(smem, name), size, slot, shape, rows)
+            for name, size in (
+                ("bias", self.problem.bias_shape),
+                ("mask", self.problem.mask_shape),
+            )
+        )
+        return held.scalars._replace(
+            q_segments=q_ids,
+            kv_segments=kv_ids,
+            bias=bias,
+            mask=None if mask is None else mask != 0.0,
+        )
+
+    def wide(self, held, smem, size, slot, shape, rows):
+        """A bias or mask over the warpgroup's tile, f32."""
+        kind = self.kind(size)
+        if kind is None:
+            return None
+        if kind in ("rows", "scalar"):
+            return lax.broadcast_in_dim(held, shape, (0,) if kind == "rows" else ())
+        if kind == "columns":
+            vector = plgpu.load(smem.at[slot], layout=inline.COLS)
+            return lax.broadcast_in_dim(vector, shape, (1,))
+        if self.q_axis == 0:
+            tile = plgpu.load(smem.at[slot, rows], layout=inline.WGMMA)
+        else:
+            source = smem.at[slot, :, rows].transpose((1, 0))
+            tile = plgpu.load(source, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            tile = plgpu.layout_cast(tile, inline.WGMMA)
+        return tile.astype(jnp.float32)
+
+
+class Place(NamedTuple):
+    """Where a tile lies; starts are indices, not positions."""
+
+    batch: Any
+    head: Any
+    row_start: Any
+    column_start: Any
+    rows: int
+    columns: int
+
+
+_STREAMED = ("columns", "tile")
+
+
+def _padded_ids(ids, value: int):
+    if ids is None:
+        return None
+    return pad_axis(ids, 1, round_up(ids.shape[1], LONGEST_TILE), value)
+
+
+def _load_rows(ref):
+    return plgpu.load(ref, layout=inline.ROWS, optimized=False)
