@@ -16,8 +16,9 @@ from .arrays import BackwardArrays
 from .backward_dkv import dkv
 from .backward_dq import dq
 from .backward_fused import backward_fused
-from .blocks import NATIVE_HEAD_DIMS, FusedBlocks, HopperBlocks, choose_blocks, native_head_dim
+from .blocks import NATIVE_HEAD_DIMS, HopperBlocks, choose_blocks, native_head_dim
 from .forward import forward
+from .fused_blocks import FusedBlocks
 from .memory import pad_axis
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))

@@ -33,7 +33,7 @@ from ...core.tile import Limits, Tile
 from . import inline
 from .arrays import BackwardArrays
 from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, tile_buffer
-from .schedule import QueryWalk
+from .query_walk import QueryWalk
 from .split_blocks import DkvBlocks
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2

@@ -38,10 +38,10 @@ from ...core.problem import Problem
 from ...core.tile import Limits, Tile
 from . import inline
 from .arrays import BackwardArrays
-from .blocks import FusedBlocks
+from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta, scratch
 from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
-from .schedule import QueryWalk
+from .query_walk import QueryWalk
 
 LOAD_WARP, STORE_WARP = 0, 1
 

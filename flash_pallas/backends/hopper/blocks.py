@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
+from .fused_blocks import FUSED, FusedBlocks
 from .memory import SMEM_LIMIT, WARPGROUP_ROWS
 from .split_blocks import DKV, DQ, DkvBlocks, DqBlocks
 
@@ -57,60 +58,6 @@ FORWARD = {
     # Q and O share shared memory (64 KB each beside 128 KB of K and V), so not persistent; skipping
     # the rescale of a 64x256 accumulator is worth 6 %.
     256: ForwardBlocks(warpgroups=2, block_kv=64, persistent=False, lazy_rescale=8.0),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedBlocks:
-    """The fused backward: 128 keys and two compute warpgroups per CTA.
-
-    Attributes:
-        block_q: queries per step.
-        stages, do_stages: tiles of Q and of dO in flight.
-        ds_stages: slots for dS; with one, the warpgroups meet twice per step.
-        mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
-            the masked tiles and one for the rest: fewer registers, more instructions.
-    """
-
-    block_q: int = 64
-    stages: int = 2
-    do_stages: int = 2
-    ds_stages: int = 2
-    mask_all: bool = False
-
-    block_kv = 2 * WARPGROUP_ROWS
-    compute_registers = 240
-    producer_registers = 24
-
-    @property
-    def dq_by_rows(self) -> bool:
-        """Each warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
-        return self.block_q == 2 * WARPGROUP_ROWS
-
-    def dq_tile(self, head_dim: int) -> tuple[int, int]:
-        """What one warpgroup computes of dQ."""
-        if self.dq_by_rows:
-            return self.block_q // 2, head_dim
-        return self.block_q, head_dim // 2
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory without barriers."""
-        tiles = (self.stages + self.do_stages) * self.block_q * head_dim
-        keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
-        rows = (self.stages + self.do_stages) * self.block_q
-        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows
-
-
-# bf16, H200. Keyed by (head dim, some tile is masked). Where one is, all are, in one loop: with a
-# second loop for the tiles that need no mask, ptxas runs out of registers and serialises every
-# wgmma at head dim 64, and at 128 nothing is gained (1.016 of cuDNN; with two loops 1.019).
-FUSED = {
-    (64, False): FusedBlocks(block_q=128),
-    (64, True): FusedBlocks(block_q=128, mask_all=True),
-    # block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO and
-    # one for dS is 5 % faster than two, but not where masking needs the registers.
-    (128, False): FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
-    (128, True): FusedBlocks(block_q=64, mask_all=True),
 }
 
 

@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
 from .arrays import BackwardArrays
-from .blocks import FusedBlocks
+from .fused_blocks import FusedBlocks
 from .memory import Ring, row_buffer, tile_buffer
-from .schedule import QueryWalk
+from .query_walk import QueryWalk
 
 WARPGROUPS = 2
 
