@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from . import dispatch, validate, vjp
+from .arguments import Arguments
 from .dispatch import Explanation
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from jaxtyping import Array, Bool, Float, Int, Int32
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _attend = jax.jit(vjp.attend, static_argnums=(0, 1, 2))
@@ -24,8 +27,23 @@ def flash_attention(
     v: Float[Array, "*B S K Hv"],
     *,
     causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     q_offset: int | Int32[Array, "*B"] = 0,
+    q_segment_ids: Int[Array, "*B T"] | None = None,
+    kv_segment_ids: Int[Array, "*B S"] | None = None,
+    q_lengths: Int[Array, "*B"] | None = None,
+    kv_lengths: Int[Array, "*B"] | None = None,
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    sinks: Float[Array, "*#B N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    broadcast_dropout: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
     deterministic: bool = False,
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
@@ -35,8 +53,9 @@ def flash_attention(
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differentiable once, in reverse mode; works
     under jit, vmap, scan, checkpoint (see `save_attention`) and shard_map.
 
-    A query that sees no key (a negative `q_offset`, or no keys at all) returns zeros, has zero
-    gradients and never makes a NaN. `jax.nn.dot_product_attention` returns the mean of `v` there.
+    A score is made in this order: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
+    A query that sees no key returns zeros, has zero gradients and never makes a NaN;
+    `jax.nn.dot_product_attention` returns the mean of `v` there.
 
     Args:
         q: queries [*B, T, N, H], bfloat16, float16, float32 or float64. Any number of leading batch
@@ -45,10 +64,38 @@ def flash_attention(
             n // (N // K), which is never repeated in memory (grouped-query attention).
         v: values [*B, S, K, Hv] in q's dtype.
         causal: the query at position i sees the keys at positions up to and including i.
+        window: (left, right): the query at position i sees the keys at i - left to i + right, both
+            included; None on a side is unbounded, an int is the same on both. Keys outside are
+            never loaded.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         q_offset: position of query 0, where key 0 has position 0. The default aligns the first
             query with the first key, S - T the last with the last. An int, or an int32 array [*B]
-            (or a scalar), which may be traced and changes without recompiling. Read by `causal`.
+            (or a scalar), which may be traced and changes without recompiling.
+        q_segment_ids: int32 [*B, T]. A query sees the keys with its own id; negative ids are
+            padding, which sees and is seen by nothing and may hold anything. Ids need be neither
+            sorted nor contiguous, but blocks of keys are skipped only where they are.
+        kv_segment_ids: int32 [*B, S], the same for keys; given together with q_segment_ids.
+        q_lengths: int32 [*B] or a scalar: queries from there on see nothing and may hold anything.
+        kv_lengths: int32 [*B] or a scalar: keys from there on are hidden and may hold anything.
+        bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
+            1. Its gradient has its own shape: the kernel itself sums over broadcast axes.
+        mask: bool of the same shapes, True is visible.
+        softcap: scores become softcap * tanh(scores / softcap).
+        alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores
+            (https://arxiv.org/abs/2108.12409). Differentiable.
+        sinks: [N] or [*B, N]: a further score of every query that has no value
+            (https://arxiv.org/abs/2309.17453). Differentiable. It counts in the log-sum-exp, and a
+            query that sees no key has it for its log-sum-exp.
+        dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-16 parts; the
+            others are divided by what is left.
+        dropout_seed: an int, an integer array or a key of jax.random, which may be traced. What is
+            dropped depends on the seed, the batch entry, the head and the positions alone: not on
+            the backend, the tiles or vmap.
+        broadcast_dropout: drop the same for every batch entry and head.
+        score_mod: (score, b, n, i, j) -> score, elementwise arithmetic in JAX on scalars: the batch
+            entry (of the flattened batch), query head and the positions of query and key. It may
+            capture arrays and index them by b and n, and has gradients for them.
+        mask_mod: (b, n, i, j) -> bool, likewise; True is visible.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
         backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
             raises.
@@ -68,33 +115,54 @@ def flash_attention(
         >>> from flash_pallas import flash_attention
         >>> q = jnp.ones((2, 128, 8, 64), jnp.bfloat16)
         >>> k = v = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
-        >>> flash_attention(q, k, v, causal=True).shape
+        >>> flash_attention(q, k, v, causal=True, window=(32, 0)).shape
         (2, 128, 8, 64)
     """
-    return flash_attention_with_lse(
-        q,
-        k,
-        v,
+    arguments = Arguments(
         causal=causal,
+        window=window,
         scale=scale,
         q_offset=q_offset,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        bias=bias,
+        mask=mask,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         deterministic=deterministic,
-        backend=backend,
-        blocks=blocks,
-    )[0]
+    )
+    return _run(q, k, v, backend, blocks, arguments)[0]
 
 
+def _same_arguments(function):
+    """Gives `function`, a (q, k, v, **options), the signature of `flash_attention`."""
+    own = inspect.signature(function)
+    signature = inspect.signature(flash_attention)
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
+        return function(**bound.arguments)
+
+    public = signature.replace(return_annotation=own.return_annotation)
+    checked.__signature__ = public  # pyright: ignore[reportAttributeAccessIssue]
+    return checked
+
+
+@_same_arguments
 def flash_attention_with_lse(
-    q: Float[Array, "*B T N H"],
-    k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K Hv"],
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    q_offset: int | Int32[Array, "*B"] = 0,
-    deterministic: bool = False,
-    backend: str = "auto",
-    blocks: Mapping[str, Any] | None = None,
+    q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"]]:
     """`flash_attention`, and the log-sum-exp of the scores of every query.
 
@@ -105,12 +173,9 @@ def flash_attention_with_lse(
         q: as in `flash_attention`, as are all the others.
         k: keys.
         v: values.
-        causal: whether later keys are hidden.
-        scale: multiplies the scores.
-        q_offset: position of query 0.
-        deterministic: bit-identical gradients.
         backend: which implementation.
         blocks: tile sizes.
+        **options: every other argument of `flash_attention`.
 
     Returns:
         o [*B, T, N, Hv] in q's dtype, and lse [*B, N, T] in float32 (float64 for float64), the
@@ -130,30 +195,49 @@ def flash_attention_with_lse(
         >>> o.shape, lse.shape
         ((16, 4, 64), (4, 16))
     """
-    override = validate.check_blocks(blocks)
-    call = validate.canonicalize(
-        q, k, v, causal=causal, scale=scale, q_offset=q_offset, deterministic=deterministic
-    )
-    if call.is_empty:
-        dispatch.check_name(backend)
-        return call.empty_result()
-    chosen = dispatch.select(call.problem, backend)
-    tiles = chosen.blocks(call.problem, override)
-    return call.unfold(*_attend(chosen, call.spec, tiles, call.operands)[:2])
+    return _run(q, k, v, backend, blocks, Arguments(**options))[:2]
 
 
-def explain(
-    q: Float[Array, "*B T N H"],
-    k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K Hv"],
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    q_offset: int | Int32[Array, "*B"] = 0,
-    deterministic: bool = False,
-    backend: str = "auto",
-    blocks: Mapping[str, Any] | None = None,
-) -> Explanation:
+@_same_arguments
+def flash_attention_with_max_logit(
+    q, k, v, *, backend="auto", blocks=None, **options
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"], Float[Array, "*B N T"]]:
+    """`flash_attention_with_lse`, and the largest visible logit of every query.
+
+    For QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534, section 2.1), which wants its maximum
+    over queries and batch, as in `max_logit.max((0, 2))`. The kernel has the number anyway.
+
+    Args:
+        q: as in `flash_attention`, as are all the others.
+        k: keys.
+        v: values.
+        backend: which implementation.
+        blocks: tile sizes.
+        **options: every other argument of `flash_attention`.
+
+    Returns:
+        o and lse of `flash_attention_with_lse`, and max_logit [*B, N, T] in the dtype of lse, after
+        bias, softcap and score_mod, sinks left out; -inf for a query that sees no key. It is not
+        differentiated.
+
+    Raises:
+        TypeError: as `flash_attention`, as are the others.
+        ValueError: bad shapes or values.
+        UnsupportedByBackend: the named backend cannot run this call.
+        NotImplementedError: an unsupported dtype; a second derivative.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import flash_attention_with_max_logit
+        >>> x = jnp.ones((2, 16, 4, 64))
+        >>> print(flash_attention_with_max_logit(x, x, x)[2].max((0, 2)))
+        [8. 8. 8. 8.]
+    """
+    return _run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
+
+
+@_same_arguments
+def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
     """Which backend and which tiles `flash_attention` would use here, and why not the others.
 
     Nothing is run.
@@ -162,12 +246,9 @@ def explain(
         q: as in `flash_attention`, as are all the others.
         k: keys.
         v: values.
-        causal: whether later keys are hidden.
-        scale: multiplies the scores.
-        q_offset: position of query 0.
-        deterministic: bit-identical gradients.
         backend: which implementation.
         blocks: tile sizes.
+        **options: every other argument of `flash_attention`.
 
     Returns:
         An `Explanation`; print it.
@@ -186,44 +267,54 @@ def explain(
         XlaBlocks(block_q=64, block_kv=256)
     """
     override = validate.check_blocks(blocks)
-    call = validate.canonicalize(
-        q, k, v, causal=causal, scale=scale, q_offset=q_offset, deterministic=deterministic
-    )
+    call = validate.canonicalize(q, k, v, Arguments(**options))
     return dispatch.explanation(call.problem, backend, override)
+
+
+def _run(q, k, v, backend, blocks, arguments: Arguments):
+    """(o, lse, max_logit or None) of one call."""
+    override = validate.check_blocks(blocks)
+    call = validate.canonicalize(q, k, v, arguments)
+    if call.is_empty:
+        dispatch.check_name(backend)
+        return call.empty_result()
+    chosen = dispatch.select(call.problem, backend)
+    tiles = chosen.blocks(call.problem, override)
+    return call.unfold(*_attend(chosen, call.spec, tiles, call.operands))
 
 
 def dot_product_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
-    bias=None,
-    mask=None,
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
+    query_seq_lengths: Int[Array, "*B"] | None = None,
+    key_value_seq_lengths: Int[Array, "*B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
 ):
     """`flash_attention` behind the signature of `jax.nn.dot_product_attention`.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). What is not supported raises: nothing is
-    ignored. One difference: a query that sees no key (S = 0) returns zeros, where `jax.nn` returns
-    the mean of `value`.
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). One difference: a query that sees no key
+    returns zeros, where `jax.nn` returns the mean of `value`.
 
     Args:
         query: [*B, T, N, H], or [T, N, H].
         key: [*B, S, K, H]; N is a multiple of K.
         value: [*B, S, K, Hv]; unlike in `jax.nn`, Hv may differ from H.
-        bias: must be None.
-        mask: must be None.
+        bias: added to the scaled scores; [B, N, T, S], each axis full or 1. With [T, N, H] arrays
+            of rank 3 or, as in `jax.nn`, of rank 4 with a batch of 1.
+        mask: bool of the same shapes, True is visible.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         is_causal: the query i sees the keys up to and including i.
-        query_seq_lengths: must be None.
-        key_value_seq_lengths: must be None.
-        local_window_size: must be None.
+        query_seq_lengths: [B]; queries from there on return zeros.
+        key_value_seq_lengths: [B]; keys from there on are hidden.
+        local_window_size: (left, right), both included, or an int for both.
         implementation: None or "auto", "hopper" or "xla": `backend` of `flash_attention`.
         return_residual: also return the log-sum-exp.
 
@@ -232,10 +323,10 @@ def dot_product_attention(
         log-sum-exp [*B, T, N] in float32, heads last as in `jax.nn`.
 
     Raises:
-        NotImplementedError: an argument that must be None is not; the message names another way.
         TypeError: as `flash_attention`, as are the others.
         ValueError: bad shapes or values.
         UnsupportedByBackend: the named implementation cannot run this call.
+        NotImplementedError: an unsupported dtype; a second derivative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -244,27 +335,24 @@ def dot_product_attention(
         >>> dot_product_attention(x, x, x, is_causal=True).shape
         (2, 16, 4, 64)
     """
-    _refuse("bias", bias, "jax.nn.dot_product_attention(..., bias=bias)")
-    _refuse("mask", mask, "is_causal=True for a causal mask, or jax.nn.dot_product_attention")
-    lengths = "slicing the arrays to their lengths, or jax.nn.dot_product_attention"
-    _refuse("query_seq_lengths", query_seq_lengths, lengths)
-    _refuse("key_value_seq_lengths", key_value_seq_lengths, lengths)
-    window = "is_causal=True for an unbounded causal window, or jax.nn.dot_product_attention"
-    _refuse("local_window_size", local_window_size, window)
+    pair = (_of_rank(x, jnp.ndim(query)) for x in (bias, mask))
     o, lse = flash_attention_with_lse(
         query,
         key,
         value,
+        **dict(zip(("bias", "mask"), pair, strict=True)),
         causal=is_causal,
+        window=local_window_size,
         scale=scale,
+        q_lengths=_of_rank(query_seq_lengths, jnp.ndim(query) - 3),
+        kv_lengths=_of_rank(key_value_seq_lengths, jnp.ndim(query) - 3),
         backend="auto" if implementation is None else implementation,
     )
     return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
 
 
-def _refuse(name: str, value, alternative: str):
-    if value is not None:
-        raise NotImplementedError(
-            f"flash_pallas.dot_product_attention does not support {name}, got "
-            f"{type(value).__name__}; pass None, or use {alternative}"
-        )
+def _of_rank(x, rank: int):
+    """x without a leading axis of 1, where it has one axis more than `rank`."""
+    if x is None or jnp.ndim(x) != rank + 1 or jnp.shape(x)[0] != 1:
+        return x
+    return jnp.asarray(x)[0]

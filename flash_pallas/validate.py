@@ -8,8 +8,6 @@ first key and q_offset = S - T the last query with the last key.
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core.mask import Mask
+from . import arguments as checks
+from .arguments import Arguments
 from .core.problem import AttentionSpec, Operands, Problem, describe
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-# Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
-MAX_OFFSET = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +44,24 @@ class Call:
         return 0 in (self.problem.batch, self.problem.q_len, self.problem.kv_len)
 
     def empty_result(self):
-        """(o, lse) of an empty call, unfolded: rows without keys."""
-        p = self.problem
-        lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
+        """(o, lse, max_logit or None) of an empty call, unfolded: rows without keys."""
+        p, sinks = self.problem, self.operands.sinks
+        rows = (*self.batch_shape, p.q_heads, p.q_len)
         o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
-        return o, jnp.full((*self.batch_shape, p.q_heads, p.q_len), -jnp.inf, lse_dtype)
+        lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
+        none = jnp.full(rows, -jnp.inf, lse_dtype)
+        if sinks is None:
+            return o, none, none if p.spec.max_logit else None
+        per_row = jnp.broadcast_to(sinks.reshape(*rows[:-1], 1), rows)
+        return o, per_row, none if p.spec.max_logit else None
 
-    def unfold(self, o, lse):
+    def unfold(self, o, lse, max_logit=None):
         """The outputs with the user's batch dimensions."""
-        if len(self.batch_shape) == 1:
-            return o, lse
-        o, lse = (x.reshape(*self.batch_shape, *x.shape[1:]) for x in (o, lse))
-        return o, lse
+        restore = lambda x: x.reshape(*self.batch_shape, *x.shape[1:])
+        return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
 
 
-def canonicalize(q, k, v, *, causal, scale, q_offset, deterministic) -> Call:
+def canonicalize(q, k, v, arguments: Arguments) -> Call:
     """Check the arguments of `flash_attention` and put them in canonical form.
 
     Raises:
@@ -73,23 +72,59 @@ def canonicalize(q, k, v, *, causal, scale, q_offset, deterministic) -> Call:
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     _check_dtypes(q, k, v)
     _check_shapes(q, k, v)
-    causal = _flag("causal", causal)
-    batch_shape = q.shape[:-3]
-    static_offset, traced_offset = _offset(q_offset, batch_shape)
-    if not causal:  # Without a mask positions mean nothing, and one compiled call serves them all.
+    batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
+    sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype)
+    q, scale = _positive_scale(q, checks.scale(arguments.scale, head_dim))
+    fold = lambda x: x if len(batch_shape) == 1 else x.reshape(-1, *x.shape[-3:])
+    fold = fold if sizes.batch else lambda x: x.reshape(0, *x.shape[-3:])
+    spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
+    return Call(spec, operands, describe(operands, spec), batch_shape)
+
+
+def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):
+    """(spec, operands) with everything optional in them."""
+    rate = checks.dropout_rate(a.dropout_rate)
+    score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
+    mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
+    q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
+    static_offset, traced_offset = checks.offset(a.q_offset, sizes)
+    band = checks.band(a.causal, a.window)
+    slopes = checks.slopes(a.alibi_slopes, sizes)
+    if band.is_trivial and slopes is None and not rate and not score_mod and not mask_mod:
+        # Nothing reads a position, and one compiled call serves every offset.
         static_offset, traced_offset = 0, None
-    q, scale = _positive_scale(q, _scale(scale, q.shape[-1]))
     spec = AttentionSpec(
         scale=scale,
-        mask=Mask.causal() if causal else Mask(),
+        mask=band,
         q_offset=static_offset,
-        deterministic=_flag("deterministic", deterministic),
+        softcap=checks.softcap(a.softcap),
+        dropout_rate=rate,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        deterministic=checks.flag("deterministic", a.deterministic),
+        max_logit=checks.flag("max_logit", a.max_logit),
     )
-    batch = math.prod(batch_shape)
-    fold = lambda x: x if len(batch_shape) == 1 else x.reshape(batch, *x.shape[len(batch_shape) :])
-    offset = None if traced_offset is None else traced_offset.reshape(batch)
-    operands = Operands(fold(q), fold(k), fold(v), offset)
-    return Call(spec, operands, describe(operands, spec), batch_shape)
+    return spec, operands._replace(
+        q_offset=traced_offset,
+        q_lengths=checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes),
+        kv_lengths=checks.lengths("kv_lengths", a.kv_lengths, sizes.kv_len, sizes),
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        bias=checks.bias(a.bias, sizes),
+        mask=checks.mask(a.mask, sizes),
+        alibi_slopes=slopes,
+        sinks=checks.sinks(a.sinks, sizes),
+        dropout_keys=checks.dropout_keys(rate, a.dropout_seed, a.broadcast_dropout, sizes),
+        score_params=score_params,
+        mask_params=mask_params,
+    )
+
+
+def _positive_scale(q, scale: float):
+    """The same scores with a positive scale: the running maximum is taken before scaling."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (jnp.zeros_like(q), 1.0)
 
 
 def check_blocks(blocks) -> dict[str, Any] | None:
@@ -176,68 +211,3 @@ def _check_sizes(q, k, v):
         raise ValueError(
             f"q has head_dim {q[2]} and k head_dim {k[2]}: they must be equal (v may differ)"
         )
-
-
-def _flag(name: str, value) -> bool:
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"{name} is an array, but it must be static, a Python bool: under jax.jit list it in "
-            "static_argnames"
-        )
-    raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
-
-
-def _scale(scale, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, jax.core.Tracer):
-        raise TypeError(
-            "scale is traced, but it must be static: multiply q by it instead and pass scale=1.0, "
-            "or list it in static_argnames"
-        )
-    is_number = isinstance(scale, (int, float, np.number, np.ndarray, jax.Array))
-    if not is_number or isinstance(scale, bool) or np.ndim(scale) or not np.isrealobj(scale):
-        raise TypeError(f"scale must be a Python number or None, got {scale!r}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}; None is 1 / sqrt(head_dim)")
-    return float(scale)
-
-
-def _positive_scale(q, scale: float):
-    """The same scores with a positive scale: the running maximum is taken before scaling."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (jnp.zeros_like(q), 1.0)
-
-
-def _offset(q_offset, batch_shape: tuple[int, ...]):
-    """(int, None) for an offset known now, (0, int32[*B]) for an array."""
-    if isinstance(q_offset, (jax.Array, np.ndarray)):
-        return 0, _offset_array(jnp.asarray(q_offset), batch_shape)
-    try:
-        offset = operator.index(q_offset)
-    except TypeError:
-        offset = None
-    if offset is None or isinstance(q_offset, (bool, np.bool_)):
-        raise TypeError(
-            f"q_offset must be an int or an int32 array of the batch's shape, got {q_offset!r}"
-        )
-    if abs(offset) > MAX_OFFSET:
-        raise ValueError(f"q_offset is {offset}: its magnitude must be at most 2**30")
-    return offset, None
-
-
-def _offset_array(q_offset, batch_shape):
-    if q_offset.dtype != jnp.int32:
-        raise TypeError(
-            f"q_offset has dtype {q_offset.dtype}: it must be int32; "
-            "cast with q_offset.astype(jnp.int32)"
-        )
-    if q_offset.shape not in ((), batch_shape):
-        raise ValueError(
-            f"q_offset has shape {q_offset.shape}: it must be one per batch entry, {batch_shape}, "
-            "or a scalar for all"
-        )
-    return jnp.broadcast_to(q_offset, batch_shape)

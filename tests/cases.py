@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_pallas import validate
+from flash_pallas.arguments import Arguments
 
 
 class Inputs(NamedTuple):
@@ -57,9 +58,8 @@ class Case:
     @property
     def problem(self):
         x = self.inputs()
-        return validate.canonicalize(
-            x.q, x.k, x.v, **self.arguments, deterministic=self.deterministic
-        ).problem
+        arguments = Arguments(**self.arguments, deterministic=self.deterministic)
+        return validate.canonicalize(x.q, x.k, x.v, arguments).problem
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Normally distributed, cotangents too: ones would hide errors of the softmax."""

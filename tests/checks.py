@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_pallas import dispatch, reference, validate, vjp
+from flash_pallas.arguments import Arguments
 
 from .cases import Case
 
@@ -43,13 +44,11 @@ def bind(backend, blocks: dict[str, int] | None = None):
     if isinstance(backend, str):
         backend = dispatch.BACKENDS[backend]
 
-    def call(q, k, v, *, causal=False, scale=None, q_offset=0, deterministic=False):
-        call = validate.canonicalize(
-            q, k, v, causal=causal, scale=scale, q_offset=q_offset, deterministic=deterministic
-        )
+    def call(q, k, v, **arguments):
+        call = validate.canonicalize(q, k, v, Arguments(**arguments))
         assert backend.unsupported(call.problem) is None, backend.unsupported(call.problem)
         tiles = backend.blocks(call.problem, blocks)
-        return call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands)[:2])
+        return call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands))[:2]
 
     return call
 

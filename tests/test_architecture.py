@@ -21,6 +21,7 @@ RANKS = {
     "batching": 1,
     "vjp": 4,
     "validate": 4,
+    "arguments": 3,
     "api": 5,
     "nn": 6,
 }

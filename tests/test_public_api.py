@@ -22,9 +22,11 @@ NAMES = [
     "explain",
     "flash_attention",
     "flash_attention_with_lse",
+    "flash_attention_with_max_logit",
     "save_attention",
 ]
-FUNCTIONS = ["dot_product_attention", "explain", "flash_attention", "flash_attention_with_lse"]
+DELEGATING = ["explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
+FUNCTIONS = ["dot_product_attention", "flash_attention", *DELEGATING]
 
 
 def test_the_exported_names():
@@ -40,7 +42,9 @@ def test_documentation(name):
         assert section in doc
     described = doc[doc.index("Args:") : doc.index("Returns:")]
     for parameter in inspect.signature(function).parameters:
-        assert f"\n    {parameter}: " in described, parameter
+        delegated = name in DELEGATING and parameter not in ("q", "k", "v", "backend", "blocks")
+        assert delegated or f"\n    {parameter}: " in described, parameter
+    assert name not in DELEGATING or "every other argument of `flash_attention`" in described
 
 
 @pytest.mark.parametrize("name", ["Explanation", "UnsupportedByBackend"])
@@ -56,8 +60,14 @@ def test_examples():
 def test_one_signature():
     parameters = lambda f: list(inspect.signature(f).parameters.items())
     strings = lambda f: [str(p) for p in parameters(f)]
-    assert strings(fp.flash_attention) == strings(fp.flash_attention_with_lse)
-    assert strings(fp.flash_attention) == strings(fp.explain)
+    for name in DELEGATING:
+        assert strings(fp.flash_attention) == strings(getattr(fp, name))
+
+
+def test_unknown_argument():
+    x = jnp.ones((2, 16, 4, 64))
+    with pytest.raises(TypeError, match=r"explain.*unexpected keyword argument 'window_size'"):
+        fp.explain(x, x, x, window_size=3)
 
 
 def test_the_signature_of_jax_nn():

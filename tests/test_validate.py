@@ -9,6 +9,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas import validate
+from flash_pallas.arguments import Arguments
 
 
 def array(*shape, dtype=jnp.float32):
@@ -180,7 +181,7 @@ def test_empty_sizes(empty):
 
 def test_the_canonical_form():
     keywords = {"scale": None, "deterministic": False}
-    call = validate.canonicalize(Q, K, K, causal=True, q_offset=5, **keywords)
+    call = validate.canonicalize(Q, K, K, Arguments(causal=True, q_offset=5, **keywords))
     assert call.spec.q_offset == 5 and call.spec.mask.right == 0 and call.spec.scale == 0.25
-    plain = validate.canonicalize(Q, K, K, causal=False, q_offset=5, **keywords)
+    plain = validate.canonicalize(Q, K, K, Arguments(causal=False, q_offset=5, **keywords))
     assert plain.spec.q_offset == 0, "without a mask an offset must not make another program"

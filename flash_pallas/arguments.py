@@ -1,0 +1,346 @@
+"""The optional arguments of `flash_attention`, checked and in the form that a backend reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .core import dropout, mods
+from .core.mask import Mask
+
+# Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
+MAX_OFFSET = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What `flash_attention` takes beside q, k, v, `backend` and `blocks`, with its defaults."""
+
+    causal: bool = False
+    window: Any = None
+    scale: Any = None
+    q_offset: Any = 0
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    bias: Any = None
+    mask: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_rate: Any = 0.0
+    dropout_seed: Any = None
+    broadcast_dropout: bool = False
+    score_mod: Any = None
+    mask_mod: Any = None
+    deterministic: bool = False
+    max_logit: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of one call: the user's batch dimensions, lengths and heads."""
+
+    batch_shape: tuple[int, ...]
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    dtype: Any
+
+    @property
+    def batch(self) -> int:
+        """Entries of all batch dimensions together."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def score_dtype(self):
+        """Of scores, sums and everything per row."""
+        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+
+
+def flag(name: str, value) -> bool:
+    """A Python bool, static."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{name} is an array, but it must be static, a Python bool: under jax.jit list it in "
+            "static_argnames"
+        )
+    raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
+
+
+def scale(value, head_dim: int) -> float:
+    """The factor of the scores."""
+    return 1.0 / math.sqrt(head_dim) if value is None else _number("scale", value)
+
+
+def softcap(value) -> float | None:
+    """The bound of the logits."""
+    if value is None:
+        return None
+    cap = _number("softcap", value)
+    if cap <= 0.0:
+        raise ValueError(f"softcap must be finite and positive, got {value}; None is no cap")
+    return cap
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, jax.core.Tracer):
+        way_out = "multiply q by it instead and pass scale=1.0, or " if name == "scale" else ""
+        raise TypeError(
+            f"{name} is traced, but it must be static: {way_out}list it in static_argnames"
+        )
+    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+    if not is_number or isinstance(value, bool) or np.ndim(value) or not np.isrealobj(value):
+        raise TypeError(f"{name} must be a Python number or None, got {value!r}")
+    if not math.isfinite(value):
+        default = "None is 1 / sqrt(head_dim)" if name == "scale" else "None is no cap"
+        raise ValueError(f"{name} must be finite, got {value}; {default}")
+    return float(value)
+
+
+def band(causal, window) -> Mask:
+    """`causal` and `window` as one mask."""
+    left, right = _window(window)
+    if flag("causal", causal):
+        right = 0
+    return Mask(left, right)
+
+
+def _window(window) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(
+            f"window is {window!r}: it must be an int or (left, right), how many keys are visible "
+            "on either side of a query; None on one side is unbounded"
+        )
+    return _side(window, sides[0]), _side(window, sides[1])
+
+
+def _side(window, side) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, jax.core.Tracer):
+        raise TypeError("window is traced, but it must be static: list it in static_argnames")
+    try:
+        size = operator.index(side)
+    except TypeError:
+        size = None
+    if size is None or isinstance(side, (bool, np.bool_)):
+        raise TypeError(f"window must be an int or a pair of ints, got {window!r}")
+    if size < 0:
+        raise ValueError(
+            f"window is {window!r}: its entries must be at least 0; use None for unbounded, as in "
+            "(None, 0)"
+        )
+    return min(size, MAX_OFFSET)
+
+
+def offset(q_offset, sizes: Sizes):
+    """(int, None) for an offset known now, (0, int32[B]) for an array."""
+    if isinstance(q_offset, (jax.Array, np.ndarray)):
+        return 0, _per_entry("q_offset", q_offset, sizes, exact=True)
+    try:
+        found = operator.index(q_offset)
+    except TypeError:
+        found = None
+    if found is None or isinstance(q_offset, (bool, np.bool_)):
+        raise TypeError(
+            f"q_offset must be an int or an int32 array of the batch's shape, got {q_offset!r}"
+        )
+    if abs(found) > MAX_OFFSET:
+        raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
+    return found, None
+
+
+def lengths(name: str, value, longest: int, sizes: Sizes):
+    """int32[B] in [0, longest], or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int32 array {sizes.batch_shape}, got {value!r}")
+    value = jnp.asarray(value, jnp.int32) if isinstance(value, int) else value
+    return jnp.clip(_per_entry(name, value, sizes, exact=False), 0, longest)
+
+
+def _per_entry(name: str, value, sizes: Sizes, exact: bool):
+    """int32[B] of one integer per batch entry, or of one for all."""
+    value = _array(name, value, sizes.batch_shape)
+    good = value.dtype == jnp.int32 if exact else jnp.issubdtype(value.dtype, jnp.integer)
+    if not good:
+        raise TypeError(
+            f"{name} has dtype {value.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
+        )
+    if value.shape not in ((), sizes.batch_shape):
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per batch entry, {sizes.batch_shape}, "
+            "or a scalar for all"
+        )
+    return jnp.broadcast_to(value, sizes.batch_shape).reshape(sizes.batch).astype(jnp.int32)
+
+
+def segments(q_ids, kv_ids, sizes: Sizes):
+    """(int32[B, T], int32[B, S]) with -1 and -2 for padding, or (None, None)."""
+    if (q_ids is None) != (kv_ids is None):
+        missing = "q_segment_ids" if q_ids is None else "kv_segment_ids"
+        raise ValueError(
+            f"{missing} is None: q_segment_ids and kv_segment_ids must be given together; in "
+            "self-attention they are the same array"
+        )
+    if q_ids is None:
+        return None, None
+    q = _ids("q_segment_ids", q_ids, sizes.q_len, sizes)
+    kv = _ids("kv_segment_ids", kv_ids, sizes.kv_len, sizes)
+    return jnp.where(q < 0, -1, q), jnp.where(kv < 0, -2, kv)
+
+
+def _ids(name: str, ids, length: int, sizes: Sizes):
+    shape = (*sizes.batch_shape, length)
+    ids = _array(name, ids, shape)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} has dtype {ids.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
+        )
+    if ids.shape != shape:
+        raise ValueError(f"{name} has shape {ids.shape}: it must be [*batch, length], {shape}")
+    return ids.reshape(sizes.batch, length).astype(jnp.int32)
+
+
+def bias(value, sizes: Sizes):
+    """[Bb, N or 1, T or 1, S or 1] of a float dtype, or None."""
+    if value is None:
+        return None
+    value = _array("bias", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"bias has dtype {value.dtype}: it must be a float; use mask for booleans")
+    if value.dtype == jnp.float64 and sizes.dtype != jnp.float64:
+        raise TypeError("bias is float64 and q is not: cast with bias.astype(jnp.float32)")
+    return _pairwise("bias", value, sizes)
+
+
+def mask(value, sizes: Sizes):
+    """bool [Bb, N or 1, T or 1, S or 1], or None."""
+    if value is None:
+        return None
+    value = _array("mask", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
+    if value.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask has dtype {value.dtype}: it must be bool (True is visible); cast a mask of 0 and "
+            "1 with mask.astype(bool), and pass what is added to the scores as bias"
+        )
+    return _pairwise("mask", value, sizes)
+
+
+def _pairwise(name: str, x, sizes: Sizes):
+    """x [*B, N, T, S], each full or 1, with its batch dimensions folded."""
+    full = (*sizes.batch_shape, sizes.q_heads, sizes.q_len, sizes.kv_len)
+    fits = x.ndim == len(full) and all(a in (1, b) for a, b in zip(x.shape, full, strict=True))
+    if not fits:
+        hint = ""
+        if x.ndim == len(full) and x.shape[-3] == sizes.kv_heads != sizes.q_heads:
+            hint = f"; heads are those of q: repeat each {sizes.q_heads // sizes.kv_heads} times"
+        elif x.ndim < len(full):
+            hint = f"; add the missing axes, as in {name}[None]"
+        raise ValueError(
+            f"{name} has shape {x.shape}: it must be [*batch, heads, q_length, kv_length], each as "
+            f"in {full} or 1{hint}"
+        )
+    batch = x.shape[:-3]
+    # Entry b of the batch reads entry b // (B // Bb), so what is shared must come last.
+    split = next((i for i, n in enumerate(batch) if n != sizes.batch_shape[i]), len(batch))
+    if any(n > 1 for n in batch[split:]):
+        x = jnp.broadcast_to(x, (*sizes.batch_shape, *x.shape[-3:]))
+    return x.reshape(-1, *x.shape[-3:])
+
+
+def slopes(value, sizes: Sizes):
+    """ALiBi slopes, [B, N] in the dtype of scores, or None."""
+    return None if value is None else _per_head("alibi_slopes", value, sizes)
+
+
+def sinks(value, sizes: Sizes):
+    """Sink logits, [B, N] in the dtype of scores, or None."""
+    return None if value is None else _per_head("sinks", value, sizes)
+
+
+def _per_head(name: str, value, sizes: Sizes):
+    shapes = (sizes.q_heads,), (*sizes.batch_shape, sizes.q_heads)
+    value = _array(name, value, shapes[0])
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+    if value.shape not in shapes:
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per query head, {shapes[0]}, or one "
+            f"per batch entry and head, {shapes[1]}"
+        )
+    whole = jnp.broadcast_to(value.astype(sizes.score_dtype), shapes[1])
+    return whole.reshape(sizes.batch, sizes.q_heads)
+
+
+def dropout_rate(value) -> float:
+    """The share of weights dropped."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("dropout_rate is traced, but it must be static: list it in static_argnames")
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"dropout_rate must be a Python number, got {value!r}")
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_rate is {value}: it must be in [0, 1)")
+    return float(value)
+
+
+def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
+    """uint32[B, N], or None without dropout."""
+    shared = flag("broadcast_dropout", broadcast)
+    if rate == 0.0:
+        return None
+    if seed is None:
+        raise ValueError(
+            f"dropout_rate is {rate} and dropout_seed is None: pass a key, as in "
+            "dropout_seed=jax.random.key(0), a new one for every call"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer, np.ndarray, jax.Array)):
+        raise TypeError(f"dropout_seed must be an int, an integer array or a key, got {seed!r}")
+    if isinstance(seed, (jax.Array, np.ndarray)):
+        is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        if not (is_key or jnp.issubdtype(seed.dtype, jnp.integer)):
+            raise TypeError(
+                f"dropout_seed has dtype {seed.dtype}: it must be an integer or a key of jax.random"
+            )
+        seed = seed if is_key else jnp.asarray(seed)
+    else:
+        seed = int(seed)
+    batch, heads = (1, 1) if shared else (sizes.batch, sizes.q_heads)
+    keys = dropout.call_keys(dropout.seed_words(seed), batch, heads)
+    return jnp.broadcast_to(keys, (sizes.batch, sizes.q_heads))
+
+
+def mod(name: str, function, sizes: Sizes):
+    """(Mod, its [B, N] arrays) of a user's function, or (None, ())."""
+    if function is None:
+        return None, ()
+    if not callable(function):
+        raise TypeError(f"{name} must be a function, got {function!r}")
+    dtype = sizes.score_dtype if name == "score_mod" else None
+    try:
+        return mods.trace(function, sizes.batch, sizes.q_heads, dtype)
+    except mods.NotElementwise as error:
+        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
+
+
+def _array(name: str, x, shape):
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
+    if not is_array:
+        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+    return jnp.asarray(x)
