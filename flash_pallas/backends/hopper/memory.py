@@ -55,14 +55,27 @@ class Ring(NamedTuple):
             plgpu.barrier_wait(self.empty.at[self.slot(n)])
 
 
-def tile_buffer(shape, dtype):
-    """Shared memory for TMA and wgmma: 128-byte swizzle, last axis a multiple of 128 bytes."""
-    columns = 128 // jnp.dtype(dtype).itemsize
+SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
+
+
+def widest_swizzle(columns: int, dtype) -> int:
+    """The widest swizzle of rows of that many elements, in bytes: wider rows conflict less.
+
+    Both operands of a wgmma must have the same if both lie in shared memory.
+    """
+    row = columns * jnp.dtype(dtype).itemsize
+    return next(s for s in SWIZZLES if row % s == 0)
+
+
+def tile_buffer(shape, dtype, swizzle: int | None = None):
+    """Shared memory for TMA and wgmma: rows of whole swizzles, the widest unless told."""
+    swizzle = swizzle or widest_swizzle(shape[-1], dtype)
+    columns = swizzle // jnp.dtype(dtype).itemsize
     if shape[-1] % columns:
         raise AssertionError(f"{shape=}: rows of {dtype} must be multiples of {columns} elements")
     tiling: Any = plgpu.TilingTransform  # abstract to pyright, as is the next
-    swizzle: Any = plgpu.SwizzleTransform
-    transforms = (tiling((8, columns)), swizzle(128))
+    swizzled: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, columns)), swizzled(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
