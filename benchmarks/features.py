@@ -1,0 +1,189 @@
+"""What is measured beyond plain and causal attention: groups of calls, compared in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flash_pallas
+
+Arguments = dict[str, Any]
+Maker = Callable[["Sizes", Any], Arguments]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv]."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def label(self) -> str:
+        """B,T,N,K,H or H/Hv in one short string."""
+        dims = f"{self.head_dim}"
+        if self.v_head_dim != self.head_dim:
+            dims += f"/{self.v_head_dim}"
+        return f"{self.batch},{self.length},{self.heads},{self.kv_heads},{dims}"
+
+    def arrays(self, dtype=jnp.bfloat16, seed: int = 0):
+        """(q, k, v, do), standard normal."""
+        shapes = (
+            (self.batch, self.length, self.heads, self.head_dim),
+            (self.batch, self.length, self.kv_heads, self.head_dim),
+            (self.batch, self.length, self.kv_heads, self.v_head_dim),
+            (self.batch, self.length, self.heads, self.v_head_dim),
+        )
+        keys = jax.random.split(jax.random.key(seed), 4)
+        return [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to call attention.
+
+    Attributes:
+        name: unique in its group.
+        static: keyword arguments of flash_attention that are not arrays.
+        make: (sizes, key) -> those that are.
+        differentiated: names of arrays whose gradient is asked for beside q, k and v.
+        visible: share of the T * T pairs that is visible, or None where it is not said.
+    """
+
+    name: str
+    static: tuple[tuple[str, Any], ...] = ()
+    make: Maker = lambda sizes, key: {}
+    differentiated: tuple[str, ...] = ()
+    visible: Callable[[Sizes], float] | None = None
+
+    def attention(self, backend: str) -> Callable:
+        """(q, k, v, arrays) -> o on this backend."""
+        static = dict(self.static)
+        return lambda q, k, v, arrays: flash_pallas.flash_attention(
+            q, k, v, backend=backend, **static, **arrays
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Variants on the same sizes, timed against each other; the first is the yardstick.
+
+    Attributes:
+        name: of the table.
+        sizes: of the arrays.
+        variants: what is called.
+        peers: other implementations of the last variant, see peers.py: names.
+    """
+
+    name: str
+    sizes: Sizes
+    variants: tuple[Variant, ...]
+    peers: tuple[str, ...] = ()
+
+
+DOCUMENTS = 16
+
+
+def packed_ids(length: int, documents: int = DOCUMENTS, seed: int = 0) -> np.ndarray:
+    """Segment ids of documents of unequal lengths, none shorter than a fourth of the mean."""
+    cuts = np.random.default_rng(seed).dirichlet(np.full(documents, 4.0)) * 0.75 + 0.25 / documents
+    ends = np.round(np.cumsum(cuts) * length).astype(int)
+    return np.searchsorted(ends, np.arange(length), side="right").clip(0, documents - 1)
+
+
+def _segments(sizes: Sizes, key) -> Arguments:
+    ids = jnp.asarray(packed_ids(sizes.length), jnp.int32)
+    ids = jnp.broadcast_to(ids, (sizes.batch, sizes.length))
+    return {"q_segment_ids": ids, "kv_segment_ids": ids}
+
+
+def _packed_share(sizes: Sizes) -> float:
+    counts = np.bincount(packed_ids(sizes.length)).astype(float)
+    return float((counts * (counts + 1)).sum() / 2 / sizes.length**2)
+
+
+def _causal_share(sizes: Sizes) -> float:
+    return (sizes.length + 1) / 2 / sizes.length
+
+
+def _window_share(left: int, sizes: Sizes) -> float:
+    inside = min(left + 1, sizes.length)
+    return (inside * sizes.length - inside * (inside - 1) / 2) / sizes.length**2
+
+
+def _pair_bias(sizes: Sizes, key) -> Arguments:
+    shape = (1, sizes.heads, sizes.length, sizes.length)
+    return {"bias": jax.random.normal(key, shape, jnp.bfloat16)}
+
+
+def _lengths(sizes: Sizes, key) -> Arguments:
+    return {"kv_lengths": jnp.full((sizes.batch,), sizes.length - 100, jnp.int32)}
+
+
+def _slopes(sizes: Sizes, key) -> Arguments:
+    return {"alibi_slopes": 2.0 ** (-8.0 * jnp.arange(1, sizes.heads + 1) / sizes.heads)}
+
+
+def _sinks(sizes: Sizes, key) -> Arguments:
+    return {"sinks": jax.random.normal(key, (sizes.heads,))}
+
+
+def squashed(score, b, n, i, j):
+    """A score_mod that is neither linear nor one of the built-in ones."""
+    return score / (1.0 + jnp.abs(score) * 0.01)
+
+
+_CAUSAL = (("causal", True),)
+CAUSAL = Variant("causal", _CAUSAL, visible=_causal_share)
+FULL = Variant("full")
+WINDOW = Variant(
+    "causal, window 1024",
+    (*_CAUSAL, ("window", (1023, 0))),
+    visible=functools.partial(_window_share, 1023),
+)
+PACKED = Variant(f"causal, {DOCUMENTS} packed documents", _CAUSAL, _segments, visible=_packed_share)
+SOFTCAP = Variant("causal, softcap 50", (*_CAUSAL, ("softcap", 50.0)))
+DROPOUT = Variant("causal, dropout 0.1", (*_CAUSAL, ("dropout_rate", 0.1), ("dropout_seed", 0)))
+ALIBI = Variant("causal, ALiBi", _CAUSAL, _slopes)
+SINKS = Variant("causal, sinks", _CAUSAL, _sinks, ("sinks",))
+LENGTHS = Variant("causal, kv_lengths", _CAUSAL, _lengths)
+SCORE_MOD = Variant("causal, score_mod", (*_CAUSAL, ("score_mod", squashed)))
+PAIR_BIAS = Variant("bias [1, N, T, T]", (), _pair_bias, ("bias",))
+
+
+def _sizes(batch, length, heads, head_dim, v_head_dim=None, kv_heads=None) -> Sizes:
+    return Sizes(batch, length, heads, kv_heads or heads, head_dim, v_head_dim or head_dim)
+
+
+_MODIFIED = (CAUSAL, SOFTCAP, DROPOUT, ALIBI, SINKS, LENGTHS, SCORE_MOD)
+_WIDTHS = ((192, 128), (96, 96), (80, 80), (72, 72))
+
+GROUPS: tuple[Group, ...] = (
+    Group("modifiers", _sizes(4, 4096, 16, 128), _MODIFIED),
+    Group("modifiers", _sizes(4, 4096, 32, 64), _MODIFIED),
+    *(
+        Group("window", _sizes(1, length, 16, 128), (CAUSAL, WINDOW))
+        for length in (8192, 32768, 131072)
+    ),
+    Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, PACKED)),
+    *(
+        Group("pair bias", _sizes(128, length, 4, dim), (FULL, PAIR_BIAS), ("jax_cudnn", "tokamax"))
+        for dim in (16, 32, 64)
+        for length in (1024, 2048, 4096)
+    ),
+    *(
+        Group("head dims", _sizes(4, 4096, 16, *dims), (variant,), ("torch_cudnn",))
+        for dims in _WIDTHS
+        for variant in (FULL, CAUSAL)
+    ),
+)

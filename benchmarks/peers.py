@@ -1,0 +1,72 @@
+"""Other implementations of the calls in features.py."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax
+
+from . import timing
+from .programs import Program, compile_jax
+
+
+class Unsupported(Exception):
+    """The peer cannot run this call here; the message says why."""
+
+
+def _jax_cudnn(variant, arrays, do):
+    static = dict(variant.static)
+
+    def attention(q, k, v, extra):
+        return jax.nn.dot_product_attention(
+            q, k, v, extra.get("bias"), is_causal="causal" in static, implementation="cudnn"
+        )
+
+    return compile_jax(attention, arrays, do, variant.differentiated)
+
+
+def _tokamax(variant, arrays, do):
+    if importlib.util.find_spec("tokamax") is None:
+        raise Unsupported("tokamax is not installed")
+    import tokamax
+
+    static = dict(variant.static)
+
+    def attention(q, k, v, extra):
+        return tokamax.dot_product_attention(
+            q, k, v, bias=extra.get("bias"), is_causal="causal" in static, implementation="mosaic"
+        )
+
+    return compile_jax(attention, arrays, do, variant.differentiated)
+
+
+def _torch_cudnn(variant, arrays, do):
+    torch = timing.torch_or_none()
+    if torch is None:
+        raise Unsupported("torch with a GPU is not installed")
+    import torch.nn.attention
+
+    to_torch = lambda x: torch.from_dlpack(x).transpose(1, 2).detach()
+    q, k, v = (to_torch(x).requires_grad_() for x in arrays[:3])
+    cotangent = to_torch(do)
+    backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, is_causal="causal" in dict(variant.static)
+    )
+
+    def forward():
+        with torch.nn.attention.sdpa_kernel(backend), torch.no_grad():
+            return attend(q, k, v)
+
+    with torch.nn.attention.sdpa_kernel(backend):
+        o = attend(q, k, v)
+    backward = lambda: torch.autograd.grad(o, (q, k, v), cotangent, retain_graph=True)
+    launches = {
+        "forward": timing.Launch(forward, "torch"),
+        "backward": timing.Launch(backward, "torch"),
+    }
+    return Program(launches, dict.fromkeys(launches, 0))
+
+
+PEERS = {"jax_cudnn": _jax_cudnn, "tokamax": _tokamax, "torch_cudnn": _torch_cudnn}

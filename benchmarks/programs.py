@@ -1,0 +1,48 @@
+"""A compiled call of attention and of its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from . import timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled forward and backward with its residuals, and what they plan to allocate."""
+
+    launches: dict[str, timing.Launch]
+    peak_bytes: dict[str, int]
+
+
+def compile_jax(attention, arrays, do, differentiated) -> Program:
+    """(q, k, v, extra arrays) -> o as a Program; the backward starts from saved residuals."""
+    q, k, v, extra = arrays
+    wanted = {name: extra[name] for name in differentiated}
+    fixed = {name: x for name, x in extra.items() if name not in differentiated}
+
+    def primal(q, k, v, wanted, fixed):
+        return attention(q, k, v, wanted | fixed)
+
+    def save(q, k, v, wanted, fixed):
+        return jax.vjp(lambda *x: primal(*x, fixed), q, k, v, wanted)
+
+    forward = jax.jit(primal).lower(q, k, v, wanted, fixed).compile()
+    saved = jax.jit(save).lower(q, k, v, wanted, fixed).compile()
+    _, residuals = jax.eval_shape(save, q, k, v, wanted, fixed)
+    pull = jax.jit(lambda pullback, do: pullback(do)).lower(residuals, do).compile()
+    _, pullback = saved(q, k, v, wanted, fixed)
+    return Program(
+        {
+            "forward": timing.Launch(lambda: forward(q, k, v, wanted, fixed), "jax"),
+            "backward": timing.Launch(lambda: pull(pullback, do), "jax"),
+        },
+        {"forward": _peak(forward), "backward": _peak(pull)},
+    )
+
+
+def _peak(compiled) -> int:
+    plan = compiled.memory_analysis()
+    return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes

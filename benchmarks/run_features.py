@@ -1,0 +1,171 @@
+"""Times the groups of features.py: python -m benchmarks.run_features --out results/features.json
+
+Every variant must first agree, within the 2x rule, with this package's jnp backend in float32 on
+the same inputs (at most 2,048 queries of 2 batch entries, where whole arrays would take minutes).
+Peak memory is XLA's plan of the compiled program: arguments, results and temporaries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import results, timing
+from .features import GROUPS, Group, Sizes, Variant
+from .peers import PEERS, Unsupported
+from .programs import Program, compile_jax
+from .run import prepare_process, probes
+
+DIRECTIONS = ("forward", "backward")
+GATE_LENGTH, GATE_BATCH = 2048, 2
+FACTORS = {"forward": 2.0, "backward": 3.0}
+
+
+def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
+    """How far o and all gradients are from float32, as a share of what the 2x rule allows."""
+    small = dataclasses.replace(
+        sizes, batch=min(sizes.batch, GATE_BATCH), length=min(sizes.length, GATE_LENGTH)
+    )
+    *qkv, do = small.arrays()
+    extra = variant.make(small, jax.random.key(1))
+
+    def all_results(name, dtype):
+        wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        wanted = {name: extra[name] for name in variant.differentiated}
+        fixed = {name: x for name, x in extra.items() if name not in wanted}
+        call = variant.attention(name)
+
+        @jax.jit
+        def run(q, k, v, wanted, do):
+            o, pull = jax.vjp(lambda *x: call(*x[:3], x[3] | fixed), q, k, v, wanted)
+            return {"forward": o, "backward": pull(do)}
+
+        return run(*map(wide, qkv), jax.tree.map(wide, wanted), wide(do))
+
+    exact = all_results("xla", jnp.float32)
+    plain, found = all_results("xla", jnp.bfloat16), all_results(backend, jnp.bfloat16)
+    used = {}
+    for direction, factor in FACTORS.items():
+        pairs = zip(*(jax.tree.leaves(x[direction]) for x in (exact, plain, found)), strict=True)
+        used[direction] = max(_rms(f - e) / (factor * _rms(p - e)) for e, p, f in map(_f32, pairs))
+    return used
+
+
+def _f32(arrays):
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def _rms(x) -> float:
+    return float(jnp.sqrt(jnp.mean(jnp.square(x)))) + 1e-12
+
+
+def prepare(
+    group: Group, backend: str
+) -> tuple[dict[str, Program], dict[str, str], dict[str, dict]]:
+    """(programs, refusals, gates) by name of variant or peer."""
+    programs, refused, gates = {}, {}, {}
+    *qkv, do = group.sizes.arrays()
+    for variant in group.variants:
+        extra = variant.make(group.sizes, jax.random.key(1))
+        try:
+            gates[variant.name] = gate(variant, group.sizes, backend)
+            worst = max(gates[variant.name].values())
+            if not worst <= 1.0:
+                raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
+            call = variant.attention(backend)
+            programs[variant.name] = compile_jax(call, (*qkv, extra), do, variant.differentiated)
+        except Exception as error:  # One variant's failure must not cost the others.
+            refused[variant.name] = f"{type(error).__name__}: {error}"[:300]
+    last = group.variants[-1]
+    for peer in group.peers:
+        extra = last.make(group.sizes, jax.random.key(1))
+        try:
+            programs[peer] = PEERS[peer](last, (*qkv, extra), do)
+        except Exception as error:
+            refused[peer] = f"{type(error).__name__}: {error}"[:300]
+    return programs, refused, gates
+
+
+def run_group(
+    group: Group, timer: timing.Timer, rounds: int, backend: str = "hopper"
+) -> list[dict[str, Any]]:
+    """The rows of one group."""
+    programs, refused, gates = prepare(group, backend)
+    shares = {v.name: v.visible(group.sizes) for v in group.variants if v.visible}
+    rows = []
+    for direction in DIRECTIONS:
+        contestants = {name: p.launches[direction] for name, p in programs.items()}
+        samples, failures = timing.interleave(timer, contestants, rounds)
+        first = group.variants[0].name
+        for name in (*programs, *refused):
+            row = {
+                "group": group.name,
+                "shape": group.sizes.label,
+                "name": name,
+                "direction": direction,
+                "refused": refused.get(name) or failures.get(name),
+                "visible": shares.get(name),
+                "gate": gates.get(name, {}).get(direction),
+            }
+            if name in samples:
+                times = [s.ms for s in samples[name]]
+                row["ms"], row["spread"] = timing.median_and_spread(times)
+                row["peak_bytes"] = programs[name].peak_bytes[direction]
+                if first in samples:
+                    row["speed"] = timing.speed_ratio(samples[first], samples[name])
+            rows.append(row)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for a terminal."""
+    head = f"{row['group']:<10} {row['shape']:<22} {row['name']:<30} {row['direction']:<9}"
+    if row.get("ms") is None:
+        return f"{head} {row['refused']}"[:200]
+    speed = row.get("speed")
+    return (
+        f"{head} {row['ms']:9.3f} ms  speed {'-' if speed is None else f'{speed:.2f}':>5}  "
+        f"{row['peak_bytes'] / 2**30:7.2f} GiB  gate {row['gate'] or 0:.2f}"
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--only", default="", help="groups whose name and shape contain this")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--time-limit", type=float, default=3600)
+    arguments = parser.parse_args()
+    prepare_process(arguments.time_limit + 300)
+    timer, log = timing.choose("auto", probes())
+    summary = (
+        "ms of device time; speed relative to the first row of each group; GiB planned by XLA; "
+        f"bfloat16; {timer.name}; median of {arguments.rounds} interleaved rounds."
+    )
+    method = {"summary": summary, "timer": timer.name, "timer_check": log}
+    found = results.header("features", method) | {"rows": []}
+    begin = time.monotonic()
+    for group in GROUPS:
+        if arguments.only not in f"{group.name} {group.sizes.label}":
+            continue
+        if time.monotonic() - begin > arguments.time_limit:
+            print(f"time is up before {group.name} {group.sizes.label}")
+            break
+        rows = run_group(group, timer, arguments.rounds)
+        found["rows"] += rows
+        print("\n".join(map(line, rows)), flush=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
