@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,27 @@ def dump_to(folder: Path, tools: Tools) -> Iterator[None]:
     """
     import jax.experimental.mosaic.gpu  # noqa: F401
 
-    settings = {"MOSAIC_GPU_DUMP_TO": str(folder)}
-    if tools.nvdisasm is not None:
-        settings["MOSAIC_GPU_CUDA_ROOT"] = str(tools.nvdisasm.parent.parent)
+    with tempfile.TemporaryDirectory() as name:
+        root = _silent_disassembler(Path(name)) if tools.nvdisasm is None else tools.nvdisasm
+        settings = {
+            "MOSAIC_GPU_DUMP_TO": str(folder),
+            "MOSAIC_GPU_CUDA_ROOT": str(root.parent.parent),
+        }
+        with _environment(settings):
+            yield
+
+
+def _silent_disassembler(folder: Path) -> Path:
+    """One that prints nothing: without any, Mosaic GPU complains of every kernel in three lines."""
+    program = folder / "bin" / "nvdisasm"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return program
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

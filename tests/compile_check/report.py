@@ -72,7 +72,7 @@ def _one(pattern: re.Pattern, text: str, source: Path) -> tuple[int, ...]:
 
 
 def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
-    if not path.exists():
+    if not path.exists() or not path.read_text().strip():
         return None, None
     counts = collections.Counter()
     highest = 0
