@@ -204,14 +204,21 @@ class SideInputs:
 
     def hold(self, gmem: Gmem, place: Place) -> Held:
         """What lasts: place.row_start is that of the warpgroup's own 64 rows."""
+        return self.hold_head(self.hold_rows(gmem, place), gmem, place)
+
+    def hold_rows(self, gmem: Gmem, place: Place) -> Held:
+        """What is the same for every head."""
         rows = pl.ds(place.row_start, WARPGROUP_ROWS)
         segments = None
         if self.has_segments:
             segments = _load_rows(gmem.row_segments.at[place.batch, rows])
+        return Held(segments=segments)
+
+    def hold_head(self, held: Held, gmem: Gmem, place: Place) -> Held:
+        """`held` with what belongs to place.head."""
         scalar = lambda x: None if x is None else x[place.batch, place.head]
         keys = scalar(gmem.dropout_keys)
-        return Held(
-            segments=segments,
+        return held._replace(
             bias=self.held(gmem.bias, self.problem.bias_shape, place),
             mask=self.held(gmem.mask, self.problem.mask_shape, place),
             scalars=TileInputs(
