@@ -131,7 +131,8 @@ def _lengths(sizes: Sizes, key) -> Arguments:
 
 
 def _slopes(sizes: Sizes, key) -> Arguments:
-    return {"alibi_slopes": 2.0 ** (-8.0 * jnp.arange(1, sizes.heads + 1) / sizes.heads)}
+    exponents = -8.0 * jnp.arange(1, sizes.heads + 1, dtype=jnp.float32) / sizes.heads
+    return {"alibi_slopes": jnp.exp2(exponents)}
 
 
 def _sinks(sizes: Sizes, key) -> Arguments:

@@ -1,0 +1,102 @@
+"""The benchmarks of masks and modifiers: what they claim is visible, and that they run on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import features, run_features, timing
+from benchmarks.peers import PEERS, Unsupported
+
+SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
+
+
+def visible_pairs(variant, sizes):
+    """By asking which values each query reads, for one head."""
+    one = dataclasses.replace(
+        sizes, batch=1, heads=1, kv_heads=1, head_dim=8, v_head_dim=sizes.length
+    )
+    q = jnp.zeros((1, sizes.length, 1, 8))
+    v = jnp.eye(sizes.length)[None, :, None]
+    o = variant.attention("xla")(q, q, v, variant.make(one, jax.random.key(0)))
+    return np.asarray(o[0, :, 0] > 0)
+
+
+@pytest.mark.parametrize("variant", [features.CAUSAL, features.PACKED], ids=lambda v: v.name)
+def test_the_visible_share(variant):
+    sizes = dataclasses.replace(SMALL, length=400)
+    assert variant.visible(sizes) == pytest.approx(visible_pairs(variant, sizes).mean())
+
+
+@pytest.mark.parametrize("length", [500, 1500])
+def test_the_visible_share_of_a_window(length):
+    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    expected = ((j <= i) & (i - j <= 1023)).mean()
+    sizes = dataclasses.replace(SMALL, length=length)
+    assert features.WINDOW.visible(sizes) == pytest.approx(expected)
+    assert dict(features.WINDOW.static)["window"] == (1023, 0)
+
+
+def test_documents_cover_the_length_unequally():
+    counts = np.bincount(features.packed_ids(32768))
+    assert len(counts) == features.DOCUMENTS and counts.sum() == 32768
+    assert counts.max() > 1.5 * counts.min() > 0
+
+
+VARIANTS = {v.name: v for group in features.GROUPS for v in group.variants}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_runs_and_passes_its_gate(variant):
+    used = run_features.gate(variant, SMALL, "xla")
+    assert 0.1 < used["forward"] <= 1.0 and 0.1 < used["backward"] <= 1.0
+
+
+def test_the_gate_fails_what_is_wrong(monkeypatch):
+    right = features.Variant.attention
+
+    def wrong(self, backend):
+        call = right(self, "xla")
+        slightly = lambda *args: call(*args) * 1.02
+        return slightly if backend == "wrong" else call
+
+    monkeypatch.setattr(features.Variant, "attention", wrong)
+    assert run_features.gate(features.CAUSAL, SMALL, "wrong")["forward"] > 1.0
+
+
+def test_rows_of_a_group(monkeypatch, tmp_path):
+    def refuse(variant, arrays, do):
+        raise Unsupported("not here")
+
+    monkeypatch.setitem(PEERS, "jax_cudnn", refuse)
+    group = features.Group("pair", SMALL, (features.FULL, features.PAIR_BIAS), ("jax_cudnn",))
+    rows = run_features.run_group(group, timing.HostTimer(), 1, "xla")
+    assert [(r["name"], r["direction"], r["refused"]) for r in rows] == [
+        (name, direction, "Unsupported: not here" if name == "jax_cudnn" else None)
+        for direction in ("forward", "backward")
+        for name in ("full", features.PAIR_BIAS.name, "jax_cudnn")
+    ]
+    assert all(r["ms"] > 0 and r["speed"] > 0 for r in rows if r["refused"] is None)
+    assert all(run_features.line(row) for row in rows)
+
+
+def test_command_line(monkeypatch, tmp_path):
+    group = features.Group("tiny", SMALL, (features.CAUSAL,))
+    run = run_features.run_group
+    on_xla = lambda group, timer, rounds: run(group, timer, rounds, "xla")
+    monkeypatch.setattr(run_features, "GROUPS", (group, dataclasses.replace(group, name="other")))
+    monkeypatch.setattr(run_features, "run_group", on_xla)
+    monkeypatch.setattr(run_features, "prepare_process", lambda limit: None)
+    monkeypatch.setattr(timing, "choose", lambda name, probes: (timing.HostTimer(), {}))
+    monkeypatch.setattr(run_features, "probes", dict)
+    out = tmp_path / "features.json"
+    monkeypatch.setattr(sys, "argv", ["run_features", "--out", str(out), "--only", "tiny"])
+    run_features.main()
+    found = json.loads(out.read_text())
+    assert found["suite"] == "features" and {row["group"] for row in found["rows"]} == {"tiny"}
