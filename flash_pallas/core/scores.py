@@ -55,7 +55,7 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
     if inputs.bias is not None:
         x = x + inputs.bias
     if inputs.slope is not None:
-        x = x + distance(tile, x.dtype) * _spread(tile, -inputs.slope)
+        x = x + tile.distance(x.dtype) * _spread(tile, -inputs.slope)
     pull = lambda d: (d, ())
     if spec.softcap is not None:
         x = jnp.tanh(x * (scale / spec.softcap))
@@ -83,12 +83,7 @@ def _through_mod(mod_pull, pull):
 
 def slope_pull(tile: Tile, dz):
     """What each element adds to the gradient of its head's ALiBi slope, from d (scale * qk)."""
-    return -dz * distance(tile, dz.dtype)
-
-
-def distance(tile: Tile, dtype):
-    """|query position - key position|."""
-    return lax.convert_element_type(lax.abs(tile.q_pos - tile.kv_pos), dtype)
+    return -dz * tile.distance(dz.dtype)
 
 
 def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):

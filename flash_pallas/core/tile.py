@@ -74,6 +74,10 @@ class Tile:
         """int32[shape], the position of each element's key."""
         return self.iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
 
+    def distance(self, dtype):
+        """|query position - key position| of each element."""
+        return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)
+
     def per_q(self, x):
         """Spread one value per query over the tile."""
         return lax.broadcast_in_dim(x, self.shape, (self.q_axis,))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from ...core.tile import Limits
 
@@ -49,8 +49,8 @@ def _splat(array):
     return array.registers[()] if array.registers.shape == () else array.registers.flat[0]
 
 
-def _fragmented(registers, layout):
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+def _fragmented(registers, layout, is_signed=None):
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
 # Each limit is one compare of an element's (static) coordinate with a per-thread bound: the compare
@@ -64,45 +64,53 @@ _COMPARE = {
 }
 
 
-def _limit_body(kind, _, tile, bound):
-    coordinate, predicate = _COMPARE[kind]
+def _limit_body(kinds, _, tile, *bounds):
     i32 = ir.IntegerType.get_signless(32)
     row0, col0 = (arith.index_cast(i32, x) for x in next(iter(tile.layout.thread_idxs(tile.shape))))
-    origin = {"rows": lambda: row0, "cols": lambda: col0}.get(
-        kind, lambda: arith.subi(col0, row0)
-    )()
-    limit = arith.subi(_splat(bound), origin)
-    hidden = _f32(float("-inf"))
+    limits = []
+    for kind, bound in zip(kinds, bounds, strict=True):
+        origin = {"rows": lambda: row0, "cols": lambda: col0}.get(
+            kind, lambda: arith.subi(col0, row0)
+        )()
+        limits.append((*_COMPARE[kind], arith.subi(_splat(bound), origin)))
+
+    def kept(row, col):
+        each = [
+            arith.cmpi(getattr(arith.CmpIPredicate, predicate), _i32(coordinate(row, col)), limit)
+            for coordinate, predicate, limit in limits
+        ]
+        return functools.reduce(arith.andi, each)
+
+    return _select(tile, kept, float("-inf"))
+
+
+def _select(tile, kept, other: float):
+    """The tile with `other` wherever kept(row, column of thread 0), an i1, is false."""
+    replacement = _f32(other)
     registers = tile.registers.copy()
     for index, row, col in _coordinates(tile.shape, tile.layout):
         register = registers[index]
         for e in range(_elements(register)):
-            kept = arith.cmpi(
-                getattr(arith.CmpIPredicate, predicate), _i32(coordinate(row, col + e)), limit
-            )
-            x = vector.extract(register, dynamic_position=[], static_position=[e])
-            register = vector.insert(
-                arith.select(kept, x, hidden), register, dynamic_position=[], static_position=[e]
-            )
+            at = {"dynamic_position": [], "static_position": [e]}
+            keep = kept(row, col + e)
+            x = vector.extract(register, **at)
+            register = vector.insert(arith.select(keep, x, replacement), register, **at)
         registers[index] = register
     return _fragmented(registers, tile.layout)
 
 
 def hide(tile, limits: Limits, interpret: bool):
     """The tile with -inf wherever `limits` does not keep it."""
-    if limits.is_trivial:
+    given = {kind: bound for kind, bound in limits._asdict().items() if bound is not None}
+    if not given:
         return tile
     if interpret:
         return jnp.where(limits.keep(tile.shape), tile, -jnp.inf)
-    for kind, bound in limits._asdict().items():
-        if bound is None:
-            continue
-        run = plgpu.inline_mgpu(
-            arg_types=(WGMMA, plgpu.Layout.WG_SPLAT),
-            return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
-        )(functools.partial(_limit_body, kind))
-        tile = run(tile, jnp.int32(bound))
-    return tile
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA, *(plgpu.Layout.WG_SPLAT,) * len(given)),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
+    )(functools.partial(_limit_body, tuple(given)))
+    return run(tile, *map(jnp.int32, given.values()))
 
 
 def _lane_sums_body(_, tile):
@@ -194,3 +202,78 @@ def named_barrier(operation: str, barrier, threads: int):
         functools.partial(_named_barrier_body, operation, threads)
     )
     run(lax.convert_element_type(barrier, jnp.int32))
+
+
+def _opaque(x):
+    """The same i32, of which the compiler knows nothing: sums with it stay where they are used."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+
+
+def _thread_origin(shape, layout):
+    """i32 (row, column) of this thread's first element."""
+    i32 = ir.IntegerType.get_signless(32)
+    return tuple(arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+
+
+def _filled(shape, layout, element_type, value):
+    """The registers of a tile of value(row, column of thread 0)."""
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    like = ir.VectorType.get((2,), element_type)
+    for index, row, col in _coordinates(shape, layout):
+        register = llvm.mlir_undef(like)
+        for e in range(2):
+            register = vector.insert(
+                value(row, col + e), register, dynamic_position=[], static_position=[e]
+            )
+        registers[index] = register
+    return registers
+
+
+def _positions_body(shape, axis, _, start):
+    layout = WGMMA.to_mgpu()
+    base = _opaque(arith.addi(_splat(start), _thread_origin(shape, layout)[axis]))
+    registers = _filled(
+        shape,
+        layout,
+        ir.IntegerType.get_signless(32),
+        lambda row, col: arith.addi(base, _i32((row, col)[axis])),
+    )
+    return _fragmented(registers, layout, is_signed=True)
+
+
+def positions(shape, axis: int, start, interpret: bool):
+    """int32[shape]: start + index along the axis.
+
+    Plain iota is the same in every step, so the compiler computes it once and keeps its 32 to 64
+    registers alive through the loop; here every value is a sum of one register and an immediate.
+    """
+    if interpret:
+        return jnp.int32(start) + lax.broadcasted_iota(jnp.int32, shape, axis)
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, WGMMA),
+    )(functools.partial(_positions_body, shape, axis))
+    return run(jnp.int32(start))
+
+
+def _distance_body(shape, _, shift):
+    layout, f32 = WGMMA.to_mgpu(), ir.F32Type.get()
+    row0, col0 = _thread_origin(shape, layout)
+    base = arith.sitofp(f32, _opaque(arith.addi(_splat(shift), arith.subi(row0, col0))))
+    registers = _filled(
+        shape, layout, f32, lambda row, col: math.absf(arith.addf(base, _f32(float(row - col))))
+    )
+    return _fragmented(registers, layout)
+
+
+def distance(shape, shift, interpret: bool):
+    """f32[shape]: |row - column + shift|, exact below 2**24; one conversion for the whole tile."""
+    if interpret:
+        row, col = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        return lax.convert_element_type(lax.abs(row - col + jnp.int32(shift)), jnp.float32)
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, WGMMA),
+    )(functools.partial(_distance_body, shape))
+    return run(jnp.int32(shift))

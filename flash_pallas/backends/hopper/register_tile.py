@@ -1,0 +1,35 @@
+"""Tiles of scores whose positions cost one register, not one per element."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...core.tile import Tile
+from . import inline
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisterTile(Tile):
+    """A Tile in the WGMMA register layout.
+
+    Attributes:
+        interpret: positions in plain jnp.
+    """
+
+    interpret: bool = False
+
+    @property
+    def q_pos(self):
+        """int32[shape], the position of each element's query."""
+        return inline.positions(self.shape, self.q_axis, self.q_start, self.interpret)
+
+    @property
+    def kv_pos(self):
+        """int32[shape], the position of each element's key."""
+        return inline.positions(self.shape, 1 - self.q_axis, self.kv_start, self.interpret)
+
+    def distance(self, dtype):
+        """|query position - key position| of each element, exact below 2**24."""
+        starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
+        shift = starts[0] - starts[1]
+        return inline.distance(self.shape, shift, self.interpret).astype(dtype)
