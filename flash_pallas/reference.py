@@ -1,16 +1,22 @@
 """The oracle: attention in plain jnp, with the whole matrix of scores in memory.
 
-It says what every backend must compute and shares no code with them: mask, scale and softmax are
-written out here. Not meant for training: memory grows with T * S.
+It says what every backend must compute and shares no code with them but two definitions: which keys
+a band of positions shows (`core.mask.Mask.visible`) and which weights dropout keeps
+(`core.dropout.keep`). Not meant for training: memory grows with T * S.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+
+from .core import dropout
+from .core.mask import Mask
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -21,12 +27,11 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    q_offset=0,
     full_precision: bool = False,
+    max_logit: bool = False,
+    **arguments,
 ):
-    """softmax(scale * q @ k^T + mask) @ v and the log-sum-exp of its rows.
+    """softmax(modified(scale * q @ k^T)) @ v and the log-sum-exp of its rows.
 
     Differentiable to any order by ordinary autodiff. Everything is computed in float32, in float64
     for float64 inputs.
@@ -35,50 +40,156 @@ def attention(
         q: queries [B, T, N, H].
         k: keys [B, S, K, H]; N is a multiple of K.
         v: values [B, S, K, Hv].
-        causal: the query at position i sees the keys at positions up to i.
-        scale: multiplies the scores; None is 1 / sqrt(H).
-        q_offset: position of query 0; an int, or int32[B].
         full_precision: return o as it was computed instead of in q's dtype.
+        max_logit: return the largest visible score of every row too; it has no gradient.
+        **arguments: the other arguments of `flash_attention` that change what is computed: the
+            fields of `Modifiers`.
 
     Returns:
-        o [B, T, N, Hv], and lse [B, N, T] (natural logarithm). A row that sees no key has o = 0,
-        lse = -inf and gradients of zero.
+        o [B, T, N, Hv], and lse [B, N, T] (natural logarithm); with max_logit also that, [B, N, T].
+        A row that sees no key has o = 0, lse = -inf (its sink, where there are sinks), max_logit =
+        -inf and gradients of zero; a row beyond its length has lse = -inf in any case.
     """
-    exact = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    batch, q_len, q_heads, head_dim = q.shape
-    _, kv_len, kv_heads, v_head_dim = v.shape
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    grouped = q.astype(exact).reshape(batch, q_len, kv_heads, q_heads // kv_heads, head_dim)
-
-    scores = scale * jnp.einsum(
-        "btkgh,bskh->bkgts", grouped, k.astype(exact), precision=lax.Precision.HIGHEST
-    )
-    keep = _visible(batch, q_len, kv_len, causal, q_offset)
-    # Two wheres: the outer one cuts the gradient of the masked scores, the inner one keeps a row
-    # without keys from making a NaN that the outer one could not cut.
-    some = jnp.any(keep, axis=-1, keepdims=True)
-    scores = jnp.where(keep, scores, -jnp.inf)
-    shift = lax.stop_gradient(
-        jnp.max(jnp.where(some, scores, 0.0), axis=-1, keepdims=True, initial=-jnp.inf)
-    )
-    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
-    weights = jnp.where(keep, jnp.exp(jnp.where(keep, scores, 0.0) - shift), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    divisor = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, jnp.log(divisor) + shift, -jnp.inf)
-
-    o = jnp.einsum(
-        "bkgts,bskh->btkgh", weights / divisor, v.astype(exact), precision=lax.Precision.HIGHEST
-    )
-    o = o.reshape(batch, q_len, q_heads, v_head_dim)
-    return o if full_precision else o.astype(q.dtype), lse.reshape(batch, q_heads, q_len)
+    m = Modifiers(**arguments)
+    dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    q, k, v = m.cleared(q.astype(exact), k.astype(exact), v.astype(exact))
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if m.scale is None else m.scale
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
+    keep = m.visible(scores.shape)
+    weights, lse, most = m.softmax(m.logits(scores, keep), keep)
+    if m.dropout_rate:
+        weights = jnp.where(m.kept(scores.shape), weights * dropout.gain(m.dropout_rate), 0.0)
+    o = jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
+    o = o if full_precision else o.astype(dtype)
+    return (o, lse, most) if max_logit else (o, lse)
 
 
-def _visible(batch, q_len, kv_len, causal, q_offset):
-    """bool[B, 1, 1, T, S]: which keys each query sees."""
-    if not causal:
-        return jnp.ones((batch, 1, 1, q_len, kv_len), bool)
-    offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
-    query = offset[:, None] + jnp.arange(q_len, dtype=jnp.int32)[None, :]
-    key = jnp.arange(kv_len, dtype=jnp.int32)
-    return (key[None, None, :] <= query[:, :, None])[:, None, None]
+@dataclasses.dataclass(frozen=True)
+class Modifiers:
+    """What changes attention, named and explained as the arguments of `flash_attention`.
+
+    Scores are [B, N, T, S] throughout.
+    """
+
+    causal: bool = False
+    window: Any = None
+    scale: float | None = None
+    q_offset: Any = 0
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    bias: Any = None
+    mask: Any = None
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_rate: float = 0.0
+    dropout_seed: Any = None
+    broadcast_dropout: bool = False
+    score_mod: Any = None
+    mask_mod: Any = None
+
+    def cleared(self, q, k, v):
+        """q, k and v with 0 in place of padding: 0 times a NaN would be a NaN."""
+        queries = self._valid(q.shape[1], self.q_lengths, self.q_segment_ids)
+        keys = self._valid(k.shape[1], self.kv_lengths, self.kv_segment_ids)
+        zero_at = lambda x, valid: x if valid is None else jnp.where(valid[..., None, None], x, 0.0)
+        return zero_at(q, queries), zero_at(k, keys), zero_at(v, keys)
+
+    def visible(self, shape):
+        """bool[B, N, T, S]: which keys each query sees. Queries beyond their length see none."""
+        _, _, q_len, kv_len = shape
+        i, j = self._positions(shape)
+        left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
+        band = Mask(left, 0 if self.causal else right).visible(i, j)
+        keep = jnp.ones(shape, bool) if band is None else jnp.broadcast_to(band, shape)
+        if self.q_segment_ids is not None:
+            q_ids, kv_ids = self.q_segment_ids[:, None, :, None], self.kv_segment_ids[:, None, None]
+            keep &= (q_ids == kv_ids) & (q_ids >= 0)
+        if self.q_lengths is not None:
+            keep &= self._valid(q_len, self.q_lengths, None)[:, None, :, None]
+        if self.kv_lengths is not None:
+            keep &= self._valid(kv_len, self.kv_lengths, None)[:, None, None, :]
+        if self.mask is not None:
+            keep &= self.mask
+        if self.mask_mod is not None:
+            keep &= self._everywhere(lambda _, *place: self.mask_mod(*place), keep)
+        return keep
+
+    def logits(self, scores, keep):
+        """The modified scores, where `keep` says that they are visible; elsewhere anything finite.
+
+        Order: bias, ALiBi, softcap, score_mod.
+        """
+        i, j = self._positions(scores.shape)
+        if self.bias is not None:
+            # What is hidden may be NaN, and a NaN would find its way into gradients.
+            scores = scores + jnp.where(keep, self.bias.astype(scores.dtype), 0.0)
+        if self.alibi_slopes is not None:
+            distance = jnp.abs(i - j).astype(scores.dtype)
+            scores = scores - self._per_head(self.alibi_slopes, scores) * distance
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        if self.score_mod is not None:
+            scores = self._everywhere(self.score_mod, jnp.where(keep, scores, 0.0))
+        return scores
+
+    def softmax(self, scores, keep):
+        """(weights, log-sum-exp, largest score) of rows; sinks count in the first two."""
+        keep = keep & (scores > -jnp.inf)
+        most = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
+        most = lax.stop_gradient(most)
+        shift = most
+        if self.sinks is not None:
+            sinks = self._per_head(self.sinks, scores)[..., 0]
+            shift = jnp.maximum(shift, lax.stop_gradient(sinks))
+        shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+        # Two wheres: the outer one cuts the gradient of hidden scores, the inner one keeps what is
+        # hidden from making a NaN that the outer one could not cut.
+        shifted = jnp.where(keep, scores, 0.0) - shift[..., None]
+        weights = jnp.where(keep, jnp.exp(shifted), 0.0)
+        total = jnp.sum(weights, axis=-1)
+        if self.sinks is not None:
+            total = total + jnp.exp(sinks - shift)
+        divisor = jnp.where(total > 0.0, total, 1.0)
+        lse = jnp.where(total > 0.0, jnp.log(divisor) + shift, -jnp.inf)
+        if self.q_lengths is not None:
+            rows = self._valid(scores.shape[2], self.q_lengths, None)[:, None]
+            lse = jnp.where(rows, lse, -jnp.inf)
+        return weights / divisor[..., None], lse, most
+
+    def kept(self, shape):
+        """bool[B, N, T, S]: which weights dropout keeps."""
+        batch, heads = (1, 1) if self.broadcast_dropout else shape[:2]
+        keys = dropout.call_keys(dropout.seed_words(self.dropout_seed), batch, heads)
+        found = dropout.keep(keys[..., None, None], *self._positions(shape), self.dropout_rate)
+        return jnp.broadcast_to(found, shape)
+
+    def _positions(self, shape):
+        """(int32[B, 1, T, 1], int32[1, 1, 1, S]): of queries and of keys."""
+        batch, _, q_len, kv_len = shape
+        offset = jnp.broadcast_to(jnp.asarray(self.q_offset, jnp.int32), (batch,))
+        i = offset[:, None] + jnp.arange(q_len, dtype=jnp.int32)[None]
+        return i[:, None, :, None], jnp.arange(kv_len, dtype=jnp.int32)[None, None, None]
+
+    def _everywhere(self, function, scores):
+        """function(score, b, n, i, j) of scalars for every element of scores."""
+        i, j = (x.reshape(-1, x.size // x.shape[0]) for x in self._positions(scores.shape))
+        b, n = (jnp.arange(size, dtype=jnp.int32) for size in scores.shape[:2])
+        for axes in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
+            function = jax.vmap(function, axes)
+        return jax.vmap(function, (0, 0, None, 0, None))(scores, b, n, i, j[0])
+
+    def _per_head(self, x, scores):
+        """x [N] or [B, N] as [B, N, 1, 1]."""
+        return jnp.broadcast_to(x.astype(scores.dtype), scores.shape[:2])[..., None, None]
+
+    def _valid(self, length: int, lengths, segments):
+        """bool[B, length]: what is not padding; None where nothing is."""
+        valid = None if segments is None else segments >= 0
+        if lengths is not None:
+            within = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
+            valid = within if valid is None else valid & within
+        return valid
