@@ -1,0 +1,11 @@
+"""Attention one block at a time in jnp: any device, any float dtype, every feature.
+
+backend   the two passes over the tiles
+tiles     what happens between two products: modifiers, what is hidden, their gradients
+grid      how a call is cut into tiles, and which tiles are read
+"""
+
+from .backend import XlaBackend
+from .grid import XlaBlocks
+
+__all__ = ["XlaBackend", "XlaBlocks"]

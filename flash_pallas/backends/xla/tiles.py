@@ -1,0 +1,282 @@
+"""What happens to a tile of scores between two products.
+
+The meaning is that of core/scores.py, for one head; here it is mapped over batch and heads, each
+tile's inputs are cut out of the call's arrays, and gradients of those are summed to their shapes
+tile by tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core import dropout, scores
+from ...core.problem import AttentionSpec, Operands
+from ...core.scores import TileInputs
+from ...core.softmax import EMPTY_ROW
+from ...core.tile import Tile
+from .grid import Grid, pad
+
+PAIRWISE = ("bias", "mask")  # operands with an axis of queries and one of keys
+
+
+class Extras(NamedTuple):
+    """Gradients of what is not q, k or v; None for what was not asked for."""
+
+    bias: Any = None  # [Bb, N1, T1, S1], of a tile or, padded, of the call
+    alibi_slopes: Any = None  # [B, N]
+    score_params: Any = None  # a tuple of [B, N], None for integers
+
+
+class _Place(NamedTuple):
+    """Where one head's tile sits."""
+
+    q_start: Any
+    kv_start: Any
+    kv_len: Any  # keys from there on are hidden; None where the tile has no such keys
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiles:
+    """The side inputs of one call, read tile by tile.
+
+    Attributes:
+        grid: how the call is cut.
+        sides: its operands, lengthened to whole tiles and in the dtype of the scores.
+        wanted: the operands whose gradients are asked for.
+    """
+
+    grid: Grid
+    sides: Operands
+    wanted: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, grid: Grid, operands: Operands, wanted: frozenset[str] = frozenset()) -> Tiles:
+        """The tiles of these operands."""
+        spec, (block_q, block_kv) = grid.problem.spec, grid.tile_shape
+        changes: dict[str, Any] = {}
+        for name in PAIRWISE:
+            x = getattr(operands, name)
+            if x is not None:
+                x = pad(x, 2, block_q, 0) if x.shape[2] > 1 else x
+                changes[name] = pad(x, 3, block_kv, 0) if x.shape[3] > 1 else x
+        if operands.q_segments is not None:
+            changes["q_segments"] = pad(operands.q_segments, 1, block_q, -1)
+            changes["kv_segments"] = pad(operands.kv_segments, 1, block_kv, -2)
+        if operands.q_offset is None:
+            changes["q_offset"] = jnp.full((1,), spec.q_offset, jnp.int32)
+        if operands.alibi_slopes is not None:
+            changes["alibi_slopes"] = operands.alibi_slopes.astype(grid.dtype)
+        return cls(grid, operands._replace(**changes), wanted)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What is computed."""
+        return self.grid.problem.spec
+
+    def logits(self, qk, q_block, kv_block):
+        """Base-2 logits of products [B, K, G, block_q, block_kv], -inf where hidden.
+
+        Also, with dropout, which weights are kept, a bool of the same shape; else None.
+        """
+
+        def one(qk, place, inputs):
+            tile, inputs = self._tile(place, inputs)
+            z, keep = self._scored(tile, qk, place, inputs)
+            x = z.x * z.log2_scale
+            x = x if keep is None else jnp.where(keep, x, -jnp.inf)
+            return x, scores.kept(self.spec, tile, inputs) if self.spec.dropout_rate else None
+
+        return self._grouped(self._over_heads(one, qk, q_block, kv_block))
+
+    def weights_and_gradients(self, products, rows, q_block, kv_block):
+        """(what multiplies dO for dV, d (scale * qk), Extras of this tile).
+
+        Args:
+            products: qk and dP = dO v^T, [B, K, G, block_q, block_kv] each.
+            rows: lse_log2 and delta, [B, K, G, block_q] each.
+            q_block: index of the tile's queries.
+            kv_block: of its keys.
+        """
+
+        def one(given, place, inputs):
+            qk, dp, lse_log2, delta = given
+            tile, inputs = self._tile(place, inputs)
+            z, keep = self._scored(tile, qk, place, inputs)
+            keep = self._with_rows(tile, keep, lse_log2)
+            p = jnp.exp2(z.x * z.log2_scale - tile.per_q(lse_log2))
+            p = p if keep is None else jnp.where(keep, p, 0.0)
+            used = p
+            if self.spec.dropout_rate:
+                gain = dropout.gain(self.spec.dropout_rate)
+                kept = scores.kept(self.spec, tile, inputs)
+                used, dp = (jnp.where(kept, x * gain, 0.0) for x in (p, dp))
+            dz, dparams = z.pull(p * (dp - tile.per_q(delta)))
+            if keep is not None and (self.spec.softcap or self.spec.score_mod):
+                # What is hidden may be anything, and so may the derivatives there.
+                dz, dparams = jax.tree.map(lambda d: jnp.where(keep, d, 0.0), (dz, dparams))
+            return used, dz, self._extras(tile, dz, dparams)
+
+        used, dz, extras = self._over_heads(one, (*products, *rows), q_block, kv_block)
+        if extras.bias is not None:
+            extras = extras._replace(bias=_sum_to(extras.bias, self.sides.bias.shape[:2]))
+        return *self._grouped((used, dz)), extras
+
+    def no_extras(self, like) -> Extras:
+        """Zeros to sum the Extras of all tiles in."""
+        sides, zeros = self.sides, self.grid.zeros
+        bias = None
+        if "bias" in self.wanted:
+            # With both axes present every element belongs to one tile: nothing is added up.
+            once = 1 not in sides.bias.shape[2:]
+            bias = zeros(sides.bias.shape, like, sides.bias.dtype if once else None)
+        slopes = zeros(sides.alibi_slopes.shape, like) if "alibi_slopes" in self.wanted else None
+        params = None
+        if "score_params" in self.wanted:
+            params = [zeros(p.shape, like) if _is_float(p) else None for p in sides.score_params]
+        return Extras(bias, slopes, None if params is None else tuple(params))
+
+    def add(self, total: Extras, part: Extras, q_block, kv_block) -> Extras:
+        """The sum of Extras with those of one tile."""
+        with_bias = total._replace(bias=None), part._replace(bias=None)
+        added = jax.tree.map(jnp.add, *with_bias)
+        if total.bias is None:
+            return added
+        start = self._corner(total.bias, q_block, kv_block)
+        old = lax.dynamic_slice(total.bias, start, part.bias.shape)
+        bias = lax.dynamic_update_slice(total.bias, old + part.bias.astype(old.dtype), start)
+        return added._replace(bias=bias)
+
+    def finished(self, total: Extras, operands: Operands) -> Extras:
+        """The sums in the shapes and dtypes of the operands."""
+        bias = total.bias
+        if bias is not None:
+            rows, columns = operands.bias.shape[2:]
+            bias = bias[:, :, :rows, :columns]
+        like = Extras(*(getattr(operands, name) for name in Extras._fields))
+        cast = lambda d, x: None if d is None else d.astype(x.dtype)
+        params = total.score_params
+        if params is not None:
+            params = tuple(cast(d, x) for d, x in zip(params, like.score_params, strict=True))
+        return Extras(
+            cast(bias, like.bias), cast(total.alibi_slopes, like.alibi_slopes), params or ()
+        )
+
+    def _scored(self, tile: Tile, qk, place: _Place, inputs: TileInputs):
+        """(Logits, bool of what is visible or None) of one head's tile."""
+        limits = tile.limits(self.spec.mask, place.kv_len)
+        keep = scores.visible(self.spec, tile, inputs)
+        if not limits.is_trivial:
+            near = limits.keep(tile.shape)
+            keep = near if keep is None else keep & near
+        return scores.logits(self.spec, tile, qk, inputs), keep
+
+    def _with_rows(self, tile: Tile, keep, lse_log2):
+        """`keep` without the rows whose outputs were discarded, where they may hold NaN.
+
+        Their queries are 0, so it takes a bias or the user's function to make one.
+        """
+        if self.sides.bias is None and self.spec.score_mod is None:
+            return keep
+        rows = tile.per_q(lse_log2 < EMPTY_ROW / 2)
+        return rows if keep is None else keep & rows
+
+    def _extras(self, tile: Tile, dz, dparams) -> Extras:
+        """What one head's tile adds to each gradient."""
+        bias = slopes = params = None
+        if "bias" in self.wanted:
+            axes = tuple(i for i in (0, 1) if self.sides.bias.shape[2 + i] == 1)
+            bias = jnp.sum(dz, axis=axes, keepdims=True) if axes else dz
+        if "alibi_slopes" in self.wanted:
+            slopes = jnp.sum(scores.slope_pull(tile, dz))
+        if "score_params" in self.wanted:
+            given = zip(dparams, self.sides.score_params, strict=True)
+            params = tuple(jnp.sum(d) if _is_float(p) else None for d, p in given)
+        return Extras(bias, slopes, params)
+
+    def _tile(self, place: _Place, inputs: TileInputs):
+        """One head's Tile, and its inputs spread over it."""
+        tile = Tile(place.q_start, place.kv_start, self.grid.tile_shape)
+        spread = lambda x: jnp.broadcast_to(x, tile.shape)
+        bias = None if inputs.bias is None else spread(inputs.bias.astype(self.grid.dtype))
+        mask = None if inputs.mask is None else spread(inputs.mask)
+        return tile, inputs._replace(bias=bias, mask=mask)
+
+    def _over_heads(self, function, given, q_block, kv_block):
+        """`function` of one head's tile, for every [B, N]; `given` is [B, K, G, ...]."""
+        sizes = (self.grid.problem.batch, self.grid.problem.q_heads)
+        given = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[3:]), given)
+        place, inputs = self._place(q_block, kv_block), self._inputs(q_block, kv_block)
+        leaves, tree = jax.tree.flatten((given, place, inputs))
+        mapped = [[n == size for n, size in zip(x.shape, sizes, strict=False)] for x in leaves]
+        call = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
+        for i in (1, 0):
+            call = jax.vmap(call, in_axes=tuple(0 if m[i] else None for m in mapped))
+        # An axis that all share is left out, so that what depends on positions alone stays small.
+        shared = [tuple(i for i in (0, 1) if not m[i]) for m in mapped]
+        return call(*(lax.squeeze(x, axes) for x, axes in zip(leaves, shared, strict=True)))
+
+    def _grouped(self, found):
+        """Tiles [B, N, ...] as [B, K, G, ...]."""
+        heads = (self.grid.problem.kv_heads, self.grid.problem.group)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], *heads, *x.shape[2:]), found)
+
+    def _place(self, q_block, kv_block) -> _Place:
+        """Leading axes [B or 1, 1]."""
+        block_q, block_kv = self.grid.tile_shape
+        kv_len = None
+        if self.sides.kv_lengths is not None:
+            kv_len = self.sides.kv_lengths[:, None]
+        elif self.grid.problem.kv_len % block_kv:
+            kv_len = jnp.full((1, 1), self.grid.problem.kv_len, jnp.int32)
+        kv_start = jnp.full((1, 1), kv_block * block_kv, jnp.int32)
+        return _Place(self.sides.q_offset[:, None] + q_block * block_q, kv_start, kv_len)
+
+    def _inputs(self, q_block, kv_block) -> TileInputs:
+        """Leading axes [B or 1, N or 1]; bias and mask [.., block_q or 1, block_kv or 1]."""
+        sides, (block_q, block_kv) = self.sides, self.grid.tile_shape
+        ids = lambda x, block, size: (
+            None if x is None else lax.dynamic_slice_in_dim(x, block * size, size, 1)[:, None]
+        )
+        return TileInputs(
+            bias=self._cut(sides.bias, q_block, kv_block),
+            mask=self._cut(sides.mask, q_block, kv_block),
+            q_segments=ids(sides.q_segments, q_block, block_q),
+            kv_segments=ids(sides.kv_segments, kv_block, block_kv),
+            slope=sides.alibi_slopes,
+            score_params=sides.score_params,
+            mask_params=sides.mask_params,
+            dropout_key=sides.dropout_keys,
+        )
+
+    def _cut(self, x, q_block, kv_block):
+        """The part of a bias or a mask that one tile reads."""
+        if x is None:
+            return None
+        sizes = [min(n, s) for n, s in zip(x.shape[2:], self.grid.tile_shape, strict=True)]
+        cut = lax.dynamic_slice(x, self._corner(x, q_block, kv_block), (*x.shape[:2], *sizes))
+        repeats = self.grid.problem.batch // len(x)
+        if len(x) == 1 or repeats == 1:
+            return cut
+        spread = jnp.broadcast_to(cut[:, None], (len(x), repeats, *cut.shape[1:]))
+        return spread.reshape(-1, *cut.shape[1:])
+
+    def _corner(self, x, q_block, kv_block):
+        """Where a tile starts in a bias or a mask, padded."""
+        starts = zip(x.shape[2:], (q_block, kv_block), self.grid.tile_shape, strict=True)
+        zero = jnp.int32(0)
+        return zero, zero, *(zero if n == 1 else block * size for n, block, size in starts)
+
+
+def _sum_to(x, leading):
+    """x [B, N, ...] summed to [Bb, N1, ...]."""
+    x = x.reshape(leading[0], -1, *x.shape[1:]).sum(1)
+    return x.sum(1, keepdims=True) if leading[1] == 1 else x
+
+
+def _is_float(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
