@@ -236,8 +236,8 @@ def mask(value, sizes: Sizes):
     value = _array("mask", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
     if value.dtype != jnp.bool_:
         raise TypeError(
-            f"mask has dtype {value.dtype}: it must be bool (True is visible); cast a mask of 0 and "
-            "1 with mask.astype(bool), and pass what is added to the scores as bias"
+            f"mask has dtype {value.dtype}: it must be bool (True is visible); cast a mask of 0 "
+            "and 1 with mask.astype(bool), and pass what is added to the scores as bias"
         )
     return _pairwise("mask", value, sizes)
 

@@ -15,6 +15,7 @@ QUERY_AXES = ("embed", "heads", "kv")
 KEY_VALUE_AXES = ("embed", "kv_heads", "kv")
 OUT_AXES = ("heads", "kv", "embed")
 NORM_AXES = ("kv",)
+SINK_AXES = ("heads",)
 
 # The suffix of the parameters' names; "ln" is what Flax calls the same parameters.
 NORM_SUFFIX = {"rms": "norm", "layer": "ln"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ._options import truth, with_rank
 
 
 def attention_fn(
@@ -43,11 +44,13 @@ def attention_fn(
         query: [*batch, q_length, heads, head_dim], any number of batch dimensions, none included.
         key: [*batch, kv_length, kv_heads, head_dim]; heads is a multiple of kv_heads.
         value: [*batch, kv_length, kv_heads, v_head_dim].
-        bias: must be None.
-        mask: must be None; see is_causal and `causal_attention_fn`.
-        broadcast_dropout: has no effect, as there is no dropout.
-        dropout_rng: has no effect, as there is no dropout.
-        dropout_rate: must be 0 unless deterministic.
+        bias: floats added to the scaled scores, of a shape that broadcasts to
+            [*batch, heads, q_length, kv_length]; of lower rank too. It is never expanded.
+        mask: what is false or 0 is hidden, whatever the dtype; of the same shapes.
+        broadcast_dropout: drop the same for every batch entry and head.
+        dropout_rng: a key of jax.random, typed or raw; for dropout only.
+        dropout_rate: share of the weights that is dropped, in [0, 1). The mask is not Flax's for
+            the same key, but has the same distribution.
         deterministic: True switches dropout off.
         dtype: to compute in; None is the promoted dtype of the three arrays.
         precision: accepted; products always accumulate in float32 (float64 for float64 arrays).
@@ -58,7 +61,7 @@ def attention_fn(
         attn_weights_value_einsum: must be None.
         promote_dtype: called as promote_dtype((query, key, value), dtype=dtype) in place of the
             promotion described under dtype.
-        is_causal: query i sees keys 0 to i.
+        is_causal: query i sees keys 0 to i, of those that the mask leaves visible.
         input_positions: must be None: rotate query and key before attention.
 
     Returns:
@@ -66,12 +69,9 @@ def attention_fn(
 
     Raises:
         NotImplementedError: an argument that cannot be honoured; the message says what to do.
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or dropout without a key.
     """
-    _refuse_dropout(dropout_rate, deterministic)
     _refuse(
-        bias=bias,
-        mask=mask,
         module=module,
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
@@ -83,7 +83,15 @@ def attention_fn(
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    return flash_attention(query, key, value, causal=bool(is_causal))
+    return flash_attention(
+        query,
+        key,
+        value,
+        causal=bool(is_causal),
+        bias=with_rank(bias, query.ndim),
+        mask=truth(mask, query.ndim),
+        **_dropout(dropout_rate, dropout_rng, broadcast_dropout, deterministic),
+    )
 
 
 def causal_attention_fn(
@@ -107,11 +115,13 @@ def causal_attention_fn(
     is_causal=True,
     input_positions=None,
 ):
-    """`attention_fn` that is always causal: for linen, whose modules have no is_causal.
+    """`attention_fn` that is causal unasked: for linen, whose modules have no is_causal.
 
-    Use it without a mask; a causal mask array would take O(length^2) memory. Arguments, result and
+    A dense causal mask is not needed with it; a mask hides further keys. Arguments, result and
     errors are those of `attention_fn`, except that is_causal has no effect (nnx passes False where
-    its caller says nothing).
+    its caller says nothing), and that a single query with a mask sees what the mask leaves visible:
+    with decode=True Flax passes the newest token alone and says by the mask which part of the cache
+    is filled.
     """
     return attention_fn(
         query,
@@ -131,7 +141,7 @@ def causal_attention_fn(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
         promote_dtype=promote_dtype,
-        is_causal=True,
+        is_causal=mask is None or jnp.shape(query)[-3] > 1,
         input_positions=input_positions,
     )
 
@@ -139,12 +149,6 @@ def causal_attention_fn(
 _FLAX_DEFAULT = "use Flax's default attention_fn"
 _EINSUM = f"is not used by a fused kernel; {_FLAX_DEFAULT}"
 _WAY_OUT = {
-    "bias": f"is not supported; {_FLAX_DEFAULT}",
-    "mask": (
-        "is not supported. For causal attention leave it None and use is_causal=True (nnx) or "
-        "attention_fn=flash_pallas.nn.causal_attention_fn (linen); for any other mask, and for "
-        f"decode=True, which makes one, {_FLAX_DEFAULT}"
-    ),
     "module": (
         "(sow_weights=True) asks for the attention weights, which are never formed; "
         f"{_FLAX_DEFAULT} to look at them"
@@ -165,9 +169,13 @@ def _refuse(**arguments):
             raise NotImplementedError(f"flash_pallas attention_fn: {name} {_WAY_OUT[name]}.")
 
 
-def _refuse_dropout(dropout_rate, deterministic):
-    if dropout_rate > 0.0 and not deterministic:
-        raise NotImplementedError(
-            f"flash_pallas attention_fn: dropout_rate={dropout_rate} is not supported; set "
-            f"dropout_rate=0 or deterministic=True, or {_FLAX_DEFAULT}."
+def _dropout(rate, rng, broadcast, deterministic):
+    """The keywords of `flash_attention` for dropout."""
+    if deterministic or rate == 0.0:
+        return {}
+    if rng is None:
+        raise ValueError(
+            f"flash_pallas attention_fn: dropout_rate={rate} needs dropout_rng, a key; pass "
+            "rngs={'dropout': key} to the module, or deterministic=True."
         )
+    return {"dropout_rate": rate, "dropout_seed": rng, "broadcast_dropout": bool(broadcast)}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from . import _heads, _rope
+from . import _heads, _options, _rope
 
 try:
     from flax import linen as nn
@@ -26,7 +26,8 @@ class FlashAttention(nn.Module):
     are Flax's: query/key/value kernels [features, heads, head_dim], out kernel
     [heads, head_dim, out_features], biases, and for qk_norm query_norm/key_norm ("rms") or
     query_ln/key_ln ("layer") scales [head_dim]; so weights of MultiHeadDotProductAttention load.
-    They carry logical axis names: embed, heads, kv_heads, kv.
+    With use_sinks there is one more, sinks [num_heads]. They carry logical axis names: embed,
+    heads, kv_heads, kv.
 
     Attributes:
         num_heads: query heads.
@@ -37,6 +38,14 @@ class FlashAttention(nn.Module):
         rope_theta: base of the rotary embedding; None for none.
         qk_norm: None, "rms" or "layer": normalise each query and key head before the rotation.
         scale: of the logits; None is 1 / sqrt(head_dim).
+        window: (left, right), how many keys a query sees on either side of its own index, both
+            included; None on a side is unbounded, an int is both.
+        softcap: logits become softcap * tanh(logits / softcap).
+        alibi: True for the slopes of `flash_pallas.nn.alibi_slopes`, or one slope for each head.
+        use_sinks: add a parameter "sinks" [num_heads], a logit of every query without a value.
+        dropout_rate: share of the attention weights that is dropped in training.
+        broadcast_dropout: drop the same for every batch entry and head.
+        deterministic: True switches dropout off. Say it here or in the call (not in both).
         use_qkv_bias: add a bias to query, key and value.
         use_out_bias: add a bias to the output.
         dtype: to compute in; None is the promoted dtype of input and parameters.
@@ -46,7 +55,8 @@ class FlashAttention(nn.Module):
         backend: as in flash_attention.
         deterministic_backward: gradients are bit-identical from run to run.
         attention: replaces flash_attention; called as
-            attention(q, k, v, causal=, scale=, deterministic=, backend=).
+            attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
+            keywords of flash_attention that are asked for.
     """
 
     num_heads: int
@@ -57,6 +67,13 @@ class FlashAttention(nn.Module):
     rope_theta: float | None = None
     qk_norm: str | None = None
     scale: float | None = None
+    window: int | tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi: bool | Sequence[float] = False
+    use_sinks: bool = False
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = False
+    deterministic: bool | None = None
     use_qkv_bias: bool = True
     use_out_bias: bool = True
     dtype: Any = None
@@ -68,15 +85,41 @@ class FlashAttention(nn.Module):
     attention: Callable[..., jax.Array] = flash_attention
 
     @nn.compact
-    def __call__(self, inputs, inputs_kv=None, *, positions=None, kv_positions=None):
+    def __call__(
+        self,
+        inputs,
+        inputs_kv=None,
+        *,
+        positions=None,
+        kv_positions=None,
+        segment_ids=None,
+        kv_segment_ids=None,
+        lengths=None,
+        kv_lengths=None,
+        mask=None,
+        bias=None,
+        deterministic=None,
+    ):
         """Attention of `inputs` over `inputs_kv`, or over itself.
+
+        In self-attention whatever is said of the queries alone (positions, segment_ids, lengths)
+        is said of the keys too.
 
         Args:
             inputs: [*batch, q_length, features].
             inputs_kv: [*batch, kv_length, kv_features]; None is self-attention.
             positions: of the queries, for RoPE: [q_length] or [*batch, q_length]; None counts
-                from 0.
-            kv_positions: of the keys; None is `positions` in self-attention, else counts from 0.
+                from 0. For packed documents see `flash_pallas.nn.segment_positions`.
+            kv_positions: of the keys.
+            segment_ids: int32 [*batch, q_length]: a query sees the keys with its own id. Negative
+                is padding.
+            kv_segment_ids: int32 [*batch, kv_length], of the keys.
+            lengths: int32 [*batch]: queries from there on see nothing.
+            kv_lengths: int32 [*batch]: keys from there on are hidden.
+            mask: what is false or 0 is hidden; broadcasts to
+                [*batch, num_heads, q_length, kv_length] and is never expanded.
+            bias: floats added to the scaled logits, of the same shapes.
+            deterministic: True switches dropout off; needed only with a dropout_rate.
 
         Returns:
             [*batch, q_length, out_features].
@@ -85,9 +128,12 @@ class FlashAttention(nn.Module):
             ValueError: fields or arguments that contradict each other.
         """
         heads = _heads.resolve(self, inputs.shape[-1])
+        slopes = _options.alibi(self.alibi, self.num_heads)
+        given = _options.CallArguments(
+            positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
+        )
         if inputs_kv is None:
-            inputs_kv = inputs
-            kv_positions = positions if kv_positions is None else kv_positions
+            inputs_kv, given = inputs, given.of_self_attention()
         key_value = (heads.key_value, heads.dim)
         query = self._project("query", (heads.query, heads.dim), _heads.QUERY_AXES)(inputs)
         key = self._project("key", key_value, _heads.KEY_VALUE_AXES)(inputs_kv)
@@ -96,17 +142,27 @@ class FlashAttention(nn.Module):
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
             query = _Norm(self.qk_norm, self.param_dtype, name=f"query_{suffix}")(query)
             key = _Norm(self.qk_norm, self.param_dtype, name=f"key_{suffix}")(key)
-        query, key = _rope.rotate_query_key(query, key, positions, kv_positions, self.rope_theta)
-        attended = self.attention(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            scale=self.scale,
-            deterministic=self.deterministic_backward,
-            backend=self.backend,
+        query, key = _rope.rotate_query_key(
+            query, key, given.positions, given.kv_positions, self.rope_theta
         )
+        options = _options.keywords(
+            self, given, query.ndim, slopes, self._sinks(), self._dropout_key(deterministic)
+        )
+        attended = self.attention(query, key, value, **options)
         return self._project("out", (heads.out_features,), _heads.OUT_AXES, contracted=2)(attended)
+
+    def _sinks(self):
+        if not self.use_sinks:
+            return None
+        init = nn.with_logical_partitioning(nn.initializers.zeros_init(), _heads.SINK_AXES)
+        return self.param("sinks", init, (self.num_heads,), self.param_dtype)
+
+    def _dropout_key(self, deterministic):
+        if self.dropout_rate == 0.0:
+            return None
+        if nn.merge_param("deterministic", self.deterministic, deterministic):
+            return None
+        return self.make_rng("dropout")
 
     def _project(self, name: str, outputs: tuple[int, ...], axes, contracted: int = 1):
         return _Projection(

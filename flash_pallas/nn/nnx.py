@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from . import _heads, _rope
+from . import _heads, _options, _rope
 
 try:
     from flax import nnx
@@ -27,9 +27,10 @@ class FlashAttention(nnx.Module):
     are Flax's: query/key/value kernels [features, heads, head_dim], out kernel
     [heads, head_dim, out_features], biases, and for qk_norm query_norm/key_norm ("rms") or
     query_ln/key_ln ("layer") scales [head_dim]; so weights of nnx.MultiHeadAttention load.
-    They carry logical axis names as `out_sharding`: embed, heads, kv_heads, kv. Parameters are
-    placed on the mesh as they are made only under `nnx.logical_axis_rules`, which say what the
-    names mean; without rules, no mesh is needed.
+    With use_sinks there is one more, sinks [num_heads]. They carry logical axis names as
+    `out_sharding`: embed, heads, kv_heads, kv. Parameters are placed on the mesh as they are made
+    only under `nnx.logical_axis_rules`, which say what the names mean; without rules, no mesh is
+    needed.
     """
 
     def __init__(
@@ -45,6 +46,13 @@ class FlashAttention(nnx.Module):
         rope_theta: float | None = None,
         qk_norm: str | None = None,
         scale: float | None = None,
+        window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        alibi: bool | Sequence[float] = False,
+        use_sinks: bool = False,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = False,
+        deterministic: bool | None = None,
         use_qkv_bias: bool = True,
         use_out_bias: bool = True,
         dtype: Any = None,
@@ -69,6 +77,15 @@ class FlashAttention(nnx.Module):
             rope_theta: base of the rotary embedding; None for none.
             qk_norm: None, "rms" or "layer": normalise each query and key head before the rotation.
             scale: of the logits; None is 1 / sqrt(head_dim).
+            window: (left, right), how many keys a query sees on either side of its own index, both
+                included; None on a side is unbounded, an int is both.
+            softcap: logits become softcap * tanh(logits / softcap).
+            alibi: True for the slopes of `flash_pallas.nn.alibi_slopes`, or one slope for each
+                head.
+            use_sinks: add a parameter "sinks" [num_heads], a logit of every query without a value.
+            dropout_rate: share of the attention weights that is dropped in training.
+            broadcast_dropout: drop the same for every batch entry and head.
+            deterministic: True switches dropout off. Say it here or in the call (which wins).
             use_qkv_bias: add a bias to query, key and value.
             use_out_bias: add a bias to the output.
             dtype: to compute in; None is the promoted dtype of input and parameters.
@@ -78,19 +95,25 @@ class FlashAttention(nnx.Module):
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
             attention: replaces flash_attention; called as
-                attention(q, k, v, causal=, scale=, deterministic=, backend=).
-            rngs: its `params` stream makes the parameters.
+                attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
+                keywords of flash_attention that are asked for.
+            rngs: its `params` stream makes the parameters; with a dropout_rate a fork of its
+                `dropout` stream is kept for the calls.
 
         Raises:
             ValueError: arguments that contradict each other.
         """
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.out_features, self.causal, self.scale = out_features, causal, scale
+        self.window, self.softcap = window, softcap
         self.rope_theta, self.qk_norm = rope_theta, qk_norm
+        self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
+        self.deterministic = deterministic
         self.backend, self.deterministic_backward = backend, deterministic_backward
         self.attention = attention
 
         heads = _heads.resolve(self, in_features)
+        self.slopes = _options.alibi(alibi, num_heads)
         kv_features = in_features if in_kv_features is None else in_kv_features
         query, key_value = (heads.query, heads.dim), (heads.key_value, heads.dim)
         make = _ProjectionMaker(dtype, param_dtype, kernel_init, bias_init, rngs)
@@ -102,16 +125,47 @@ class FlashAttention(nnx.Module):
             suffix = _heads.NORM_SUFFIX[qk_norm]
             setattr(self, f"query_{suffix}", _Norm(qk_norm, heads.dim, param_dtype))
             setattr(self, f"key_{suffix}", _Norm(qk_norm, heads.dim, param_dtype))
+        sinks = _param(jnp.zeros(num_heads, param_dtype), _heads.SINK_AXES) if use_sinks else None
+        self.sinks = nnx.data(sinks)
+        self.rngs = nnx.data(rngs.dropout.fork() if dropout_rate != 0.0 else None)
 
-    def __call__(self, inputs, inputs_kv=None, *, positions=None, kv_positions=None):
+    def __call__(
+        self,
+        inputs,
+        inputs_kv=None,
+        *,
+        positions=None,
+        kv_positions=None,
+        segment_ids=None,
+        kv_segment_ids=None,
+        lengths=None,
+        kv_lengths=None,
+        mask=None,
+        bias=None,
+        deterministic=None,
+        rngs=None,
+    ):
         """Attention of `inputs` over `inputs_kv`, or over itself.
+
+        In self-attention whatever is said of the queries alone (positions, segment_ids, lengths)
+        is said of the keys too.
 
         Args:
             inputs: [*batch, q_length, in_features].
             inputs_kv: [*batch, kv_length, in_kv_features]; None is self-attention.
             positions: of the queries, for RoPE: [q_length] or [*batch, q_length]; None counts
-                from 0.
-            kv_positions: of the keys; None is `positions` in self-attention, else counts from 0.
+                from 0. For packed documents see `flash_pallas.nn.segment_positions`.
+            kv_positions: of the keys.
+            segment_ids: int32 [*batch, q_length]: a query sees the keys with its own id. Negative
+                is padding.
+            kv_segment_ids: int32 [*batch, kv_length], of the keys.
+            lengths: int32 [*batch]: queries from there on see nothing.
+            kv_lengths: int32 [*batch]: keys from there on are hidden.
+            mask: what is false or 0 is hidden; broadcasts to
+                [*batch, num_heads, q_length, kv_length] and is never expanded.
+            bias: floats added to the scaled logits, of the same shapes.
+            deterministic: True switches dropout off; needed only with a dropout_rate.
+            rngs: an nnx.Rngs or a stream to take dropout's key from, in place of the layer's own.
 
         Returns:
             [*batch, q_length, out_features].
@@ -119,25 +173,41 @@ class FlashAttention(nnx.Module):
         Raises:
             ValueError: arguments that contradict each other or the parameters.
         """
+        given = _options.CallArguments(
+            positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
+        )
         if inputs_kv is None:
-            inputs_kv = inputs
-            kv_positions = positions if kv_positions is None else kv_positions
+            inputs_kv, given = inputs, given.of_self_attention()
         query, key, value = self.query(inputs), self.key(inputs_kv), self.value(inputs_kv)
         if self.qk_norm is not None:
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
             query = getattr(self, f"query_{suffix}")(query)
             key = getattr(self, f"key_{suffix}")(key)
-        query, key = _rope.rotate_query_key(query, key, positions, kv_positions, self.rope_theta)
-        attended = self.attention(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            scale=self.scale,
-            deterministic=self.deterministic_backward,
-            backend=self.backend,
+        query, key = _rope.rotate_query_key(
+            query, key, given.positions, given.kv_positions, self.rope_theta
         )
-        return self.out(attended)
+        sinks = None if self.sinks is None else self.sinks[...]
+        dropout_key = self._dropout_key(deterministic, rngs)
+        options = _options.keywords(self, given, query.ndim, self.slopes, sinks, dropout_key)
+        return self.out(self.attention(query, key, value, **options))
+
+    def set_view(self, deterministic: bool | None = None):
+        """What `nnx.view` calls.
+
+        Args:
+            deterministic: True switches dropout off; None leaves it as it is.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def _dropout_key(self, deterministic, rngs):
+        if self.dropout_rate == 0.0:
+            return None
+        unsaid = "FlashAttention has a dropout_rate: say deterministic=, in the call or before"
+        if nnx.first_from(deterministic, self.deterministic, error_msg=unsaid):
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 
 class _Projection(nnx.Module):
