@@ -4,18 +4,76 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ...core import bounds
+from ...core.integers import round_up
+from ...core.problem import Cotangents, Operands, Problem
+from ...core.softmax import EMPTY_ROW
+from .memory import pad_axis
+from .side_inputs import Gmem, SideInputs
+
+LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
+ROW_MULTIPLE = 128  # of lse and delta: the widest query tile
+
 
 class BackwardArrays(NamedTuple):
     """Operands in device memory.
 
-    T8 and S8 are the lengths rounded up to 8, D is 64, 128 or 256; what padding adds is 0 except in
-    lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries get P = 0.
+    T8 and S8 are the lengths rounded up to 8, D and Dv the head dims that a kernel runs; what
+    padding adds is 0 except in lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries
+    get P = 0.
     """
 
     q: Any  # [B, T8, N, D]
     k: Any  # [B, S8, K, D]
-    v: Any  # [B, S8, K, D]
-    do: Any  # [B, T8, N, D]
+    v: Any  # [B, S8, K, Dv]
+    do: Any  # [B, T8, N, Dv]
     lse_log2: Any  # f32[B, N, T up to a multiple of 128]
     delta: Any  # f32[B, N, T up to a multiple of 128]
-    q_offset: Any  # int32[B]; read only where problem.traced_offset
+    q_offset: Any = None  # int32[B], where problem.traced_offset
+    bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
+    side: Gmem = Gmem()  # what modifiers read
+
+    @classmethod
+    def of(cls, problem: Problem, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
+        """Padded to the head dims of `problem`; an array that needs no padding is passed as it is.
+
+        Zero columns change no score, and the columns that they add to gradients are dropped.
+        """
+        tile = lambda x, dim: pad_axis(
+            pad_axis(x, 3, dim), 1, round_up(x.shape[1], LENGTH_MULTIPLE)
+        )
+        rows = round_up(problem.q_len, ROW_MULTIPLE)
+        return cls(
+            q=tile(operands.q, problem.head_dim),
+            k=tile(operands.k, problem.head_dim),
+            v=tile(operands.v, problem.v_head_dim),
+            do=tile(cotangents.do, problem.v_head_dim),
+            lse_log2=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
+            delta=pad_axis(cotangents.delta, 2, rows),
+            q_offset=operands.q_offset,
+        )
+
+    def for_rows(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BackwardArrays:
+        """With what a kernel reads whose rows are queries (q_axis 0) or keys (1).
+
+        Args:
+            problem: what is computed.
+            operands: as the backend got them.
+            q_axis: which axis of its tiles runs over queries.
+            tile: (queries, keys) of one step of a CTA.
+        """
+        find = bounds.q_bounds if q_axis else bounds.kv_bounds
+        return self._replace(
+            bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
+            side=SideInputs(problem, q_axis).arrays(operands),
+        )
+
+    def offset(self, problem: Problem, batch):
+        """Position of query 0 of a batch entry."""
+        return self.q_offset[batch] if problem.traced_offset else problem.spec.q_offset
+
+    def kv_len(self, problem: Problem, batch, block_kv: int):
+        """Keys of a batch entry; None where all blocks of keys are whole."""
+        if self.side.kv_lengths is not None:
+            return self.side.kv_lengths[batch]
+        return problem.kv_len if problem.kv_len % block_kv else None

@@ -11,19 +11,14 @@ import numpy as np
 
 from ...core.integers import round_up
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ...core.softmax import EMPTY_ROW
-from .arrays import BackwardArrays
-from .backward_dkv import dkv
-from .backward_dq import dq
-from .backward_fused import backward_fused
-from .blocks import NATIVE_HEAD_DIMS, HopperBlocks, choose_blocks, native_head_dim
+from .backward import backward
+from .blocks import HopperBlocks, choose_blocks
 from .forward import forward
-from .fused_blocks import FusedBlocks
+from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
 from .memory import pad_axis
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
-ROW_MULTIPLE = 128  # of lse and delta in the backward: the widest query tile
 FEATURES = frozenset({"q_offset"})  # operands that the kernels read, beside q, k and v
 MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
 H200_SMS = 132  # assumed where there is no GPU to ask: H100 SXM and H200
@@ -62,18 +57,27 @@ class HopperBackend:
         """Tile sizes of the kernels that would run; see blocks.py."""
         return choose_blocks(problem, override)
 
-    def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands):
-        """(o [B, T, N, Hv], lse_log2 f32[B, N, T])."""
+    def forward(
+        self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands
+    ) -> Outputs:
+        """Attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
-        native, (q, k, v) = _pad(problem, operands.q, operands.k, operands.v)
-        o, lse = forward(
+        native = native_problem(problem)
+        widths = (native.head_dim, native.head_dim, native.v_head_dim)
+        q, k, v = map(_padded, operands[:3], widths)
+        out = forward(
             native,
             blocks.forward,
-            (q, k, v, _offsets(operands)),
+            operands._replace(q=q, k=k, v=v),
             self.num_sms or _num_sms(),
             self.interpret,
         )
-        return Outputs(o[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len])
+        most = None if out.max_log2 is None else out.max_log2[:, :, : problem.q_len]
+        return Outputs(
+            out.o[:, : problem.q_len, :, : problem.v_head_dim],
+            out.lse_log2[:, :, : problem.q_len],
+            most,
+        )
 
     def backward(
         self,
@@ -85,25 +89,7 @@ class HopperBackend:
     ) -> Grads:
         """Gradients; dK and dV summed over each group of query heads inside the kernels."""
         problem = describe(operands, spec)
-        lse_log2, do, delta = cotangents
-        native, (q, k, v, do) = _pad(problem, operands.q, operands.k, operands.v, do)
-        rows = round_up(problem.q_len, ROW_MULTIPLE)
-        arrays = BackwardArrays(
-            *(q, k, v, do),
-            lse_log2=pad_axis(lse_log2, 2, rows, EMPTY_ROW),
-            delta=pad_axis(delta, 2, rows),
-            q_offset=_offsets(operands),
-        )
-        if isinstance(blocks.backward, FusedBlocks):
-            grads = Grads(*backward_fused(native, blocks.backward, arrays, self.interpret))
-        else:
-            dk, dv = dkv(native, blocks.backward.dkv, arrays, self.interpret)
-            grads = Grads(dq(native, blocks.backward.dq, arrays, self.interpret), dk, dv)
-        return Grads(
-            grads.q[:, : problem.q_len, :, : problem.head_dim],
-            grads.k[:, : problem.kv_len, :, : problem.head_dim],
-            grads.v[:, : problem.kv_len, :, : problem.v_head_dim],
-        )
+        return backward(problem, blocks.backward, operands, cotangents, wanted, self.interpret)
 
 
 def _device_reason() -> str | None:
@@ -122,20 +108,9 @@ def _num_sms() -> int:
     return getattr(jax.devices()[0], "core_count", None) or H200_SMS
 
 
-def _pad(problem: Problem, *arrays):
-    """Zero-padded copies with native head dim and lengths in multiples of 8, and their Problem.
+def _padded(x, head_dim: int):
+    """Zero-padded to a native head dim and a length in multiples of 8; x itself if it is so.
 
-    An array that needs no padding is passed on as it is. Zero columns change no score, and the
-    columns that they add to outputs are dropped.
+    Zero columns change no score, and the columns that they add to outputs are dropped.
     """
-    head_dim = native_head_dim(problem)
-    padded = [
-        pad_axis(pad_axis(x, 3, head_dim), 1, round_up(x.shape[1], LENGTH_MULTIPLE)) for x in arrays
-    ]
-    return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=head_dim), padded
-
-
-def _offsets(operands: Operands):
-    if operands.q_offset is not None:
-        return operands.q_offset
-    return jnp.zeros(operands.q.shape[0], jnp.int32)
+    return pad_axis(pad_axis(x, 3, head_dim), 1, round_up(x.shape[1], LENGTH_MULTIPLE))

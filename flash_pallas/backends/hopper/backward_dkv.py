@@ -12,7 +12,8 @@ dV and dK of a tile stay in flight while S^T and dP^T of the next are issued, an
 work of one warpgroup runs under the products of the other; they meet only at the P^T ring. Issuing
 the next S^T before dV instead makes a tile live for two steps, so that two stages prefetch nothing
 (1.09 against 1.28 of cuDNN at head dim 256).
-K is read by warpgroup 0 alone and V by warpgroup 1 alone: dV and dK are staged in them at the end.
+K is read by warpgroup 0 alone and V by warpgroup 1 alone: dV and dK are staged in them at the end,
+if they are of the same size.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import softmax
-from ...core.problem import Problem
-from ...core.tile import Limits, Tile
-from . import inline
+from ...core import scores
+from ...core.problem import Operands, Problem
+from ...core.tile import Limits
+from . import inline, recompute
 from .arrays import BackwardArrays
+from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, tile_buffer
 from .query_walk import QueryWalk
+from .recompute import Weights
+from .register_tile import RegisterTile
+from .side_inputs import Held, Place, SideInputs, Streamed
 from .split_blocks import DkvBlocks
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
@@ -43,12 +48,15 @@ class Smem(NamedTuple):
     """Shared memory of one CTA."""
 
     q: Any  # [stages, block_q, D]
-    do: Any  # [do_stages, block_q, D]
+    do: Any  # [do_stages, block_q, Dv]
     k: Any  # [64, D]
-    v: Any  # [64, D]
-    p: Any  # [p_stages, 64, block_q], P^T
+    v: Any  # [64, Dv]
+    p: Any  # [p_stages, 64, block_q], what `hand_over` makes of P^T
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
+    dk: Any  # staging [64, D], where the head dims differ, else V: read by warpgroup 1 alone
+    dv: Any  # staging [64, Dv], likewise, else K
+    side: Streamed  # with Q
 
 
 class Barriers(NamedTuple):
@@ -95,10 +103,14 @@ class Dkv:
     blocks: DkvBlocks
     interpret: bool
 
-    def __call__(self, *refs):
-        *arrays, dk, dv, smem, bars = refs
-        gmem = BackwardArrays(*arrays)
-        batch, kv_start = lax.axis_index("batch"), lax.axis_index("kv") * WARPGROUP_ROWS
+    @property
+    def side(self) -> SideInputs:
+        """What modifiers read."""
+        return SideInputs(self.problem, q_axis=1)
+
+    def __call__(self, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
+        batch, block = lax.axis_index("batch"), lax.axis_index("kv")
+        at, size = (batch, block), (WARPGROUP_ROWS, self.blocks.block_q)
         cta = Cta(
             gmem=gmem,
             dk=dk,
@@ -110,15 +122,19 @@ class Dkv:
             p=Ring(bars.p_full, bars.p_empty, self.blocks.p_stages),
             batch=batch,
             kv_head=lax.axis_index("head"),
-            kv_start=kv_start,
-            walk=QueryWalk.of(
-                self.problem, gmem.q_offset, batch, kv_start, WARPGROUP_ROWS, self.blocks.block_q
-            ),
+            kv_start=block * WARPGROUP_ROWS,
+            walk=QueryWalk.of(self.problem, gmem, at, *size),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
         pl.when(wg == PRODUCER)(lambda: self.produce(cta))
+
+    def place(self, cta: Cta, member, block) -> Place:
+        """Of the tile of a query block of one head of the group."""
+        head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
+        start = block * columns
+        return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
 
     # --- the producer ----------------------------------------------------------------------------
 
@@ -136,6 +152,10 @@ class Dkv:
             cta.q.wait_empty(n)
             self.load(cta.q, n, cta.gmem.q.at[tile], cta.smem.q)
             self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
+            if self.side.copies:
+                slot = cta.q.slot(n)
+                place = self.place(cta, member, block)
+                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
 
             pl.when(n == 0)(lambda: self.load_v(cta))
             cta.do.wait_empty(n)
@@ -157,61 +177,91 @@ class Dkv:
 
     def compute_dv(self, cta: Cta):
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
-        dv = pl.run_scoped(functools.partial(self.dv_walk, cta), self.result_accumulator)
+        accumulator = self.result_accumulator(self.problem.v_head_dim)
+        dv = pl.run_scoped(functools.partial(self.dv_walk, cta), accumulator)
         cta.p.drain(cta.walk.total)
-        self.store(dv, cta.smem.k, cta.dv.at[cta.keys])
+        staging = cta.smem.k if cta.smem.dv is None else cta.smem.dv
+        self.store(dv, staging, cta.dv.at[cta.keys])
 
     def dv_walk(self, cta: Cta, dv_acc):
-        """dV, f32[64, D]."""
+        """dV, f32[64, Dv]."""
+        held = self.side.hold_rows(cta.gmem.side, self.place(cta, 0, 0))
+        if self.problem.group == 1:
+            held = self.side.hold_head(held, cta.gmem.side, self.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
-        cta.walk.visit(functools.partial(self.dv_step, cta, dv_acc), mask_all=False)
+        step = functools.partial(self.dv_step, cta, held, dv_acc)
+        cta.walk.visit(step, mask_all=mask_everywhere(self.problem))
         plgpu.wgmma_wait(0)
         cta.do.release(cta.walk.total - 1)
-        return dv_acc[...]
+        return recompute.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: Cta, dv_acc, n, block):
-        """dV += P^T dO of the n-th tile; `block`: its index where it needs the mask, else None."""
-        products = functools.partial(self.weights, cta, n, block)
-        p = pl.run_scoped(products, self.score_accumulator)
+    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
+        """dV += P^T dO of the n-th tile."""
+        products = functools.partial(self.weights, cta, held, (n, block), masked)
+        p, handed = pl.run_scoped(products, self.score_accumulator)
         cta.p.wait_empty(n)
-        cta.smem.p[cta.p.slot(n)] = p
+        cta.smem.p[cta.p.slot(n)] = handed
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # ends during the next tile
 
-    def weights(self, cta: Cta, n, block, s_acc):
-        """P^T of the n-th tile in 16 bits; ends the previous dV on the way."""
+    def weights(self, cta: Cta, held: Held, at, masked, s_acc):
+        """What dV and the other warpgroup need of P^T, in 16 bits; ends the previous dV."""
+        n, block = at
         slot = cta.q.slot(n)
+        if self.problem.group > 1:  # under the wait for Q
+            place = self.place(cta, cta.walk[n][0], block)
+            held = self.side.hold_head(held, cta.gmem.side, place)
         cta.q.wait_full(n)
         plgpu.wgmma(s_acc, cta.smem.k, cta.smem.q.at[slot].transpose((1, 0)))
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         plgpu.wgmma_wait(1)
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+        tile = self.tile(cta, block)
+        inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, pl.ds(0, WARPGROUP_ROWS))
         cta.q.release(n)
-        if block is not None:
-            s = inline.hide(s, self.limits(cta, block), self.interpret)
-        log2_scale = self.problem.spec.scale * softmax.LOG2E
-        p = jnp.exp2(s * log2_scale - lax.broadcast_in_dim(lse, s.shape, (1,)))
-        return p.astype(self.problem.dtype)
+        limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits, self.interpret)
+        p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
+        return p, self.hand_over(w, p)
 
-    def limits(self, cta: Cta, block) -> Limits:
-        """What the queries of a block see of this CTA's keys."""
-        tile = Tile(
+    def hand_over(self, w: Weights, p):
+        """pull(P), from which warpgroup 1 makes dS; what dropout dropped is negative.
+
+        Nothing is negative by itself: softcap's pull multiplies by 1 - tanh^2.
+        """
+        spec = self.problem.spec
+        if spec.softcap is None and spec.score_mod is None and w.kept is None:
+            return p
+        through = recompute.pulled(w)
+        if self.sign_is_free:
+            through = jnp.where(w.kept, through, -through)
+        return through.astype(self.problem.dtype)
+
+    @property
+    def sign_is_free(self) -> bool:
+        """Dropout's verdict passes as a sign; with score_mod it is computed twice."""
+        return self.problem.spec.dropout_rate > 0 and self.problem.spec.score_mod is None
+
+    def tile(self, cta: Cta, block) -> RegisterTile:
+        """Where the tile of a query block lies."""
+        return RegisterTile(
             q_start=block * self.blocks.block_q + cta.walk.q_offset,
             kv_start=cta.kv_start,
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
+            interpret=self.interpret,
         )
-        ragged = self.problem.kv_len % WARPGROUP_ROWS != 0
-        return tile.limits(self.problem.spec.mask, self.problem.kv_len if ragged else None)
 
     # --- warpgroup 1: dP, dS, dK -----------------------------------------------------------------
 
     def compute_dk(self, cta: Cta):
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
-        dk = pl.run_scoped(functools.partial(self.dk_walk, cta), self.result_accumulator)
-        self.store(dk * self.problem.spec.scale, cta.smem.v, cta.dk.at[cta.keys])
+        accumulator = self.result_accumulator(self.problem.head_dim)
+        dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
+        staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
+        self.store(dk * self.problem.spec.scale, staging, cta.dk.at[cta.keys])
 
     def dk_walk(self, cta: Cta, dk_acc):
         """dK before scaling, f32[64, D]. Hidden scores have P = 0, so there is no mask here."""
@@ -238,11 +288,29 @@ class Dkv:
         pl.when(n > 0)(lambda: cta.q.release(n - 1))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.do.release(n)
-        centred = dp - lax.broadcast_in_dim(delta, dp.shape, (1,))
+        delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
+        if self.problem.spec.dropout_rate:
+            return self.with_dropout(cta, n, dp, delta).astype(self.problem.dtype)
+        centred = dp - delta
+        return (self.handed(cta, n) * centred).astype(self.problem.dtype)
+
+    def handed(self, cta: Cta, n):
+        """What the other warpgroup's `hand_over` made, f32."""
         cta.p.wait_full(n)
         p = plgpu.load(cta.smem.p.at[cta.p.slot(n)], layout=inline.WGMMA).astype(jnp.float32)
         cta.p.release(n)
-        return (p * centred).astype(self.problem.dtype)
+        return p
+
+    def with_dropout(self, cta: Cta, n, dp, delta):
+        """dS^T where some weights were dropped."""
+        p = self.handed(cta, n)
+        if self.sign_is_free:
+            return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
+        member, block = cta.walk[n]
+        side, place = cta.gmem.side, self.place(cta, member, block)
+        inputs = self.side.hold_head(Held(), side, place).scalars
+        kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
+        return p * recompute.centred(self.problem, kept, dp, delta)
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -257,28 +325,33 @@ class Dkv:
     def score_accumulator(self):
         return plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
 
-    @property
-    def result_accumulator(self):
-        return plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
+    def result_accumulator(self, head_dim: int):
+        return plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
 
 
-def dkv(problem: Problem, blocks: DkvBlocks, arrays: BackwardArrays, interpret: bool):
+def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: BackwardArrays, interpret):
     """Launch; returns (dk, dv) in the dtype and padded shape of k, the same bits in every run."""
-    head_dim, dtype, block_q = problem.head_dim, problem.dtype, blocks.block_q
-    bar = plgpu.Barrier
+    dtype, block_q = problem.dtype, blocks.block_q
+    bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
+    k = tile_buffer((WARPGROUP_ROWS, problem.head_dim), dtype)
+    v = tile_buffer((WARPGROUP_ROWS, problem.v_head_dim), dtype)
+    same = problem.head_dim == problem.v_head_dim
     smem = Smem(
-        q=tile_buffer((blocks.stages, block_q, head_dim), dtype),
-        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
-        k=tile_buffer((WARPGROUP_ROWS, head_dim), dtype),
-        v=tile_buffer((WARPGROUP_ROWS, head_dim), dtype),
+        q=tile_buffer((blocks.stages, block_q, problem.head_dim), dtype),
+        do=tile_buffer((blocks.do_stages, block_q, problem.v_head_dim), dtype),
+        k=k,
+        v=v,
         p=tile_buffer((blocks.p_stages, WARPGROUP_ROWS, block_q), dtype),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
+        dk=None if same else k,
+        dv=None if same else v,
+        side=side.buffers(blocks.stages, WARPGROUP_ROWS, block_q),
     )
     bars = Barriers(
         k_full=bar(),
         v_full=bar(),
-        q_full=bar(num_arrivals=2, num_barriers=blocks.stages),
+        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
         q_empty=bar(num_arrivals=2, num_barriers=blocks.stages),
         do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=2, num_barriers=blocks.do_stages),
@@ -299,4 +372,4 @@ def dkv(problem: Problem, blocks: DkvBlocks, arrays: BackwardArrays, interpret: 
         name="flash_pallas_backward_dkv",
         interpret=interpret,
     )
-    return run(*arrays)
+    return run(arrays.for_rows(problem, operands, 1, (block_q, WARPGROUP_ROWS)))

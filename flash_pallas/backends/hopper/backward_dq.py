@@ -25,13 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import integers as ints
-from ...core import softmax
-from ...core.problem import Problem
-from ...core.tile import Limits, Tile
-from . import inline
+from ...core.problem import Operands, Problem
+from ...core.tile import Limits
+from . import inline, recompute
 from .arrays import BackwardArrays
+from .key_walk import KeyWalk, mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, tile_buffer, warpgroup_rows
+from .register_tile import RegisterTile
+from .side_inputs import Held, Place, SideInputs, Streamed
 from .split_blocks import DqBlocks
 
 
@@ -39,11 +40,12 @@ class Smem(NamedTuple):
     """Shared memory of one CTA."""
 
     q: Any  # [block_q, D]
-    do: Any  # [block_q, D]
+    do: Any  # [block_q, Dv]
     k: Any  # [k_stages, block_kv, D]
-    v: Any  # [v_stages, block_kv, D]
+    v: Any  # [v_stages, block_kv, Dv]
     lse: Any  # f32[block_q]
     delta: Any  # f32[block_q]
+    side: Streamed  # with K
 
 
 class Barriers(NamedTuple):
@@ -61,6 +63,7 @@ class Rows(NamedTuple):
 
     lse: Any  # f32[64], base 2
     delta: Any  # f32[64]
+    held: Held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,13 @@ class Cta:
     head: Any
     q_start: Any  # index of the first query
     position: Any  # its position: q_start + q_offset
+    block: Any  # of queries
     wg: Any
+
+    def place(self, column_start, columns: int, *, own: bool, rows: int) -> Place:
+        """Of a tile of this CTA or, if `own`, of this warpgroup."""
+        row_start = self.q_start + self.wg * WARPGROUP_ROWS if own else self.q_start
+        return Place(self.batch, self.head, row_start, column_start, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +97,17 @@ class Dq:
     blocks: DqBlocks
     interpret: bool
 
-    def __call__(self, *refs):
-        *arrays, dq, smem, bars = refs
-        gmem = BackwardArrays(*arrays)
+    @property
+    def side(self) -> SideInputs:
+        """What modifiers read."""
+        return SideInputs(self.problem, q_axis=0)
+
+    def __call__(self, gmem: BackwardArrays, dq, smem: Smem, bars: Barriers):
         batch, block, spec = lax.axis_index("batch"), lax.axis_index("q"), self.problem.spec
         if spec.mask.right is not None:  # the longest rows first
             block = pl.cdiv(self.problem.q_len, self.blocks.block_q) - 1 - block
         q_start = block * self.blocks.block_q
-        offset = gmem.q_offset[batch] if self.problem.traced_offset else spec.q_offset
+        position = q_start + gmem.offset(self.problem, batch)
         cta = Cta(
             gmem=gmem,
             dq=dq,
@@ -106,20 +118,17 @@ class Dq:
             batch=batch,
             head=lax.axis_index("head"),
             q_start=q_start,
-            position=q_start + offset,
+            position=position,
+            block=block,
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
 
-    def kv_blocks(self, cta: Cta):
-        """(unmasked, all): how many leading key blocks; all is at least one.
-
-        The same for every warpgroup of the CTA, which releases the blocks together.
-        """
-        mask, rows = self.problem.spec.mask, self.blocks.block_q
-        found = mask.kv_blocks(cta.position, rows, self.problem.kv_len, self.blocks.block_kv)
-        return jnp.int32(found.full_stop), jnp.int32(ints.maximum(found.stop, 1))
+    def walk(self, cta: Cta) -> KeyWalk:
+        """The key blocks of this CTA."""
+        at, size = (cta.batch, cta.block, cta.position), (self.blocks.block_q, self.blocks.block_kv)
+        return KeyWalk.of(self.problem, cta.gmem, at, *size)
 
     # --- the producer ----------------------------------------------------------------------------
 
@@ -133,17 +142,23 @@ class Dq:
         plgpu.copy_gmem_to_smem(cta.gmem.do.at[tile], cta.smem.do, arrived)
         plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse, arrived)
         plgpu.copy_gmem_to_smem(cta.gmem.delta.at[row], cta.smem.delta, arrived)
-        _, stop = self.kv_blocks(cta)
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
 
-        @pl.loop(jnp.int32(0), stop)
+        block_q, block_kv, walk = self.blocks.block_q, self.blocks.block_kv, self.walk(cta)
+
+        @pl.loop(jnp.int32(0), walk.total)
         def _(n):
-            keys = (cta.batch, pl.ds(n * self.blocks.block_kv, self.blocks.block_kv), kv_head)
+            start = walk[n] * block_kv
+            keys = (cta.batch, pl.ds(start, block_kv), kv_head)
             self.load(cta.k, n, cta.gmem.k.at[keys], cta.smem.k)
+            if self.side.copies:
+                slot = cta.k.slot(n)
+                place = cta.place(start, block_kv, own=False, rows=block_q)
+                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.k.full.at[slot], place)
             self.load(cta.v, n, cta.gmem.v.at[keys], cta.smem.v)
 
-        cta.k.drain(stop)
-        cta.v.drain(stop)
+        cta.k.drain(walk.total)
+        cta.v.drain(walk.total)
 
     def load(self, ring: Ring, n, source, buffer):
         """The n-th fill of a ring."""
@@ -157,7 +172,7 @@ class Dq:
         """Fold the key blocks into this warpgroup's rows and write them."""
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
-        dq = pl.run_scoped(functools.partial(self.walk, cta), accumulator)
+        dq = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         staging = cta.smem.q.at[warpgroup_rows(cta.wg)]
         staging[...] = (dq * self.problem.spec.scale).astype(self.problem.dtype)
         plgpu.commit_smem()
@@ -165,34 +180,39 @@ class Dq:
         plgpu.copy_smem_to_gmem(staging, cta.dq.at[cta.batch, rows, cta.head])
         plgpu.wait_smem_to_gmem(0)
 
-    def walk(self, cta: Cta, dq_acc):
+    def fold(self, cta: Cta, dq_acc):
         """dQ before scaling, f32[64, D]."""
         plgpu.barrier_wait(cta.bars.queries)
         own = warpgroup_rows(cta.wg)
         rows = Rows(
             lse=plgpu.load(cta.smem.lse.at[own], layout=inline.ROWS),
             delta=plgpu.load(cta.smem.delta.at[own], layout=inline.ROWS),
+            held=self.side.hold(cta.gmem.side, cta.place(0, 0, own=True, rows=WARPGROUP_ROWS)),
         )
-        unmasked, stop = self.kv_blocks(cta)
-        step = functools.partial(self.step, cta, rows, dq_acc)
-        pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
-        if not self.problem.spec.mask.is_trivial or self.ragged:
-            # With known bounds a single masked block is peeled off, and its registers beside those
-            # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
-            end = lax.optimization_barrier(stop)
-            pl.loop(unmasked, end)(functools.partial(step, masked=True))
+        walk = self.walk(cta)
+        step = functools.partial(self.step, cta, walk, rows, dq_acc)
+        walk.visit(step, masks=self.masks(walk))
         plgpu.wgmma_wait(0)
-        cta.k.release(stop - 1)
+        cta.k.release(walk.total - 1)
         return dq_acc[...]
 
-    def step(self, cta: Cta, rows: Rows, dq_acc, n, *, masked):
+    def masks(self, walk: KeyWalk) -> bool:
+        """Some tile may need its mask."""
+        band = not self.problem.spec.mask.is_trivial
+        return band or walk.kv_len is not None or mask_everywhere(self.problem)
+
+    def step(self, cta: Cta, walk: KeyWalk, rows: Rows, dq_acc, n, *, masked):
         """dQ += dS K of the n-th key block."""
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_kv), jnp.float32)
-        products = functools.partial(self.score_gradients, cta, rows, n, masked)
+        limits = Limits()
+        tile = self.tile(cta, walk[n])
+        if masked:
+            limits = tile.limits(self.problem.spec.mask, walk.kv_len)
+        products = functools.partial(self.score_gradients, cta, rows, n, (tile, limits))
         ds = pl.run_scoped(products, accumulator, accumulator)
         plgpu.wgmma(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])  # ends during the next block
 
-    def score_gradients(self, cta: Cta, rows: Rows, n, masked, s_acc, dp_acc):
+    def score_gradients(self, cta: Cta, rows: Rows, n, where, s_acc, dp_acc):
         """dS of the n-th key block in 16 bits; ends the previous dQ on the way."""
         k, v = cta.smem.k.at[cta.k.slot(n)], cta.smem.v.at[cta.v.slot(n)]
         # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
@@ -205,45 +225,42 @@ class Dq:
         cta.v.wait_full(n)
         plgpu.wgmma(dp_acc, cta.smem.do.at[own], v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        if masked:
-            s = inline.hide(s, self.limits(cta, n), self.interpret)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
-        p = jnp.exp2(s * (self.problem.spec.scale * softmax.LOG2E) - per_row(rows.lse))
-        p = lax.optimization_barrier(p)  # above the wait for dP
+        tile, limits = where
+        inputs = self.side.inputs(rows.held, cta.smem.side, cta.k.slot(n), s.shape, own)
+        w = recompute.weights(self.problem, tile, s, rows.lse, inputs, limits, self.interpret)
+        p = lax.optimization_barrier(recompute.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
-        return (p * (dp - per_row(rows.delta))).astype(self.problem.dtype)
+        c = recompute.centred(self.problem, w.kept, dp, per_row(rows.delta))
+        return (p * c).astype(self.problem.dtype)
 
-    @property
-    def ragged(self) -> bool:
-        """The last key block reaches past the last key: there K is 0, and P would not be."""
-        return self.problem.kv_len % self.blocks.block_kv != 0
-
-    def limits(self, cta: Cta, n) -> Limits:
-        """What this warpgroup's queries see of the n-th key block."""
-        tile = Tile(
+    def tile(self, cta: Cta, block) -> RegisterTile:
+        """Where this warpgroup's tile of a key block lies."""
+        return RegisterTile(
             q_start=cta.position + cta.wg * WARPGROUP_ROWS,
-            kv_start=n * self.blocks.block_kv,
+            kv_start=block * self.blocks.block_kv,
             shape=(WARPGROUP_ROWS, self.blocks.block_kv),
+            interpret=self.interpret,
         )
-        return tile.limits(self.problem.spec.mask, self.problem.kv_len if self.ragged else None)
 
 
-def dq(problem: Problem, blocks: DqBlocks, arrays: BackwardArrays, interpret: bool):
+def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
     """Launch; returns dq in the dtype and padded shape of q, the same bits in every run."""
-    head_dim, dtype, block_q = problem.head_dim, problem.dtype, blocks.block_q
-    bar, warpgroups = plgpu.Barrier, blocks.warpgroups
+    dtype, block_q, block_kv = problem.dtype, blocks.block_q, blocks.block_kv
+    bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, SideInputs(problem, q_axis=0)
     smem = Smem(
-        q=tile_buffer((block_q, head_dim), dtype),
-        do=tile_buffer((block_q, head_dim), dtype),
-        k=tile_buffer((blocks.k_stages, blocks.block_kv, head_dim), dtype),
-        v=tile_buffer((blocks.v_stages, blocks.block_kv, head_dim), dtype),
+        q=tile_buffer((block_q, problem.head_dim), dtype),
+        do=tile_buffer((block_q, problem.v_head_dim), dtype),
+        k=tile_buffer((blocks.k_stages, block_kv, problem.head_dim), dtype),
+        v=tile_buffer((blocks.v_stages, block_kv, problem.v_head_dim), dtype),
         lse=row_buffer((block_q,)),
         delta=row_buffer((block_q,)),
+        side=side.buffers(blocks.k_stages, block_q, block_kv),
     )
     bars = Barriers(
         queries=bar(num_arrivals=4),
-        k_full=bar(num_barriers=blocks.k_stages),
+        k_full=bar(num_arrivals=1 + side.copies, num_barriers=blocks.k_stages),
         k_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.k_stages),
         v_full=bar(num_barriers=blocks.v_stages),
         v_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.v_stages),
@@ -259,4 +276,4 @@ def dq(problem: Problem, blocks: DqBlocks, arrays: BackwardArrays, interpret: bo
         name="flash_pallas_backward_dq",
         interpret=interpret,
     )
-    return run(*arrays)
+    return run(arrays.for_rows(problem, operands, 0, (block_q, block_kv)))

@@ -33,15 +33,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from ...core import softmax
-from ...core.problem import Problem
-from ...core.tile import Limits, Tile
-from . import inline
+from ...core.problem import Operands, Problem
+from ...core.tile import Limits
+from . import inline, recompute
 from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Cta, scratch
+from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
+from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
 from .query_walk import QueryWalk
+from .register_tile import RegisterTile
+from .side_inputs import Held, Place, SideInputs
 
 LOAD_WARP, STORE_WARP = 0, 1
 
@@ -54,10 +56,14 @@ class Fused:
     blocks: FusedBlocks
     interpret: bool
 
-    def __call__(self, dq, *refs):
-        *arrays, dk, dv, smem, bars = refs
-        gmem = BackwardArrays(*arrays)
-        batch, kv_start = lax.axis_index("batch"), lax.axis_index("kv") * self.blocks.block_kv
+    @property
+    def side(self) -> SideInputs:
+        """What modifiers read."""
+        return SideInputs(self.problem, q_axis=1)
+
+    def __call__(self, dq, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
+        batch, block = lax.axis_index("batch"), lax.axis_index("kv")
+        at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
         cta = Cta(
             gmem=gmem,
             dq=dq,
@@ -69,15 +75,8 @@ class Fused:
             do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
             batch=batch,
             kv_head=lax.axis_index("head"),
-            kv_start=kv_start,
-            walk=QueryWalk.of(
-                self.problem,
-                gmem.q_offset,
-                batch,
-                kv_start,
-                self.blocks.block_kv,
-                self.blocks.block_q,
-            ),
+            kv_start=block * self.blocks.block_kv,
+            walk=QueryWalk.of(self.problem, gmem, at, *size),
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
@@ -111,6 +110,9 @@ class Fused:
             plgpu.copy_gmem_to_smem(
                 cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], cta.bars.q_full.at[slot]
             )
+            if self.side.copies:
+                place = self.place(cta, n, cta.kv_start, self.blocks.block_kv)
+                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.bars.q_full.at[slot], place)
             slot = cta.do.slot(n)
             cta.do.wait_empty(n)
             plgpu.copy_gmem_to_smem(
@@ -151,6 +153,11 @@ class Fused:
             block * self.blocks.block_q, self.blocks.block_q
         )
 
+    def place(self, cta: Cta, n, kv_start, rows: int) -> Place:
+        """Of the n-th tile of the walk against some keys."""
+        head, queries = self.query_tile(cta, n)
+        return Place(cta.batch, head, kv_start, queries.start, rows, queries.size)
+
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def consume(self, cta: Cta):
@@ -160,7 +167,7 @@ class Fused:
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
         self.meet(cta)  # both warpgroups have read K for the last time
         cta.smem.k[keys] = (dk * self.problem.spec.scale).astype(self.problem.dtype)
-        cta.smem.v[keys] = dv.astype(self.problem.dtype)
+        cta.smem.v[keys] = recompute.gained(self.problem, dv).astype(self.problem.dtype)
         plgpu.commit_smem()
         rows = pl.ds(cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         at = (cta.batch, rows, cta.kv_head)
@@ -172,13 +179,20 @@ class Fused:
         """Every query tile of every head of the group; masked tiles are a loop of their own."""
         plgpu.barrier_wait(cta.bars.kv_full)
 
-        step = functools.partial(self.step, cta, dk_acc, dv_acc)
-        cta.walk.visit(step, self.blocks.mask_all)
+        held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
+        if self.problem.group == 1:
+            held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
+        step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
+        cta.walk.visit(step, self.blocks.mask_all or mask_everywhere(self.problem))
         return dk_acc[...], dv_acc[...]
 
-    def step(self, cta: Cta, dk_acc, dv_acc, n, block):
-        """The five products of the n-th tile; `block` is its index, None if nothing is masked."""
-        p, ds = self.score_gradients(cta, n, block)
+    def own_place(self, cta: Cta, n) -> Place:
+        """Of this warpgroup's part of the n-th tile."""
+        return self.place(cta, n, cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
+        """The five products of the n-th tile."""
+        p, ds = self.score_gradients(cta, held, n, block, masked)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
             self.meet(cta)  # both have read the previous dS
@@ -205,14 +219,16 @@ class Fused:
         plgpu.wgmma_wait(0)
         cta.q.release(n)
 
-    def score_gradients(self, cta: Cta, n, block):
+    def score_gradients(self, cta: Cta, held: Held, n, block, masked):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
         # The barrier keeps ptxas from holding the descriptors of K and V over the whole loop, which
         # costs 60 to 190 bytes of spills.
         keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
         q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
         shape = (WARPGROUP_ROWS, self.blocks.block_q)
-        per_q = lambda x: lax.broadcast_in_dim(x, shape, (1,))
+        tile = self.tile(cta, block)
+        if self.problem.group > 1:  # under the wait for Q
+            held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
 
         def products(s_acc, dp_acc):
             cta.q.wait_full(n)
@@ -221,29 +237,30 @@ class Fused:
             plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
             lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            if block is not None:
-                s = inline.hide(s, self.limits(cta, block), self.interpret)
-            log2_scale = self.problem.spec.scale * softmax.LOG2E
-            p = lax.optimization_barrier(jnp.exp2(s * log2_scale - per_q(lse)))
+            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys)
+            limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+            w = recompute.weights(self.problem, tile, s, lse, inputs, limits, self.interpret)
+            p, through = lax.optimization_barrier(
+                (recompute.dropped(self.problem, w), recompute.pulled(w))
+            )
             plgpu.barrier_wait(cta.bars.delta_full.at[do_slot])
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             delta = plgpu.load(cta.smem.delta.at[do_slot], layout=inline.COLS)
-            ds = p * (dp - per_q(delta))
+            ds = through * recompute.centred(self.problem, w.kept, dp, tile.per_q(delta))
             return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
         accumulator = plgpu.ACC(shape, jnp.float32)
         return pl.run_scoped(products, accumulator, accumulator)
 
-    def limits(self, cta: Cta, block) -> Limits:
-        """What the queries of a block see of this warpgroup's keys."""
-        tile = Tile(
+    def tile(self, cta: Cta, block) -> RegisterTile:
+        """Where this warpgroup's part of the tile of a query block lies."""
+        return RegisterTile(
             q_start=block * self.blocks.block_q + cta.walk.q_offset,
             kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
+            interpret=self.interpret,
         )
-        ragged = self.problem.kv_len % self.blocks.block_kv != 0
-        return tile.limits(self.problem.spec.mask, self.problem.kv_len if ragged else None)
 
     def dq_operands(self, cta: Cta, ds_slot):
         """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""
@@ -267,9 +284,12 @@ class Fused:
         plgpu.barrier_wait(cta.bars.ds_ready)
 
 
-def backward_fused(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool):
+def backward_fused(
+    problem: Problem, blocks: FusedBlocks, operands: Operands, arrays: BackwardArrays, interpret
+):
     """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
     dtype = problem.dtype
+    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
     run = functools.partial(
         launch,
         out=(
@@ -287,7 +307,7 @@ def backward_fused(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays
 
     def accumulate(refs):
         dq, dk, dv = refs
-        dk[...], dv[...] = run(functools.partial(Fused(problem, blocks, interpret), dq))(*arrays)
+        dk[...], dv[...] = run(functools.partial(Fused(problem, blocks, interpret), dq))(given)
 
     # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
     # (1.00x). Only dQ's zeros are written; those of dK and dV are overwritten, and XLA drops them.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...core.problem import Problem
 from .memory import WARPGROUP_ROWS
+from .side_inputs import SideInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +42,14 @@ class FusedBlocks:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory without barriers."""
+    def smem_bytes(self, problem: Problem) -> int:
+        """Shared memory without barriers, for the head dim that runs."""
+        head_dim = problem.head_dim
         tiles = (self.stages + self.do_stages) * self.block_q * head_dim
         keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
         rows = (self.stages + self.do_stages) * self.block_q
-        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows
+        side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
+        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows + side
 
 
 # bf16, H200. Keyed by (head dim, some tile is masked). Where one is, all are, in one loop: with a

@@ -13,6 +13,7 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
 from .memory import Ring, row_buffer, tile_buffer
 from .query_walk import QueryWalk
+from .side_inputs import SideInputs, Streamed
 
 WARPGROUPS = 2
 
@@ -28,13 +29,14 @@ class Smem(NamedTuple):
     dq: Any  # f32[warpgroups, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
+    side: Streamed  # with Q
 
 
 class Barriers(NamedTuple):
     """mbarriers; those without a count below have one arrival."""
 
     kv_full: Any  # K and V
-    q_full: Any  # Q and lse
+    q_full: Any  # Q, lse and what modifiers read
     q_empty: Any  # each warpgroup
     do_full: Any
     do_empty: Any  # each warpgroup
@@ -67,7 +69,7 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
-    bar = plgpu.Barrier
+    bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
     smem = Smem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
@@ -77,10 +79,11 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
+        side=side.buffers(blocks.stages, block_kv, block_q),
     )
     bars = Barriers(
         kv_full=bar(num_arrivals=2),
-        q_full=bar(num_arrivals=2, num_barriers=blocks.stages),
+        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
         q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),

@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 
 from ...core import integers as ints
 from ...core.problem import Problem
+from .arrays import BackwardArrays
+from .key_walk import mask_everywhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,30 +22,50 @@ class QueryWalk:
     Attributes:
         start, full_start, stop: query blocks; those before full_start need the mask.
         q_offset: position of query 0.
+        kv_len: how many keys there are, or None where that hides none.
         group: query heads that read these keys, one after the other.
     """
 
     start: Any
     full_start: Any
-    stop: int
+    stop: Any
     q_offset: Any
+    kv_len: Any
     group: int
 
     @classmethod
     def of(
-        cls, problem: Problem, q_offset, batch, kv_start, kv_rows: int, block_q: int
+        cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, block_q: int
     ) -> QueryWalk:
-        """Of the CTA whose keys are [kv_start, kv_start + kv_rows). At least one tile per head."""
-        offset = q_offset[batch] if problem.traced_offset else problem.spec.q_offset
+        """Of a CTA. At least one tile per head, which is then wholly masked.
+
+        Args:
+            problem: what is computed.
+            arrays: in device memory.
+            at: (batch entry, key block).
+            kv_rows: keys of a block.
+            block_q: queries of a tile.
+        """
+        batch, block = at
+        kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
         whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
         found = problem.spec.mask.q_blocks(kv_start - offset, kv_rows, whole, block_q)
-        stop = whole // block_q
-        start = ints.minimum(found.start, stop - 1)
+        if arrays.bounds is None:
+            start = ints.minimum(found.start, whole // block_q - 1)
+            stop = ints.maximum(found.stop, start + 1)
+        else:
+            start = arrays.bounds[batch, block, 0]
+            stop = ints.maximum(arrays.bounds[batch, block, 1], start + 1)
         full_start = ints.maximum(found.full_start, start)
-        if problem.kv_len % kv_rows:  # the last keys lie past the end: mask every tile
-            ragged = kv_start + kv_rows > problem.kv_len
+        kv_len = arrays.kv_len(problem, batch, kv_rows)
+        if mask_everywhere(problem):
+            full_start = stop
+        elif kv_len is not None:  # the last keys lie past the end: mask every tile
+            ragged = kv_start + kv_rows > kv_len
             full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
-        return cls(start, full_start, stop, offset, problem.group)
+        if arrays.bounds is not None:
+            full_start = ints.minimum(full_start, stop)
+        return cls(start, full_start, stop, offset, kv_len, problem.group)
 
     @property
     def per_head(self):
@@ -64,24 +86,25 @@ class QueryWalk:
         )
 
     def visit(self, step, mask_all: bool):
-        """Call step(n, block) for every tile; block is None where the mask hides nothing.
+        """Call step(n, query block, masked=) for every tile.
 
-        The masked tiles of each head are a loop of their own, and the loops count in n: a block
-        index kept alive beside it costs the fused kernel 100 bytes of spills.
+        The masked tiles of each head are a loop of their own, unless `mask_all` says that one loop
+        masks all tiles. The loops count in n: a block index kept alive beside it costs the fused
+        kernel 100 bytes of spills.
         """
-        plain = lambda n: step(n, None)
+        plain = lambda n: step(n, self[n][1], masked=False)
         if ints.is_static(self.full_start) and self.full_start == 0:
             pl.loop(jnp.int32(0), self.total)(plain)
             return
 
         if mask_all:
-            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1]))
+            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=True))
             return
 
         def one_head(head):
             first = head * self.per_head
             unmasked = first + (self.full_start - self.start)
-            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first)))
+            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first), masked=True))
             pl.loop(unmasked, first + self.per_head)(plain)
 
         if self.group == 1:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from .memory import WARPGROUP_ROWS
+from ...core.problem import Problem
+from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .side_inputs import SideInputs
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
+MOST_SMEM = SMEM_LIMIT - 1024  # the barriers take less than 1 KB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +37,15 @@ class DkvBlocks:
         if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
             raise ValueError("stages of the dK/dV kernel is 1: at least 2")
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory without barriers."""
-        tiles = (self.stages + self.do_stages) * self.block_q + 2 * self.block_kv
-        handed_over = self.p_stages * self.block_kv * self.block_q
-        rows = (self.stages + self.do_stages) * self.block_q
-        return 2 * (tiles * head_dim + handed_over) + 4 * rows
+    def smem_bytes(self, problem: Problem) -> int:
+        """Shared memory without barriers, for the head dims that run."""
+        q, v, block_q = problem.head_dim, problem.v_head_dim, self.block_q
+        streamed = self.stages * block_q * q + self.do_stages * block_q * v
+        held = self.block_kv * (q + v) * (1 if q == v else 2)
+        handed_over = self.p_stages * self.block_kv * block_q
+        rows = (self.stages + self.do_stages) * block_q
+        side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, block_q)
+        return 2 * (streamed + held + handed_over) + 4 * rows + side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,25 +79,49 @@ class DqBlocks:
         """Queries of a CTA."""
         return self.warpgroups * WARPGROUP_ROWS
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory without barriers."""
-        keys = (self.k_stages + self.v_stages) * self.block_kv
-        return 2 * head_dim * (2 * self.block_q + keys) + 8 * self.block_q
+    def smem_bytes(self, problem: Problem) -> int:
+        """Shared memory without barriers, for the head dims that run."""
+        q, v = problem.head_dim, problem.v_head_dim
+        keys = self.block_kv * (self.k_stages * q + self.v_stages * v)
+        side = SideInputs(problem, q_axis=0).smem_bytes(self.k_stages, self.block_q, self.block_kv)
+        return 2 * (self.block_q * (q + v) + keys) + 8 * self.block_q + side
 
 
 # A 64x64 wgmma with both operands in shared memory needs all of its bandwidth, 64x128 three
 # quarters: tiles of scores are 128 wide wherever registers and shared memory allow.
-DKV = {
-    64: DkvBlocks(block_q=128),
-    128: DkvBlocks(block_q=128),
-    # 128 queries would need 354 KB of shared memory. Both kernels together, bf16 on H200, as ratio
-    # to cuDNN: 1.28 to 1.36 at 4k, 1.34 at 4k causal, 1.39 at 16k causal.
-    256: DkvBlocks(block_q=64),
-}
+# Head dim 256, both kernels together, bf16 on H200, as ratio to cuDNN: 1.28 to 1.36 at 4k, 1.34 at
+# 4k causal, 1.39 at 16k causal; there 128 queries would need 354 KB of shared memory.
+DKV = (
+    DkvBlocks(block_q=128),
+    DkvBlocks(block_q=64),
+    DkvBlocks(block_q=64, do_stages=1),
+    DkvBlocks(block_q=64, do_stages=1, p_stages=1),
+)
 
-DQ = {
-    64: DqBlocks(block_kv=128),
-    128: DqBlocks(block_kv=128),
-    # 231,424 bytes: no room for a second stage of V.
-    256: DqBlocks(block_kv=64, v_stages=1),
-}
+# Head dim 256 gets 64 keys and no second stage of V: 231,424 bytes.
+DQ = (
+    DqBlocks(block_kv=128),
+    DqBlocks(block_kv=64),
+    DqBlocks(block_kv=64, v_stages=1),
+    DqBlocks(warpgroups=1, block_kv=64),
+    DqBlocks(warpgroups=1, block_kv=64, v_stages=1),
+)
+
+
+def native_head_dim(head_dim: int) -> int:
+    """What these kernels run a head dim as."""
+    return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def choose_dkv(problem: Problem) -> DkvBlocks:
+    """The first that fits into shared memory."""
+    return next(b for b in DKV if b.smem_bytes(problem) <= MOST_SMEM)
+
+
+def choose_dq(problem: Problem) -> DqBlocks:
+    """The first that fits into shared memory and leaves registers for a tile of bias or mask."""
+    side = SideInputs(problem, q_axis=0)
+    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    widest = 64 if tiles and problem.head_dim > 64 else 128
+    fits = lambda b: b.block_kv <= widest and b.smem_bytes(problem) <= MOST_SMEM
+    return next(b for b in DQ if fits(b))

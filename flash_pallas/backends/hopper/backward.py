@@ -1,0 +1,45 @@
+"""The backward of one call: the kernels it takes, on padded copies where that is needed."""
+
+from __future__ import annotations
+
+from ...core.problem import Cotangents, Grads, Operands, Problem
+from .arrays import BackwardArrays
+from .backward_blocks import SplitBlocks, native_problem
+from .backward_dkv import dkv
+from .backward_dq import dq
+from .backward_fused import backward_fused
+from .fused_blocks import FusedBlocks
+
+
+def backward(
+    problem: Problem,
+    blocks: FusedBlocks | SplitBlocks,
+    operands: Operands,
+    cotangents: Cotangents,
+    wanted: frozenset[str],
+    interpret: bool,
+) -> Grads:
+    """Gradients; dK and dV summed over each group of query heads inside the kernels.
+
+    Args:
+        problem: of the operands.
+        blocks: tiles of the kernels that run.
+        operands: of the call.
+        cotangents: where the backward starts from.
+        wanted: the operands beside q, k and v whose gradient is asked for.
+        interpret: under the interpreter.
+    """
+    fused = isinstance(blocks, FusedBlocks)
+    native = native_problem(problem, fused=fused)
+    arrays = BackwardArrays.of(native, operands, cotangents)
+    if fused:
+        grads = backward_fused(native, blocks, operands, arrays, interpret)
+    else:
+        dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
+        grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
+    del wanted
+    return Grads(
+        grads[0][:, : problem.q_len, :, : problem.head_dim],
+        grads[1][:, : problem.kv_len, :, : problem.head_dim],
+        grads[2][:, : problem.kv_len, :, : problem.v_head_dim],
+    )

@@ -1,0 +1,80 @@
+"""Which key blocks a query-stationary CTA of the backward reads, and which of them it masks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ...core import integers as ints
+from ...core.problem import Problem
+from .arrays import BackwardArrays
+
+
+class KeyWalk(NamedTuple):
+    """Key blocks start to stop, at least one; all are masked from `masked_from` on."""
+
+    start: Any
+    masked_from: Any
+    stop: Any
+    kv_len: Any  # how many keys there are, or None where that hides none
+
+    @classmethod
+    def of(cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int) -> KeyWalk:
+        """Of the queries of a CTA, the same for all its warpgroups: they release blocks together.
+
+        Args:
+            problem: what is computed.
+            arrays: in device memory.
+            at: (batch entry, query block, position of its first query).
+            rows: queries of a block.
+            block_kv: keys of a block.
+        """
+        batch, block, position = at
+        mask, kv_len = problem.spec.mask, problem.kv_len
+        found = mask.kv_blocks(position, rows, kv_len, block_kv)
+        start, full_stop, stop = found.start, found.full_stop, found.stop
+        if arrays.bounds is not None:
+            start, stop = arrays.bounds[batch, block, 0], arrays.bounds[batch, block, 1]
+        elif mask.left is not None:
+            start = ints.minimum(start, -(-kv_len // block_kv) - 1)
+        stop = ints.maximum(stop, start + 1)
+        if arrays.side.kv_lengths is not None:
+            whole = ints.floor_div(arrays.side.kv_lengths[batch], block_kv)
+            full_stop = ints.minimum(full_stop, whole)
+        if mask_everywhere(problem):
+            full_stop = start
+        elif arrays.bounds is not None:
+            full_stop = ints.clip(full_stop, start, stop)
+        return cls(start, full_stop, stop, arrays.kv_len(problem, batch, block_kv))
+
+    @property
+    def total(self):
+        """How many blocks."""
+        return jnp.int32(self.stop - self.start)
+
+    def __getitem__(self, n):
+        """The n-th block."""
+        return self.start + n
+
+    def visit(self, step, *, masks: bool):
+        """step(n, masked=) for every block; without `masks` none is masked.
+
+        The masked ones are a loop of their own.
+        """
+        unmasked = jnp.int32(self.masked_from - self.start)
+        if not (ints.is_static(self.masked_from) and self.masked_from == self.start):
+            pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
+        if masks:
+            # With known bounds a single masked block is peeled off, and its registers beside those
+            # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
+            end = lax.optimization_barrier(self.total)
+            pl.loop(unmasked, end)(functools.partial(step, masked=True))
+
+
+def mask_everywhere(problem: Problem) -> bool:
+    """Any tile may need its mask: both edges of a window, or segments."""
+    return problem.spec.mask.left is not None or "kv_segments" in problem.features

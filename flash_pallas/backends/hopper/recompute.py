@@ -1,0 +1,73 @@
+"""P again, from S and the log-sum-exp, and dS from it: what every backward kernel does to a tile.
+
+With C = keep * gain * dP - delta (`keep` and `gain` are dropout's) the gradient of the logits is
+P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
+softcap. It is linear and elementwise: pull(P) * C is the same, and pull(P) needs no dP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ...core import dropout, scores
+from ...core.problem import Problem
+from ...core.scores import TileInputs
+from ...core.tile import Limits, Tile
+from . import inline
+
+
+class Weights(NamedTuple):
+    """A tile of P."""
+
+    p: Any  # f32, 0 where hidden; without dropout
+    kept: Any  # bool, or None without dropout
+    pull: Any  # see core.scores.Logits
+
+
+def weights(
+    problem: Problem, tile: Tile, s, lse, inputs: TileInputs, limits: Limits, interpret: bool
+) -> Weights:
+    """P of a tile.
+
+    Args:
+        problem: what is computed.
+        tile: where it lies.
+        s: q @ k^T, f32.
+        lse: log-sum-exp of each query, base 2.
+        inputs: what modifiers read.
+        limits: what positions leave visible of the tile.
+        interpret: as everywhere.
+    """
+    spec = problem.spec
+    x, log2_scale, pull = scores.logits(spec, tile, s, inputs)
+    x = inline.hide(x, limits, interpret)
+    visible = scores.visible(spec, tile, inputs)
+    if visible is not None:
+        x = jnp.where(visible, x, -jnp.inf)
+    p = jnp.exp2(x * log2_scale - tile.per_q(lse))
+    kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
+    return Weights(p, kept, pull)
+
+
+def pulled(w: Weights):
+    """pull(P), f32."""
+    return w.pull(w.p)[0]
+
+
+def dropped(problem: Problem, w: Weights):
+    """keep * P, f32; the gain is left to `gained`."""
+    return jnp.where(w.kept, w.p, 0.0) if problem.spec.dropout_rate else w.p
+
+
+def gained(problem: Problem, dv):
+    """A sum of keep * P products with the gain that was left out of them."""
+    return dv * dropout.gain(problem.spec.dropout_rate) if problem.spec.dropout_rate else dv
+
+
+def centred(problem: Problem, kept, dp, delta):
+    """keep * gain * dP - delta, where delta is spread over the tile."""
+    if not problem.spec.dropout_rate:
+        return dp - delta
+    return jnp.where(kept, dp * dropout.gain(problem.spec.dropout_rate), 0.0) - delta
