@@ -64,19 +64,16 @@ def _assert_leaf(name, exact, found, baseline, factor):
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def dense_layer(
-    params, x, *, causal=False, rope_theta=None, qk_norm=None, positions=None, scale=None
-):
+def dense_layer(params, x, *, rope_theta=None, qk_norm=None, positions=None, **modifiers):
     """flash_pallas.nn's layer in plain jnp: repeated K/V heads, rotation by complex numbers.
 
     Args:
         params: as the layer's, boxes removed.
         x: [B, T, features].
-        causal: as the layer's, and so on.
         rope_theta: base.
         qk_norm: None, "rms" or "layer".
         positions: [B, T]; None counts from 0.
-        scale: None is 1 / sqrt(head_dim).
+        **modifiers: of `dense_attention`.
     """
     project = lambda name: _with_bias(
         jnp.einsum("btd,dnh->btnh", x, params[name]["kernel"]), params[name]
@@ -92,14 +89,44 @@ def dense_layer(
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         q, k = (_rotated(a, positions, rope_theta) for a in (q, k))
+    o = dense_attention(q, k, v, sinks=params.get("sinks"), **modifiers)
+    return _with_bias(jnp.einsum("btnh,nhd->btd", o, params["out"]["kernel"]), params["out"])
+
+
+def dense_attention(
+    q, k, v, *, causal=False, scale=None, keep=None, bias=None, softcap=None, sinks=None
+):
+    """Attention with the matrix of logits in memory; a query without keys gives 0.
+
+    Args:
+        q: [B, T, N, H].
+        k: [B, S, K, H], and so v.
+        v: values.
+        causal: up to the query's own index.
+        scale: None is 1 / sqrt(H).
+        keep: bool, broadcasts to [B, N, T, S] and has its rank.
+        bias: float, the same.
+        softcap: bound of the logits.
+        sinks: [N].
+    """
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    spread = lambda a: jnp.broadcast_to(a, logits.shape)
+    logits = logits if bias is None else logits + spread(bias.astype(logits.dtype))
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    seen = jnp.ones(logits.shape, bool) if keep is None else spread(keep)
     if causal:
-        keep = jnp.tril(jnp.ones(logits.shape[2:], bool))
-        logits = jnp.where(keep[None, None], logits, -jnp.inf)
-    o = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
-    return _with_bias(jnp.einsum("btnh,nhd->btd", o, params["out"]["kernel"]), params["out"])
+        seen = seen & spread(jnp.tril(jnp.ones(logits.shape[2:], bool))[None, None])
+    if sinks is not None:
+        column = (*logits.shape[:3], 1)
+        sink = jnp.broadcast_to(sinks.astype(logits.dtype)[None, :, None, None], column)
+        logits = jnp.concatenate([logits, sink], -1)
+        seen = jnp.concatenate([seen, jnp.ones(column, bool)], -1)
+    some = jnp.any(seen, -1, keepdims=True)
+    logits = jnp.where(seen, logits, jnp.where(some, -jnp.inf, 0.0).astype(logits.dtype))
+    p = jnp.where(some, jax.nn.softmax(logits), 0.0)[..., : k.shape[1]]
+    return jnp.einsum("bnts,bsnh->btnh", p, v)
 
 
 def _with_bias(y, params):

@@ -95,8 +95,6 @@ def test_every_keyword_of_flax_is_named(ours, theirs):
 @pytest.mark.parametrize(
     "name",
     [
-        "bias",
-        "mask",
         "module",
         "einsum_dot_general",
         "qk_attn_weights_einsum",
@@ -110,50 +108,19 @@ def test_refuses_by_name(function, name):
         function(x, x, x, **{name: jnp.ones((1, LENGTH, LENGTH))})
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_refuses_dropout_only_where_it_would_happen(function):
-    x = normal(0, LENGTH, HEADS, 8)
-    key = jax.random.key(0)
-    with pytest.raises(NotImplementedError, match=r"dropout_rate=0\.5 .*deterministic=True"):
-        function(x, x, x, dropout_rate=0.5, dropout_rng=key)
-    out = function(x, x, x, dropout_rate=0.5, dropout_rng=key, deterministic=True)
-    np.testing.assert_array_equal(out, function(x, x, x))
-
-
-def test_linen_modules_pass_on_what_must_be_refused():
+def test_modules_pass_on_what_must_be_refused():
     x = normal(0, 2, LENGTH, FEATURES)
     module, _ = linen_modules(True)
     params = module.init(jax.random.key(1), x)
-    with pytest.raises(NotImplementedError, match=r"mask .*causal_attention_fn"):
-        module.apply(params, x, mask=linen.make_causal_mask(jnp.ones((2, LENGTH))))
     with pytest.raises(NotImplementedError, match="sow_weights"):
         module.apply(params, x, sow_weights=True)
-    dropping, _ = linen_modules(True, dropout_rate=0.5, deterministic=False)
-    with pytest.raises(NotImplementedError, match="dropout_rate"):
-        dropping.apply(params, x, rngs={"dropout": jax.random.key(2)})
-    decoding, _ = linen_modules(True, decode=True)
-    variables = decoding.init(jax.random.key(1), x)
-    with pytest.raises(NotImplementedError, match="decode=True"):
-        decoding.apply(variables, x[:, :1], mutable=["cache"])
-
-
-def test_nnx_modules_pass_on_what_must_be_refused():
-    x = normal(0, 2, LENGTH, FEATURES)
-    make = lambda **fields: nnx.MultiHeadAttention(
-        HEADS, FEATURES, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0), **fields
+    module = nnx.MultiHeadAttention(
+        HEADS, FEATURES, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
     )
-    with pytest.raises(NotImplementedError, match=r"mask .*is_causal=True"):
-        make()(x, mask=nnx.make_causal_mask(jnp.ones((2, LENGTH))))
     with pytest.raises(NotImplementedError, match="sow_weights"):
-        make()(x, sow_weights=True)
+        module(x, sow_weights=True)
     with pytest.raises(NotImplementedError, match="input_positions"):
-        make()(x, input_positions=jnp.arange(LENGTH))
-    with pytest.raises(NotImplementedError, match="dropout_rate"):
-        make(dropout_rate=0.5, deterministic=False)(x)
-    decoding = make()
-    decoding.init_cache(x.shape)
-    with pytest.raises(NotImplementedError, match="decode=True"):
-        decoding(x[:, :1], decode=True)
+        module(x, input_positions=jnp.arange(LENGTH))
 
 
 def test_dtype_is_what_is_computed_in():

@@ -203,8 +203,12 @@ class FlashAttention(nnx.Module):
     def _dropout_key(self, deterministic, rngs):
         if self.dropout_rate == 0.0:
             return None
-        unsaid = "FlashAttention has a dropout_rate: say deterministic=, in the call or before"
-        if nnx.first_from(deterministic, self.deterministic, error_msg=unsaid):
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                "FlashAttention has a dropout_rate: say deterministic=, in the call or before"
+            )
+        if deterministic:
             return None
         rngs = self.rngs if rngs is None else rngs
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
