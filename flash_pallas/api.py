@@ -182,10 +182,7 @@ def flash_attention_with_lse(
         natural logarithm; -inf for a query that sees no key.
 
     Raises:
-        TypeError: as `flash_attention`, as are the others.
-        ValueError: bad shapes or values.
-        UnsupportedByBackend: the named backend cannot run this call.
-        NotImplementedError: an unsupported dtype; a second derivative.
+        TypeError: and others, as `flash_attention` lists them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -221,10 +218,7 @@ def flash_attention_with_max_logit(
         differentiated.
 
     Raises:
-        TypeError: as `flash_attention`, as are the others.
-        ValueError: bad shapes or values.
-        UnsupportedByBackend: the named backend cannot run this call.
-        NotImplementedError: an unsupported dtype; a second derivative.
+        TypeError: and others, as `flash_attention` lists them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -254,10 +248,7 @@ def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
         An `Explanation`; print it.
 
     Raises:
-        TypeError: as `flash_attention`, as are the others.
-        ValueError: bad shapes or values.
-        UnsupportedByBackend: the named backend cannot run this call.
-        NotImplementedError: an unsupported dtype.
+        TypeError: and others, as `flash_attention` lists them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -307,8 +298,8 @@ def dot_product_attention(
         query: [*B, T, N, H], or [T, N, H].
         key: [*B, S, K, H]; N is a multiple of K.
         value: [*B, S, K, Hv]; unlike in `jax.nn`, Hv may differ from H.
-        bias: added to the scaled scores; [B, N, T, S], each axis full or 1. With [T, N, H] arrays
-            of rank 3 or, as in `jax.nn`, of rank 4 with a batch of 1.
+        bias: added to the scaled scores; [*B, N, T, S], each axis full or 1, those in front may be
+            left out. With [T, N, H] arrays it may also have a batch of 1, as in `jax.nn`.
         mask: bool of the same shapes, True is visible.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         is_causal: the query i sees the keys up to and including i.
@@ -323,10 +314,7 @@ def dot_product_attention(
         log-sum-exp [*B, T, N] in float32, heads last as in `jax.nn`.
 
     Raises:
-        TypeError: as `flash_attention`, as are the others.
-        ValueError: bad shapes or values.
-        UnsupportedByBackend: the named implementation cannot run this call.
-        NotImplementedError: an unsupported dtype; a second derivative.
+        TypeError: and others, as `flash_attention` lists them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -335,24 +323,28 @@ def dot_product_attention(
         >>> dot_product_attention(x, x, x, is_causal=True).shape
         (2, 16, 4, 64)
     """
-    pair = (_of_rank(x, jnp.ndim(query)) for x in (bias, mask))
+    rank = jnp.ndim(query)
     o, lse = flash_attention_with_lse(
         query,
         key,
         value,
-        **dict(zip(("bias", "mask"), pair, strict=True)),
+        bias=_of_rank(bias, rank),
+        mask=_of_rank(mask, rank),
         causal=is_causal,
         window=local_window_size,
         scale=scale,
-        q_lengths=_of_rank(query_seq_lengths, jnp.ndim(query) - 3),
-        kv_lengths=_of_rank(key_value_seq_lengths, jnp.ndim(query) - 3),
+        q_lengths=_of_rank(query_seq_lengths, rank - 3),
+        kv_lengths=_of_rank(key_value_seq_lengths, rank - 3),
         backend="auto" if implementation is None else implementation,
     )
     return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
 
 
 def _of_rank(x, rank: int):
-    """x without a leading axis of 1, where it has one axis more than `rank`."""
-    if x is None or jnp.ndim(x) != rank + 1 or jnp.shape(x)[0] != 1:
-        return x
-    return jnp.asarray(x)[0]
+    """x with axes of 1 in front up to this rank, or without one where it has one too many."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.ndim == rank + 1 and x.shape[0] == 1:
+        return x[0]
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)

@@ -78,33 +78,119 @@ def test_the_signature_of_jax_nn():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
 
 
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
 def inputs(*batch):
-    rng = np.random.default_rng(0)
     shapes = ((*batch, 9, 4, 16), (*batch, 12, 2, 16), (*batch, 12, 2, 16))
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    return [draw(seed, *shape) for seed, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_dot_product_attention_agrees_with_jax_nn(batch, is_causal):
-    args = inputs(*batch)
-    keywords = {"scale": 0.3, "is_causal": is_causal, "return_residual": True}
-    found = fp.dot_product_attention(*args, **keywords)
-    expected = jax.nn.dot_product_attention(*args, **keywords)
+def mask_of(*shape):
+    """Two thirds visible, the first key always: no row is empty."""
+    return (draw(8, *shape) > -0.5).at[..., 0].set(True)
+
+
+B1, N1, T1, S1 = (1, 4, 9, 12), (2, 1, 9, 12), (2, 4, 1, 12), (2, 4, 9, 1)
+LIKE_JAX_NN = {
+    "nothing": {},
+    "implementation": {"implementation": "xla"},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "bias": {"bias": draw(5, 2, 4, 9, 12)},
+    "bias without batch": {"bias": draw(5, *B1)},
+    "bias without heads": {"bias": draw(5, *N1)},
+    "bias without queries": {"bias": draw(5, *T1)},
+    "bias without keys": {"bias": draw(5, *S1)},
+    "bias of rank 2": {"bias": draw(5, 9, 12)},
+    "bias in bfloat16": {"bias": draw(5, *B1).astype(jnp.bfloat16)},
+    "mask": {"mask": mask_of(2, 4, 9, 12)},
+    "mask without batch": {"mask": mask_of(*B1)},
+    "mask without heads": {"mask": mask_of(*N1)},
+    "mask without queries": {"mask": mask_of(*T1)},
+    "mask without keys": {"mask": jnp.ones(S1, bool)},
+    "mask of rank 1": {"mask": mask_of(12)},
+    "mask of padding": {"mask": mask_of(2, 1, 1, 12), "bias": draw(5, 1, 4, 1, 1)},
+    "lengths of queries": {"query_seq_lengths": jnp.array([9, 5], jnp.int32)},
+    "lengths of keys": {"key_value_seq_lengths": jnp.array([12, 1], jnp.int32)},
+    "both lengths, causal": {
+        "query_seq_lengths": jnp.array([4, 9], jnp.int32),
+        "key_value_seq_lengths": jnp.array([7, 12], jnp.int32),
+        "is_causal": True,
+    },
+    "window": {"local_window_size": 3},
+    "pair": {"local_window_size": (2, 5)},
+    "pair, causal": {"local_window_size": (2, 5), "is_causal": True},
+    "all": {
+        "bias": draw(5, *T1),
+        "mask": mask_of(*N1),
+        "is_causal": True,
+        "local_window_size": (12, 1),
+        "key_value_seq_lengths": jnp.array([3, 12], jnp.int32),
+        "scale": -0.2,
+    },
+}
+
+
+def assert_same_as_jax_nn(args, keywords, valid=None):
+    """Values and gradients of q, k, v and bias; rows where `valid` is False are left out."""
+    differentiable = {"bias": keywords["bias"]} if "bias" in keywords else {}
+    rest = {name: x for name, x in keywords.items() if name != "bias"}
+    weight = draw(9, *args[0].shape)
+    if valid is not None:
+        weight = jnp.where(valid[..., None, None], weight, 0.0)
+
+    def run(function):
+        def loss(args, differentiable):
+            o, lse = function(*args, **differentiable, **rest, return_residual=True)
+            shown = lse if valid is None else jnp.where(valid[..., None], lse, 0.0)
+            return jnp.sum(o * weight), (o, shown)
+
+        (_, outputs), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+            args, differentiable
+        )
+        return jax.tree.leaves((outputs, grads))
+
+    found, expected = run(fp.dot_product_attention), run(jax.nn.dot_product_attention)
+    assert [x.shape for x in found] == [x.shape for x in expected]
     for a, b in zip(found, expected, strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    alone = fp.dot_product_attention(*args, scale=0.3, is_causal=is_causal, implementation="xla")
-    np.testing.assert_allclose(alone, found[0], rtol=1e-6, atol=1e-6)
+        tolerance = 1e-5 if a.dtype == jnp.float32 else 1e-2
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("keywords", LIKE_JAX_NN.values(), ids=LIKE_JAX_NN)
+def test_dot_product_attention_agrees_with_jax_nn(keywords):
+    valid = None
+    if "query_seq_lengths" in keywords:
+        valid = keywords["query_seq_lengths"][:, None] > jnp.arange(9)[None]
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn itself adds a bfloat16 bias
+        assert_same_as_jax_nn(inputs(2), keywords, valid)
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"],
+    "keywords",
+    [
+        {"is_causal": True},
+        {"bias": draw(5, 4, 9, 12), "mask": mask_of(1, 4, 9, 12)},
+        {"bias": draw(5, 9, 1), "key_value_seq_lengths": jnp.array([5], jnp.int32)},
+    ],
+    ids=["causal", "bias and mask", "length"],
 )
-def test_dot_product_attention_ignores_nothing(name):
-    with pytest.raises(NotImplementedError, match=f"support {name}.*jax.nn.dot_product_attention"):
-        fp.dot_product_attention(*inputs(2), **{name: jnp.ones((2, 4, 9, 12))})
+def test_dot_product_attention_of_rank_three(keywords):
+    assert_same_as_jax_nn(inputs(), keywords)
+
+
+def test_where_dot_product_attention_differs_from_jax_nn():
+    args = inputs(2)
+    mask = jnp.ones((1, 1, 9, 12), bool).at[:, :, 4].set(False)
+    ours, theirs = (
+        f(*args, mask=mask) for f in (fp.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert not ours[:, 4].any()
+    mean = jnp.repeat(args[2].mean(1), 2, axis=1)
+    np.testing.assert_allclose(theirs[:, 4], mean, rtol=1e-5, atol=1e-6)
 
 
 def test_dot_product_attention_knows_its_implementations():
