@@ -43,6 +43,85 @@ INTERPRETED = (
 )
 
 
+def _small(name: str, **fields) -> Case:
+    """A case of a modifier: two tiles of queries and of keys, none of them whole."""
+    return _case(name, **({"T": 100, "S": 136, "N": 2, "K": 1} | fields))
+
+
+_SQUARE = {"T": 130, "S": 130}
+
+# At least one per feature; each runs forward, backward and whatever other gradients it has.
+MODIFIERS = (
+    _small("window", window=(40, 10)),
+    _small("window_causal_128", window=(50, 0), causal=True, H=128, **_SQUARE),
+    _small("window_split", window=(30, 20), deterministic=True, q_offset=20),
+    _small("window_256", window=(70, 0), H=256, N=1, T=72),
+    _small("window_past_all_keys", window=(3, 0), q_offset=100, N=1),
+    _small("window_offset_array", window=(30, 8), q_offset=(-30, 90), B=2, N=1),
+    _small("packed_causal", segments="packed", causal=True, **_SQUARE),
+    _small("packed_128", segments="packed", H=128, N=1, **_SQUARE),
+    _small("packed_split", segments="packed", causal=True, deterministic=True, N=1, **_SQUARE),
+    _small("unsorted", segments="unsorted", N=1, **_SQUARE),
+    _small("padded", segments="padded", poison=True, **_SQUARE),
+    _small("padded_256", segments="padded", poison=True, H=256, N=1, T=70, S=70),
+    _small("kv_lengths", kv_lengths=(100, 31), B=2, poison=True, N=1),
+    _small("kv_lengths_zero_128", kv_lengths=(0, 130), B=2, N=1, H=128, poison=True),
+    _small("q_lengths", q_lengths=(70,), poison=True),
+    _small("lengths_causal_split", q_lengths=(60,), kv_lengths=(48,), causal=True, poison=True,
+           deterministic=True),
+    _small("bias_1NTS", bias="1NTS", B=2),
+    _small("bias_BNTS_128", bias="BNTS", H=128, N=1),
+    _small("bias_B1TS_causal", bias="B1TS", causal=True, N=2, **_SQUARE),
+    _small("bias_1N1S", bias="1N1S", B=2, N=1),
+    _small("bias_B1T1", bias="B1T1", N=2),
+    _small("bias_1111", bias="1111", N=1),
+    _small("bias_256", bias="11TS", H=256, N=1, T=70, S=70),
+    _small("bias_split", bias="1NTS", deterministic=True, N=1),
+    _small("bias_padded", bias="B1TS", segments="padded", poison=True, N=1, **_SQUARE),
+    _small("mask_B1TS", mask="B1TS"),
+    _small("mask_BNTS_128", mask="BNTS", H=128, N=1),
+    _small("mask_B11S_causal", mask="B11S", causal=True, **_SQUARE),
+    _small("mask_11T1_split", mask="11T1", deterministic=True, N=1),
+    _small("mask_bias", mask="B1TS", bias="1NTS", N=1),
+    _small("softcap", softcap=2.0, scale=0.5),
+    _small("softcap_causal_128", softcap=5.0, causal=True, H=128, N=1, **_SQUARE),
+    _small("softcap_256", softcap=3.0, H=256, N=1, T=70, S=70),
+    _small("softcap_split_bias", softcap=3.0, bias="1N1S", deterministic=True, N=1),
+    _small("alibi", alibi="N"),
+    _small("alibi_causal_128", alibi="BN", causal=True, H=128, q_offset=13, B=2, N=1),
+    _small("alibi_split", alibi="N", deterministic=True, q_offset=-15),
+    _small("sinks", sinks=True),
+    _small("sinks_hidden_rows_128", sinks=True, causal=True, q_offset=-30, H=128, N=1),
+    _small("sinks_256", sinks=True, H=256, N=1, T=70, S=70),
+    _small("dropout", dropout_rate=0.3, B=2),
+    _small("dropout_causal_128", dropout_rate=0.1, causal=True, H=128, dropout_seed=7, **_SQUARE),
+    _small("dropout_split", dropout_rate=0.25, deterministic=True, q_offset=40, causal=True, N=1),
+    _small("dropout_256", dropout_rate=0.2, H=256, N=1, T=70, S=70),
+    _small("dropout_broadcast", dropout_rate=0.5, broadcast_dropout=True, B=2, N=1),
+    _small("score_mod_relative", score_mod="relative"),
+    _small("score_mod_square_128", score_mod="square", H=128, causal=True, N=1, **_SQUARE),
+    _small("score_mod_per_entry_split", score_mod="per_entry", deterministic=True, N=1, q_offset=9),
+    _small("mask_mod_stripes", mask_mod="stripes"),
+    _small("mask_mod_prefix_128", mask_mod="prefix", H=128, N=1, B=2, dtype="float16"),
+    _small("max_logit", max_logit=True, causal=True, q_offset=-30, N=1),
+    _small("max_logit_256", max_logit=True, H=256, N=1, T=70, S=70),
+    _small("d192_128", H=192, Hv=128, causal=True, N=1, **_SQUARE),
+    _small("d32", H=32, N=1),
+    _small("d96_causal", H=96, causal=True, N=1, **_SQUARE),
+    _small("d80", H=80, N=1, T=70, S=70),
+    _small("d72_causal", H=72, causal=True, N=1, T=70, S=70),
+    _small("d64_32", H=64, Hv=32, N=1, T=70),
+    _small("d16_bias", H=16, bias="1NTS", B=2, N=1),
+    _small("everything", causal=True, window=(90, 0), bias="1NTS", mask="B11S", softcap=4.0,
+           alibi="N", sinks=True, dropout_rate=0.2, segments="padded", kv_lengths=(110,),
+           q_lengths=(120,), score_mod="relative", mask_mod="stripes", max_logit=True,
+           poison=True, **_SQUARE),
+    _small("everything_128", window=(90, 70), bias="B1TS", mask="1NTS", softcap=4.0, alibi="BN",
+           sinks=True, dropout_rate=0.2, segments="unsorted", kv_lengths=(110, 60), B=2, N=1,
+           score_mod="per_entry", mask_mod="prefix", q_offset=(3, -8), H=128),
+)  # fmt: skip
+
+
 def _for_each_kernel(name: str, **fields):
     for head_dim in (64, 128, 256):
         for causal in (False, True):
@@ -56,6 +135,7 @@ def _for_each_kernel(name: str, **fields):
 
 ON_DEVICE = (
     *INTERPRETED,
+    *MODIFIERS,
     *_for_each_kernel("square", T=512, S=512, B=2, N=4, K=2),
     *_for_each_kernel("ragged", T=300, S=457, B=2, N=2, K=1),
     *_for_each_kernel("float16", T=640, S=640, N=2, K=2, dtype="float16"),
@@ -63,6 +143,21 @@ ON_DEVICE = (
     _case("tall", T=1999, S=130, H=128, causal=True, q_offset=-300),
     _case("wide", T=65, S=3001, H=64, causal=True, q_offset=2936),
     _case("many_heads", T=200, S=200, B=4, N=32, K=4, H=64, causal=True),
+    _case("long_window", T=3000, S=3000, N=2, K=1, H=128, causal=True, window=(500, 0)),
+    _case("long_window_both", T=2000, S=2500, N=2, K=1, window=(200, 300), q_offset=100),
+    _case("long_packed", T=3000, S=3000, B=2, N=2, K=1, H=128, causal=True, segments="packed"),
+    _case("long_packed_d64", T=3000, S=3000, B=2, N=2, K=1, segments="padded", poison=True),
+    _case("long_lengths", T=1500, S=1800, B=3, N=2, K=1, H=128, kv_lengths=(1700, 3, 900)),
+    _case("long_bias", T=1000, S=1100, B=3, N=2, K=1, bias="1NTS"),
+    _case("long_bias_rows", T=1000, S=1100, B=2, N=2, K=1, H=128, bias="B11S", mask="11T1"),
+    _case("long_mask", T=1000, S=1100, B=2, N=2, K=1, H=128, mask="B1TS"),
+    _case("long_softcap", T=1500, S=1500, N=2, K=1, H=128, causal=True, softcap=3.0, alibi="N"),
+    _case("long_dropout", T=1500, S=1500, B=2, N=2, K=1, H=128, causal=True, dropout_rate=0.2),
+    _case("long_dropout_d64", T=1000, S=1500, B=2, N=2, K=1, dropout_rate=0.4, sinks=True),
+    _case("long_score_mod", T=1000, S=1500, B=2, N=2, K=1, H=128, score_mod="per_entry"),
+    _case("long_192_128", T=1500, S=1500, B=2, N=2, K=1, H=192, Hv=128, causal=True),
+    _case("long_96", T=1000, S=1500, B=2, N=2, K=1, H=96),
+    _case("long_max_logit", T=1000, S=1500, B=2, N=2, K=1, H=256, max_logit=True, causal=True),
     _case("head_dim_8", T=129, S=129, H=8, causal=True),
     _case("head_dim_192", T=129, S=200, H=192),
 )
