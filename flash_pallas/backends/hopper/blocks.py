@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
-from . import forward_blocks
-from .backward_blocks import SplitBlocks, choose_backward, native_problem
+from . import backward_blocks, forward_blocks
+from .backward_blocks import SplitBlocks, choose_backward
 from .forward_blocks import ForwardBlocks, choose_forward
+from .forward_blocks import native_head_dims as native_head_dims
 from .fused_blocks import FusedBlocks
 from .memory import SMEM_LIMIT
+
 
 @dataclasses.dataclass(frozen=True)
 class HopperBlocks:
@@ -39,11 +41,10 @@ def choose_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBl
                 f"blocks has {kernel!r}: on the hopper backend this call runs the kernels "
                 f"{', '.join(map(repr, chosen))}; pass blocks={{'forward': {{'block_kv': 64}}}}"
             )
-        size = (
-            forward_blocks.native_problem(problem)
-            if kernel == "forward"
-            else native_problem(problem, fused=kernel == "fused")
-        )
+        if kernel == "forward":
+            size = forward_blocks.native_problem(problem)
+        else:
+            size = backward_blocks.native_problem(problem, fused=kernel == "fused")
         chosen[kernel] = _replaced(kernel, chosen[kernel], fields, size)
     if "fused" in chosen:
         return HopperBlocks(chosen["forward"], chosen["fused"])

@@ -25,11 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import softmax
-from ...core.problem import Problem
+from ...core import bounds
+from ...core.problem import Operands, Outputs, Problem
 from . import inline
 from .blocks import ForwardBlocks
-from .forward_plan import Cta, Gmem, Plan, Rows, Work
+from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
+from .forward_producer import Producer
+from .forward_scores import Scores
 from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
 
@@ -41,7 +43,6 @@ class Forward:
     """One launch; the methods are the phases of a CTA."""
 
     plan: Plan
-    interpret: bool
 
     @property
     def problem(self) -> Problem:
@@ -49,15 +50,26 @@ class Forward:
         return self.plan.problem
 
     @property
+    def interpret(self) -> bool:
+        """Run by the interpreter."""
+        return self.plan.interpret
+
+    @property
+    def scores(self) -> Scores:
+        """What lies between products and softmax."""
+        return Scores(self.plan)
+
+    @property
     def blocks(self) -> ForwardBlocks:
         """Tile sizes."""
         return self.plan.blocks
 
-    def __call__(self, *refs):
-        *gmem, smem, bars = refs
+    def __call__(self, gmem: Gmem, *refs):
+        *results, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
-            gmem=Gmem(*gmem),
+            gmem=gmem,
+            out=Results(*results),
             smem=smem,
             k=Ring(bars.k_full, bars.k_empty, stages),
             v=Ring(bars.v_full, bars.v_empty, stages),
@@ -66,89 +78,28 @@ class Forward:
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
-        pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
-
-    # --- the producer --------------------------------------------------------------------------
-
-    def produce(self, cta: Cta):
-        """Load Q of each tile, and its K and V blocks from last to first, K one block ahead of V.
-
-        K's slot frees before V's (QK^T of a step ends before its PV), so K must not queue behind V.
-        """
-        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        first = self.plan.work(cta, jnp.int32(0))
-        self.load_q(cta, first, jnp.int32(0))
-        self.load_kv(cta, cta.k, first, jnp.int32(0), jnp.int32(0))
-        turns = self.plan.turns(cta)
-
-        tile = functools.partial(self.produce_tile, cta, turns)
-        used = lax.fori_loop(jnp.int32(0), turns, tile, jnp.int32(0))
-        cta.k.drain(used)
-        cta.v.drain(used)
-        if self.blocks.persistent:
-            for wg in range(self.blocks.warpgroups):
-                plgpu.barrier_wait(cta.bars.q_empty.at[wg])
-
-    def produce_tile(self, cta: Cta, turns, turn, used):
-        """The K and V blocks of one tile, and the first K and the Q of the next."""
-        work = self.plan.work(cta, turn)
-
-        @pl.loop(jnp.int32(1), work.kv_blocks)
-        def _(j):
-            self.load_kv(cta, cta.k, work, j, used + j)
-            self.load_kv(cta, cta.v, work, j - 1, used + j - 1)
-
-        last, after = work.kv_blocks - 1, used + work.kv_blocks
-        more = turn + 1 < turns
-        following = self.plan.work(cta, turn + 1)
-        if self.blocks.persistent:
-            pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
-        self.load_kv(cta, cta.v, work, last, after - 1)
-        if self.blocks.persistent:
-            pl.when(more)(lambda: self.load_q(cta, following, turn + 1))
-        return after
-
-    def load_q(self, cta: Cta, work: Work, turn):
-        """Each warpgroup's 64 rows, as soon as it has read its last."""
-        batch, head, block = work.at
-        for wg in range(self.blocks.warpgroups):
-            rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            if self.blocks.persistent:
-                pl.when(turn > 0)(lambda wg=wg: plgpu.barrier_wait(cta.bars.q_empty.at[wg]))
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.q.at[batch, rows, head], cta.smem.q.at[wg], cta.bars.q_full.at[wg]
-            )
-
-    def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
-        """The j-th block from the right of K or V, as the use-th fill of its ring."""
-        gmem, smem = (cta.gmem.k, cta.smem.k) if ring is cta.k else (cta.gmem.v, cta.smem.v)
-        block_kv = self.blocks.block_kv
-        rows = pl.ds((work.kv_blocks - 1 - j) * block_kv, block_kv)
-        head = lax.div(work.at.head, jnp.int32(self.problem.group))
-        slot = ring.slot(use)
-        ring.wait_empty(use)
-        plgpu.copy_gmem_to_smem(
-            gmem.at[work.at.batch, rows, head], smem.at[slot], ring.full.at[slot]
-        )
+        pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
 
     # --- a compute warpgroup -------------------------------------------------------------------
 
     def consume(self, cta: Cta):
         """Fold the key blocks of each tile into this warpgroup's rows."""
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
-        work = self.plan.work(cta, jnp.int32(0))
+        first = jnp.int32(0)
+        work = self.plan.work(cta, first)
+        work = work._replace(held=self.scores.hold(cta, work))
         plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
-        cta.k.wait_full(jnp.int32(0))
-        scores = self.first_scores(cta)
-        cta.k.release(jnp.int32(0))
-        rows = self.first_softmax(cta, work, scores)
+        cta.k.wait_full(first)
+        s = self.first_products(cta)
+        rows = self.first_softmax(cta, work, s, first, lambda: cta.k.release(first))
+        rows = rows._replace(p=rows.p.astype(self.problem.dtype))
         self.pass_turn_once(cta)
 
         def tile(turn, carry):
             rows, used = carry
             return pl.run_scoped(
                 functools.partial(self.tile, cta, turn, rows, used),
-                plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32),
+                plgpu.ACC((WARPGROUP_ROWS, self.problem.v_head_dim), jnp.float32),
             )
 
         turns = self.plan.turns(cta)
@@ -158,18 +109,13 @@ class Forward:
     def tile(self, cta: Cta, turn, rows: Rows, used, o_acc):
         """All steps of one query tile; `used` is the ring position of its first key block."""
         work = self.plan.work(cta, turn)._replace(used=used)
+        work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
             q = plgpu.load(q, layout=inline.WGMMA)
         step = functools.partial(self.step, cta, work, q, o_acc)
-        unmasked_from = jnp.int32(1)
-        if self.plan.masked_blocks != 1:
-            whole = jnp.int32(self.plan.unmasked(work.position + cta.wg * WARPGROUP_ROWS))
-            unmasked_from = lax.clamp(jnp.int32(1), work.kv_blocks - whole, work.kv_blocks)
-            masked = functools.partial(step, masked=True)
-            rows = lax.fori_loop(jnp.int32(1), unmasked_from, masked, rows)
-        plain = functools.partial(step, masked=False)
-        rows = lax.fori_loop(unmasked_from, work.kv_blocks, plain, rows)
+        for edges, low, high in self.zones(cta, work):
+            rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
         after = used + work.kv_blocks
         if self.blocks.persistent:
             return self.seam(cta, turn, rows, after, o_acc), after
@@ -180,25 +126,40 @@ class Forward:
         self.store(cta, work, o, rows)
         return rows, after
 
-    def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, masked):
+    def zones(self, cta: Cta, work: Work):
+        """(edges, first, one past the last) of the loops over blocks, counted from the right."""
+        left, right = self.plan.masked_blocks()
+        first, last = jnp.int32(1), work.kv_blocks
+        if not left and not right:
+            return [("none", first, last)]
+        position = work.position + cta.wg * WARPGROUP_ROWS
+        full_start, full_stop = map(jnp.int32, self.plan.whole(position))
+        zones, plain = [], first
+        if right:
+            plain = lax.clamp(first, work.stop - full_stop, last)
+            zones.append(("right", first, plain))
+        if not left:
+            return [*zones, ("none", plain, last)]
+        masked = lax.clamp(plain, work.stop - full_start, last)
+        return [*zones, ("none", plain, masked), ("left", masked, last)]
+
+    def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
         """QK^T of block j beside PV of block j - 1, then the softmax of j while PV ends."""
         use = work.used + j
         cta.k.wait_full(use)
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
-        cta.k.release(use)
-        if masked:
-            s = inline.hide(
-                s, self.plan.limits(cta, work, work.kv_blocks - 1 - j, tail=False), self.interpret
-            )
-        log2_scale = self.problem.spec.scale * softmax.LOG2E
+        release = lambda: cta.k.release(use)
+        s, log2_scale = self.logits(cta, work, use, s, j, edges, release)
         m = jnp.maximum(rows.m, s.max(axis=1) * log2_scale)
         grew = None
-        if self.blocks.lazy_rescale:
-            m, grew = inline.lazy_max(rows.m, m, self.blocks.lazy_rescale, self.interpret)
-        safe_m = _finite(m) if masked else m
+        if self.plan.lazy_rescale:
+            m, grew = inline.lazy_max(rows.m, m, self.plan.lazy_rescale, self.interpret)
+        may_be_empty = edges != "none" or self.scores.may_be_empty
+        safe_m = _finite(m) if may_be_empty else m
         alpha = jnp.exp2(rows.m - safe_m)
         p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
         l = rows.l * _per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.interpret)
+        p = self.scores.dropped(cta, work, p, work.block(j))
         # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row maximum
         # by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
         p, m, l, alpha = lax.optimization_barrier((p, m, l, alpha))
@@ -232,8 +193,10 @@ class Forward:
             cta.k.wait_full(after)
 
         s = self.issue(cta, cta.smem.q.at[cta.wg], after, rows.p, after - 1, o_acc)
-        pl.when(more)(lambda: cta.k.release(after))
-        start = lax.optimization_barrier(self.first_softmax(cta, following, s, convert=False))
+        following = following._replace(held=self.scores.hold(cta, following))
+        release = lambda: pl.when(more)(lambda: cta.k.release(after))
+        start = self.first_softmax(cta, following, s, after, release)
+        start = lax.optimization_barrier(start)
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         p16 = start.p.astype(rows.p.dtype)
@@ -253,7 +216,7 @@ class Forward:
 
         return pl.run_scoped(products, self.score_accumulator)
 
-    def first_scores(self, cta: Cta):
+    def first_products(self, cta: Cta):
         """QK^T of the CTA's first block."""
 
         def product(s_acc):
@@ -262,31 +225,46 @@ class Forward:
 
         return pl.run_scoped(product, self.score_accumulator)
 
-    def first_softmax(self, cta: Cta, work: Work, s, convert=True) -> Rows:
-        """The softmax of a tile's first (rightmost, always masked) block."""
-        log2_scale = self.problem.spec.scale * softmax.LOG2E
-        s = inline.hide(
-            s, self.plan.limits(cta, work, work.kv_blocks - 1, tail=True), self.interpret
-        )
+    def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
+        """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
+        first = jnp.int32(0)
+        s, log2_scale = self.logits(cta, work, use, s, first, "last", release)
         m = s.max(axis=1) * log2_scale
-        safe_m = m if self.problem.spec.mask.is_trivial else _finite(m)
+        sees_all = self.problem.spec.mask.is_trivial and not self.plan.dynamic
+        safe_m = m if sees_all and not self.scores.may_be_empty else _finite(m)
         p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
         l = inline.lane_sums(p, self.interpret)
-        return Rows(p.astype(self.problem.dtype) if convert else p, m, l)
+        return Rows(self.scores.dropped(cta, work, p, work.block(first)), m, l)
+
+    def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release):
+        """Scores.logits of the j-th block; `release` gives K's slot back when all has been read."""
+        streams = self.plan.side.copies > 0
+        if not streams:
+            release()
+        found = self.scores.logits(cta, work, cta.k.slot(use), s, work.block(j), edges)
+        if streams:
+            release()
+        return found
 
     def store(self, cta: Cta, work: Work, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp."""
         batch, head, block = work.at
-        inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1))
-        staging = cta.smem.q if cta.smem.o is None else cta.smem.o
+        inverse, lse = self.scores.finish(cta, work, rows.m, rows.l.sum(axis=1))
+        staging = cta.smem.o
+        if staging is None:
+            staging = cta.smem.q.at[:, :, pl.ds(0, self.problem.v_head_dim)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging[cta.wg] = (o * _per_row(inverse, o.shape)).astype(self.problem.dtype)
         cta.smem.lse[cta.wg] = lse
+        if cta.smem.most is not None:
+            cta.smem.most[cta.wg] = rows.m
         plgpu.commit_smem()
         row = block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
         rows_at = pl.ds(row, WARPGROUP_ROWS)
-        plgpu.copy_smem_to_gmem(staging.at[cta.wg], cta.gmem.o.at[batch, rows_at, head])
-        plgpu.copy_smem_to_gmem(cta.smem.lse.at[cta.wg], cta.gmem.lse.at[batch, head, rows_at])
+        plgpu.copy_smem_to_gmem(staging.at[cta.wg], cta.out.o.at[batch, rows_at, head])
+        plgpu.copy_smem_to_gmem(cta.smem.lse.at[cta.wg], cta.out.lse.at[batch, head, rows_at])
+        if cta.smem.most is not None:
+            plgpu.copy_smem_to_gmem(cta.smem.most.at[cta.wg], cta.out.most.at[batch, head, rows_at])
 
     @property
     def score_accumulator(self):
@@ -321,25 +299,42 @@ def _finite(m):
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def forward(problem: Problem, blocks: ForwardBlocks, arrays, num_sms: int, interpret: bool):
-    """Launch. `arrays`: q, k, v, q_offset as memory.py's padding leaves them.
+def forward(
+    problem: Problem, blocks: ForwardBlocks, operands: Operands, num_sms: int, interpret: bool
+) -> Outputs:
+    """Launch.
 
-    Returns (o in q's shape, lse_log2 f32[B, N, whole tiles of T]).
+    Args:
+        problem: with native head dims, and lengths without padding.
+        blocks: tile sizes.
+        operands: q, k and v padded to native head dims and lengths in multiples of 8.
+        num_sms: multiprocessors, for a persistent kernel.
+        interpret: run by the interpreter.
+
+    Returns:
+        Outputs whose o is as long as q, and lse_log2 and max_log2 as whole tiles.
     """
-    q, k, v, q_offset = arrays
     order = TileOrder.of(problem, blocks.warpgroups * WARPGROUP_ROWS)
     assignment = (
         Assignment.persistent(order, num_sms) if blocks.persistent else Assignment.one_each(order)
     )
-    plan = Plan(problem, blocks, assignment)
-    rows, dtype = plan.tile_rows, problem.dtype
-    table = assignment.table(lambda block: plan.visited(block * rows + problem.spec.q_offset))
-    run = launch(
-        Forward(plan, interpret),
-        out=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
-            float32((problem.batch, problem.q_heads, order.q_tiles * rows)),
+    plan = Plan(problem, blocks, assignment, interpret)
+    rows = plan.tile_rows
+    table = assignment.table(lambda block: plan.visited(block * rows + problem.spec.q_offset)[1])
+    gmem = Gmem(
+        *(operands.q, operands.k, operands.v),
+        table=jnp.asarray(table),
+        q_offset=operands.q_offset,
+        kv_bounds=(
+            bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
+        side=plan.side.arrays(operands),
+    )
+    per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
+    o = jax.ShapeDtypeStruct((*operands.q.shape[:3], problem.v_head_dim), problem.dtype)
+    run = launch(
+        Forward(plan),
+        out=(o, per_row) + (per_row,) * problem.spec.max_logit,
         scratch=plan.scratch(),
         grid=(assignment.ctas,),
         grid_names=("cta",),
@@ -347,4 +342,4 @@ def forward(problem: Problem, blocks: ForwardBlocks, arrays, num_sms: int, inter
         name="flash_pallas_forward",
         interpret=interpret,
     )
-    return run(q, k, v, jnp.asarray(table), q_offset)
+    return Outputs(*run(gmem))

@@ -7,26 +7,42 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core.integers import maximum
+from ...core import bounds
+from ...core import integers as ints
+from ...core.mask import Mask
 from ...core.problem import Problem
-from ...core.tile import Limits, Tile
+from ...core.tile import Limits
+from . import side_inputs
 from .blocks import ForwardBlocks
 from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
+from .side_inputs import SideInputs
 
 
 class Gmem(NamedTuple):
-    """Operands and results in device memory."""
+    """Operands in device memory."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
     table: Any  # int32, see schedule.py
-    q_offset: Any  # int32[B]
-    o: Any  # [B, T, N, H]
-    lse: Any  # f32[B, N, whole tiles of T], base 2
+    q_offset: Any = None  # int32[B]; None unless it is traced
+    kv_bounds: Any = (
+        None  # int32[B, query tiles, 2], see core/bounds.py; None where arithmetic says
+    )
+    side: side_inputs.Gmem = side_inputs.Gmem()
+
+
+class Results(NamedTuple):
+    """Results in device memory; rows are those of whole tiles."""
+
+    o: Any  # [B, T, N, Hv]
+    lse: Any  # f32[B, N, rows], base 2
+    most: Any = None  # f32[B, N, rows], the largest logit, base 2; None unless asked for
 
 
 class Smem(NamedTuple):
@@ -34,9 +50,11 @@ class Smem(NamedTuple):
 
     q: Any  # [warpgroups, 64, H]
     k: Any  # [stages, block_kv, H]
-    v: Any  # [stages, block_kv, H]
-    o: Any  # [warpgroups, 64, H], or None: O is staged in q
+    v: Any  # [stages, block_kv, Hv]
+    o: Any  # [warpgroups, 64, Hv], or None: O is staged in q
     lse: Any  # f32[warpgroups, 64]
+    most: Any  # f32[warpgroups, 64], or None
+    side: side_inputs.Streamed  # one slot for each of k's
 
 
 class Barriers(NamedTuple):
@@ -55,8 +73,19 @@ class Work(NamedTuple):
 
     at: QueryTile
     position: Any  # of the tile's first query
+    start: Any  # first of its key blocks; the int 0 where all tiles start there
     kv_blocks: Any  # how many; at least one, so that every tile writes its output
     used: Any = 0  # uses of the K and V rings before its first block
+    held: Any = None  # side_inputs.Held of a warpgroup's rows
+
+    @property
+    def stop(self):
+        """One past its last key block."""
+        return self.kv_blocks if ints.is_static(self.start) else self.start + self.kv_blocks
+
+    def block(self, j):
+        """The j-th key block from the right."""
+        return self.stop - 1 - j
 
 
 class Rows(NamedTuple):
@@ -72,6 +101,7 @@ class Cta:
     """The refs of one CTA, as one of its warpgroups sees them."""
 
     gmem: Gmem
+    out: Results
     smem: Smem
     k: Ring
     v: Ring
@@ -88,11 +118,13 @@ class Plan:
         problem: what is computed.
         blocks: tile sizes.
         assignment: query tiles of each CTA.
+        interpret: run by the interpreter.
     """
 
     problem: Problem
     blocks: ForwardBlocks
     assignment: Assignment
+    interpret: bool
 
     @property
     def tile_rows(self) -> int:
@@ -100,29 +132,60 @@ class Plan:
         return self.blocks.warpgroups * WARPGROUP_ROWS
 
     @property
-    def masked_blocks(self) -> int | Any:
-        """The most key blocks that some warpgroup masks; -1 if a traced offset decides it."""
+    def side(self) -> SideInputs:
+        """What modifiers read beside Q, K and V."""
+        return SideInputs(self.problem, q_axis=0)
+
+    @property
+    def dynamic(self) -> bool:
+        """Arrays decide which key blocks a tile reads."""
+        return bounds.is_dynamic(self.problem)
+
+    @property
+    def mask(self) -> Mask:
+        """The static part of the mask."""
+        return self.problem.spec.mask
+
+    @property
+    def lazy_rescale(self) -> float:
+        """As ForwardBlocks says, unless the exact maximum is wanted."""
+        return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
+
+    def masked_blocks(self) -> tuple[bool, bool]:
+        """Some warpgroup masks key blocks (left of those it sees whole, right of them).
+
+        The tile's last block does not count: it is always masked.
+        """
         spec = self.problem.spec
-        if self.problem.traced_offset and not spec.mask.is_trivial:
-            return -1
-        most = 1
+        if self.problem.traced_offset:
+            return self.mask.left is not None, self.mask.right is not None
+        left = right = False
         for row in range(0, self.problem.q_len, WARPGROUP_ROWS):
             tile = row // self.tile_rows * self.tile_rows
-            visited = self.visited(tile + spec.q_offset)
-            most = max(most, visited - min(visited, self.unmasked(row + spec.q_offset)))
-        return most
+            start, count = self.visited(tile + spec.q_offset)
+            full_start, full_stop = self.whole(row + spec.q_offset)
+            last = start + count - 1
+            left |= min(full_start, last) > start
+            right |= full_stop < last
+        return left, right
 
     def visited(self, position):
-        """Key blocks read by the tile whose first query is at `position`."""
-        mask, blocks = self.problem.spec.mask, self.blocks
-        stop = mask.kv_blocks(position, self.tile_rows, self.problem.kv_len, blocks.block_kv).stop
-        return maximum(stop, 1)
+        """(first, how many) key blocks of the tile whose first query is at `position`."""
+        kv_len, block_kv = self.problem.kv_len, self.blocks.block_kv
+        found = self.mask.kv_blocks(position, self.tile_rows, kv_len, block_kv)
+        if self.mask.left is None:
+            return 0, ints.maximum(found.stop, 1)
+        start = ints.minimum(found.start, -(-kv_len // block_kv) - 1)
+        return start, ints.maximum(found.stop - start, 1)
 
-    def unmasked(self, position):
-        """Leading key blocks that the warpgroup whose first query is at `position` sees whole."""
-        mask, blocks = self.problem.spec.mask, self.blocks
-        kv_len = -(-self.problem.kv_len // blocks.block_kv) * blocks.block_kv  # tail: peeled block
-        return mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, blocks.block_kv).full_stop
+    def whole(self, position):
+        """(first, one past the last) block that the warpgroup whose queries start there sees whole.
+
+        The last keys do not count as an edge: where they end, the tile's last block is.
+        """
+        kv_len = ints.round_up(self.problem.kv_len, self.blocks.block_kv)
+        found = self.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, self.blocks.block_kv)
+        return found.full_start, found.full_stop
 
     def turns(self, cta: Cta):
         """How many query tiles this CTA works on."""
@@ -136,33 +199,68 @@ class Plan:
         if self.problem.traced_offset:
             offset = cta.gmem.q_offset[at.batch]
         position = at.block * self.tile_rows + offset
-        return Work(at, jnp.int32(position), jnp.int32(self.visited(position)))
+        if self.dynamic:
+            start, stop = (cta.gmem.kv_bounds[at.batch, at.block, end] for end in (0, 1))
+            count = lax.max(stop - start, jnp.int32(1))
+        else:
+            start, count = self.visited(position)
+        return Work(at, jnp.int32(position), start, jnp.int32(count))
 
-    def limits(self, cta: Cta, work: Work, kv_block, *, tail) -> Limits:
-        """What this warpgroup's rows see of a key block; `tail`: it may reach past the last key."""
-        shape = (WARPGROUP_ROWS, self.blocks.block_kv)
+    def tile(self, cta: Cta, work: Work, kv_block) -> RegisterTile:
+        """This warpgroup's scores of a key block."""
         q_start = work.position + cta.wg * WARPGROUP_ROWS
-        tile = Tile(q_start, kv_block * self.blocks.block_kv, shape)
-        ragged = tail and self.problem.kv_len % self.blocks.block_kv != 0
-        return tile.limits(self.problem.spec.mask, self.problem.kv_len if ragged else None)
+        shape = (WARPGROUP_ROWS, self.blocks.block_kv)
+        kv_start = kv_block * self.blocks.block_kv
+        return RegisterTile(q_start, kv_start, shape, interpret=self.interpret)
+
+    def limits(self, cta: Cta, work: Work, kv_block, edges: str) -> Limits:
+        """What this warpgroup's rows see of a key block.
+
+        Args:
+            cta: where.
+            work: the query tile.
+            kv_block: the key block.
+            edges: what may hide keys of it: "last" (it may reach past the last key), "left",
+                "right" or "none".
+        """
+        tile = self.tile(cta, work, kv_block)
+        if edges == "none":
+            return Limits()
+        if edges == "last":
+            return tile.limits(self.mask, self.kv_len(cta, work))
+        left, right = self.mask.left, self.mask.right
+        # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
+        if None not in (left, right) and left + right >= sum(tile.shape):
+            return tile.limits(Mask(left=left) if edges == "left" else Mask(right=right))
+        return tile.limits(self.mask)
+
+    def kv_len(self, cta: Cta, work: Work):
+        """Where the keys end, or None: at the end of a block."""
+        kv_len = self.problem.kv_len
+        if "kv_lengths" in self.problem.features:
+            return lax.min(cta.gmem.side.kv_lengths[work.at.batch], jnp.int32(kv_len))
+        return kv_len if kv_len % self.blocks.block_kv else None
 
     def scratch(self) -> tuple[Smem, Barriers]:
         """What a CTA allocates."""
-        blocks, head_dim, dtype = self.blocks, self.problem.head_dim, self.problem.dtype
-        wgs, stages = blocks.warpgroups, blocks.stages
+        blocks, problem = self.blocks, self.problem
+        wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
         bar = plgpu.Barrier
-        rows = tile_buffer((wgs, WARPGROUP_ROWS, head_dim), dtype)
+        tiles = lambda count, rows, width: tile_buffer((count, rows, width), problem.dtype)
+        apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
         smem = Smem(
-            q=rows,
-            k=tile_buffer((stages, blocks.block_kv, head_dim), dtype),
-            v=tile_buffer((stages, blocks.block_kv, head_dim), dtype),
-            o=rows if blocks.persistent else None,
+            q=tiles(wgs, WARPGROUP_ROWS, problem.head_dim),
+            k=tiles(stages, block_kv, problem.head_dim),
+            v=tiles(stages, block_kv, problem.v_head_dim),
+            o=tiles(wgs, WARPGROUP_ROWS, problem.v_head_dim) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
+            most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
+            side=self.side.buffers(stages, self.tile_rows, block_kv),
         )
         bars = Barriers(
             q_full=bar(num_barriers=wgs),
             q_empty=bar(num_barriers=wgs) if blocks.persistent else None,
-            k_full=bar(num_barriers=stages),
+            k_full=bar(num_arrivals=1 + self.side.copies, num_barriers=stages),
             k_empty=bar(num_arrivals=wgs, num_barriers=stages),
             v_full=bar(num_barriers=stages),
             v_empty=bar(num_arrivals=wgs, num_barriers=stages),

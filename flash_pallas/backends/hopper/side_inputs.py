@@ -28,7 +28,7 @@ from ...core.softmax import LOG2E
 from . import inline
 from .memory import WARPGROUP_ROWS, pad_axis, row_buffer, tile_buffer
 
-LONGEST_TILE = 256  # per-row arrays are padded to it, so that no kernel's tile reaches past the end
+LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
 MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
 
 
@@ -104,8 +104,8 @@ class SideInputs:
             x = pad_axis(x, 2, round_up(q_len, 8))
             return pad_axis(x, 3, round_up(kv_len, 128 // x.dtype.itemsize))
         x = x.astype(jnp.float32)
-        x = x if q_len == 1 else pad_axis(x, 2, round_up(q_len, LONGEST_TILE))
-        return x if kv_len == 1 else pad_axis(x, 3, round_up(kv_len, LONGEST_TILE))
+        x = x if q_len == 1 else pad_axis(x, 2, _within_reach(q_len))
+        return x if kv_len == 1 else pad_axis(x, 3, _within_reach(kv_len))
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -173,7 +173,8 @@ class SideInputs:
         """Start the copies of one stage; each arrives once on `barrier` (full.at[slot]).
 
         Args:
-            gmem, smem: from where to where.
+            gmem: from where.
+            smem: to where.
             slot: of the ring.
             barrier: to arrive on.
             place: of the tile; its row_start and rows are those of all warpgroups together.
@@ -246,7 +247,8 @@ class SideInputs:
 
         Args:
             held: from `hold`.
-            smem, slot: the stage that has arrived.
+            smem: the stages.
+            slot: of the stage that has arrived.
             shape: of the warpgroup's tile.
             rows: the warpgroup's rows within the streamed tile (a pl.ds).
         """
@@ -304,7 +306,12 @@ _STREAMED = ("columns", "tile")
 def _padded_ids(ids, value: int):
     if ids is None:
         return None
-    return pad_axis(ids, 1, round_up(ids.shape[1], LONGEST_TILE), value)
+    return pad_axis(ids, 1, _within_reach(ids.shape[1]), value)
+
+
+def _within_reach(length: int) -> int:
+    """So much of an array that no tile which starts inside it reaches past the end."""
+    return round_up(length - 1 + LONGEST_TILE, 128)
 
 
 def _load_rows(ref):

@@ -1,0 +1,134 @@
+"""Tile sizes of the forward kernel: what can be chosen, what is chosen, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...core.problem import Problem
+from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .side_inputs import SideInputs
+
+BARRIER_BYTES = 1024  # more than the barriers of any kernel take
+NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # of q and k, and of v, independently
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardBlocks:
+    """The forward kernel.
+
+    Attributes:
+        warpgroups: compute warpgroups, 64 query rows each.
+        block_kv: keys per step.
+        stages: blocks of K and of V in flight.
+        persistent: one CTA per multiprocessor that walks many tiles (O staged beside Q).
+        q_in_registers: Q as register operand of wgmma; a third less shared-memory traffic in QK^T.
+        lazy_rescale: rescale O only when a row maximum grew by more than this (base 2); 0: always.
+    """
+
+    warpgroups: int = 2
+    block_kv: int = 128
+    stages: int = 2
+    persistent: bool = True
+    q_in_registers: bool = False
+    lazy_rescale: float = 0.0
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers per thread of a compute warpgroup."""
+        return 160 if self.warpgroups == 3 else 240
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per thread of the producer; the pool is 65,536 for the CTA."""
+        return 32 if self.warpgroups == 3 else 24
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a CTA's tile."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+    def o_in_q(self, head_dim: int, v_head_dim: int) -> bool:
+        """O is staged in the shared memory of Q."""
+        return not self.persistent and head_dim == v_head_dim
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Shared memory without barriers, of a problem with native head dims."""
+        head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
+        rows, keys = self.tile_rows, self.stages * self.block_kv
+        width = head_dim if self.o_in_q(head_dim, v_head_dim) else head_dim + v_head_dim
+        tiles = 2 * (rows * width + keys * (head_dim + v_head_dim))
+        per_row = 4 * rows * (1 + problem.spec.max_logit)
+        return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
+
+
+# By (head dim of q and k, of v). bf16, H200, as ratios to cuDNN over several seconds each; fp16
+# runs the same instructions.
+TUNED = {
+    # Three warpgroups share each block of keys; with four the registers do not reach.
+    (64, 64): ForwardBlocks(warpgroups=3, block_kv=128),
+    # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent.
+    (128, 128): ForwardBlocks(warpgroups=2, block_kv=128, q_in_registers=True),
+    # Q and O share shared memory (64 KB each beside 128 KB of K and V), so not persistent; skipping
+    # the rescale of a 64x256 accumulator is worth 6 %.
+    (256, 256): ForwardBlocks(warpgroups=2, block_kv=64, persistent=False, lazy_rescale=8.0),
+}
+
+
+def native_head_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """What the kernel runs head dims of q and k, and of v, as."""
+    native = lambda width: next(d for d in NATIVE_HEAD_DIMS if d >= width)
+    return native(head_dim), native(v_head_dim)
+
+
+def native_problem(problem: Problem) -> Problem:
+    """The problem with the head dims that the kernel runs: padded with zeros."""
+    head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
+    return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
+
+
+def choose_forward(problem: Problem) -> ForwardBlocks:
+    """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
+    native = native_problem(problem)
+    blocks = _for_head_dims(native.head_dim, native.v_head_dim)
+    if SideInputs(native, 0).copies or _modified(native):
+        blocks = dataclasses.replace(blocks, q_in_registers=False)
+    if native.spec.max_logit:
+        blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
+    for smaller in _SMALLER:
+        smaller = dataclasses.replace(blocks, **smaller)
+        if fits(smaller, native):
+            return smaller
+    raise AssertionError(f"no tiles of the forward kernel fit {problem}")
+
+
+# What to give up, in this order, until shared memory suffices.
+_SMALLER = (
+    {},
+    {"persistent": False},
+    {"block_kv": 64},
+    {"block_kv": 64, "persistent": False},
+    {"block_kv": 64, "persistent": False, "warpgroups": 2},
+    {"block_kv": 64, "persistent": False, "warpgroups": 2, "stages": 1},
+)
+
+
+def fits(blocks: ForwardBlocks, native: Problem) -> bool:
+    """They do not exceed shared memory."""
+    return blocks.smem_bytes(native) <= SMEM_LIMIT - BARRIER_BYTES
+
+
+def _for_head_dims(head_dim: int, v_head_dim: int) -> ForwardBlocks:
+    if tuned := TUNED.get((head_dim, v_head_dim)):
+        return tuned
+    if max(head_dim, v_head_dim) <= 64:
+        return ForwardBlocks(warpgroups=3)
+    # The accumulators of O (64 x v_head_dim) and of S (64 x block_kv) share 240 registers.
+    wide = v_head_dim > 128
+    return ForwardBlocks(block_kv=64 if wide else 128, lazy_rescale=8.0 if wide else 0.0)
+
+
+def _modified(problem: Problem) -> bool:
+    spec = problem.spec
+    by_spec = (spec.softcap, spec.score_mod, spec.mask_mod)
+    by_array = {"bias", "mask", "alibi_slopes", "dropout_keys"}
+    return any(x is not None for x in by_spec) or bool(by_array & problem.features)

@@ -1,0 +1,95 @@
+"""The producer warpgroup of the forward kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .blocks import ForwardBlocks
+from .forward_plan import Cta, Plan, Work
+from .memory import WARPGROUP_ROWS, Ring
+from .side_inputs import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """Loads Q of each tile, and its K and V blocks from last to first, K one block ahead of V.
+
+    K's slot frees before V's (QK^T of a step ends before its PV), so K must not queue behind V.
+    What modifiers read of a block travels with its K.
+    """
+
+    plan: Plan
+
+    @property
+    def blocks(self) -> ForwardBlocks:
+        """Tile sizes."""
+        return self.plan.blocks
+
+    def __call__(self, cta: Cta):
+        """All tiles of this CTA."""
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        first = self.plan.work(cta, jnp.int32(0))
+        self.load_q(cta, first, jnp.int32(0))
+        self.load_kv(cta, cta.k, first, jnp.int32(0), jnp.int32(0))
+        turns = self.plan.turns(cta)
+
+        tile = functools.partial(self.tile, cta, turns)
+        used = lax.fori_loop(jnp.int32(0), turns, tile, jnp.int32(0))
+        cta.k.drain(used)
+        cta.v.drain(used)
+        if self.blocks.persistent:
+            for wg in range(self.blocks.warpgroups):
+                plgpu.barrier_wait(cta.bars.q_empty.at[wg])
+
+    def tile(self, cta: Cta, turns, turn, used):
+        """The K and V blocks of one tile, and the first K and the Q of the next."""
+        work = self.plan.work(cta, turn)
+
+        @pl.loop(jnp.int32(1), work.kv_blocks)
+        def _(j):
+            self.load_kv(cta, cta.k, work, j, used + j)
+            self.load_kv(cta, cta.v, work, j - 1, used + j - 1)
+
+        last, after = work.kv_blocks - 1, used + work.kv_blocks
+        more = turn + 1 < turns
+        following = self.plan.work(cta, turn + 1)
+        if self.blocks.persistent:
+            pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
+        self.load_kv(cta, cta.v, work, last, after - 1)
+        if self.blocks.persistent:
+            pl.when(more)(lambda: self.load_q(cta, following, turn + 1))
+        return after
+
+    def load_q(self, cta: Cta, work: Work, turn):
+        """Each warpgroup's 64 rows, as soon as it has read its last."""
+        batch, head, block = work.at
+        for wg in range(self.blocks.warpgroups):
+            rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            if self.blocks.persistent:
+                pl.when(turn > 0)(lambda wg=wg: plgpu.barrier_wait(cta.bars.q_empty.at[wg]))
+            plgpu.copy_gmem_to_smem(
+                cta.gmem.q.at[batch, rows, head], cta.smem.q.at[wg], cta.bars.q_full.at[wg]
+            )
+
+    def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
+        """The j-th block from the right of K or V, as the use-th fill of its ring."""
+        gmem, smem = (cta.gmem.k, cta.smem.k) if ring is cta.k else (cta.gmem.v, cta.smem.v)
+        block_kv = self.blocks.block_kv
+        start = work.block(j) * block_kv
+        rows = pl.ds(start, block_kv)
+        head = lax.div(work.at.head, jnp.int32(self.plan.problem.group))
+        slot = ring.slot(use)
+        ring.wait_empty(use)
+        plgpu.copy_gmem_to_smem(
+            gmem.at[work.at.batch, rows, head], smem.at[slot], ring.full.at[slot]
+        )
+        if ring is cta.k:
+            first_row, tile_rows = work.at.block * self.plan.tile_rows, self.plan.tile_rows
+            place = Place(work.at.batch, work.at.head, first_row, start, tile_rows, block_kv)
+            self.plan.side.load(cta.gmem.side, cta.smem.side, slot, ring.full.at[slot], place)

@@ -1,0 +1,105 @@
+"""From the products of a step of the forward kernel to its logits and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import dropout, scores, softmax
+from ...core.problem import AttentionSpec, Problem
+from . import inline
+from .forward_plan import Cta, Plan, Work
+from .memory import WARPGROUP_ROWS, warpgroup_rows
+from .side_inputs import Held, Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Everything between QK^T and the softmax, and dropout after it; nothing where a call has none.
+
+    Attributes:
+        plan: of the kernel.
+    """
+
+    plan: Plan
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.plan.problem
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What is computed, apart from the arrays."""
+        return self.problem.spec
+
+    @property
+    def modified(self) -> bool:
+        """Logits are more than scaled products."""
+        spec, features = self.spec, self.problem.features
+        by_spec = spec.softcap is not None or spec.score_mod is not None
+        return by_spec or bool({"bias", "alibi_slopes"} & features)
+
+    @property
+    def hidden(self) -> bool:
+        """Something beyond positions hides keys, in any block."""
+        by_array = {"kv_segments", "mask"} & self.problem.features
+        return self.spec.mask_mod is not None or bool(by_array)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """A row may have only logits of -inf in a block that positions leave whole."""
+        infinite = "bias" in self.problem.features or self.spec.score_mod is not None
+        return self.hidden or infinite
+
+    def hold(self, cta: Cta, work: Work) -> Held:
+        """What this warpgroup's rows of a query tile read beside Q, K and V."""
+        row = work.at.block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
+        rows, columns = WARPGROUP_ROWS, self.plan.blocks.block_kv
+        place = Place(work.at.batch, work.at.head, row, 0, rows, columns)
+        return self.plan.side.hold(cta.gmem.side, place)
+
+    def logits(self, cta: Cta, work: Work, slot, s, kv_block, edges: str):
+        """(x, a Python float): logits in base 2 are their product, -inf where hidden.
+
+        Args:
+            cta: where.
+            work: the query tile, with what its rows hold.
+            slot: of K, beside which the block's side inputs lie.
+            s: the products.
+            kv_block: the key block.
+            edges: as for Plan.limits.
+        """
+        tile, plan = self.plan.tile(cta, work, kv_block), self.plan
+        rows = warpgroup_rows(cta.wg)
+        inputs = plan.side.inputs(work.held, cta.smem.side, slot, tile.shape, rows)
+        x, log2_scale = s, self.spec.scale * softmax.LOG2E
+        if self.modified:
+            x, log2_scale, _ = scores.logits(self.spec, tile, s, inputs)
+        x = inline.hide(x, plan.limits(cta, work, kv_block, edges), plan.interpret)
+        if self.hidden:
+            keep = scores.visible(self.spec, tile, inputs)
+            x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
+        return x, log2_scale
+
+    def dropped(self, cta: Cta, work: Work, p, kv_block):
+        """The weights that dropout keeps; `gain` is left to the end."""
+        if not self.spec.dropout_rate:
+            return p
+        tile = self.plan.tile(cta, work, kv_block)
+        keep = scores.kept(self.spec, tile, work.held.scalars)
+        return jnp.where(keep, p, jnp.zeros_like(p))
+
+    def finish(self, cta: Cta, work: Work, m, l):
+        """(what O is multiplied by, lse_log2) of finished rows."""
+        sink, sinks = None, cta.gmem.side.sinks
+        if sinks is not None:
+            sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], m.shape, ())
+            sink = plgpu.layout_cast(sink, inline.ROWS)
+        inverse, lse = softmax.finish(m, l, sink)
+        if self.spec.dropout_rate:
+            inverse = inverse * dropout.gain(self.spec.dropout_rate)
+        return inverse, lse
