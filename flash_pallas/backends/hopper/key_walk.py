@@ -21,6 +21,7 @@ class KeyWalk(NamedTuple):
     masked_from: Any
     stop: Any
     kv_len: Any  # how many keys there are, or None where that hides none
+    everywhere: bool  # `mask_everywhere` of the problem
 
     @classmethod
     def of(cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int) -> KeyWalk:
@@ -34,22 +35,23 @@ class KeyWalk(NamedTuple):
             block_kv: keys of a block.
         """
         batch, block, position = at
-        mask, kv_len = problem.spec.mask, problem.kv_len
-        found = mask.kv_blocks(position, rows, kv_len, block_kv)
+        mask = problem.spec.mask
+        found = mask.kv_blocks(position, rows, problem.kv_len, block_kv)
         start, full_stop, stop = found.start, found.full_stop, found.stop
         if arrays.bounds is not None:
             start, stop = arrays.bounds[batch, block, 0], arrays.bounds[batch, block, 1]
         elif mask.left is not None:
-            start = ints.minimum(start, -(-kv_len // block_kv) - 1)
+            start = ints.minimum(start, -(-problem.kv_len // block_kv) - 1)
         stop = ints.maximum(stop, start + 1)
         if arrays.side.kv_lengths is not None:
             whole = ints.floor_div(arrays.side.kv_lengths[batch], block_kv)
             full_stop = ints.minimum(full_stop, whole)
-        if mask_everywhere(problem):
+        everywhere, kv_len = mask_everywhere(problem), arrays.kv_len(problem, batch, block_kv)
+        if everywhere:
             full_stop = start
         elif arrays.bounds is not None:
             full_stop = ints.clip(full_stop, start, stop)
-        return cls(start, full_stop, stop, arrays.kv_len(problem, batch, block_kv))
+        return cls(start, full_stop, stop, kv_len, everywhere)
 
     @property
     def total(self):
@@ -65,14 +67,17 @@ class KeyWalk(NamedTuple):
 
         The masked ones are a loop of their own.
         """
+        masked = functools.partial(step, masked=True)
+        if self.everywhere:
+            pl.loop(jnp.int32(0), self.total)(masked)
+            return
         unmasked = jnp.int32(self.masked_from - self.start)
-        if not (ints.is_static(self.masked_from) and self.masked_from == self.start):
-            pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
+        pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
         if masks:
             # With known bounds a single masked block is peeled off, and its registers beside those
-            # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
-            end = lax.optimization_barrier(self.total)
-            pl.loop(unmasked, end)(functools.partial(step, masked=True))
+            # of the loop make ptxas serialise every wgmma (C7512, head dim 128). Where all blocks
+            # are masked a barrier here makes it end dQ before every step (C7517).
+            pl.loop(unmasked, lax.optimization_barrier(self.total))(masked)
 
 
 def mask_everywhere(problem: Problem) -> bool:

@@ -38,8 +38,8 @@ class Gmem(NamedTuple):
     kv_lengths: Any = None  # int32[B]
     row_segments: Any = None  # int32[B, rows]
     column_segments: Any = None  # int32[B, columns]
-    bias: Any = None  # [Bb, N1, T1, S1]; f32 unless a tile
-    mask: Any = None  # [Bb, N1, T1, S1], of MASK_DTYPE
+    bias: Any = None  # [Bb, N1, T, S], or f32[Bb, N1, T or S or 1] unless a tile
+    mask: Any = None  # likewise, a tile is of MASK_DTYPE
     slopes: Any = None  # f32[B, N]
     sinks: Any = None  # f32[B, N], base 2
     dropout_keys: Any = None  # int32[B, N], the bits of uint32
@@ -98,14 +98,13 @@ class SideInputs:
         )
 
     def prepared(self, x):
-        """A bias or mask: a tile as TMA wants it (rows of 128 bytes), anything smaller in f32."""
+        """A bias or mask: a tile as TMA wants it (rows of 128 bytes), else a vector of f32."""
         _, _, q_len, kv_len = x.shape
         if q_len > 1 and kv_len > 1:
             x = pad_axis(x, 2, round_up(q_len, 8))
             return pad_axis(x, 3, round_up(kv_len, 128 // x.dtype.itemsize))
-        x = x.astype(jnp.float32)
-        x = x if q_len == 1 else pad_axis(x, 2, _within_reach(q_len))
-        return x if kv_len == 1 else pad_axis(x, 3, _within_reach(kv_len))
+        x = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+        return x if q_len == kv_len else pad_axis(x, 2, _within_reach(x.shape[2]))
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -192,8 +191,9 @@ class SideInputs:
         columns = pl.ds(place.column_start, place.columns)
         rows = pl.ds(place.row_start, place.rows)
         entry, head = self.entry(shape, place)
-        q, kv = (columns, rows) if self.q_axis else (rows, columns)
-        return ref.at[entry, head, 0 if shape[2] == 1 else q, 0 if shape[3] == 1 else kv]
+        if self.kind(shape) == "columns":
+            return ref.at[entry, head, columns]
+        return ref.at[(entry, head, *((columns, rows) if self.q_axis else (rows, columns)))]
 
     def entry(self, shape, place: Place):
         """(batch entry, head) of a bias or mask that may be shared between several."""
@@ -237,10 +237,8 @@ class SideInputs:
             return None
         entry, head = self.entry(shape, place)
         if kind == "scalar":
-            return ref[entry, head, 0, 0]
-        rows = pl.ds(place.row_start, WARPGROUP_ROWS)
-        at = (entry, head, 0, rows) if self.q_axis else (entry, head, rows, 0)
-        return _load_rows(ref.at[at])
+            return ref[entry, head, 0]
+        return _load_rows(ref.at[entry, head, pl.ds(place.row_start, WARPGROUP_ROWS)])
 
     def inputs(self, held: Held, smem: Streamed, slot, shape, rows) -> TileInputs:
         """What the modifiers read at one tile.
