@@ -15,6 +15,7 @@ from jax import lax
 
 LEVELS = 1 << 16  # rates are multiples of 1 / LEVELS
 PAIR_BIT = 8  # positions that differ in this bit share one hash
+FACTORS, SHIFT = (0x7FEB352D, 0x846CA68B), 15  # of `spread`
 
 
 def threshold(rate: float) -> int:
@@ -68,6 +69,11 @@ def keep(call_key, q_pos, kv_pos, rate: float):
         rate: in [0, 1).
     """
     bits = pair_bits(row_keys(call_key, q_pos), column_keys(kv_pos))
+    return kept(bits, kv_pos, rate)
+
+
+def kept(bits, kv_pos, rate: float):
+    """True where these of `pair_bits` keep the weight of the key at kv_pos."""
     high = lax.bitwise_and(kv_pos, jnp.int32(PAIR_BIT)) != 0
     half = jnp.where(high, bits >> jnp.uint32(16), bits & jnp.uint32(LEVELS - 1))
     return half >= jnp.uint32(threshold(rate))
@@ -78,11 +84,19 @@ def mix(x):
 
     The constants are those of the `lowbias32` search by C. Wellons (2018, public domain).
     """
-    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 16)))
-    x = x * _like(x, 0x7FEB352D)
-    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 15)))
-    x = x * _like(x, 0x846CA68B)
+    return fold(spread(fold(x)))
+
+
+def fold(x):
+    """x with its high half put over its low half; fold(a ^ b) is fold(a) ^ fold(b)."""
     return lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 16)))
+
+
+def spread(x):
+    """The part of `mix` between its two folds."""
+    x = x * _like(x, FACTORS[0])
+    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, SHIFT)))
+    return x * _like(x, FACTORS[1])
 
 
 def _like(x, value: int):

@@ -29,7 +29,9 @@ class TileInputs(NamedTuple):
     slope: Any = None  # of ALiBi
     score_params: tuple = ()  # scalars
     mask_params: tuple = ()  # scalars
-    dropout_key: Any = None  # uint32 scalar
+    dropout_key: Any = None  # uint32 scalar; or, in its place, for a Tile with `kept`:
+    q_keys: Any = None  # int32, one per query: dropout.fold of dropout.row_keys
+    kv_keys: Any = None  # int32, one per key: dropout.fold of dropout.column_keys
 
 
 class Logits(NamedTuple):
@@ -39,7 +41,8 @@ class Logits(NamedTuple):
         x: x * log2_scale are the logits in base 2.
         log2_scale: a Python float.
         pull: from the gradient of the natural logits to (that of scale * qk, which is that of the
-            bias too, and what each element adds to that of every score_param). See `slope_pull`.
+            bias too, and what each element adds to that of every score_param, None for integers).
+            See `slope_pull`.
     """
 
     x: Any
@@ -76,7 +79,8 @@ def _through_tanh(tanh):
 def _through_mod(mod_pull, pull):
     def through(d):
         dx, dparams = mod_pull(d)
-        return pull(dx)[0], dparams
+        floats = tuple(None if d.dtype == jax.dtypes.float0 else d for d in dparams)
+        return pull(dx)[0], floats
 
     return through
 
@@ -105,6 +109,8 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
 
 def kept(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
     """bool of the tile's shape: which weights dropout keeps. Not called without dropout."""
+    if inputs.q_keys is not None:
+        return tile.kept(inputs.q_keys, inputs.kv_keys, spec.dropout_rate)
     return dropout.keep(inputs.dropout_key, tile.q_pos, tile.kv_pos, spec.dropout_rate)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from . import dropout
 from .mask import Mask
 
 
@@ -77,6 +78,12 @@ class Tile:
     def distance(self, dtype):
         """|query position - key position| of each element."""
         return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)
+
+    def kept(self, q_keys, kv_keys, rate: float):
+        """bool of the tile's shape: what dropout keeps, from the keys in core.scores.TileInputs."""
+        mixed = dropout.spread(self.per_q(q_keys) ^ self.per_kv(kv_keys))
+        bits = lax.convert_element_type(dropout.fold(mixed), jnp.uint32)
+        return dropout.kept(bits, self.kv_pos, rate)
 
     def per_q(self, x):
         """Spread one value per query over the tile."""

@@ -149,7 +149,7 @@ class Forward:
         cta.k.wait_full(use)
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
         release = lambda: cta.k.release(use)
-        s, log2_scale = self.logits(cta, work, use, s, j, edges, release)
+        s, log2_scale, inputs = self.logits(cta, work, use, s, j, edges, release)
         m = jnp.maximum(rows.m, s.max(axis=1) * log2_scale)
         grew = None
         if self.plan.lazy_rescale:
@@ -159,7 +159,7 @@ class Forward:
         alpha = jnp.exp2(rows.m - safe_m)
         p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
         l = rows.l * _per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.interpret)
-        p = self.scores.dropped(cta, work, p, work.block(j))
+        p = self.scores.dropped(cta, work, inputs, p, work.block(j))
         # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row maximum
         # by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
         p, m, l, alpha = lax.optimization_barrier((p, m, l, alpha))
@@ -228,23 +228,27 @@ class Forward:
     def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
         """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
         first = jnp.int32(0)
-        s, log2_scale = self.logits(cta, work, use, s, first, "last", release)
+        s, log2_scale, inputs = self.logits(cta, work, use, s, first, "last", release)
         m = s.max(axis=1) * log2_scale
         sees_all = self.problem.spec.mask.is_trivial and not self.plan.dynamic
         safe_m = m if sees_all and not self.scores.may_be_empty else _finite(m)
         p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
         l = inline.lane_sums(p, self.interpret)
-        return Rows(self.scores.dropped(cta, work, p, work.block(first)), m, l)
+        return Rows(self.scores.dropped(cta, work, inputs, p, work.block(first)), m, l)
 
     def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release):
-        """Scores.logits of the j-th block; `release` gives K's slot back when all has been read."""
+        """Scores.logits of the j-th block, and what its tile reads.
+
+        `release` gives K's slot back when all of that has been read.
+        """
         streams = self.plan.side.copies > 0
         if not streams:
             release()
-        found = self.scores.logits(cta, work, cta.k.slot(use), s, work.block(j), edges)
+        inputs = self.scores.inputs(cta, work, cta.k.slot(use))
+        found = self.scores.logits(cta, work, inputs, s, work.block(j), edges)
         if streams:
             release()
-        return found
+        return *found, inputs
 
     def store(self, cta: Cta, work: Work, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp."""

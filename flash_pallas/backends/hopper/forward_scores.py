@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
+from ...core.scores import TileInputs
 from . import inline
 from .forward_plan import Cta, Plan, Work
 from .memory import WARPGROUP_ROWS, warpgroup_rows
@@ -62,20 +63,24 @@ class Scores:
         place = Place(work.at.batch, work.at.head, row, 0, rows, columns)
         return self.plan.side.hold(cta.gmem.side, place)
 
-    def logits(self, cta: Cta, work: Work, slot, s, kv_block, edges: str):
+    def inputs(self, cta: Cta, work: Work, slot) -> TileInputs:
+        """What this warpgroup's tile of scores reads, from the slot of K that it travels with."""
+        shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
+        rows = warpgroup_rows(cta.wg)
+        return self.plan.side.inputs(work.held, cta.smem.side, slot, shape, rows)
+
+    def logits(self, cta: Cta, work: Work, inputs: TileInputs, s, kv_block, edges: str):
         """(x, a Python float): logits in base 2 are their product, -inf where hidden.
 
         Args:
             cta: where.
-            work: the query tile, with what its rows hold.
-            slot: of K, beside which the block's side inputs lie.
+            work: the query tile.
+            inputs: what the tile reads.
             s: the products.
             kv_block: the key block.
             edges: as for Plan.limits.
         """
         tile, plan = self.plan.tile(cta, work, kv_block), self.plan
-        rows = warpgroup_rows(cta.wg)
-        inputs = plan.side.inputs(work.held, cta.smem.side, slot, tile.shape, rows)
         x, log2_scale = s, self.spec.scale * softmax.LOG2E
         if self.modified:
             x, log2_scale, _ = scores.logits(self.spec, tile, s, inputs)
@@ -85,12 +90,12 @@ class Scores:
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
         return x, log2_scale
 
-    def dropped(self, cta: Cta, work: Work, p, kv_block):
+    def dropped(self, cta: Cta, work: Work, inputs: TileInputs, p, kv_block):
         """The weights that dropout keeps; `gain` is left to the end."""
         if not self.spec.dropout_rate:
             return p
         tile = self.plan.tile(cta, work, kv_block)
-        keep = scores.kept(self.spec, tile, work.held.scalars)
+        keep = scores.kept(self.spec, tile, inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
     def finish(self, cta: Cta, work: Work, m, l):

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
+from ...core import dropout
 from ...core.tile import Limits
 
 WGMMA = plgpu.Layout.WGMMA
@@ -277,3 +278,58 @@ def distance(shape, shift, interpret: bool):
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, WGMMA),
     )(functools.partial(_distance_body, shape))
     return run(jnp.int32(shift))
+
+
+def _spread(x):
+    """dropout.spread of an i32."""
+    x = arith.muli(x, _i32(_signed(dropout.FACTORS[0])))
+    x = arith.xori(x, arith.shrui(x, _i32(dropout.SHIFT)))
+    return arith.muli(x, _i32(_signed(dropout.FACTORS[1])))
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _kept_body(threshold, kv_axis, _, seeds):
+    at = {"dynamic_position": []}
+    values = {}
+    for index, row, col in _coordinates(seeds.shape, seeds.layout):
+        for e in range(2):
+            values[row, col + e] = functools.partial(
+                vector.extract, seeds.registers[index], static_position=[e], **at
+            )
+    limit = _i32(_signed(threshold << 16))
+    upper = _i32(_signed(0xFFFF0000))
+    bits, mixed = ir.IntegerType.get_signless(1), {}
+    registers = seeds.registers.copy()
+    for index, row, col in _coordinates(seeds.shape, seeds.layout):
+        found = llvm.mlir_undef(ir.VectorType.get((2,), bits))
+        for e in range(2):
+            place = [row, col + e]
+            high = place[kv_axis] & dropout.PAIR_BIT
+            place[kv_axis] -= high
+            place = tuple(place)
+            if place not in mixed:
+                mixed[place] = _spread(values[place]())
+            half = mixed[place]
+            if not high:  # the low half of fold(x), moved up
+                half = arith.xori(arith.shli(half, _i32(16)), arith.andi(half, upper))
+            keep = arith.cmpi(arith.CmpIPredicate.uge, half, limit)
+            found = vector.insert(keep, found, static_position=[e], **at)
+        registers[index] = found
+    return _fragmented(registers, seeds.layout, is_signed=False)
+
+
+def kept(seeds, threshold: int, kv_axis: int):
+    """bool: core.dropout.kept of fold(spread(seeds)), hashed once for two keys eight apart.
+
+    Args:
+        seeds: int32, the same for keys that differ in PAIR_BIT; keys start at a multiple of 16.
+        threshold: dropout.threshold of the rate.
+        kv_axis: along which keys run.
+    """
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(seeds.shape, jnp.bool_, WGMMA)
+    )(functools.partial(_kept_body, threshold, kv_axis))
+    return run(seeds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...core import dropout
 from ...core.tile import Tile
 from . import inline
 
@@ -33,3 +34,10 @@ class RegisterTile(Tile):
         starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
         shift = starts[0] - starts[1]
         return inline.distance(self.shape, shift, self.interpret).astype(dtype)
+
+    def kept(self, q_keys, kv_keys, rate: float):
+        """bool of the tile's shape: what dropout keeps; one hash for the two keys that share it."""
+        if self.interpret:
+            return super().kept(q_keys, kv_keys, rate)
+        seeds = self.per_q(q_keys) ^ self.per_kv(kv_keys)
+        return inline.kept(seeds, dropout.threshold(rate), 1 - self.q_axis)

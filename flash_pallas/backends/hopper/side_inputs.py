@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...core import dropout
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
@@ -43,6 +44,8 @@ class Gmem(NamedTuple):
     slopes: Any = None  # f32[B, N]
     sinks: Any = None  # f32[B, N], base 2
     dropout_keys: Any = None  # int32[B, N], the bits of uint32
+    row_keys: Any = None  # int32[B, N, rows], or [1, 1, rows] where rows are keys; of dropout
+    column_keys: Any = None  # likewise of columns
     score_params: tuple = ()  # [B, N] each
     mask_params: tuple = ()  # [B, N] each
 
@@ -51,6 +54,7 @@ class Streamed(NamedTuple):
     """Shared memory, one slot per stage of the ring that it travels with."""
 
     segments: Any = None  # int32[stages, columns]
+    keys: Any = None  # int32[stages, columns], of dropout
     bias: Any = None  # f32[stages, columns], or [stages, queries, keys]
     mask: Any = None  # as bias
 
@@ -59,6 +63,7 @@ class Held(NamedTuple):
     """Registers of a warpgroup that last as long as its rows and its head."""
 
     segments: Any = None  # int32[64]
+    keys: Any = None  # int32[64], of dropout
     bias: Any = None  # f32[64] or f32 scalar
     mask: Any = None  # as bias
     scalars: TileInputs = TileInputs()
@@ -83,6 +88,7 @@ class SideInputs:
         q_segments = _padded_ids(operands.q_segments, -1)
         kv_segments = _padded_ids(operands.kv_segments, -2)
         rows, columns = (q_segments, kv_segments)[:: -1 if self.q_axis else 1]
+        row_keys, column_keys = self.dropout_keys(operands)
         keys = operands.dropout_keys
         return Gmem(
             kv_lengths=operands.kv_lengths,
@@ -93,9 +99,25 @@ class SideInputs:
             slopes=operands.alibi_slopes,
             sinks=None if operands.sinks is None else operands.sinks * LOG2E,
             dropout_keys=None if keys is None else lax.bitcast_convert_type(keys, jnp.int32),
+            row_keys=row_keys,
+            column_keys=column_keys,
             score_params=operands.score_params,
             mask_params=operands.mask_params,
         )
+
+    def dropout_keys(self, operands: Operands):
+        """(of rows, of columns): hashed once here, not in every tile that they take part in."""
+        if operands.dropout_keys is None:
+            return None, None
+        offset = self.problem.spec.q_offset
+        if operands.q_offset is not None:
+            offset = operands.q_offset[:, None, None]
+        index = lambda length: jnp.arange(_within_reach(length), dtype=jnp.int32)[None, None]
+        calls = operands.dropout_keys[..., None]
+        q_keys = dropout.row_keys(calls, index(self.problem.q_len) + offset)
+        kv_keys = dropout.column_keys(index(self.problem.kv_len))
+        as_int32 = lambda x: lax.bitcast_convert_type(dropout.fold(x), jnp.int32)
+        return tuple(map(as_int32, (q_keys, kv_keys)[:: -1 if self.q_axis else 1]))
 
     def prepared(self, x):
         """A bias or mask: a tile as TMA wants it (rows of 128 bytes), else a vector of f32."""
@@ -109,7 +131,7 @@ class SideInputs:
     @property
     def streams(self) -> tuple[str, ...]:
         """The fields of Streamed that this kernel has."""
-        names = ("segments",) if "kv_segments" in self.problem.features else ()
+        names = ("segments",) * self.has_segments + ("keys",) * self.drops
         wide = {"bias": self.problem.bias_shape, "mask": self.problem.mask_shape}
         return names + tuple(n for n, shape in wide.items() if self.kind(shape) in _STREAMED)
 
@@ -142,13 +164,14 @@ class SideInputs:
         problem = self.problem
         return Streamed(
             segments=plgpu.SMEM((stages, columns), jnp.int32) if self.has_segments else None,
+            keys=plgpu.SMEM((stages, columns), jnp.int32) if self.drops else None,
             bias=wide("bias", problem.bias_shape, problem.bias_dtype),
             mask=wide("mask", problem.mask_shape, MASK_DTYPE),
         )
 
     def smem_bytes(self, stages: int, rows: int, columns: int) -> int:
         """Bytes of `buffers`."""
-        total = 4 * stages * columns * self.has_segments
+        total = 4 * stages * columns * (self.has_segments + self.drops)
         wide = (
             (self.problem.bias_shape, self.problem.bias_dtype),
             (self.problem.mask_shape, MASK_DTYPE),
@@ -166,6 +189,11 @@ class SideInputs:
         """There are segment ids."""
         return "kv_segments" in self.problem.features
 
+    @property
+    def drops(self) -> bool:
+        """There is dropout."""
+        return "dropout_keys" in self.problem.features
+
     # --- the producer ----------------------------------------------------------------------------
 
     def load(self, gmem: Gmem, smem: Streamed, slot, barrier, place: Place):
@@ -181,10 +209,19 @@ class SideInputs:
         if self.has_segments:
             source = gmem.column_segments.at[place.batch, pl.ds(place.column_start, place.columns)]
             plgpu.copy_gmem_to_smem(source, smem.segments.at[slot], barrier)
+        if self.drops:
+            source = self.keys_at(gmem.column_keys, place, place.column_start, place.columns)
+            plgpu.copy_gmem_to_smem(source, smem.keys.at[slot], barrier)
         for name, shape in (("bias", self.problem.bias_shape), ("mask", self.problem.mask_shape)):
             if name in self.streams:
                 source = self.source(getattr(gmem, name), shape, place)
                 plgpu.copy_gmem_to_smem(source, getattr(smem, name).at[slot], barrier)
+
+    def keys_at(self, ref, place: Place, start, length: int):
+        """Where dropout's keys of one tile's rows or columns lie."""
+        shared = ref.shape[0] == 1 and ref.shape[1] == 1
+        entry, head = (0, 0) if shared else (place.batch, place.head)
+        return ref.at[entry, head, pl.ds(start, length)]
 
     def source(self, ref, shape, place: Place):
         """Where a streamed bias or mask of one tile lies."""
@@ -213,13 +250,20 @@ class SideInputs:
         segments = None
         if self.has_segments:
             segments = _load_rows(gmem.row_segments.at[place.batch, rows])
-        return Held(segments=segments)
+        return Held(segments=segments, keys=self.held_keys(gmem, place) if self.q_axis else None)
+
+    def held_keys(self, gmem: Gmem, place: Place):
+        """Dropout's keys of rows, or None."""
+        if not self.drops:
+            return None
+        return _load_rows(self.keys_at(gmem.row_keys, place, place.row_start, WARPGROUP_ROWS))
 
     def hold_head(self, held: Held, gmem: Gmem, place: Place) -> Held:
         """`held` with what belongs to place.head."""
         scalar = lambda x: None if x is None else x[place.batch, place.head]
         keys = scalar(gmem.dropout_keys)
         return held._replace(
+            keys=held.keys if self.q_axis else self.held_keys(gmem, place),
             bias=self.held(gmem.bias, self.problem.bias_shape, place),
             mask=self.held(gmem.mask, self.problem.mask_shape, place),
             scalars=TileInputs(
@@ -253,7 +297,12 @@ class SideInputs:
         row_ids, column_ids = held.segments, None
         if self.has_segments:
             column_ids = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
-        q_ids, kv_ids = (column_ids, row_ids) if self.q_axis else (row_ids, column_ids)
+        row_keys, column_keys = held.keys, None
+        if self.drops:
+            column_keys = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
+        by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
+        q_ids, kv_ids = by_axis(row_ids, column_ids)
+        q_keys, kv_keys = by_axis(row_keys, column_keys)
         bias, mask = (
             self.wide(getattr(held, name), getattr(smem, name), size, slot, shape, rows)
             for name, size in (
@@ -264,6 +313,8 @@ class SideInputs:
         return held.scalars._replace(
             q_segments=q_ids,
             kv_segments=kv_ids,
+            q_keys=q_keys,
+            kv_keys=kv_keys,
             bias=bias,
             mask=None if mask is None else mask != 0.0,
         )
