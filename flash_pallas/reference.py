@@ -52,7 +52,8 @@ def attention(
     """
     m = Modifiers(**arguments)
     dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    q, k, v = m.cleared(q.astype(exact), k.astype(exact), v.astype(exact))
+    q = m.cleared_queries(q.astype(exact))
+    k, v = (m.cleared_keys(x.astype(exact)) for x in (k, v))
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if m.scale is None else m.scale
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
@@ -61,6 +62,7 @@ def attention(
     if m.dropout_rate:
         weights = jnp.where(m.kept(scores.shape), weights * dropout.gain(m.dropout_rate), 0.0)
     o = jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
+    o = m.cleared_queries(o)
     o = o if full_precision else o.astype(dtype)
     return (o, lse, most) if max_logit else (o, lse)
 
@@ -91,12 +93,13 @@ class Modifiers:
     score_mod: Any = None
     mask_mod: Any = None
 
-    def cleared(self, q, k, v):
-        """q, k and v with 0 in place of padding: 0 times a NaN would be a NaN."""
-        queries = self._valid(q.shape[1], self.q_lengths, self.q_segment_ids)
-        keys = self._valid(k.shape[1], self.kv_lengths, self.kv_segment_ids)
-        zero_at = lambda x, valid: x if valid is None else jnp.where(valid[..., None, None], x, 0.0)
-        return zero_at(q, queries), zero_at(k, keys), zero_at(v, keys)
+    def cleared_queries(self, x):
+        """x [B, T, N, H] with 0 in place of padding: 0 times a NaN would be a NaN."""
+        return _cleared(x, self.q_lengths, self.q_segment_ids)
+
+    def cleared_keys(self, x):
+        """x [B, S, K, H] likewise."""
+        return _cleared(x, self.kv_lengths, self.kv_segment_ids)
 
     def visible(self, shape):
         """bool[B, N, T, S]: which keys each query sees. Queries beyond their length see none."""
@@ -109,9 +112,9 @@ class Modifiers:
             q_ids, kv_ids = self.q_segment_ids[:, None, :, None], self.kv_segment_ids[:, None, None]
             keep &= (q_ids == kv_ids) & (q_ids >= 0)
         if self.q_lengths is not None:
-            keep &= self._valid(q_len, self.q_lengths, None)[:, None, :, None]
+            keep &= _within(self.q_lengths, q_len)[:, None, :, None]
         if self.kv_lengths is not None:
-            keep &= self._valid(kv_len, self.kv_lengths, None)[:, None, None, :]
+            keep &= _within(self.kv_lengths, kv_len)[:, None, None, :]
         if self.mask is not None:
             keep &= self.mask
         if self.mask_mod is not None:
@@ -156,7 +159,7 @@ class Modifiers:
         divisor = jnp.where(total > 0.0, total, 1.0)
         lse = jnp.where(total > 0.0, jnp.log(divisor) + shift, -jnp.inf)
         if self.q_lengths is not None:
-            rows = self._valid(scores.shape[2], self.q_lengths, None)[:, None]
+            rows = _within(self.q_lengths, scores.shape[2])[:, None]
             lse = jnp.where(rows, lse, -jnp.inf)
         return weights / divisor[..., None], lse, most
 
@@ -186,10 +189,15 @@ class Modifiers:
         """x [N] or [B, N] as [B, N, 1, 1]."""
         return jnp.broadcast_to(x.astype(scores.dtype), scores.shape[:2])[..., None, None]
 
-    def _valid(self, length: int, lengths, segments):
-        """bool[B, length]: what is not padding; None where nothing is."""
-        valid = None if segments is None else segments >= 0
-        if lengths is not None:
-            within = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
-            valid = within if valid is None else valid & within
-        return valid
+
+def _cleared(x, lengths, segments):
+    if segments is not None:
+        x = jnp.where((segments >= 0)[..., None, None], x, 0.0)
+    if lengths is not None:
+        x = jnp.where(_within(lengths, x.shape[1])[..., None, None], x, 0.0)
+    return x
+
+
+def _within(lengths, longest: int):
+    """bool[B, longest]: what comes before the length."""
+    return jnp.arange(longest, dtype=jnp.int32)[None] < lengths[:, None]

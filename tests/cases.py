@@ -1,8 +1,12 @@
-"""Named problems, one per feature and per edge. Every numerical test draws from this table."""
+"""Named problems, one per feature, per pair that interacts and per edge.
+
+Every numerical test draws from this table.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,20 +15,34 @@ import numpy as np
 from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 
+from .mods import MASK_MODS, SCORE_MODS
+
 
 class Inputs(NamedTuple):
-    """Operands and the cotangents of both outputs."""
+    """Operands, the cotangents of both outputs and the arrays of the features."""
 
     q: Any
     k: Any
     v: Any
     do: Any
     dlse: Any
+    side: dict[str, Any]  # with gradients, by the name of the argument; "captured" by the score_mod
+    given: dict[str, Any]  # without
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem, in jax.nn's letters; a tuple q_offset is an int32 array, one per batch."""
+    """One problem, in jax.nn's letters. Arrays are drawn by named recipes.
+
+    Attributes:
+        q_offset: a tuple is an int32 array, one per batch entry.
+        bias, mask: an axis each of "BNTS", or "1"; "BNTS-inf" hides a fifth of the elements.
+        segments: "packed", "unsorted" or "padded".
+        q_lengths, kv_lengths: one per batch entry.
+        poison: padding holds NaN and Inf.
+        alibi: "N" or "BN".
+        score_mod, mask_mod: names of tests/mods.py.
+    """
 
     name: str
     T: int
@@ -36,9 +54,25 @@ class Case:
     Hv: int | None = None
     dtype: str = "float32"
     causal: bool = False
+    window: Any = None
     q_offset: int | tuple[int, ...] = 0
     scale: float | None = None
     deterministic: bool = False
+    bias: str | None = None
+    mask: str | None = None
+    segments: str | None = None
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    poison: bool = False
+    softcap: float | None = None
+    alibi: str | None = None
+    sinks: bool = False
+    dropout_rate: float = 0.0
+    dropout_seed: int = 0
+    broadcast_dropout: bool = False
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    max_logit: bool = False
 
     def __str__(self):
         return self.name
@@ -47,32 +81,142 @@ class Case:
     def v_head_dim(self) -> int:
         return self.H if self.Hv is None else self.Hv
 
-    @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, x: Inputs) -> dict[str, Any]:
         """The arguments that both the oracle and `flash_attention` take."""
-        offset = self.q_offset
-        if isinstance(offset, tuple):
-            offset = jnp.asarray(offset, jnp.int32)
-        return {"causal": self.causal, "scale": self.scale, "q_offset": offset}
+        found = {
+            "causal": self.causal,
+            "window": self.window,
+            "scale": self.scale,
+            "q_offset": 0 if isinstance(self.q_offset, tuple) else self.q_offset,
+            "softcap": self.softcap,
+        }
+        if self.dropout_rate:
+            names = ("dropout_rate", "dropout_seed", "broadcast_dropout")
+            found |= {name: getattr(self, name) for name in names}
+        found |= x.given | x.side
+        captured, prefix = found.pop("captured", None), found.pop("prefix", None)
+        if self.score_mod:
+            found["score_mod"] = SCORE_MODS[self.score_mod].make(captured)
+        if self.mask_mod:
+            found["mask_mod"] = MASK_MODS[self.mask_mod](prefix)
+        return found
 
     @property
     def problem(self):
         x = self.inputs()
-        arguments = Arguments(**self.arguments, deterministic=self.deterministic)
+        arguments = Arguments(**self.arguments(x), deterministic=self.deterministic)
         return validate.canonicalize(x.q, x.k, x.v, arguments).problem
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Normally distributed, cotangents too: ones would hide errors of the softmax."""
         draw = np.random.default_rng(seed).standard_normal
-        dtype = jnp.dtype(self.dtype)
-        lse_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        q = draw((self.B, self.T, self.N, self.H))
+        k = draw((self.B, self.S, self.K, self.H))
+        v = draw((self.B, self.S, self.K, self.v_head_dim))
+        do = draw((self.B, self.T, self.N, self.v_head_dim))
+        dlse = draw((self.B, self.N, self.T))
+        side, given = self._side(seed), self._given(seed)
+        if self.poison:
+            queries = self._padding(self.T, self.q_lengths, given.get("q_segment_ids"))
+            keys = self._padding(self.S, self.kv_lengths, given.get("kv_segment_ids"))
+            for x in (q, do):
+                x[queries] = np.nan
+            k[keys], v[keys] = np.inf, np.nan
+            if self.q_lengths is not None:
+                dlse.swapaxes(1, 2)[self._padding(self.T, self.q_lengths, None)] = np.nan
+            _poison_bias(side.get("bias"), queries, keys)
+        exact = jnp.float64 if self.dtype == "float64" else jnp.float32
         return Inputs(
-            q=jnp.asarray(draw((self.B, self.T, self.N, self.H)), dtype),
-            k=jnp.asarray(draw((self.B, self.S, self.K, self.H)), dtype),
-            v=jnp.asarray(draw((self.B, self.S, self.K, self.v_head_dim)), dtype),
-            do=jnp.asarray(draw((self.B, self.T, self.N, self.v_head_dim)), dtype),
-            dlse=jnp.asarray(draw((self.B, self.N, self.T)), lse_dtype),
+            *(jnp.asarray(x, self.dtype) for x in (q, k, v, do)),
+            dlse=jnp.asarray(dlse, exact),
+            side={
+                name: jnp.asarray(x, self.dtype if name == "bias" else exact)
+                for name, x in side.items()
+            },
+            given={name: jnp.asarray(x) for name, x in given.items()},
         )
+
+    def _draw(self, seed: int, name: str):
+        """A generator of its own for each array, so that features do not change each other."""
+        return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+    def _shape(self, pattern: str) -> tuple[int, ...]:
+        sizes = {"B": self.B, "N": self.N, "T": self.T, "S": self.S, "1": 1}
+        return tuple(sizes[letter] for letter in pattern)
+
+    def _side(self, seed: int) -> dict[str, Any]:
+        """Float arrays that have gradients."""
+        found: dict[str, Any] = {}
+        normal = lambda name, shape: self._draw(seed, name).standard_normal(shape)
+        if self.bias:
+            pattern, *infinite = self.bias.split("-")
+            found["bias"] = normal("bias", self._shape(pattern))
+            if infinite:
+                hidden = self._draw(seed, "infinite").random(found["bias"].shape) < 0.2
+                found["bias"][hidden] = -np.inf
+                found["bias"][:, :, 0] = -np.inf
+        if self.alibi:
+            found["alibi_slopes"] = 0.1 * np.exp(normal("slopes", self._shape(self.alibi)))
+        if self.sinks:
+            found["sinks"] = 2.0 * normal("sinks", (self.N,))
+        if self.score_mod:
+            shape = SCORE_MODS[self.score_mod].captured
+            found["captured"] = 0.5 * normal("captured", self._shape(shape))
+        return found
+
+    def _given(self, seed: int) -> dict[str, Any]:
+        """Arrays that have none."""
+        found: dict[str, Any] = {}
+        if isinstance(self.q_offset, tuple):
+            found["q_offset"] = np.array(self.q_offset, np.int32)
+        for name in ("q_lengths", "kv_lengths"):
+            if getattr(self, name) is not None:
+                found[name] = np.array(getattr(self, name), np.int32)
+        if self.mask:
+            found["mask"] = self._draw(seed, "mask").random(self._shape(self.mask)) < 0.7
+            if "T" in self.mask:
+                found["mask"][:, :, self.T // 2] = False  # a row that sees no key
+        if self.segments:
+            rng = self._draw(seed, "segments")
+            for name, length in (("q_segment_ids", self.T), ("kv_segment_ids", self.S)):
+                if self.T == self.S and found.get("q_segment_ids") is not None:
+                    found[name] = found["q_segment_ids"]
+                else:
+                    found[name] = _segments(self.segments, rng, self.B, length)
+        if self.mask_mod == "prefix":
+            found["prefix"] = self._draw(seed, "prefix").integers(0, self.S, self.B, np.int32)
+        return found
+
+    def _padding(self, length: int, lengths, segments):
+        """bool[B, length]."""
+        found = np.zeros((self.B, length), bool)
+        if lengths is not None:
+            found |= np.arange(length) >= np.array(lengths)[:, None]
+        return found if segments is None else found | (segments < 0)
+
+
+def _segments(recipe: str, rng, batch: int, length: int):
+    """int32[batch, length] of documents."""
+    cuts = np.sort(rng.integers(0, length + 1, (batch, 3)), axis=1)
+    ids = (np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1)
+    if recipe == "unsorted":
+        ids = np.repeat(rng.integers(0, 4, (batch, -(-length // 7))), 7, axis=1)[:, :length]
+    if recipe == "padded":
+        ids = np.where(ids == 1, -1, ids)  # a gap, and a tail
+        ids[:, length - length // 5 :] = -1
+    return ids.astype(np.int32)
+
+
+def _poison_bias(bias, queries, keys):
+    """NaN where every entry of the batch that reads an element has padding there."""
+    if bias is None:
+        return
+    shared = len(bias) == 1
+    of_all = lambda padding: padding.all(0, keepdims=True) if shared else padding
+    if bias.shape[2] > 1:
+        bias.swapaxes(1, 2)[of_all(queries)] = np.nan
+    if bias.shape[3] > 1:
+        np.moveaxis(bias, 3, 1)[of_all(keys)] = np.nan
 
 
 _LENGTHS = [1, 2, 5, 17, 127, 128, 129]
@@ -116,7 +260,94 @@ CASES = (
 )
 
 
+def _small(name: str, **fields) -> Case:
+    """A case of a modifier: several tiles with SMALL_BLOCKS, a few heads and entries."""
+    return Case(name, **({"T": 70, "S": 83, "B": 2, "N": 4, "H": 16} | fields))
+
+
+_SQUARE = {"T": 75, "S": 75}
+
+# One per feature, then one per pair that interacts: two that hide, two that move scores, and what
+# reads a position together with what moves it.
+FEATURES = (
+    _small("window", window=(9, 4)),
+    _small("window_int", window=11, dtype="bfloat16"),
+    _small("window_left_only", window=(20, None), q_offset=-10),
+    _small("window_causal", window=(13, 5), causal=True, **_SQUARE),
+    _small("window_past_all_keys", window=(3, 0), q_offset=60),
+    _small("window_offset_array", window=(8, 8), q_offset=(-30, 40)),
+    _small("packed", segments="packed", **_SQUARE),
+    _small("packed_causal", segments="packed", causal=True, dtype="bfloat16", **_SQUARE),
+    _small("packed_cross", segments="packed"),
+    _small("unsorted", segments="unsorted", **_SQUARE),
+    _small("unsorted_cross_window", segments="unsorted", window=(30, 10)),
+    _small("padded", segments="padded", poison=True, **_SQUARE),
+    _small("padded_cross_causal", segments="padded", poison=True, causal=True),
+    _small("kv_lengths", kv_lengths=(83, 31), poison=True),
+    _small("kv_lengths_zero", kv_lengths=(0, 17), poison=True),
+    _small("q_lengths", q_lengths=(70, 33), poison=True),
+    _small("lengths_causal", q_lengths=(60, 0), kv_lengths=(48, 83), poison=True, causal=True),
+    _small("lengths_padded", q_lengths=(60, 9), kv_lengths=(48, 70), segments="padded",
+           poison=True, dtype="bfloat16", **_SQUARE),
+    *(_small(f"bias_{p}", bias=p) for p in ("BNTS", "1NTS", "B1T1", "11TS", "1N1S", "B11S")),
+    _small("bias_1111", bias="1111", T=20, S=30),
+    _small("bias_bfloat16", bias="1NTS", dtype="bfloat16"),
+    _small("bias_float16_gqa", bias="B1TS", dtype="float16", K=2),
+    _small("bias_causal_offset", bias="1NTS", causal=True, q_offset=-20),
+    _small("bias_infinite", bias="B1TS-inf"),
+    _small("bias_lengths", bias="BNTS", q_lengths=(51, 70), kv_lengths=(83, 50), poison=True),
+    _small("bias_shared_lengths", bias="1NTS", q_lengths=(51, 40), kv_lengths=(23, 50),
+           poison=True),
+    _small("bias_padded", bias="B1TS", segments="padded", poison=True, softcap=3.0, **_SQUARE),
+    *(_small(f"mask_{p}", mask=p) for p in ("BNTS", "1NTS", "B11S", "11T1")),
+    _small("mask_causal_bfloat16", mask="B1TS", causal=True, dtype="bfloat16", **_SQUARE),
+    _small("mask_bias", mask="1NTS", bias="B1TS"),
+    _small("softcap", softcap=2.0, scale=1.0),
+    _small("softcap_causal_bfloat16", softcap=5.0, causal=True, dtype="bfloat16", **_SQUARE),
+    _small("softcap_bias", softcap=2.0, bias="1NTS"),
+    _small("softcap_lengths", softcap=2.0, q_lengths=(70, 33), kv_lengths=(31, 83), poison=True),
+    _small("alibi", alibi="N"),
+    _small("alibi_per_entry", alibi="BN", K=2, dtype="bfloat16"),
+    _small("alibi_causal_offset", alibi="N", causal=True, q_offset=13),
+    _small("alibi_offset_array", alibi="BN", q_offset=(40, -15)),
+    _small("alibi_bias_softcap", alibi="N", bias="B1TS", softcap=4.0),
+    _small("sinks", sinks=True),
+    _small("sinks_bfloat16_gqa", sinks=True, K=2, dtype="bfloat16", causal=True),
+    _small("sinks_hidden_rows", sinks=True, causal=True, q_offset=-30),
+    _small("sinks_padded", sinks=True, segments="padded", poison=True, **_SQUARE),
+    _small("sinks_lengths", sinks=True, q_lengths=(70, 33), kv_lengths=(0, 83), poison=True),
+    _small("sinks_window_softcap", sinks=True, window=(9, 0), softcap=3.0, **_SQUARE),
+    _small("dropout", dropout_rate=0.3),
+    _small("dropout_bfloat16_gqa", dropout_rate=0.1, K=2, dropout_seed=7, dtype="bfloat16"),
+    _small("dropout_broadcast", dropout_rate=0.5, broadcast_dropout=True, causal=True),
+    _small("dropout_offset_array", dropout_rate=0.25, causal=True, q_offset=(40, -15)),
+    _small("dropout_sinks", dropout_rate=0.5, sinks=True),
+    _small("dropout_bias", dropout_rate=0.5, bias="1N1S"),
+    _small("dropout_padded", dropout_rate=0.2, segments="padded", poison=True, **_SQUARE),
+    *(_small(f"score_mod_{name}", score_mod=name) for name in SCORE_MODS),
+    _small("score_mod_bfloat16_causal", score_mod="relative", causal=True, dtype="bfloat16"),
+    _small("score_mod_softcap_bias", score_mod="square", softcap=3.0, bias="11TS"),
+    _small("score_mod_lengths", score_mod="square", q_lengths=(70, 33), kv_lengths=(31, 83),
+           bias="BNTS", poison=True),
+    _small("score_mod_dropout_offset", score_mod="per_entry", dropout_rate=0.3, q_offset=21),
+    *(_small(f"mask_mod_{name}", mask_mod=name) for name in MASK_MODS),
+    _small("mask_mod_offset_array", mask_mod="stripes", q_offset=(5, -9), dtype="bfloat16"),
+    _small("mask_mod_padded_mask", mask_mod="prefix", segments="padded", mask="B11S", **_SQUARE),
+    _small("max_logit", max_logit=True),
+    _small("max_logit_hidden_rows", max_logit=True, causal=True, q_offset=-30, sinks=True),
+    _small("max_logit_softcap_bias", max_logit=True, softcap=4.0, bias="1NTS", q_lengths=(50, 70)),
+    _small("narrow_values_bias", H=24, Hv=16, bias="B1TS", N=2),
+    _small("everything", causal=True, window=(40, 0), bias="1NTS", mask="B11S", softcap=4.0,
+           alibi="N", sinks=True, dropout_rate=0.2, segments="padded", kv_lengths=(70, 60),
+           q_lengths=(75, 52), score_mod="relative", mask_mod="stripes", max_logit=True,
+           poison=True, K=2, **_SQUARE),
+    _small("everything_bfloat16", window=(40, 30), bias="B1TS", mask="1NTS", softcap=4.0,
+           alibi="BN", sinks=True, dropout_rate=0.2, segments="unsorted", kv_lengths=(70, 60),
+           score_mod="per_entry", mask_mod="prefix", q_offset=(3, -8), K=2, dtype="bfloat16"),
+)  # fmt: skip
+
+
 def named(*names: str) -> tuple[Case, ...]:
     """The cases of these names."""
-    table = {case.name: case for case in CASES}
+    table = {case.name: case for case in (*CASES, *FEATURES)}
     return tuple(table[name] for name in names)

@@ -8,8 +8,9 @@ floor: part of a rounding of the sum of the absolute values of the terms that ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ import numpy as np
 
 from flash_pallas import dispatch, reference, validate, vjp
 from flash_pallas.arguments import Arguments
+from flash_pallas.core import dropout
 
-from .cases import Case
+from .cases import Case, Inputs
 
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
@@ -28,19 +30,16 @@ FLOOR = 0.25
 # exp2 and log2 of the kernels are the GPU's approximate ones, right to about one float32 eps.
 LSE_FLOOR = 1.0
 
+OUTPUTS = ("o", "lse", "max_logit")
+ROW_SCALARS = ("lse", "max_logit")  # computed in float32 throughout, whatever q's dtype
+# What every case has; others have "max_logit" or a "d..." for each array with a gradient.
+ALWAYS = ("o", "lse", "dq", "dk", "dv")
 
-class Results(NamedTuple):
-    """Both outputs and the three gradients, as float64 numpy arrays."""
-
-    o: Any
-    lse: Any
-    dq: Any
-    dk: Any
-    dv: Any
+Results = Mapping[str, Any]  # float64 numpy arrays by name
 
 
 def bind(backend, blocks: dict[str, int] | None = None):
-    """(q, k, v, **arguments) -> (o, lse) on this backend, an object or a name."""
+    """(q, k, v, **arguments) -> (o, lse[, max_logit]) on this backend, an object or a name."""
     if isinstance(backend, str):
         backend = dispatch.BACKENDS[backend]
 
@@ -48,7 +47,8 @@ def bind(backend, blocks: dict[str, int] | None = None):
         call = validate.canonicalize(q, k, v, Arguments(**arguments))
         assert backend.unsupported(call.problem) is None, backend.unsupported(call.problem)
         tiles = backend.blocks(call.problem, blocks)
-        return call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands))[:2]
+        found = call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands))
+        return found if call.spec.max_logit else found[:2]
 
     return call
 
@@ -57,7 +57,7 @@ def run(call, case: Case, seed: int = 0) -> Results:
     """What `call` makes of the case: jitted, outputs and gradients in one."""
     if case.deterministic:
         call = partial(call, deterministic=True)
-    return _widen(_jit(partial(_outputs_and_gradients, call, case))(*case.inputs(seed)))
+    return _widen(_jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
 
 
 def _jit(function):
@@ -68,69 +68,85 @@ def _jit(function):
     return jax.jit(function, compiler_options=options)
 
 
-def _outputs_and_gradients(call, case, q, k, v, do, dlse):
-    outputs, pull = jax.vjp(partial(call, **case.arguments), q, k, v)
-    return *outputs, *pull((do, dlse))
+def _outputs_and_gradients(call, case: Case, x: Inputs) -> Results:
+    if case.max_logit:
+        call = partial(call, max_logit=True)
+
+    def outputs(q, k, v, side):
+        o, lse, *most = call(q, k, v, **case.arguments(x._replace(side=side)))
+        return (o, lse), {"max_logit": most[0]} if most else {}
+
+    (o, lse), pull, most = jax.vjp(outputs, x.q, x.k, x.v, x.side, has_aux=True)
+    dq, dk, dv, dside = pull((x.do.astype(o.dtype), x.dlse.astype(lse.dtype)))
+    side = {f"d{name}": d for name, d in dside.items()}
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv} | most | side
 
 
 def _widen(results) -> Results:
-    return Results(*(np.asarray(x).astype(np.float64) for x in results))
+    return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
+
+
+def _exact_inputs(case: Case, seed: int) -> Inputs:
+    """The inputs as rounded to the case's dtype, in float64. Under x64 only."""
+    widen = lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(lambda x: jnp.asarray(widen(np.asarray(x))), case.inputs(seed))
 
 
 @lru_cache(maxsize=256)
 def oracle(case: Case, seed: int = 0) -> Results:
     """The case in float64, from the inputs as rounded to its dtype."""
-    exact = [np.asarray(x).astype(np.float64) for x in case.inputs(seed)]
     with jax.enable_x64(True):
         call = partial(reference.attention, full_precision=True)
-        return _widen(_jit(partial(_outputs_and_gradients, call, case))(*exact))
+        inputs = _exact_inputs(case, seed)
+        return _widen(_jit(partial(_outputs_and_gradients, call, case))(inputs))
 
 
-def plain(q, k, v, *, causal, scale, q_offset):
+def plain(q, k, v, *, max_logit=False, **arguments):
     """Attention as one would write it in jnp: float32 softmax, everything else in q's dtype."""
+    m = reference.Modifiers(**arguments)
+    q, k, v = m.cleared_queries(q), m.cleared_keys(k), m.cleared_keys(v)
     batch, q_len, q_heads, head_dim = q.shape
     kv_len, kv_heads = v.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = head_dim**-0.5 if m.scale is None else m.scale
     q = q.reshape(batch, q_len, kv_heads, q_heads // kv_heads, head_dim)
     s = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-    if causal:
-        offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None, None]
-        position = offset + jnp.arange(q_len, dtype=jnp.int32)[None, :, None]
-        keep = jnp.arange(kv_len, dtype=jnp.int32)[None, None, :] <= position
-        s = jnp.where(keep[:, None, None], s, -1e30)
-    lse = jax.nn.logsumexp(s, axis=-1)
-    p = jnp.exp(s - lse[..., None])
-    if causal:
-        p = jnp.where(keep[:, None, None], p, 0.0)
-        lse = jnp.where(jnp.any(keep, -1)[:, None, None], lse, -jnp.inf)
-    p = p.astype(v.dtype)
+    s = s.reshape(batch, q_heads, q_len, kv_len)
+    keep = m.visible(s.shape)
+    s = m.logits(s, keep)
+    _, lse, most = m.softmax(s, keep)
+    keep &= s > -jnp.inf
+    p = jnp.exp(jnp.where(keep, s, 0.0) - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+    p = jnp.where(keep, p, 0.0)
+    if m.dropout_rate:
+        p = jnp.where(m.kept(p.shape), p * dropout.gain(m.dropout_rate), 0.0)
+    p = p.astype(v.dtype).reshape(batch, kv_heads, -1, q_len, kv_len)
     o = jnp.einsum("bkgts,bskh->btkgh", p, v, preferred_element_type=jnp.float32)
-    o = o.astype(v.dtype).reshape(batch, q_len, q_heads, v.shape[-1])
-    return o, lse.reshape(batch, q_heads, q_len)
+    o = m.cleared_queries(o.astype(v.dtype).reshape(batch, q_len, q_heads, v.shape[-1]))
+    return (o, lse, most) if max_logit else (o, lse)
 
 
 @lru_cache(maxsize=256)
-def bounds(case: Case, seed: int = 0) -> Results:
+def bounds(case: Case, seed: int = 0) -> dict[str, tuple[float, float]]:
     """For each result the largest allowed (maximum, root mean square) of its error."""
     exact, terms = oracle(case, seed), _absolute_terms(case, seed)
-    found = _widen(_jit(partial(_outputs_and_gradients, plain, case))(*case.inputs(seed)))
+    found = _widen(_jit(partial(_outputs_and_gradients, plain, case))(case.inputs(seed)))
     limits = {}
-    for name in Results._fields:
-        error = _sizes(_error(getattr(found, name), getattr(exact, name)))
-        floor = _sizes(getattr(terms, name))
-        factor = OUTPUT_FACTOR if name in ("o", "lse") else GRADIENT_FACTOR
-        is_lse = name == "lse"
-        unit = float(jnp.finfo(jnp.float32 if is_lse else case.dtype).eps)
-        unit *= LSE_FLOOR if is_lse else FLOOR
+    for name in exact:
+        error = _sizes(_error(found[name], exact[name]))
+        floor = _sizes(terms[name])
+        factor = OUTPUT_FACTOR if name in OUTPUTS else GRADIENT_FACTOR
+        single = name in ROW_SCALARS
+        unit = float(jnp.finfo(jnp.float32 if single else case.dtype).eps)
+        unit *= LSE_FLOOR if single else FLOOR
         limits[name] = tuple(factor * e + unit * f for e, f in zip(error, floor, strict=True))
-    return Results(**limits)
+    return limits
 
 
 def assert_matches_oracle(call, case: Case, seed: int = 0):
-    """Both outputs and all gradients of `call` are within the bounds of this module.
+    """All outputs and all gradients of `call` are within the bounds of this module.
 
     Args:
-        call: (q, k, v, causal=, scale=, q_offset=) -> (o, lse), differentiable; see `bind`.
+        call: (q, k, v, **arguments) -> (o, lse[, max_logit]), differentiable; see `bind`.
         case: on what.
         seed: of the inputs.
     """
@@ -140,49 +156,81 @@ def assert_matches_oracle(call, case: Case, seed: int = 0):
 def assert_results_match(found: Results, case: Case, seed: int = 0):
     """The same for results already at hand."""
     exact, limits = oracle(case, seed), bounds(case, seed)
+    assert set(found) == set(exact)
     failures = []
-    for name in Results._fields:
-        error = _sizes(_error(getattr(found, name), getattr(exact, name)))
-        for kind, e, limit in zip(("max", "rms"), error, getattr(limits, name), strict=True):
+    for name in exact:
+        error = _sizes(_error(found[name], exact[name]))
+        for kind, e, limit in zip(("max", "rms"), error, limits[name], strict=True):
             if not e <= limit:  # A NaN fails too.
                 failures.append(f"{name}: {kind} error {e:.3g}, allowed {limit:.3g}")
     assert not failures, f"{case}: " + "; ".join(failures)
 
 
 def _absolute_terms(case: Case, seed: int) -> Results:
-    """For each result the sum of the absolute values of what is added up to make it."""
-    q, k, v, do, dlse = (np.abs(np.asarray(x).astype(np.float64)) for x in case.inputs(seed))
-    exact, scale = oracle(case, seed), abs(case.H**-0.5 if case.scale is None else case.scale)
-    k, v = (np.repeat(x, case.N // case.K, axis=2) for x in (k, v))
-    p, exponents = _weights(case, seed)
-    # The backward recomputes p = exp(s - lse) in float32: it inherits the rounding of s and of lse.
+    """For each result the sum of the absolute values of what is added up to make it.
+
+    For the gradients of side inputs, which add up terms of T * S scores, their root sum of squares:
+    with so many the cancelling of the roundings is certain.
+    """
+    with jax.enable_x64(True):
+        terms = _jit(partial(_terms, case))(_exact_inputs(case, seed), dict(oracle(case, seed)))
+        return _widen(terms)
+
+
+def _terms(case: Case, x: Inputs, exact) -> Results:
+    m = reference.Modifiers(**case.arguments(x))
+    group, scale = case.N // case.K, abs(case.H**-0.5 if case.scale is None else case.scale)
+    q, do = m.cleared_queries(x.q), m.cleared_queries(x.do)
+    k, v = m.cleared_keys(x.k), m.cleared_keys(x.v)
+    k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
+    qk = (scale if case.scale is None else case.scale) * jnp.einsum("btnh,bsnh->bnts", q, k)
+    q, k, v, do, o = (jnp.abs(a) for a in (q, k, v, do, exact["o"]))
+    keep = m.visible(qk.shape)
+
+    def logits(given):
+        qk, side = given
+        return reference.Modifiers(**case.arguments(x._replace(side=side))).logits(qk, keep)
+
+    s = logits((qk, x.side))
+    keep &= s > -jnp.inf
+    lse = jnp.where(jnp.isfinite(exact["lse"]), exact["lse"], 0.0)
+    size = jnp.where(keep, jnp.abs(s), 0.0)
+    # exp(s - lse) inherits the rounding of s and of lse, in float32.
     relative = float(jnp.finfo(jnp.float32).eps / jnp.finfo(case.dtype).eps)
-    p_again = p * (1.0 + relative * exponents)
-    delta = np.einsum("btnh,btnh->bnt", np.abs(exact.o), do) + dlse
-    ds = scale * p_again * (np.einsum("btnh,bsnh->bnts", do, v) + delta[..., None])
-    over_group = lambda x: x.reshape(case.B, case.S, case.K, -1, x.shape[-1]).sum(3)
-    lse = np.where(np.isfinite(exact.lse), np.abs(exact.lse), 0.0)
-    return Results(
-        o=np.einsum("bnts,bsnh->btnh", p, v),
-        lse=1.0 + lse + scale * np.einsum("btnh,bsnh->bnts", q, k).max(-1),
-        dq=np.einsum("bnts,bsnh->btnh", ds, k),
-        dk=over_group(np.einsum("bnts,btnh->bsnh", ds, q)),
-        dv=over_group(np.einsum("bnts,btnh->bsnh", p_again, do)),
-    )
+    p = jnp.where(keep, jnp.exp(jnp.where(keep, s, 0.0) - lse[..., None]), 0.0)
+    p = p * (1.0 + relative * (size + jnp.abs(lse)[..., None]))
+    gain = 1.0
+    if case.dropout_rate:
+        gain = jnp.where(m.kept(qk.shape), dropout.gain(case.dropout_rate), 0.0)
+    dlse = jnp.where(jnp.isfinite(exact["lse"]), jnp.abs(x.dlse), 0.0)
+    delta = jnp.einsum("btnh,btnh->bnt", o, do) + dlse
+    ds = p * (jnp.einsum("btnh,bsnh->bnts", do, v) * gain + delta[..., None])
+    _, slope = jax.jvp(logits, ((qk, x.side),), ((jnp.ones_like(qk), _zeros(x.side)),))
+    dqk = scale * jnp.where(keep, ds * jnp.abs(slope), 0.0)
+    over_group = lambda a: a.reshape(case.B, case.S, case.K, group, a.shape[-1]).sum(3)
+    found = {
+        "o": jnp.einsum("bnts,bsnh->btnh", p * gain, v),
+        "dq": jnp.einsum("bnts,bsnh->btnh", dqk, k),
+        "dk": over_group(jnp.einsum("bnts,btnh->bsnh", dqk, q)),
+        "dv": over_group(jnp.einsum("bnts,btnh->bsnh", p * gain, do)),
+    }
+    largest = scale * jnp.einsum("btnh,bsnh->bnts", q, k).max(-1) + size.max(-1)
+    found["lse"] = found["max_logit"] = 1.0 + jnp.abs(lse) + largest
+    _, pull = jax.vjp(logits, (qk, x.side))
+    for name in x.side:
+        tangent = _zeros(x.side) | {name: jnp.ones_like(x.side[name])}
+        _, slope = jax.jvp(logits, ((qk, x.side),), ((jnp.zeros_like(qk), tangent),))
+        squares = pull(jnp.where(keep, ds * ds * slope, 0.0))[0][1][name]
+        if name == "sinks":
+            weight = jnp.exp(x.side[name][None, :, None] - lse)
+            weight = jnp.where(jnp.isfinite(exact["lse"]), weight, 0.0)
+            squares = jnp.square(weight * delta).sum((0, 2))
+        found[f"d{name}"] = jnp.sqrt(squares)
+    return {name: found[name] for name in exact}
 
 
-def _weights(case: Case, seed: int):
-    """The softmax from the oracle's log-sum-exp, and |s| + |lse|; float64[B, N, T, S]."""
-    q, k, *_ = (np.asarray(x).astype(np.float64) for x in case.inputs(seed))
-    k = np.repeat(k, case.N // case.K, axis=2)
-    s = np.einsum("btnh,bsnh->bnts", q, k) * (case.H**-0.5 if case.scale is None else case.scale)
-    if case.causal:
-        offset = np.broadcast_to(np.asarray(case.q_offset), (case.B,))[:, None, None, None]
-        position = offset + np.arange(case.T)[:, None]
-        s = np.where(np.arange(case.S) <= position, s, -np.inf)
-    lse = oracle(case, seed).lse
-    lse = np.where(np.isfinite(lse), lse, 0.0)[..., None]
-    return np.exp(s - lse), np.where(np.isfinite(s), np.abs(s), 0.0) + np.abs(lse)
+def _zeros(side):
+    return {name: jnp.zeros_like(x) for name, x in side.items()}
 
 
 def _error(found, exact):

@@ -194,8 +194,7 @@ class Tiles:
         if "alibi_slopes" in self.wanted:
             slopes = jnp.sum(scores.slope_pull(tile, dz))
         if "score_params" in self.wanted:
-            given = zip(dparams, self.sides.score_params, strict=True)
-            params = tuple(jnp.sum(d) if _is_float(p) else None for d, p in given)
+            params = jax.tree.map(jnp.sum, dparams)
         return Extras(bias, slopes, params)
 
     def _tile(self, place: _Place, inputs: TileInputs):

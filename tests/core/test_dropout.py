@@ -1,0 +1,144 @@
+"""The generator of dropout: the right share, and no pattern anywhere."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flash_pallas.core import dropout
+
+LENGTH = 512
+
+
+def kept(rate=0.5, seed=0, batch=1, heads=1, length=LENGTH):
+    """bool[batch, heads, length, length]."""
+    keys = dropout.call_keys(dropout.seed_words(seed), batch, heads)[..., None, None]
+    i = jnp.arange(length, dtype=jnp.int32)
+    return np.asarray(dropout.keep(keys, i[None, None, :, None], i[None, None, None], rate))
+
+
+def deviations(found, share):
+    """How many standard deviations a count of independent bits is from what is expected."""
+    return abs(found.sum() - found.size * share) / np.sqrt(found.size * share * (1 - share))
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.25, 0.5, 0.9])
+def test_the_rate(rate):
+    share = 1.0 - dropout.threshold(rate) / dropout.LEVELS
+    assert abs(share - (1.0 - rate)) <= 0.5 / dropout.LEVELS
+    found = kept(rate, heads=4)
+    assert deviations(found, share) < 4
+    # Each row and each column too: 2048 sums of 512 bits, normal tails.
+    for axis in (2, 3):
+        sums = found.sum(axis)
+        spread = np.sqrt(LENGTH * share * (1 - share))
+        z = (sums - LENGTH * share) / spread
+        assert abs(z).max() < (5.5 if 0.01 < rate < 0.99 else 8)
+        assert abs(z.std() - 1) < 0.1
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 1.0 / 3.0, 0.999999])
+def test_the_gain_makes_up_for_the_rate(rate):
+    share = 1.0 - dropout.threshold(rate) / dropout.LEVELS
+    assert share > 0 and dropout.gain(rate) * share == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_rate_of_zero_keeps_everything():
+    assert kept(rate=0.0).all()
+
+
+def pairs():
+    """Two masks each that must have nothing to do with one another."""
+    many = kept(batch=2, heads=3)
+    one = many[0, 0]
+    yield "heads", many[:, :-1], many[:, 1:]
+    yield "entries of the batch", many[0], many[1]
+    yield "a head and an entry", many[0, 1], many[1, 0]
+    yield "seeds", one, kept(seed=1)[0, 0]
+    yield "high words of seeds", one, kept(seed=1 << 32)[0, 0]
+    yield "neighbouring rows", one[1:], one[:-1]
+    yield "transposed", one[np.tril_indices(LENGTH, -1)], one.T[np.tril_indices(LENGTH, -1)]
+    for distance in (1, 2, 4, 8, 16, 64, 128):
+        yield f"columns {distance} apart", one[:, distance:], one[:, :-distance]
+        yield f"rows {distance} apart", one[distance:], one[:-distance]
+        yield f"diagonals {distance}", one[distance:, distance:], one[:-distance, :-distance]
+
+
+@pytest.mark.parametrize(("a", "b"), [pytest.param(a, b, id=name) for name, a, b in pairs()])
+def test_independence(a, b):
+    assert deviations(a == b, 0.5) < 4
+
+
+def test_halves_of_one_hash_are_independent_at_any_rate():
+    found = kept(rate=0.1, heads=8)
+    paired = found.reshape(*found.shape[:3], -1, 2, dropout.PAIR_BIT)
+    low, high = paired[..., 0, :], paired[..., 1, :]
+    share = 1.0 - dropout.threshold(0.1) / dropout.LEVELS
+    assert deviations(low & high, share * share) < 4
+
+
+def test_the_rank_of_the_matrix_of_bits_is_full():
+    """An exclusive or of a row key and a column key alone would have a very low one."""
+    bits = kept(length=256)[0, 0].astype(np.uint8)
+    rank = 0
+    for column in range(256):
+        rows = np.flatnonzero(bits[rank:, column]) + rank
+        if len(rows):
+            bits[[rank, rows[0]]] = bits[[rows[0], rank]]
+            others = rows[rows != rank] if bits[rank, column] else rows
+            for row in others:
+                if row != rank and bits[row, column]:
+                    bits[row] ^= bits[rank]
+            rank += 1
+    assert rank >= 250  # 254.4 on average for independent bits
+
+
+def test_every_tile_and_orientation_sees_the_same_bits():
+    whole = kept(rate=0.3, length=64)[0, 0]
+    key = dropout.call_keys(dropout.seed_words(0), 1, 1)[0, 0]
+    i = jnp.arange(16, 48, dtype=jnp.int32)
+    part = dropout.keep(key, i[:, None], i[None], 0.3)
+    np.testing.assert_array_equal(part, whole[16:48, 16:48])
+    np.testing.assert_array_equal(dropout.keep(key, i[None], i[:, None], 0.3), part.T)
+
+
+def test_one_hash_serves_two_keys():
+    key = dropout.call_keys(dropout.seed_words(3), 1, 1)[0, 0]
+    i = jnp.arange(64, dtype=jnp.int32)
+    bits = dropout.pair_bits(dropout.row_keys(key, i)[:, None], dropout.column_keys(i)[None])
+    low = np.asarray(bits)[:, (np.arange(64) & dropout.PAIR_BIT) == 0]
+    high = np.asarray(bits)[:, (np.arange(64) & dropout.PAIR_BIT) != 0]
+    np.testing.assert_array_equal(low, high)
+    found = np.asarray(dropout.keep(key, i[:, None], i[None], 0.5))
+    limit = dropout.threshold(0.5)
+    of_low = found[:, (np.arange(64) & dropout.PAIR_BIT) == 0]
+    np.testing.assert_array_equal(of_low, (low & 0xFFFF) >= limit)
+    np.testing.assert_array_equal(
+        found[:, (np.arange(64) & dropout.PAIR_BIT) != 0], (low >> 16) >= limit
+    )
+
+
+def test_mix_is_a_bijection_where_it_was_looked_at_and_flips_half_of_the_bits():
+    x = jnp.arange(1 << 16, dtype=jnp.uint32)
+    mixed = np.asarray(dropout.mix(x))
+    assert len(np.unique(mixed)) == len(mixed)
+    for bit in range(32):
+        flipped = np.asarray(dropout.mix(x ^ jnp.uint32(1 << bit))) ^ mixed
+        share = np.unpackbits(flipped.view(np.uint8)).mean()
+        assert abs(share - 0.5) < 0.01
+
+
+def test_seeds_of_every_kind():
+    key = jax.random.key(7)
+    raw = jax.random.key_data(key)
+    np.testing.assert_array_equal(dropout.seed_words(key), dropout.seed_words(raw))
+    np.testing.assert_array_equal(dropout.seed_words(5), [5, 0])
+    np.testing.assert_array_equal(dropout.seed_words(-1), [0xFFFFFFFF, 0xFFFFFFFF])
+    np.testing.assert_array_equal(dropout.seed_words(jnp.int32(-1)), [0xFFFFFFFF])
+    with jax.enable_x64(True):
+        wide = dropout.seed_words(jnp.asarray([1 + (2 << 32)], jnp.int64))
+        np.testing.assert_array_equal(wide, [1, 2])
+    many = jax.vmap(dropout.seed_words)(jax.random.split(key, 3))
+    assert len(np.unique(np.asarray(many), axis=0)) == 3

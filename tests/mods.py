@@ -1,0 +1,68 @@
+"""Score and mask functions as a user would write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+
+class ScoreMod(NamedTuple):
+    """A score_mod over a float array.
+
+    Attributes:
+        captured: the axes of that array, of "BN"; "" for a scalar.
+        make: array -> score_mod.
+    """
+
+    captured: str
+    make: Callable
+
+
+def _relative(per_head):
+    """A bias of each head's own size, by distance."""
+
+    def score_mod(score, b, n, i, j):
+        distance = (i - j).astype(score.dtype)
+        return score + per_head[n].astype(score.dtype) * jnp.tanh(0.125 * distance)
+
+    return score_mod
+
+
+def _square(strength):
+    """Not linear in the score: its derivative is another one at every element."""
+
+    def score_mod(score, b, n, i, j):
+        return score - 0.125 * strength.astype(score.dtype) * score * score
+
+    return score_mod
+
+
+def _per_entry(per_entry):
+    """Reads every index, and has integers of its own."""
+
+    def score_mod(score, b, n, i, j):
+        factor = 1.0 + per_entry[b, n].astype(score.dtype)
+        return jnp.where((i + 2 * j + b + n) % 3 == 0, score * factor, score)
+
+    return score_mod
+
+
+SCORE_MODS = {
+    "relative": ScoreMod("N", _relative),
+    "square": ScoreMod("", _square),
+    "per_entry": ScoreMod("BN", _per_entry),
+}
+
+
+def _stripes(_):
+    return lambda b, n, i, j: (i + 2 * j + n) % 3 != 0
+
+
+def _prefix(lengths):
+    """A prefix of each entry's own length that all see; causal after it."""
+    return lambda b, n, i, j: (j < lengths[b]) | (j <= i)
+
+
+MASK_MODS = {"stripes": _stripes, "prefix": _prefix}
