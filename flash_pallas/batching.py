@@ -1,8 +1,9 @@
 """vmap of attention: the vmapped axis becomes part of the batch.
 
 A kernel then sees one larger batch instead of one more grid axis. What is not batched is repeated,
-except a bias or a mask: entry b of a batch of B reads entry b // (B // Bb) of a bias of Bb entries,
-and the order in which the two batches are folded is chosen so that this stays true.
+except a bias or a mask: entry b of a batch of B reads entry b // (B // Bb) of a bias of Bb entries.
+So what is shared by the entries of a member needs the members folded outermost, and what is shared
+by the members needs them innermost; the order is the one that repeats fewer bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
     def fold(axis_size, is_batched, operands, *rest):
         batch = operands.q.shape[1 if is_batched[0].q else 0]
         shared = {name: getattr(operands, name) for name in SHARED}
-        inner = any(
-            x is not None and not getattr(is_batched[0], name) and name not in wanted and len(x) > 1
-            for name, x in shared.items()
+        # A gradient comes in its operand's own entries: those of an inner fold would be repeated.
+        inner = wanted.isdisjoint(SHARED) and _inner_is_cheaper(
+            axis_size, batch, shared, is_batched[0]
         )
         fold = _Fold(axis_size, batch, inner)
         one = {
@@ -47,6 +48,20 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
         return jax.tree.map(fold.undone, out), jax.tree.map(lambda _: True, out)
 
     return folding
+
+
+def _inner_is_cheaper(size: int, batch: int, shared, is_batched) -> bool:
+    """Whether the members' own biases and masks are smaller than the copies of the shared ones."""
+    outer_bytes = inner_bytes = 0
+    for name, x in shared.items():
+        if x is None:
+            continue
+        nbytes = x.size * x.dtype.itemsize
+        if getattr(is_batched, name):
+            inner_bytes += batch * nbytes // x.shape[1]
+        elif len(x) > 1:
+            outer_bytes += size * nbytes
+    return inner_bytes < outer_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +86,11 @@ class _Fold:
 
     def shared(self, x, is_batched, repeat):
         """A shared operand: x [Bb, ...], or [size, Bb, ...] if batched."""
-        if not is_batched and not repeat:
+        if not is_batched and not repeat and (self.inner or len(x) == 1):
             return x
         if not self.inner:
             return self.one(x, is_batched)
-        entries = x.shape[1 if is_batched else 0]
-        whole = jnp.repeat(x, self.batch // entries, axis=1 if is_batched else 0)
+        whole = jnp.repeat(x, self.batch // x.shape[1], axis=1)
         return self.one(whole, is_batched)
 
     def undone(self, x):

@@ -149,7 +149,8 @@ def _array(name: str, x):
         raise TypeError(
             f"{name} must be an array, got {type(x).__name__}: convert it with jnp.asarray({name})"
         )
-    return jnp.asarray(x)
+    # jnp.asarray of a tracer may be an operation, at which debug_nans finds what padding holds.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _check_dtypes(q, k, v):

@@ -48,18 +48,18 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     """
     # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands.
     operands = manual_axes.spread(operands, manual_axes.varying(operands))
-    # Outside as well: the gradient of what padding held is then 0 by itself.
-    return _attend(backend, spec, blocks, padding.cleared(operands))
+    return _attend(backend, spec, blocks, operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(backend, spec, blocks, operands):
-    return _public(_forward(backend, spec, blocks)(operands))
+    return _public(_forward(backend, spec, blocks)(padding.cleared(operands)))
 
 
 def _attend_fwd(backend, spec, blocks, primals):
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
+    operands = padding.cleared(operands)
     out = _forward(backend, spec, blocks)(operands)
     out = out._replace(
         o=checkpoint_name(out.o, SAVED_NAMES[0]),
@@ -78,6 +78,7 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     delta = _delta(o, do, None if isinstance(dlse, SymbolicZero) else dlse, lse_log2)
     given = Cotangents(lse_log2, do, delta)
     grads = _backward(backend, spec, blocks, wanted.names)(operands, given)
+    grads = padding.cleared(operands, grads)
     sinks = None if operands.sinks is None else _sink_gradient(operands.sinks, lse_log2, delta)
     none = Operands(*(None,) * len(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)

@@ -13,13 +13,14 @@ from .problem import Operands, Outputs
 from .softmax import EMPTY_ROW
 
 
-def cleared(operands: Operands) -> Operands:
-    """q, k and v with 0 in place of padding."""
+def cleared(operands: Operands, arrays=None):
+    """`arrays` (Operands or Grads; the operands themselves) with 0 for padding in q, k and v."""
+    arrays = operands if arrays is None else arrays
     keys = _valid(operands.k, operands.kv_lengths, operands.kv_segments)
-    return operands._replace(
-        q=cleared_queries(operands, operands.q),
-        k=_clear(keys, operands.k),
-        v=_clear(keys, operands.v),
+    return arrays._replace(
+        q=cleared_queries(operands, arrays.q),
+        k=_clear(keys, arrays.k),
+        v=_clear(keys, arrays.v),
     )
 
 
