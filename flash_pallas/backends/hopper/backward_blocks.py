@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
-from . import split_blocks
-from .fused_blocks import FUSED, FusedBlocks
-from .split_blocks import DkvBlocks, DqBlocks
+from .fused_blocks import FUSED_HEAD_DIMS, choose_fused
+from .split_blocks import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,30 +20,21 @@ class SplitBlocks:
 
 def choose_backward(problem: Problem) -> dict[str, Any]:
     """Tiles of each kernel that runs: of "fused", or of "dkv" and "dq"."""
-    if fused := choose_fused(problem):
+    widest = max(problem.head_dim, problem.v_head_dim)
+    fused = None
+    if not problem.spec.deterministic and widest <= FUSED_HEAD_DIMS[-1]:
+        fused = choose_fused(native_problem(problem, fused=True))
+    if fused is not None:
         return {"fused": fused}
     native = native_problem(problem, fused=False)
-    return {"dkv": split_blocks.choose_dkv(native), "dq": split_blocks.choose_dq(native)}
-
-
-def choose_fused(problem: Problem) -> FusedBlocks | None:
-    """Tiles of the fused kernel, or None where it does not run or is not the faster one."""
-    widest = max(problem.head_dim, problem.v_head_dim)
-    if problem.spec.deterministic or widest > max(dim for dim, _ in FUSED):
-        return None
-    ragged = problem.kv_len % FusedBlocks.block_kv != 0
-    masked = ragged or not problem.spec.mask.is_trivial
-    return FUSED[native_problem(problem, fused=True).head_dim, masked]
+    return {"dkv": choose_dkv(native), "dq": choose_dq(native)}
 
 
 def native_problem(problem: Problem, *, fused: bool) -> Problem:
     """The problem with the head dims that the kernels run: padded with zeros."""
+    q, v = problem.head_dim, problem.v_head_dim
     if fused:
-        widest = max(problem.head_dim, problem.v_head_dim)
-        head_dim = next(dim for dim, _ in FUSED if dim >= widest)
-        return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=head_dim)
-    return dataclasses.replace(
-        problem,
-        head_dim=split_blocks.native_head_dim(problem.head_dim),
-        v_head_dim=split_blocks.native_head_dim(problem.v_head_dim),
-    )
+        q = v = next(dim for dim in FUSED_HEAD_DIMS if dim >= max(q, v))
+    else:
+        q, v = native_head_dim(q), native_head_dim(v)
+    return dataclasses.replace(problem, head_dim=q, v_head_dim=v)

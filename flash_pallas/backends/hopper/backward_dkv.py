@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import scores
 from ...core.problem import Operands, Problem
+from ...core.scores import TileInputs
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
@@ -219,12 +220,17 @@ class Dkv:
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
-        inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, pl.ds(0, WARPGROUP_ROWS))
+        inputs = self.inputs(cta, held, slot)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits, self.interpret)
         p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
         return p, self.hand_over(w, p)
+
+    def inputs(self, cta: Cta, held: Held, slot) -> TileInputs:
+        """What modifiers read at the tile that lies in a slot of Q."""
+        shape, rows = (WARPGROUP_ROWS, self.blocks.block_q), pl.ds(0, WARPGROUP_ROWS)
+        return self.side.inputs(held, cta.smem.side, slot, shape, rows)
 
     def hand_over(self, w: Weights, p):
         """pull(P), from which warpgroup 1 makes dS; what dropout dropped is negative.
@@ -235,14 +241,14 @@ class Dkv:
         if spec.softcap is None and spec.score_mod is None and w.kept is None:
             return p
         through = recompute.pulled(w)
-        if self.sign_is_free:
+        if w.kept is not None and not self.drops_twice:
             through = jnp.where(w.kept, through, -through)
         return through.astype(self.problem.dtype)
 
     @property
-    def sign_is_free(self) -> bool:
-        """Dropout's verdict passes as a sign; with score_mod it is computed twice."""
-        return self.problem.spec.dropout_rate > 0 and self.problem.spec.score_mod is None
+    def drops_twice(self) -> bool:
+        """Both warpgroups compute what dropout keeps: score_mod leaves no sign to pass it as."""
+        return self.problem.spec.dropout_rate > 0 and self.problem.spec.score_mod is not None
 
     def tile(self, cta: Cta, block) -> RegisterTile:
         """Where the tile of a query block lies."""
@@ -275,7 +281,8 @@ class Dkv:
         """dK += dS^T Q of the n-th tile."""
         products = functools.partial(self.score_gradients, cta, n)
         ds = pl.run_scoped(products, self.score_accumulator)
-        cta.q.wait_full(n)
+        if not self.drops_twice:
+            cta.q.wait_full(n)
         plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # ends during the next tile
 
     def score_gradients(self, cta: Cta, n, dp_acc):
@@ -304,11 +311,12 @@ class Dkv:
     def with_dropout(self, cta: Cta, n, dp, delta):
         """dS^T where some weights were dropped."""
         p = self.handed(cta, n)
-        if self.sign_is_free:
+        if not self.drops_twice:
             return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
-        member, block = cta.walk[n]
-        side, place = cta.gmem.side, self.place(cta, member, block)
-        inputs = self.side.hold_head(Held(), side, place).scalars
+        cta.q.wait_full(n)  # dropout's keys
+        block = cta.walk[n][1]
+        held = self.side.hold_rows(cta.gmem.side, self.place(cta, 0, block))
+        inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * recompute.centred(self.problem, kept, dp, delta)
 

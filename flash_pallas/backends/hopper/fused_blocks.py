@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
-from .memory import WARPGROUP_ROWS
+from .memory import MOST_SMEM, WARPGROUP_ROWS
 from .side_inputs import SideInputs
 
 
@@ -52,14 +52,38 @@ class FusedBlocks:
         return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows + side
 
 
-# bf16, H200. Keyed by (head dim, some tile is masked). Where one is, all are, in one loop: with a
-# second loop for the tiles that need no mask, ptxas runs out of registers and serialises every
-# wgmma at head dim 64, and at 128 nothing is gained (1.016 of cuDNN; with two loops 1.019).
-FUSED = {
-    (64, False): FusedBlocks(block_q=128),
-    (64, True): FusedBlocks(block_q=128, mask_all=True),
-    # block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO and
-    # one for dS is 5 % faster than two, but not where masking needs the registers.
-    (128, False): FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
-    (128, True): FusedBlocks(block_q=64, mask_all=True),
+FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
+
+# bf16, H200. Where some tile is masked, all are, in one loop: with a second loop for the tiles that
+# need no mask, ptxas runs out of registers and serialises every wgmma at head dim 64, and at 128
+# nothing is gained (1.016 of cuDNN; with two loops 1.019).
+#
+# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO
+# and one for dS is 5 % faster than two, but not where masking or modifiers need the registers.
+PLAIN = {
+    32: FusedBlocks(block_q=128),
+    64: FusedBlocks(block_q=128),
+    128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
 }
+MASKED = {
+    32: FusedBlocks(block_q=128, mask_all=True),
+    64: FusedBlocks(block_q=128, mask_all=True),
+    128: FusedBlocks(block_q=64, mask_all=True),
+}
+# Modifiers that need registers of their own. At 64 with 128 queries softcap spills 272 bytes and
+# dropout 556, with 64 neither spills.
+MODIFIED = MASKED | {64: FusedBlocks(block_q=64, mask_all=True)}
+SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
+
+
+def choose_fused(problem: Problem) -> FusedBlocks | None:
+    """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
+    spec, features = problem.spec, problem.features
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
+    masked = ragged or not spec.mask.is_trivial or {"kv_lengths", "kv_segments"} & features
+    side = SideInputs(problem, q_axis=1)
+    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
+    table = MODIFIED if modified else MASKED if masked else PLAIN
+    candidates = (table[problem.head_dim], SMALLEST)
+    return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.problem import Problem
 from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
-from .memory import Ring, row_buffer, tile_buffer
+from .memory import Ring, row_buffer, tile_buffer, widest_swizzle
 from .query_walk import QueryWalk
 from .side_inputs import SideInputs, Streamed
 
@@ -70,12 +70,14 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
+    # K is an operand beside Q and beside dS, and its columns are what a warpgroup has of dQ.
+    swizzle = widest_swizzle(blocks.dq_tile(head_dim)[1], dtype)
     smem = Smem(
-        q=tile_buffer((blocks.stages, block_q, head_dim), dtype),
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, swizzle),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
-        k=tile_buffer((block_kv, head_dim), dtype),
+        k=tile_buffer((block_kv, head_dim), dtype, swizzle),
         v=tile_buffer((block_kv, head_dim), dtype),
-        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, swizzle),
         dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),

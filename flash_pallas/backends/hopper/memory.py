@@ -14,6 +14,8 @@ from ...core import integers as ints
 
 WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
 SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
+MOST_SMEM = SMEM_LIMIT - 1024  # the barriers take less than 1 KB
+SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,  # ex2.approx.ftz: 2 ulp, far below the rounding of P to 16 bits
@@ -53,9 +55,6 @@ class Ring(NamedTuple):
         @pl.loop(lax.max(jnp.int32(0), uses - self.slots), uses)
         def _(n):
             plgpu.barrier_wait(self.empty.at[self.slot(n)])
-
-
-SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
 
 
 def widest_swizzle(columns: int, dtype) -> int:

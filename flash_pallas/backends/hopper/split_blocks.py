@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
-from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .memory import MOST_SMEM, WARPGROUP_ROWS
 from .side_inputs import SideInputs
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
-MOST_SMEM = SMEM_LIMIT - 1024  # the barriers take less than 1 KB
 
 
 @dataclasses.dataclass(frozen=True)
