@@ -26,18 +26,20 @@ def finish(m, l, sink_log2=None):
         m: running maximum of each row, base 2; -inf for a row with no key.
         l: sum of exp2(logit - m).
         sink_log2: a further logit, base 2, of the shape of m, that has no value: it joins the sum
-            alone. A row with no key then gets (0, sink).
+            alone. A row with no key then gets (0, sink); a sink of -inf is none.
     """
+    shrink = None
     if sink_log2 is not None:
         most = jnp.maximum(m, sink_log2)
+        # Neither a key nor a sink: -inf is not to be subtracted from -inf.
+        most = jnp.where(most == -jnp.inf, jnp.zeros_like(most), most)
         shrink = jnp.exp2(m - most)
-        total = l * shrink + jnp.exp2(sink_log2 - most)
-        return shrink / total, most + jnp.log(total) * LOG2E
+        m, l = most, l * shrink + jnp.exp2(sink_log2 - most)
     empty = l == 0.0
     l = jnp.where(empty, jnp.ones_like(l), l)
-    return jnp.where(empty, jnp.zeros_like(l), 1.0 / l), jnp.where(
-        empty, jnp.full_like(l, EMPTY_ROW), m + jnp.log(l) * LOG2E
-    )
+    inverse = jnp.where(empty, jnp.zeros_like(l), 1.0 / l)
+    lse_log2 = jnp.where(empty, jnp.full_like(l, EMPTY_ROW), m + jnp.log(l) * LOG2E)
+    return inverse if shrink is None else shrink * inverse, lse_log2
 
 
 def natural(lse_log2):
