@@ -52,6 +52,13 @@ def test_quickstart(tmp_path):
     assert "runs on:" in output
 
 
+def test_packed_documents(tmp_path):
+    output = run("packed_documents.py", cwd=tmp_path)
+    assert "12 documents in 6 rows of 256" in output
+    # Two float32 computations of sums of order one, over at most 256 keys and 64 features.
+    assert float(output.split()[-1]) < 1e-5
+
+
 def test_training_writes_its_files(tmp_path):
     output = train(tmp_path, "--backend", "xla")
     assert "runs on: xla" in output

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from . import feature_table
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     "README.md",
@@ -65,6 +67,11 @@ def test_every_named_file_exists(document):
 def test_links_are_found():
     assert ROOT / "ARCHITECTURE.md" in _targets("README.md")
     assert ROOT / "flash_pallas/core/mask.py" in _targets("ARCHITECTURE.md")
+
+
+def test_the_table_of_features_is_what_the_backends_answer():
+    hint = "run `python -m tests.feature_table`"
+    assert feature_table.in_readme() == feature_table.table(), hint
 
 
 @pytest.mark.parametrize("suite", ["h200", "memory"])

@@ -1,0 +1,96 @@
+"""The table of README.md that says what runs where: made from what the backends answer.
+
+`python -m tests.feature_table` writes it into README.md; tests/test_readme.py compares.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flash_pallas import validate
+from flash_pallas.arguments import Arguments
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.xla import XlaBackend
+
+README = Path(__file__).parent.parent / "README.md"
+MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+B, T, S, N = 2, 16, 32, 4
+_IDS = {
+    "q_segment_ids": jnp.zeros((B, T), jnp.int32),
+    "kv_segment_ids": jnp.zeros((B, S), jnp.int32),
+}
+_LENGTHS = {"q_lengths": 3, "kv_lengths": 3}
+_MOD = {"score_mod": lambda score, b, n, i, j: score + 1.0}
+_MASK_MOD = {"mask_mod": lambda b, n, i, j: j <= i}
+_ALL: dict[str, Any] = {
+    "causal": True,
+    "window": 9,
+    "softcap": 2.0,
+    "bias": jnp.zeros((B, N, T, S)),
+    "mask": jnp.ones((B, 1, T, S), bool),
+    "alibi_slopes": jnp.ones(N),
+    "sinks": jnp.ones(N),
+    "dropout_rate": 0.1,
+    "dropout_seed": 0,
+    **_IDS,
+    **_LENGTHS,
+    **_MOD,
+    **_MASK_MOD,
+}
+# What, how it is said, whether it has a gradient of its own, an example.
+ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("causal", "`causal=True`", "", {"causal": True}),
+    ("sliding window", "`window=w`, `(left, right)`", "", {"window": (3, None)}),
+    ("position of the queries", "`q_offset` int or `[B]`", "", {"q_offset": jnp.zeros(B, "int32")}),
+    ("packed documents", "`q_segment_ids`, `kv_segment_ids`", "", _IDS),
+    ("padding", "`q_lengths`, `kv_lengths`", "", _LENGTHS),
+    ("bias", "`bias` `[1 or B, 1 or N, 1 or T, 1 or S]`", "yes", {"bias": jnp.ones((1, N, 1, S))}),
+    ("mask", "`mask`, the same shapes", "", {"mask": jnp.ones((B, 1, 1, S), bool)}),
+    ("softcap", "`softcap`", "", {"softcap": 2.0}),
+    ("ALiBi", "`alibi_slopes` `[N]` or `[B, N]`", "yes", {"alibi_slopes": jnp.ones(N)}),
+    ("attention sinks", "`sinks` `[N]` or `[B, N]`", "yes", {"sinks": jnp.ones(N)}),
+    ("dropout", "`dropout_rate`, `dropout_seed`", "", {"dropout_rate": 0.1, "dropout_seed": 0}),
+    ("your own scores", "`score_mod`", "of what it captures", _MOD),
+    ("your own mask", "`mask_mod`", "", _MASK_MOD),
+    ("all of these together", "", "", _ALL),
+    ("head dims up to 256, `Hv` other than `H`", "", "", {"H": 192, "Hv": 128}),
+    ("head dims above 256", "", "", {"H": 320}),
+    ("float32", "", "", {"dtype": jnp.float32}),
+    ("float64", "", "", {"dtype": jnp.float64}),
+]
+
+
+def _runs(backend, example: dict[str, Any]) -> str:
+    head_dim, dtype = example.get("H", 64), example.get("dtype", jnp.bfloat16)
+    arguments = {name: x for name, x in example.items() if name not in ("H", "Hv", "dtype")}
+    shapes = (B, T, N, head_dim), (B, S, 2, head_dim), (B, S, 2, example.get("Hv", head_dim))
+    with jax.enable_x64(True):
+        arrays = [jnp.zeros(shape, dtype) for shape in shapes]
+        problem = validate.canonicalize(*arrays, Arguments(**arguments)).problem
+    return "no" if backend.unsupported(problem) else "yes"
+
+
+def table() -> str:
+    """The lines between the markers. Hopper is asked as if there were one."""
+    backends = HopperBackend(interpret=True), XlaBackend()
+    lines = ["| | argument | gradient | Hopper | xla |", "| --- | --- | --- | --- | --- |"]
+    for what, argument, gradient, example in ROWS:
+        runs = [_runs(backend, example) for backend in backends]
+        lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_readme() -> str:
+    """The same lines as README.md has them."""
+    (found,) = MARKED.findall(README.read_text())
+    return found[1]
+
+
+if __name__ == "__main__":
+    README.write_text(MARKED.sub(rf"\g<1>{table()}\g<3>", README.read_text()))
