@@ -18,24 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-# Primitives that work element by element, with their parameters unchanged by the shape.
-_NAMES = """
-abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1
-floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
-rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
-stop_gradient sub tan tanh xor
-"""
-ELEMENTWISE = frozenset(_NAMES.split())
-# Primitives that only call another jaxpr, by the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
+from .elementwise import ELEMENTWISE, Tape, fill
 
 
 class NotElementwise(ValueError):
@@ -67,36 +50,6 @@ class Mod:
         return self.step(tile, params, score)
 
 
-@dataclasses.dataclass
-class _Tape:
-    """Equations of a jaxpr with all calls inlined: (primitive, params, inputs, outputs)."""
-
-    equations: list[tuple[Any, dict, list, list]] = dataclasses.field(default_factory=list)
-    constants: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def inline(self, jaxpr, constants, inputs: list) -> list:
-        """Append the equations of `jaxpr` called on `inputs`; returns what stands for its results.
-
-        A value is a fresh object per equation output, so the same jaxpr may be inlined twice.
-        """
-        names = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, constant in zip(jaxpr.constvars, constants, strict=True):
-            names[var] = object()
-            self.constants[names[var]] = constant
-        read = lambda atom: atom if isinstance(atom, Literal) else names[atom]
-        for eqn in jaxpr.eqns:
-            operands = [read(x) for x in eqn.invars]
-            if eqn.primitive.name in CALLS:
-                inner = eqn.params[CALLS[eqn.primitive.name]]
-                body, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-                names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
-                continue
-            results = [object() for _ in eqn.outvars]
-            names.update(zip(eqn.outvars, results, strict=True))
-            self.equations.append((eqn.primitive, dict(eqn.params), operands, results))
-        return [read(x) for x in jaxpr.outvars]
-
-
 def trace(function: Callable, batch: int, heads: int, score_dtype=None):
     """(Mod, [B, N] arrays of the values it needs) of a user's function.
 
@@ -115,7 +68,7 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None):
     leading = () if score_dtype is None else (jax.ShapeDtypeStruct((), score_dtype),)
     closed = jax.make_jaxpr(function)(*leading, *(index,) * 4)
     _check_result(closed, score_dtype)
-    tape = _Tape()
+    tape = Tape()
     arguments = [object() for _ in closed.jaxpr.invars]
     (result,) = tape.inline(closed.jaxpr, closed.consts, arguments)
     *score, b, n, i, j = arguments
@@ -157,7 +110,7 @@ def _needed(rest, result, tiled) -> list:
     return list(found)
 
 
-def _evaluate_known(tape: _Tape, known, needed, indices, sizes) -> list:
+def _evaluate_known(tape: Tape, known, needed, indices, sizes) -> list:
     """The needed values for every batch entry and head, [B, N] each."""
 
     def one(b, n):
@@ -211,9 +164,9 @@ def _mod(rest, needed, places, dtypes) -> Mod:
         }
         read = lambda v: v.val if isinstance(v, Literal) else values[v]
         for primitive, parameters, operands, results in rest:
-            spread = [_fill(read(v), tile.shape) for v in operands]
+            spread = [fill(read(v), tile.shape) for v in operands]
             _bind(values, primitive, parameters, spread, results)
-        found = _fill(read(result), tile.shape)
+        found = fill(read(result), tile.shape)
         return found if x is None else lax.convert_element_type(found, x.dtype)
 
     return Mod(_text(rest, needed, places, dtypes), frozenset(p.name for p, *_ in rest), step)
@@ -222,12 +175,6 @@ def _mod(rest, needed, places, dtypes) -> Mod:
 def _restore(x, dtype):
     """A spread value in the dtype that the function computed it in."""
     return x != 0 if dtype == jnp.bool_ else lax.convert_element_type(x, dtype)
-
-
-def _fill(x, shape):
-    if jnp.shape(x) == shape:
-        return x
-    return lax.broadcast_in_dim(jnp.asarray(x), shape, ())
 
 
 def _text(rest, needed, places, dtypes) -> str:

@@ -6,6 +6,7 @@ is hidden. Everything here is elementwise on one tile in either orientation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,21 +67,30 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
     if spec.score_mod is None:
         return Logits(x, scale * LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
-    x, mod_pull = jax.vjp(
-        lambda x, params: spec.score_mod(tile, params, x), x if scale == 1.0 else x * scale, params
-    )
-    return Logits(x, LOG2E, _through_mod(mod_pull, pull))
+    x = x if scale == 1.0 else x * scale
+    mod = lambda x, params: spec.score_mod(tile, params, x)
+    pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
+    return Logits(tile.call(mod, x, params), LOG2E, pull)
 
 
 def _through_tanh(tanh):
     return lambda d: (d * (1.0 - tanh * tanh), ())
 
 
+def _mod_pull(tile: Tile, mod, x, params, d):
+    """(gradient of the score, of each param or None for integers), computed when it is called."""
+
+    def pull(x, params, d):
+        dx, dparams = jax.vjp(mod, x, params)[1](d)
+        return dx, tuple(None if p.dtype == jax.dtypes.float0 else p for p in dparams)
+
+    return tile.call(pull, x, params, d)
+
+
 def _through_mod(mod_pull, pull):
     def through(d):
         dx, dparams = mod_pull(d)
-        floats = tuple(None if d.dtype == jax.dtypes.float0 else d for d in dparams)
-        return pull(dx)[0], floats
+        return pull(dx)[0], dparams
 
     return through
 
@@ -102,7 +112,7 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
         keep = inputs.mask if keep is None else keep & inputs.mask
     if spec.mask_mod is not None:
         params = tuple(_spread(tile, p) for p in inputs.mask_params)
-        found = spec.mask_mod(tile, params)
+        found = tile.call(lambda p: spec.mask_mod(tile, p), params)
         keep = found if keep is None else keep & found
     return keep
 

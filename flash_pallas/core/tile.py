@@ -75,6 +75,10 @@ class Tile:
         """int32[shape], the position of each element's key."""
         return self.iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
 
+    def call(self, function: Callable, *args):
+        """function(*args), which works on tiles of this shape."""
+        return function(*args)
+
     def distance(self, dtype):
         """|query position - key position| of each element."""
         return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from ...core import dropout
 from ...core.tile import Tile
-from . import inline
+from . import inline, stand_ins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,10 @@ class RegisterTile(Tile):
     def kv_pos(self):
         """int32[shape], the position of each element's key."""
         return inline.positions(self.shape, 1 - self.q_axis, self.kv_start, self.interpret)
+
+    def call(self, function: Callable, *args):
+        """function(*args), in primitives that can be lowered."""
+        return stand_ins.call(function, self.shape, *args)
 
     def distance(self, dtype):
         """|query position - key position| of each element, exact below 2**24."""

@@ -1,0 +1,80 @@
+"""Equations of a traced function, with calls inlined, and which of them are elementwise."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+# Primitives that work element by element, with their parameters unchanged by the shape.
+_NAMES = """
+abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1
+floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
+rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
+stop_gradient sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+# Primitives that only call another jaxpr, by the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+@dataclasses.dataclass
+class Tape:
+    """Equations of a jaxpr with all calls inlined: (primitive, params, inputs, outputs)."""
+
+    equations: list[tuple[Any, dict, list, list]] = dataclasses.field(default_factory=list)
+    constants: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def inline(self, jaxpr, constants, inputs: list) -> list:
+        """Append the equations of `jaxpr` called on `inputs`; returns what stands for its results.
+
+        A value is a fresh object per equation output, so the same jaxpr may be inlined twice.
+        """
+        names = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, constant in zip(jaxpr.constvars, constants, strict=True):
+            names[var] = object()
+            self.constants[names[var]] = constant
+        read = lambda atom: atom if isinstance(atom, Literal) else names[atom]
+        for eqn in jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            if eqn.primitive.name in CALLS:
+                inner = eqn.params[CALLS[eqn.primitive.name]]
+                body, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+                names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
+                continue
+            results = [object() for _ in eqn.outvars]
+            names.update(zip(eqn.outvars, results, strict=True))
+            self.equations.append((eqn.primitive, dict(eqn.params), operands, results))
+        return [read(x) for x in jaxpr.outvars]
+
+    def needed(self, results: list) -> list:
+        """The equations that the results depend on."""
+        wanted, kept = {x for x in results if not isinstance(x, Literal)}, []
+        for equation in reversed(self.equations):
+            _, _, operands, made = equation
+            if not wanted.isdisjoint(made):
+                kept.append(equation)
+                wanted.update(x for x in operands if not isinstance(x, Literal))
+        return kept[::-1]
+
+
+def fill(x, shape: tuple[int, ...]):
+    """A tile of the scalar x; x itself if it is a tile."""
+    if jnp.shape(x) == shape:
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return lax.broadcast_in_dim(x, shape, ())
+    return lax.full(shape, np.asarray(x).item(), jnp.result_type(x))
