@@ -9,6 +9,7 @@ from .backward_dkv import dkv
 from .backward_dq import dq
 from .backward_fused import backward_fused
 from .fused_blocks import FusedBlocks
+from .score_grads import score_grads
 
 
 def backward(
@@ -37,9 +38,10 @@ def backward(
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
-    del wanted
+    extra = score_grads(native, operands, arrays, wanted, interpret)
     return Grads(
         grads[0][:, : problem.q_len, :, : problem.head_dim],
         grads[1][:, : problem.kv_len, :, : problem.head_dim],
         grads[2][:, : problem.kv_len, :, : problem.v_head_dim],
+        **extra,
     )

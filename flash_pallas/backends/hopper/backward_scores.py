@@ -1,0 +1,275 @@
+"""Gradients of what modifies scores: of the bias, of ALiBi's slopes, of what score_mod captured.
+
+All are sums of the gradient dS of the scores, which is as large as the scores. So S and dP are
+computed once more, tile by tile, and summed in registers; dS is never stored. What is summed over
+(`Sums.axes`) decides what a CTA owns:
+
+    tile     a tile of the bias, for all batch entries and heads that share it: written once
+    columns  some keys of one head, for all queries: a bias that is the same for every query
+    rows     some queries of one head, for all keys: everything else
+
+No sum depends on the order in which CTAs run: the same bits in every run. Sums over rows or columns
+are [B, N, T] or [B, N, S], and XLA adds up the batch entries and heads that share a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import scores
+from ...core.integers import round_up
+from ...core.problem import Operands, Problem
+from ...core.scores import TileInputs
+from ...core.tile import Limits
+from . import inline, recompute
+from .arrays import ROW_MULTIPLE, BackwardArrays
+from .memory import WARPGROUP_ROWS, float32, launch, warpgroup_rows
+from .register_tile import RegisterTile
+from .score_blocks import ScoreBlocks, Sums
+from .scores_cta import LOADED, Cta, Step, scratch
+from .side_inputs import Place, SideInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """One launch; the methods are the phases of a CTA."""
+
+    sums: Sums
+    blocks: ScoreBlocks
+    interpret: bool
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.sums.problem
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a warpgroup's tile."""
+        return WARPGROUP_ROWS, self.blocks.block_kv
+
+    def __call__(self, gmem: BackwardArrays, bias, *refs):
+        *out, smem, bars = refs
+        wg = lax.axis_index("wg")
+        cta = Cta(self.sums, self.blocks, gmem, bias, tuple(out), smem, bars, wg)
+        pl.when(wg < self.blocks.warpgroups)(lambda: self.consume(cta))
+        pl.when(wg == self.blocks.warpgroups)(lambda: self.produce(cta))
+
+    # --- the producer ----------------------------------------------------------------------------
+
+    def produce(self, cta: Cta):
+        """The tile of the bias, if it is held, then all that every step reads."""
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        if self.sums.holds_bias:
+            source = cta.bias.at[cta.bias_place(lax.axis_index("z")) + self.tile_at()]
+            plgpu.copy_gmem_to_smem(source, cta.smem.bias, cta.bars.bias)
+        steps = cta.steps()
+
+        @pl.loop(jnp.int32(0), steps.total)
+        def _(n):
+            slot, step = cta.ring.slot(n), steps[n]
+            cta.ring.wait_empty(n)
+            sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
+            for name in LOADED:
+                target = getattr(cta.smem, name).at[slot]
+                plgpu.copy_gmem_to_smem(sources[name], target, arrived)
+            place = self.place(step, 0, self.blocks.block_q)
+            self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
+
+        cta.ring.drain(steps.total)
+
+    def sources(self, cta: Cta, step: Step):
+        """What a step reads beside side inputs, by name."""
+        queries = pl.ds(step.q_block * self.blocks.block_q, self.blocks.block_q)
+        keys = pl.ds(step.kv_block * self.blocks.block_kv, self.blocks.block_kv)
+        kv_head = lax.div(jnp.int32(step.head), jnp.int32(self.problem.group))
+        gmem = cta.gmem
+        return {
+            "q": gmem.q.at[step.batch, queries, step.head],
+            "do": gmem.do.at[step.batch, queries, step.head],
+            "k": gmem.k.at[step.batch, keys, kv_head],
+            "v": gmem.v.at[step.batch, keys, kv_head],
+            "lse": gmem.lse_log2.at[step.batch, step.head, queries],
+            "delta": gmem.delta.at[step.batch, step.head, queries],
+        }
+
+    def place(self, step: Step, first_row, rows: int) -> Place:
+        """Of some rows of a tile."""
+        start = step.q_block * self.blocks.block_q + first_row
+        columns = self.blocks.block_kv
+        return Place(step.batch, step.head, start, step.kv_block * columns, rows, columns)
+
+    def tile_at(self):
+        """(queries, keys) of the tile that a CTA owns."""
+        x, y = lax.axis_index("x"), lax.axis_index("y")
+        return (
+            pl.ds(y * self.blocks.block_q, self.blocks.block_q),
+            pl.ds(x * self.blocks.block_kv, self.blocks.block_kv),
+        )
+
+    # --- a compute warpgroup ---------------------------------------------------------------------
+
+    def consume(self, cta: Cta):
+        """Add up this warpgroup's 64 rows of every tile, and write the sums."""
+        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.sums.holds_bias:
+            plgpu.barrier_wait(cta.bars.bias)
+        steps = cta.steps()
+        columns = inline.LANE_COLS if self.sums.axes == "rows" else self.blocks.block_kv
+        zero = jnp.zeros((WARPGROUP_ROWS, columns), jnp.float32)
+        start = tuple(plgpu.layout_cast(zero, inline.WGMMA) for _ in self.sums.names)
+
+        def step(n, total):
+            accumulator = plgpu.ACC(self.shape, jnp.float32)
+            tile = functools.partial(self.tile, cta, n, steps[n])
+            return tuple(map(jnp.add, total, pl.run_scoped(tile, accumulator, accumulator)))
+
+        total = lax.fori_loop(jnp.int32(0), steps.total, step, start)
+        {"tile": self.store_tile, "columns": self.store_columns, "rows": self.store_rows}[
+            self.sums.axes
+        ](cta, total)
+        plgpu.wait_smem_to_gmem(0)
+
+    def tile(self, cta: Cta, n, step: Step, s_acc, dp_acc):
+        """What the n-th tile adds to each sum."""
+        slot, smem = cta.ring.slot(n), cta.smem
+        own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
+        place = self.place(step, cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        held = self.sums.side.hold(cta.gmem.side, place)  # under the wait
+        where = RegisterTile(
+            q_start=place.row_start + cta.gmem.offset(self.problem, step.batch),
+            kv_start=place.column_start,
+            shape=self.shape,
+            interpret=self.interpret,
+        )
+        limits = self.limits(cta, step, where)
+        cta.ring.wait_full(n)
+        plgpu.wgmma(s_acc, smem.q.at[slot, own], smem.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(dp_acc, smem.do.at[slot, own], smem.v.at[slot].transpose((1, 0)))
+        lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
+        delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
+        inputs = self.with_bias(cta, inputs, own)
+        w = recompute.weights(self.problem, where, s, lse, inputs, limits, self.interpret)
+        w = w._replace(p=lax.optimization_barrier(w.p))
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        cta.ring.release(n)
+        d = w.p * recompute.centred(self.problem, w.kept, dp, where.per_q(delta))
+        dz, dparams = w.pull(d)
+        if self.sums.axes != "rows":
+            return (dz,)
+        lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
+        return tuple(lanes(self.term(name, where, dz, dparams)) for name in self.sums.names)
+
+    def with_bias(self, cta: Cta, inputs: TileInputs, own) -> TileInputs:
+        """`inputs` with the tile of the bias, where a CTA holds it."""
+        if not self.sums.holds_bias:
+            return inputs
+        tile = plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA)
+        return inputs._replace(bias=tile.astype(jnp.float32))
+
+    def limits(self, cta: Cta, step: Step, where: RegisterTile) -> Limits:
+        """What positions hide of a tile. Keys past the end matter to sums over keys alone."""
+        kv_len = cta.gmem.kv_len(self.problem, step.batch, self.blocks.block_kv)
+        if self.sums.axes != "rows" and cta.gmem.side.kv_lengths is None:
+            kv_len = None
+        return where.limits(self.problem.spec.mask, kv_len)
+
+    def term(self, name, where: RegisterTile, dz, dparams):
+        """What each element adds to the gradient of `name`, of its head and query."""
+        if name == "bias":
+            return dz
+        return scores.slope_pull(where, dz) if name == "alibi_slopes" else dparams[name]
+
+    def store_tile(self, cta: Cta, total):
+        """One tile of the bias's gradient."""
+        own = warpgroup_rows(cta.wg)
+        (out,) = cta.out
+        cta.smem.sums[own] = total[0].astype(out.dtype)
+        plgpu.commit_smem()
+        queries, keys = self.tile_at()
+        rows = pl.ds(queries.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        heads = self.problem.bias_shape[1]
+        z = lax.axis_index("z")
+        at = (lax.div(z, jnp.int32(heads)), lax.rem(z, jnp.int32(heads)), rows, keys)
+        plgpu.copy_smem_to_gmem(cta.smem.sums.at[own], out.at[at])
+
+    def store_columns(self, cta: Cta, total):
+        """This warpgroup's sum over its rows: the tile is transposed on its way through memory."""
+        staging, vectors = cta.smem.sums.at[cta.wg], cta.smem.vectors.at[cta.wg]
+        staging[...] = total[0]
+        plgpu.commit_smem()  # each warp reads what the others wrote
+        for first in range(0, self.blocks.block_kv, WARPGROUP_ROWS):
+            keys = pl.ds(first, WARPGROUP_ROWS)
+            tile = plgpu.load(
+                staging.at[:, keys].transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED
+            )
+            vectors[keys] = plgpu.layout_cast(tile, inline.WGMMA).sum(axis=1)
+        plgpu.commit_smem()
+        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        keys = pl.ds(x * self.blocks.block_kv, self.blocks.block_kv)
+        plgpu.copy_smem_to_gmem(vectors, cta.out[0].at[batch, head, cta.wg, keys])
+
+    def store_rows(self, cta: Cta, total):
+        """This warpgroup's rows of every sum."""
+        own = warpgroup_rows(cta.wg)
+        for i, lanes in enumerate(total):
+            cta.smem.vectors[i, own] = lanes.sum(axis=1)
+        plgpu.commit_smem()
+        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        rows = pl.ds(x * self.blocks.block_q + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        for i, out in enumerate(cta.out):
+            plgpu.copy_smem_to_gmem(cta.smem.vectors.at[i, own], out.at[batch, head, rows])
+
+
+def score_sums(
+    problem: Problem, axes: str, names: tuple, operands: Operands, arrays: BackwardArrays, interpret
+):
+    """Launch. One array per name.
+
+    Returns:
+        tile: [parts * Bb, N1, T, S up to whole rows of 128 bytes] in the dtype of the bias, f32 if
+        there are several parts; columns: f32[B, N, warpgroups, S up to a multiple of 256]; rows:
+        f32[B, N, T up to a multiple of 128].
+    """
+    sums = Sums(problem, axes, names)
+    blocks = sums.blocks()
+    q_tiles, kv_tiles = (
+        pl.cdiv(problem.q_len, blocks.block_q),
+        pl.cdiv(problem.kv_len, blocks.block_kv),
+    )
+    grid = (q_tiles, problem.q_heads, problem.batch)
+    out = float32((problem.batch, problem.q_heads, round_up(problem.q_len, ROW_MULTIPLE)))
+    if axes == "columns":
+        grid = (kv_tiles, problem.q_heads, problem.batch)
+        whole = round_up(problem.kv_len, 128)
+        out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
+    bias = None
+    if axes == "tile":
+        parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]
+        grid = (kv_tiles, q_tiles, parts * entries * heads)
+        bias = SideInputs(problem, q_axis=0).prepared(operands.bias)
+        dtype = problem.bias_dtype if parts == 1 else jnp.float32
+        out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
+    tile = (blocks.block_q, blocks.block_kv)
+    given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
+    without = operands._replace(bias=None) if sums.holds_bias else operands
+    run = launch(
+        Scores(sums, blocks, interpret),
+        out=(out,) * len(names),
+        scratch=scratch(sums, blocks, out.dtype),
+        grid=grid,
+        grid_names=("x", "y", "z"),
+        threads=blocks.warpgroups + 1,
+        name=f"flash_pallas_backward_scores_{axes}",
+        interpret=interpret,
+    )
+    return run(given._replace(side=sums.side.arrays(without)), bias)
