@@ -262,7 +262,7 @@ def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
     return dispatch.explanation(call.problem, backend, override)
 
 
-def _run(q, k, v, backend, blocks, arguments: Arguments):
+def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     """(o, lse, max_logit or None) of one call."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)

@@ -80,7 +80,7 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     grads = _backward(backend, spec, blocks, wanted.names)(operands, given)
     grads = padding.cleared(operands, grads)
     sinks = None if operands.sinks is None else _sink_gradient(operands.sinks, lse_log2, delta)
-    none = Operands(*(None,) * len(Operands._fields))
+    none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
     return (
         none._replace(

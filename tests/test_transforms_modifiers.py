@@ -141,6 +141,34 @@ def test_what_a_score_mod_captures_is_differentiated_and_vmapped(axes):
     assert_close(found, one_by_one(alibi, axes, q, slopes))
 
 
+def test_new_ids_and_a_new_lambda_compile_nothing():
+    q, k, v = inputs(2)
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+
+    def call(ids, slope, factor=2.0):
+        slopes = jnp.full(N, slope)
+        return fp.flash_attention(
+            q,
+            k,
+            v,
+            q_segment_ids=ids[:, :T],
+            kv_segment_ids=ids,
+            score_mod=lambda score, b, n, i, j: factor * score + slopes[n],
+        ).block_until_ready()
+
+    ids, other = jnp.zeros((2, S), jnp.int32), jnp.ones((2, S), jnp.int32)
+    call(ids, 1.0)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        call(other, 3.0)
+        assert not compiled
+        call(ids, 1.0, factor=4.0)
+        assert compiled, "another constant is another function"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def test_a_mask_mod_sees_the_entry_of_the_whole_batch():
     q, k, v = inputs(3)
     first = jnp.array([0, 4, 8], jnp.int32)

@@ -211,6 +211,8 @@ class FlashAttention(nnx.Module):
         if deterministic:
             return None
         rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError("FlashAttention was made without dropout: pass rngs= to the call")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 
