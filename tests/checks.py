@@ -29,6 +29,9 @@ GRADIENT_FACTOR = 3.0
 FLOOR = 0.25
 # exp2 and log2 of the kernels are the GPU's approximate ones, right to about one float32 eps.
 LSE_FLOOR = 1.0
+# The kernels' tanh is the GPU's MUFU.TANH. Its largest relative error on 0.001 to 9, against
+# float64 on H100: 1.06e-5. Plain jnp's is a rational function, right to an eps.
+TANH_ERROR = 1.1e-5
 
 OUTPUTS = ("o", "lse", "max_logit")
 ROW_SCALARS = ("lse", "max_logit")  # computed in float32 throughout, whatever q's dtype
@@ -138,8 +141,17 @@ def bounds(case: Case, seed: int = 0) -> dict[str, tuple[float, float]]:
         single = name in ROW_SCALARS
         unit = float(jnp.finfo(jnp.float32 if single else case.dtype).eps)
         unit *= LSE_FLOOR if single else FLOOR
-        limits[name] = tuple(factor * e + unit * f for e, f in zip(error, floor, strict=True))
+        hardware = _tanh_error(case) if single else 0.0
+        limits[name] = tuple(
+            factor * e + unit * f + hardware for e, f in zip(error, floor, strict=True)
+        )
     return limits
+
+
+def _tanh_error(case: Case) -> float:
+    """What it adds to the error of a logit, in the dtypes that run on kernels."""
+    on_kernels = case.dtype in ("bfloat16", "float16")
+    return TANH_ERROR * case.softcap if case.softcap and on_kernels else 0.0
 
 
 def assert_matches_oracle(call, case: Case, seed: int = 0):
