@@ -78,6 +78,7 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     delta = _delta(o, do, None if isinstance(dlse, SymbolicZero) else dlse, lse_log2)
     given = Cotangents(lse_log2, do, delta)
     grads = _backward(backend, spec, blocks, wanted.names)(operands, given)
+    # The backend read 0 in place of padding: a constant, whatever gradient it left there.
     grads = padding.cleared(operands, grads)
     sinks = None if operands.sinks is None else _sink_gradient(operands.sinks, lse_log2, delta)
     none = operands._replace(**dict.fromkeys(Operands._fields))

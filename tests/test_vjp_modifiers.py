@@ -180,6 +180,17 @@ def test_nothing_grows_to_batch_heads_and_both_lengths(keywords):
     assert size(lambda *a, **kw: reference.attention(*a, **kw)[0]) >= B * N * LENGTH**2
 
 
+def test_vmap_repeats_the_smaller_of_bias_and_mask():
+    q, k, v = inputs(q_len=64, kv_len=64)
+    call = partial(fp.flash_attention, backend="xla", blocks={"block_q": 16, "block_kv": 16})
+    every = lambda bias, mask: call(q, k, v, bias=bias, mask=mask)
+    size = lambda axes, *args: largest(jax.make_jaxpr(jax.vmap(every, axes))(*args).jaxpr)
+    own, shared = jnp.ones((3, 1, N, 64, 64)), jnp.ones((B, 1, 1, 64), bool)
+    assert size((0, None), own, shared) <= own.size
+    own, shared = jnp.ones((3, 1, 1, 1, 64), bool), jnp.ones((B, N, 64, 64))
+    assert size((None, 0), shared, own) <= shared.size
+
+
 FLOAT64 = {
     "bias of keys": {"bias": (1, N, 1, 6)},
     "bias of queries": {"bias": (B, 1, 5, 1)},
