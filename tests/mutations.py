@@ -1,0 +1,192 @@
+"""Breaks one line at a time, in a copy, and expects the test named beside it to fail.
+
+Not part of the default run, for it takes ten minutes on two cores:
+
+    python -m pytest tests/mutations.py -n 2
+
+tests/README.md shows the list; tests/test_mutations.py keeps both up to date.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mutation(NamedTuple):
+    """One wrong edit.
+
+    Attributes:
+        feature: what it breaks.
+        file: in flash_pallas/.
+        old: text that occurs once in the file.
+        new: what replaces it.
+        test: relative to tests/; must fail.
+    """
+
+    feature: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def __str__(self):
+        return f"{self.feature}: {self.old}"
+
+
+def _case(name: str) -> str:
+    return f"test_forward_backward.py::test_xla_with_many_small_blocks[{name}]"
+
+
+MUTATIONS = (
+    Mutation("causal", "core/tile.py", "shift + band.right", "shift + band.right + 1",
+             _case("window_causal")),
+    Mutation("causal", "core/mask.py", "return cls(right=0)", "return cls(right=1)",
+             "core/test_mask.py"),
+    Mutation("window", "core/tile.py", "shift - band.left", "shift - band.left - 1",
+             _case("window")),
+    Mutation("window", "core/mask.py", "keep = kv_pos - q_pos >= -self.left",
+             "keep = kv_pos - q_pos > -self.left", _case("window")),
+    Mutation("window, blocks", "core/mask.py", "ints.floor_div(q_start - self.left, block_kv)",
+             "ints.floor_div(q_start - self.left, block_kv) + 1", _case("window")),
+    Mutation("window, blocks", "core/mask.py",
+             "ints.ceil_div(q_start + (q_rows + self.right), block_kv)",
+             "ints.floor_div(q_start + (q_rows + self.right), block_kv)", _case("window")),
+    Mutation("q_offset", "core/bounds.py", "position = start[None] + _offsets(",
+             "position = start[None] - _offsets(", _case("window_offset_array")),
+    Mutation("q_offset", "core/bounds.py", "position = start[None] - _offsets(",
+             "position = start[None] + _offsets(", _case("window_offset_array")),
+    Mutation("segments", "core/scores.py",
+             "tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments)",
+             "tile.per_q(inputs.q_segments) >= tile.per_kv(inputs.kv_segments)", _case("packed")),
+    Mutation("segments, blocks", "core/bounds.py", "jnp.where(meets, index, _MOST)",
+             "jnp.where(meets, index + 1, _MOST)", _case("packed")),
+    Mutation("segments, blocks", "core/bounds.py", "jnp.where(meets, index + 1, 0)",
+             "jnp.where(meets, index, 0)", _case("packed")),
+    Mutation("segments, blocks", "core/bounds.py", "jnp.where(ids < 0, _MOST, ids)", "ids",
+             "core/test_bounds.py"),
+    Mutation("segments, padding", "core/padding.py", "else segments >= 0", "else segments >= -9",
+             _case("padded")),
+    Mutation("kv_lengths", "core/tile.py", "cols=tail if self.q_axis == 0 else None", "cols=None",
+             _case("kv_lengths")),
+    Mutation("kv_lengths, transposed", "core/tile.py", "rows=tail if self.q_axis == 1 else None",
+             "rows=None", "core/test_tile.py"),
+    Mutation("kv_lengths, blocks", "core/bounds.py", "ints.ceil_div(n, block_kv)",
+             "ints.floor_div(n, block_kv)", _case("kv_lengths")),
+    Mutation("kv_lengths, blocks", "core/bounds.py", "start[None] >= operands.kv_lengths[:, None]",
+             "start[None] + 1 >= operands.kv_lengths[:, None]", "core/test_bounds.py"),
+    Mutation("lengths, padding", "core/padding.py", "[None] < lengths[:, None]",
+             "[None] <= lengths[:, None]", _case("kv_lengths")),
+    Mutation("q_lengths", "core/padding.py", "jnp.where(rows, out.lse_log2, EMPTY_ROW)",
+             "out.lse_log2", _case("q_lengths")),
+    Mutation("bias", "core/scores.py", "x = x + inputs.bias", "x = x - inputs.bias",
+             _case("bias_1NTS")),
+    Mutation("bias, order", "core/scores.py", "x, scale = x * scale, 1.0", "x = x",
+             _case("bias_1NTS")),
+    Mutation("bias, gradient", "backends/xla/tiles.py", "sum(1, keepdims=True) if leading[1] == 1",
+             "max(1, keepdims=True) if leading[1] == 1", _case("bias_B1T1")),
+    Mutation("bias, shared by part of the batch", "backends/xla/tiles.py",
+             "jnp.broadcast_to(cut[:, None], (len(x), repeats, *cut.shape[1:]))",
+             "jnp.broadcast_to(cut[None], (repeats, *cut.shape))",
+             "test_xla.py::test_a_bias_shared_by_part_of_the_batch"),
+    Mutation("mask", "core/scores.py", "keep = inputs.mask if keep is None else",
+             "keep = ~inputs.mask if keep is None else", _case("mask_B11S")),
+    Mutation("mask, with others", "core/scores.py", "else keep & inputs.mask", "else keep",
+             _case("mask_mod_padded_mask")),
+    Mutation("softcap", "core/scores.py", "jnp.tanh(x * (scale / spec.softcap))",
+             "jnp.tanh(x * scale)", _case("softcap")),
+    Mutation("softcap, gradient", "core/scores.py", "d * (1.0 - tanh * tanh)", "d * (1.0 - tanh)",
+             _case("softcap")),
+    Mutation("alibi_slopes", "core/scores.py", "_spread(tile, -inputs.slope)",
+             "_spread(tile, inputs.slope)", _case("alibi")),
+    Mutation("alibi_slopes", "core/tile.py", "lax.abs(self.q_pos - self.kv_pos)",
+             "self.q_pos - self.kv_pos", _case("alibi")),
+    Mutation("alibi_slopes, gradient", "core/scores.py", "return -dz * ", "return dz * ",
+             _case("alibi")),
+    Mutation("score_mod", "core/mods.py", "i: tile.q_pos", "i: tile.kv_pos",
+             _case("score_mod_relative")),
+    Mutation("score_mod, order", "core/scores.py", "x = x if scale == 1.0 else x * scale", "x = x",
+             _case("score_mod_square")),
+    Mutation("score_mod, gradient", "core/scores.py", "return pull(dx)[0], dparams",
+             "return dx, dparams", _case("score_mod_softcap_bias")),
+    Mutation("mask_mod", "core/mods.py", "j: tile.kv_pos", "j: tile.q_pos",
+             _case("mask_mod_prefix")),
+    Mutation("mask_mod, with others", "core/scores.py", "else keep & found", "else keep",
+             _case("mask_mod_padded_mask")),
+    Mutation("sinks", "core/softmax.py", "l * shrink + jnp.exp2(sink_log2 - most)", "l * shrink",
+             _case("sinks")),
+    Mutation("sinks, gradient", "vjp.py", "-jnp.sum(weight * delta, axis=-1)",
+             "jnp.sum(weight * delta, axis=-1)", _case("sinks")),
+    Mutation("sinks of -inf", "core/softmax.py",
+             "jnp.where(most == -jnp.inf, jnp.zeros_like(most), most)", "most",
+             "core/test_softmax.py"),
+    Mutation("dropout", "core/scores.py", "inputs.dropout_key, tile.q_pos, tile.kv_pos",
+             "inputs.dropout_key, tile.kv_pos, tile.q_pos", _case("dropout")),
+    Mutation("dropout, gradient", "backends/xla/tiles.py", "for x in (p, dp))",
+             "for x in (p, dp / gain))", _case("dropout")),
+    Mutation("dropout, hashed keys", "core/tile.py", "dropout.spread(self.per_q(q_keys) ^",
+             "dropout.spread(self.per_q(q_keys) +", "core/test_scores.py"),
+    Mutation("dropout, rate", "core/dropout.py", "return half >= ", "return half > ",
+             "core/test_dropout.py"),
+    Mutation("dropout, gain", "core/dropout.py", "return LEVELS / (LEVELS - threshold(rate))",
+             "return 1.0 / (1.0 - rate) + 1e-5", "core/test_dropout.py"),
+    Mutation("dropout, heads", "core/dropout.py", "^ members[None, :]",
+             "^ (members * jnp.uint32(0))[None, :]", "core/test_dropout.py"),
+    Mutation("dropout, batch", "core/dropout.py", "mix(mix(state) ^ entries)",
+             "mix(mix(state) ^ (entries & jnp.uint32(0)))", "core/test_dropout.py"),
+    Mutation("dropout, halves", "core/dropout.py", "bits >> jnp.uint32(16)", "bits",
+             "core/test_dropout.py"),
+    Mutation("dropout, mixing", "core/dropout.py", "    return fold(spread(fold(x)))",
+             "    return fold(x) * _like(x, FACTORS[0])", "core/test_dropout.py"),
+    Mutation("max_logit", "vjp.py", "out.max_log2 * softmax.LN2", "out.max_log2",
+             _case("max_logit")),
+    Mutation("rows without keys", "core/softmax.py", "jnp.full_like(l, EMPTY_ROW)",
+             "jnp.zeros_like(l)",
+             "test_forward_backward.py::test_rows_without_keys_are_exactly_zero[mask_BNTS]"),
+    Mutation("rows without keys", "core/softmax.py", "jnp.where(empty, jnp.zeros_like(l), 1.0 / l)",
+             "1.0 / (l * 0.0)",
+             "test_forward_backward.py::test_rows_without_keys_are_exactly_zero[kv_lengths_zero]"),
+    Mutation("cotangent of the log-sum-exp", "vjp.py", "return delta - jnp.where(lse_log2",
+             "return delta + jnp.where(lse_log2", _case("window")),
+    Mutation("NaN in hidden biases", "backends/xla/tiles.py",
+             "rows if keep is None else keep & rows", "keep", _case("bias_lengths")),
+)  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Package and tests, where they can be broken without harm."""
+    for name in ("flash_pallas", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_is_noticed(mutation, copy):
+    path = copy / "flash_pallas" / mutation.file
+    text = path.read_text()
+    assert text.count(mutation.old) == 1
+    path.write_text(text.replace(mutation.old, mutation.new))
+    test = f"tests/{mutation.test}"
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # 1: a test failed. Anything else is a mistake in the list: 4 no such test, 2 no such module.
+    assert found.returncode == 1, found.stdout[-3000:] + found.stderr[-1000:]
+    broken_import = "ImportError" in found.stdout or "SyntaxError" in found.stdout
+    assert not broken_import, found.stdout[-3000:]

@@ -1,0 +1,36 @@
+"""The list of mutations says what it says, and the README shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .cases import CASES, FEATURES
+from .mutations import MUTATIONS, ROOT
+
+README = Path(__file__).parent / "README.md"
+
+
+def row(mutation) -> str:
+    """Of the table in the README."""
+    cells = (mutation.file, mutation.old.strip(), mutation.test)
+    return f"| {mutation.feature} | " + " | ".join(f"`{cell}`" for cell in cells) + " |"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_the_line_is_there(mutation):
+    text = (ROOT / "flash_pallas" / mutation.file).read_text()
+    assert text.count(mutation.old) == 1 and mutation.old != mutation.new
+    file, _, name = mutation.test.partition("::")
+    text = (Path(__file__).parent / file).read_text()
+    function, _, case = name.partition("[")
+    assert not name or f"def {function}(" in text
+    assert not case or case.removesuffix("]") in {c.name for c in (*CASES, *FEATURES)}
+
+
+def test_the_readme_lists_them():
+    text = README.read_text().partition("## Lines that must not break")[2]
+    missing = [row(m) for m in MUTATIONS if row(m) not in text]
+    assert not missing, "tests/README.md lacks\n" + "\n".join(missing)
+    assert text.count("\n| ") == len(MUTATIONS) + 1
