@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
-from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .memory import SMEM_LIMIT, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
 BARRIER_BYTES = 1024  # more than the barriers of any kernel take
@@ -57,7 +57,7 @@ class ForwardBlocks:
         rows, keys = self.tile_rows, self.stages * self.block_kv
         width = head_dim if self.o_in_q(head_dim, v_head_dim) else head_dim + v_head_dim
         tiles = 2 * (rows * width + keys * (head_dim + v_head_dim))
-        per_row = 4 * rows * (1 + problem.spec.max_logit)
+        per_row = vector_bytes(*[4 * rows] * (1 + problem.spec.max_logit))
         return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
-from .memory import MOST_SMEM, WARPGROUP_ROWS
+from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
 
@@ -47,9 +47,9 @@ class FusedBlocks:
         head_dim = problem.head_dim
         tiles = (self.stages + self.do_stages) * self.block_q * head_dim
         keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
-        rows = (self.stages + self.do_stages) * self.block_q
+        rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
-        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + 4 * rows + side
+        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + rows + side
 
 
 FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike

@@ -78,6 +78,11 @@ def tile_buffer(shape, dtype, swizzle: int | None = None):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def vector_bytes(*sizes: int) -> int:
+    """Shared memory of buffers of these sizes in bytes: each starts at a multiple of 1,024."""
+    return sum(ints.round_up(size, 1024) for size in sizes)
+
+
 def row_buffer(shape):
     """Shared memory for one float32 per row."""
     return plgpu.SMEM(shape, jnp.float32)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
-from .memory import MOST_SMEM, WARPGROUP_ROWS
+from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
 ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
@@ -96,13 +96,16 @@ class Sums:
     def smem_bytes(self, blocks: ScoreBlocks) -> int:
         """Shared memory without barriers."""
         problem, rows, columns = self.problem, blocks.block_q, blocks.block_kv
-        stage = 2 * (problem.head_dim + problem.v_head_dim) * (rows + columns) + 8 * rows
-        total = blocks.stages * stage + self.side.smem_bytes(blocks.stages, rows, columns)
+        stage = 2 * (problem.head_dim + problem.v_head_dim) * (rows + columns)
+        per_row = 4 * blocks.stages * rows  # lse; delta
+        total = blocks.stages * stage + vector_bytes(per_row, per_row)
+        total += self.side.smem_bytes(blocks.stages, rows, columns)
         if self.axes == "tile":
-            total += rows * columns * (problem.bias_dtype.itemsize + 4)
+            staging = 0 if self.parts(blocks) == 1 else 4
+            total += rows * columns * (problem.bias_dtype.itemsize + staging)
         elif self.axes == "columns":
-            total += 4 * (rows * columns + blocks.warpgroups * columns)
-        return total + 4 * rows * len(self.names)
+            total += 4 * rows * columns + vector_bytes(4 * blocks.warpgroups * columns)
+        return total + vector_bytes(4 * rows * len(self.names))
 
     def blocks(self) -> ScoreBlocks:
         """The first choice that fits into shared memory and into registers."""

@@ -27,7 +27,7 @@ from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
 from ...core.softmax import LOG2E
 from . import inline
-from .memory import WARPGROUP_ROWS, pad_axis, row_buffer, tile_buffer
+from .memory import WARPGROUP_ROWS, pad_axis, row_buffer, tile_buffer, vector_bytes
 
 LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
 MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
@@ -171,7 +171,8 @@ class SideInputs:
 
     def smem_bytes(self, stages: int, rows: int, columns: int) -> int:
         """Bytes of `buffers`."""
-        total = 4 * stages * columns * (self.has_segments + self.drops)
+        per_column = vector_bytes(4 * stages * columns)
+        total = per_column * (self.has_segments + self.drops)
         wide = (
             (self.problem.bias_shape, self.problem.bias_dtype),
             (self.problem.mask_shape, MASK_DTYPE),
@@ -179,7 +180,7 @@ class SideInputs:
         for shape, dtype in wide:
             kind = self.kind(shape)
             if kind == "columns":
-                total += 4 * stages * columns
+                total += per_column
             elif kind == "tile":
                 total += stages * rows * columns * jnp.dtype(dtype).itemsize
         return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
-from .memory import MOST_SMEM, WARPGROUP_ROWS
+from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
@@ -42,9 +42,9 @@ class DkvBlocks:
         streamed = self.stages * block_q * q + self.do_stages * block_q * v
         held = self.block_kv * (q + v) * (1 if q == v else 2)
         handed_over = self.p_stages * self.block_kv * block_q
-        rows = (self.stages + self.do_stages) * block_q
+        rows = vector_bytes(4 * self.stages * block_q, 4 * self.do_stages * block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, block_q)
-        return 2 * (streamed + held + handed_over) + 4 * rows + side
+        return 2 * (streamed + held + handed_over) + rows + side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,8 @@ class DqBlocks:
         q, v = problem.head_dim, problem.v_head_dim
         keys = self.block_kv * (self.k_stages * q + self.v_stages * v)
         side = SideInputs(problem, q_axis=0).smem_bytes(self.k_stages, self.block_q, self.block_kv)
-        return 2 * (self.block_q * (q + v) + keys) + 8 * self.block_q + side
+        rows = vector_bytes(4 * self.block_q, 4 * self.block_q)
+        return 2 * (self.block_q * (q + v) + keys) + rows + side
 
 
 # A 64x64 wgmma with both operands in shared memory needs all of its bandwidth, 64x128 three
