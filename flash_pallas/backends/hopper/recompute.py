@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ...core import dropout, scores
 from ...core.problem import Problem
 from ...core.scores import TileInputs
+from ...core.softmax import EMPTY_ROW
 from ...core.tile import Limits, Tile
 from . import inline
 
@@ -46,9 +47,27 @@ def weights(
     visible = scores.visible(spec, tile, inputs)
     if visible is not None:
         x = jnp.where(visible, x, -jnp.inf)
-    p = jnp.exp2(x * log2_scale - tile.per_q(lse))
+    rows = tile.per_q(lse)
+    p = jnp.exp2(x * log2_scale - rows)
+    if problem.bias_shape is not None:
+        # The bias of padding may be a NaN. Hidden keys are -inf by now; discarded queries are not,
+        # and what is linear in P passes on a 0 where softcap and score_mod would make a NaN of it.
+        if "q_lengths" in problem.features:
+            p = jnp.where(rows < EMPTY_ROW / 2, p, 0.0)
+        if spec.softcap is not None or spec.score_mod is not None:
+            pull = _zero_where_hidden(p, pull)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull)
+
+
+def _zero_where_hidden(p, pull):
+    clear = lambda x: None if x is None else jnp.where(p == 0.0, 0.0, x)
+
+    def through(d):
+        dz, dparams = pull(d)
+        return clear(dz), tuple(map(clear, dparams))
+
+    return through
 
 
 def pulled(w: Weights):
