@@ -193,14 +193,15 @@ class Scores:
         """One tile of the bias's gradient."""
         own = warpgroup_rows(cta.wg)
         (out,) = cta.out
-        cta.smem.sums[own] = total[0].astype(out.dtype)
+        staging = cta.smem.bias if cta.smem.sums is None else cta.smem.sums
+        staging[own] = total[0].astype(out.dtype)
         plgpu.commit_smem()
         queries, keys = self.tile_at()
         rows = pl.ds(queries.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         heads = self.problem.bias_shape[1]
         z = lax.axis_index("z")
         at = (lax.div(z, jnp.int32(heads)), lax.rem(z, jnp.int32(heads)), rows, keys)
-        plgpu.copy_smem_to_gmem(cta.smem.sums.at[own], out.at[at])
+        plgpu.copy_smem_to_gmem(staging.at[own], out.at[at])
 
     def store_columns(self, cta: Cta, total):
         """This warpgroup's sum over its rows: the tile is transposed on its way through memory."""
@@ -265,7 +266,7 @@ def score_sums(
     run = launch(
         Scores(sums, blocks, interpret),
         out=(out,) * len(names),
-        scratch=scratch(sums, blocks, out.dtype),
+        scratch=scratch(sums, blocks),
         grid=grid,
         grid_names=("x", "y", "z"),
         threads=blocks.warpgroups + 1,

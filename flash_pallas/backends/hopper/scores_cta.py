@@ -28,7 +28,8 @@ class Smem(NamedTuple):
     delta: Any  # f32[stages, block_q]
     side: Streamed
     bias: Any  # [block_q, block_kv]; None unless Sums.holds_bias
-    sums: Any  # tile: [block_q, block_kv]; columns: f32[warpgroups, 64, block_kv]; else None
+    sums: Any  # staging; tile: f32[block_q, block_kv], or None: in place of the bias, if there is
+    # one part; columns: f32[warpgroups, 64, block_kv]; rows: None
     vectors: Any  # rows: f32[names, block_q]; columns: f32[warpgroups, block_kv]; else None
 
 
@@ -144,18 +145,18 @@ class Cta:
         )
 
 
-def scratch(sums: Sums, blocks: ScoreBlocks, out_dtype) -> tuple[Smem, Barriers]:
+def scratch(sums: Sums, blocks: ScoreBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
     problem, stages = sums.problem, blocks.stages
     rows, columns = blocks.block_q, blocks.block_kv
     tile = lambda length, dim: tile_buffer((stages, length, dim), problem.dtype)
     staging, vectors = None, None
-    if sums.axes == "tile":
-        staging = tile_buffer((rows, columns), out_dtype)
+    if sums.axes == "tile" and sums.parts(blocks) > 1:
+        staging = tile_buffer((rows, columns), jnp.float32)
     elif sums.axes == "columns":
         staging = tile_buffer((blocks.warpgroups, WARPGROUP_ROWS, columns), jnp.float32)
         vectors = row_buffer((blocks.warpgroups, columns))
-    else:
+    elif sums.axes == "rows":
         vectors = row_buffer((len(sums.names), rows))
     smem = Smem(
         q=tile(rows, problem.head_dim),

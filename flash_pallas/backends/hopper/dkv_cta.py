@@ -1,0 +1,99 @@
+"""What a CTA of the dK/dV kernel is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core.problem import Problem
+from .arrays import BackwardArrays
+from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .query_walk import QueryWalk
+from .side_inputs import SideInputs, Streamed
+from .split_blocks import DkvBlocks
+
+
+class Smem(NamedTuple):
+    """Shared memory of one CTA."""
+
+    q: Any  # [stages, block_q, D]
+    do: Any  # [do_stages, block_q, Dv]
+    k: Any  # [64, D]
+    v: Any  # [64, Dv]
+    p: Any  # [p_stages, 64, block_q], what `hand_over` makes of P^T
+    lse: Any  # f32[stages, block_q]
+    delta: Any  # f32[do_stages, block_q]
+    dk: Any  # staging [64, D], where the head dims differ, else V: read by warpgroup 1 alone
+    dv: Any  # staging [64, Dv], likewise, else K
+    side: Streamed  # with Q
+
+
+class Barriers(NamedTuple):
+    """mbarriers; the full ones of q and do count two copies, their empty ones two warpgroups."""
+
+    k_full: Any
+    v_full: Any
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+    p_full: Any
+    p_empty: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """The refs and the place of one CTA."""
+
+    gmem: BackwardArrays
+    dk: Any  # [B, S8, K, D]
+    dv: Any  # [B, S8, K, D]
+    smem: Smem
+    bars: Barriers
+    q: Ring
+    do: Ring
+    p: Ring
+    batch: Any
+    kv_head: Any
+    kv_start: Any
+    walk: QueryWalk
+
+    @property
+    def keys(self):
+        """Index of this CTA's keys in k, v, dk and dv."""
+        return self.batch, pl.ds(self.kv_start, WARPGROUP_ROWS), self.kv_head
+
+
+def scratch(problem: Problem, blocks: DkvBlocks) -> tuple[Smem, Barriers]:
+    """What to allocate."""
+    dtype, block_q = problem.dtype, blocks.block_q
+    bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
+    k = tile_buffer((WARPGROUP_ROWS, problem.head_dim), dtype)
+    v = tile_buffer((WARPGROUP_ROWS, problem.v_head_dim), dtype)
+    same = problem.head_dim == problem.v_head_dim
+    smem = Smem(
+        q=tile_buffer((blocks.stages, block_q, problem.head_dim), dtype),
+        do=tile_buffer((blocks.do_stages, block_q, problem.v_head_dim), dtype),
+        k=k,
+        v=v,
+        p=tile_buffer((blocks.p_stages, WARPGROUP_ROWS, block_q), dtype),
+        lse=row_buffer((blocks.stages, block_q)),
+        delta=row_buffer((blocks.do_stages, block_q)),
+        dk=None if same else k,
+        dv=None if same else v,
+        side=side.buffers(blocks.stages, WARPGROUP_ROWS, block_q),
+    )
+    bars = Barriers(
+        k_full=bar(),
+        v_full=bar(),
+        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
+        q_empty=bar(num_arrivals=2, num_barriers=blocks.stages),
+        do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=2, num_barriers=blocks.do_stages),
+        p_full=bar(num_barriers=blocks.p_stages),
+        p_empty=bar(num_barriers=blocks.p_stages),
+    )
+    return smem, bars
