@@ -1,10 +1,14 @@
 """Hopper (compute capability 9.0): Pallas Mosaic GPU kernels on wgmma and TMA.
 
-backend.py                       what the rest of the package sees
-forward.py, forward_plan.py      the forward, and what its CTAs have to do
-backward_fused.py, fused_cta.py  the backward of head dims up to 128: one kernel, dQ by atomic adds
-backward_dkv.py, backward_dq.py  the deterministic backward, and that of head dim 256: two kernels
-inline.py memory.py schedule.py blocks.py split_blocks.py arrays.py   what they share
+backend.py                                 what the rest of the package sees
+forward*.py schedule.py                    the forward, and what its CTAs have to do
+backward.py backward_blocks.py arrays.py   which kernels make a backward, and what they all read
+backward_fused.py fused_*.py               all gradients of head dims up to 128, dQ by atomic adds
+backward_dkv.py dkv_cta.py backward_dq.py  the deterministic backward, and that of wider heads
+backward_scores.py score*.py               gradients of bias, ALiBi slopes and score_mod's arrays
+recompute.py key_walk.py query_walk.py     what the backward kernels share
+side_inputs.py register_tile.py            what modifiers of scores read
+inline.py memory.py blocks.py stand_ins.py what all kernels share
 """
 
 from __future__ import annotations
