@@ -8,6 +8,7 @@ Peak memory is XLA's plan of the compiled program: arguments, results and tempor
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import gc
 import json
@@ -67,30 +68,33 @@ def _rms(x) -> float:
     return float(jnp.sqrt(jnp.mean(jnp.square(x)))) + 1e-12
 
 
-def prepare(
-    group: Group, backend: str
-) -> tuple[dict[str, Program], dict[str, str], dict[str, dict]]:
-    """(programs, refusals, gates) by name of variant or peer."""
-    programs, refused, gates = {}, {}, {}
+def prepare(group: Group, backend: str) -> tuple[dict[str, Program], dict[str, str], dict]:
+    """(programs, refusals, gates) by name of variant or peer, compiled beside one another."""
     *qkv, do = group.sizes.arrays()
-    for variant in group.variants:
+    gates: dict[str, dict[str, float]] = {}
+
+    def ours(variant: Variant) -> Program:
+        gates[variant.name] = gate(variant, group.sizes, backend)
+        worst = max(gates[variant.name].values())
+        if not worst <= 1.0:
+            raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
         extra = variant.make(group.sizes, jax.random.key(1))
-        try:
-            gates[variant.name] = gate(variant, group.sizes, backend)
-            worst = max(gates[variant.name].values())
-            if not worst <= 1.0:
-                raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
-            call = variant.attention(backend)
-            programs[variant.name] = compile_jax(call, (*qkv, extra), do, variant.differentiated)
-        except Exception as error:  # One variant's failure must not cost the others.
-            refused[variant.name] = f"{type(error).__name__}: {error}"[:300]
-    last = group.variants[-1]
-    for peer in group.peers:
-        extra = last.make(group.sizes, jax.random.key(1))
-        try:
-            programs[peer] = PEERS[peer](last, (*qkv, extra), do)
-        except Exception as error:
-            refused[peer] = f"{type(error).__name__}: {error}"[:300]
+        call = variant.attention(backend)
+        return compile_jax(call, (*qkv, extra), do, variant.differentiated)
+
+    def peers(name: str) -> Program:
+        last = group.variants[-1]
+        return PEERS[name](last, (*qkv, last.make(group.sizes, jax.random.key(1))), do)
+
+    programs, refused = {}, {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {v.name: pool.submit(ours, v) for v in group.variants}
+        jobs |= {name: pool.submit(peers, name) for name in group.peers}
+        for name, job in jobs.items():
+            try:
+                programs[name] = job.result()
+            except Exception as error:  # One's failure must not cost the others their numbers.
+                refused[name] = f"{type(error).__name__}: {error}"[:300]
     return programs, refused, gates
 
 
