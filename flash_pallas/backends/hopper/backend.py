@@ -16,10 +16,10 @@ from .blocks import HopperBlocks, choose_blocks
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
 from .memory import pad_axis
+from .stand_ins import UNSUPPORTED
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
-FEATURES = frozenset({"q_offset"})  # operands that the kernels read, beside q, k and v
 MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
 H200_SMS = 132  # assumed where there is no GPU to ask: H100 SXM and H200
 
@@ -48,18 +48,17 @@ class HopperBackend:
             return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
         if problem.batch > MAX_GRID:
             return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
-        features = [name for name in sorted(problem.features) if name not in FEATURES]
-        if features or problem.spec.mask.left is not None:
-            return f"has no {', '.join(features) or 'window'} yet"
+        for name in ("score_mod", "mask_mod"):
+            mod = getattr(problem.spec, name)
+            if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):
+                return f"cannot compile {', '.join(primitives)} of {name}"
         return None
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
         return choose_blocks(problem, override)
 
-    def forward(
-        self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands
-    ) -> Outputs:
+    def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
         native = native_problem(problem)
