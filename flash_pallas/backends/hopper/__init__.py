@@ -7,7 +7,7 @@ backward_fused.py fused_*.py               all gradients of head dims up to 128,
 backward_dkv.py dkv_cta.py backward_dq.py  the deterministic backward, and that of wider heads
 backward_scores.py score*.py               gradients of bias, ALiBi slopes and score_mod's arrays
 recompute.py key_walk.py query_walk.py     what the backward kernels share
-side_inputs.py register_tile.py            what modifiers of scores read
+side_*.py register_tile.py                 what modifiers of scores read
 inline.py memory.py blocks.py stand_ins.py what all kernels share
 """
 

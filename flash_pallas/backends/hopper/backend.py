@@ -48,6 +48,8 @@ class HopperBackend:
             return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
         if problem.batch > MAX_GRID:
             return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
+        if problem.bias_dtype == np.float64:
+            return "takes no float64 bias: cast it to float32"
         for name in ("score_mod", "mask_mod"):
             mod = getattr(problem.spec, name)
             if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):

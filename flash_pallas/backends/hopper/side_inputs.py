@@ -21,33 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import dropout
-from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
-from ...core.softmax import LOG2E
-from . import inline
-from .memory import WARPGROUP_ROWS, pad_axis, row_buffer, tile_buffer, vector_bytes
-
-LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
-MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
-
-
-class Gmem(NamedTuple):
-    """Device memory; None where the call has no such input."""
-
-    kv_lengths: Any = None  # int32[B]
-    row_segments: Any = None  # int32[B, rows]
-    column_segments: Any = None  # int32[B, columns]
-    bias: Any = None  # [Bb, N1, T, S], or f32[Bb, N1, T or S or 1] unless a tile
-    mask: Any = None  # likewise, a tile is of MASK_DTYPE
-    slopes: Any = None  # f32[B, N]
-    sinks: Any = None  # f32[B, N], base 2
-    dropout_keys: Any = None  # int32[B, N], the bits of uint32
-    row_keys: Any = None  # int32[B, N, rows], or [1, 1, rows] where rows are keys; of dropout
-    column_keys: Any = None  # likewise of columns
-    score_params: tuple = ()  # [B, N] each
-    mask_params: tuple = ()  # [B, N] each
+from . import inline, side_arrays
+from .memory import WARPGROUP_ROWS, row_buffer, tile_buffer, vector_bytes
+from .side_arrays import MASK_DTYPE
+from .side_arrays import Gmem as Gmem
 
 
 class Streamed(NamedTuple):
@@ -81,52 +60,9 @@ class SideInputs:
     problem: Problem
     q_axis: int
 
-    # --- before the launch -----------------------------------------------------------------------
-
     def arrays(self, operands: Operands) -> Gmem:
         """The operands as the kernel reads them."""
-        q_segments = _padded_ids(operands.q_segments, -1)
-        kv_segments = _padded_ids(operands.kv_segments, -2)
-        rows, columns = (q_segments, kv_segments)[:: -1 if self.q_axis else 1]
-        row_keys, column_keys = self.dropout_keys(operands)
-        keys = operands.dropout_keys
-        return Gmem(
-            kv_lengths=operands.kv_lengths,
-            row_segments=rows,
-            column_segments=columns,
-            bias=None if operands.bias is None else self.prepared(operands.bias),
-            mask=None if operands.mask is None else self.prepared(operands.mask.astype(MASK_DTYPE)),
-            slopes=operands.alibi_slopes,
-            sinks=None if operands.sinks is None else operands.sinks * LOG2E,
-            dropout_keys=None if keys is None else lax.bitcast_convert_type(keys, jnp.int32),
-            row_keys=row_keys,
-            column_keys=column_keys,
-            score_params=operands.score_params,
-            mask_params=operands.mask_params,
-        )
-
-    def dropout_keys(self, operands: Operands):
-        """(of rows, of columns): hashed once here, not in every tile that they take part in."""
-        if operands.dropout_keys is None:
-            return None, None
-        offset = self.problem.spec.q_offset
-        if operands.q_offset is not None:
-            offset = operands.q_offset[:, None, None]
-        index = lambda length: jnp.arange(_within_reach(length), dtype=jnp.int32)[None, None]
-        calls = operands.dropout_keys[..., None]
-        q_keys = dropout.row_keys(calls, index(self.problem.q_len) + offset)
-        kv_keys = dropout.column_keys(index(self.problem.kv_len))
-        as_int32 = lambda x: lax.bitcast_convert_type(dropout.fold(x), jnp.int32)
-        return tuple(map(as_int32, (q_keys, kv_keys)[:: -1 if self.q_axis else 1]))
-
-    def prepared(self, x):
-        """A bias or mask: a tile as TMA wants it (rows of 128 bytes), else a vector of f32."""
-        _, _, q_len, kv_len = x.shape
-        if q_len > 1 and kv_len > 1:
-            x = pad_axis(x, 2, round_up(q_len, 8))
-            return pad_axis(x, 3, round_up(kv_len, 128 // x.dtype.itemsize))
-        x = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
-        return x if q_len == kv_len else pad_axis(x, 2, _within_reach(x.shape[2]))
+        return side_arrays.gmem(self.problem, self.q_axis, operands)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -351,17 +287,6 @@ class Place(NamedTuple):
 
 
 _STREAMED = ("columns", "tile")
-
-
-def _padded_ids(ids, value: int):
-    if ids is None:
-        return None
-    return pad_axis(ids, 1, _within_reach(ids.shape[1]), value)
-
-
-def _within_reach(length: int) -> int:
-    """So much of an array that no tile which starts inside it reaches past the end."""
-    return round_up(length - 1 + LONGEST_TILE, 128)
 
 
 def _load_rows(ref):
