@@ -73,7 +73,10 @@ def _runs(backend, example: dict[str, Any]) -> str:
     with jax.enable_x64(True):
         arrays = [jnp.zeros(shape, dtype) for shape in shapes]
         problem = validate.canonicalize(*arrays, Arguments(**arguments)).problem
-    return "no" if backend.unsupported(problem) else "yes"
+    if backend.unsupported(problem):
+        return "no"
+    backend.blocks(problem, None)  # raises where no tiles fit
+    return "yes"
 
 
 def table() -> str:
