@@ -261,7 +261,9 @@ def score_sums(
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
     tile = (blocks.block_q, blocks.block_kv)
-    given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
+    given = arrays
+    if axes != "tile":  # there the tile is given, and what it does not show is masked
+        given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
     without = operands._replace(bias=None) if sums.holds_bias else operands
     run = launch(
         Scores(sums, blocks, interpret),
