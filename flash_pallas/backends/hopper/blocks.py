@@ -62,8 +62,11 @@ def _replaced(kernel: str, blocks, fields, size):
             raise ValueError(
                 f"blocks[{kernel!r}][{name!r}] is {value!r}: a positive {type(tuned).__name__}"
             )
-        if name.startswith("block_") and (value % 64 or value > 256):
-            raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of 64 up to 256")
+        unit = 32 if kernel == "forward" else 64
+        if name.startswith("block_") and (value % unit or value > 256):
+            raise ValueError(
+                f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of {unit} up to 256"
+            )
     if replaced.smem_bytes(size) > SMEM_LIMIT - 1024:  # the barriers take less than 1 KB
         raise ValueError(
             f"blocks[{kernel!r}] needs {replaced.smem_bytes(size)} bytes of shared memory and "

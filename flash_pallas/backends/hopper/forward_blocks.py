@@ -68,6 +68,8 @@ TUNED = {
     (64, 64): ForwardBlocks(warpgroups=3, block_kv=128),
     # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent.
     (128, 128): ForwardBlocks(warpgroups=2, block_kv=128, q_in_registers=True),
+    # 128 keys per step need more shared memory than there is beside Q and O.
+    (192, 128): ForwardBlocks(warpgroups=2, block_kv=96),
     # Q and O share shared memory (64 KB each beside 128 KB of K and V), so not persistent; skipping
     # the rescale of a 64x256 accumulator is worth 6 %.
     (256, 256): ForwardBlocks(warpgroups=2, block_kv=64, persistent=False, lazy_rescale=8.0),

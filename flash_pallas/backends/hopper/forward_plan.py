@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,7 +18,7 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
-from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .memory import SWIZZLES, WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
 from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
 from .side_inputs import SideInputs
@@ -246,12 +247,13 @@ class Plan:
         blocks, problem = self.blocks, self.problem
         wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
         bar = plgpu.Barrier
-        tiles = lambda count, rows, width: tile_buffer((count, rows, width), problem.dtype)
+        tiles = lambda *shape: tile_buffer(shape, problem.dtype)
+        v_shape = (stages, block_kv, problem.v_head_dim)
         apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
         smem = Smem(
             q=tiles(wgs, WARPGROUP_ROWS, problem.head_dim),
             k=tiles(stages, block_kv, problem.head_dim),
-            v=tiles(stages, block_kv, problem.v_head_dim),
+            v=tile_buffer(v_shape, problem.dtype, swizzle_of_v(v_shape, problem.dtype)),
             o=tiles(wgs, WARPGROUP_ROWS, problem.v_head_dim) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
@@ -266,3 +268,10 @@ class Plan:
             v_empty=bar(num_arrivals=wgs, num_barriers=stages),
         )
         return smem, bars
+
+
+def swizzle_of_v(shape, dtype) -> int:
+    """Bytes: the widest that divides both its rows and, as wgmma sums over keys, its columns."""
+    size = np.dtype(dtype).itemsize
+    _, keys, width = shape
+    return next(n for n in SWIZZLES if width * size % n == 0 == keys * size % n)

@@ -48,9 +48,12 @@ class TileOrder:
 
     @classmethod
     def of(cls, problem: Problem, tile_rows: int) -> TileOrder:
-        """Query tiles fastest where all cost the same; if causal, heads fastest, longest first."""
+        """Query tiles fastest where most cost the same; if causal, heads fastest, longest first."""
         q_tiles = -(-problem.q_len // tile_rows)
-        if problem.spec.mask.right is None:
+        mask = problem.spec.mask
+        # Neighbouring tiles of a window read the same keys, and all but the first as many.
+        windowed = mask.left is not None and 2 * mask.left < problem.kv_len
+        if mask.right is None or windowed:
             return cls(problem.batch, problem.q_heads, q_tiles, 1, False)
         heads = problem.batch * problem.q_heads
         kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
