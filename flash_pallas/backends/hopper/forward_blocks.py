@@ -92,8 +92,12 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
     """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
     native = native_problem(problem)
     blocks = _for_head_dims(native.head_dim, native.v_head_dim)
-    if SideInputs(native, 0).copies or _modified(native):
+    asked = _modifiers(native)
+    if asked:
         blocks = dataclasses.replace(blocks, q_in_registers=False)
+    # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
+    if "mask_mod" in asked or len(asked) > 2:
+        blocks = dataclasses.replace(blocks, warpgroups=2)
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
     for smaller in _SMALLER:
@@ -129,8 +133,9 @@ def _for_head_dims(head_dim: int, v_head_dim: int) -> ForwardBlocks:
     return ForwardBlocks(block_kv=64 if wide else 128, lazy_rescale=8.0 if wide else 0.0)
 
 
-def _modified(problem: Problem) -> bool:
+def _modifiers(problem: Problem) -> set[str]:
+    """What the call asks for that takes registers."""
     spec = problem.spec
-    by_spec = (spec.softcap, spec.score_mod, spec.mask_mod)
-    by_array = {"bias", "mask", "alibi_slopes", "dropout_keys"}
-    return any(x is not None for x in by_spec) or bool(by_array & problem.features)
+    by_spec = ("softcap", "score_mod", "mask_mod")
+    by_array = {"bias", "mask", "alibi_slopes", "dropout_keys", "kv_segments"}
+    return (by_array & problem.features) | {x for x in by_spec if getattr(spec, x) is not None}
