@@ -8,7 +8,8 @@ backward_dkv.py dkv_cta.py backward_dq.py  the deterministic backward, and that 
 backward_scores.py score*.py               gradients of bias, ALiBi slopes and score_mod's arrays
 recompute.py key_walk.py query_walk.py     what the backward kernels share
 side_*.py register_tile.py                 what modifiers of scores read
-inline.py memory.py blocks.py stand_ins.py what all kernels share
+inline*.py registers.py stand_ins.py        what is written into kernels, register by register
+memory.py blocks.py                        what all kernels share
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ...core import dropout
 from ...core.tile import Tile
-from . import inline, stand_ins
+from . import inline_modifiers, stand_ins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,26 +23,32 @@ class RegisterTile(Tile):
     @property
     def q_pos(self):
         """int32[shape], the position of each element's query."""
-        return inline.positions(self.shape, self.q_axis, self.q_start, self.interpret)
+        return inline_modifiers.positions(self.shape, self.q_axis, self.q_start, self.interpret)
 
     @property
     def kv_pos(self):
         """int32[shape], the position of each element's key."""
-        return inline.positions(self.shape, 1 - self.q_axis, self.kv_start, self.interpret)
+        return inline_modifiers.positions(
+            self.shape, 1 - self.q_axis, self.kv_start, self.interpret
+        )
 
     def call(self, function: Callable, *args):
         """function(*args), in primitives that can be lowered."""
         return stand_ins.call(function, self.shape, *args)
 
+    def tanh(self, x, factor: float):
+        """The hyperbolic tangent of x * factor, right to 4e-7."""
+        return inline_modifiers.tanh(x, factor, self.interpret)
+
     def distance(self, dtype):
         """|query position - key position| of each element, exact below 2**24."""
         starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
         shift = starts[0] - starts[1]
-        return inline.distance(self.shape, shift, self.interpret).astype(dtype)
+        return inline_modifiers.distance(self.shape, shift, self.interpret).astype(dtype)
 
     def kept(self, q_keys, kv_keys, rate: float):
         """bool of the tile's shape: what dropout keeps; one hash for the two keys that share it."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
         seeds = self.per_q(q_keys) ^ self.per_kv(kv_keys)
-        return inline.kept(seeds, dropout.threshold(rate), 1 - self.q_axis)
+        return inline_modifiers.kept(seeds, dropout.threshold(rate), 1 - self.q_axis)
