@@ -4,12 +4,13 @@ A CTA holds `warpgroups` compute warpgroups, each folding key blocks into 64 que
 producer warpgroup that streams K and V through rings of shared memory by TMA.
 
     Q rows of a warpgroup   producer -> q, one slot; O is staged beside it, or in it
-    K, V blocks             producer -> k, v rings, each read by all warpgroups
+    K, V blocks             producer -> k, v rings, each read by all warpgroups; bias, segment ids
+                            and the like travel with K
     S, P, O, m, l           registers of the warpgroup that owns the rows
 
-Key blocks run from the last to the first, so that every masked block comes first: the first is
-peeled off the loop, which leaves the main loop without a mask. In every step QK^T of block j and PV
-of block j - 1 are in flight together, and the softmax of j runs under PV of j - 1. The warpgroups
+Key blocks run from the last to the first. The first step is peeled off and masks what it must; of
+the others those at either edge of a mask are loops of their own. In every step QK^T of block j and
+PV of block j - 1 are in flight together, and the softmax of j runs under PV of j - 1. Warpgroups
 take turns at issuing (named barriers), so that one computes while another does its softmax.
 A persistent CTA issues the first QK^T of its next query tile together with the last PV of this one.
 """
