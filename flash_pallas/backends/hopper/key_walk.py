@@ -19,7 +19,7 @@ class KeyWalk(NamedTuple):
 
     start: Any
     masked_from: Any
-    stop: Any
+    stop: Any  # beyond start, or else one block is read nevertheless
     kv_len: Any  # how many keys there are, or None where that hides none
     everywhere: bool  # `mask_everywhere` of the problem
 
@@ -42,7 +42,8 @@ class KeyWalk(NamedTuple):
             start, stop = arrays.bounds[batch, block, 0], arrays.bounds[batch, block, 1]
         elif mask.left is not None:
             start = ints.minimum(start, -(-problem.kv_len // block_kv) - 1)
-        stop = ints.maximum(stop, start + 1)
+        if not mask_everywhere(problem):
+            stop = ints.maximum(stop, start + 1)
         if arrays.side.kv_lengths is not None:
             whole = ints.floor_div(arrays.side.kv_lengths[batch], block_kv)
             full_stop = ints.minimum(full_stop, whole)
@@ -56,6 +57,10 @@ class KeyWalk(NamedTuple):
     @property
     def total(self):
         """How many blocks."""
+        # In these words LLVM sees that the loop over them runs. Where it might not, ptxas ends dQ
+        # before every step, lest its registers be needed after the loop (C7517).
+        if self.everywhere:
+            return jnp.int32(ints.maximum(self.stop - self.start, 1))
         return jnp.int32(self.stop - self.start)
 
     def __getitem__(self, n):
@@ -75,8 +80,7 @@ class KeyWalk(NamedTuple):
         pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
         if masks:
             # With known bounds a single masked block is peeled off, and its registers beside those
-            # of the loop make ptxas serialise every wgmma (C7512, head dim 128). Where all blocks
-            # are masked a barrier here makes it end dQ before every step (C7517).
+            # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
             pl.loop(unmasked, lax.optimization_barrier(self.total))(masked)
 
 
