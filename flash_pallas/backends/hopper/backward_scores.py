@@ -253,18 +253,17 @@ def score_sums(
         grid = (kv_tiles, problem.q_heads, problem.batch)
         whole = round_up(problem.kv_len, 128)
         out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
-    bias = None
+    side, bias = SideInputs(problem, q_axis=0).arrays(operands), None
     if axes == "tile":
         parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]
         grid = (kv_tiles, q_tiles, parts * entries * heads)
-        bias = SideInputs(problem, q_axis=0).prepared(operands.bias)
+        bias, side = side.bias, side._replace(bias=None)
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
     tile = (blocks.block_q, blocks.block_kv)
     given = arrays
     if axes != "tile":  # there the tile is given, and what it does not show is masked
         given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
-    without = operands._replace(bias=None) if sums.holds_bias else operands
     run = launch(
         Scores(sums, blocks, interpret),
         out=(out,) * len(names),
@@ -275,4 +274,4 @@ def score_sums(
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,
     )
-    return run(given._replace(side=sums.side.arrays(without)), bias)
+    return run(given._replace(side=side), bias)
