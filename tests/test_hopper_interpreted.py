@@ -7,14 +7,14 @@ import pytest
 from flash_pallas.backends.hopper import HopperBackend
 
 from . import checks
-from .hopper_cases import INTERPRETED
+from .hopper_cases import INTERPRETED, MODIFIERS
 from .interpreter import race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+@pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS), ids=str)
 def test_kernels(case):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case)

@@ -17,7 +17,7 @@ from .device import Tools, compile_for_h200, dump_to, find_tools
 from .report import Report, take
 from .rows import ALLOWED_SPILLS, Row, rows
 
-COLUMNS = "{:<28} {:>4} {:<9} {:<7} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
+COLUMNS = "{:<28} {:>4} {:<9} {:<21} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
 HEADER = COLUMNS.format(
     *("kernel", "dim", "dtype", "mask", "regs", "stack", "spills", "allowed", "smem", "remarks")
 )

@@ -10,9 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flash_pallas import validate
+from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.core.mask import Mask
-from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
+from flash_pallas.core.problem import (
+    EXTRA_GRADS,
+    AttentionSpec,
+    Cotangents,
+    Operands,
+    describe,
+)
+
+from ..cases import Case
+from ..hopper_cases import ON_DEVICE
 
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 2048, 8, 4
 
@@ -23,6 +34,27 @@ MASKS = {
     "ragged": (False, LENGTH - 40, False),  # the last block of keys is masked
     "offset": (True, LENGTH - 40, True),  # causal from an offset that is an array, and ragged
 }
+
+# Of tests/hopper_cases.py: each modifier once, where registers are tightest.
+MODIFIERS = (
+    "window_causal_128",
+    "packed_128",
+    "kv_lengths_zero_128",
+    "bias_BNTS_128",
+    "mask_BNTS_128",
+    "softcap_causal_128",
+    "alibi_causal_128",
+    "sinks_hidden_rows_128",
+    "dropout_causal_128",
+    "mask_mod_prefix_128",
+    "window",
+    "bias_1NTS",
+    "dropout",
+    "d192_128",
+    "d96_causal",
+    "everything_128",
+)
+CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
 # others. Figures of ptxas 13.5. They are addresses, not accumulators, and wgmma is serialised in
@@ -37,6 +69,14 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "ragged"): 32,
     ("flash_pallas_backward_fused", 64, "offset"): 48,
     ("flash_pallas_backward_fused", 128, "full"): 4,
+    ("flash_pallas_forward", 128, "softcap_causal_128"): 24,
+    ("flash_pallas_forward", 128, "alibi_causal_128"): 112,
+    ("flash_pallas_forward", 192, "d192_128"): 20,
+    ("flash_pallas_backward_fused", 128, "kv_lengths_zero_128"): 12,
+    ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 44,
+    ("flash_pallas_backward_fused", 128, "sinks_hidden_rows_128"): 4,
+    ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 24,
+    ("flash_pallas_backward_dq", 128, "everything_128"): 8,
 }
 
 
@@ -48,7 +88,7 @@ class Row:
         path: "forward", "backward" or "deterministic backward".
         head_dim: of q, k and v.
         dtype: "bfloat16" or "float16".
-        mask: one of MASKS.
+        mask: one of MASKS or of MODIFIERS.
         function, arguments: what to compile.
     """
 
@@ -85,8 +125,28 @@ def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
     return Row(path, head_dim, dtype, mask, run, arguments)
 
 
+def _modifier_rows(case: Case) -> Iterator[Row]:
+    """Forward and backward, with every gradient, of a case of the Hopper tests."""
+    x = case.inputs()
+    arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
+    call = validate.canonicalize(x.q, x.k, x.v, arguments)
+    backend, spec, operands = HopperBackend(), call.spec, call.operands
+    blocks = backend.blocks(call.problem, None)
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+    per_row = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
+    forms, do = jax.tree.map(shape, operands), shape(x.do)
+    wanted = frozenset(name for name in EXTRA_GRADS if name in call.problem.features)
+    forward = lambda o: backend.forward(spec, blocks, o)
+    backward = lambda o, c: backend.backward(spec, blocks, o, c, wanted)
+    named = (case.H, case.dtype, case.name)
+    yield Row("forward", *named, forward, (forms,))
+    yield Row("backward", *named, backward, (forms, Cotangents(per_row, do, per_row)))
+
+
 def rows() -> Iterator[Row]:
     """All rows; masks other than full and causal in bfloat16 alone, whose code is the same."""
+    for name in MODIFIERS:
+        yield from _modifier_rows(CASES[name])
     for head_dim, path in itertools.product((64, 128, 256), ("forward", "backward")):
         for dtype, mask in itertools.product(("bfloat16", "float16"), MASKS):
             if dtype == "float16" and mask not in ("full", "causal"):
