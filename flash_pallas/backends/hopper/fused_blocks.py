@@ -85,5 +85,6 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
-    candidates = (table[problem.head_dim], SMALLEST)
+    first = table[problem.head_dim]
+    candidates = (first, dataclasses.replace(first, do_stages=1, ds_stages=1), SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)
