@@ -79,10 +79,6 @@ class Tile:
         """function(*args), which works on tiles of this shape."""
         return function(*args)
 
-    def tanh(self, x, factor: float):
-        """The hyperbolic tangent of x * factor."""
-        return jnp.tanh(x * factor)
-
     def distance(self, dtype):
         """|query position - key position| of each element."""
         return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)

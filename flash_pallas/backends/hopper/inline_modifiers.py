@@ -1,4 +1,4 @@
-"""What modifiers of scores do in registers: positions, distances, dropout, tanh.
+"""What modifiers of scores do in registers: positions, distances, dropout.
 
 As in inline.py, each function has its plain meaning beside it for the interpreter.
 """
@@ -15,11 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from ...core import dropout
-from ...core.softmax import LOG2E
 from .inline import WGMMA
 from .registers import coordinates, f32_constant, fragmented, i32_constant, splat
-
-TANH_END = 30.0  # tanh is 1 in f32 from 2**30 = exp(2x) on, and four of these do not overflow
 
 
 def _opaque(x):
@@ -153,51 +150,3 @@ def kept(seeds, threshold: int, kv_axis: int):
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(seeds.shape, jnp.bool_, WGMMA)
     )(functools.partial(_kept_body, threshold, kv_axis))
     return run(seeds)
-
-
-def _ptx(instruction: str, x):
-    return llvm.inline_asm(x.type, [x], f"{instruction}.ftz.f32 $0, $1;", "=f,f")
-
-
-def _tanh_of_four(factor, values):
-    """(e - 1) / (e + 1) of e = exp(2 * factor * x), with one reciprocal for four."""
-    ones, top = f32_constant(1.0), f32_constant(TANH_END)
-    factor = f32_constant(2.0 * LOG2E * factor)
-    powers = [_ptx("ex2.approx", arith.minimumf(arith.mulf(x, factor), top)) for x in values]
-    d = [arith.addf(e, ones) for e in powers]
-    low, high = arith.mulf(d[0], d[1]), arith.mulf(d[2], d[3])
-    inverse = _ptx("rcp.approx", arith.mulf(low, high))
-    of_low, of_high = arith.mulf(inverse, high), arith.mulf(inverse, low)
-    inverses = [
-        arith.mulf(pair, other)
-        for pair, other in ((of_low, d[1]), (of_low, d[0]), (of_high, d[3]), (of_high, d[2]))
-    ]
-    return [arith.mulf(arith.subf(e, ones), i) for e, i in zip(powers, inverses, strict=True)]
-
-
-def _tanh_body(factor, _, tile):
-    registers, at = tile.registers.copy(), {"dynamic_position": []}
-    indices = list(np.ndindex(*registers.shape))
-    for pair in zip(indices[::2], indices[1::2], strict=True):
-        values = [
-            vector.extract(registers[i], static_position=[e], **at) for i in pair for e in range(2)
-        ]
-        found = iter(_tanh_of_four(factor, values))
-        for i in pair:
-            for e in range(2):
-                registers[i] = vector.insert(next(found), registers[i], static_position=[e], **at)
-    return fragmented(registers, tile.layout)
-
-
-def tanh(tile, factor: float, interpret: bool):
-    """jnp.tanh(tile * factor), right to 4e-7.
-
-    The GPU's own tanh is right to 2**-11: times a softcap of 30 that is further off than rounding
-    P to 16 bits. This takes 1.25 special functions per element instead of 1.
-    """
-    if interpret:
-        return jnp.tanh(tile * factor)
-    run = plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA)
-    )(functools.partial(_tanh_body, factor))
-    return run(tile)

@@ -36,10 +36,6 @@ class RegisterTile(Tile):
         """function(*args), in primitives that can be lowered."""
         return stand_ins.call(function, self.shape, *args)
 
-    def tanh(self, x, factor: float):
-        """The hyperbolic tangent of x * factor, right to 4e-7."""
-        return inline_modifiers.tanh(x, factor, self.interpret)
-
     def distance(self, dtype):
         """|query position - key position| of each element, exact below 2**24."""
         starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
