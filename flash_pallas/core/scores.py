@@ -68,7 +68,8 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
         return Logits(x, scale * LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
-    mod = lambda x, params: spec.score_mod(tile, params, x)
+    score_mod = spec.score_mod
+    mod = lambda x, params: score_mod(tile, params, x)
     pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
     return Logits(tile.call(mod, x, params), LOG2E, pull)
 
@@ -110,9 +111,10 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
         keep = tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments)
     if inputs.mask is not None:
         keep = inputs.mask if keep is None else keep & inputs.mask
-    if spec.mask_mod is not None:
+    mask_mod = spec.mask_mod
+    if mask_mod is not None:
         params = tuple(_spread(tile, p) for p in inputs.mask_params)
-        found = tile.call(lambda p: spec.mask_mod(tile, p), params)
+        found = tile.call(lambda p: mask_mod(tile, p), params)
         keep = found if keep is None else keep & found
     return keep
 
