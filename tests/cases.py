@@ -1,7 +1,4 @@
-"""Named problems, one per feature, per pair that interacts and per edge.
-
-Every numerical test draws from this table.
-"""
+"""Named problems, one per feature, pair that interacts and edge: what numerical tests draw from."""
 
 from __future__ import annotations
 
@@ -250,9 +247,7 @@ CASES = (
     Case("offset_hides_all", T=50, S=60, causal=True, q_offset=-50),
     Case("offset_array", T=140, S=150, B=3, causal=True, q_offset=(-20, 0, 145)),
     Case("offset_array_gqa", T=33, S=150, B=2, N=4, causal=True, q_offset=(100, -33)),
-    Case(
-        "offset_array_bfloat16", T=33, S=150, B=2, causal=True, q_offset=(10, 117), dtype="bfloat16"
-    ),
+    Case("offset_array_half", T=33, S=150, B=2, causal=True, q_offset=(10, 117), dtype="bfloat16"),
     Case("scale_large", T=64, S=64, scale=1.0),
     Case("scale_negative", T=64, S=64, scale=-0.25, causal=True),
     Case("scale_zero", T=20, S=150, scale=0.0),
