@@ -76,8 +76,8 @@ class Problem:
 
     Attributes:
         features: the fields of Operands that are present, beside q, k and v.
-        bias_shape, mask_shape: of these operands, or None.
-        bias_dtype: of the bias, or None.
+        bias_shape, mask_shape: four sizes of these operands, or None.
+        bias_dtype: a numpy dtype, or None.
     """
 
     batch: int
@@ -90,9 +90,9 @@ class Problem:
     dtype: np.dtype
     spec: AttentionSpec
     features: frozenset[str] = frozenset()
-    bias_shape: tuple[int, ...] | None = None
-    mask_shape: tuple[int, ...] | None = None
-    bias_dtype: np.dtype | None = None
+    bias_shape: Any = None
+    mask_shape: Any = None
+    bias_dtype: Any = None
 
     @property
     def group(self) -> int:

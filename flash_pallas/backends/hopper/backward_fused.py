@@ -156,7 +156,7 @@ class Fused:
     def place(self, cta: Cta, n, kv_start, rows: int) -> Place:
         """Of the n-th tile of the walk against some keys."""
         head, queries = self.query_tile(cta, n)
-        return Place(cta.batch, head, kv_start, queries.start, rows, queries.size)
+        return Place(cta.batch, head, kv_start, queries.start, rows, self.blocks.block_q)
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 

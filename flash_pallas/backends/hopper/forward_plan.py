@@ -231,7 +231,7 @@ class Plan:
             return tile.limits(self.mask, self.kv_len(cta, work))
         left, right = self.mask.left, self.mask.right
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
-        if None not in (left, right) and left + right >= sum(tile.shape):
+        if left is not None and right is not None and left + right >= sum(tile.shape):
             return tile.limits(Mask(left=left) if edges == "left" else Mask(right=right))
         return tile.limits(self.mask)
 

@@ -85,8 +85,8 @@ class Scores:
         if self.modified:
             x, log2_scale, _ = scores.logits(self.spec, tile, s, inputs)
         x = inline.hide(x, plan.limits(cta, work, kv_block, edges), plan.interpret)
-        if self.hidden:
-            keep = scores.visible(self.spec, tile, inputs)
+        keep = scores.visible(self.spec, tile, inputs) if self.hidden else None
+        if keep is not None:
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
         return x, log2_scale
 
