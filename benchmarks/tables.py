@@ -21,7 +21,8 @@ _REASON_LENGTH = 160
 
 def render(results: dict[str, Any]) -> str:
     """The whole table of a results file with the line that says where it comes from."""
-    table = _memory_table(results) if results["suite"] == "memory" else _timing_table(results)
+    own = {"memory": _memory_table, "features": _features_table}
+    table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
 
 
@@ -94,6 +95,45 @@ def _memory_table(results: dict[str, Any]) -> str:
         entries = [_gibibytes(cells.get((length, provider))) for provider in providers]
         body.append([f"{length // 1024}k" if length % 1024 == 0 else str(length), *entries])
     return _grid(["T", *providers], body) + _reasons(rows)
+
+
+def _features_table(results: dict[str, Any]) -> str:
+    """Milliseconds and, in parentheses, the speed relative to the first call of each group."""
+    body = []
+    for group in _groups(results["rows"]):
+        for name in _unique(row["name"] for row in group):
+            found = {row["direction"]: row for row in group if row["name"] == name}
+            both = [found.get(direction) for direction in ("forward", "backward")]
+            if any(row and row.get("ms") for row in both):
+                line = [group[0]["shape"], name, *map(_milliseconds, both), *map(_planned, both)]
+                body.append(line)
+    head = ["B,T,N,K,H", "call", "forward", "backward", "GiB forward", "GiB backward"]
+    return _grid(head, body) + _reasons(_with_provider(results["rows"]))
+
+
+def _groups(rows: list[dict[str, Any]]):
+    """The rows of each group: its forward rows, then its backward rows."""
+    found: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if not found or (row["direction"], found[-1][-1]["direction"]) == ("forward", "backward"):
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def _with_provider(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"provider": row["name"]} for row in rows]
+
+
+def _milliseconds(row: dict[str, Any] | None) -> str:
+    if row is None or row.get("ms") is None:
+        return "-"
+    return f"{row['ms']:.2f} ({row['speed']:.2f})"
+
+
+def _planned(row: dict[str, Any] | None) -> str:
+    planned = None if row is None else row.get("peak_bytes")
+    return f"{planned / 2**30:.2f}" if planned else "-"
 
 
 def _gibibytes(row: dict[str, Any] | None) -> str:

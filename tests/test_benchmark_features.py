@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import features, run_features, timing
+from benchmarks import features, run_features, tables, timing
 from benchmarks.peers import PEERS, Unsupported
 
 SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
@@ -100,3 +100,24 @@ def test_command_line(monkeypatch, tmp_path):
     run_features.main()
     found = json.loads(out.read_text())
     assert found["suite"] == "features" and {row["group"] for row in found["rows"]} == {"tiny"}
+
+
+def test_the_table_keeps_groups_on_the_same_sizes_apart():
+    row = {"group": "g", "shape": "1,2", "refused": None, "peak_bytes": 2**30, "speed": 0.5}
+    rows = [
+        row | {"name": name, "direction": direction, "ms": ms}
+        for group, ms in (("full", 1.0), ("causal", 2.0))
+        for direction in ("forward", "backward")
+        for name in (group, "peer")
+    ]
+    del rows[1]["peak_bytes"]
+    rows.append(row | {"name": "absent", "direction": "backward", "refused": "not installed"})
+    rows[-1].pop("speed")
+    lines = tables._features_table({"rows": rows}).splitlines()
+    assert lines[2:6] == [
+        "| 1,2 | full | 1.00 (0.50) | 1.00 (0.50) | 1.00 | 1.00 |",
+        "| 1,2 | peer | 1.00 (0.50) | 1.00 (0.50) | - | 1.00 |",
+        "| 1,2 | causal | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 |",
+        "| 1,2 | peer | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 |",
+    ]
+    assert lines[-1] == "- absent: not installed (1 of the rows)"
