@@ -55,25 +55,22 @@ class Tile:
         kv_start: position of its first key.
         shape: of the tile as held.
         q_axis: which axis runs over queries.
-        iota: (dtype, shape, axis) -> index along the axis; a kernel passes one that its registers
-            can hold.
     """
 
     q_start: Any
     kv_start: Any
     shape: tuple[int, int]
     q_axis: int = 0
-    iota: Callable = lax.broadcasted_iota
 
     @property
     def q_pos(self):
         """int32[shape], the position of each element's query."""
-        return self.iota(jnp.int32, self.shape, self.q_axis) + self.q_start
+        return lax.broadcasted_iota(jnp.int32, self.shape, self.q_axis) + self.q_start
 
     @property
     def kv_pos(self):
         """int32[shape], the position of each element's key."""
-        return self.iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
+        return lax.broadcasted_iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
 
     def call(self, function: Callable, *args):
         """function(*args), which works on tiles of this shape."""

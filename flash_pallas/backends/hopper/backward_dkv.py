@@ -172,7 +172,7 @@ class Dkv:
         inputs = self.inputs(cta, held, slot)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-        w = recompute.weights(self.problem, tile, s, lse, inputs, limits, self.interpret)
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
         p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
         return p, self.hand_over(w, p)
 

@@ -228,7 +228,7 @@ class Dq:
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
         tile, limits = where
         inputs = self.side.inputs(rows.held, cta.smem.side, cta.k.slot(n), s.shape, own)
-        w = recompute.weights(self.problem, tile, s, rows.lse, inputs, limits, self.interpret)
+        w = recompute.weights(self.problem, tile, s, rows.lse, inputs, limits)
         p = lax.optimization_barrier(recompute.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)

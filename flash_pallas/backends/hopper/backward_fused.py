@@ -239,7 +239,7 @@ class Fused:
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys)
             limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-            w = recompute.weights(self.problem, tile, s, lse, inputs, limits, self.interpret)
+            w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
             p, through = lax.optimization_barrier(
                 (recompute.dropped(self.problem, w), recompute.pulled(w))
             )

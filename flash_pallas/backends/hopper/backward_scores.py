@@ -158,7 +158,7 @@ class Scores:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
         inputs = self.with_bias(cta, inputs, own)
-        w = recompute.weights(self.problem, where, s, lse, inputs, limits, self.interpret)
+        w = recompute.weights(self.problem, where, s, lse, inputs, limits)
         w = w._replace(p=lax.optimization_barrier(w.p))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.ring.release(n)

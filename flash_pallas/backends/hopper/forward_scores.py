@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from . import inline
+from . import inline, register_tile
 from .forward_plan import Cta, Plan, Work
 from .memory import WARPGROUP_ROWS, warpgroup_rows
 from .side_inputs import Held, Place
@@ -36,13 +36,6 @@ class Scores:
     def spec(self) -> AttentionSpec:
         """What is computed, apart from the arrays."""
         return self.problem.spec
-
-    @property
-    def modified(self) -> bool:
-        """Logits are more than scaled products."""
-        spec, features = self.spec, self.problem.features
-        by_spec = spec.softcap is not None or spec.score_mod is not None
-        return by_spec or bool({"bias", "alibi_slopes"} & features)
 
     @property
     def hidden(self) -> bool:
@@ -80,14 +73,9 @@ class Scores:
             kv_block: the key block.
             edges: as for Plan.limits.
         """
-        tile, plan = self.plan.tile(cta, work, kv_block), self.plan
-        x, log2_scale = s, self.spec.scale * softmax.LOG2E
-        if self.modified:
-            x, log2_scale, _ = scores.logits(self.spec, tile, s, inputs)
-        x = inline.hide(x, plan.limits(cta, work, kv_block, edges), plan.interpret)
-        keep = scores.visible(self.spec, tile, inputs) if self.hidden else None
-        if keep is not None:
-            x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
+        tile = self.plan.tile(cta, work, kv_block)
+        limits = self.plan.limits(cta, work, kv_block, edges)
+        x, log2_scale, _ = register_tile.logits(self.spec, tile, s, inputs, limits)
         return x, log2_scale
 
     def dropped(self, cta: Cta, work: Work, inputs: TileInputs, p, kv_block):

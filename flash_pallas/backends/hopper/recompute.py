@@ -15,8 +15,9 @@ from ...core import dropout, scores
 from ...core.problem import Problem
 from ...core.scores import TileInputs
 from ...core.softmax import EMPTY_ROW
-from ...core.tile import Limits, Tile
-from . import inline
+from ...core.tile import Limits
+from . import register_tile
+from .register_tile import RegisterTile
 
 
 class Weights(NamedTuple):
@@ -28,7 +29,7 @@ class Weights(NamedTuple):
 
 
 def weights(
-    problem: Problem, tile: Tile, s, lse, inputs: TileInputs, limits: Limits, interpret: bool
+    problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits
 ) -> Weights:
     """P of a tile.
 
@@ -39,14 +40,9 @@ def weights(
         lse: log-sum-exp of each query, base 2.
         inputs: what modifiers read.
         limits: what positions leave visible of the tile.
-        interpret: as everywhere.
     """
     spec = problem.spec
-    x, log2_scale, pull = scores.logits(spec, tile, s, inputs)
-    x = inline.hide(x, limits, interpret)
-    visible = scores.visible(spec, tile, inputs)
-    if visible is not None:
-        x = jnp.where(visible, x, -jnp.inf)
+    x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
     rows = tile.per_q(lse)
     p = jnp.exp2(x * log2_scale - rows)
     if problem.bias_shape is not None:

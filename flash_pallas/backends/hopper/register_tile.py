@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ...core import dropout
-from ...core.tile import Tile
-from . import inline_modifiers, stand_ins
+import jax.numpy as jnp
+
+from ...core import dropout, scores
+from ...core.problem import AttentionSpec
+from ...core.scores import Logits, TileInputs
+from ...core.tile import Limits, Tile
+from . import inline, inline_modifiers, stand_ins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +52,15 @@ class RegisterTile(Tile):
             return super().kept(q_keys, kv_keys, rate)
         seeds = self.per_q(q_keys) ^ self.per_kv(kv_keys)
         return inline_modifiers.kept(seeds, dropout.threshold(rate), 1 - self.q_axis)
+
+
+def logits(
+    spec: AttentionSpec, tile: RegisterTile, s, inputs: TileInputs, limits: Limits
+) -> Logits:
+    """core.scores.logits of the products s, -inf where hidden; the same in every kernel."""
+    found = scores.logits(spec, tile, s, inputs)
+    x = inline.hide(found.x, limits, tile.interpret)
+    visible = scores.visible(spec, tile, inputs)
+    if visible is not None:
+        x = jnp.where(visible, x, -jnp.inf)
+    return found._replace(x=x)

@@ -133,7 +133,6 @@ class Cta:
             seen = (x >= found.start) & (x < found.stop)
             total = lax.select(seen, total, jnp.int32(0))
         heads = problem.q_heads // bias_heads
-        heads = problem.q_heads // bias_heads
         first = Step(entry * (problem.batch // entries), bias_head * heads, y, x)
         return Steps(first, total, "member", heads, part * most)
 
