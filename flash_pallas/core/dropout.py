@@ -1,10 +1,11 @@
 """Which weights dropout keeps: a function of (seed, batch, head, query, key), stored nowhere.
 
 Every backend, tile size and pass asks `keep` and so sees the same bits. A row key is a full hash of
-(seed, batch entry, head, query position) and a column key one of the key position without bit 3;
-their exclusive or, mixed once more, yields 32 bits: the low half for the key whose bit 3 is 0, the
-high half for the one eight further on. In the register layout of a warpgroup product one thread
-holds both, in either orientation, so a kernel mixes once for two weights.
+(seed, batch entry, head, query position) and a column key one of the key position without bit 3.
+The two halves of their product, folded by an exclusive or, are 32 bits: 15 from the low half for
+the key whose bit 3 is 0, 15 from the high half for the one eight further on. In the register layout
+of a warpgroup product one thread holds both, in either orientation, so a kernel multiplies once for
+two weights.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LEVELS = 1 << 16  # rates are multiples of 1 / LEVELS
+LEVELS = 1 << 15  # rates are multiples of 1 / LEVELS; a kernel compares by carrying into bit 15
 PAIR_BIT = 8  # positions that differ in this bit share one hash
-FACTORS, SHIFT = (0x7FEB352D, 0x846CA68B), 15  # of `spread`
 
 
 def threshold(rate: float) -> int:
-    """Weights whose 16 bits are below it are dropped."""
+    """Weights whose 15 bits are below it are dropped."""
     return min(round(rate * LEVELS), LEVELS - 1)
 
 
@@ -45,8 +45,9 @@ def call_keys(seed, batch: int, heads: int):
 
 
 def row_keys(call_key, q_pos):
-    """uint32 of each query: of its (batch entry, head) key and its position."""
-    return mix(mix(_uint32(q_pos)) ^ call_key)
+    """uint32 of each query, not 0: of its (batch entry, head) key and its position."""
+    key = mix(mix(_uint32(q_pos)) ^ call_key)
+    return lax.max(key, _like(key, 1))  # a row of zeros would lose all of its weights
 
 
 def column_keys(kv_pos):
@@ -55,8 +56,18 @@ def column_keys(kv_pos):
 
 
 def pair_bits(rows, columns):
-    """32 bits for the two keys that share a column key, from keys spread over the tile."""
-    return mix(rows ^ columns)
+    """uint32: bits for the two keys that share a column key, from keys spread over the tile."""
+    return high_product(rows, columns) ^ rows * columns
+
+
+def high_product(a, b):
+    """The upper half of the 64 bits of a * b, from products of 16 bits each."""
+    low_mask, half = _like(a, 0xFFFF), _like(a, 16)
+    a_low, a_high = a & low_mask, a >> half
+    b_low, b_high = b & low_mask, b >> half
+    middle = a_high * b_low + (a_low * b_low >> half)
+    other = a_low * b_high + (middle & low_mask)
+    return a_high * b_high + (middle >> half) + (other >> half)
 
 
 def keep(call_key, q_pos, kv_pos, rate: float):
@@ -75,7 +86,7 @@ def keep(call_key, q_pos, kv_pos, rate: float):
 def kept(bits, kv_pos, rate: float):
     """True where these of `pair_bits` keep the weight of the key at kv_pos."""
     high = lax.bitwise_and(kv_pos, jnp.int32(PAIR_BIT)) != 0
-    half = jnp.where(high, bits >> jnp.uint32(16), bits & jnp.uint32(LEVELS - 1))
+    half = jnp.where(high, bits >> jnp.uint32(16), bits) & jnp.uint32(LEVELS - 1)
     return half >= jnp.uint32(threshold(rate))
 
 
@@ -84,19 +95,13 @@ def mix(x):
 
     The constants are those of the `lowbias32` search by C. Wellons (2018, public domain).
     """
-    return fold(spread(fold(x)))
+    x = _fold(x) * _like(x, 0x7FEB352D)
+    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 15)))
+    return _fold(x * _like(x, 0x846CA68B))
 
 
-def fold(x):
-    """x with its high half put over its low half; fold(a ^ b) is fold(a) ^ fold(b)."""
+def _fold(x):
     return lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 16)))
-
-
-def spread(x):
-    """The part of `mix` between its two folds."""
-    x = x * _like(x, FACTORS[0])
-    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, SHIFT)))
-    return x * _like(x, FACTORS[1])
 
 
 def _like(x, value: int):

@@ -36,6 +36,7 @@ from .forward_scores import Scores
 from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
 
+FUSED = True
 FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
 
 
@@ -151,6 +152,16 @@ class Forward:
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
         release = lambda: cta.k.release(use)
         s, log2_scale, inputs = self.logits(cta, work, use, s, j, edges, release)
+        if self.scores.bounded:
+            plgpu.wgmma_wait(0)
+            cta.v.release(use - 1)
+            if self.interpret:
+                p = jnp.exp2(s * log2_scale)
+                more = inline.lane_sums(p, self.interpret)
+                p16 = self.scores.dropped(cta, work, inputs, p, work.block(j)).astype(rows.p.dtype)
+            else:
+                p16, more = self.scores.weights(inputs, s, None, log2_scale, edges)
+            return Rows(p16, None, rows.l + more)
         m = jnp.maximum(rows.m, s.max(axis=1) * log2_scale)
         grew = None
         if self.plan.lazy_rescale:
@@ -158,6 +169,13 @@ class Forward:
         may_be_empty = edges != "none" or self.scores.may_be_empty
         safe_m = _finite(m) if may_be_empty else m
         alpha = jnp.exp2(rows.m - safe_m)
+        if FUSED and not self.interpret and grew is None:
+            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            cta.v.release(use - 1)
+            p16, more = self.scores.weights(inputs, s, safe_m, log2_scale, edges)
+            l = rows.l * _per_row(alpha, rows.l.shape) + more
+            o_acc[...] = o * _per_row(alpha, o.shape)
+            return Rows(p16, m, l)
         p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
         l = rows.l * _per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.interpret)
         p = self.scores.dropped(cta, work, inputs, p, work.block(j))
@@ -230,6 +248,10 @@ class Forward:
         """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
         first = jnp.int32(0)
         s, log2_scale, inputs = self.logits(cta, work, use, s, first, "last", release)
+        if self.scores.bounded:
+            p = jnp.exp2(s * log2_scale)
+            l = inline.lane_sums(p, self.interpret)
+            return Rows(self.scores.dropped(cta, work, inputs, p, work.block(first)), None, l)
         m = s.max(axis=1) * log2_scale
         sees_all = self.problem.spec.mask.is_trivial and not self.plan.dynamic
         safe_m = m if sees_all and not self.scores.may_be_empty else _finite(m)

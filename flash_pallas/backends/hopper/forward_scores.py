@@ -11,10 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from . import inline, register_tile
+from . import inline, inline_weights, register_tile
 from .forward_plan import Cta, Plan, Work
 from .memory import WARPGROUP_ROWS, warpgroup_rows
+from .register_tile import RegisterTile
 from .side_inputs import Held, Place
+
+
+BOUNDED = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,23 @@ class Scores:
         """A row may have only logits of -inf in a block that positions leave whole."""
         infinite = "bias" in self.problem.features or self.spec.score_mod is not None
         return self.hidden or infinite
+
+    @property
+    def bounded(self) -> bool:
+        """No logit is so large that weights need to be taken relative to a maximum.
+
+        exp2 of a capped logit lies within 2**-80 and 2**80, and float32 and bfloat16 have as many
+        digits there as at 1: sums over a million keys stay below 2**100.
+        """
+        spec = self.spec
+        return (
+            BOUNDED
+            and spec.softcap is not None
+            and spec.softcap * softmax.LOG2E <= 80.0
+            and spec.score_mod is None
+            and not spec.max_logit
+            and self.problem.dtype == jnp.bfloat16
+        )
 
     def hold(self, cta: Cta, work: Work) -> Held:
         """What this warpgroup's rows of a query tile read beside Q, K and V."""
@@ -86,13 +107,25 @@ class Scores:
         keep = scores.kept(self.spec, tile, inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
+    def weights(self, inputs: TileInputs, x, m, scale: float, edges: str):
+        """(p in 16 bits, per-thread row sums)."""
+        keys, threshold = (), 0
+        finite = m is None and edges == "none" and not self.may_be_empty
+        tile = RegisterTile(0, 0, x.shape)
+        if self.spec.dropout_rate:
+            keys = tile.per_q(inputs.q_keys), tile.per_kv(inputs.kv_keys)
+            threshold = dropout.threshold(self.spec.dropout_rate)
+        return inline_weights.weights(
+            x, None if m is None else tile.per_q(m), scale, self.problem.dtype, threshold, keys, finite
+        )
+
     def finish(self, cta: Cta, work: Work, m, l):
         """(what O is multiplied by, lse_log2) of finished rows."""
         sink, sinks = None, cta.gmem.side.sinks
         if sinks is not None:
-            sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], m.shape, ())
+            sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], l.shape, ())
             sink = plgpu.layout_cast(sink, inline.ROWS)
-        inverse, lse = softmax.finish(m, l, sink)
+        inverse, lse = softmax.finish(jnp.zeros_like(l) if m is None else m, l, sink)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)
         return inverse, lse

@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from ...core import dropout
 from .inline import WGMMA
-from .registers import coordinates, f32_constant, fragmented, i32_constant, splat
+from .registers import at, coordinates, f32_constant, fragmented, i32_constant, splat
 
 
 def _opaque(x):
@@ -97,56 +97,57 @@ def distance(shape, shift, interpret: bool):
     return run(jnp.int32(shift))
 
 
-def _spread(x):
-    """dropout.spread of an i32."""
-    x = arith.muli(x, i32_constant(_signed(dropout.FACTORS[0])))
-    x = arith.xori(x, arith.shrui(x, i32_constant(dropout.SHIFT)))
-    return arith.muli(x, i32_constant(_signed(dropout.FACTORS[1])))
+def verdicts(q_key, kv_key, threshold: int):
+    """i32: bits 15 and 31 tell whether dropout keeps the weights of two keys, eight apart.
+
+    core.dropout.pair_bits, in three instructions for two weights: the field of each half is below
+    2**15, so adding 2**15 - threshold carries into its top bit, and no further, where it is kept.
+    """
+    carry = (dropout.LEVELS - threshold) * 0x10001
+    # Written out: from a 64-bit product in MLIR ptxas makes one addition of 0 more.
+    return llvm.inline_asm(
+        q_key.type,
+        [q_key, kv_key],
+        "{ .reg .b64 wide; .reg .b32 low, high; mul.wide.u32 wide, $1, $2;"
+        " mov.b64 {low, high}, wide; lop3.b32 low, low, high, 0x7fff7fff, 0x28;"
+        f" add.u32 $0, low, {carry}; }}",
+        "=r,r,r",
+        has_side_effects=False,
+    )
 
 
-def _signed(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
-
-
-def _kept_body(threshold, kv_axis, _, seeds):
-    at = {"dynamic_position": []}
-    values = {}
-    for index, row, col in coordinates(seeds.shape, seeds.layout):
+def _kept_body(threshold, kv_axis, _, q_keys, kv_keys):
+    zero, found = i32_constant(0), {}
+    for index, row, col in coordinates(q_keys.shape, q_keys.layout):
         for e in range(2):
-            values[row, col + e] = functools.partial(
-                vector.extract, seeds.registers[index], static_position=[e], **at
-            )
-    limit = i32_constant(_signed(threshold << 16))
-    upper = i32_constant(_signed(0xFFFF0000))
-    bits, mixed = ir.IntegerType.get_signless(1), {}
-    registers = seeds.registers.copy()
-    for index, row, col in coordinates(seeds.shape, seeds.layout):
-        found = llvm.mlir_undef(ir.VectorType.get((2,), bits))
-        for e in range(2):
-            place = [row, col + e]
-            high = place[kv_axis] & dropout.PAIR_BIT
-            place[kv_axis] -= high
-            place = tuple(place)
-            if place not in mixed:
-                mixed[place] = _spread(values[place]())
-            half = mixed[place]
-            if not high:  # the low half of fold(x), moved up
-                half = arith.xori(arith.shli(half, i32_constant(16)), arith.andi(half, upper))
-            keep = arith.cmpi(arith.CmpIPredicate.uge, half, limit)
-            found = vector.insert(keep, found, static_position=[e], **at)
-        registers[index] = found
-    return fragmented(registers, seeds.layout, is_signed=False)
+            if not (row, col + e)[kv_axis] & dropout.PAIR_BIT:
+                q_key, kv_key = (at(keys.registers[index], e) for keys in (q_keys, kv_keys))
+                found[row, col + e] = verdicts(q_key, kv_key, threshold)
+
+    def keep(row, col):
+        high = (row, col)[kv_axis] & dropout.PAIR_BIT
+        bits = found[(row - high, col) if kv_axis == 0 else (row, col - high)]
+        if high:
+            return arith.cmpi(arith.CmpIPredicate.slt, bits, zero)
+        low = arith.andi(bits, i32_constant(dropout.LEVELS))
+        return arith.cmpi(arith.CmpIPredicate.ne, low, zero)
+
+    bits = ir.IntegerType.get_signless(1)
+    registers = _filled(q_keys.shape, q_keys.layout, bits, keep)
+    return fragmented(registers, q_keys.layout, is_signed=False)
 
 
-def kept(seeds, threshold: int, kv_axis: int):
-    """bool: core.dropout.kept of fold(spread(seeds)), hashed once for two keys eight apart.
+def kept(q_keys, kv_keys, threshold: int, kv_axis: int):
+    """bool: core.dropout.kept, one product for two keys eight apart.
 
     Args:
-        seeds: int32, the same for keys that differ in PAIR_BIT; keys start at a multiple of 16.
+        q_keys: int32, spread over a tile whose keys start at a multiple of 16.
+        kv_keys: likewise.
         threshold: dropout.threshold of the rate.
         kv_axis: along which keys run.
     """
     run = plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(seeds.shape, jnp.bool_, WGMMA)
+        arg_types=(WGMMA, WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(q_keys.shape, jnp.bool_, WGMMA),
     )(functools.partial(_kept_body, threshold, kv_axis))
-    return run(seeds)
+    return run(q_keys, kv_keys)

@@ -50,8 +50,8 @@ class RegisterTile(Tile):
         """bool of the tile's shape: what dropout keeps; one hash for the two keys that share it."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
-        seeds = self.per_q(q_keys) ^ self.per_kv(kv_keys)
-        return inline_modifiers.kept(seeds, dropout.threshold(rate), 1 - self.q_axis)
+        keys = self.per_q(q_keys), self.per_kv(kv_keys)
+        return inline_modifiers.kept(*keys, dropout.threshold(rate), 1 - self.q_axis)
 
 
 def logits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, vector
 
 
 def coordinates(shape, layout):
@@ -40,3 +40,8 @@ def splat(array):
 def fragmented(registers, layout, is_signed=None):
     """A FragmentedArray of these registers."""
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def at(register, element: int):
+    """One element of a register."""
+    return vector.extract(register, dynamic_position=[], static_position=[element])
