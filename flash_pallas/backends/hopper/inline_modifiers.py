@@ -8,15 +8,23 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm, math
 
 from ...core import dropout
 from .inline import WGMMA
-from .registers import at, coordinates, f32_constant, fragmented, i32_constant, splat
+from .registers import (
+    assembly,
+    at,
+    coordinates,
+    f32_constant,
+    filled,
+    fragmented,
+    i32_constant,
+    splat,
+)
 
 
 def _opaque(x):
@@ -31,24 +39,10 @@ def _thread_origin(shape, layout):
     return tuple(arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
 
 
-def _filled(shape, layout, element_type, value):
-    """The registers of a tile of value(row, column of thread 0)."""
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    like = ir.VectorType.get((2,), element_type)
-    for index, row, col in coordinates(shape, layout):
-        register = llvm.mlir_undef(like)
-        for e in range(2):
-            register = vector.insert(
-                value(row, col + e), register, dynamic_position=[], static_position=[e]
-            )
-        registers[index] = register
-    return registers
-
-
 def _positions_body(shape, axis, _, start):
     layout = WGMMA.to_mgpu()
     base = _opaque(arith.addi(splat(start), _thread_origin(shape, layout)[axis]))
-    registers = _filled(
+    registers = filled(
         shape,
         layout,
         ir.IntegerType.get_signless(32),
@@ -76,7 +70,7 @@ def _distance_body(shape, _, shift):
     layout, f32 = WGMMA.to_mgpu(), ir.F32Type.get()
     row0, col0 = _thread_origin(shape, layout)
     base = arith.sitofp(f32, _opaque(arith.addi(splat(shift), arith.subi(row0, col0))))
-    registers = _filled(
+    registers = filled(
         shape,
         layout,
         f32,
@@ -105,15 +99,12 @@ def verdicts(q_key, kv_key, threshold: int):
     """
     carry = (dropout.LEVELS - threshold) * 0x10001
     # Written out: from a 64-bit product in MLIR ptxas makes one addition of 0 more.
-    return llvm.inline_asm(
-        q_key.type,
-        [q_key, kv_key],
+    code = (
         "{ .reg .b64 wide; .reg .b32 low, high; mul.wide.u32 wide, $1, $2;"
-        " mov.b64 {low, high}, wide; lop3.b32 low, low, high, 0x7fff7fff, 0x28;"
-        f" add.u32 $0, low, {carry}; }}",
-        "=r,r,r",
-        has_side_effects=False,
+        " mov.b64 {low, high}, wide; lop3.b32 low, low, high, 0x7fff7fff, 0x28;"  # (x ^ y) & z
+        f" add.u32 $0, low, {carry}; }}"
     )
+    return assembly(q_key.type, code, q_key, kv_key)
 
 
 def _kept_body(threshold, kv_axis, _, q_keys, kv_keys):
@@ -133,7 +124,7 @@ def _kept_body(threshold, kv_axis, _, q_keys, kv_keys):
         return arith.cmpi(arith.CmpIPredicate.ne, low, zero)
 
     bits = ir.IntegerType.get_signless(1)
-    registers = _filled(q_keys.shape, q_keys.layout, bits, keep)
+    registers = filled(q_keys.shape, q_keys.layout, bits, keep)
     return fragmented(registers, q_keys.layout, is_signed=False)
 
 

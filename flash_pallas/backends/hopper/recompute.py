@@ -16,7 +16,7 @@ from ...core.problem import Problem
 from ...core.scores import TileInputs
 from ...core.softmax import EMPTY_ROW
 from ...core.tile import Limits
-from . import inline_weights, register_tile
+from . import register_tile
 from .register_tile import RegisterTile
 
 
@@ -44,10 +44,7 @@ def weights(
     spec = problem.spec
     x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
     rows = tile.per_q(lse)
-    if spec.softcap is not None and inline_weights.VARIANT["backward"] and not tile.interpret:
-        p = inline_weights.powers(x * log2_scale - rows)
-    else:
-        p = jnp.exp2(x * log2_scale - rows)
+    p = jnp.exp2(x * log2_scale - rows)
     if problem.bias_shape is not None:
         # The bias of padding may be a NaN. Hidden keys are -inf by now; discarded queries are not,
         # and what is linear in P passes on a 0 where softcap and score_mod would make a NaN of it.
