@@ -89,7 +89,7 @@ def normal(rate, **sizes):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_no_two_rows_and_no_two_columns_go_together(rate, seed):
-    """All 523,776 pairs of 1,024 rows: correlations as of independent bits, in size and in tails."""
+    """All 523,776 pairs of rows: correlations as of independent bits, in size and tails."""
     z = normal(rate, seed=seed, length=1024)[0, 0]
     for x in (z, z.T):
         pairs = (x @ x.T)[np.triu_indices(1024, 1)] / np.sqrt(1024)
