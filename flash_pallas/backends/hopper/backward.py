@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core import padding
 from ...core.problem import Cotangents, Grads, Operands, Problem
 from .arrays import BackwardArrays
 from .backward_blocks import SplitBlocks, native_problem
@@ -32,7 +33,8 @@ def backward(
     """
     fused = isinstance(blocks, FusedBlocks)
     native = native_problem(problem, fused=fused)
-    arrays = BackwardArrays.of(native, operands, cotangents)
+    operands, do = padding.cleared(operands), padding.cleared_queries(operands, cotangents.do)
+    arrays = BackwardArrays.of(native, operands, cotangents._replace(do=do))
     if fused:
         grads = backward_fused(native, blocks, operands, arrays, interpret)
     else:

@@ -26,10 +26,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import bounds
+from ...core import bounds, padding
 from ...core.problem import Operands, Outputs, Problem
 from . import inline
 from .blocks import ForwardBlocks
+from .clearing import Padding
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Scores
@@ -333,6 +334,7 @@ def forward(
         kv_bounds=(
             bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
+        padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))

@@ -18,6 +18,7 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
+from .clearing import Padding
 from .memory import SWIZZLES, WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
 from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
@@ -35,6 +36,7 @@ class Gmem(NamedTuple):
     kv_bounds: Any = (
         None  # int32[B, query tiles, 2], see core/bounds.py; None where arithmetic says
     )
+    padding: Padding | None = None  # of the keys
     side: side_inputs.Gmem = side_inputs.Gmem()
 
 
@@ -67,6 +69,7 @@ class Barriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
+    v_arrived: Any = None  # a block of V that has padding to be cleared
 
 
 class Work(NamedTuple):
@@ -249,11 +252,12 @@ class Plan:
         bar = plgpu.Barrier
         tiles = lambda *shape: tile_buffer(shape, problem.dtype)
         v_shape = (stages, block_kv, problem.v_head_dim)
+        swizzle = swizzle_of_v(block_kv, problem)
         apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
         smem = Smem(
             q=tiles(wgs, WARPGROUP_ROWS, problem.head_dim),
             k=tiles(stages, block_kv, problem.head_dim),
-            v=tile_buffer(v_shape, problem.dtype, swizzle_of_v(v_shape, problem.dtype)),
+            v=tile_buffer(v_shape, problem.dtype, swizzle),
             o=tiles(wgs, WARPGROUP_ROWS, problem.v_head_dim) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
@@ -266,12 +270,12 @@ class Plan:
             k_empty=bar(num_arrivals=wgs, num_barriers=stages),
             v_full=bar(num_barriers=stages),
             v_empty=bar(num_arrivals=wgs, num_barriers=stages),
+            v_arrived=bar() if self.dynamic else None,
         )
         return smem, bars
 
 
-def swizzle_of_v(shape, dtype) -> int:
+def swizzle_of_v(keys: int, problem: Problem) -> int:
     """Bytes: the widest that divides both its rows and, as wgmma sums over keys, its columns."""
-    size = np.dtype(dtype).itemsize
-    _, keys, width = shape
+    size, width = np.dtype(problem.dtype).itemsize, problem.v_head_dim
     return next(n for n in SWIZZLES if width * size % n == 0 == keys * size % n)
