@@ -33,10 +33,13 @@ def backward(
     """
     fused = isinstance(blocks, FusedBlocks)
     native = native_problem(problem, fused=fused)
-    operands, do = padding.cleared(operands), padding.cleared_queries(operands, cotangents.do)
-    arrays = BackwardArrays.of(native, operands, cotangents._replace(do=do))
+    inside = fused and not wanted  # the other kernels are given copies without padding
+    if not inside:
+        do = padding.cleared_queries(operands, cotangents.do)
+        operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
+    arrays = BackwardArrays.of(native, operands, cotangents)
     if fused:
-        grads = backward_fused(native, blocks, operands, arrays, interpret)
+        grads = backward_fused(native, blocks, operands, arrays, inside, interpret)
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv

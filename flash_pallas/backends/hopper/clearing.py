@@ -11,18 +11,18 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
 
-from .memory import WARPGROUP_ROWS, pad_axis, tile_transforms
+from .memory import pad_axis, tile_transforms
 from .registers import i32_constant
 from .side_arrays import within_reach
 
 PIECE_BYTES = 16  # of one store
+WARP, WARPGROUP = 32, 128  # threads
 
 
 class Padding(NamedTuple):
@@ -51,14 +51,14 @@ class Loader(NamedTuple):
         arrived: mbarrier of one arrival that nobody else uses; None without padding.
         swizzle: of the tile in shared memory, in bytes.
         interpret: run by the interpreter.
-        threads: that load together: a warpgroup's, or a warp's.
+        threads: that load together, WARP or WARPGROUP.
     """
 
     padding: Padding | None
     arrived: Any
     swizzle: int
     interpret: bool
-    threads: int = 2 * WARPGROUP_ROWS
+    threads: int = WARPGROUP
 
     def __call__(self, source, destination, full, batch, tile):
         """Start the copy of a tile, which arrives once on `full`.
@@ -74,10 +74,10 @@ class Loader(NamedTuple):
         if self.padding is None:
             copy(full)
             return
-        holes = self.padding.tiles[batch, tile] != 0
-        pl.when(lax.bitwise_not(holes))(lambda: copy(full))
+        holes = self.padding.tiles[batch, tile]
+        pl.when(holes == 0)(lambda: copy(full))
 
-        @pl.when(holes)
+        @pl.when(holes != 0)
         def _():
             copy(self.arrived)
             plgpu.barrier_wait(self.arrived)
