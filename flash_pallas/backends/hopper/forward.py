@@ -130,8 +130,10 @@ class Forward:
 
     def zones(self, cta: Cta, work: Work):
         """(edges, first, one past the last) of the loops over blocks, counted from the right."""
-        left, right = self.plan.masked_blocks()
         first, last = jnp.int32(1), work.kv_blocks
+        if self.plan.has_segments:
+            return self.segment_zones(cta, work)
+        left, right = self.plan.masked_blocks()
         if not left and not right:
             return [("none", first, last)]
         position = work.position + cta.wg * WARPGROUP_ROWS
@@ -144,6 +146,18 @@ class Forward:
             return [*zones, ("none", plain, last)]
         masked = lax.clamp(plain, work.stop - full_start, last)
         return [*zones, ("none", plain, masked), ("left", masked, last)]
+
+    def segment_zones(self, cta: Cta, work: Work):
+        """Likewise with segment ids: only blocks in the middle of a document are not masked."""
+        first, last = jnp.int32(1), work.kv_blocks
+        start, stop = (cta.gmem.whole[work.at.batch, work.at.block, end] for end in (0, 1))
+        if not self.plan.mask.is_trivial:
+            position = work.position + cta.wg * WARPGROUP_ROWS
+            full_start, full_stop = map(jnp.int32, self.plan.whole(position))
+            start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
+        plain = lax.clamp(first, work.stop - stop, last)
+        masked = lax.clamp(plain, work.stop - start, last)
+        return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
         """QK^T of block j beside PV of block j - 1, then the softmax of j while PV ends."""
@@ -246,7 +260,7 @@ class Forward:
         streams = self.plan.side.copies > 0
         if not streams:
             release()
-        inputs = self.scores.inputs(cta, work, cta.k.slot(use))
+        inputs = self.scores.inputs(cta, work, cta.k.slot(use), edges)
         found = self.scores.logits(cta, work, inputs, s, work.block(j), edges)
         if streams:
             release()
@@ -335,6 +349,9 @@ def forward(
             bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
         padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
+        whole=(
+            bounds.kv_whole(operands, rows, blocks.block_kv) if plan.has_segments else None
+        ),
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))

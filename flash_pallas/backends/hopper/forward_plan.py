@@ -36,6 +36,7 @@ class Gmem(NamedTuple):
     kv_bounds: Any = (
         None  # int32[B, query tiles, 2], see core/bounds.py; None where arithmetic says
     )
+    whole: Any = None  # int32[B, query tiles, 2], bounds.kv_whole; None without segment ids
     padding: Padding | None = None  # of the keys
     side: side_inputs.Gmem = side_inputs.Gmem()
 
@@ -155,6 +156,11 @@ class Plan:
         """As ForwardBlocks says, unless the exact maximum is wanted."""
         return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
 
+    @property
+    def has_segments(self) -> bool:
+        """Segment ids hide keys."""
+        return "kv_segments" in self.problem.features
+
     def masked_blocks(self) -> tuple[bool, bool]:
         """Some warpgroup masks key blocks (left of those it sees whole, right of them).
 
@@ -225,13 +231,15 @@ class Plan:
             work: the query tile.
             kv_block: the key block.
             edges: what may hide keys of it: "last" (it may reach past the last key), "left",
-                "right" or "none".
+                "right", "all" (segment ids and both edges) or "none".
         """
         tile = self.tile(cta, work, kv_block)
         if edges == "none":
             return Limits()
         if edges == "last":
             return tile.limits(self.mask, self.kv_len(cta, work))
+        if edges == "all":
+            return tile.limits(self.mask)
         left, right = self.mask.left, self.mask.right
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
         if left is not None and right is not None and left + right >= sum(tile.shape):
