@@ -32,6 +32,7 @@ class BackwardArrays(NamedTuple):
     delta: Any  # f32[B, N, T up to a multiple of 128]
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
+    whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole; None without segment ids
     side: Gmem = Gmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
@@ -66,7 +67,9 @@ class BackwardArrays(NamedTuple):
             tile: (queries, keys) of one step of a CTA.
         """
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
+        has_segments = q_axis == 1 and "kv_segments" in problem.features
         return self._replace(
+            whole=bounds.q_whole(operands, *tile) if has_segments else None,
             bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
             side=SideInputs(problem, q_axis).arrays(operands),
         )

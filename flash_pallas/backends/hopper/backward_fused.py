@@ -40,7 +40,6 @@ from .arrays import BackwardArrays
 from .clearing import WARP, Loader, Padding
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzle_of_k
-from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows, widest_swizzle
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
@@ -77,7 +76,7 @@ class Fused:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * self.blocks.block_kv,
-            walk=QueryWalk.of(self.problem, gmem, at, *size),
+            walk=QueryWalk.of(self.problem, gmem, at, *size, mask_all=self.blocks.mask_all),
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
@@ -191,7 +190,7 @@ class Fused:
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
         step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
-        cta.walk.visit(step, self.blocks.mask_all or mask_everywhere(self.problem))
+        cta.walk.visit(step)
         return dk_acc[...], dv_acc[...]
 
     def own_place(self, cta: Cta, n) -> Place:
@@ -245,7 +244,7 @@ class Fused:
             plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
             lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys)
+            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys, ids=masked)
             limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
             w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
             p, through = lax.optimization_barrier(

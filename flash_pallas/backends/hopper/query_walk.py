@@ -20,22 +20,37 @@ class QueryWalk:
     """The query tiles that one CTA of a key-stationary kernel reads, for every head of a group.
 
     Attributes:
-        start, full_start, stop: query blocks; those before full_start need the mask.
+        start, full_start, full_stop, stop: query blocks; those outside the full ones need the mask.
         q_offset: position of query 0.
         kv_len: how many keys there are, or None where that hides none.
         group: query heads that read these keys, one after the other.
+        mask_all: one loop masks all tiles; else the masked ones are a loop of their own.
+        nothing_hidden: no tile needs the mask.
+        rotated: tiles on both sides may need the mask. The full ones then come first and those
+            before them last, so that there are two loops and not three.
     """
 
     start: Any
     full_start: Any
+    full_stop: Any
     stop: Any
     q_offset: Any
     kv_len: Any
     group: int
+    mask_all: bool
+    nothing_hidden: bool
+    rotated: bool
 
     @classmethod
     def of(
-        cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, block_q: int
+        cls,
+        problem: Problem,
+        arrays: BackwardArrays,
+        at,
+        kv_rows: int,
+        block_q: int,
+        *,
+        mask_all: bool,
     ) -> QueryWalk:
         """Of a CTA. At least one tile per head, which is then wholly masked.
 
@@ -45,6 +60,7 @@ class QueryWalk:
             at: (batch entry, key block).
             kv_rows: keys of a block.
             block_q: queries of a tile.
+            mask_all: as the attribute says.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -56,16 +72,29 @@ class QueryWalk:
         else:
             start = arrays.bounds[batch, block, 0]
             stop = ints.maximum(arrays.bounds[batch, block, 1], start + 1)
-        full_start = ints.maximum(found.full_start, start)
+        full_start, full_stop = found.full_start, found.full_stop
+        if arrays.whole is not None:
+            full_start = ints.maximum(full_start, arrays.whole[batch, block, 0])
+            full_stop = ints.minimum(full_stop, arrays.whole[batch, block, 1])
+        full_start = ints.maximum(full_start, start)
         kv_len = arrays.kv_len(problem, batch, kv_rows)
-        if mask_everywhere(problem):
-            full_start = stop
-        elif kv_len is not None:  # the last keys lie past the end: mask every tile
+        if kv_len is not None:  # the last keys lie past the end: mask every tile
             ragged = kv_start + kv_rows > kv_len
             full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
-        if arrays.bounds is not None:
+        everywhere = mask_everywhere(problem)
+        rotated = everywhere and not mask_all
+        nothing_hidden = not everywhere and ints.is_static(full_start) and full_start == 0
+        if rotated or arrays.bounds is not None:
             full_start = ints.minimum(full_start, stop)
-        return cls(start, full_start, stop, offset, kv_len, problem.group)
+        if rotated:
+            full_stop = ints.clip(full_stop, full_start, stop)
+        return cls(
+            *(start, full_start, full_stop, stop, offset, kv_len),
+            group=problem.group,
+            mask_all=mask_all,
+            nothing_hidden=nothing_hidden,
+            rotated=rotated,
+        )
 
     @property
     def per_head(self):
@@ -80,29 +109,41 @@ class QueryWalk:
     def __getitem__(self, n):
         """(head of the group, query block) of the n-th tile."""
         if self.group == 1:
-            return 0, self.start + n
-        return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(
-            n, jnp.int32(self.per_head)
-        )
+            return 0, self.block(n)
+        return lax.div(n, jnp.int32(self.per_head)), self.block(lax.rem(n, jnp.int32(self.per_head)))
 
-    def visit(self, step, mask_all: bool):
+    def block(self, i):
+        """The i-th query block of a head."""
+        if not self.rotated:
+            return self.start + i
+        block = jnp.int32(self.full_start + i)
+        return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
+
+    def visit(self, step):
         """Call step(n, query block, masked=) for every tile.
 
-        The masked tiles of each head are a loop of their own, unless `mask_all` says that one loop
-        masks all tiles. The loops count in n: a block index kept alive beside it costs the fused
-        kernel 100 bytes of spills.
+        The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
+        spills.
         """
+        masked = lambda n: step(n, self[n][1], masked=True)
         plain = lambda n: step(n, self[n][1], masked=False)
-        if ints.is_static(self.full_start) and self.full_start == 0:
+        if self.nothing_hidden:
             pl.loop(jnp.int32(0), self.total)(plain)
             return
-
-        if mask_all:
-            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=True))
+        if self.mask_all:
+            pl.loop(jnp.int32(0), self.total)(masked)
             return
 
         def one_head(head):
             first = head * self.per_head
+            if self.rotated:
+                some = jnp.int32(first + (self.full_stop - self.full_start))
+                full = lambda n: step(n, self.full_start + (n - first), masked=False)
+                pl.loop(first, some)(full)
+                # As in KeyWalk.visit: a known number of steps would be peeled off.
+                last = lax.optimization_barrier(jnp.int32(first + self.per_head))
+                pl.loop(some, last)(lambda n: step(n, self.block(n - first), masked=True))
+                return
             unmasked = first + (self.full_start - self.start)
             pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first), masked=True))
             pl.loop(unmasked, first + self.per_head)(plain)
