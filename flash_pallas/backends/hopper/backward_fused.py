@@ -128,7 +128,10 @@ class Fused:
     def loaders(self, cta: Cta, padding: Padding | None):
         """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
         problem = self.problem
-        swizzles = swizzle_of_k(problem, self.blocks), widest_swizzle(problem.head_dim, problem.dtype)
+        swizzles = (
+            swizzle_of_k(problem, self.blocks),
+            widest_swizzle(problem.head_dim, problem.dtype),
+        )
         arrived, interpret = cta.bars.arrived, self.interpret
         return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
 

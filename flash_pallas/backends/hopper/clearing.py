@@ -104,7 +104,9 @@ def _clear_body(threads: int, _, tile, valid):
     row_pieces, column_pieces, _, columns = tile.type.shape
     element = tile.type.element_type
     piece = ir.VectorType.get((PIECE_BYTES * 8 // element.width,), element)
-    zeros = arith.constant(piece, ir.DenseElementsAttr.get_splat(piece, ir.FloatAttr.get(element, 0.0)))
+    zeros = arith.constant(
+        piece, ir.DenseElementsAttr.get_splat(piece, ir.FloatAttr.get(element, 0.0))
+    )
     thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(threads))
     loop = scf.ForOp(arith.index_cast(index, thread), at(8 * row_pieces), at(threads))
     with ir.InsertionPoint(loop.body):

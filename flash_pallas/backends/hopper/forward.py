@@ -66,7 +66,7 @@ class Forward:
         """Tile sizes."""
         return self.plan.blocks
 
-    def __call__(self, gmem: Gmem, *refs):
+    def __call__(self, counter, gmem: Gmem, *refs):
         *results, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
@@ -78,6 +78,7 @@ class Forward:
             bars=bars,
             index=lax.axis_index("cta"),
             wg=lax.axis_index("wg"),
+            counter=counter,
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
@@ -88,7 +89,7 @@ class Forward:
         """Fold the key blocks of each tile into this warpgroup's rows."""
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         first = jnp.int32(0)
-        work = self.plan.work(cta, first)
+        work = self.plan.work(cta, self.plan.queue.first(cta))
         work = work._replace(held=self.scores.hold(cta, work))
         plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
         cta.k.wait_full(first)
@@ -97,67 +98,41 @@ class Forward:
         rows = rows._replace(p=rows.p.astype(self.problem.dtype))
         self.pass_turn_once(cta)
 
-        def tile(turn, carry):
+        def tile(turn, number, carry):
             rows, used = carry
             return pl.run_scoped(
-                functools.partial(self.tile, cta, turn, rows, used),
+                functools.partial(self.tile, cta, (turn, number), rows, used),
                 plgpu.ACC((WARPGROUP_ROWS, self.problem.v_head_dim), jnp.float32),
             )
 
-        turns = self.plan.turns(cta)
-        lax.fori_loop(jnp.int32(0), turns, tile, (rows, jnp.int32(0)))
+        self.plan.queue.each(cta, tile, (rows, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def tile(self, cta: Cta, turn, rows: Rows, used, o_acc):
-        """All steps of one query tile; `used` is the ring position of its first key block."""
-        work = self.plan.work(cta, turn)._replace(used=used)
+    def tile(self, cta: Cta, at, rows: Rows, used, o_acc):
+        """All steps of one query tile, whose turn and number are `at`.
+
+        `used` is the ring position of its first key block. Returns that of the next tile and what
+        it starts with, and which one it is.
+        """
+        turn, number = at
+        work = self.plan.work(cta, number)._replace(used=used)
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
             q = plgpu.load(q, layout=inline.WGMMA)
         step = functools.partial(self.step, cta, work, q, o_acc)
-        for edges, low, high in self.zones(cta, work):
+        for edges, low, high in self.plan.zones(cta, work):
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
         after = used + work.kv_blocks
         if self.blocks.persistent:
-            return self.seam(cta, turn, rows, after, o_acc), after
+            following = self.plan.queue.following(cta, turn)
+            return (self.seam(cta, number, following, rows, after, o_acc), after), following
         cta.v.wait_full(after - 1)
         plgpu.wgmma(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         self.store(cta, work, o, rows)
-        return rows, after
-
-    def zones(self, cta: Cta, work: Work):
-        """(edges, first, one past the last) of the loops over blocks, counted from the right."""
-        first, last = jnp.int32(1), work.kv_blocks
-        if self.plan.has_segments:
-            return self.segment_zones(cta, work)
-        left, right = self.plan.masked_blocks()
-        if not left and not right:
-            return [("none", first, last)]
-        position = work.position + cta.wg * WARPGROUP_ROWS
-        full_start, full_stop = map(jnp.int32, self.plan.whole(position))
-        zones, plain = [], first
-        if right:
-            plain = lax.clamp(first, work.stop - full_stop, last)
-            zones.append(("right", first, plain))
-        if not left:
-            return [*zones, ("none", plain, last)]
-        masked = lax.clamp(plain, work.stop - full_start, last)
-        return [*zones, ("none", plain, masked), ("left", masked, last)]
-
-    def segment_zones(self, cta: Cta, work: Work):
-        """Likewise with segment ids: only blocks in the middle of a document are not masked."""
-        first, last = jnp.int32(1), work.kv_blocks
-        start, stop = (cta.gmem.whole[work.at.batch, work.at.block, end] for end in (0, 1))
-        if not self.plan.mask.is_trivial:
-            position = work.position + cta.wg * WARPGROUP_ROWS
-            full_start, full_stop = map(jnp.int32, self.plan.whole(position))
-            start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
-        plain = lax.clamp(first, work.stop - stop, last)
-        masked = lax.clamp(plain, work.stop - start, last)
-        return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
+        return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
         """QK^T of block j beside PV of block j - 1, then the softmax of j while PV ends."""
@@ -191,14 +166,14 @@ class Forward:
             o_acc[...] = lax.cond(grew > 0, rescale, lambda: o)
         return Rows(p16, m, l)
 
-    def seam(self, cta: Cta, turn, rows: Rows, after, o_acc) -> Rows:
+    def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
 
         After the CTA's last tile the QK^T multiplies what is left in shared memory, unused: cheaper
         than a second copy of this code.
         """
-        work, following = self.plan.work(cta, turn), self.plan.work(cta, turn + 1)
-        more = turn + 1 < self.plan.turns(cta)
+        number_after, more = following
+        work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
         if self.blocks.q_in_registers:
             plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
         plgpu.barrier_arrive(cta.bars.q_empty.at[cta.wg])
@@ -349,16 +324,15 @@ def forward(
             bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
         padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
-        whole=(
-            bounds.kv_whole(operands, rows, blocks.block_kv) if plan.has_segments else None
-        ),
+        whole=(bounds.kv_whole(operands, rows, blocks.block_kv) if plan.has_segments else None),
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], problem.v_head_dim), problem.dtype)
-    run = launch(
-        Forward(plan),
-        out=(o, per_row) + (per_row,) * problem.spec.max_logit,
+    results = (o, per_row) + (per_row,) * problem.spec.max_logit
+    run = functools.partial(
+        launch,
+        out=results,
         scratch=plan.scratch(),
         grid=(assignment.ctas,),
         grid_names=("cta",),
@@ -366,4 +340,16 @@ def forward(
         name="flash_pallas_forward",
         interpret=interpret,
     )
-    return Outputs(*run(gmem))
+    kernel = Forward(plan)
+    if not plan.claims:
+        return Outputs(*run(functools.partial(kernel, None))(gmem))
+
+    def claim_tiles(refs):
+        counter, *out = refs
+        for ref, result in zip(out, run(functools.partial(kernel, counter))(gmem), strict=True):
+            ref[...] = result
+
+    # Only the counter is set to 0: the results are overwritten, and XLA drops their zeros.
+    counter = jnp.zeros((1,), jnp.int32)
+    empty = [jnp.zeros(x.shape, x.dtype) for x in results]
+    return Outputs(*pl.run_state(claim_tiles)((counter, *empty))[1:])

@@ -35,22 +35,20 @@ class Producer:
     def __call__(self, cta: Cta):
         """All tiles of this CTA."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        first = self.plan.work(cta, jnp.int32(0))
+        first = self.plan.work(cta, self.plan.queue.first(cta))
         self.load_q(cta, first, jnp.int32(0))
         self.load_kv(cta, cta.k, first, jnp.int32(0), jnp.int32(0))
-        turns = self.plan.turns(cta)
-
-        tile = functools.partial(self.tile, cta, turns)
-        used = lax.fori_loop(jnp.int32(0), turns, tile, jnp.int32(0))
+        tile = functools.partial(self.tile, cta)
+        used = self.plan.queue.each(cta, tile, jnp.int32(0))
         cta.k.drain(used)
         cta.v.drain(used)
         if self.blocks.persistent:
             for wg in range(self.blocks.warpgroups):
                 plgpu.barrier_wait(cta.bars.q_empty.at[wg])
 
-    def tile(self, cta: Cta, turns, turn, used):
+    def tile(self, cta: Cta, turn, number, used):
         """The K and V blocks of one tile, and the first K and the Q of the next."""
-        work = self.plan.work(cta, turn)
+        work = self.plan.work(cta, number)
 
         @pl.loop(jnp.int32(1), work.kv_blocks)
         def _(j):
@@ -58,14 +56,14 @@ class Producer:
             self.load_kv(cta, cta.v, work, j - 1, used + j - 1)
 
         last, after = work.kv_blocks - 1, used + work.kv_blocks
-        more = turn + 1 < turns
-        following = self.plan.work(cta, turn + 1)
+        number, more = self.plan.queue.claim(cta, turn)
+        following = self.plan.work(cta, number)
         if self.blocks.persistent:
             pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
         self.load_kv(cta, cta.v, work, last, after - 1)
         if self.blocks.persistent:
             pl.when(more)(lambda: self.load_q(cta, following, turn + 1))
-        return after
+        return after, (number, more)
 
     def load_q(self, cta: Cta, work: Work, turn):
         """Each warpgroup's 64 rows, as soon as it has read its last."""

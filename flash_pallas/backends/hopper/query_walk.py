@@ -110,7 +110,9 @@ class QueryWalk:
         """(head of the group, query block) of the n-th tile."""
         if self.group == 1:
             return 0, self.block(n)
-        return lax.div(n, jnp.int32(self.per_head)), self.block(lax.rem(n, jnp.int32(self.per_head)))
+        return lax.div(n, jnp.int32(self.per_head)), self.block(
+            lax.rem(n, jnp.int32(self.per_head))
+        )
 
     def block(self, i):
         """The i-th query block of a head."""
