@@ -107,10 +107,10 @@ def _overlap(own, other, own_block: int, other_block: int):
 
 
 def _one_document(own, other, own_block: int, other_block: int):
-    """(first, one past the last) block of `other` of those that end with the last one that is whole.
+    """(first, one past the last) block of `other` of the whole ones that end with the last of them.
 
-    Whole: it lies in the same document as the block of `own`, all of it, without padding. Ids in any
-    order may have others before these; who reads the range must not need them all.
+    Whole: it lies in the same document as the block of `own`, all of it, without padding. Unsorted
+    ids may have others before these; who reads the range must not need them all.
     """
     (low, high), (other_low, other_high) = _extremes(own, own_block), _extremes(other, other_block)
     same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])

@@ -87,7 +87,9 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
-    if problem.head_dim == 128 and not modified and mask_everywhere(problem):
+    # Where arrays or a window leave most tiles whole, two loops pay. Modifiers need the registers.
+    some = mask_everywhere(problem) or "kv_lengths" in features
+    if problem.head_dim == 128 and some and not modified:
         first = dataclasses.replace(first, mask_all=False)
     candidates = (first, dataclasses.replace(first, do_stages=1, ds_stages=1), SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)

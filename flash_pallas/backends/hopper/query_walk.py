@@ -24,10 +24,9 @@ class QueryWalk:
         q_offset: position of query 0.
         kv_len: how many keys there are, or None where that hides none.
         group: query heads that read these keys, one after the other.
-        mask_all: one loop masks all tiles; else the masked ones are a loop of their own.
-        nothing_hidden: no tile needs the mask.
-        rotated: tiles on both sides may need the mask. The full ones then come first and those
-            before them last, so that there are two loops and not three.
+        masks: "none" (no tile is masked), "all" (one loop masks all tiles) or "some": tiles that
+            need no mask come first, in a loop of their own; a head's other tiles follow in order,
+            from the start again when the end is reached.
     """
 
     start: Any
@@ -37,9 +36,7 @@ class QueryWalk:
     q_offset: Any
     kv_len: Any
     group: int
-    mask_all: bool
-    nothing_hidden: bool
-    rotated: bool
+    masks: str
 
     @classmethod
     def of(
@@ -60,7 +57,7 @@ class QueryWalk:
             at: (batch entry, key block).
             kv_rows: keys of a block.
             block_q: queries of a tile.
-            mask_all: as the attribute says.
+            mask_all: one loop masks all tiles, if any tile is masked.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -81,20 +78,12 @@ class QueryWalk:
         if kv_len is not None:  # the last keys lie past the end: mask every tile
             ragged = kv_start + kv_rows > kv_len
             full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
-        everywhere = mask_everywhere(problem)
-        rotated = everywhere and not mask_all
-        nothing_hidden = not everywhere and ints.is_static(full_start) and full_start == 0
-        if rotated or arrays.bounds is not None:
-            full_start = ints.minimum(full_start, stop)
-        if rotated:
-            full_stop = ints.clip(full_stop, full_start, stop)
-        return cls(
-            *(start, full_start, full_stop, stop, offset, kv_len),
-            group=problem.group,
-            mask_all=mask_all,
-            nothing_hidden=nothing_hidden,
-            rotated=rotated,
-        )
+        masks = "all" if mask_all else "some"
+        if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
+            masks = "none"
+        full_start = ints.minimum(full_start, stop)
+        full_stop = ints.clip(full_stop, full_start, stop)
+        return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks)
 
     @property
     def per_head(self):
@@ -116,7 +105,7 @@ class QueryWalk:
 
     def block(self, i):
         """The i-th query block of a head."""
-        if not self.rotated:
+        if self.masks != "some":
             return self.start + i
         block = jnp.int32(self.full_start + i)
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
@@ -127,28 +116,19 @@ class QueryWalk:
         The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
         spills.
         """
-        masked = lambda n: step(n, self[n][1], masked=True)
-        plain = lambda n: step(n, self[n][1], masked=False)
-        if self.nothing_hidden:
-            pl.loop(jnp.int32(0), self.total)(plain)
-            return
-        if self.mask_all:
-            pl.loop(jnp.int32(0), self.total)(masked)
+        if self.masks != "some":
+            masked = self.masks == "all"
+            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=masked))
             return
 
         def one_head(head):
             first = head * self.per_head
-            if self.rotated:
-                some = jnp.int32(first + (self.full_stop - self.full_start))
-                full = lambda n: step(n, self.full_start + (n - first), masked=False)
-                pl.loop(first, some)(full)
-                # As in KeyWalk.visit: a known number of steps would be peeled off.
-                last = lax.optimization_barrier(jnp.int32(first + self.per_head))
-                pl.loop(some, last)(lambda n: step(n, self.block(n - first), masked=True))
-                return
-            unmasked = first + (self.full_start - self.start)
-            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first), masked=True))
-            pl.loop(unmasked, first + self.per_head)(plain)
+            masked_from = jnp.int32(first + (self.full_stop - self.full_start))
+            full = lambda n: step(n, self.full_start + (n - first), masked=False)
+            pl.loop(first, masked_from)(full)
+            # As in KeyWalk.visit: a known number of steps would be peeled off.
+            last = lax.optimization_barrier(jnp.int32(first + self.per_head))
+            pl.loop(masked_from, last)(lambda n: step(n, self.block(n - first), masked=True))
 
         if self.group == 1:
             one_head(jnp.int32(0))
