@@ -109,12 +109,13 @@ def _overlap(own, other, own_block: int, other_block: int):
 def _one_document(own, other, own_block: int, other_block: int):
     """(first, one past the last) block of `other` of the whole ones that end with the last of them.
 
-    Whole: it lies in the same document as the block of `own`, all of it, without padding. Unsorted
+    Whole: it lies in the same document as the block of `own`, all of it. (Padding does not, as it
+    has another id in queries than in keys, nor does a block that reaches past the end.) Unsorted
     ids may have others before these; who reads the range must not need them all.
     """
     (low, high), (other_low, other_high) = _extremes(own, own_block), _extremes(other, other_block)
     same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
-    whole = same & (low == high)[:, :, None] & (low >= 0)[:, :, None]
+    whole = same & (low == high)[:, :, None]
     index = jnp.arange(other_low.shape[1], dtype=jnp.int32)[None, None]
     stop = jnp.max(jnp.where(whole, index + 1, 0), axis=-1)
     before = ~whole & (index < stop[..., None])

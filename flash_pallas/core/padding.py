@@ -58,10 +58,11 @@ def discarded(operands: Operands, out: Outputs) -> Outputs:
 
 
 def _valid(x, lengths, segments):
-    """bool[B, length of x], or None where everything is."""
+    """bool[B, length], or None where everything is."""
     valid = None if segments is None else segments >= 0
     if lengths is not None:
-        within = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        length = (x if segments is None else segments).shape[1]  # a backend may have padded x
+        within = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
         valid = within if valid is None else valid & within
     return valid
 

@@ -36,6 +36,7 @@ from .forward_producer import Producer
 from .forward_scores import Scores
 from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
+from .tile_queue import with_counter
 
 FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
 
@@ -340,16 +341,5 @@ def forward(
         name="flash_pallas_forward",
         interpret=interpret,
     )
-    kernel = Forward(plan)
-    if not plan.claims:
-        return Outputs(*run(functools.partial(kernel, None))(gmem))
-
-    def claim_tiles(refs):
-        counter, *out = refs
-        for ref, result in zip(out, run(functools.partial(kernel, counter))(gmem), strict=True):
-            ref[...] = result
-
-    # Only the counter is set to 0: the results are overwritten, and XLA drops their zeros.
-    counter = jnp.zeros((1,), jnp.int32)
-    empty = [jnp.zeros(x.shape, x.dtype) for x in results]
-    return Outputs(*pl.run_state(claim_tiles)((counter, *empty))[1:])
+    kernel = lambda counter: run(functools.partial(Forward(plan), counter))(gmem)
+    return Outputs(*(with_counter(kernel, results) if plan.claims else kernel(None)))

@@ -1,13 +1,13 @@
 """Which query tile a CTA of the forward works on next.
 
 Where costs are known at trace time the tiles of a CTA are a list (schedule.py). Where arrays decide
-them, a CTA claims its next tile when it has loaded the last key block of this one: the producer adds
-1 to a counter in device memory and tells the compute warpgroups. Which CTA computes a tile changes
-no bit of it.
+them, a CTA claims its next tile when it has loaded the last key block of this one: the producer
+adds 1 to a counter in device memory and tells the compute warpgroups. Which CTA computes a tile
+changes no bit of it.
 
-Simulated on packed documents (16 in 32k or 4k tokens) the CTAs are busy 95 and 97 % of the time; with
-the list made for causal attention 85 and 64 %. Tiles sorted by cost would be balanced as well, but
-CTAs would then work on all heads at once, and K and V be read from memory 8 times.
+Simulated on packed documents (16 in 32k or 4k tokens) the CTAs are busy 95 and 97 % of the time;
+with the list made for causal attention 85 and 64 %. Tiles sorted by cost would be balanced as well,
+but CTAs would then work on all heads at once, and K and V be read from memory 8 times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -97,6 +98,24 @@ class TileQueue:
 
         more = lambda state: state[1] < self.assignment.order.total
         return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
+
+
+def with_counter(kernel: Callable, results):
+    """kernel(counter), with a new counter in device memory.
+
+    Args:
+        kernel: returns arrays.
+        results: their shapes and dtypes.
+    """
+
+    def run(refs):
+        counter, *out = refs
+        for ref, result in zip(out, kernel(counter), strict=True):
+            ref[...] = result
+
+    # Only the counter is set to 0: the results are overwritten, and XLA drops their zeros.
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in results]
+    return pl.run_state(run)((jnp.zeros((1,), jnp.int32), *zeros))[1:]
 
 
 def _claim_body(_, counter, place):
