@@ -39,6 +39,12 @@ MASKS = {
 MODIFIERS = (
     "window_causal_128",
     "packed_128",
+    "document_128",
+    "document_window_128",
+    "long_window_128",
+    "kv_lengths_zero_128",
+    "q_lengths",
+    "packed_causal",
     "bias_BNTS_128",
     "softcap_causal_128",
     "alibi_causal_128",

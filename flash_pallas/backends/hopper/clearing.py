@@ -71,10 +71,11 @@ class Loader(NamedTuple):
             tile: number of the tile along the axis that may hold padding.
         """
         copy = lambda barrier: plgpu.copy_gmem_to_smem(source, destination, barrier)
-        if self.padding is None:
+        padding = self.padding
+        if padding is None:
             copy(full)
             return
-        holes = self.padding.tiles[batch, tile]
+        holes = padding.tiles[batch, tile]
         pl.when(holes == 0)(lambda: copy(full))
 
         @pl.when(holes != 0)
@@ -82,7 +83,7 @@ class Loader(NamedTuple):
             copy(self.arrived)
             plgpu.barrier_wait(self.arrived)
             rows = destination.shape[0]
-            self.clear(destination, self.padding.valid.at[batch, pl.ds(tile * rows, rows)])
+            self.clear(destination, padding.valid.at[batch, pl.ds(tile * rows, rows)])
             plgpu.barrier_arrive(full)
 
     def clear(self, tile, valid):

@@ -82,8 +82,12 @@ class QueryWalk:
         if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
             masks = "none"
         full_start = ints.minimum(full_start, stop)
-        full_stop = ints.clip(full_stop, full_start, stop)
-        return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks)
+        ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
+        if masks == "some":
+            # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
+            # end every wgmma at once (C7512).
+            ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
+        return cls(*ends, offset, kv_len, problem.group, masks)
 
     @property
     def per_head(self):
@@ -123,12 +127,11 @@ class QueryWalk:
 
         def one_head(head):
             first = head * self.per_head
-            masked_from = jnp.int32(first + (self.full_stop - self.full_start))
+            masked_from = first + (self.full_stop - self.full_start)
             full = lambda n: step(n, self.full_start + (n - first), masked=False)
             pl.loop(first, masked_from)(full)
-            # As in KeyWalk.visit: a known number of steps would be peeled off.
-            last = lax.optimization_barrier(jnp.int32(first + self.per_head))
-            pl.loop(masked_from, last)(lambda n: step(n, self.block(n - first), masked=True))
+            masked = lambda n: step(n, self.block(n - first), masked=True)
+            pl.loop(masked_from, first + self.per_head)(masked)
 
         if self.group == 1:
             one_head(jnp.int32(0))
