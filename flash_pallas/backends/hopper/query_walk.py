@@ -83,9 +83,10 @@ class QueryWalk:
             masks = "none"
         full_start = ints.minimum(full_start, stop)
         ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
-        if masks == "some":
+        if masks == "some" and arrays.bounds is None:
             # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
-            # end every wgmma at once (C7512).
+            # end every wgmma at once (C7512); so does this where nothing is known (a window, grouped
+            # queries and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         return cls(*ends, offset, kv_len, problem.group, masks)
 
