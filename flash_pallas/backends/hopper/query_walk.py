@@ -85,10 +85,12 @@ class QueryWalk:
         ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
         if masks == "some" and arrays.bounds is None:
             # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
-            # end every wgmma at once (C7512); so does this where nothing is known (a window, grouped
-            # queries and segment ids together).
+            # end every wgmma at once (C7512). So does this barrier where nothing is known (with a
+            # window, grouped queries and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
-        return cls(*ends, offset, kv_len, problem.group, masks)
+        start, full_start, full_stop, stop = ends
+        group = problem.group
+        return cls(start, full_start, full_stop, stop, offset, kv_len, group, masks)
 
     @property
     def per_head(self):
