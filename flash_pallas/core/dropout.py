@@ -1,11 +1,10 @@
 """Which weights dropout keeps: a function of (seed, batch, head, query, key), stored nowhere.
 
 Every backend, tile size and pass asks `keep` and so sees the same bits. A row key is a full hash of
-(seed, batch entry, head, query position) and a column key one of the key position without bit 3.
-The two halves of their product, folded by an exclusive or, are 32 bits: 15 from the low half for
-the key whose bit 3 is 0, 15 from the high half for the one eight further on. In the register layout
-of a warpgroup product one thread holds both, in either orientation, so a kernel multiplies once for
-two weights.
+(seed, batch entry, head, query position) and a column key one of the key position; both are odd.
+Bits 16 to 30 of their product modulo 2**32 decide: one multiplication per weight, and the product
+with an odd number is a bijection. Neighbouring keys 2n and 2n + 1 share a hash, times `TWIN` for
+the second: a kernel needs half of the column keys.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LEVELS = 1 << 15  # rates are multiples of 1 / LEVELS; a kernel compares by carrying into bit 15
-PAIR_BIT = 8  # positions that differ in this bit share one hash
+LEVELS = 1 << 15  # rates are multiples of 1 / LEVELS
+FIELD = 16  # the lowest of the 15 bits of a product that are compared
+TWIN = 2891336453  # a multiplier of L'Ecuyer (1999, table 4), good modulo 2**32
 
 
 def threshold(rate: float) -> int:
@@ -45,29 +45,17 @@ def call_keys(seed, batch: int, heads: int):
 
 
 def row_keys(call_key, q_pos):
-    """uint32 of each query, not 0: of its (batch entry, head) key and its position."""
+    """uint32 of each query, odd: of its (batch entry, head) key and its position."""
     key = mix(mix(_uint32(q_pos)) ^ call_key)
-    return lax.max(key, _like(key, 1))  # a row of zeros would lose all of its weights
+    return key | _like(key, 1)
 
 
 def column_keys(kv_pos):
-    """uint32 of each key: of its position without bit 3."""
-    return mix(_uint32(lax.bitwise_and(kv_pos, jnp.int32(~PAIR_BIT))) ^ jnp.uint32(0x9E3779B9))
-
-
-def pair_bits(rows, columns):
-    """uint32: bits for the two keys that share a column key, from keys spread over the tile."""
-    return high_product(rows, columns) ^ rows * columns
-
-
-def high_product(a, b):
-    """The upper half of the 64 bits of a * b, from products of 16 bits each."""
-    low_mask, half = _like(a, 0xFFFF), _like(a, 16)
-    a_low, a_high = a & low_mask, a >> half
-    b_low, b_high = b & low_mask, b >> half
-    middle = a_high * b_low + (a_low * b_low >> half)
-    other = a_low * b_high + (middle & low_mask)
-    return a_high * b_high + (middle >> half) + (other >> half)
+    """uint32 of each key, odd: of its position."""
+    pos = _uint32(kv_pos)
+    one = _like(pos, 1)
+    key = mix((pos >> one) ^ _like(pos, 0x9E3779B9)) | one
+    return jnp.where((pos & one) == 0, key, key * _like(key, TWIN))
 
 
 def keep(call_key, q_pos, kv_pos, rate: float):
@@ -79,15 +67,13 @@ def keep(call_key, q_pos, kv_pos, rate: float):
         kv_pos: int32, positions of keys.
         rate: in [0, 1).
     """
-    bits = pair_bits(row_keys(call_key, q_pos), column_keys(kv_pos))
-    return kept(bits, kv_pos, rate)
+    return kept(row_keys(call_key, q_pos) * column_keys(kv_pos), rate)
 
 
-def kept(bits, kv_pos, rate: float):
-    """True where these of `pair_bits` keep the weight of the key at kv_pos."""
-    high = lax.bitwise_and(kv_pos, jnp.int32(PAIR_BIT)) != 0
-    half = jnp.where(high, bits >> jnp.uint32(16), bits) & jnp.uint32(LEVELS - 1)
-    return half >= jnp.uint32(threshold(rate))
+def kept(products, rate: float):
+    """True where the product (uint32) of a row key and a column key keeps the weight."""
+    field = products >> _like(products, FIELD) & _like(products, LEVELS - 1)
+    return field >= _like(products, threshold(rate))
 
 
 def mix(x):

@@ -20,8 +20,8 @@ _SMEM = re.compile(r"smem_scratch_bytes=(\d+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)([^/]*)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 
-# Matrix product, wait for it, special functions, local loads and stores (spills), TMA.
-COUNTED = ("HGMMA", "WARPGROUP.DEPBAR", "MUFU", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG")
+# Opcodes that say little without their first modifier (MUFU.EX2, WARPGROUP.DEPBAR).
+_QUALIFIED = ("MUFU", "WARPGROUP")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Report:
         remarks: codes of ptxas' remarks (C7512, ...), each once.
         smem: bytes of shared memory, without barriers.
         highest_register: highest register number that an instruction names, or None without SASS.
-        instructions: how often each of COUNTED occurs, or None without SASS.
+        instructions: how often each opcode occurs, or None without SASS.
     """
 
     kernel: str
@@ -77,9 +77,10 @@ def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
     counts = collections.Counter()
     highest = 0
     for opcode, operands in _INSTRUCTION.findall(path.read_text()):
-        counts.update(name for name in COUNTED if opcode.startswith(name))
+        name, *modifiers = opcode.split(".")
+        counts[".".join([name, *modifiers[: name in _QUALIFIED]])] += 1
         highest = max([highest, *(int(r) for r in _REGISTER.findall(operands))])
-    return highest, {name: counts[name] for name in COUNTED}
+    return highest, dict(sorted(counts.items()))
 
 
 def read(ptxas: Path) -> Report:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from . import __main__ as command
-from . import report, rows
+from . import compare, report, rows
 from .device import dump_to, find_tools
 
 CLEAN = """
@@ -80,16 +80,12 @@ def test_sass_is_counted(tmp_path):
     (tmp_path / "k_0.sass_ctrl").write_text("\n".join(lines))
     kernel = _read(tmp_path, CLEAN)
     assert kernel.highest_register == 237
-    assert {name: n for name, n in kernel.instructions.items() if n} == {
-        "HGMMA": 1,
-        "WARPGROUP.DEPBAR": 1,
-        "MUFU": 1,
-    }
+    assert kernel.instructions == {"HGMMA": 1, "MUFU.EX2": 1, "WARPGROUP.DEPBAR": 1}
 
 
 def test_rows_are_distinct_and_cover_the_kernels():
     names = [str(row) for row in rows.rows()]
-    assert len(names) == len(set(names)) == 68
+    assert len(names) == len(set(names)) == 80
 
 
 @pytest.mark.compile
@@ -106,3 +102,23 @@ def test_rows_compile_or_say_why_not(tmp_path):
         assert reports == [] and wrong[0].endswith("ptxas reported no kernel")
         reports, wrong = command.check(make(lambda x: x + jnp.zeros(3)), tmp_path)
         assert reports == [] and "TypeError" in wrong[0]
+
+
+def _record(**instructions):
+    row = {"path": "forward", "head_dim": 64, "dtype": "bfloat16", "mask": "full"}
+    return {"kernel": "k", "instructions": instructions} | row
+
+
+def test_changed_opcodes_are_found():
+    (found,) = compare.changes([_record(FADD=2, FMUL=1)], [_record(FADD=2, FFMA=2)])
+    assert (found["before"], found["after"]) == (3, 4)
+    assert found["changed"] == {"FMUL": [1, 0], "FFMA": [0, 2]}
+    (same,) = compare.changes([_record(FADD=2)], [_record(FADD=2)])
+    assert same["changed"] == {}
+
+
+def test_comparison_without_counts_is_an_error():
+    with pytest.raises(ValueError, match="no instruction counts"):
+        compare.changes([_record()], [_record(FADD=1)])
+    with pytest.raises(ValueError, match="share no kernel"):
+        compare.changes([_record(FADD=1) | {"mask": "causal"}], [_record(FADD=1)])

@@ -72,12 +72,10 @@ def test_independence(a, b):
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
-def test_halves_of_one_product_are_independent(rate):
-    found = kept(rate=rate, heads=8)
-    paired = found.reshape(*found.shape[:3], -1, 2, dropout.PAIR_BIT)
-    dropped_low, dropped_high = ~paired[..., 0, :], ~paired[..., 1, :]
+def test_keys_that_share_a_hash_are_independent(rate):
+    dropped = ~kept(rate=rate, heads=8)
     share = dropout.threshold(rate) / dropout.LEVELS
-    assert deviations(dropped_low & dropped_high, share * share) < 4
+    assert deviations(dropped[..., ::2] & dropped[..., 1::2], share * share) < 4
 
 
 def normal(rate, **sizes):
@@ -145,31 +143,23 @@ def test_every_tile_and_orientation_sees_the_same_bits():
     np.testing.assert_array_equal(dropout.keep(key, i[None], i[:, None], 0.3), part.T)
 
 
-def test_the_bits_are_a_folded_product():
-    a, b = np.random.default_rng(0).integers(1, 1 << 32, (2, 1000), np.uint64)
-    a[:3], b[:3] = (0xFFFFFFFF, 1, 0x10000), (0xFFFFFFFF, 0xFFFFFFFF, 0x10000)
-    expected = ((a * b >> np.uint64(32)) ^ (a * b)).astype(np.uint32)
-    bits = dropout.pair_bits(jnp.asarray(a, jnp.uint32), jnp.asarray(b, jnp.uint32))
-    np.testing.assert_array_equal(bits, expected)
+def test_all_keys_are_odd():
+    """Multiplying by an even number would lose bits, by 0 all of them."""
+    i = jnp.arange(1000, dtype=jnp.int32)
+    for keys in (dropout.column_keys(i), dropout.row_keys(jnp.uint32(7), i)):
+        assert (np.asarray(keys) & 1 == 1).all() and len(np.unique(keys)) == 1000
 
 
-def test_no_row_has_a_key_of_zero():
-    """Its weights would all be dropped."""
-    q_pos = jnp.int32(5)
-    assert dropout.row_keys(dropout.mix(jnp.uint32(5)), q_pos) == 1
+def test_the_second_of_two_keys_is_the_first_times_a_constant():
+    keys = np.asarray(dropout.column_keys(jnp.arange(64, dtype=jnp.int32)))
+    np.testing.assert_array_equal(keys[1::2], keys[::2] * np.uint32(dropout.TWIN))
 
 
-def test_one_product_serves_two_keys():
-    key = dropout.call_keys(dropout.seed_words(3), 1, 1)[0, 0]
-    i = jnp.arange(64, dtype=jnp.int32)
-    bits = dropout.pair_bits(dropout.row_keys(key, i)[:, None], dropout.column_keys(i)[None])
-    first = (np.arange(64) & dropout.PAIR_BIT) == 0
-    bits, second = np.asarray(bits)[:, first], np.asarray(bits)[:, ~first]
-    np.testing.assert_array_equal(bits, second)
-    found = np.asarray(dropout.keep(key, i[:, None], i[None], 0.5))
-    limit = dropout.threshold(0.5)
-    np.testing.assert_array_equal(found[:, first], (bits & 0x7FFF) >= limit)
-    np.testing.assert_array_equal(found[:, ~first], (bits >> 16 & 0x7FFF) >= limit)
+def test_fifteen_bits_of_the_product_decide():
+    products = jnp.asarray([0x0000FFFF, 0x80000000, 0x3FFFFFFF, 0x40000000, 0xC0000000], jnp.uint32)
+    np.testing.assert_array_equal(
+        dropout.kept(products, 0.5), np.array([False, False, False, True, True])
+    )
 
 
 def test_mix_is_a_bijection_where_it_was_looked_at_and_flips_half_of_the_bits():

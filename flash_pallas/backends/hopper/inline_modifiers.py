@@ -16,7 +16,6 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from ...core import dropout
 from .inline import WGMMA
 from .registers import (
-    assembly,
     at,
     coordinates,
     f32_constant,
@@ -91,54 +90,34 @@ def distance(shape, shift, interpret: bool):
     return run(jnp.int32(shift))
 
 
-def verdicts(q_key, kv_key, threshold: int):
-    """i32: bits 15 and 31 tell whether dropout keeps the weights of two keys, eight apart.
-
-    core.dropout.pair_bits, in three instructions for two weights: the field of each half is below
-    2**15, so adding 2**15 - threshold carries into its top bit, and no further, where it is kept.
-    """
-    carry = (dropout.LEVELS - threshold) * 0x10001
-    # Written out: from a 64-bit product in MLIR ptxas makes one addition of 0 more.
-    code = (
-        "{ .reg .b64 wide; .reg .b32 low, high; mul.wide.u32 wide, $1, $2;"
-        " mov.b64 {low, high}, wide; lop3.b32 low, low, high, 0x7fff7fff, 0x28;"  # (x ^ y) & z
-        f" add.u32 $0, low, {carry}; }}"
-    )
-    return assembly(q_key.type, code, q_key, kv_key)
-
-
-def _kept_body(threshold, kv_axis, _, q_keys, kv_keys):
-    zero, found = i32_constant(0), {}
-    for index, row, col in coordinates(q_keys.shape, q_keys.layout):
+def _kept_body(threshold, _, row_keys, column_keys):
+    # Twice a key of a row is computed once for all its columns, and moves the field to the top.
+    limit = i32_constant(_signed(threshold << dropout.FIELD + 1))
+    found = {}
+    for index, row, col in coordinates(row_keys.shape, row_keys.layout):
         for e in range(2):
-            if not (row, col + e)[kv_axis] & dropout.PAIR_BIT:
-                q_key, kv_key = (at(keys.registers[index], e) for keys in (q_keys, kv_keys))
-                found[row, col + e] = verdicts(q_key, kv_key, threshold)
-
-    def keep(row, col):
-        high = (row, col)[kv_axis] & dropout.PAIR_BIT
-        bits = found[(row - high, col) if kv_axis == 0 else (row, col - high)]
-        if high:
-            return arith.cmpi(arith.CmpIPredicate.slt, bits, zero)
-        low = arith.andi(bits, i32_constant(dropout.LEVELS))
-        return arith.cmpi(arith.CmpIPredicate.ne, low, zero)
-
+            row_key, column_key = (at(x.registers[index], e) for x in (row_keys, column_keys))
+            product = arith.muli(arith.addi(row_key, row_key), column_key)
+            found[row, col + e] = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
     bits = ir.IntegerType.get_signless(1)
-    registers = filled(q_keys.shape, q_keys.layout, bits, keep)
-    return fragmented(registers, q_keys.layout, is_signed=False)
+    registers = filled(row_keys.shape, row_keys.layout, bits, lambda row, col: found[row, col])
+    return fragmented(registers, row_keys.layout, is_signed=False)
 
 
-def kept(q_keys, kv_keys, threshold: int, kv_axis: int):
-    """bool: core.dropout.kept, one product for two keys eight apart.
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def kept(row_keys, column_keys, threshold: int):
+    """bool: core.dropout.kept of the products.
 
     Args:
-        q_keys: int32, spread over a tile whose keys start at a multiple of 16.
-        kv_keys: likewise.
+        row_keys: int32, spread over a tile.
+        column_keys: likewise.
         threshold: dropout.threshold of the rate.
-        kv_axis: along which keys run.
     """
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA, WGMMA),
-        return_type=plgpu.ShapeDtypeStruct(q_keys.shape, jnp.bool_, WGMMA),
-    )(functools.partial(_kept_body, threshold, kv_axis))
-    return run(q_keys, kv_keys)
+        return_type=plgpu.ShapeDtypeStruct(row_keys.shape, jnp.bool_, WGMMA),
+    )(functools.partial(_kept_body, threshold))
+    return run(row_keys, column_keys)

@@ -1,0 +1,74 @@
+"""What a change did to the instructions of the kernels that two versions share.
+
+    python -m tests.compile_check --json before.json      # at the earlier commit
+    python -m tests.compile_check --json after.json
+    python -m tests.compile_check.compare before.json after.json --out changes.json
+
+Both need nvdisasm. Counts are static: instructions in the kernel, not executed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+KEY = ("kernel", "path", "head_dim", "dtype", "mask")
+
+
+def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each kernel that is in both lists: sums, and opcodes whose count changed.
+
+    Raises:
+        ValueError: a record has no instruction counts, or the lists share no kernel.
+    """
+    identity = lambda record: tuple(record[name] for name in KEY)
+    counts = lambda record: _counts(record, identity(record))
+    earlier = {identity(record): record for record in before}
+    shared = [(earlier[identity(r)], r) for r in after if identity(r) in earlier]
+    if not shared:
+        raise ValueError("the two reports share no kernel")
+    return [
+        dict(zip(KEY, identity(new), strict=True))
+        | {
+            "before": sum(counts(old).values()),
+            "after": sum(counts(new).values()),
+            "changed": _changed(counts(old), counts(new)),
+        }
+        for old, new in shared
+    ]
+
+
+def _counts(record: dict[str, Any], name: tuple) -> dict[str, int]:
+    if not record["instructions"]:
+        raise ValueError(f"{name} has no instruction counts: nvdisasm was not found")
+    return record["instructions"]
+
+
+def _changed(old: dict[str, int], new: dict[str, int]) -> dict[str, list[int]]:
+    names = sorted(old.keys() | new.keys())
+    pairs = {name: [old.get(name, 0), new.get(name, 0)] for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compile_check.compare")
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--out", type=Path, help="write the records to this file")
+    arguments = parser.parse_args()
+    old, new = (json.loads(path.read_text()) for path in (arguments.before, arguments.after))
+    records = changes(old["kernels"], new["kernels"])
+    for r in records:
+        name = " ".join(str(r[key]) for key in KEY)
+        share = f"{100 * (r['after'] / r['before'] - 1):+.1f} %"
+        print(f"{name:<75} {r['before']:>6} {r['after']:>6} {share:>8}  {r['changed'] or 'same'}")
+    if arguments.out:
+        about = {"ptxas": [old["ptxas"], new["ptxas"]], "kernels": records}
+        arguments.out.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
