@@ -123,9 +123,9 @@ def _after(x, word):
 
 
 # Exponentials begin when the weights of so many pairs before them are done. Without this ptxas puts
-# all of dropout behind all exponentials at head dim 128 (forward 22 % slower than without dropout,
-# with it 14 %; 4 and 8 pairs: 15 and 18 %).
-_AHEAD = 4
+# all of dropout behind all exponentials at head dim 128: the forward is then 25 % slower than
+# without dropout, with it 12 % (2 and 4 pairs: 16 and 17 %; one: 37 %).
+_AHEAD = 3
 _LARGEST_HALF = 0x7C00  # float16 infinity: bits of smaller numbers compare as the numbers do
 
 
