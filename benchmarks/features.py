@@ -19,7 +19,7 @@ Maker = Callable[["Sizes", Any], Arguments]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv]."""
+    """q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] of a dtype."""
 
     batch: int
     length: int
@@ -27,16 +27,18 @@ class Sizes:
     kv_heads: int
     head_dim: int
     v_head_dim: int
+    dtype: str = "bfloat16"
 
     @property
     def label(self) -> str:
-        """B,T,N,K,H or H/Hv in one short string."""
+        """B,T,N,K,H or H/Hv in one short string, and the dtype where it is not bfloat16."""
         dims = f"{self.head_dim}"
         if self.v_head_dim != self.head_dim:
             dims += f"/{self.v_head_dim}"
-        return f"{self.batch},{self.length},{self.heads},{self.kv_heads},{dims}"
+        label = f"{self.batch},{self.length},{self.heads},{self.kv_heads},{dims}"
+        return label if self.dtype == "bfloat16" else f"{label} {self.dtype}"
 
-    def arrays(self, dtype=jnp.bfloat16, seed: int = 0):
+    def arrays(self, seed: int = 0):
         """(q, k, v, do), standard normal."""
         shapes = (
             (self.batch, self.length, self.heads, self.head_dim),
@@ -45,6 +47,7 @@ class Sizes:
             (self.batch, self.length, self.heads, self.v_head_dim),
         )
         keys = jax.random.split(jax.random.key(seed), 4)
+        dtype = jnp.dtype(self.dtype)
         return [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
 
 
@@ -166,12 +169,18 @@ def _sizes(batch, length, heads, head_dim, v_head_dim=None, kv_heads=None) -> Si
     return Sizes(batch, length, heads, kv_heads or heads, head_dim, v_head_dim or head_dim)
 
 
+def _in_float32(sizes: Sizes) -> Sizes:
+    return dataclasses.replace(sizes, dtype="float32")
+
+
+FLOAT32_PEERS = ("torch_efficient", "jax_xla")
 _MODIFIED = (CAUSAL, SOFTCAP, DROPOUT, ALIBI, SINKS, LENGTHS, SCORE_MOD)
 _WIDTHS = ((192, 128), (96, 96), (80, 80), (72, 72))
 
 GROUPS: tuple[Group, ...] = (
     Group("modifiers", _sizes(4, 4096, 16, 128), _MODIFIED),
     Group("modifiers", _sizes(4, 4096, 32, 64), _MODIFIED),
+    Group("modifiers", _sizes(4, 4096, 8, 256), (CAUSAL, SOFTCAP, DROPOUT)),
     *(
         Group("window", _sizes(1, length, 16, 128), (CAUSAL, WINDOW))
         for length in (8192, 32768, 131072)
@@ -186,5 +195,9 @@ GROUPS: tuple[Group, ...] = (
         Group("head dims", _sizes(4, 4096, 16, *dims), (variant,), ("torch_cudnn",))
         for dims in _WIDTHS
         for variant in (FULL, CAUSAL)
+    ),
+    *(
+        Group("float32", _in_float32(_sizes(4, 4096, 16, dim)), (CAUSAL,), FLOAT32_PEERS)
+        for dim in (64, 128)
     ),
 )

@@ -15,12 +15,12 @@ class Unsupported(Exception):
     """The peer cannot run this call here; the message says why."""
 
 
-def _jax_cudnn(variant, arrays, do):
+def _jax(implementation, variant, arrays, do):
     static = dict(variant.static)
 
     def attention(q, k, v, extra):
         return jax.nn.dot_product_attention(
-            q, k, v, extra.get("bias"), is_causal="causal" in static, implementation="cudnn"
+            q, k, v, extra.get("bias"), is_causal="causal" in static, implementation=implementation
         )
 
     return compile_jax(attention, arrays, do, variant.differentiated)
@@ -41,7 +41,7 @@ def _tokamax(variant, arrays, do):
     return compile_jax(attention, arrays, do, variant.differentiated)
 
 
-def _torch_cudnn(variant, arrays, do):
+def _torch(backend, variant, arrays, do):
     torch = timing.torch_or_none()
     if torch is None:
         raise Unsupported("torch with a GPU is not installed")
@@ -50,7 +50,7 @@ def _torch_cudnn(variant, arrays, do):
     to_torch = lambda x: torch.from_dlpack(x).transpose(1, 2).detach()
     q, k, v = (to_torch(x).requires_grad_() for x in arrays[:3])
     cotangent = to_torch(do)
-    backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+    backend = getattr(torch.nn.attention.SDPBackend, backend)
     attend = functools.partial(
         torch.nn.functional.scaled_dot_product_attention, is_causal="causal" in dict(variant.static)
     )
@@ -69,4 +69,10 @@ def _torch_cudnn(variant, arrays, do):
     return Program(launches, dict.fromkeys(launches, 0))
 
 
-PEERS = {"jax_cudnn": _jax_cudnn, "tokamax": _tokamax, "torch_cudnn": _torch_cudnn}
+PEERS = {
+    "jax_cudnn": functools.partial(_jax, "cudnn"),
+    "jax_xla": functools.partial(_jax, "xla"),  # in float32 at its default precision, TF32
+    "tokamax": _tokamax,
+    "torch_cudnn": functools.partial(_torch, "CUDNN_ATTENTION"),
+    "torch_efficient": functools.partial(_torch, "EFFICIENT_ATTENTION"),
+}

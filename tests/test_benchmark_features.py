@@ -58,6 +58,19 @@ def test_every_variant_runs_and_passes_its_gate(variant):
     assert 0.1 < used["forward"] <= 1.0 and 0.1 < used["backward"] <= 1.0
 
 
+def test_the_gate_of_float32_is_as_much_stricter(monkeypatch):
+    sizes = dataclasses.replace(SMALL, dtype="float32")
+    assert max(run_features.gate(features.CAUSAL, sizes, "xla").values()) < 1e-3
+    right = features.Variant.attention
+    slightly = lambda call: lambda *args: call(*args) * (1 + 1e-4)
+    attention = lambda self, backend: (slightly if backend == "wrong" else lambda f: f)(
+        right(self, "xla")
+    )
+    monkeypatch.setattr(features.Variant, "attention", attention)
+    assert run_features.gate(features.CAUSAL, sizes, "wrong")["forward"] > 1.0
+    assert run_features.gate(features.CAUSAL, SMALL, "wrong")["forward"] < 1.0
+
+
 def test_the_gate_fails_what_is_wrong(monkeypatch):
     right = features.Variant.attention
 
