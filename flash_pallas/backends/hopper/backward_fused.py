@@ -38,7 +38,7 @@ from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
+from .fused_cta import Barriers, Cta, Smem, scratch
 from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
 from .query_walk import QueryWalk
@@ -79,8 +79,10 @@ class Fused:
             walk=QueryWalk.of(self.problem, gmem, at, *size),
             wg=lax.axis_index("wg"),
         )
-        pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
-        pl.when(cta.wg == WARPGROUPS)(lambda: self.produce(cta))
+        pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
+        pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
+        if self.blocks.dq_warpgroup:
+            pl.when(cta.wg == self.blocks.warpgroups + 1)(lambda: self.consume_ds(cta))
 
     # --- the producer: one warp loads, another adds dQ into device memory ------------------------
 
@@ -90,7 +92,12 @@ class Fused:
         @plgpu.warp_map
         def _(warp):
             pl.when(warp == LOAD_WARP)(lambda: self.load(cta))
-            pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
+            if self.blocks.own_dq:
+                for wg in range(self.blocks.warpgroups):
+                    pl.when(warp == STORE_WARP + wg)(lambda wg=wg: self.store_dq(cta, (wg,)))
+            else:
+                parts = tuple(range(self.blocks.dq_parts))
+                pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta, parts))
 
     def load(self, cta: Cta):
         """K and V once, then Q, lse, dO and delta of every query tile."""
@@ -125,21 +132,21 @@ class Fused:
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
 
-    def store_dq(self, cta: Cta):
+    def store_dq(self, cta: Cta, parts):
         """Add each warpgroup's part of every dQ tile to the float32 buffer."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
             head, rows = self.query_tile(cta, n)
-            for wg in range(WARPGROUPS):
+            for wg in parts:
                 plgpu.barrier_wait(cta.bars.dq_full.at[wg])
                 plgpu.copy_smem_to_gmem(
                     cta.smem.dq.at[wg],
                     cta.dq.at[self.dq_part(cta, head, rows, wg)],
                     reduction_op="add",
                 )
-            for wg in range(WARPGROUPS):
-                plgpu.wait_smem_to_gmem(WARPGROUPS - 1 - wg, wait_read_only=True)
+            for i, wg in enumerate(parts):
+                plgpu.wait_smem_to_gmem(len(parts) - 1 - i, wait_read_only=True)
                 pl.when(n + 1 < cta.walk.total)(
                     lambda wg=wg: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg])
                 )
@@ -165,7 +172,10 @@ class Fused:
         keys, head_dim = warpgroup_rows(cta.wg), self.problem.head_dim
         accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
-        self.meet(cta)  # both warpgroups have read K for the last time
+        if self.blocks.dq_warpgroup:
+            plgpu.barrier_wait(cta.bars.k_free)
+        elif not self.blocks.own_dq:
+            self.meet(cta)  # both warpgroups have read K for the last time
         cta.smem.k[keys] = (dk * self.problem.spec.scale).astype(self.problem.dtype)
         cta.smem.v[keys] = recompute.gained(self.problem, dv).astype(self.problem.dtype)
         plgpu.commit_smem()
@@ -182,7 +192,8 @@ class Fused:
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
-        step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
+        step = self.step_apart if self.blocks.dq_warpgroup else self.step
+        step = functools.partial(step, cta, held, dk_acc, dv_acc)
         cta.walk.visit(step, self.blocks.mask_all or mask_everywhere(self.problem))
         return dk_acc[...], dv_acc[...]
 
@@ -194,12 +205,13 @@ class Fused:
         """The five products of the n-th tile."""
         p, ds = self.score_gradients(cta, held, n, block, masked)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
-        if self.blocks.ds_stages == 1:
+        if self.blocks.ds_stages == 1 and not self.blocks.own_dq:
             self.meet(cta)  # both have read the previous dS
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        self.meet(cta)  # both have written dS
+        if not self.blocks.own_dq:
+            self.meet(cta)  # both have written dS
 
         def products(dq_acc):
             ds_part, k_part = self.dq_operands(cta, ds_slot)
@@ -219,6 +231,50 @@ class Fused:
         plgpu.wgmma_wait(0)
         cta.q.release(n)
 
+    def step_apart(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
+        """The products (1) to (4) of the n-th tile; dS^T goes to the warpgroup of dQ."""
+        p, ds = self.score_gradients(cta, held, n, block, masked)
+        ring = self.ds_ring(cta)
+        slot = ring.slot(n)
+        ring.wait_empty(n)
+        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
+        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring.full.at[slot])
+        plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+        plgpu.wgmma_wait(1)
+        cta.do.release(n)
+        plgpu.wgmma_wait(0)
+        cta.q.release(n)
+
+    def ds_ring(self, cta: Cta) -> Ring:
+        """The slots of dS^T between the warpgroups that make it and that of dQ."""
+        return Ring(cta.bars.ds_full, cta.bars.ds_empty, self.blocks.ds_stages)
+
+    def consume_ds(self, cta: Cta):
+        """(5) dQ = dS K of every tile."""
+        plgpu.set_max_registers(self.blocks.dq_registers, action="decrease")
+        plgpu.barrier_wait(cta.bars.kv_full)
+        ring, total = self.ds_ring(cta), cta.walk.total
+
+        @pl.loop(jnp.int32(0), total)
+        def _(n):
+            ring.wait_full(n)
+
+            def product(dq_acc):
+                plgpu.wgmma(dq_acc, cta.smem.ds.at[ring.slot(n)].transpose((1, 0)), cta.smem.k)
+                pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[0]))
+                return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+            tile = self.blocks.dq_tile(self.problem.head_dim)
+            dq = pl.run_scoped(product, plgpu.ACC(tile, jnp.float32))
+            pl.when(n + ring.slots < total)(lambda: ring.release(n))
+            cta.smem.dq[0] = dq
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cta.bars.dq_full.at[0])
+
+        plgpu.barrier_arrive(cta.bars.k_free)
+
     def score_gradients(self, cta: Cta, held: Held, n, block, masked):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
         # The barrier keeps ptxas from holding the descriptors of K and V over the whole loop, which
@@ -230,10 +286,14 @@ class Fused:
         if self.problem.group > 1:  # under the wait for Q
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
 
-        def products(s_acc, dp_acc):
-            cta.q.wait_full(n)
+        cta.q.wait_full(n)
+
+        def weights(s_acc):
             plgpu.wgmma(s_acc, cta.smem.k.at[keys], cta.smem.q.at[q_slot].transpose((1, 0)))
             cta.do.wait_full(n)
+            return pl.run_scoped(functools.partial(gradients, s_acc), accumulator)
+
+        def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
             lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
@@ -250,7 +310,7 @@ class Fused:
             return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
         accumulator = plgpu.ACC(shape, jnp.float32)
-        return pl.run_scoped(products, accumulator, accumulator)
+        return pl.run_scoped(weights, accumulator)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
         """Where this warpgroup's part of the tile of a query block lies."""
@@ -266,6 +326,9 @@ class Fused:
         """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""
         part = self.blocks.dq_tile(self.problem.head_dim)
         ds = cta.smem.ds.at[ds_slot]
+        if self.blocks.own_dq:
+            own = warpgroup_rows(cta.wg)
+            return cta.smem.ds.at[ds_slot, own].transpose((1, 0)), cta.smem.k.at[own]
         if self.blocks.dq_by_rows:
             ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * part[0], part[0])]
             return ds.transpose((1, 0)), cta.smem.k
@@ -274,6 +337,8 @@ class Fused:
     def dq_part(self, cta: Cta, head, rows, wg: int):
         """Where that part lies in the dQ buffer."""
         part = self.blocks.dq_tile(self.problem.head_dim)
+        if self.blocks.own_dq or self.blocks.dq_warpgroup:
+            return cta.batch, rows, head, slice(None)
         if self.blocks.dq_by_rows:
             return cta.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
         return cta.batch, rows, head, pl.ds(wg * part[1], part[1])
@@ -300,7 +365,7 @@ def backward_fused(
         # Heads fastest: CTAs that run together add to different dQ tiles (kv fastest: 0.93x).
         grid=(problem.kv_heads, pl.cdiv(problem.kv_len, blocks.block_kv), problem.batch),
         grid_names=("head", "kv", "batch"),
-        threads=WARPGROUPS + 1,
+        threads=blocks.threads,
         name="flash_pallas_backward_fused",
         interpret=interpret,
     )

@@ -19,6 +19,9 @@ class FusedBlocks:
         ds_stages: slots for dS; with one, the warpgroups meet twice per step.
         mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
             the masked tiles and one for the rest: fewer registers, more instructions.
+        warpgroups: compute warpgroups, 64 keys each.
+        own_dq: each warpgroup computes dQ of its own keys.
+        dq_warpgroup: a warpgroup of its own computes dQ.
     """
 
     block_q: int = 64
@@ -26,10 +29,34 @@ class FusedBlocks:
     do_stages: int = 2
     ds_stages: int = 2
     mask_all: bool = False
+    warpgroups: int = 2
+    own_dq: bool = False
+    dq_warpgroup: bool = False
 
-    block_kv = 2 * WARPGROUP_ROWS
-    compute_registers = 240
     producer_registers = 24
+    dq_registers = 72
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a CTA."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def compute_registers(self) -> int:
+        """Of a thread of a compute warpgroup."""
+        if self.dq_warpgroup:
+            return {2: 208, 3: 128}[self.warpgroups]
+        return {2: 240, 3: 160}[self.warpgroups]
+
+    @property
+    def threads(self) -> int:
+        """Warpgroups, the producer among them."""
+        return self.warpgroups + 1 + self.dq_warpgroup
+
+    @property
+    def dq_parts(self) -> int:
+        """Slots for dQ."""
+        return 1 if self.dq_warpgroup else self.warpgroups
 
     @property
     def dq_by_rows(self) -> bool:
@@ -38,6 +65,8 @@ class FusedBlocks:
 
     def dq_tile(self, head_dim: int) -> tuple[int, int]:
         """What one warpgroup computes of dQ."""
+        if self.own_dq or self.dq_warpgroup:
+            return self.block_q, head_dim
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
@@ -49,7 +78,8 @@ class FusedBlocks:
         keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
         rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
-        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + rows + side
+        rows_dq, columns_dq = self.dq_tile(head_dim)
+        return 2 * (tiles + keys) + 4 * self.dq_parts * rows_dq * columns_dq + rows + side
 
 
 FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
@@ -79,7 +109,7 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
     spec, features = problem.spec, problem.features
-    ragged = problem.kv_len % FusedBlocks.block_kv != 0
+    ragged = problem.kv_len % FusedBlocks().block_kv != 0
     masked = ragged or not spec.mask.is_trivial or {"kv_lengths", "kv_segments"} & features
     side = SideInputs(problem, q_axis=1)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))

@@ -15,8 +15,6 @@ from .memory import Ring, row_buffer, tile_buffer, widest_swizzle
 from .query_walk import QueryWalk
 from .side_inputs import SideInputs, Streamed
 
-WARPGROUPS = 2
-
 
 class Smem(NamedTuple):
     """Shared memory of one CTA."""
@@ -26,7 +24,7 @@ class Smem(NamedTuple):
     k: Any  # [block_kv, D]
     v: Any  # [block_kv, D]
     ds: Any  # [ds_stages, block_kv, block_q]
-    dq: Any  # f32[warpgroups, dq tile]
+    dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
     side: Streamed  # with Q
@@ -42,8 +40,11 @@ class Barriers(NamedTuple):
     do_empty: Any  # each warpgroup
     delta_full: Any
     ds_ready: Any  # each warpgroup
-    dq_full: Any  # one per warpgroup
-    dq_empty: Any  # one per warpgroup
+    ds_full: Any  # each warpgroup
+    ds_empty: Any
+    k_free: Any
+    dq_full: Any  # one per part
+    dq_empty: Any  # one per part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
+    apart = blocks.dq_warpgroup
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
     # K is an operand beside Q and beside dS, and its columns are what a warpgroup has of dQ.
     swizzle = widest_swizzle(blocks.dq_tile(head_dim)[1], dtype)
@@ -78,7 +80,7 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         k=tile_buffer((block_kv, head_dim), dtype, swizzle),
         v=tile_buffer((block_kv, head_dim), dtype),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, swizzle),
-        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
+        dq=tile_buffer((blocks.dq_parts, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         side=side.buffers(blocks.stages, block_kv, block_q),
@@ -86,12 +88,15 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     bars = Barriers(
         kv_full=bar(num_arrivals=2),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
-        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
+        q_empty=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
-        ds_ready=bar(num_arrivals=WARPGROUPS),
-        dq_full=bar(num_barriers=WARPGROUPS),
-        dq_empty=bar(num_barriers=WARPGROUPS),
+        ds_ready=None if apart or blocks.own_dq else bar(num_arrivals=blocks.warpgroups),
+        ds_full=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.ds_stages) if apart else None,
+        ds_empty=bar(num_barriers=blocks.ds_stages) if apart else None,
+        k_free=bar() if apart else None,
+        dq_full=bar(num_barriers=blocks.dq_parts),
+        dq_empty=bar(num_barriers=blocks.dq_parts),
     )
     return smem, bars

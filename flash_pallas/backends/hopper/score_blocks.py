@@ -26,8 +26,14 @@ class ScoreBlocks:
     block_kv: int = 128
     stages: int = 2
 
-    compute_registers = 240
+    keep_bias: bool = False
+
     producer_registers = 24
+
+    @property
+    def compute_registers(self) -> int:
+        """Of a thread of a compute warpgroup."""
+        return {1: 240, 2: 240, 3: 160, 4: 112}[self.warpgroups]
 
     @property
     def block_q(self) -> int:
