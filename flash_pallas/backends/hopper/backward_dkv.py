@@ -145,7 +145,7 @@ class Dkv:
         cta.do.release(cta.walk.total - 1)
         return recompute.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
+    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, carry, *, masked):
         """dV += P^T dO of the n-th tile."""
         products = functools.partial(self.weights, cta, held, (n, block), masked)
         p, handed = pl.run_scoped(products, self.score_accumulator)
@@ -154,6 +154,7 @@ class Dkv:
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # ends during the next tile
+        return carry
 
     def weights(self, cta: Cta, held: Held, at, masked, s_acc):
         """What dV and the other warpgroup need of P^T, in 16 bits; ends the previous dV."""

@@ -92,7 +92,7 @@ class Fused:
         @plgpu.warp_map
         def _(warp):
             pl.when(warp == LOAD_WARP)(lambda: self.load(cta))
-            if self.blocks.own_dq:
+            if self.blocks.own_dq or self.blocks.late_dq:
                 for wg in range(self.blocks.warpgroups):
                     pl.when(warp == STORE_WARP + wg)(lambda wg=wg: self.store_dq(cta, (wg,)))
             else:
@@ -192,16 +192,102 @@ class Fused:
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
-        step = self.step_apart if self.blocks.dq_warpgroup else self.step
-        step = functools.partial(step, cta, held, dk_acc, dv_acc)
-        cta.walk.visit(step, self.blocks.mask_all or mask_everywhere(self.problem))
+        mask_all = self.blocks.mask_all or mask_everywhere(self.problem)
+        if self.blocks.early_s:
+            step = functools.partial(self.step_early, cta, held, dk_acc, dv_acc)
+            cta.q.wait_full(0)
+            first = lambda s_acc: self.scores(cta, 0, s_acc, 0)
+            s = pl.run_scoped(first, plgpu.ACC(self.shape, jnp.float32))
+            cta.walk.visit(step, mask_all, s)
+            plgpu.wgmma_wait(0)
+            cta.q.release(cta.walk.total - 1)
+        else:
+            step = self.step_apart if self.blocks.dq_warpgroup else self.step
+            step = self.step_late if self.blocks.late_dq else step
+            step = self.step_first if self.blocks.dq_first else step
+            step = functools.partial(step, cta, held, dk_acc, dv_acc)
+            cta.walk.visit(step, mask_all)
+            if self.blocks.in_flight:
+                plgpu.wgmma_wait(0)
+                cta.do.release(cta.walk.total - 1)
+                cta.q.release(cta.walk.total - 1)
+            if self.blocks.late_dq:
+                self.last_dq(cta)
         return dk_acc[...], dv_acc[...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a warpgroup's tile."""
+        return WARPGROUP_ROWS, self.blocks.block_q
+
+    def scores(self, cta: Cta, n, s_acc, wait_n):
+        keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
+        q = cta.smem.q.at[cta.q.slot(n)]
+        plgpu.wgmma(s_acc, cta.smem.k.at[keys], q.transpose((1, 0)))
+        return plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+
+    def step_early(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, s, *, masked):
+        """(2) to (5) of the n-th tile and (1) of the next one."""
+        if self.problem.group > 1:
+            held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
+        cta.do.wait_full(n)
+        accumulator = plgpu.ACC(self.shape, jnp.float32)
+
+        def gradients(dp_acc):
+            keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
+            do = cta.smem.do.at[cta.do.slot(n)]
+            plgpu.wgmma(dp_acc, cta.smem.v.at[keys], do.transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # dK of the tile before
+            pl.when(n > 0)(lambda: cta.q.release(n - 1))
+            return self.pointwise(cta, held, n, block, masked, s, dp_acc)
+
+        p, ds = pl.run_scoped(gradients, accumulator)
+        own = warpgroup_rows(cta.wg)
+        cta.smem.ds[0, own] = ds
+        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        pl.when(n + 1 < cta.walk.total)(lambda: cta.q.wait_full(n + 1))
+
+        def products(dq_acc, s_acc):
+            own = warpgroup_rows(lax.optimization_barrier(cta.wg))
+            ds_part = cta.smem.ds.at[0, own].transpose((1, 0))
+            plgpu.wgmma(dq_acc, ds_part, cta.smem.k.at[own])  # (5) dQ = dS K
+            q = cta.smem.q.at[cta.q.slot(n + 1)]  # past the last tile: an old one, for nothing
+            plgpu.wgmma(s_acc, cta.smem.k.at[own], q.transpose((1, 0)))
+            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+            plgpu.wgmma_wait(3)
+            cta.do.release(n)
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            cta.smem.dq[cta.wg] = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+        dq_tile = self.blocks.dq_tile(self.problem.head_dim)
+        return pl.run_scoped(products, plgpu.ACC(dq_tile, jnp.float32), accumulator)
+
+    def pointwise(self, cta: Cta, held: Held, n, block, masked, s, dp_acc, wait_n=0):
+        """P^T and dS^T in 16 bits."""
+        q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
+        keys, tile = warpgroup_rows(cta.wg), self.tile(cta, block)
+        lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
+        inputs = self.side.inputs(held, cta.smem.side, q_slot, self.shape, keys)
+        limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
+        p, through = lax.optimization_barrier(
+            (recompute.dropped(self.problem, w), recompute.pulled(w))
+        )
+        plgpu.barrier_wait(cta.bars.delta_full.at[do_slot])
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=wait_n)
+        delta = plgpu.load(cta.smem.delta.at[do_slot], layout=inline.COLS)
+        ds = through * recompute.centred(self.problem, w.kept, dp, tile.per_q(delta))
+        return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
     def own_place(self, cta: Cta, n) -> Place:
         """Of this warpgroup's part of the n-th tile."""
         return self.place(cta, n, cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
+    def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, carry, *, masked):
         """The five products of the n-th tile."""
         p, ds = self.score_gradients(cta, held, n, block, masked)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
@@ -230,8 +316,105 @@ class Fused:
         plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
         plgpu.wgmma_wait(0)
         cta.q.release(n)
+        return carry
 
-    def step_apart(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
+    def step_late(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, carry, *, masked):
+        """The products (1) to (4) of the n-th tile and dQ of the one before."""
+        p, ds = self.score_gradients(cta, held, n, block, masked)
+        ring = self.ds_ring(cta)
+        slot = ring.slot(n)
+        last_use = n + 1 >= ring.slots  # by dQ of tile n - slots, which for -1 is of nothing
+        pl.when(last_use)(lambda: plgpu.barrier_wait(ring.empty.at[slot]))
+        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
+        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring.full.at[slot])
+        pl.when(n > 0)(lambda: ring.wait_full(n - 1))
+
+        def products(dq_acc):
+            ds_part, k_part = self.dq_operands(cta, ring.slot(n + ring.slots - 1))
+            plgpu.wgmma(dq_acc, ds_part, k_part)  # (5) dQ = dS K; of nothing where n is 0
+            plgpu.wgmma_wait(1)
+            cta.do.release(n)
+            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+            pl.when(n > 1)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
+        plgpu.commit_smem()
+        before = n - 1 + ring.slots
+        pl.when(before < cta.walk.total)(lambda: ring.release(before))
+        pl.when(n > 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+        plgpu.wgmma_wait(0)
+        cta.q.release(n)
+        return carry
+
+    def step_first(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, carry, *, masked):
+        """The products (1) to (4) of the n-th tile and dQ of the one before."""
+        keys, ring = warpgroup_rows(lax.optimization_barrier(cta.wg)), self.ds_ring(cta)
+        q, do = cta.smem.q.at[cta.q.slot(n)], cta.smem.do.at[cta.do.slot(n)]
+        if self.problem.group > 1:  # under the wait for Q
+            held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
+        accumulator = plgpu.ACC(self.shape, jnp.float32)
+        cta.q.wait_full(n)
+
+        def s_product(s_acc):
+            plgpu.wgmma(s_acc, cta.smem.k.at[keys], q.transpose((1, 0)))
+            cta.do.wait_full(n)
+            return pl.run_scoped(functools.partial(dp_product, s_acc), accumulator)
+
+        def dp_product(s_acc, dp_acc):
+            plgpu.wgmma(dp_acc, cta.smem.v.at[keys], do.transpose((1, 0)))
+            if self.blocks.in_flight:
+                plgpu.wgmma_wait(2)
+                pl.when(n > 0)(lambda: cta.do.release(n - 1))
+                pl.when(n > 0)(lambda: cta.q.release(n - 1))
+            pl.when(n > 0)(lambda: ring.wait_full(n - 1))
+            return pl.run_scoped(functools.partial(dq_product, s_acc, dp_acc), self.dq_accumulator)
+
+        def dq_product(s_acc, dp_acc, dq_acc):
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta, ring.slot(n + ring.slots - 1)))
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2)
+            p, ds = self.pointwise(cta, held, n, block, masked, s, dp_acc, 1)
+            pl.when(n > 1)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return p, ds, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        p, ds, dq = pl.run_scoped(s_product, accumulator)
+        cta.smem.dq[cta.wg] = dq
+        pl.when((n > 0) & (n - 1 + ring.slots < cta.walk.total))(lambda: ring.release(n - 1))
+        ring.wait_empty(n)
+        cta.smem.ds[ring.slot(n), keys] = ds
+        plgpu.wgmma(dv_acc, p, do)  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring.full.at[ring.slot(n)])
+        pl.when(n > 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+        plgpu.wgmma(dk_acc, ds, q)  # (4) dK += dS^T Q
+        if not self.blocks.in_flight:
+            plgpu.wgmma_wait(1)
+            cta.do.release(n)
+            plgpu.wgmma_wait(0)
+            cta.q.release(n)
+        return carry
+
+    @property
+    def dq_accumulator(self):
+        return plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
+
+    def last_dq(self, cta: Cta):
+        """(5) of the last tile."""
+        ring, last = self.ds_ring(cta), cta.walk.total - 1
+        ring.wait_full(last)
+
+        def product(dq_acc):
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta, ring.slot(last)))
+            pl.when(last > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        cta.smem.dq[cta.wg] = pl.run_scoped(product, self.dq_accumulator)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+
+    def step_apart(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, carry, *, masked):
         """The products (1) to (4) of the n-th tile; dS^T goes to the warpgroup of dQ."""
         p, ds = self.score_gradients(cta, held, n, block, masked)
         ring = self.ds_ring(cta)
@@ -246,6 +429,7 @@ class Fused:
         cta.do.release(n)
         plgpu.wgmma_wait(0)
         cta.q.release(n)
+        return carry
 
     def ds_ring(self, cta: Cta) -> Ring:
         """The slots of dS^T between the warpgroups that make it and that of dQ."""
@@ -281,8 +465,6 @@ class Fused:
         # costs 60 to 190 bytes of spills.
         keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
         q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
-        shape = (WARPGROUP_ROWS, self.blocks.block_q)
-        tile = self.tile(cta, block)
         if self.problem.group > 1:  # under the wait for Q
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
 
@@ -295,21 +477,10 @@ class Fused:
 
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
-            lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys)
-            limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-            w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
-            p, through = lax.optimization_barrier(
-                (recompute.dropped(self.problem, w), recompute.pulled(w))
-            )
-            plgpu.barrier_wait(cta.bars.delta_full.at[do_slot])
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            delta = plgpu.load(cta.smem.delta.at[do_slot], layout=inline.COLS)
-            ds = through * recompute.centred(self.problem, w.kept, dp, tile.per_q(delta))
-            return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
+            return self.pointwise(cta, held, n, block, masked, s, dp_acc)
 
-        accumulator = plgpu.ACC(shape, jnp.float32)
+        accumulator = plgpu.ACC(self.shape, jnp.float32)
         return pl.run_scoped(weights, accumulator)
 
     def tile(self, cta: Cta, block) -> RegisterTile:

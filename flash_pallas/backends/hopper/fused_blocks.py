@@ -22,6 +22,10 @@ class FusedBlocks:
         warpgroups: compute warpgroups, 64 keys each.
         own_dq: each warpgroup computes dQ of its own keys.
         dq_warpgroup: a warpgroup of its own computes dQ.
+        late_dq: dQ of a tile is computed during the next one.
+        dq_first: with late_dq, it is issued before the exponentials.
+        in_flight: with dq_first, dV and dK end during the next tile.
+        early_s: S^T of the next tile is issued before dK of this one; with own_dq alone.
     """
 
     block_q: int = 64
@@ -32,6 +36,10 @@ class FusedBlocks:
     warpgroups: int = 2
     own_dq: bool = False
     dq_warpgroup: bool = False
+    early_s: bool = False
+    late_dq: bool = False
+    dq_first: bool = False
+    in_flight: bool = False
 
     producer_registers = 24
     dq_registers = 72

@@ -71,6 +71,7 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
     apart = blocks.dq_warpgroup
+    ring = apart or blocks.late_dq
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
     # K is an operand beside Q and beside dS, and its columns are what a warpgroup has of dQ.
     swizzle = widest_swizzle(blocks.dq_tile(head_dim)[1], dtype)
@@ -93,8 +94,12 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         do_empty=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
         ds_ready=None if apart or blocks.own_dq else bar(num_arrivals=blocks.warpgroups),
-        ds_full=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.ds_stages) if apart else None,
-        ds_empty=bar(num_barriers=blocks.ds_stages) if apart else None,
+        ds_full=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.ds_stages)
+        if ring
+        else None,
+        ds_empty=bar(num_arrivals=1 if apart else blocks.warpgroups, num_barriers=blocks.ds_stages)
+        if ring
+        else None,
         k_free=bar() if apart else None,
         dq_full=bar(num_barriers=blocks.dq_parts),
         dq_empty=bar(num_barriers=blocks.dq_parts),

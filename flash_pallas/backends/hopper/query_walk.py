@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from ...core import integers as ints
 from ...core.problem import Problem
@@ -85,29 +84,27 @@ class QueryWalk:
             n, jnp.int32(self.per_head)
         )
 
-    def visit(self, step, mask_all: bool):
-        """Call step(n, query block, masked=) for every tile.
+    def visit(self, step, mask_all: bool, carry=()):
+        """carry = step(n, query block, carry, masked=) for every tile; returns the last carry.
 
         The masked tiles of each head are a loop of their own, unless `mask_all` says that one loop
         masks all tiles. The loops count in n: a block index kept alive beside it costs the fused
         kernel 100 bytes of spills.
         """
-        plain = lambda n: step(n, self[n][1], masked=False)
+        plain = lambda n, carry: step(n, self[n][1], carry, masked=False)
         if ints.is_static(self.full_start) and self.full_start == 0:
-            pl.loop(jnp.int32(0), self.total)(plain)
-            return
-
+            return lax.fori_loop(jnp.int32(0), self.total, plain, carry)
         if mask_all:
-            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=True))
-            return
+            masked = lambda n, carry: step(n, self[n][1], carry, masked=True)
+            return lax.fori_loop(jnp.int32(0), self.total, masked, carry)
 
-        def one_head(head):
+        def one_head(head, carry):
             first = head * self.per_head
             unmasked = first + (self.full_start - self.start)
-            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first), masked=True))
-            pl.loop(unmasked, first + self.per_head)(plain)
+            masked = lambda n, carry: step(n, self.start + (n - first), carry, masked=True)
+            carry = lax.fori_loop(first, unmasked, masked, carry)
+            return lax.fori_loop(unmasked, first + self.per_head, plain, carry)
 
         if self.group == 1:
-            one_head(jnp.int32(0))
-        else:
-            pl.loop(jnp.int32(0), jnp.int32(self.group))(one_head)
+            return one_head(jnp.int32(0), carry)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.group), one_head, carry)
