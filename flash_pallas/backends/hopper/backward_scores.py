@@ -26,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
-from ...core.scores import TileInputs
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import ROW_MULTIPLE, BackwardArrays
