@@ -18,6 +18,7 @@ INTERPRETED = (
     _case("d64_split", T=200, S=136, N=2, K=1, causal=True, deterministic=True),
     _case("d64_float16", T=130, S=70, N=1, K=1, dtype="float16", causal=True),
     _case("d128", T=136, S=200, N=3, K=1, H=128),
+    _case("d128_whole_key_blocks", T=200, S=256, N=2, K=1, H=128),
     _case("d128_causal", T=256, S=256, N=1, K=1, B=3, H=128, causal=True),
     _case("d128_bottom_right", T=100, S=200, H=128, causal=True, q_offset=100),
     _case("d128_hidden_rows", T=200, S=72, N=1, K=1, H=128, causal=True, q_offset=-150),

@@ -45,6 +45,7 @@ MODIFIERS = (
     "dropout_causal_128",
     "mask_mod_prefix_128",
     "bias_1NTS",
+    "d16_bias",
     "d192_128",
     "everything_128",
 )
@@ -58,16 +59,16 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 128, "causal"): 8,
     ("flash_pallas_forward", 128, "ragged"): 32,
     ("flash_pallas_forward", 128, "offset"): 20,
-    ("flash_pallas_backward_fused", 64, "full"): 28,
-    ("flash_pallas_backward_fused", 64, "causal"): 44,
-    ("flash_pallas_backward_fused", 64, "ragged"): 32,
-    ("flash_pallas_backward_fused", 64, "offset"): 48,
-    ("flash_pallas_backward_fused", 128, "full"): 4,
+    ("flash_pallas_backward_fused", 64, "full"): 20,
+    ("flash_pallas_backward_fused", 64, "causal"): 40,
+    ("flash_pallas_backward_fused", 64, "ragged"): 40,
+    ("flash_pallas_backward_fused", 64, "offset"): 60,
     ("flash_pallas_forward", 128, "alibi_causal_128"): 112,
     ("flash_pallas_forward", 192, "d192_128"): 20,
-    ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 76,
+    ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 40,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 24,
-    ("flash_pallas_backward_dq", 128, "everything_128"): 8,
+    ("flash_pallas_backward_dkv", 128, "everything_128"): 4,
+    ("flash_pallas_backward_dq", 128, "everything_128"): 12,
 }
 
 

@@ -145,8 +145,13 @@ class Dkv:
         cta.do.release(cta.walk.total - 1)
         return recompute.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, carry, *, masked):
+    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
         """dV += P^T dO of the n-th tile."""
+        if self.problem.group > 1:  # under the wait for Q
+            place = self.place(cta, cta.walk[n][0], block)
+            held = self.side.hold_head(held, cta.gmem.side, place)
+        # Before the accumulator exists: see Scores.tile in backward_scores.py.
+        cta.q.wait_full(n)
         products = functools.partial(self.weights, cta, held, (n, block), masked)
         p, handed = pl.run_scoped(products, self.score_accumulator)
         cta.p.wait_empty(n)
@@ -154,16 +159,11 @@ class Dkv:
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # ends during the next tile
-        return carry
 
     def weights(self, cta: Cta, held: Held, at, masked, s_acc):
         """What dV and the other warpgroup need of P^T, in 16 bits; ends the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
-        if self.problem.group > 1:  # under the wait for Q
-            place = self.place(cta, cta.walk[n][0], block)
-            held = self.side.hold_head(held, cta.gmem.side, place)
-        cta.q.wait_full(n)
         plgpu.wgmma(s_acc, cta.smem.k, cta.smem.q.at[slot].transpose((1, 0)))
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         plgpu.wgmma_wait(1)
@@ -229,6 +229,7 @@ class Dkv:
 
     def dk_step(self, cta: Cta, dk_acc, n):
         """dK += dS^T Q of the n-th tile."""
+        cta.do.wait_full(n)
         products = functools.partial(self.score_gradients, cta, n)
         ds = pl.run_scoped(products, self.score_accumulator)
         if not self.drops_twice:
@@ -238,7 +239,6 @@ class Dkv:
     def score_gradients(self, cta: Cta, n, dp_acc):
         """dS^T of the n-th tile in 16 bits; ends the previous dK on the way."""
         slot = cta.do.slot(n)
-        cta.do.wait_full(n)
         plgpu.wgmma(dp_acc, cta.smem.v, cta.smem.do.at[slot].transpose((1, 0)))
         delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
         plgpu.wgmma_wait(1)

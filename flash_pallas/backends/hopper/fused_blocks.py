@@ -19,13 +19,10 @@ class FusedBlocks:
         ds_stages: slots for dS; with one, the warpgroups meet twice per step.
         mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
             the masked tiles and one for the rest: fewer registers, more instructions.
-        warpgroups: compute warpgroups, 64 keys each.
-        own_dq: each warpgroup computes dQ of its own keys.
-        dq_warpgroup: a warpgroup of its own computes dQ.
-        late_dq: dQ of a tile is computed during the next one.
-        dq_first: with late_dq, it is issued before the exponentials.
-        in_flight: with dq_first, dV and dK end during the next tile.
-        early_s: S^T of the next tile is issued before dK of this one; with own_dq alone.
+        late_dq: dQ of a tile is computed during the next one; takes two slots for dS.
+        late_dp: dP^T is issued after the weights.
+        stagger: CTAs of a head start at different tiles.
+        store_warps: one per warpgroup.
     """
 
     block_q: int = 64
@@ -33,48 +30,35 @@ class FusedBlocks:
     do_stages: int = 2
     ds_stages: int = 2
     mask_all: bool = False
-    warpgroups: int = 2
-    own_dq: bool = False
-    dq_warpgroup: bool = False
-    early_s: bool = False
     late_dq: bool = False
-    dq_first: bool = False
-    in_flight: bool = False
+    late_dp: bool = False
+    stagger: bool = False
+    section: int = 1
+    store_warps: bool = False
 
-    producer_registers = 24
-    dq_registers = 72
+    def __post_init__(self):
+        if self.late_dq and self.ds_stages == 1:
+            raise ValueError("ds_stages of the fused backward is 1: at least 2 with late_dq")
 
-    @property
-    def block_kv(self) -> int:
-        """Keys of a CTA."""
-        return self.warpgroups * WARPGROUP_ROWS
-
-    @property
-    def compute_registers(self) -> int:
-        """Of a thread of a compute warpgroup."""
-        if self.dq_warpgroup:
-            return {2: 208, 3: 128}[self.warpgroups]
-        return {2: 240, 3: 160}[self.warpgroups]
-
-    @property
-    def threads(self) -> int:
-        """Warpgroups, the producer among them."""
-        return self.warpgroups + 1 + self.dq_warpgroup
-
-    @property
-    def dq_parts(self) -> int:
-        """Slots for dQ."""
-        return 1 if self.dq_warpgroup else self.warpgroups
+    block_kv = 128
+    compute_registers, producer_registers = 240, 24
 
     @property
     def dq_by_rows(self) -> bool:
         """Each warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
         return self.block_q == 2 * WARPGROUP_ROWS
 
+    def section_of(self, problem: Problem) -> int:
+        """How many pairs of a batch entry and a key head are worked on at one time."""
+        pairs, wanted = (
+            problem.batch * problem.kv_heads,
+            self.section if self.section > 1 else problem.kv_heads,
+        )
+        divisors = [n for n in range(1, pairs + 1) if pairs % n == 0]
+        return min(divisors, key=lambda n: max(n, wanted) / min(n, wanted))
+
     def dq_tile(self, head_dim: int) -> tuple[int, int]:
         """What one warpgroup computes of dQ."""
-        if self.own_dq or self.dq_warpgroup:
-            return self.block_q, head_dim
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
@@ -87,7 +71,7 @@ class FusedBlocks:
         rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
         rows_dq, columns_dq = self.dq_tile(head_dim)
-        return 2 * (tiles + keys) + 4 * self.dq_parts * rows_dq * columns_dq + rows + side
+        return 2 * (tiles + keys) + 8 * rows_dq * columns_dq + rows + side
 
 
 FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
@@ -96,12 +80,12 @@ FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
 # need no mask, ptxas runs out of registers and serialises every wgmma at head dim 64, and at 128
 # nothing is gained (1.016 of cuDNN; with two loops 1.019).
 #
-# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO
-# and one for dS is 5 % faster than two, but not where masking or modifiers need the registers.
+# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are. late_dq is 3 %
+# faster there, 5 % slower with a mask and no faster at 64 and 32.
 PLAIN = {
     32: FusedBlocks(block_q=128),
     64: FusedBlocks(block_q=128),
-    128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
+    128: FusedBlocks(block_q=64, late_dq=True, store_warps=True),
 }
 MASKED = {
     32: FusedBlocks(block_q=128, mask_all=True),
@@ -117,12 +101,13 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
     spec, features = problem.spec, problem.features
-    ragged = problem.kv_len % FusedBlocks().block_kv != 0
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
     masked = ragged or not spec.mask.is_trivial or {"kv_lengths", "kv_segments"} & features
     side = SideInputs(problem, q_axis=1)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
-    candidates = (first, dataclasses.replace(first, do_stages=1, ds_stages=1), SMALLEST)
+    fewer = dataclasses.replace(first, do_stages=1, ds_stages=1, late_dq=False)
+    candidates = (first, fewer, SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)

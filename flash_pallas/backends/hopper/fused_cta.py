@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
@@ -13,7 +14,9 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
 from .memory import Ring, row_buffer, tile_buffer, widest_swizzle
 from .query_walk import QueryWalk
-from .side_inputs import SideInputs, Streamed
+from .side_inputs import Place, SideInputs, Streamed
+
+WARPGROUPS = 2  # that compute, 64 keys each
 
 
 class Smem(NamedTuple):
@@ -41,8 +44,7 @@ class Barriers(NamedTuple):
     delta_full: Any
     ds_ready: Any  # each warpgroup
     ds_full: Any  # each warpgroup
-    ds_empty: Any
-    k_free: Any
+    ds_empty: Any  # each warpgroup
     dq_full: Any  # one per part
     dq_empty: Any  # one per part
 
@@ -65,13 +67,21 @@ class Cta:
     walk: QueryWalk
     wg: Any
 
+    def query_tile(self, n, block_q: int):
+        """(query head, rows) of the n-th tile of the walk."""
+        head, block = self.walk[n]
+        return self.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
+
+    def place(self, n, kv_start, rows: int, block_q: int) -> Place:
+        """Of the n-th tile of the walk against some keys."""
+        head, queries = self.query_tile(n, block_q)
+        return Place(self.batch, head, kv_start, queries.start, rows, block_q)
+
 
 def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
-    apart = blocks.dq_warpgroup
-    ring = apart or blocks.late_dq
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
     # K is an operand beside Q and beside dS, and its columns are what a warpgroup has of dQ.
     swizzle = widest_swizzle(blocks.dq_tile(head_dim)[1], dtype)
@@ -81,27 +91,23 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         k=tile_buffer((block_kv, head_dim), dtype, swizzle),
         v=tile_buffer((block_kv, head_dim), dtype),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, swizzle),
-        dq=tile_buffer((blocks.dq_parts, *blocks.dq_tile(head_dim)), jnp.float32),
+        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         side=side.buffers(blocks.stages, block_kv, block_q),
     )
+    ds_ring = bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
     bars = Barriers(
         kv_full=bar(num_arrivals=2),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
-        q_empty=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
+        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
-        ds_ready=None if apart or blocks.own_dq else bar(num_arrivals=blocks.warpgroups),
-        ds_full=bar(num_arrivals=blocks.warpgroups, num_barriers=blocks.ds_stages)
-        if ring
-        else None,
-        ds_empty=bar(num_arrivals=1 if apart else blocks.warpgroups, num_barriers=blocks.ds_stages)
-        if ring
-        else None,
-        k_free=bar() if apart else None,
-        dq_full=bar(num_barriers=blocks.dq_parts),
-        dq_empty=bar(num_barriers=blocks.dq_parts),
+        ds_ready=bar(num_arrivals=WARPGROUPS),
+        ds_full=ds_ring if blocks.late_dq else None,
+        ds_empty=ds_ring if blocks.late_dq else None,
+        dq_full=bar(num_barriers=WARPGROUPS),
+        dq_empty=bar(num_barriers=WARPGROUPS),
     )
     return smem, bars

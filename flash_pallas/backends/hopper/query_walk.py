@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ...core import integers as ints
 from ...core.problem import Problem
@@ -23,6 +24,7 @@ class QueryWalk:
         q_offset: position of query 0.
         kv_len: how many keys there are, or None where that hides none.
         group: query heads that read these keys, one after the other.
+        shift: which tile of a head comes first, counted from its first one.
     """
 
     start: Any
@@ -31,10 +33,11 @@ class QueryWalk:
     q_offset: Any
     kv_len: Any
     group: int
+    shift: Any = 0
 
     @classmethod
     def of(
-        cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, block_q: int
+        cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, block_q: int, stagger=False
     ) -> QueryWalk:
         """Of a CTA. At least one tile per head, which is then wholly masked.
 
@@ -44,6 +47,7 @@ class QueryWalk:
             at: (batch entry, key block).
             kv_rows: keys of a block.
             block_q: queries of a tile.
+            stagger: start at another tile for every key block.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -64,7 +68,7 @@ class QueryWalk:
             full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
         if arrays.bounds is not None:
             full_start = ints.minimum(full_start, stop)
-        return cls(start, full_start, stop, offset, kv_len, problem.group)
+        return cls(start, full_start, stop, offset, kv_len, problem.group, block if stagger else 0)
 
     @property
     def per_head(self):
@@ -78,33 +82,37 @@ class QueryWalk:
 
     def __getitem__(self, n):
         """(head of the group, query block) of the n-th tile."""
+        if self.group == 1 and not (isinstance(self.shift, int) and self.shift == 0):
+            return 0, self.start + lax.rem(n + self.shift, jnp.int32(self.per_head))
         if self.group == 1:
             return 0, self.start + n
         return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(
             n, jnp.int32(self.per_head)
         )
 
-    def visit(self, step, mask_all: bool, carry=()):
-        """carry = step(n, query block, carry, masked=) for every tile; returns the last carry.
+    def visit(self, step, mask_all: bool):
+        """Call step(n, query block, masked=) for every tile.
 
         The masked tiles of each head are a loop of their own, unless `mask_all` says that one loop
         masks all tiles. The loops count in n: a block index kept alive beside it costs the fused
         kernel 100 bytes of spills.
         """
-        plain = lambda n, carry: step(n, self[n][1], carry, masked=False)
+        plain = lambda n: step(n, self[n][1], masked=False)
         if ints.is_static(self.full_start) and self.full_start == 0:
-            return lax.fori_loop(jnp.int32(0), self.total, plain, carry)
-        if mask_all:
-            masked = lambda n, carry: step(n, self[n][1], carry, masked=True)
-            return lax.fori_loop(jnp.int32(0), self.total, masked, carry)
+            pl.loop(jnp.int32(0), self.total)(plain)
+            return
 
-        def one_head(head, carry):
+        if mask_all:
+            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=True))
+            return
+
+        def one_head(head):
             first = head * self.per_head
             unmasked = first + (self.full_start - self.start)
-            masked = lambda n, carry: step(n, self.start + (n - first), carry, masked=True)
-            carry = lax.fori_loop(first, unmasked, masked, carry)
-            return lax.fori_loop(unmasked, first + self.per_head, plain, carry)
+            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first), masked=True))
+            pl.loop(unmasked, first + self.per_head)(plain)
 
         if self.group == 1:
-            return one_head(jnp.int32(0), carry)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(self.group), one_head, carry)
+            one_head(jnp.int32(0))
+        else:
+            pl.loop(jnp.int32(0), jnp.int32(self.group))(one_head)
