@@ -46,6 +46,8 @@ MODIFIERS = (
     "mask_mod_prefix_128",
     "bias_1NTS",
     "d16_bias",
+    "long_score_mod",
+    "many_entries",
     "d192_128",
     "everything_128",
 )
@@ -63,10 +65,13 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "causal"): 40,
     ("flash_pallas_backward_fused", 64, "ragged"): 40,
     ("flash_pallas_backward_fused", 64, "offset"): 60,
+    ("flash_pallas_backward_fused", 128, "full"): 4,
     ("flash_pallas_forward", 128, "alibi_causal_128"): 112,
     ("flash_pallas_forward", 192, "d192_128"): 20,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 40,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 24,
+    ("flash_pallas_backward_fused", 128, "long_score_mod"): 32,
+    ("flash_pallas_backward_fused", 64, "many_entries"): 24,
     ("flash_pallas_backward_dkv", 128, "everything_128"): 4,
     ("flash_pallas_backward_dq", 128, "everything_128"): 12,
 }

@@ -297,7 +297,7 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
         scratch=scratch(problem, blocks),
-        # Heads fastest: 1.05 (1.09 causal) of keys fastest, both kernels together, head dim 256.
+        # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
         grid=(problem.kv_heads, pl.cdiv(problem.kv_len, WARPGROUP_ROWS), problem.batch),
         grid_names=("head", "kv", "batch"),
         threads=3,

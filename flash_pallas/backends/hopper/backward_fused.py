@@ -40,7 +40,7 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
-from .fused_blocks import FusedBlocks
+from .fused_blocks import FusedBlocks, entries_at_once
 from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
 from .fused_producer import Producer
 from .key_walk import mask_everywhere
@@ -64,10 +64,18 @@ class Fused:
         return SideInputs(self.problem, q_axis=1)
 
     def __call__(self, dq, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
-        block, heads = lax.axis_index("kv"), self.problem.kv_heads
-        section = self.blocks.section_of(self.problem)
-        pair = lax.axis_index("section") * section + lax.axis_index("pair")
-        batch = lax.axis_index("section") if section == heads else ints.floor_div(pair, heads)
+        entries = entries_at_once(self.problem)
+        batch = lax.axis_index("section") * entries + lax.axis_index("entry")
+        work = functools.partial(self.work, (dq, gmem, dk, dv), smem, bars, batch)
+        if self.problem.batch % entries == 0:
+            work()
+        else:  # the last section is smaller
+            pl.when(batch < self.problem.batch)(work)
+
+    def work(self, arrays, smem: Smem, bars: Barriers, batch):
+        """Everything that a CTA does."""
+        dq, gmem, dk, dv = arrays
+        block = lax.axis_index("kv")
         at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
         cta = Cta(
             gmem=gmem,
@@ -79,7 +87,7 @@ class Fused:
             q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
             do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
             batch=batch,
-            kv_head=pair - batch * heads,
+            kv_head=lax.axis_index("head"),
             kv_start=block * self.blocks.block_kv,
             walk=QueryWalk.of(self.problem, gmem, at, *size, stagger=self.blocks.stagger),
             wg=lax.axis_index("wg"),
@@ -295,8 +303,7 @@ def backward_fused(
     problem: Problem, blocks: FusedBlocks, operands: Operands, arrays: BackwardArrays, interpret
 ):
     """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
-    dtype, section = problem.dtype, blocks.section_of(problem)
-    pairs = problem.batch * problem.kv_heads
+    dtype, entries = problem.dtype, entries_at_once(problem)
     given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
     run = functools.partial(
         launch,
@@ -305,10 +312,15 @@ def backward_fused(
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
         scratch=scratch(problem, blocks),
-        # Pairs of a batch entry and a head fastest: CTAs that run together add to different tiles
-        # of dQ (key blocks fastest: 0.93x).
-        grid=(section, pl.cdiv(problem.kv_len, blocks.block_kv), pairs // section),
-        grid_names=("pair", "kv", "section"),
+        # Some batch entries fastest, so that CTAs that run together add to different tiles of dQ
+        # (key blocks fastest: 0.94x if causal), but no more than L2 keeps.
+        grid=(
+            problem.kv_heads,
+            pl.cdiv(problem.batch, entries),
+            pl.cdiv(problem.kv_len, blocks.block_kv),
+            entries,
+        ),
+        grid_names=("head", "section", "kv", "entry"),
         threads=WARPGROUPS + 1,
         name="flash_pallas_backward_fused",
         interpret=interpret,

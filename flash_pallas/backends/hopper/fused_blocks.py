@@ -20,9 +20,9 @@ class FusedBlocks:
         mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
             the masked tiles and one for the rest: fewer registers, more instructions.
         late_dq: dQ of a tile is computed during the next one; takes two slots for dS.
-        late_dp: dP^T is issued after the weights.
-        stagger: CTAs of a head start at different tiles.
-        store_warps: one per warpgroup.
+        late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
+        stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
+        store_warps: one for the part of dQ of each warpgroup, else one for both.
     """
 
     block_q: int = 64
@@ -33,29 +33,19 @@ class FusedBlocks:
     late_dq: bool = False
     late_dp: bool = False
     stagger: bool = False
-    section: int = 1
     store_warps: bool = False
+
+    block_kv = 128
+    compute_registers, producer_registers = 240, 24
 
     def __post_init__(self):
         if self.late_dq and self.ds_stages == 1:
             raise ValueError("ds_stages of the fused backward is 1: at least 2 with late_dq")
 
-    block_kv = 128
-    compute_registers, producer_registers = 240, 24
-
     @property
     def dq_by_rows(self) -> bool:
         """Each warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
         return self.block_q == 2 * WARPGROUP_ROWS
-
-    def section_of(self, problem: Problem) -> int:
-        """How many pairs of a batch entry and a key head are worked on at one time."""
-        pairs, wanted = (
-            problem.batch * problem.kv_heads,
-            self.section if self.section > 1 else problem.kv_heads,
-        )
-        divisors = [n for n in range(1, pairs + 1) if pairs % n == 0]
-        return min(divisors, key=lambda n: max(n, wanted) / min(n, wanted))
 
     def dq_tile(self, head_dim: int) -> tuple[int, int]:
         """What one warpgroup computes of dQ."""
@@ -74,18 +64,33 @@ class FusedBlocks:
         return 2 * (tiles + keys) + 8 * rows_dq * columns_dq + rows + side
 
 
+# bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
+# of all entries' 128 and 64 MB, which L2 does not keep from one key block to the next.
+AT_ONCE_BYTES = 16 << 20
+
+
+def entries_at_once(problem: Problem) -> int:
+    """Batch entries worked on at one time: Q, dO and the float32 dQ of a head of each stay in L2.
+
+    As many for every section of the batch, but for the last.
+    """
+    most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
+    sections = -(-problem.batch // most)
+    return -(-problem.batch // sections)
+
+
 FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200. Where some tile is masked, all are, in one loop: with a second loop for the tiles that
 # need no mask, ptxas runs out of registers and serialises every wgmma at head dim 64, and at 128
 # nothing is gained (1.016 of cuDNN; with two loops 1.019).
 #
-# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are. late_dq is 3 %
-# faster there, 5 % slower with a mask and no faster at 64 and 32.
+# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO
+# and one for dS is 5 % faster than two, but not where masking or modifiers need the registers.
 PLAIN = {
     32: FusedBlocks(block_q=128),
     64: FusedBlocks(block_q=128),
-    128: FusedBlocks(block_q=64, late_dq=True, store_warps=True),
+    128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1),
 }
 MASKED = {
     32: FusedBlocks(block_q=128, mask_all=True),
@@ -108,6 +113,8 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
+    if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
+        first = dataclasses.replace(first, late_dp=True)
     fewer = dataclasses.replace(first, do_stages=1, ds_stages=1, late_dq=False)
     candidates = (first, fewer, SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)

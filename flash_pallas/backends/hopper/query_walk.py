@@ -82,13 +82,16 @@ class QueryWalk:
 
     def __getitem__(self, n):
         """(head of the group, query block) of the n-th tile."""
-        if self.group == 1 and not (isinstance(self.shift, int) and self.shift == 0):
-            return 0, self.start + lax.rem(n + self.shift, jnp.int32(self.per_head))
-        if self.group == 1:
+        if self.group == 1 and not self.shifted:
             return 0, self.start + n
-        return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(
-            n, jnp.int32(self.per_head)
-        )
+        per_head = jnp.int32(self.per_head)
+        head = 0 if self.group == 1 else lax.div(n, per_head)
+        return head, self.start + lax.rem(n + self.shift, per_head)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the first tile may be another than `start`."""
+        return not (ints.is_static(self.shift) and self.shift == 0)
 
     def visit(self, step, mask_all: bool):
         """Call step(n, query block, masked=) for every tile.
@@ -101,10 +104,12 @@ class QueryWalk:
         if ints.is_static(self.full_start) and self.full_start == 0:
             pl.loop(jnp.int32(0), self.total)(plain)
             return
-
         if mask_all:
             pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=True))
             return
+
+        if self.shifted:
+            raise ValueError("stagger of the fused backward with this mask: only with mask_all")
 
         def one_head(head):
             first = head * self.per_head
