@@ -43,7 +43,6 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks, entries_at_once
 from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
 from .fused_producer import Producer
-from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
@@ -77,6 +76,7 @@ class Fused:
         dq, gmem, dk, dv = arrays
         block = lax.axis_index("kv")
         at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
+        loops = {"mask_all": self.blocks.mask_all, "stagger": self.blocks.stagger}
         cta = Cta(
             gmem=gmem,
             dq=dq,
@@ -89,11 +89,12 @@ class Fused:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * self.blocks.block_kv,
-            walk=QueryWalk.of(self.problem, gmem, at, *size, stagger=self.blocks.stagger),
+            walk=QueryWalk.of(self.problem, gmem, at, *size, **loops),
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
-        pl.when(cta.wg == WARPGROUPS)(lambda: Producer(self.problem, self.blocks)(cta))
+        producer = Producer(self.problem, self.blocks, self.interpret)
+        pl.when(cta.wg == WARPGROUPS)(lambda: producer(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Fused:
         keys, head_dim = warpgroup_rows(cta.wg), self.problem.head_dim
         accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
-        self.meet(cta)  # both warpgroups have read K for the last time
+        cta.meet()  # both warpgroups have read K for the last time
         cta.smem.k[keys] = (dk * self.problem.spec.scale).astype(self.problem.dtype)
         cta.smem.v[keys] = recompute.gained(self.problem, dv).astype(self.problem.dtype)
         plgpu.commit_smem()
@@ -119,9 +120,8 @@ class Fused:
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
-        mask_all = self.blocks.mask_all or mask_everywhere(self.problem)
         step = self.step_late if self.blocks.late_dq else self.step
-        cta.walk.visit(functools.partial(step, cta, held, dk_acc, dv_acc), mask_all)
+        cta.walk.visit(functools.partial(step, cta, held, dk_acc, dv_acc))
         if self.blocks.late_dq:
             self.last_dq(cta)
         return dk_acc[...], dv_acc[...]
@@ -136,11 +136,11 @@ class Fused:
         p, ds = self.score_gradients(cta, held, n, block, masked)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
-            self.meet(cta)  # both have read the previous dS
+            cta.meet()  # both have read the previous dS
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        self.meet(cta)  # both have written dS
+        cta.meet()  # both have written dS
 
         def products(dq_acc):
             ds_part, k_part = self.dq_operands(cta, ds_slot)
@@ -256,7 +256,7 @@ class Fused:
         """(P^T without what dropout drops, pull(P^T), what dropout keeps)."""
         slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
-        inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys)
+        inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
         p, through = lax.optimization_barrier(
@@ -293,18 +293,24 @@ class Fused:
             return ds.transpose((1, 0)), cta.smem.k
         return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
 
-    def meet(self, cta: Cta):
-        """Wait for the other warpgroup."""
-        plgpu.barrier_arrive(cta.bars.ds_ready)
-        plgpu.barrier_wait(cta.bars.ds_ready)
-
 
 def backward_fused(
-    problem: Problem, blocks: FusedBlocks, operands: Operands, arrays: BackwardArrays, interpret
+    problem: Problem,
+    blocks: FusedBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    clears: bool,
+    interpret: bool,
 ):
-    """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
-    dtype, entries = problem.dtype, entries_at_once(problem)
-    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
+    """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v.
+
+    `clears`: padding may hold NaN; otherwise it holds 0.
+    """
+    dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
+    entries = entries_at_once(problem)
+    given = arrays.for_rows(problem, operands, 1, tile)
+    if clears:
+        given = given.with_padding(operands, *tile)
     run = functools.partial(
         launch,
         out=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
+from .key_walk import mask_everywhere
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -35,7 +36,7 @@ class FusedBlocks:
     stagger: bool = False
     store_warps: bool = False
 
-    block_kv = 128
+    block_kv = 2 * WARPGROUP_ROWS
     compute_registers, producer_registers = 240, 24
 
     def __post_init__(self):
@@ -115,6 +116,18 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     first = table[problem.head_dim]
     if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
+    # Where arrays or a window leave most tiles whole, two loops pay. Modifiers need the registers.
+    some = mask_everywhere(problem) or "kv_lengths" in features
+    if problem.head_dim == 128 and some and not modified and _some_tile_is_whole(problem, first):
+        first = dataclasses.replace(first, mask_all=False)
     fewer = dataclasses.replace(first, do_stages=1, ds_stages=1, late_dq=False)
     candidates = (first, fewer, SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)
+
+
+def _some_tile_is_whole(problem: Problem, blocks: FusedBlocks) -> bool:
+    """The band of the mask is wide enough to hold a tile."""
+    left, right = problem.spec.mask.left, problem.spec.mask.right
+    if left is None or right is None:
+        return True
+    return left + right >= blocks.block_q + blocks.block_kv - 2

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from .clearing import WARP, Loader, Padding
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Cta
+from .fused_cta import WARPGROUPS, Cta, swizzle_of_k
+from .memory import widest_swizzle
 from .side_inputs import SideInputs
 
 LOAD_WARP, STORE_WARP = 0, 1
@@ -22,6 +25,7 @@ class Producer:
 
     problem: Problem
     blocks: FusedBlocks
+    interpret: bool
 
     def __call__(self, cta: Cta):
         """All tiles of this CTA."""
@@ -38,33 +42,46 @@ class Producer:
     def load(self, cta: Cta):
         """K and V once, then Q, lse, dO and delta of every query tile."""
         keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
-        plgpu.copy_gmem_to_smem(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full)
-        plgpu.copy_gmem_to_smem(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full)
+        block = lax.axis_index("kv")
+        load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
+        load_q, load_do = self.loaders(cta, cta.gmem.q_padding)
+        load_k(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full, cta.batch, block)
+        load_v(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full, cta.batch, block)
         side = SideInputs(self.problem, q_axis=1)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
             head, rows = cta.query_tile(n, self.blocks.block_q)
+            block = cta.walk[n][1]
             tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
             slot = cta.q.slot(n)
-            arrived = cta.bars.q_full.at[slot]
+            full = cta.bars.q_full.at[slot]
             cta.q.wait_empty(n)
-            plgpu.copy_gmem_to_smem(cta.gmem.q.at[tile], cta.smem.q.at[slot], arrived)
-            plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], arrived)
+            load_q(cta.gmem.q.at[tile], cta.smem.q.at[slot], full, cta.batch, block)
+            plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], full)
             if side.copies:
                 place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
-                side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
+                side.load(cta.gmem.side, cta.smem.side, slot, full, place)
             slot = cta.do.slot(n)
+            full = cta.bars.do_full.at[slot]
             cta.do.wait_empty(n)
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.do.at[tile], cta.smem.do.at[slot], cta.bars.do_full.at[slot]
-            )
+            load_do(cta.gmem.do.at[tile], cta.smem.do.at[slot], full, cta.batch, block)
             plgpu.copy_gmem_to_smem(
                 cta.gmem.delta.at[row], cta.smem.delta.at[slot], cta.bars.delta_full.at[slot]
             )
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
+
+    def loaders(self, cta: Cta, padding: Padding | None) -> list[Loader]:
+        """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
+        problem = self.problem
+        swizzles = (
+            swizzle_of_k(problem, self.blocks),
+            widest_swizzle(problem.head_dim, problem.dtype),
+        )
+        arrived, interpret = cta.bars.arrived, self.interpret
+        return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
 
     def store_dq(self, cta: Cta, parts: tuple[int, ...]):
         """Add some warpgroups' parts of every dQ tile to the float32 buffer."""
