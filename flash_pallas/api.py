@@ -86,7 +86,7 @@ def flash_attention(
         sinks: [N] or [*B, N]: a further score of every query that has no value
             (https://arxiv.org/abs/2309.17453). Differentiable. It counts in the log-sum-exp, and a
             query that sees no key has it for its log-sum-exp.
-        dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-16 parts; the
+        dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
         dropout_seed: an int, an integer array or a key of jax.random, which may be traced. What is
             dropped depends on the seed, the batch entry, the head and the positions alone: not on
