@@ -18,6 +18,7 @@ INTERPRETED = (
     _case("d64_split", T=200, S=136, N=2, K=1, causal=True, deterministic=True),
     _case("d64_float16", T=130, S=70, N=1, K=1, dtype="float16", causal=True),
     _case("d128", T=136, S=200, N=3, K=1, H=128),
+    _case("d128_whole_key_blocks", T=200, S=256, N=2, K=1, H=128),
     _case("d128_causal", T=256, S=256, N=1, K=1, B=3, H=128, causal=True),
     _case("d128_bottom_right", T=100, S=200, H=128, causal=True, q_offset=100),
     _case("d128_hidden_rows", T=200, S=72, N=1, K=1, H=128, causal=True, q_offset=-150),
@@ -130,6 +131,22 @@ MODIFIERS = (
 )  # fmt: skip
 
 
+def _several_tiles(name: str, **fields) -> Case:
+    return _case(name, **({"T": 200, "S": 256, "N": 2, "K": 1} | fields))
+
+
+_LATE = {"late_dq": True, "do_stages": 2, "ds_stages": 2, "store_warps": True}
+
+# With what the fused backward can be asked to do, but is nowhere by itself.
+FUSED_BLOCKS = (
+    (_several_tiles("late_staggered", H=128), _LATE | {"stagger": True}),
+    (_several_tiles("late_masked", H=128, S=264), _LATE | {"mask_all": True}),
+    (_several_tiles("staggered", K=2, causal=True), {"stagger": True}),
+    (_several_tiles("staggered_group", S=264, window=(90, 0)), {"stagger": True}),
+)
+SECTIONS = _small("sections", T=104, K=2, B=3, H=32, causal=True)
+
+
 def _for_each_kernel(name: str, **fields):
     for head_dim in (64, 128, 256):
         for causal in (False, True):
@@ -155,6 +172,7 @@ ON_DEVICE = (
     _case("long_window_both", T=2000, S=2500, N=2, K=1, window=(200, 300), q_offset=100),
     _case("long_packed", T=3000, S=3000, B=2, N=2, K=1, H=128, causal=True, segments="packed"),
     _case("long_packed_d64", T=3000, S=3000, B=2, N=2, K=1, segments="padded", poison=True),
+    _case("many_entries", T=512, S=512, B=67, N=1, K=1, causal=True),  # 34 and 33 at one time
     _case("long_lengths", T=1500, S=1800, B=3, N=2, K=1, H=128, kv_lengths=(1700, 3, 900)),
     _case("long_bias", T=1000, S=1100, B=3, N=2, K=1, bias="1NTS"),
     _case("long_bias_rows", T=1000, S=1100, B=2, N=2, K=1, H=128, bias="B11S", mask="11T1"),

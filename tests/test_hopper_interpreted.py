@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper import HopperBackend, fused_blocks
 
 from . import checks
-from .hopper_cases import INTERPRETED, MODIFIERS
+from .hopper_cases import FUSED_BLOCKS, INTERPRETED, MODIFIERS, SECTIONS
 from .interpreter import race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
@@ -18,3 +18,20 @@ BACKEND = HopperBackend(interpret=True, num_sms=2)
 def test_kernels(case):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("case", "blocks"), FUSED_BLOCKS, ids=[case.name for case, _ in FUSED_BLOCKS]
+)
+def test_fused_blocks(case, blocks):
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND, {"fused": blocks}), case)
+
+
+@pytest.mark.interpret
+def test_sections_of_the_batch(monkeypatch):
+    """Two batch entries at one time, then the third alone."""
+    monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)

@@ -149,6 +149,11 @@ class Dkv:
 
     def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
         """dV += P^T dO of the n-th tile."""
+        if self.problem.group > 1:  # under the wait for Q
+            place = self.place(cta, cta.walk[n][0], block)
+            held = self.side.hold_head(held, cta.gmem.side, place)
+        # Before the accumulator exists: see Scores.tile in backward_scores.py.
+        cta.q.wait_full(n)
         products = functools.partial(self.weights, cta, held, (n, block), masked)
         p, handed = pl.run_scoped(products, self.score_accumulator)
         cta.p.wait_empty(n)
@@ -161,10 +166,6 @@ class Dkv:
         """What dV and the other warpgroup need of P^T, in 16 bits; ends the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
-        if self.problem.group > 1:  # under the wait for Q
-            place = self.place(cta, cta.walk[n][0], block)
-            held = self.side.hold_head(held, cta.gmem.side, place)
-        cta.q.wait_full(n)
         plgpu.wgmma(s_acc, cta.smem.k, cta.smem.q.at[slot].transpose((1, 0)))
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         plgpu.wgmma_wait(1)
@@ -230,6 +231,7 @@ class Dkv:
 
     def dk_step(self, cta: Cta, dk_acc, n):
         """dK += dS^T Q of the n-th tile."""
+        cta.do.wait_full(n)
         products = functools.partial(self.score_gradients, cta, n)
         ds = pl.run_scoped(products, self.score_accumulator)
         if not self.drops_twice:
@@ -239,7 +241,6 @@ class Dkv:
     def score_gradients(self, cta: Cta, n, dp_acc):
         """dS^T of the n-th tile in 16 bits; ends the previous dK on the way."""
         slot = cta.do.slot(n)
-        cta.do.wait_full(n)
         plgpu.wgmma(dp_acc, cta.smem.v, cta.smem.do.at[slot].transpose((1, 0)))
         delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
         plgpu.wgmma_wait(1)
@@ -298,7 +299,7 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
         scratch=scratch(problem, blocks),
-        # Heads fastest: 1.05 (1.09 causal) of keys fastest, both kernels together, head dim 256.
+        # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
         grid=(problem.kv_heads, pl.cdiv(problem.kv_len, WARPGROUP_ROWS), problem.batch),
         grid_names=("head", "kv", "batch"),
         threads=3,

@@ -203,26 +203,32 @@ class Dq:
 
     def step(self, cta: Cta, walk: KeyWalk, rows: Rows, dq_acc, n, *, masked):
         """dQ += dS K of the n-th key block."""
-        accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_kv), jnp.float32)
         limits = Limits()
         tile = self.tile(cta, walk[n])
         if masked:
             limits = tile.limits(self.problem.spec.mask, walk.kv_len)
         products = functools.partial(self.score_gradients, cta, rows, n, (tile, limits))
-        ds = pl.run_scoped(products, accumulator, accumulator)
+        # Before the accumulators exist: see Scores.tile in backward_scores.py.
+        cta.k.wait_full(n)
+        ds = pl.run_scoped(products, self.score_accumulator)
         plgpu.wgmma(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])  # ends during the next block
 
-    def score_gradients(self, cta: Cta, rows: Rows, n, where, s_acc, dp_acc):
+    def score_gradients(self, cta: Cta, rows: Rows, n, where, s_acc):
         """dS of the n-th key block in 16 bits; ends the previous dQ on the way."""
-        k, v = cta.smem.k.at[cta.k.slot(n)], cta.smem.v.at[cta.v.slot(n)]
+        k = cta.smem.k.at[cta.k.slot(n)]
         # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
         # live through the loop: 144 bytes of spills at head dim 256, 344 if causal, against none.
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
-        cta.k.wait_full(n)
         plgpu.wgmma(s_acc, cta.smem.q.at[own], k.transpose((1, 0)))
         plgpu.wgmma_wait(1)
         pl.when(n > 0)(lambda: cta.k.release(n - 1))
         cta.v.wait_full(n)
+        product = functools.partial(self.with_dp, cta, rows, n, where, s_acc)
+        return pl.run_scoped(product, self.score_accumulator)
+
+    def with_dp(self, cta: Cta, rows: Rows, n, where, s_acc, dp_acc):
+        """dS of the n-th key block in 16 bits, once S is issued."""
+        v, own = cta.smem.v.at[cta.v.slot(n)], warpgroup_rows(lax.optimization_barrier(cta.wg))
         plgpu.wgmma(dp_acc, cta.smem.do.at[own], v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
@@ -234,6 +240,10 @@ class Dq:
         cta.v.release(n)
         c = recompute.centred(self.problem, w.kept, dp, per_row(rows.delta))
         return (p * c).astype(self.problem.dtype)
+
+    @property
+    def score_accumulator(self):
+        return plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_kv), jnp.float32)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
         """Where this warpgroup's tile of a key block lies."""
@@ -269,7 +279,7 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
         Dq(problem, blocks, interpret),
         out=jax.ShapeDtypeStruct(arrays.q.shape, dtype),
         scratch=(smem, bars),
-        # Queries fastest: 1.03 to 1.05 of heads fastest (head dim 256).
+        # Queries slowest: 1.03 to 1.05 of heads slowest (head dim 256).
         grid=(pl.cdiv(problem.q_len, block_q), problem.q_heads, problem.batch),
         grid_names=("q", "head", "batch"),
         threads=warpgroups + 1,

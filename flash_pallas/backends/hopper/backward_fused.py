@@ -15,9 +15,12 @@ warp of the producer warpgroup adds it to a float32 buffer in device memory by T
 order of those adds differs from run to run, and with it the last bits of dQ; backward_dkv.py and
 backward_dq.py are the deterministic pair.
 
+With `late_dq`, (5) of a tile runs during the next one, so that the warpgroups need not meet.
+
     K, V            one slot each, loaded once; dK and dV are staged in them at the end
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
-    dS^T            ds slots, written by both warpgroups, read by both: `ds_ready` counts them in
+    dS^T            ds slots, written by both warpgroups, read by both: `ds_ready` counts them in,
+                    with late_dq a ring does
     dQ              one float32 slot per warpgroup, handed to the storing warp and back
 """
 
@@ -37,15 +40,13 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
-from .clearing import WARP, Loader, Padding
-from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzle_of_k
-from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows, widest_swizzle
+from .fused_blocks import FusedBlocks, entries_at_once
+from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
+from .fused_producer import Producer
+from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs
-
-LOAD_WARP, STORE_WARP = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,20 @@ class Fused:
         return SideInputs(self.problem, q_axis=1)
 
     def __call__(self, dq, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
-        batch, block = lax.axis_index("batch"), lax.axis_index("kv")
+        entries = entries_at_once(self.problem)
+        batch = lax.axis_index("section") * entries + lax.axis_index("entry")
+        work = functools.partial(self.work, (dq, gmem, dk, dv), smem, bars, batch)
+        if self.problem.batch % entries == 0:
+            work()
+        else:  # the last section is smaller
+            pl.when(batch < self.problem.batch)(work)
+
+    def work(self, arrays, smem: Smem, bars: Barriers, batch):
+        """Everything that a CTA does."""
+        dq, gmem, dk, dv = arrays
+        block = lax.axis_index("kv")
         at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
+        loops = {"mask_all": self.blocks.mask_all, "stagger": self.blocks.stagger}
         cta = Cta(
             gmem=gmem,
             dq=dq,
@@ -76,97 +89,12 @@ class Fused:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * self.blocks.block_kv,
-            walk=QueryWalk.of(self.problem, gmem, at, *size, mask_all=self.blocks.mask_all),
+            walk=QueryWalk.of(self.problem, gmem, at, *size, **loops),
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
-        pl.when(cta.wg == WARPGROUPS)(lambda: self.produce(cta))
-
-    # --- the producer: one warp loads, another adds dQ into device memory ------------------------
-
-    def produce(self, cta: Cta):
-        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == LOAD_WARP)(lambda: self.load(cta))
-            pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
-
-    def load(self, cta: Cta):
-        """K and V once, then Q, lse, dO and delta of every query tile."""
-        keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
-        block = lax.axis_index("kv")
-        load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
-        load_q, load_do = self.loaders(cta, cta.gmem.q_padding)
-        load_k(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full, cta.batch, block)
-        load_v(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full, cta.batch, block)
-
-        @pl.loop(jnp.int32(0), cta.walk.total)
-        def _(n):
-            head, rows = self.query_tile(cta, n)
-            block = cta.walk[n][1]
-            tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
-            slot = cta.q.slot(n)
-            full = cta.bars.q_full.at[slot]
-            cta.q.wait_empty(n)
-            load_q(cta.gmem.q.at[tile], cta.smem.q.at[slot], full, cta.batch, block)
-            plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], full)
-            if self.side.copies:
-                place = self.place(cta, n, cta.kv_start, self.blocks.block_kv)
-                self.side.load(cta.gmem.side, cta.smem.side, slot, full, place)
-            slot = cta.do.slot(n)
-            full = cta.bars.do_full.at[slot]
-            cta.do.wait_empty(n)
-            load_do(cta.gmem.do.at[tile], cta.smem.do.at[slot], full, cta.batch, block)
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.delta.at[row], cta.smem.delta.at[slot], cta.bars.delta_full.at[slot]
-            )
-
-        cta.q.drain(cta.walk.total)
-        cta.do.drain(cta.walk.total)
-
-    def loaders(self, cta: Cta, padding: Padding | None):
-        """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
-        problem = self.problem
-        swizzles = (
-            swizzle_of_k(problem, self.blocks),
-            widest_swizzle(problem.head_dim, problem.dtype),
-        )
-        arrived, interpret = cta.bars.arrived, self.interpret
-        return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
-
-    def store_dq(self, cta: Cta):
-        """Add each warpgroup's part of every dQ tile to the float32 buffer."""
-
-        @pl.loop(jnp.int32(0), cta.walk.total)
-        def _(n):
-            head, rows = self.query_tile(cta, n)
-            for wg in range(WARPGROUPS):
-                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
-                plgpu.copy_smem_to_gmem(
-                    cta.smem.dq.at[wg],
-                    cta.dq.at[self.dq_part(cta, head, rows, wg)],
-                    reduction_op="add",
-                )
-            for wg in range(WARPGROUPS):
-                plgpu.wait_smem_to_gmem(WARPGROUPS - 1 - wg, wait_read_only=True)
-                pl.when(n + 1 < cta.walk.total)(
-                    lambda wg=wg: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg])
-                )
-
-        plgpu.wait_smem_to_gmem(0)
-
-    def query_tile(self, cta: Cta, n):
-        """(query head, rows) of the n-th tile of the walk."""
-        head, block = cta.walk[n]
-        return cta.kv_head * self.problem.group + head, pl.ds(
-            block * self.blocks.block_q, self.blocks.block_q
-        )
-
-    def place(self, cta: Cta, n, kv_start, rows: int) -> Place:
-        """Of the n-th tile of the walk against some keys."""
-        head, queries = self.query_tile(cta, n)
-        return Place(cta.batch, head, kv_start, queries.start, rows, self.blocks.block_q)
+        producer = Producer(self.problem, self.blocks, self.interpret)
+        pl.when(cta.wg == WARPGROUPS)(lambda: producer(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
@@ -175,7 +103,7 @@ class Fused:
         keys, head_dim = warpgroup_rows(cta.wg), self.problem.head_dim
         accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
-        self.meet(cta)  # both warpgroups have read K for the last time
+        cta.meet()  # both warpgroups have read K for the last time
         cta.smem.k[keys] = (dk * self.problem.spec.scale).astype(self.problem.dtype)
         cta.smem.v[keys] = recompute.gained(self.problem, dv).astype(self.problem.dtype)
         plgpu.commit_smem()
@@ -192,24 +120,27 @@ class Fused:
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
-        step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
-        cta.walk.visit(step)
+        step = self.step_late if self.blocks.late_dq else self.step
+        cta.walk.visit(functools.partial(step, cta, held, dk_acc, dv_acc))
+        if self.blocks.late_dq:
+            self.last_dq(cta)
         return dk_acc[...], dv_acc[...]
 
     def own_place(self, cta: Cta, n) -> Place:
         """Of this warpgroup's part of the n-th tile."""
-        return self.place(cta, n, cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        first = cta.kv_start + cta.wg * WARPGROUP_ROWS
+        return cta.place(n, first, WARPGROUP_ROWS, self.blocks.block_q)
 
     def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
         """The five products of the n-th tile."""
         p, ds = self.score_gradients(cta, held, n, block, masked)
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
-            self.meet(cta)  # both have read the previous dS
+            cta.meet()  # both have read the previous dS
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        self.meet(cta)  # both have written dS
+        cta.meet()  # both have written dS
 
         def products(dq_acc):
             ds_part, k_part = self.dq_operands(cta, ds_slot)
@@ -220,14 +151,63 @@ class Fused:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-        dq = pl.run_scoped(
-            products, plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
-        )
-        cta.smem.dq[cta.wg] = dq
+        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
         plgpu.commit_smem()
         plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
         plgpu.wgmma_wait(0)
         cta.q.release(n)
+
+    def step_late(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
+        """The products (1) to (4) of the n-th tile and dQ of the one before."""
+        p, ds = self.score_gradients(cta, held, n, block, masked)
+        ring = self.ds_ring(cta)
+        slot = ring.slot(n)
+        last_use = n + 1 >= ring.slots  # by dQ of tile n - slots, which for -1 is of nothing
+        pl.when(last_use)(lambda: plgpu.barrier_wait(ring.empty.at[slot]))
+        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
+        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring.full.at[slot])
+        pl.when(n > 0)(lambda: ring.wait_full(n - 1))
+
+        def products(dq_acc):
+            ds_part, k_part = self.dq_operands(cta, ring.slot(n + ring.slots - 1))
+            plgpu.wgmma(dq_acc, ds_part, k_part)  # (5) dQ = dS K; of nothing where n is 0
+            plgpu.wgmma_wait(1)
+            cta.do.release(n)
+            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+            pl.when(n > 1)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
+        plgpu.commit_smem()
+        before = n - 1 + ring.slots
+        pl.when(before < cta.walk.total)(lambda: ring.release(before))
+        pl.when(n > 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+        plgpu.wgmma_wait(0)
+        cta.q.release(n)
+
+    @property
+    def dq_accumulator(self):
+        return plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
+
+    def last_dq(self, cta: Cta):
+        """(5) of the last tile."""
+        ring, last = self.ds_ring(cta), cta.walk.total - 1
+        ring.wait_full(last)
+
+        def product(dq_acc):
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta, ring.slot(last)))
+            pl.when(last > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        cta.smem.dq[cta.wg] = pl.run_scoped(product, self.dq_accumulator)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+
+    def ds_ring(self, cta: Cta) -> Ring:
+        """The slots of dS^T between the warpgroups that make it and that of dQ."""
+        return Ring(cta.bars.ds_full, cta.bars.ds_empty, self.blocks.ds_stages)
 
     def score_gradients(self, cta: Cta, held: Held, n, block, masked):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
@@ -235,32 +215,64 @@ class Fused:
         # costs 60 to 190 bytes of spills.
         keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
         q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
-        shape = (WARPGROUP_ROWS, self.blocks.block_q)
-        tile = self.tile(cta, block)
         if self.problem.group > 1:  # under the wait for Q
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
 
-        def products(s_acc, dp_acc):
-            cta.q.wait_full(n)
-            plgpu.wgmma(s_acc, cta.smem.k.at[keys], cta.smem.q.at[q_slot].transpose((1, 0)))
-            cta.do.wait_full(n)
-            plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
-            lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys, ids=masked)
-            limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-            w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
-            p, through = lax.optimization_barrier(
-                (recompute.dropped(self.problem, w), recompute.pulled(w))
-            )
-            plgpu.barrier_wait(cta.bars.delta_full.at[do_slot])
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            delta = plgpu.load(cta.smem.delta.at[do_slot], layout=inline.COLS)
-            ds = through * recompute.centred(self.problem, w.kept, dp, tile.per_q(delta))
-            return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
+        tile = self.tile(cta, block)
+        k, v = cta.smem.k.at[keys], cta.smem.v.at[keys]
+        q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
 
-        accumulator = plgpu.ACC(shape, jnp.float32)
-        return pl.run_scoped(products, accumulator, accumulator)
+        def weights(s_acc, dp_in_flight):
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=dp_in_flight)
+            return self.weights(cta, held, n, tile, masked, s)
+
+        def both(s_acc):
+            plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
+            cta.do.wait_full(n)
+            return pl.run_scoped(functools.partial(gradients, s_acc), accumulator)
+
+        def gradients(s_acc, dp_acc):
+            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+            return self.centred(cta, n, tile, weights(s_acc, 1), dp_acc)
+
+        def alone(s_acc):
+            plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
+            return weights(s_acc, 0)
+
+        def late(w, dp_acc):
+            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+            return self.centred(cta, n, tile, w, dp_acc)
+
+        # Accumulators are made after the waits: see Scores.tile in backward_scores.py.
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
+        cta.q.wait_full(n)
+        if not self.blocks.late_dp:
+            return pl.run_scoped(both, accumulator)
+        w = pl.run_scoped(alone, accumulator)
+        cta.do.wait_full(n)
+        return pl.run_scoped(functools.partial(late, w), accumulator)
+
+    def weights(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s):
+        """(P^T without what dropout drops, pull(P^T), what dropout keeps)."""
+        slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
+        lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
+        inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
+        limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
+        p, through = lax.optimization_barrier(
+            (recompute.dropped(self.problem, w), recompute.pulled(w))
+        )
+        return p, through, w.kept
+
+    def centred(self, cta: Cta, n, tile: RegisterTile, weights, dp_acc):
+        """P^T and dS^T in 16 bits, from weights and dP^T."""
+        p, through, kept = weights
+        slot = cta.do.slot(n)
+        plgpu.barrier_wait(cta.bars.delta_full.at[slot])
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
+        ds = through * recompute.centred(self.problem, kept, dp, tile.per_q(delta))
+        return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
         """Where this warpgroup's part of the tile of a query block lies."""
@@ -281,18 +293,6 @@ class Fused:
             return ds.transpose((1, 0)), cta.smem.k
         return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
 
-    def dq_part(self, cta: Cta, head, rows, wg: int):
-        """Where that part lies in the dQ buffer."""
-        part = self.blocks.dq_tile(self.problem.head_dim)
-        if self.blocks.dq_by_rows:
-            return cta.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
-        return cta.batch, rows, head, pl.ds(wg * part[1], part[1])
-
-    def meet(self, cta: Cta):
-        """Wait for the other warpgroup."""
-        plgpu.barrier_arrive(cta.bars.ds_ready)
-        plgpu.barrier_wait(cta.bars.ds_ready)
-
 
 def backward_fused(
     problem: Problem,
@@ -307,6 +307,7 @@ def backward_fused(
     `clears`: padding may hold NaN; otherwise it holds 0.
     """
     dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
+    entries = entries_at_once(problem)
     given = arrays.for_rows(problem, operands, 1, tile)
     if clears:
         given = given.with_padding(operands, *tile)
@@ -317,9 +318,15 @@ def backward_fused(
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
         scratch=scratch(problem, blocks),
-        # Heads fastest: CTAs that run together add to different dQ tiles (kv fastest: 0.93x).
-        grid=(problem.kv_heads, pl.cdiv(problem.kv_len, blocks.block_kv), problem.batch),
-        grid_names=("head", "kv", "batch"),
+        # Some batch entries fastest, so that CTAs that run together add to different tiles of dQ
+        # (key blocks fastest: 0.94x if causal), but no more than L2 keeps.
+        grid=(
+            problem.kv_heads,
+            pl.cdiv(problem.batch, entries),
+            pl.cdiv(problem.kv_len, blocks.block_kv),
+            entries,
+        ),
+        grid_names=("head", "section", "kv", "entry"),
         threads=WARPGROUPS + 1,
         name="flash_pallas_backward_fused",
         interpret=interpret,

@@ -26,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
-from ...core.scores import TileInputs
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import ROW_MULTIPLE, BackwardArrays
@@ -126,10 +125,10 @@ class Scores:
         zero = jnp.zeros((WARPGROUP_ROWS, columns), jnp.float32)
         start = tuple(plgpu.layout_cast(zero, inline.WGMMA) for _ in self.sums.names)
 
+        kept = self.own_bias(cta) if self.sums.holds_bias and self.blocks.keep_bias else None
+
         def step(n, total):
-            accumulator = plgpu.ACC(self.shape, jnp.float32)
-            tile = functools.partial(self.tile, cta, n, steps[n])
-            return tuple(map(jnp.add, total, pl.run_scoped(tile, accumulator, accumulator)))
+            return tuple(map(jnp.add, total, self.tile(cta, n, steps[n], kept)))
 
         total = lax.fori_loop(jnp.int32(0), steps.total, step, start)
         {"tile": self.store_tile, "columns": self.store_columns, "rows": self.store_rows}[
@@ -137,7 +136,7 @@ class Scores:
         ](cta, total)
         plgpu.wait_smem_to_gmem(0)
 
-    def tile(self, cta: Cta, n, step: Step, s_acc, dp_acc):
+    def tile(self, cta: Cta, n, step: Step, bias):
         """What the n-th tile adds to each sum."""
         slot, smem = cta.ring.slot(n), cta.smem
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
@@ -150,31 +149,40 @@ class Scores:
             interpret=self.interpret,
         )
         limits = self.limits(cta, step, where)
+
+        def products(s_acc, dp_acc):
+            plgpu.wgmma(s_acc, smem.q.at[slot, own], smem.k.at[slot].transpose((1, 0)))
+            plgpu.wgmma(dp_acc, smem.do.at[slot, own], smem.v.at[slot].transpose((1, 0)))
+            lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
+            delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
+            if self.sums.holds_bias:
+                inputs = inputs._replace(bias=self.own_bias(cta) if bias is None else bias)
+            w = recompute.weights(self.problem, where, s, lse, inputs, limits)
+            w = w._replace(p=lax.optimization_barrier(w.p))
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            cta.ring.release(n)
+            d = w.p * recompute.centred(self.problem, w.kept, dp, where.per_q(delta))
+            return self.terms(where, *w.pull(d))
+
+        # Before the accumulators exist: zeroed on one side of a branch and used on the other, they
+        # cost an instruction per register.
         cta.ring.wait_full(n)
-        plgpu.wgmma(s_acc, smem.q.at[slot, own], smem.k.at[slot].transpose((1, 0)))
-        plgpu.wgmma(dp_acc, smem.do.at[slot, own], smem.v.at[slot].transpose((1, 0)))
-        lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
-        delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
-        inputs = self.with_bias(cta, inputs, own)
-        w = recompute.weights(self.problem, where, s, lse, inputs, limits)
-        w = w._replace(p=lax.optimization_barrier(w.p))
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        cta.ring.release(n)
-        d = w.p * recompute.centred(self.problem, w.kept, dp, where.per_q(delta))
-        dz, dparams = w.pull(d)
+        accumulator = plgpu.ACC(self.shape, jnp.float32)
+        return pl.run_scoped(products, accumulator, accumulator)
+
+    def terms(self, where: RegisterTile, dz, dparams):
+        """What a tile adds to each sum, from the gradients of its scores and of score_mod."""
         if self.sums.axes != "rows":
             return (dz,)
         lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
         return tuple(lanes(self.term(name, where, dz, dparams)) for name in self.sums.names)
 
-    def with_bias(self, cta: Cta, inputs: TileInputs, own) -> TileInputs:
-        """`inputs` with the tile of the bias, where a CTA holds it."""
-        if not self.sums.holds_bias:
-            return inputs
-        tile = plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA)
-        return inputs._replace(bias=tile.astype(jnp.float32))
+    def own_bias(self, cta: Cta):
+        """This warpgroup's rows of the tile of the bias that a CTA holds, f32."""
+        own = warpgroup_rows(lax.optimization_barrier(cta.wg))
+        return plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA).astype(jnp.float32)
 
     def limits(self, cta: Cta, step: Step, where: RegisterTile) -> Limits:
         """What positions hide of a tile. Keys past the end matter to sums over keys alone."""

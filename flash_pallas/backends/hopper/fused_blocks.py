@@ -20,6 +20,10 @@ class FusedBlocks:
         ds_stages: slots for dS; with one, the warpgroups meet twice per step.
         mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
             the masked tiles and one for the rest: fewer registers, more instructions.
+        late_dq: dQ of a tile is computed during the next one; takes two slots for dS.
+        late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
+        stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
+        store_warps: one for the part of dQ of each warpgroup, else one for both.
     """
 
     block_q: int = 64
@@ -27,10 +31,17 @@ class FusedBlocks:
     do_stages: int = 2
     ds_stages: int = 2
     mask_all: bool = False
+    late_dq: bool = False
+    late_dp: bool = False
+    stagger: bool = False
+    store_warps: bool = False
 
     block_kv = 2 * WARPGROUP_ROWS
-    compute_registers = 240
-    producer_registers = 24
+    compute_registers, producer_registers = 240, 24
+
+    def __post_init__(self):
+        if self.late_dq and self.ds_stages == 1:
+            raise ValueError("ds_stages of the fused backward is 1: at least 2 with late_dq")
 
     @property
     def dq_by_rows(self) -> bool:
@@ -50,7 +61,23 @@ class FusedBlocks:
         keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
         rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
-        return 2 * (tiles + keys) + 4 * self.block_q * head_dim + rows + side
+        rows_dq, columns_dq = self.dq_tile(head_dim)
+        return 2 * (tiles + keys) + 8 * rows_dq * columns_dq + rows + side
+
+
+# bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
+# of all entries' 128 and 64 MB, which L2 does not keep from one key block to the next.
+AT_ONCE_BYTES = 16 << 20
+
+
+def entries_at_once(problem: Problem) -> int:
+    """Batch entries worked on at one time: Q, dO and the float32 dQ of a head of each stay in L2.
+
+    As many for every section of the batch, but for the last.
+    """
+    most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
+    sections = -(-problem.batch // most)
+    return -(-problem.batch // sections)
 
 
 FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
@@ -87,11 +114,14 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
+    if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
+        first = dataclasses.replace(first, late_dp=True)
     # Where arrays or a window leave most tiles whole, two loops pay. Modifiers need the registers.
     some = mask_everywhere(problem) or "kv_lengths" in features
     if problem.head_dim == 128 and some and not modified and _some_tile_is_whole(problem, first):
         first = dataclasses.replace(first, mask_all=False)
-    candidates = (first, dataclasses.replace(first, do_stages=1, ds_stages=1), SMALLEST)
+    fewer = dataclasses.replace(first, do_stages=1, ds_stages=1, late_dq=False)
+    candidates = (first, fewer, SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)
 
 

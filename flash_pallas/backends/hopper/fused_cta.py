@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
@@ -13,9 +14,9 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
 from .memory import Ring, row_buffer, tile_buffer, widest_swizzle
 from .query_walk import QueryWalk
-from .side_inputs import SideInputs, Streamed
+from .side_inputs import Place, SideInputs, Streamed
 
-WARPGROUPS = 2
+WARPGROUPS = 2  # that compute, 64 keys each
 
 
 class Smem(NamedTuple):
@@ -26,7 +27,7 @@ class Smem(NamedTuple):
     k: Any  # [block_kv, D]
     v: Any  # [block_kv, D]
     ds: Any  # [ds_stages, block_kv, block_q]
-    dq: Any  # f32[warpgroups, dq tile]
+    dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
     side: Streamed  # with Q
@@ -42,6 +43,8 @@ class Barriers(NamedTuple):
     do_empty: Any  # each warpgroup
     delta_full: Any
     ds_ready: Any  # each warpgroup
+    ds_full: Any  # each warpgroup
+    ds_empty: Any  # each warpgroup
     dq_full: Any  # one per warpgroup
     dq_empty: Any  # one per warpgroup
     arrived: Any = None  # a tile that has padding to be cleared
@@ -65,6 +68,21 @@ class Cta:
     walk: QueryWalk
     wg: Any
 
+    def query_tile(self, n, block_q: int):
+        """(query head, rows) of the n-th tile of the walk."""
+        head, block = self.walk[n]
+        return self.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
+
+    def place(self, n, kv_start, rows: int, block_q: int) -> Place:
+        """Of the n-th tile of the walk against some keys."""
+        head, queries = self.query_tile(n, block_q)
+        return Place(self.batch, head, kv_start, queries.start, rows, block_q)
+
+    def meet(self):
+        """Wait for the other warpgroup."""
+        plgpu.barrier_arrive(self.bars.ds_ready)
+        plgpu.barrier_wait(self.bars.ds_ready)
+
 
 def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
@@ -83,6 +101,7 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         delta=row_buffer((blocks.do_stages, block_q)),
         side=side.buffers(blocks.stages, block_kv, block_q),
     )
+    ds_ring = bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
     bars = Barriers(
         kv_full=bar(num_arrivals=2),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
@@ -91,6 +110,8 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
         ds_ready=bar(num_arrivals=WARPGROUPS),
+        ds_full=ds_ring if blocks.late_dq else None,
+        ds_empty=ds_ring if blocks.late_dq else None,
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,

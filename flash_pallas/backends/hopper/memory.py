@@ -108,7 +108,8 @@ def pad_axis(x, axis: int, size: int, value: float = 0):
 def launch(kernel, *, out, scratch, grid, grid_names, threads, name, interpret):
     """plgpu.kernel with this package's settings; `threads` warpgroups named "wg".
 
-    `kernel` is called with the operands, the outputs and the scratch records, in that order.
+    `kernel` is called with the operands, the outputs and the scratch records, in that order. The
+    last axis of the grid is the fastest.
     """
     options = {}
     if interpret:

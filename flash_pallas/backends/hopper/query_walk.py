@@ -27,6 +27,7 @@ class QueryWalk:
         masks: "none" (no tile is masked), "all" (one loop masks all tiles) or "some": tiles that
             need no mask come first, in a loop of their own; a head's other tiles follow in order,
             from the start again when the end is reached.
+        shift: which tile of a head comes first, counted from its first one, unless masks is "some".
     """
 
     start: Any
@@ -37,6 +38,7 @@ class QueryWalk:
     kv_len: Any
     group: int
     masks: str
+    shift: Any = 0
 
     @classmethod
     def of(
@@ -48,6 +50,7 @@ class QueryWalk:
         block_q: int,
         *,
         mask_all: bool,
+        stagger: bool = False,
     ) -> QueryWalk:
         """Of a CTA. At least one tile per head, which is then wholly masked.
 
@@ -58,6 +61,7 @@ class QueryWalk:
             kv_rows: keys of a block.
             block_q: queries of a tile.
             mask_all: one loop masks all tiles, if any tile is masked.
+            stagger: start at another tile for every key block.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -81,6 +85,8 @@ class QueryWalk:
         masks = "all" if mask_all else "some"
         if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
             masks = "none"
+        if stagger and masks == "some":
+            raise ValueError("stagger of the fused backward with this mask: only with mask_all")
         full_start = ints.minimum(full_start, stop)
         ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
         if masks == "some" and arrays.bounds is None:
@@ -89,8 +95,8 @@ class QueryWalk:
             # window, grouped queries and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         start, full_start, full_stop, stop = ends
-        group = problem.group
-        return cls(start, full_start, full_stop, stop, offset, kv_len, group, masks)
+        group, shift = problem.group, block if stagger else 0
+        return cls(start, full_start, full_stop, stop, offset, kv_len, group, masks, shift)
 
     @property
     def per_head(self):
@@ -113,6 +119,8 @@ class QueryWalk:
     def block(self, i):
         """The i-th query block of a head."""
         if self.masks != "some":
+            if not (ints.is_static(self.shift) and self.shift == 0):
+                i = lax.rem(i + self.shift, jnp.int32(self.per_head))
             return self.start + i
         block = jnp.int32(self.full_start + i)
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))

@@ -273,8 +273,7 @@ class SideInputs:
             tile = plgpu.load(smem.at[slot, rows], layout=inline.WGMMA)
         else:
             source = smem.at[slot, :, rows].transpose((1, 0))
-            tile = plgpu.load(source, layout=plgpu.Layout.WGMMA_TRANSPOSED)
-            tile = plgpu.layout_cast(tile, inline.WGMMA)
+            tile = _load_transposed(source)
         return tile.astype(jnp.float32)
 
 
@@ -290,6 +289,14 @@ class Place(NamedTuple):
 
 
 _STREAMED = ("columns", "tile")
+
+
+def _load_transposed(ref):
+    """A tile whose columns are contiguous; in 16 bits ldmatrix transposes it on the way."""
+    if ref.dtype.itemsize == 2:
+        return plgpu.load(ref, layout=inline.WGMMA)
+    tile = plgpu.load(ref, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(tile, inline.WGMMA)
 
 
 def _load_rows(ref):
