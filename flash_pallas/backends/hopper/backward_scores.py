@@ -31,6 +31,7 @@ from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import ROW_MULTIPLE, BackwardArrays
 from .memory import WARPGROUP_ROWS, float32, launch, warpgroup_rows
+from .products import Products
 from .register_tile import RegisterTile
 from .score_blocks import ScoreBlocks, Sums
 from .scores_cta import LOADED, Cta, Step, scratch
@@ -151,11 +152,12 @@ class Scores:
         )
         limits = self.limits(cta, step, where)
         cta.ring.wait_full(n)
-        plgpu.wgmma(s_acc, smem.q.at[slot, own], smem.k.at[slot].transpose((1, 0)))
-        plgpu.wgmma(dp_acc, smem.do.at[slot, own], smem.v.at[slot].transpose((1, 0)))
+        products = Products(self.problem.dtype, self.interpret)
+        products.multiply(s_acc, smem.q.at[slot, own], smem.k.at[slot], transposed=True)
+        products.multiply(dp_acc, smem.do.at[slot, own], smem.v.at[slot], transposed=True)
         lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
         delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=products.count)
         inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
         inputs = self.with_bias(cta, inputs, own)
         w = recompute.weights(self.problem, where, s, lse, inputs, limits)

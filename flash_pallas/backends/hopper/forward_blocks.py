@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ...core.problem import Problem
 from .memory import SMEM_LIMIT, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
@@ -56,7 +58,7 @@ class ForwardBlocks:
         head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
         rows, keys = self.tile_rows, self.stages * self.block_kv
         width = head_dim if self.o_in_q(head_dim, v_head_dim) else head_dim + v_head_dim
-        tiles = 2 * (rows * width + keys * (head_dim + v_head_dim))
+        tiles = problem.dtype.itemsize * (rows * width + keys * (head_dim + v_head_dim))
         per_row = vector_bytes(*[4 * rows] * (1 + problem.spec.max_logit))
         return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
 
@@ -91,7 +93,8 @@ def native_problem(problem: Problem) -> Problem:
 def choose_forward(problem: Problem) -> ForwardBlocks:
     """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
     native = native_problem(problem)
-    blocks = _for_head_dims(native.head_dim, native.v_head_dim)
+    float32 = problem.dtype == np.float32
+    blocks = _for_head_dims(native.head_dim, native.v_head_dim, float32)
     asked = _modifiers(native)
     if asked:
         blocks = dataclasses.replace(blocks, q_in_registers=False)
@@ -123,7 +126,9 @@ def fits(blocks: ForwardBlocks, native: Problem) -> bool:
     return blocks.smem_bytes(native) <= SMEM_LIMIT - BARRIER_BYTES
 
 
-def _for_head_dims(head_dim: int, v_head_dim: int) -> ForwardBlocks:
+def _for_head_dims(head_dim: int, v_head_dim: int, float32: bool) -> ForwardBlocks:
+    if float32:
+        return ForwardBlocks(block_kv=128 if max(head_dim, v_head_dim) <= 64 else 64)
     if tuned := TUNED.get((head_dim, v_head_dim)):
         return tuned
     if max(head_dim, v_head_dim) <= 64:

@@ -96,7 +96,7 @@ class Sums:
     def smem_bytes(self, blocks: ScoreBlocks) -> int:
         """Shared memory without barriers."""
         problem, rows, columns = self.problem, blocks.block_q, blocks.block_kv
-        stage = 2 * (problem.head_dim + problem.v_head_dim) * (rows + columns)
+        stage = problem.dtype.itemsize * (problem.head_dim + problem.v_head_dim) * (rows + columns)
         per_row = 4 * blocks.stages * rows  # lse; delta
         total = blocks.stages * stage + vector_bytes(per_row, per_row)
         total += self.side.smem_bytes(blocks.stages, rows, columns)

@@ -44,7 +44,7 @@ class DkvBlocks:
         handed_over = self.p_stages * self.block_kv * block_q
         rows = vector_bytes(4 * self.stages * block_q, 4 * self.do_stages * block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, block_q)
-        return 2 * (streamed + held + handed_over) + rows + side
+        return problem.dtype.itemsize * (streamed + held + handed_over) + rows + side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DqBlocks:
         keys = self.block_kv * (self.k_stages * q + self.v_stages * v)
         side = SideInputs(problem, q_axis=0).smem_bytes(self.k_stages, self.block_q, self.block_kv)
         rows = vector_bytes(4 * self.block_q, 4 * self.block_q)
-        return 2 * (self.block_q * (q + v) + keys) + rows + side
+        return problem.dtype.itemsize * (self.block_q * (q + v) + keys) + rows + side
 
 
 # A 64x64 wgmma with both operands in shared memory needs all of its bandwidth, 64x128 three
