@@ -271,8 +271,8 @@ class Dkv:
         if not self.drops_twice:
             return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
-        block = cta.walk[n][1]
-        held = self.side.hold_rows(cta.gmem.side, self.place(cta, 0, block))
+        member, block = cta.walk[n]
+        held = self.side.hold(cta.gmem.side, self.place(cta, member, block))
         inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * recompute.centred(self.problem, kept, dp, delta)

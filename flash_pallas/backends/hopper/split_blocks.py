@@ -16,7 +16,7 @@ class DkvBlocks:
     """The dK/dV kernel: 64 keys per CTA, one warpgroup for dV and one for dK.
 
     Attributes:
-        block_q: queries per step, 64 or 128.
+        block_q: queries per step, 32, 64 or 128.
         stages, do_stages: tiles of Q (at least 2) and of dO in flight.
         p_stages: slots in which P^T is handed over.
     """
@@ -31,8 +31,9 @@ class DkvBlocks:
     producer_registers = 24
 
     def __post_init__(self):
-        if self.block_q not in (64, 128):  # a tile must divide the 128 rows that lse is padded to
-            raise ValueError(f"block_q of the dK/dV kernel is {self.block_q!r}: 64 or 128")
+        # A tile must divide the 128 rows that lse is padded to.
+        if self.block_q not in (32, 64, 128):
+            raise ValueError(f"block_q of the dK/dV kernel is {self.block_q!r}: 32, 64 or 128")
         if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
             raise ValueError("stages of the dK/dV kernel is 1: at least 2")
 
@@ -96,6 +97,7 @@ DKV = (
     DkvBlocks(block_q=64),
     DkvBlocks(block_q=64, do_stages=1),
     DkvBlocks(block_q=64, do_stages=1, p_stages=1),
+    DkvBlocks(block_q=32),  # float32 at head dim 128 beside tiles of both bias and mask
 )
 
 # Head dim 256 gets 64 keys and no second stage of V: 231,424 bytes.
