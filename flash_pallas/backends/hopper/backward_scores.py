@@ -29,7 +29,7 @@ from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
 from ...core.tile import Limits
 from . import inline, recompute
-from .arrays import ROW_MULTIPLE, BackwardArrays
+from .arrays import BackwardArrays
 from .memory import WARPGROUP_ROWS, float32, launch, warpgroup_rows
 from .products import Products
 from .register_tile import RegisterTile
@@ -241,7 +241,7 @@ def score_sums(
     Returns:
         tile: [parts * Bb, N1, T, S up to whole rows of 128 bytes] in the dtype of the bias, f32 if
         there are several parts; columns: f32[B, N, warpgroups, S up to a multiple of 256]; rows:
-        f32[B, N, T up to a multiple of 128].
+        f32[B, N, T up to whole tiles].
     """
     sums = Sums(problem, axes, names)
     blocks = sums.blocks()
@@ -250,7 +250,7 @@ def score_sums(
         pl.cdiv(problem.kv_len, blocks.block_kv),
     )
     grid = (q_tiles, problem.q_heads, problem.batch)
-    out = float32((problem.batch, problem.q_heads, round_up(problem.q_len, ROW_MULTIPLE)))
+    out = float32((problem.batch, problem.q_heads, q_tiles * blocks.block_q))  # all are summed
     if axes == "columns":
         grid = (kv_tiles, problem.q_heads, problem.batch)
         whole = round_up(problem.kv_len, 128)
