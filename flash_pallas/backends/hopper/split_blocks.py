@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ...core.problem import Problem
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
@@ -92,6 +94,8 @@ class DqBlocks:
 # quarters: tiles of scores are 128 wide wherever registers and shared memory allow.
 # Head dim 256, both kernels together, bf16 on H200, as ratio to cuDNN: 1.28 to 1.36 at 4k, 1.34 at
 # 4k causal, 1.39 at 16k causal; there 128 queries would need 354 KB of shared memory.
+# In float32 P and dS take as many registers as operands as they do before: at 128 wide dK/dV is
+# serialised (head dim 64, causal) and dQ spills 80 bytes.
 DKV = (
     DkvBlocks(block_q=128),
     DkvBlocks(block_q=64),
@@ -116,14 +120,16 @@ def native_head_dim(head_dim: int) -> int:
 
 
 def choose_dkv(problem: Problem) -> DkvBlocks:
-    """The first that fits into shared memory."""
-    return next(b for b in DKV if b.smem_bytes(problem) <= MOST_SMEM)
+    """The first that fits into shared memory and into registers."""
+    widest = 64 if problem.dtype == np.float32 else 128
+    fits = lambda b: b.block_q <= widest and b.smem_bytes(problem) <= MOST_SMEM
+    return next(b for b in DKV if fits(b))
 
 
 def choose_dq(problem: Problem) -> DqBlocks:
     """The first that fits into shared memory and leaves registers for a tile of bias or mask."""
     side = SideInputs(problem, q_axis=0)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
-    widest = 64 if tiles and problem.head_dim > 64 else 128
+    widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
     fits = lambda b: b.block_kv <= widest and b.smem_bytes(problem) <= MOST_SMEM
     return next(b for b in DQ if fits(b))
