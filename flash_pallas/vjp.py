@@ -129,7 +129,8 @@ def _delta(o, do, dlse, lse_log2):
     respect to the scores is P itself: that is why it joins here and costs the kernels nothing.
     """
     dtype = lse_log2.dtype
-    delta = jnp.einsum("btnh,btnh->bnt", o.astype(dtype), do.astype(dtype))
+    exact = jax.lax.Precision.HIGHEST  # the default may be TF32
+    delta = jnp.einsum("btnh,btnh->bnt", o.astype(dtype), do.astype(dtype), precision=exact)
     if dlse is None:
         return delta
     # The cotangent of lse = -inf may be anything (logaddexp makes a NaN of it); its row has no P.

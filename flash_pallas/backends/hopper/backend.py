@@ -43,6 +43,8 @@ class HopperBackend:
         if problem.dtype not in DTYPES:
             return f"takes bfloat16, float16 and float32, not {problem.dtype}: cast q, k and v"
         widest = max(problem.head_dim, problem.v_head_dim)
+        if problem.spec.precision == "highest":
+            return "multiplies float32 as three products of bfloat16 at most: pass precision='high'"
         if problem.dtype == np.float32 and widest > WIDEST_FLOAT32:
             return (
                 f"takes float32 with head dims up to {WIDEST_FLOAT32}, not {widest}: cast q, k and "

@@ -3,7 +3,7 @@
 A float32 operand is the sum of two bfloat16 ones, hi = bfloat16(x) and lo = bfloat16(x - hi), and a
 product is three: hi hi + hi lo + lo hi, added up in one float32 accumulator. lo is at most
 2^-8 |x| and its own rounding at most 2^-17 |x|. With lo lo, which is left out, a product a b is
-wrong by at most 2^-15 |a b|, and by 2^-19 |a b| in the root mean square.
+wrong by at most 2^-15 |a b|, and by 2^-18 |a b| in the root mean square.
 
 Where an operand is one array of shape [..., D], in device or in shared memory, it holds its parts
 side by side, [..., 2 D] with hi first: one copy moves both, and an element takes as many bytes as
