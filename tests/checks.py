@@ -279,7 +279,7 @@ def assert_precision_of_float32(call):
 
 
 def relative_errors(call, case: Case) -> dict[str, float]:
-    """Of each array of `ALWAYS` that is no row scalar: the root mean square, by that of the array."""
+    """Of each array of `ALWAYS` with head dims: root mean squares of error by result."""
     found, exact = run(call, case), oracle(case)
     size = lambda x: _sizes(x)[1]
     names = [name for name in ALWAYS if name not in ROW_SCALARS]

@@ -7,7 +7,6 @@ import pytest
 from flash_pallas.backends.hopper import HopperBackend
 
 from . import checks
-from .cases import Case
 from .hopper_cases import FLOAT32, INTERPRETED, MODIFIERS
 from .interpreter import race_checked
 

@@ -47,6 +47,10 @@ MODIFIERS = (
     "bias_1NTS",
     "d192_128",
     "everything_128",
+    "float32_bias",
+    "float32_bias_columns_128",
+    "float32_everything",
+    "float32_everything_128",
 )
 CASES = {case.name: case for case in ON_DEVICE}
 
@@ -70,6 +74,15 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_dq", 128, "everything_128"): 8,
 }
 
+# The same in float32. Everything at once needs more registers than there are at 64 keys per step.
+ALLOWED_IN_FLOAT32 = {
+    ("flash_pallas_backward_dkv", 128, "causal"): 8,
+    ("flash_pallas_backward_dkv", 128, "offset"): 4,
+    ("flash_pallas_backward_dq", 128, "offset"): 4,
+    ("flash_pallas_backward_dq", 128, "float32_everything_128"): 136,
+    ("flash_pallas_backward_scores_rows", 128, "float32_everything_128"): 300,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -78,7 +91,7 @@ class Row:
     Attributes:
         path: "forward", "backward" or "deterministic backward".
         head_dim: of q, k and v.
-        dtype: "bfloat16" or "float16".
+        dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS or of MODIFIERS.
         function, arguments: what to compile.
     """
@@ -92,6 +105,11 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.path} {self.head_dim} {self.dtype} {self.mask}"
+
+    def allowed_spills(self, kernel: str) -> int:
+        """Bytes that this kernel may spill in this row."""
+        table = ALLOWED_IN_FLOAT32 if self.dtype == "float32" else ALLOWED_SPILLS
+        return table.get((kernel, self.head_dim, self.mask), 0)
 
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
@@ -146,3 +164,5 @@ def rows() -> Iterator[Row]:
             # Head dim 256 has one backward, which is deterministic.
             if path == "backward" and head_dim < 256:
                 yield _row("deterministic backward", head_dim, dtype, mask)
+    for head_dim, path, mask in itertools.product((64, 128), ("forward", "backward"), MASKS):
+        yield _row(path, head_dim, "float32", mask)

@@ -254,7 +254,9 @@ class Dq:
 
 def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
     """Launch; returns dq in the form of arrays.q, the same bits in every run."""
-    buffer, block_q, block_kv = Products(problem.dtype).buffer, blocks.block_q, blocks.block_kv
+    block_q, block_kv = blocks.block_q, blocks.block_kv
+    # K is summed over keys too; Q must have the same swizzle.
+    buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_kv)
     bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, SideInputs(problem, q_axis=0)
     smem = Smem(
         q=buffer((block_q, problem.head_dim)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
@@ -70,7 +71,9 @@ class Cta:
 
 def scratch(problem: Problem, blocks: DkvBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
-    buffer, block_q = Products(problem.dtype).buffer, blocks.block_q
+    block_q = blocks.block_q
+    # Q and dO are summed over queries too; K and V must have the same swizzles.
+    buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_q)
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
     k = buffer((WARPGROUP_ROWS, problem.head_dim))
     v = buffer((WARPGROUP_ROWS, problem.v_head_dim))

@@ -100,7 +100,10 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
         blocks = dataclasses.replace(blocks, q_in_registers=False)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
     if "mask_mod" in asked or len(asked) > 2:
-        blocks = dataclasses.replace(blocks, warpgroups=2)
+        narrow = float32 and blocks.block_kv == 64  # with 64 keys 160 bytes of spills
+        blocks = dataclasses.replace(
+            blocks, warpgroups=2, block_kv=32 if narrow else blocks.block_kv
+        )
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
     for smaller in _SMALLER:
@@ -128,7 +131,9 @@ def fits(blocks: ForwardBlocks, native: Problem) -> bool:
 
 def _for_head_dims(head_dim: int, v_head_dim: int, float32: bool) -> ForwardBlocks:
     if float32:
-        return ForwardBlocks(block_kv=128 if max(head_dim, v_head_dim) <= 64 else 64)
+        # P takes twice the registers, K and V twice the shared memory. 128 keys at head dim 64
+        # spill 32 bytes.
+        return ForwardBlocks(block_kv=96 if max(head_dim, v_head_dim) <= 64 else 64)
     if tuned := TUNED.get((head_dim, v_head_dim)):
         return tuned
     if max(head_dim, v_head_dim) <= 64:

@@ -17,7 +17,7 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
-from .memory import SWIZZLES, WARPGROUP_ROWS, Ring, row_buffer
+from .memory import WARPGROUP_ROWS, Ring, row_buffer
 from .products import Products
 from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
@@ -258,7 +258,7 @@ class Plan:
         smem = Smem(
             q=tiles(wgs, WARPGROUP_ROWS, problem.head_dim),
             k=tiles(stages, block_kv, problem.head_dim),
-            v=self.products.buffer(v_shape, swizzle_of_v(v_shape)),
+            v=self.products.buffer(v_shape, summed_rows=block_kv),
             o=tiles(wgs, WARPGROUP_ROWS, problem.v_head_dim) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
@@ -273,9 +273,3 @@ class Plan:
             v_empty=bar(num_arrivals=wgs, num_barriers=stages),
         )
         return smem, bars
-
-
-def swizzle_of_v(shape) -> int:
-    """Bytes: the widest that divides both its rows and, as wgmma sums over keys, its columns."""
-    _, keys, width = shape  # of elements of 16 bits
-    return next(n for n in SWIZZLES if 2 * width % n == 0 == 2 * keys % n)

@@ -14,6 +14,7 @@ they are staged where an operand was.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -80,9 +81,13 @@ class Products:
 
     # --- shared memory ---------------------------------------------------------------------------
 
-    def buffer(self, shape, swizzle: int | None = None):
-        """Shared memory of an operand of this shape; see memory.tile_buffer."""
-        swizzle = swizzle or widest_swizzle(shape[-1], self.operand_dtype)  # parts are whole ones
+    def buffer(self, shape, summed_rows: int = 0):
+        """Shared memory of an operand of this shape.
+
+        Its swizzle is the widest that divides what products sum over: the rows of each part and, if
+        so many rows of it are summed over too, the columns.
+        """
+        swizzle = widest_swizzle(math.gcd(shape[-1], summed_rows), self.operand_dtype)
         return tile_buffer((*shape[:-1], self.parts * shape[-1]), self.operand_dtype, swizzle)
 
     def refs(self, ref) -> tuple:
