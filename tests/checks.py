@@ -161,11 +161,9 @@ def bounds_in_parts(case: Case, seed: int = 0) -> dict[str, tuple[float, float]]
     twin = dataclasses.replace(case, dtype="bfloat16")
     terms, limits = _absolute_terms(case, seed), {}
     for name, limit in bounds(twin, seed).items():
-        unit = _tanh_error(twin)
-        if name in ROW_SCALARS:
-            unit += IN_PARTS * FLOOR * float(jnp.finfo(twin.dtype).eps)
+        unit = FLOOR * float(jnp.finfo(twin.dtype).eps) if name in ROW_SCALARS else 0.0
         sizes = _sizes(terms[name])
-        limits[name] = tuple(IN_PARTS * x + unit * f for x, f in zip(limit, sizes, strict=True))
+        limits[name] = tuple(IN_PARTS * (x + unit * f) for x, f in zip(limit, sizes, strict=True))
     return limits
 
 

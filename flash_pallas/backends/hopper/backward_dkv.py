@@ -214,6 +214,7 @@ class Dkv:
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
             interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
         )
 
     # --- warpgroup 1: dP, dS, dK -----------------------------------------------------------------

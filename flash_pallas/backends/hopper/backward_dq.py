@@ -249,6 +249,7 @@ class Dq:
             kv_start=block * self.blocks.block_kv,
             shape=(WARPGROUP_ROWS, self.blocks.block_kv),
             interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
         )
 
 

@@ -149,6 +149,7 @@ class Scores:
             kv_start=place.column_start,
             shape=self.shape,
             interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
         )
         limits = self.limits(cta, step, where)
         cta.ring.wait_full(n)

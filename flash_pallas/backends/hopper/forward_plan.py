@@ -217,7 +217,8 @@ class Plan:
         q_start = work.position + cta.wg * WARPGROUP_ROWS
         shape = (WARPGROUP_ROWS, self.blocks.block_kv)
         kv_start = kv_block * self.blocks.block_kv
-        return RegisterTile(q_start, kv_start, shape, interpret=self.interpret)
+        precise = self.problem.dtype == jnp.float32
+        return RegisterTile(q_start, kv_start, shape, interpret=self.interpret, precise=precise)
 
     def limits(self, cta: Cta, work: Work, kv_block, edges: str) -> Limits:
         """What this warpgroup's rows see of a key block.
