@@ -93,17 +93,15 @@ def native_problem(problem: Problem) -> Problem:
 def choose_forward(problem: Problem) -> ForwardBlocks:
     """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
     native = native_problem(problem)
-    float32 = problem.dtype == np.float32
-    blocks = _for_head_dims(native.head_dim, native.v_head_dim, float32)
+    blocks = _for_head_dims(native.head_dim, native.v_head_dim, problem.dtype == np.float32)
     asked = _modifiers(native)
     if asked:
         blocks = dataclasses.replace(blocks, q_in_registers=False)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
-    if "mask_mod" in asked or len(asked) > 2:
-        narrow = float32 and blocks.block_kv == 64  # with 64 keys 160 bytes of spills
-        blocks = dataclasses.replace(
-            blocks, warpgroups=2, block_kv=32 if narrow else blocks.block_kv
-        )
+    if _many(asked):
+        blocks = dataclasses.replace(blocks, warpgroups=2)
+    if wants_narrow_tiles(native):
+        blocks = dataclasses.replace(blocks, block_kv=32)
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
     for smaller in _SMALLER:
@@ -141,6 +139,16 @@ def _for_head_dims(head_dim: int, v_head_dim: int, float32: bool) -> ForwardBloc
     # The accumulators of O (64 x v_head_dim) and of S (64 x block_kv) share 240 registers.
     wide = v_head_dim > 128
     return ForwardBlocks(block_kv=64 if wide else 128, lazy_rescale=8.0 if wide else 0.0)
+
+
+def wants_narrow_tiles(problem: Problem) -> bool:
+    """float32 where tiles of scores 64 wide leave too few registers: 140 to 300 bytes of spills."""
+    wide = max(problem.head_dim, problem.v_head_dim) > 64
+    return problem.dtype == np.float32 and wide and _many(_modifiers(problem))
+
+
+def _many(asked: set[str]) -> bool:
+    return "mask_mod" in asked or len(asked) > 2
 
 
 def _modifiers(problem: Problem) -> set[str]:

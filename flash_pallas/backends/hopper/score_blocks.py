@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
+from .forward_blocks import wants_narrow_tiles
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -41,6 +42,8 @@ CHOICES = (
     ScoreBlocks(block_kv=64),
     ScoreBlocks(warpgroups=1, block_kv=64),
     ScoreBlocks(warpgroups=1, block_kv=64, stages=1),
+    ScoreBlocks(warpgroups=1, block_kv=32),
+    ScoreBlocks(warpgroups=1, block_kv=32, stages=1),
 )
 
 
@@ -112,5 +115,7 @@ class Sums:
         spec = self.problem.spec
         modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
         widest = 64 if self.axes != "rows" and (modified or "mask" in self.side.streams) else 128
+        if self.axes == "rows" and wants_narrow_tiles(self.problem):
+            widest = 32
         fits = lambda b: b.block_kv <= widest and self.smem_bytes(b) <= MOST_SMEM
         return next(b for b in CHOICES if fits(b))

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from ...core.problem import Problem
+from .forward_blocks import wants_narrow_tiles
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -111,6 +112,7 @@ DQ = (
     DqBlocks(block_kv=64, v_stages=1),
     DqBlocks(warpgroups=1, block_kv=64),
     DqBlocks(warpgroups=1, block_kv=64, v_stages=1),
+    DqBlocks(warpgroups=1, block_kv=32),
 )
 
 
@@ -131,5 +133,6 @@ def choose_dq(problem: Problem) -> DqBlocks:
     side = SideInputs(problem, q_axis=0)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
     widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
+    widest = 32 if wants_narrow_tiles(problem) else widest
     fits = lambda b: b.block_kv <= widest and b.smem_bytes(problem) <= MOST_SMEM
     return next(b for b in DQ if fits(b))
