@@ -53,13 +53,12 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(backend, spec, blocks, operands):
-    return _public(_forward(backend, spec, blocks)(padding.cleared(operands)))
+    return _public(_forward(backend, spec, blocks)(operands))
 
 
 def _attend_fwd(backend, spec, blocks, primals):
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
-    operands = padding.cleared(operands)
     out = _forward(backend, spec, blocks)(operands)
     out = out._replace(
         o=checkpoint_name(out.o, SAVED_NAMES[0]),
@@ -72,14 +71,14 @@ def _attend_fwd(backend, spec, blocks, primals):
 def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     operands, o, lse_log2, wanted = residuals
     do, dlse, _ = cotangents
-    # A row beyond its length has a constant output, whatever its cotangent holds.
     do = jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do
-    do = padding.cleared_queries(operands, do)
-    delta = _delta(o, do, None if isinstance(dlse, SymbolicZero) else dlse, lse_log2)
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    delta = _delta(operands, o, do, dlse, lse_log2)
     given = Cotangents(lse_log2, do, delta)
     grads = _backward(backend, spec, blocks, wanted.names)(operands, given)
-    # The backend read 0 in place of padding: a constant, whatever gradient it left there.
-    grads = padding.cleared(operands, grads)
+    if spec.score_mod is not None:
+        # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
+        grads = padding.cleared(operands, grads)
     sinks = None if operands.sinks is None else _sink_gradient(operands.sinks, lse_log2, delta)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
@@ -122,7 +121,7 @@ def _public(out: Outputs):
     return out.o, softmax.natural(out.lse_log2), most
 
 
-def _delta(o, do, dlse, lse_log2):
+def _delta(operands, o, do, dlse, lse_log2):
     """What the Jacobian of the softmax subtracts from dP: rowsum(o * do) - dlse, [B, N, T].
 
     `dlse` is the cotangent of the natural logarithm, None for zero. The gradient of lse with
@@ -131,6 +130,8 @@ def _delta(o, do, dlse, lse_log2):
     dtype = lse_log2.dtype
     exact = jax.lax.Precision.HIGHEST  # the default may be TF32
     delta = jnp.einsum("btnh,btnh->bnt", o.astype(dtype), do.astype(dtype), precision=exact)
+    # The output of padding is constant, whatever its cotangent holds.
+    delta = padding.cleared_rows(operands, delta)
     if dlse is None:
         return delta
     # The cotangent of lse = -inf may be anything (logaddexp makes a NaN of it); its row has no P.

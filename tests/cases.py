@@ -34,7 +34,7 @@ class Case:
     Attributes:
         q_offset: a tuple is an int32 array, one per batch entry.
         bias, mask: an axis each of "BNTS", or "1"; "BNTS-inf" hides a fifth of the elements.
-        segments: "packed", "unsorted" or "padded".
+        segments: "packed", "unsorted", "padded" or "long": a short document, a long one, padding.
         q_lengths, kv_lengths: one per batch entry.
         poison: padding holds NaN and Inf.
         alibi: "N" or "BN".
@@ -198,6 +198,9 @@ def _segments(recipe: str, rng, batch: int, length: int):
     ids = (np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1)
     if recipe == "unsorted":
         ids = np.repeat(rng.integers(0, 4, (batch, -(-length // 7))), 7, axis=1)[:, :length]
+    if recipe == "long":
+        place = np.arange(length) * 8 // length  # the long one has three fourths of the length
+        ids = np.broadcast_to(np.select([place < 1, place < 7], [0, 1], -1), (batch, length)).copy()
     if recipe == "padded":
         ids = np.where(ids == 1, -1, ids)  # a gap, and a tail
         ids[:, length - length // 5 :] = -1

@@ -108,8 +108,10 @@ def wgmma(
 
     acc_access = _access(acc_key, acc_transforms)
     acc = _read(acc_key, acc_access)
-    product = np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(acc.dtype)
-    memory.store_buffer_content(acc_key, acc_access, acc + product, thread)
+    with np.errstate(invalid="ignore"):  # padding may hold NaN and Inf
+        product = np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(acc.dtype)
+        total = acc + product
+    memory.store_buffer_content(acc_key, acc_access, total, thread)
     return token
 
 

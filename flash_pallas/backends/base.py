@@ -28,7 +28,12 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: AttentionSpec, blocks: Any, operands: Operands) -> Outputs:
-        """Attention. Keys that kv_lengths or a negative segment id hides are 0 in k and v."""
+        """Attention.
+
+        What kv_lengths or a negative segment id hides may hold NaN, which must not spread. Outputs
+        of queries beyond q_lengths may be anything, those of a negative segment id are of a row
+        without keys.
+        """
         ...
 
     def backward(
@@ -42,6 +47,7 @@ class Backend(Protocol):
         """Gradients of q, k, v and of the operands named in `wanted` (of core.problem.EXTRA_GRADS).
 
         Queries whose outputs were discarded (beyond a length, padding) have EMPTY_ROW in lse_log2
-        and 0 in q, do and delta.
+        and 0 in delta. Their q and do may hold NaN, as may k and v of padding, and none of it must
+        spread: the gradients of padding are 0, unless score_mod's derivative is not finite.
         """
         ...

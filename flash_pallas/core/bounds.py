@@ -36,6 +36,16 @@ def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int)
     return _bounds(found, overlap, _length_blocks(operands, block_kv))
 
 
+def kv_whole(operands: Operands, block_q: int, block_kv: int):
+    """int32[B, query blocks, 2]: a range of key blocks none of whose pairs segment ids hide."""
+    return _one_document(operands.q_segments, operands.kv_segments, block_q, block_kv)
+
+
+def q_whole(operands: Operands, block_q: int, block_kv: int):
+    """int32[B, key blocks, 2]: likewise, query blocks."""
+    return _one_document(operands.kv_segments, operands.q_segments, block_kv, block_q)
+
+
 def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     """int32[B, key blocks, 2]: first and one past the last query block that reads a key block."""
     kv_blocks = -(-problem.kv_len // block_kv)
@@ -94,6 +104,30 @@ def _overlap(own, other, own_block: int, other_block: int):
     index = jnp.arange(other_low.shape[1], dtype=jnp.int32)[None, None]
     first = jnp.min(jnp.where(meets, index, _MOST), axis=-1)
     return first, jnp.max(jnp.where(meets, index + 1, 0), axis=-1)
+
+
+def _one_document(own, other, own_block: int, other_block: int):
+    """(first, one past the last) block of `other` of the whole ones that end with the last of them.
+
+    Whole: it lies in the same document as the block of `own`, all of it. (Padding does not, as it
+    has another id in queries than in keys, nor does a block that reaches past the end.) Unsorted
+    ids may have others before these; who reads the range must not need them all.
+    """
+    (low, high), (other_low, other_high) = _extremes(own, own_block), _extremes(other, other_block)
+    same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
+    whole = same & (low == high)[:, :, None]
+    index = jnp.arange(other_low.shape[1], dtype=jnp.int32)[None, None]
+    stop = jnp.max(jnp.where(whole, index + 1, 0), axis=-1)
+    before = ~whole & (index < stop[..., None])
+    return jnp.stack([jnp.max(jnp.where(before, index + 1, 0), axis=-1), stop], axis=-1)
+
+
+def _extremes(ids, block: int):
+    """(smallest, largest) id of every block of int32[B, length]; what is past the end is -1."""
+    pad = -ids.shape[1] % block
+    ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=-1)
+    ids = ids.reshape(ids.shape[0], -1, block)
+    return jnp.min(ids, axis=-1), jnp.max(ids, axis=-1)
 
 
 def _ranges(ids, block: int):

@@ -1,7 +1,9 @@
 """Queries and keys that are padding: beyond a length, or with a negative segment id.
 
-A weight of 0 times a NaN is a NaN, so what padding holds is replaced by 0 before any product sees
-it. That costs one copy of the array, and only where there is padding.
+A weight of 0 times a NaN is a NaN, so what padding holds is replaced by 0 before a product sums
+over it. A product that does not needs no such care: a NaN in Q or K stays in scores that are hidden
+or discarded. `cleared` costs one copy of each array; kernels that clear tiles in shared memory need
+`valid_queries` and `valid_keys` alone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from .softmax import EMPTY_ROW
 def cleared(operands: Operands, arrays=None):
     """`arrays` (Operands or Grads; the operands themselves) with 0 for padding in q, k and v."""
     arrays = operands if arrays is None else arrays
-    keys = _valid(operands.k, operands.kv_lengths, operands.kv_segments)
+    keys = valid_keys(operands)
     return arrays._replace(
         q=cleared_queries(operands, arrays.q),
         k=_clear(keys, arrays.k),
@@ -26,7 +28,23 @@ def cleared(operands: Operands, arrays=None):
 
 def cleared_queries(operands: Operands, x):
     """x [B, T, ...] with 0 in place of padding."""
-    return _clear(_valid(operands.q, operands.q_lengths, operands.q_segments), x)
+    return _clear(valid_queries(operands), x)
+
+
+def cleared_rows(operands: Operands, x):
+    """x [B, N, T] with 0 in place of padding."""
+    valid = valid_queries(operands)
+    return x if valid is None else jnp.where(valid[:, None], x, lax.full_like(x, 0))
+
+
+def valid_queries(operands: Operands):
+    """bool[B, T]: which queries are not padding; None where none is."""
+    return _valid(operands.q, operands.q_lengths, operands.q_segments)
+
+
+def valid_keys(operands: Operands):
+    """bool[B, S], likewise."""
+    return _valid(operands.k, operands.kv_lengths, operands.kv_segments)
 
 
 def discarded(operands: Operands, out: Outputs) -> Outputs:
@@ -40,10 +58,11 @@ def discarded(operands: Operands, out: Outputs) -> Outputs:
 
 
 def _valid(x, lengths, segments):
-    """bool[B, length of x], or None where everything is."""
+    """bool[B, length], or None where everything is."""
     valid = None if segments is None else segments >= 0
     if lengths is not None:
-        within = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        length = (x if segments is None else segments).shape[1]  # a backend may have padded x
+        within = jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
         valid = within if valid is None else valid & within
     return valid
 

@@ -100,6 +100,40 @@ def test_sorted_segments_and_lengths_read_no_block_in_vain(name, lengths):
     check(found, table.swapaxes(1, 2), BLOCK_KV, BLOCK_Q, exact=True)
 
 
+def whole(same, own, other):
+    """bool[B, own blocks, other blocks]: whole blocks all of whose pairs are in one document."""
+    shape = [n // b for n, b in zip(same.shape[1:], (own, other), strict=True)]
+    sizes = zip(same.shape[1:], (own, other), strict=True)
+    found = np.zeros((len(same), *(-(-n // b) for n, b in sizes)), bool)
+    for b, i, j in np.ndindex(len(same), *shape):
+        found[b, i, j] = same[b, i * own : (i + 1) * own, j * other : (j + 1) * other].all()
+    return found
+
+
+@pytest.mark.parametrize("name", ["sorted", "any", "padded", "foreign", "one", "alternating"])
+def test_blocks_inside_one_document(name):
+    segments = SEGMENTS.get(name)
+    if name == "one":  # the last blocks are not whole
+        segments = tuple(np.zeros((BATCH, n), np.int32) for n in (Q_LEN, KV_LEN))
+    if name == "alternating":  # three blocks, one of another document, two blocks, a rest
+        ids = np.repeat([0, 0, 0, 1, 0, 0, 2], BLOCK_KV)[:KV_LEN]
+        segments = np.zeros((BATCH, Q_LEN), np.int32), np.broadcast_to(ids, (BATCH, KV_LEN))
+    _, operands, same = build(Mask(), segments, None, 0)
+    for find, table, sizes in (
+        (bounds.kv_whole, same, (BLOCK_Q, BLOCK_KV)),
+        (bounds.q_whole, same.swapaxes(1, 2), (BLOCK_KV, BLOCK_Q)),
+    ):
+        found = np.asarray(find(operands, BLOCK_Q, BLOCK_KV))
+        expected = whole(table, *sizes)
+        assert found.shape == (*expected.shape[:2], 2) and found.dtype == np.int32
+        for b, i in np.ndindex(*expected.shape[:2]):
+            start, stop = found[b, i]
+            blocks = np.flatnonzero(expected[b, i])
+            assert expected[b, i, start:stop].all()
+            assert stop == (blocks[-1] + 1 if len(blocks) else 0)
+            assert start == 0 or not expected[b, i, start - 1]
+
+
 @pytest.mark.parametrize(
     ("segments", "lengths", "offset", "dynamic"),
     [

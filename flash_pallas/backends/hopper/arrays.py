@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...core import bounds
+from ...core import bounds, padding
 from ...core.integers import round_up
 from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
+from .clearing import Padding
 from .memory import pad_axis
 from .products import Products
 from .side_inputs import Gmem, SideInputs
@@ -32,7 +33,10 @@ class BackwardArrays(NamedTuple):
     delta: Any  # f32[B, N, T up to a multiple of 128]
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
+    whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole; None without segment ids
     side: Gmem = Gmem()  # what modifiers read
+    q_padding: Padding | None = None  # that is to be cleared; for kernels that can
+    kv_padding: Padding | None = None
 
     @classmethod
     def of(cls, problem: Problem, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
@@ -59,9 +63,18 @@ class BackwardArrays(NamedTuple):
             tile: (queries, keys) of one step of a CTA.
         """
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
+        has_segments = q_axis == 1 and "kv_segments" in problem.features
         return self._replace(
+            whole=bounds.q_whole(operands, *tile) if has_segments else None,
             bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
             side=SideInputs(problem, q_axis).arrays(operands),
+        )
+
+    def with_padding(self, operands: Operands, block_q: int, block_kv: int) -> BackwardArrays:
+        """For a kernel that clears padding itself, in tiles of these sizes."""
+        return self._replace(
+            q_padding=Padding.of(padding.valid_queries(operands), block_q),
+            kv_padding=Padding.of(padding.valid_keys(operands), block_kv),
         )
 
     def offset(self, problem: Problem, batch):

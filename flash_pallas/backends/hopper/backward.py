@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core import padding
 from ...core.problem import Cotangents, Grads, Operands, Problem
 from .arrays import BackwardArrays
 from .backward_blocks import SplitBlocks, native_problem
@@ -33,9 +34,13 @@ def backward(
     """
     fused = isinstance(blocks, FusedBlocks)
     native = native_problem(problem, fused=fused)
+    inside = fused and not wanted  # the other kernels are given copies without padding
+    if not inside:
+        do = padding.cleared_queries(operands, cotangents.do)
+        operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
     arrays = BackwardArrays.of(native, operands, cotangents)
     if fused:
-        grads = backward_fused(native, blocks, operands, arrays, interpret)
+        grads = backward_fused(native, blocks, operands, arrays, inside, interpret)
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv

@@ -79,7 +79,9 @@ class Dkv:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * WARPGROUP_ROWS,
-            walk=QueryWalk.of(self.problem, gmem, at, *size),
+            walk=QueryWalk.of(
+                self.problem, gmem, at, *size, mask_all=mask_everywhere(self.problem)
+            ),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
@@ -146,7 +148,7 @@ class Dkv:
             held = self.side.hold_head(held, cta.gmem.side, self.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
         step = functools.partial(self.dv_step, cta, held, dv_acc)
-        cta.walk.visit(step, mask_all=mask_everywhere(self.problem))
+        cta.walk.visit(step)
         plgpu.wgmma_wait(0)
         cta.do.release(cta.walk.total - 1)
         return recompute.gained(self.problem, dv_acc[...])

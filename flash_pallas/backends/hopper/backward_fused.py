@@ -37,10 +37,10 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
+from .clearing import WARP, Loader, Padding
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
-from .key_walk import mask_everywhere
-from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
+from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzle_of_k
+from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows, widest_swizzle
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs
@@ -76,7 +76,7 @@ class Fused:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * self.blocks.block_kv,
-            walk=QueryWalk.of(self.problem, gmem, at, *size),
+            walk=QueryWalk.of(self.problem, gmem, at, *size, mask_all=self.blocks.mask_all),
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
@@ -95,35 +95,45 @@ class Fused:
     def load(self, cta: Cta):
         """K and V once, then Q, lse, dO and delta of every query tile."""
         keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
-        plgpu.copy_gmem_to_smem(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full)
-        plgpu.copy_gmem_to_smem(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full)
+        block = lax.axis_index("kv")
+        load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
+        load_q, load_do = self.loaders(cta, cta.gmem.q_padding)
+        load_k(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full, cta.batch, block)
+        load_v(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full, cta.batch, block)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
             head, rows = self.query_tile(cta, n)
+            block = cta.walk[n][1]
             tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
             slot = cta.q.slot(n)
+            full = cta.bars.q_full.at[slot]
             cta.q.wait_empty(n)
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.q.at[tile], cta.smem.q.at[slot], cta.bars.q_full.at[slot]
-            )
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], cta.bars.q_full.at[slot]
-            )
+            load_q(cta.gmem.q.at[tile], cta.smem.q.at[slot], full, cta.batch, block)
+            plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], full)
             if self.side.copies:
                 place = self.place(cta, n, cta.kv_start, self.blocks.block_kv)
-                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.bars.q_full.at[slot], place)
+                self.side.load(cta.gmem.side, cta.smem.side, slot, full, place)
             slot = cta.do.slot(n)
+            full = cta.bars.do_full.at[slot]
             cta.do.wait_empty(n)
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.do.at[tile], cta.smem.do.at[slot], cta.bars.do_full.at[slot]
-            )
+            load_do(cta.gmem.do.at[tile], cta.smem.do.at[slot], full, cta.batch, block)
             plgpu.copy_gmem_to_smem(
                 cta.gmem.delta.at[row], cta.smem.delta.at[slot], cta.bars.delta_full.at[slot]
             )
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
+
+    def loaders(self, cta: Cta, padding: Padding | None):
+        """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
+        problem = self.problem
+        swizzles = (
+            swizzle_of_k(problem, self.blocks),
+            widest_swizzle(problem.head_dim, problem.dtype),
+        )
+        arrived, interpret = cta.bars.arrived, self.interpret
+        return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
 
     def store_dq(self, cta: Cta):
         """Add each warpgroup's part of every dQ tile to the float32 buffer."""
@@ -183,7 +193,7 @@ class Fused:
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
         step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
-        cta.walk.visit(step, self.blocks.mask_all or mask_everywhere(self.problem))
+        cta.walk.visit(step)
         return dk_acc[...], dv_acc[...]
 
     def own_place(self, cta: Cta, n) -> Place:
@@ -237,7 +247,7 @@ class Fused:
             plgpu.wgmma(dp_acc, cta.smem.v.at[keys], cta.smem.do.at[do_slot].transpose((1, 0)))
             lse = plgpu.load(cta.smem.lse.at[q_slot], layout=inline.COLS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys)
+            inputs = self.side.inputs(held, cta.smem.side, q_slot, shape, keys, ids=masked)
             limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
             w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
             p, through = lax.optimization_barrier(
@@ -285,11 +295,21 @@ class Fused:
 
 
 def backward_fused(
-    problem: Problem, blocks: FusedBlocks, operands: Operands, arrays: BackwardArrays, interpret
+    problem: Problem,
+    blocks: FusedBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    clears: bool,
+    interpret: bool,
 ):
-    """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v."""
-    dtype = problem.dtype
-    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
+    """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v.
+
+    `clears`: padding may hold NaN; otherwise it holds 0.
+    """
+    dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
+    given = arrays.for_rows(problem, operands, 1, tile)
+    if clears:
+        given = given.with_padding(operands, *tile)
     run = functools.partial(
         launch,
         out=(

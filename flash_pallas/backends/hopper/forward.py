@@ -25,15 +25,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import bounds
+from ...core import bounds, padding
 from ...core.problem import Operands, Outputs, Problem
 from . import inline
 from .blocks import ForwardBlocks
+from .clearing import Padding
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Scores
 from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
+from .tile_queue import with_counter
 
 FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
 
@@ -64,7 +66,7 @@ class Forward:
         """Tile sizes."""
         return self.plan.blocks
 
-    def __call__(self, gmem: Gmem, *refs):
+    def __call__(self, counter, gmem: Gmem, *refs):
         *results, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
@@ -76,6 +78,7 @@ class Forward:
             bars=bars,
             index=lax.axis_index("cta"),
             wg=lax.axis_index("wg"),
+            counter=counter,
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
@@ -86,7 +89,7 @@ class Forward:
         """Fold the key blocks of each tile into this warpgroup's rows."""
         plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         first = jnp.int32(0)
-        work = self.plan.work(cta, first)
+        work = self.plan.work(cta, self.plan.queue.first(cta))
         work = work._replace(held=self.scores.hold(cta, work))
         plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
         cta.k.wait_full(first)
@@ -95,53 +98,41 @@ class Forward:
         rows = rows._replace(p=self.plan.products.split(rows.p))
         self.pass_turn_once(cta)
 
-        def tile(turn, carry):
+        def tile(turn, number, carry):
             rows, used = carry
             return pl.run_scoped(
-                functools.partial(self.tile, cta, turn, rows, used),
+                functools.partial(self.tile, cta, (turn, number), rows, used),
                 plgpu.ACC((WARPGROUP_ROWS, self.problem.v_head_dim), jnp.float32),
             )
 
-        turns = self.plan.turns(cta)
-        lax.fori_loop(jnp.int32(0), turns, tile, (rows, jnp.int32(0)))
+        self.plan.queue.each(cta, tile, (rows, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def tile(self, cta: Cta, turn, rows: Rows, used, o_acc):
-        """All steps of one query tile; `used` is the ring position of its first key block."""
-        work = self.plan.work(cta, turn)._replace(used=used)
+    def tile(self, cta: Cta, at, rows: Rows, used, o_acc):
+        """All steps of one query tile, whose turn and number are `at`.
+
+        `used` is the ring position of its first key block. Returns that of the next tile and what
+        it starts with, and which one it is.
+        """
+        turn, number = at
+        work = self.plan.work(cta, number)._replace(used=used)
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
             q = self.plan.products.load_parts(q, inline.WGMMA)
         step = functools.partial(self.step, cta, work, q, o_acc)
-        for edges, low, high in self.zones(cta, work):
+        for edges, low, high in self.plan.zones(cta, work):
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
         after = used + work.kv_blocks
         if self.blocks.persistent:
-            return self.seam(cta, turn, rows, after, o_acc), after
+            following = self.plan.queue.following(cta, turn)
+            return (self.seam(cta, number, following, rows, after, o_acc), after), following
         cta.v.wait_full(after - 1)
         self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         self.store(cta, work, o, rows)
-        return rows, after
-
-    def zones(self, cta: Cta, work: Work):
-        """(edges, first, one past the last) of the loops over blocks, counted from the right."""
-        left, right = self.plan.masked_blocks()
-        first, last = jnp.int32(1), work.kv_blocks
-        if not left and not right:
-            return [("none", first, last)]
-        position = work.position + cta.wg * WARPGROUP_ROWS
-        full_start, full_stop = map(jnp.int32, self.plan.whole(position))
-        zones, plain = [], first
-        if right:
-            plain = lax.clamp(first, work.stop - full_stop, last)
-            zones.append(("right", first, plain))
-        if not left:
-            return [*zones, ("none", plain, last)]
-        masked = lax.clamp(plain, work.stop - full_start, last)
-        return [*zones, ("none", plain, masked), ("left", masked, last)]
+        return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
         """QK^T of block j beside PV of block j - 1, then the softmax of j while PV ends."""
@@ -175,14 +166,14 @@ class Forward:
             o_acc[...] = lax.cond(grew > 0, rescale, lambda: o)
         return Rows(p16, m, l)
 
-    def seam(self, cta: Cta, turn, rows: Rows, after, o_acc) -> Rows:
+    def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
 
         After the CTA's last tile the QK^T multiplies what is left in shared memory, unused: cheaper
         than a second copy of this code.
         """
-        work, following = self.plan.work(cta, turn), self.plan.work(cta, turn + 1)
-        more = turn + 1 < self.plan.turns(cta)
+        number_after, more = following
+        work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
         if self.blocks.q_in_registers:
             plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
         plgpu.barrier_arrive(cta.bars.q_empty.at[cta.wg])
@@ -246,7 +237,7 @@ class Forward:
         streams = self.plan.side.copies > 0
         if not streams:
             release()
-        inputs = self.scores.inputs(cta, work, cta.k.slot(use))
+        inputs = self.scores.inputs(cta, work, cta.k.slot(use), edges)
         found = self.scores.logits(cta, work, inputs, s, work.block(j), edges)
         if streams:
             release()
@@ -332,13 +323,16 @@ def forward(
         kv_bounds=(
             bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
+        padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
+        whole=(bounds.kv_whole(operands, rows, blocks.block_kv) if plan.has_segments else None),
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
     o = plan.products.result((*operands.q.shape[:3], problem.v_head_dim))
-    run = launch(
-        Forward(plan),
-        out=(o, per_row) + (per_row,) * problem.spec.max_logit,
+    results = (o, per_row) + (per_row,) * problem.spec.max_logit
+    run = functools.partial(
+        launch,
+        out=results,
         scratch=plan.scratch(),
         grid=(assignment.ctas,),
         grid_names=("cta",),
@@ -346,4 +340,5 @@ def forward(
         name="flash_pallas_forward",
         interpret=interpret,
     )
-    return Outputs(*run(gmem))
+    kernel = lambda counter: run(functools.partial(Forward(plan), counter))(gmem)
+    return Outputs(*(with_counter(kernel, results) if plan.claims else kernel(None)))

@@ -17,11 +17,13 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
+from .clearing import Padding
 from .memory import WARPGROUP_ROWS, Ring, row_buffer
 from .products import Products
 from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
 from .side_inputs import SideInputs
+from .tile_queue import SLOTS, TileQueue
 
 
 class Gmem(NamedTuple):
@@ -35,6 +37,8 @@ class Gmem(NamedTuple):
     kv_bounds: Any = (
         None  # int32[B, query tiles, 2], see core/bounds.py; None where arithmetic says
     )
+    whole: Any = None  # int32[B, query tiles, 2], bounds.kv_whole; None without segment ids
+    padding: Padding | None = None  # of the keys
     side: side_inputs.Gmem = side_inputs.Gmem()
 
 
@@ -56,6 +60,7 @@ class Smem(NamedTuple):
     lse: Any  # f32[warpgroups, 64]
     most: Any  # f32[warpgroups, 64], or None
     side: side_inputs.Streamed  # one slot for each of k's
+    tiles: Any = None  # int32[slots, 1], numbers of claimed tiles
 
 
 class Barriers(NamedTuple):
@@ -67,6 +72,8 @@ class Barriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
+    v_arrived: Any = None  # a block of V that has padding to be cleared
+    tile_full: Any = None  # the number of a claimed tile
 
 
 class Work(NamedTuple):
@@ -109,6 +116,7 @@ class Cta:
     bars: Barriers
     index: Any
     wg: Any
+    counter: Any = None  # int32[1] in device memory, of tiles claimed beyond the first of each CTA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +165,11 @@ class Plan:
         """As ForwardBlocks says, unless the exact maximum is wanted."""
         return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
 
+    @property
+    def has_segments(self) -> bool:
+        """Segment ids hide keys."""
+        return "kv_segments" in self.problem.features
+
     def masked_blocks(self) -> tuple[bool, bool]:
         """Some warpgroup masks key blocks (left of those it sees whole, right of them).
 
@@ -193,13 +206,21 @@ class Plan:
         found = self.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, self.blocks.block_kv)
         return found.full_start, found.full_stop
 
-    def turns(self, cta: Cta):
-        """How many query tiles this CTA works on."""
-        return self.assignment.count(cta.gmem.table, cta.index)
+    @property
+    def queue(self) -> TileQueue:
+        """The tiles of a CTA."""
+        return TileQueue(self.assignment, self.claims, self.interpret)
 
-    def work(self, cta: Cta, turn) -> Work:
-        """This CTA's turn-th piece of work."""
-        at = self.assignment.order[self.assignment.tile(cta.gmem.table, cta.index, turn)]
+    @property
+    def claims(self) -> bool:
+        """CTAs claim tiles, as what these cost is not known at trace time."""
+        return self.dynamic and self.blocks.persistent
+
+    def work(self, cta: Cta, tile) -> Work:
+        """The piece of work with this number; with one past the last: any."""
+        if self.claims:
+            tile = lax.min(tile, jnp.int32(self.assignment.order.total - 1))
+        at = self.assignment.order[tile]
         at = jax.tree.map(jnp.int32, at)  # a static start past the array's end would be refused
         offset = self.problem.spec.q_offset
         if self.problem.traced_offset:
@@ -211,6 +232,37 @@ class Plan:
         else:
             start, count = self.visited(position)
         return Work(at, jnp.int32(position), start, jnp.int32(count))
+
+    def zones(self, cta: Cta, work: Work):
+        """(edges, first, one past the last) of the loops over blocks, counted from the right."""
+        first, last = jnp.int32(1), work.kv_blocks
+        if self.has_segments:
+            return self.segment_zones(cta, work)
+        left, right = self.masked_blocks()
+        if not left and not right:
+            return [("none", first, last)]
+        position = work.position + cta.wg * WARPGROUP_ROWS
+        full_start, full_stop = map(jnp.int32, self.whole(position))
+        zones, plain = [], first
+        if right:
+            plain = lax.clamp(first, work.stop - full_stop, last)
+            zones.append(("right", first, plain))
+        if not left:
+            return [*zones, ("none", plain, last)]
+        masked = lax.clamp(plain, work.stop - full_start, last)
+        return [*zones, ("none", plain, masked), ("left", masked, last)]
+
+    def segment_zones(self, cta: Cta, work: Work):
+        """Likewise with segment ids: only blocks in the middle of a document are not masked."""
+        first, last = jnp.int32(1), work.kv_blocks
+        start, stop = (cta.gmem.whole[work.at.batch, work.at.block, end] for end in (0, 1))
+        if not self.mask.is_trivial:
+            position = work.position + cta.wg * WARPGROUP_ROWS
+            full_start, full_stop = map(jnp.int32, self.whole(position))
+            start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
+        plain = lax.clamp(first, work.stop - stop, last)
+        masked = lax.clamp(plain, work.stop - start, last)
+        return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
 
     def tile(self, cta: Cta, work: Work, kv_block) -> RegisterTile:
         """This warpgroup's scores of a key block."""
@@ -228,13 +280,15 @@ class Plan:
             work: the query tile.
             kv_block: the key block.
             edges: what may hide keys of it: "last" (it may reach past the last key), "left",
-                "right" or "none".
+                "right", "all" (segment ids and both edges) or "none".
         """
         tile = self.tile(cta, work, kv_block)
         if edges == "none":
             return Limits()
         if edges == "last":
             return tile.limits(self.mask, self.kv_len(cta, work))
+        if edges == "all":
+            return tile.limits(self.mask)
         left, right = self.mask.left, self.mask.right
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
         if left is not None and right is not None and left + right >= sum(tile.shape):
@@ -264,6 +318,7 @@ class Plan:
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
             side=self.side.buffers(stages, self.tile_rows, block_kv),
+            tiles=plgpu.SMEM((SLOTS, 1), jnp.int32) if self.claims else None,
         )
         bars = Barriers(
             q_full=bar(num_barriers=wgs),
@@ -272,5 +327,7 @@ class Plan:
             k_empty=bar(num_arrivals=wgs, num_barriers=stages),
             v_full=bar(num_barriers=stages),
             v_empty=bar(num_arrivals=wgs, num_barriers=stages),
+            v_arrived=bar() if self.dynamic else None,
+            tile_full=bar(num_barriers=SLOTS) if self.claims else None,
         )
         return smem, bars

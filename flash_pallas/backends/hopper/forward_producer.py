@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .blocks import ForwardBlocks
+from .clearing import Loader
 from .forward_plan import Cta, Plan, Work
 from .memory import WARPGROUP_ROWS, Ring
 from .side_inputs import Place
@@ -34,22 +35,20 @@ class Producer:
     def __call__(self, cta: Cta):
         """All tiles of this CTA."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        first = self.plan.work(cta, jnp.int32(0))
+        first = self.plan.work(cta, self.plan.queue.first(cta))
         self.load_q(cta, first, jnp.int32(0))
         self.load_kv(cta, cta.k, first, jnp.int32(0), jnp.int32(0))
-        turns = self.plan.turns(cta)
-
-        tile = functools.partial(self.tile, cta, turns)
-        used = lax.fori_loop(jnp.int32(0), turns, tile, jnp.int32(0))
+        tile = functools.partial(self.tile, cta)
+        used = self.plan.queue.each(cta, tile, jnp.int32(0))
         cta.k.drain(used)
         cta.v.drain(used)
         if self.blocks.persistent:
             for wg in range(self.blocks.warpgroups):
                 plgpu.barrier_wait(cta.bars.q_empty.at[wg])
 
-    def tile(self, cta: Cta, turns, turn, used):
+    def tile(self, cta: Cta, turn, number, used):
         """The K and V blocks of one tile, and the first K and the Q of the next."""
-        work = self.plan.work(cta, turn)
+        work = self.plan.work(cta, number)
 
         @pl.loop(jnp.int32(1), work.kv_blocks)
         def _(j):
@@ -57,14 +56,14 @@ class Producer:
             self.load_kv(cta, cta.v, work, j - 1, used + j - 1)
 
         last, after = work.kv_blocks - 1, used + work.kv_blocks
-        more = turn + 1 < turns
-        following = self.plan.work(cta, turn + 1)
+        number, more = self.plan.queue.claim(cta, turn)
+        following = self.plan.work(cta, number)
         if self.blocks.persistent:
             pl.when(more)(lambda: self.load_kv(cta, cta.k, following, jnp.int32(0), after))
         self.load_kv(cta, cta.v, work, last, after - 1)
         if self.blocks.persistent:
             pl.when(more)(lambda: self.load_q(cta, following, turn + 1))
-        return after
+        return after, (number, more)
 
     def load_q(self, cta: Cta, work: Work, turn):
         """Each warpgroup's 64 rows, as soon as it has read its last."""
@@ -79,17 +78,24 @@ class Producer:
 
     def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
         """The j-th block from the right of K or V, as the use-th fill of its ring."""
-        gmem, smem = (cta.gmem.k, cta.smem.k) if ring is cta.k else (cta.gmem.v, cta.smem.v)
-        block_kv = self.blocks.block_kv
-        start = work.block(j) * block_kv
-        rows = pl.ds(start, block_kv)
+        block, block_kv = work.block(j), self.blocks.block_kv
+        start = block * block_kv
         head = lax.div(work.at.head, jnp.int32(self.plan.problem.group))
+        keys = (work.at.batch, pl.ds(start, block_kv), head)
         slot = ring.slot(use)
+        full = ring.full.at[slot]
         ring.wait_empty(use)
-        plgpu.copy_gmem_to_smem(
-            gmem.at[work.at.batch, rows, head], smem.at[slot], ring.full.at[slot]
-        )
-        if ring is cta.k:
-            first_row, tile_rows = work.at.block * self.plan.tile_rows, self.plan.tile_rows
-            place = Place(work.at.batch, work.at.head, first_row, start, tile_rows, block_kv)
-            self.plan.side.load(cta.gmem.side, cta.smem.side, slot, ring.full.at[slot], place)
+        if ring is cta.v:
+            # PV alone sums over keys: what padding holds of K only reaches scores that are hidden.
+            self.load_v(cta, cta.gmem.v.at[keys], cta.smem.v.at[slot], full, work.at.batch, block)
+            return
+        plgpu.copy_gmem_to_smem(cta.gmem.k.at[keys], cta.smem.k.at[slot], full)
+        first_row, tile_rows = work.at.block * self.plan.tile_rows, self.plan.tile_rows
+        place = Place(work.at.batch, work.at.head, first_row, start, tile_rows, block_kv)
+        self.plan.side.load(cta.gmem.side, cta.smem.side, slot, full, place)
+
+    def load_v(self, cta: Cta, *copy):
+        """The arguments are those of Loader."""
+        swizzle = self.plan.products.swizzle(self.plan.problem.v_head_dim, self.blocks.block_kv)
+        padding, arrived = cta.gmem.padding, cta.bars.v_arrived
+        Loader(padding, arrived, swizzle, self.plan.interpret)(*copy)

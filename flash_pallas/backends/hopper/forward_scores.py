@@ -39,13 +39,12 @@ class Scores:
 
     @property
     def hidden(self) -> bool:
-        """Something beyond positions hides keys, in any block."""
-        by_array = {"kv_segments", "mask"} & self.problem.features
-        return self.spec.mask_mod is not None or bool(by_array)
+        """Something beyond positions and segment ids hides keys, in any block."""
+        return self.spec.mask_mod is not None or "mask" in self.problem.features
 
     @property
     def may_be_empty(self) -> bool:
-        """A row may have only logits of -inf in a block that positions leave whole."""
+        """A row may have only logits of -inf in a block that positions and ids leave whole."""
         infinite = "bias" in self.problem.features or self.spec.score_mod is not None
         return self.hidden or infinite
 
@@ -56,11 +55,12 @@ class Scores:
         place = Place(work.at.batch, work.at.head, row, 0, rows, columns)
         return self.plan.side.hold(cta.gmem.side, place)
 
-    def inputs(self, cta: Cta, work: Work, slot) -> TileInputs:
+    def inputs(self, cta: Cta, work: Work, slot, edges: str) -> TileInputs:
         """What this warpgroup's tile of scores reads, from the slot of K that it travels with."""
         shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
         rows = warpgroup_rows(cta.wg)
-        return self.plan.side.inputs(work.held, cta.smem.side, slot, shape, rows)
+        side = self.plan.side
+        return side.inputs(work.held, cta.smem.side, slot, shape, rows, ids=edges != "none")
 
     def logits(self, cta: Cta, work: Work, inputs: TileInputs, s, kv_block, edges: str):
         """(x, a Python float): logits in base 2 are their product, -inf where hidden.

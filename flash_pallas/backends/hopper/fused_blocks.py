@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
+from .key_walk import mask_everywhere
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -86,5 +87,17 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
+    # Where arrays or a window leave most tiles whole, two loops pay. Modifiers need the registers.
+    some = mask_everywhere(problem) or "kv_lengths" in features
+    if problem.head_dim == 128 and some and not modified and _some_tile_is_whole(problem, first):
+        first = dataclasses.replace(first, mask_all=False)
     candidates = (first, dataclasses.replace(first, do_stages=1, ds_stages=1), SMALLEST)
     return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)
+
+
+def _some_tile_is_whole(problem: Problem, blocks: FusedBlocks) -> bool:
+    """The band of the mask is wide enough to hold a tile."""
+    left, right = problem.spec.mask.left, problem.spec.mask.right
+    if left is None or right is None:
+        return True
+    return left + right >= blocks.block_q + blocks.block_kv - 2

@@ -44,6 +44,7 @@ class Barriers(NamedTuple):
     ds_ready: Any  # each warpgroup
     dq_full: Any  # one per warpgroup
     dq_empty: Any  # one per warpgroup
+    arrived: Any = None  # a tile that has padding to be cleared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,7 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
-    # K is an operand beside Q and beside dS, and its columns are what a warpgroup has of dQ.
-    swizzle = widest_swizzle(blocks.dq_tile(head_dim)[1], dtype)
+    swizzle = swizzle_of_k(problem, blocks)
     smem = Smem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype, swizzle),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
@@ -93,5 +93,14 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         ds_ready=bar(num_arrivals=WARPGROUPS),
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
+        arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
     )
     return smem, bars
+
+
+def swizzle_of_k(problem: Problem, blocks: FusedBlocks) -> int:
+    """Bytes, of Q too: K is an operand beside Q and beside dS.
+
+    Its columns are what a warpgroup has of dQ.
+    """
+    return widest_swizzle(blocks.dq_tile(problem.head_dim)[1], problem.dtype)

@@ -72,10 +72,14 @@ def tile_buffer(shape, dtype, swizzle: int | None = None):
     columns = swizzle // jnp.dtype(dtype).itemsize
     if shape[-1] % columns:
         raise AssertionError(f"{shape=}: rows of {dtype} must be multiples of {columns} elements")
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(swizzle, dtype))
+
+
+def tile_transforms(swizzle: int, dtype) -> tuple:
+    """How a tile lies in shared memory: in pieces of 8 rows by `swizzle` bytes."""
     tiling: Any = plgpu.TilingTransform  # abstract to pyright, as is the next
     swizzled: Any = plgpu.SwizzleTransform
-    transforms = (tiling((8, columns)), swizzled(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzled(swizzle)
 
 
 def vector_bytes(*sizes: int) -> int:

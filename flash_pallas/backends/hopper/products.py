@@ -82,13 +82,16 @@ class Products:
     # --- shared memory ---------------------------------------------------------------------------
 
     def buffer(self, shape, summed_rows: int = 0):
-        """Shared memory of an operand of this shape.
-
-        Its swizzle is the widest that divides what products sum over: the rows of each part and, if
-        so many rows of it are summed over too, the columns.
-        """
-        swizzle = widest_swizzle(math.gcd(shape[-1], summed_rows), self.operand_dtype)
+        """Shared memory of an operand of this shape; see `swizzle`."""
+        swizzle = self.swizzle(shape[-1], summed_rows)
         return tile_buffer((*shape[:-1], self.parts * shape[-1]), self.operand_dtype, swizzle)
+
+    def swizzle(self, width: int, summed_rows: int = 0) -> int:
+        """Bytes: the widest that divides what products sum over.
+
+        That is the rows of each part and, where a product sums over blocks of rows, their columns.
+        """
+        return widest_swizzle(math.gcd(width, summed_rows), self.operand_dtype)
 
     def refs(self, ref) -> tuple:
         """The parts of an operand in shared memory."""

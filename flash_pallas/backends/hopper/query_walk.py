@@ -20,22 +20,34 @@ class QueryWalk:
     """The query tiles that one CTA of a key-stationary kernel reads, for every head of a group.
 
     Attributes:
-        start, full_start, stop: query blocks; those before full_start need the mask.
+        start, full_start, full_stop, stop: query blocks; those outside the full ones need the mask.
         q_offset: position of query 0.
         kv_len: how many keys there are, or None where that hides none.
         group: query heads that read these keys, one after the other.
+        masks: "none" (no tile is masked), "all" (one loop masks all tiles) or "some": tiles that
+            need no mask come first, in a loop of their own; a head's other tiles follow in order,
+            from the start again when the end is reached.
     """
 
     start: Any
     full_start: Any
+    full_stop: Any
     stop: Any
     q_offset: Any
     kv_len: Any
     group: int
+    masks: str
 
     @classmethod
     def of(
-        cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, block_q: int
+        cls,
+        problem: Problem,
+        arrays: BackwardArrays,
+        at,
+        kv_rows: int,
+        block_q: int,
+        *,
+        mask_all: bool,
     ) -> QueryWalk:
         """Of a CTA. At least one tile per head, which is then wholly masked.
 
@@ -45,6 +57,7 @@ class QueryWalk:
             at: (batch entry, key block).
             kv_rows: keys of a block.
             block_q: queries of a tile.
+            mask_all: one loop masks all tiles, if any tile is masked.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -56,16 +69,28 @@ class QueryWalk:
         else:
             start = arrays.bounds[batch, block, 0]
             stop = ints.maximum(arrays.bounds[batch, block, 1], start + 1)
-        full_start = ints.maximum(found.full_start, start)
+        full_start, full_stop = found.full_start, found.full_stop
+        if arrays.whole is not None:
+            full_start = ints.maximum(full_start, arrays.whole[batch, block, 0])
+            full_stop = ints.minimum(full_stop, arrays.whole[batch, block, 1])
+        full_start = ints.maximum(full_start, start)
         kv_len = arrays.kv_len(problem, batch, kv_rows)
-        if mask_everywhere(problem):
-            full_start = stop
-        elif kv_len is not None:  # the last keys lie past the end: mask every tile
+        if kv_len is not None:  # the last keys lie past the end: mask every tile
             ragged = kv_start + kv_rows > kv_len
             full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
-        if arrays.bounds is not None:
-            full_start = ints.minimum(full_start, stop)
-        return cls(start, full_start, stop, offset, kv_len, problem.group)
+        masks = "all" if mask_all else "some"
+        if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
+            masks = "none"
+        full_start = ints.minimum(full_start, stop)
+        ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
+        if masks == "some" and arrays.bounds is None:
+            # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
+            # end every wgmma at once (C7512). So does this barrier where nothing is known (with a
+            # window, grouped queries and segment ids together).
+            ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
+        start, full_start, full_stop, stop = ends
+        group = problem.group
+        return cls(start, full_start, full_stop, stop, offset, kv_len, group, masks)
 
     @property
     def per_head(self):
@@ -80,32 +105,36 @@ class QueryWalk:
     def __getitem__(self, n):
         """(head of the group, query block) of the n-th tile."""
         if self.group == 1:
-            return 0, self.start + n
-        return lax.div(n, jnp.int32(self.per_head)), self.start + lax.rem(
-            n, jnp.int32(self.per_head)
+            return 0, self.block(n)
+        return lax.div(n, jnp.int32(self.per_head)), self.block(
+            lax.rem(n, jnp.int32(self.per_head))
         )
 
-    def visit(self, step, mask_all: bool):
+    def block(self, i):
+        """The i-th query block of a head."""
+        if self.masks != "some":
+            return self.start + i
+        block = jnp.int32(self.full_start + i)
+        return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
+
+    def visit(self, step):
         """Call step(n, query block, masked=) for every tile.
 
-        The masked tiles of each head are a loop of their own, unless `mask_all` says that one loop
-        masks all tiles. The loops count in n: a block index kept alive beside it costs the fused
-        kernel 100 bytes of spills.
+        The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
+        spills.
         """
-        plain = lambda n: step(n, self[n][1], masked=False)
-        if ints.is_static(self.full_start) and self.full_start == 0:
-            pl.loop(jnp.int32(0), self.total)(plain)
-            return
-
-        if mask_all:
-            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=True))
+        if self.masks != "some":
+            masked = self.masks == "all"
+            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=masked))
             return
 
         def one_head(head):
             first = head * self.per_head
-            unmasked = first + (self.full_start - self.start)
-            pl.loop(first, unmasked)(lambda n: step(n, self.start + (n - first), masked=True))
-            pl.loop(unmasked, first + self.per_head)(plain)
+            masked_from = first + (self.full_stop - self.full_start)
+            full = lambda n: step(n, self.full_start + (n - first), masked=False)
+            pl.loop(first, masked_from)(full)
+            masked = lambda n: step(n, self.block(n - first), masked=True)
+            pl.loop(masked_from, first + self.per_head)(masked)
 
         if self.group == 1:
             one_head(jnp.int32(0))

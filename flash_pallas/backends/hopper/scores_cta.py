@@ -113,7 +113,7 @@ class Cta:
             return Steps(Step(z, y, x, walk.start), walk.total, "kv_block")
         if self.sums.axes == "columns":
             at, size = (z, x), (blocks.block_kv, blocks.block_q)
-            walk = QueryWalk.of(problem, self.gmem, at, *size)
+            walk = QueryWalk.of(problem, self.gmem, at, *size, mask_all=True)
             return Steps(Step(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
         return self.members(x, y, z)
 

@@ -64,7 +64,7 @@ def _dropout_keys(problem: Problem, q_axis: int, operands: Operands):
     offset = problem.spec.q_offset
     if operands.q_offset is not None:
         offset = operands.q_offset[:, None, None]
-    index = lambda length: jnp.arange(_within_reach(length), dtype=jnp.int32)[None, None]
+    index = lambda length: jnp.arange(within_reach(length), dtype=jnp.int32)[None, None]
     calls = operands.dropout_keys[..., None]
     q_keys = dropout.row_keys(calls, index(problem.q_len) + offset)
     kv_keys = dropout.column_keys(index(problem.kv_len))
@@ -79,15 +79,15 @@ def _prepared(x):
         x = pad_axis(x, 2, round_up(q_len, 8))
         return pad_axis(x, 3, round_up(kv_len, 128 // x.dtype.itemsize))
     x = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
-    return x if q_len == kv_len else pad_axis(x, 2, _within_reach(x.shape[2]))
+    return x if q_len == kv_len else pad_axis(x, 2, within_reach(x.shape[2]))
 
 
 def _padded_ids(ids, value: int):
     if ids is None:
         return None
-    return pad_axis(ids, 1, _within_reach(ids.shape[1]), value)
+    return pad_axis(ids, 1, within_reach(ids.shape[1]), value)
 
 
-def _within_reach(length: int) -> int:
+def within_reach(length: int) -> int:
     """So much of an array that no tile which starts inside it reaches past the end."""
     return round_up(length - 1 + LONGEST_TILE, 128)

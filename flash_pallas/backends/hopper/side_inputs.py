@@ -221,7 +221,9 @@ class SideInputs:
             return ref[entry, head, 0]
         return _load_rows(ref.at[entry, head, pl.ds(place.row_start, WARPGROUP_ROWS)])
 
-    def inputs(self, held: Held, smem: Streamed, slot, shape, rows) -> TileInputs:
+    def inputs(
+        self, held: Held, smem: Streamed, slot, shape, rows, *, ids: bool = True
+    ) -> TileInputs:
         """What the modifiers read at one tile.
 
         Args:
@@ -230,9 +232,10 @@ class SideInputs:
             slot: of the stage that has arrived.
             shape: of the warpgroup's tile.
             rows: the warpgroup's rows within the streamed tile (a pl.ds).
+            ids: segment ids hide something of it.
         """
-        row_ids, column_ids = held.segments, None
-        if self.has_segments:
+        row_ids, column_ids = held.segments if ids else None, None
+        if self.has_segments and ids:
             column_ids = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
         row_keys, column_keys = held.keys, None
         if self.drops:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...core import dropout, softmax
+from ...core import dropout, padding, softmax
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from .grid import Grid, XlaBlocks
 from .tiles import Tiles
@@ -53,6 +53,7 @@ class XlaBackend:
 
     def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
         """The rows' scalars are in the accumulation dtype: float64 for float64 inputs."""
+        operands = padding.cleared(operands)
         grid = Grid(describe(operands, spec), blocks)
         tiles = Tiles.of(grid, operands)
         q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
@@ -72,6 +73,7 @@ class XlaBackend:
     ) -> Grads:
         """Gradients in the dtypes of the operands."""
         lse_log2, do, delta = cotangents
+        operands, do = padding.cleared(operands), padding.cleared_queries(operands, do)
         grid = Grid(describe(operands, spec), blocks)
         tiles = Tiles.of(grid, operands, wanted)
         q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)

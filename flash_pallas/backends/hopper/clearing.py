@@ -1,0 +1,127 @@
+"""Loads of tiles whose padding may hold NaN: its rows are overwritten with 0 in shared memory.
+
+Only tiles that hold padding pay: whoever loads waits for the copy, writes zeros and arrives itself.
+A copy of the whole array with padding cleared would be as large as the array (20 % of the forward
+at T = 32k with packed documents).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
+
+from .memory import pad_axis, tile_transforms
+from .registers import i32_constant
+from .side_arrays import within_reach
+
+PIECE_BYTES = 16  # of one store
+WARP, WARPGROUP = 32, 128  # threads
+
+
+class Padding(NamedTuple):
+    """In device memory: what of one axis is padding."""
+
+    valid: Any  # int32[B, length, and further ones]: 0 for padding
+    tiles: Any  # int32[B, tiles]: 1 for those that hold padding
+
+    @classmethod
+    def of(cls, valid, tile: int) -> Padding | None:
+        """Of bool[B, length] or None, for tiles of so many rows."""
+        if valid is None:
+            return None
+        whole = pad_axis(valid, 1, -(-valid.shape[1] // tile) * tile, True)
+        holes = ~jnp.all(whole.reshape(len(valid), -1, tile), axis=-1)
+        # Beyond the end TMA delivers zeros.
+        length = within_reach(valid.shape[1])
+        return cls(pad_axis(valid, 1, length, True).astype(jnp.int32), holes.astype(jnp.int32))
+
+
+class Loader(NamedTuple):
+    """Copies tiles of one array.
+
+    Attributes:
+        padding: of its rows, or None: plain copies.
+        arrived: mbarrier of one arrival that nobody else uses; None without padding.
+        swizzle: of the tile in shared memory, in bytes.
+        interpret: run by the interpreter.
+        threads: that load together, WARP or WARPGROUP.
+    """
+
+    padding: Padding | None
+    arrived: Any
+    swizzle: int
+    interpret: bool
+    threads: int = WARPGROUP
+
+    def __call__(self, source, destination, full, batch, tile):
+        """Start the copy of a tile, which arrives once on `full`.
+
+        Args:
+            source: in device memory.
+            destination: [rows, columns] in shared memory.
+            full: the barrier.
+            batch: the batch entry.
+            tile: number of the tile along the axis that may hold padding.
+        """
+        copy = lambda barrier: plgpu.copy_gmem_to_smem(source, destination, barrier)
+        padding = self.padding
+        if padding is None:
+            copy(full)
+            return
+        holes = padding.tiles[batch, tile]
+        pl.when(holes == 0)(lambda: copy(full))
+
+        @pl.when(holes != 0)
+        def _():
+            copy(self.arrived)
+            plgpu.barrier_wait(self.arrived)
+            rows = destination.shape[0]
+            self.clear(destination, padding.valid.at[batch, pl.ds(tile * rows, rows)])
+            plgpu.barrier_arrive(full)
+
+    def clear(self, tile, valid):
+        """Zeros in the rows whose `valid` is 0, visible to products after an arrival."""
+        if self.interpret:
+            keep = valid[...][:, None] != 0
+            tile[...] = jnp.where(keep, tile[...], jnp.zeros(tile.shape, tile.dtype))
+            plgpu.commit_smem()
+            return
+        transforms = tile_transforms(self.swizzle, tile.dtype)
+        run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType()))
+        run(functools.partial(_clear_body, self.threads))(tile, valid)
+
+
+def _clear_body(threads: int, _, tile, valid):
+    """Each thread clears whole rows: a swizzle only permutes pieces within a row."""
+    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+    at = lambda x: arith.constant(index, x)
+    row_pieces, column_pieces, _, columns = tile.type.shape
+    element = tile.type.element_type
+    piece = ir.VectorType.get((PIECE_BYTES * 8 // element.width,), element)
+    zeros = arith.constant(
+        piece, ir.DenseElementsAttr.get_splat(piece, ir.FloatAttr.get(element, 0.0))
+    )
+    thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(threads))
+    loop = scf.ForOp(arith.index_cast(index, thread), at(8 * row_pieces), at(threads))
+    with ir.InsertionPoint(loop.body):
+        row = loop.induction_variable
+        padding = arith.cmpi(
+            arith.CmpIPredicate.eq, memref.load(valid, [row]), arith.constant(i32, 0)
+        )
+        branch = scf.IfOp(padding)
+        with ir.InsertionPoint(branch.then_block):
+            outer, inner = arith.divui(row, at(8)), arith.remui(row, at(8))
+            for c in range(column_pieces):
+                for x in range(0, columns, piece.shape[0]):
+                    vector.store(zeros, tile, [outer, at(c), inner, at(x)])
+            scf.yield_([])
+        scf.yield_([])
+    # Each thread orders its own stores before the copies and products of others; it then arrives.
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
