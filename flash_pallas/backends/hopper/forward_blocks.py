@@ -100,8 +100,8 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
     if _many(asked):
         blocks = dataclasses.replace(blocks, warpgroups=2)
-    if wants_narrow_tiles(native):
-        blocks = dataclasses.replace(blocks, block_kv=32)
+    if native.dtype == np.float32 and _many(asked):
+        blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
     for smaller in _SMALLER:
