@@ -116,7 +116,7 @@ class Row:
         return f"{self.path} {self.head_dim} {self.dtype} {self.mask}"
 
     def allowed_spills(self, kernel: str) -> int:
-        """Bytes that this kernel may spill in this row; the entries for MASKS are those of 16 bits."""
+        """Bytes that this kernel may spill in this row; entries for MASKS are those of 16 bits."""
         if self.dtype == "float32" and self.mask in MASKS:
             return 0
         return ALLOWED_SPILLS.get((kernel, self.head_dim, self.mask), 0)
