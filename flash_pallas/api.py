@@ -85,7 +85,7 @@ def flash_attention(
             (https://arxiv.org/abs/2108.12409). Differentiable.
         sinks: [N] or [*B, N]: a further score of every query (https://arxiv.org/abs/2309.17453),
             without a value; in the log-sum-exp, which it is where no key is seen. Differentiable.
-        dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-16 parts; the
+        dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
         dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
             depends on it, batch entry, head and positions alone: not on backend, tiles or vmap.

@@ -1,10 +1,10 @@
 """Which weights dropout keeps: a function of (seed, batch, head, query, key), stored nowhere.
 
 Every backend, tile size and pass asks `keep` and so sees the same bits. A row key is a full hash of
-(seed, batch entry, head, query position) and a column key one of the key position without bit 3;
-their exclusive or, mixed once more, yields 32 bits: the low half for the key whose bit 3 is 0, the
-high half for the one eight further on. In the register layout of a warpgroup product one thread
-holds both, in either orientation, so a kernel mixes once for two weights.
+(seed, batch entry, head, query position) and a column key one of the key position; both are odd.
+Bits 16 to 30 of their product modulo 2**32 decide: one multiplication per weight, and the product
+with an odd number is a bijection. Neighbouring keys 2n and 2n + 1 share a hash, times `TWIN` for
+the second: a kernel needs half of the column keys.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LEVELS = 1 << 16  # rates are multiples of 1 / LEVELS
-PAIR_BIT = 8  # positions that differ in this bit share one hash
-FACTORS, SHIFT = (0x7FEB352D, 0x846CA68B), 15  # of `spread`
+LEVELS = 1 << 15  # rates are multiples of 1 / LEVELS
+FIELD = 16  # the lowest of the 15 bits of a product that are compared
+TWIN = 2891336453  # a multiplier of L'Ecuyer (1999, table 4), good modulo 2**32
 
 
 def threshold(rate: float) -> int:
-    """Weights whose 16 bits are below it are dropped."""
+    """Weights whose 15 bits are below it are dropped."""
     return min(round(rate * LEVELS), LEVELS - 1)
 
 
@@ -45,18 +45,17 @@ def call_keys(seed, batch: int, heads: int):
 
 
 def row_keys(call_key, q_pos):
-    """uint32 of each query: of its (batch entry, head) key and its position."""
-    return mix(mix(_uint32(q_pos)) ^ call_key)
+    """uint32 of each query, odd: of its (batch entry, head) key and its position."""
+    key = mix(mix(_uint32(q_pos)) ^ call_key)
+    return key | _like(key, 1)
 
 
 def column_keys(kv_pos):
-    """uint32 of each key: of its position without bit 3."""
-    return mix(_uint32(lax.bitwise_and(kv_pos, jnp.int32(~PAIR_BIT))) ^ jnp.uint32(0x9E3779B9))
-
-
-def pair_bits(rows, columns):
-    """32 bits for the two keys that share a column key, from keys spread over the tile."""
-    return mix(rows ^ columns)
+    """uint32 of each key, odd: of its position."""
+    pos = _uint32(kv_pos)
+    one = _like(pos, 1)
+    key = mix((pos >> one) ^ _like(pos, 0x9E3779B9)) | one
+    return jnp.where((pos & one) == 0, key, key * _like(key, TWIN))
 
 
 def keep(call_key, q_pos, kv_pos, rate: float):
@@ -68,15 +67,13 @@ def keep(call_key, q_pos, kv_pos, rate: float):
         kv_pos: int32, positions of keys.
         rate: in [0, 1).
     """
-    bits = pair_bits(row_keys(call_key, q_pos), column_keys(kv_pos))
-    return kept(bits, kv_pos, rate)
+    return kept(row_keys(call_key, q_pos) * column_keys(kv_pos), rate)
 
 
-def kept(bits, kv_pos, rate: float):
-    """True where these of `pair_bits` keep the weight of the key at kv_pos."""
-    high = lax.bitwise_and(kv_pos, jnp.int32(PAIR_BIT)) != 0
-    half = jnp.where(high, bits >> jnp.uint32(16), bits & jnp.uint32(LEVELS - 1))
-    return half >= jnp.uint32(threshold(rate))
+def kept(products, rate: float):
+    """True where the product (uint32) of a row key and a column key keeps the weight."""
+    field = products >> _like(products, FIELD) & _like(products, LEVELS - 1)
+    return field >= _like(products, threshold(rate))
 
 
 def mix(x):
@@ -84,19 +81,13 @@ def mix(x):
 
     The constants are those of the `lowbias32` search by C. Wellons (2018, public domain).
     """
-    return fold(spread(fold(x)))
+    x = _fold(x) * _like(x, 0x7FEB352D)
+    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 15)))
+    return _fold(x * _like(x, 0x846CA68B))
 
 
-def fold(x):
-    """x with its high half put over its low half; fold(a ^ b) is fold(a) ^ fold(b)."""
+def _fold(x):
     return lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, 16)))
-
-
-def spread(x):
-    """The part of `mix` between its two folds."""
-    x = x * _like(x, FACTORS[0])
-    x = lax.bitwise_xor(x, lax.shift_right_logical(x, _like(x, SHIFT)))
-    return x * _like(x, FACTORS[1])
 
 
 def _like(x, value: int):

@@ -30,8 +30,8 @@ class TileInputs(NamedTuple):
     score_params: tuple = ()  # scalars
     mask_params: tuple = ()  # scalars
     dropout_key: Any = None  # uint32 scalar; or, in its place, for a Tile with `kept`:
-    q_keys: Any = None  # int32, one per query: dropout.fold of dropout.row_keys
-    kv_keys: Any = None  # int32, one per key: dropout.fold of dropout.column_keys
+    q_keys: Any = None  # int32, one per query: the bits of dropout.row_keys
+    kv_keys: Any = None  # int32, one per key: the bits of dropout.column_keys
 
 
 class Logits(NamedTuple):

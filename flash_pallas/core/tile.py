@@ -86,9 +86,8 @@ class Tile:
 
     def kept(self, q_keys, kv_keys, rate: float):
         """bool of the tile's shape: what dropout keeps, from the keys in core.scores.TileInputs."""
-        mixed = dropout.spread(self.per_q(q_keys) ^ self.per_kv(kv_keys))
-        bits = lax.convert_element_type(dropout.fold(mixed), jnp.uint32)
-        return dropout.kept(bits, self.kv_pos, rate)
+        products = self.per_q(q_keys) * self.per_kv(kv_keys)
+        return dropout.kept(lax.convert_element_type(products, jnp.uint32), rate)
 
     def per_q(self, x):
         """Spread one value per query over the tile."""

@@ -87,7 +87,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "q_lengths"): 28,
     ("flash_pallas_backward_fused", 64, "packed_causal"): 128,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 76,
-    ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 24,
+    ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 12,
     ("flash_pallas_backward_dq", 128, "everything_128"): 8,
     ("flash_pallas_forward", 64, "float32_everything"): 12,
 }

@@ -71,16 +71,55 @@ def test_independence(a, b):
     assert deviations(a == b, 0.5) < 4
 
 
-def test_halves_of_one_hash_are_independent_at_any_rate():
-    found = kept(rate=0.1, heads=8)
-    paired = found.reshape(*found.shape[:3], -1, 2, dropout.PAIR_BIT)
-    low, high = paired[..., 0, :], paired[..., 1, :]
-    share = 1.0 - dropout.threshold(0.1) / dropout.LEVELS
-    assert deviations(low & high, share * share) < 4
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5])
+def test_keys_that_share_a_hash_are_independent(rate):
+    dropped = ~kept(rate=rate, heads=8)
+    share = dropout.threshold(rate) / dropout.LEVELS
+    assert deviations(dropped[..., ::2] & dropped[..., 1::2], share * share) < 4
+
+
+def normal(rate, **sizes):
+    """A mask as numbers of mean 0 and variance 1."""
+    share = 1.0 - dropout.threshold(rate) / dropout.LEVELS
+    return (kept(rate=rate, **sizes) - np.float32(share)) / np.float32(np.sqrt(share * (1 - share)))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_no_two_rows_and_no_two_columns_go_together(rate, seed):
+    """All 523,776 pairs of rows: correlations as of independent bits, in size and tails."""
+    z = normal(rate, seed=seed, length=1024)[0, 0]
+    for x in (z, z.T):
+        pairs = (x @ x.T)[np.triu_indices(1024, 1)] / np.sqrt(1024)
+        assert abs(pairs).max() < 7.5
+        assert abs(pairs.std() - 1) < 0.01
+        assert abs((pairs**4).mean() - 3) < 0.15
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_no_pattern_of_low_rank(rate):
+    """The largest singular value of independent bits is 2 sqrt(n), within a few per cent."""
+    z = normal(rate)[0, 0]
+    assert np.linalg.norm(z, 2) < 2 * np.sqrt(LENGTH) * 1.05
+
+
+@pytest.mark.parametrize("down", [1, 8, 64])
+@pytest.mark.parametrize("right", [1, 8, 16])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_squares_of_four_show_all_patterns(rate, down, right):
+    """Chi-square of the 16 patterns at the corners of rectangles, the rectangles disjoint."""
+    z = kept(rate=rate, length=1024)[0, 0].astype(int)
+    blocks = z.reshape(1024 // down // 2, 2, down, 1024 // right // 2, 2, right)
+    pattern = sum(blocks[:, a, :, :, b, :] << (2 * a + b) for a in (0, 1) for b in (0, 1))
+    counts = np.bincount(pattern.ravel(), minlength=16)
+    share = 1.0 - dropout.threshold(rate) / dropout.LEVELS
+    ones = np.array([bin(i).count("1") for i in range(16)])
+    expected = pattern.size * share**ones * (1 - share) ** (4 - ones)
+    assert ((counts - expected) ** 2 / expected).sum() < 45  # 15 degrees of freedom: 1 in 10,000
 
 
 def test_the_rank_of_the_matrix_of_bits_is_full():
-    """An exclusive or of a row key and a column key alone would have a very low one."""
+    """A sum or an exclusive or of a row key and a column key would have a very low one."""
     bits = kept(length=256)[0, 0].astype(np.uint8)
     rank = 0
     for column in range(256):
@@ -104,19 +143,22 @@ def test_every_tile_and_orientation_sees_the_same_bits():
     np.testing.assert_array_equal(dropout.keep(key, i[None], i[:, None], 0.3), part.T)
 
 
-def test_one_hash_serves_two_keys():
-    key = dropout.call_keys(dropout.seed_words(3), 1, 1)[0, 0]
-    i = jnp.arange(64, dtype=jnp.int32)
-    bits = dropout.pair_bits(dropout.row_keys(key, i)[:, None], dropout.column_keys(i)[None])
-    low = np.asarray(bits)[:, (np.arange(64) & dropout.PAIR_BIT) == 0]
-    high = np.asarray(bits)[:, (np.arange(64) & dropout.PAIR_BIT) != 0]
-    np.testing.assert_array_equal(low, high)
-    found = np.asarray(dropout.keep(key, i[:, None], i[None], 0.5))
-    limit = dropout.threshold(0.5)
-    of_low = found[:, (np.arange(64) & dropout.PAIR_BIT) == 0]
-    np.testing.assert_array_equal(of_low, (low & 0xFFFF) >= limit)
+def test_all_keys_are_odd():
+    """Multiplying by an even number would lose bits, by 0 all of them."""
+    i = jnp.arange(1000, dtype=jnp.int32)
+    for keys in (dropout.column_keys(i), dropout.row_keys(jnp.uint32(7), i)):
+        assert (np.asarray(keys) & 1 == 1).all() and len(np.unique(keys)) == 1000
+
+
+def test_the_second_of_two_keys_is_the_first_times_a_constant():
+    keys = np.asarray(dropout.column_keys(jnp.arange(64, dtype=jnp.int32)))
+    np.testing.assert_array_equal(keys[1::2], keys[::2] * np.uint32(dropout.TWIN))
+
+
+def test_fifteen_bits_of_the_product_decide():
+    products = jnp.asarray([0x0000FFFF, 0x80000000, 0x3FFFFFFF, 0x40000000, 0xC0000000], jnp.uint32)
     np.testing.assert_array_equal(
-        found[:, (np.arange(64) & dropout.PAIR_BIT) != 0], (low >> 16) >= limit
+        dropout.kept(products, 0.5), np.array([False, False, False, True, True])
     )
 
 

@@ -32,7 +32,7 @@ from .blocks import ForwardBlocks
 from .clearing import Padding
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
-from .forward_scores import Scores
+from .forward_scores import Logits, Scores, per_row
 from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
@@ -140,31 +140,40 @@ class Forward:
         cta.k.wait_full(use)
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
         release = lambda: cta.k.release(use)
-        s, log2_scale, inputs = self.logits(cta, work, use, s, j, edges, release)
-        m = jnp.maximum(rows.m, s.max(axis=1) * log2_scale)
+        tile = self.logits(cta, work, use, s, j, edges, release)
+        if self.scores.bounded:
+            plgpu.wgmma_wait(0)
+            cta.v.release(use - 1)
+            p, sums = self.scores.weights(cta, work, tile, None)
+            return Rows(p, None, rows.l + sums)
+        m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
         grew = None
         if self.plan.lazy_rescale:
             m, grew = inline.lazy_max(rows.m, m, self.plan.lazy_rescale, self.interpret)
-        may_be_empty = edges != "none" or self.scores.may_be_empty
-        safe_m = _finite(m) if may_be_empty else m
+        safe_m = self.scores.finite(m, edges)
         alpha = jnp.exp2(rows.m - safe_m)
-        p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
-        l = rows.l * _per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.interpret)
-        p = self.scores.dropped(cta, work, inputs, p, work.block(j))
-        # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row maximum
-        # by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
-        p, m, l, alpha = lax.optimization_barrier((p, m, l, alpha))
-        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-        cta.v.release(use - 1)
-        p16 = self.plan.products.split(p)
+        if self.scores.in_one_pass:
+            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            cta.v.release(use - 1)
+            p, sums = self.scores.weights(cta, work, tile, safe_m)
+        else:
+            p, sums = self.scores.plain_weights(tile, safe_m)
+            p = self.scores.dropped(cta, work, tile, p)
+            # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row
+            # maximum by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
+            p, m, sums, alpha = lax.optimization_barrier((p, m, sums, alpha))
+            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            cta.v.release(use - 1)
+            p = self.plan.products.split(p)
+        l = rows.l * per_row(alpha, rows.l.shape) + sums
         if grew is None:
-            o_acc[...] = o * _per_row(alpha, o.shape)
+            o_acc[...] = o * per_row(alpha, o.shape)
         else:
             # Converted before the branch, p fills issue slots between the exponentials (2 %).
-            p16 = lax.optimization_barrier(p16)
-            rescale = lambda: o * _per_row(alpha, o.shape)
+            p = lax.optimization_barrier(p)
+            rescale = lambda: o * per_row(alpha, o.shape)
             o_acc[...] = lax.cond(grew > 0, rescale, lambda: o)
-        return Rows(p16, m, l)
+        return Rows(p, m, l)
 
     def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
@@ -220,20 +229,13 @@ class Forward:
 
     def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
         """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
-        first = jnp.int32(0)
-        s, log2_scale, inputs = self.logits(cta, work, use, s, first, "last", release)
-        m = s.max(axis=1) * log2_scale
-        sees_all = self.problem.spec.mask.is_trivial and not self.plan.dynamic
-        safe_m = m if sees_all and not self.scores.may_be_empty else _finite(m)
-        p = jnp.exp2(s * log2_scale - _per_row(safe_m, s.shape))
-        l = inline.lane_sums(p, self.interpret)
-        return Rows(self.scores.dropped(cta, work, inputs, p, work.block(first)), m, l)
+        tile = self.logits(cta, work, use, s, jnp.int32(0), "last", release)
+        m = None if self.scores.bounded else tile.x.max(axis=1) * tile.log2_scale
+        p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
+        return Rows(self.scores.dropped(cta, work, tile, p), m, sums)
 
-    def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release):
-        """Scores.logits of the j-th block, and what its tile reads.
-
-        `release` gives K's slot back when all of that has been read.
-        """
+    def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release) -> Logits:
+        """Scores.logits of the j-th block; `release` gives K's slot back when that was read."""
         streams = self.plan.side.copies > 0
         if not streams:
             release()
@@ -241,7 +243,7 @@ class Forward:
         found = self.scores.logits(cta, work, inputs, s, work.block(j), edges)
         if streams:
             release()
-        return *found, inputs
+        return found
 
     def store(self, cta: Cta, work: Work, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp."""
@@ -249,7 +251,7 @@ class Forward:
         inverse, lse = self.scores.finish(cta, work, rows.m, rows.l.sum(axis=1))
         staging = cta.smem.q if cta.smem.o is None else cta.smem.o
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.plan.products.store(staging.at[cta.wg], o * _per_row(inverse, o.shape))
+        self.plan.products.store(staging.at[cta.wg], o * per_row(inverse, o.shape))
         cta.smem.lse[cta.wg] = lse
         if cta.smem.most is not None:
             cta.smem.most[cta.wg] = rows.m
@@ -283,15 +285,6 @@ class Forward:
     def pass_turn_once(self, cta: Cta):
         """Start the round: the last warpgroup lets the first one go."""
         pl.when(cta.wg == self.blocks.warpgroups - 1)(lambda: self.pass_turn(cta))
-
-
-def _per_row(x, shape):
-    return lax.broadcast_in_dim(x, shape, (0,))
-
-
-def _finite(m):
-    """0 for rows that have seen no key yet, so that their weights are exp2(-inf) = 0, not NaN."""
-    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
 def forward(

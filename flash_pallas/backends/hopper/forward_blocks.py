@@ -25,6 +25,7 @@ class ForwardBlocks:
         persistent: one CTA per multiprocessor that walks many tiles (O staged beside Q).
         q_in_registers: Q as register operand of wgmma; a third less shared-memory traffic in QK^T.
         lazy_rescale: rescale O only when a row maximum grew by more than this (base 2); 0: always.
+        polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
     """
 
     warpgroups: int = 2
@@ -33,6 +34,7 @@ class ForwardBlocks:
     persistent: bool = True
     q_in_registers: bool = False
     lazy_rescale: float = 0.0
+    polynomials: float = 0.0
 
     @property
     def compute_registers(self) -> int:
@@ -97,6 +99,8 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
     asked = _modifiers(native)
     if asked:
         blocks = dataclasses.replace(blocks, q_in_registers=False)
+    if "softcap" in asked and native.dtype != np.float32:
+        blocks = dataclasses.replace(blocks, polynomials=0.5)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
     if _many(asked):
         blocks = dataclasses.replace(blocks, warpgroups=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,10 +12,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from . import inline, register_tile
+from . import inline, inline_weights, register_tile
 from .forward_plan import Cta, Plan, Work
+from .inline_weights import Drop, Powers
 from .memory import WARPGROUP_ROWS, warpgroup_rows
 from .side_inputs import Held, Place
+
+# Of logits in base 2, so that 2**logit needs no maximum to be relative to.
+MOST_BOUNDED = 80.0
+
+
+class Logits(NamedTuple):
+    """A tile of logits, and what was needed to make them."""
+
+    x: Any  # f32[64, block_kv], -inf where hidden
+    log2_scale: float  # x * log2_scale are in base 2
+    inputs: TileInputs
+    kv_block: Any
+    edges: str  # as for Plan.limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +63,29 @@ class Scores:
         infinite = "bias" in self.problem.features or self.spec.score_mod is not None
         return self.hidden or infinite
 
+    @property
+    def bounded(self) -> bool:
+        """Logits are capped so low that weights are not taken relative to a maximum.
+
+        bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
+        times values of 2**26 still fits. This saves the maximum, the rescaling of O and the wait of
+        every exponential for the whole row.
+        """
+        spec = self.spec
+        return (
+            spec.softcap is not None
+            and spec.softcap * softmax.LOG2E <= MOST_BOUNDED
+            and spec.score_mod is None
+            and not spec.max_logit
+            and self.problem.dtype == jnp.bfloat16
+        )
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Exponentials, dropout and conversion take turns: inline_weights. For 16 bits alone."""
+        in_turns = self.spec.dropout_rate or self.plan.blocks.polynomials
+        return bool(in_turns) and self.problem.dtype != jnp.float32
+
     def hold(self, cta: Cta, work: Work) -> Held:
         """What this warpgroup's rows of a query tile read beside Q, K and V."""
         row = work.at.block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
@@ -62,37 +100,69 @@ class Scores:
         side = self.plan.side
         return side.inputs(work.held, cta.smem.side, slot, shape, rows, ids=edges != "none")
 
-    def logits(self, cta: Cta, work: Work, inputs: TileInputs, s, kv_block, edges: str):
-        """(x, a Python float): logits in base 2 are their product, -inf where hidden.
-
-        Args:
-            cta: where.
-            work: the query tile.
-            inputs: what the tile reads.
-            s: the products.
-            kv_block: the key block.
-            edges: as for Plan.limits.
-        """
+    def logits(self, cta: Cta, work: Work, inputs: TileInputs, s, kv_block, edges: str) -> Logits:
+        """Logits of the products s of a key block; `edges` as for Plan.limits."""
         tile = self.plan.tile(cta, work, kv_block)
         limits = self.plan.limits(cta, work, kv_block, edges)
         x, log2_scale, _ = register_tile.logits(self.spec, tile, s, inputs, limits)
-        return x, log2_scale
+        return Logits(x, log2_scale, inputs, kv_block, edges)
 
-    def dropped(self, cta: Cta, work: Work, inputs: TileInputs, p, kv_block):
+    def finite(self, m, edges: str):
+        """m, with 0 for rows that have seen no key yet: their weights are exp2(-inf), not NaN."""
+        if m is None or not (self.may_be_empty or self.may_hide(edges)):
+            return m
+        return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+    def may_hide(self, edges: str) -> bool:
+        """Positions may hide keys of a block with these edges."""
+        if edges == "last":
+            return not self.spec.mask.is_trivial or self.plan.dynamic
+        return edges != "none"
+
+    def plain_weights(self, tile: Logits, m):
+        """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""
+        x = tile.x * tile.log2_scale
+        p = jnp.exp2(x if m is None else x - per_row(m, x.shape))
+        return p, inline.lane_sums(p, self.plan.interpret)
+
+    def weights(self, cta: Cta, work: Work, tile: Logits, m):
+        """(p as an operand, after dropout; row sums of all of it) relative to the row maxima m."""
+        share, whole = self.plan.blocks.polynomials, tile.edges == "none" and not self.may_be_empty
+        powers = Powers(share, bounded=m is None and whole)
+        m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
+        m = per_row(m, tile.x.shape)
+        if self.plan.interpret:
+            p = inline_weights.plain(tile.x * tile.log2_scale - m, powers)
+            sums = inline.lane_sums(p, interpret=True)
+            return self.plan.products.split(self.dropped(cta, work, tile, p)), sums
+        drop = None
+        if self.spec.dropout_rate:
+            where = self.plan.tile(cta, work, tile.kv_block)
+            keys = where.per_q(tile.inputs.q_keys), where.per_kv(tile.inputs.kv_keys)
+            drop = Drop(*keys, dropout.threshold(self.spec.dropout_rate))
+        dtype = self.problem.dtype
+        p, sums = inline_weights.weights(tile.x, m, tile.log2_scale, powers, drop, dtype)
+        return (p,), sums
+
+    def dropped(self, cta: Cta, work: Work, tile: Logits, p):
         """The weights that dropout keeps; `gain` is left to the end."""
         if not self.spec.dropout_rate:
             return p
-        tile = self.plan.tile(cta, work, kv_block)
-        keep = scores.kept(self.spec, tile, inputs)
+        keep = scores.kept(self.spec, self.plan.tile(cta, work, tile.kv_block), tile.inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
     def finish(self, cta: Cta, work: Work, m, l):
-        """(what O is multiplied by, lse_log2) of finished rows."""
+        """(what O is multiplied by, lse_log2) of finished rows; m is None where `bounded`."""
         sink, sinks = None, cta.gmem.side.sinks
         if sinks is not None:
-            sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], m.shape, ())
+            sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], l.shape, ())
             sink = plgpu.layout_cast(sink, inline.ROWS)
-        inverse, lse = softmax.finish(m, l, sink)
+        inverse, lse = softmax.finish(jnp.zeros_like(l) if m is None else m, l, sink)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)
         return inverse, lse
+
+
+def per_row(x, shape):
+    """One value per row spread over a tile."""
+    return lax.broadcast_in_dim(x, shape, (0,))

@@ -8,15 +8,22 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm, math
 
 from ...core import dropout
 from .inline import WGMMA
-from .registers import coordinates, f32_constant, fragmented, i32_constant, splat
+from .registers import (
+    at,
+    coordinates,
+    f32_constant,
+    filled,
+    fragmented,
+    i32_constant,
+    splat,
+)
 
 
 def _opaque(x):
@@ -31,24 +38,10 @@ def _thread_origin(shape, layout):
     return tuple(arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
 
 
-def _filled(shape, layout, element_type, value):
-    """The registers of a tile of value(row, column of thread 0)."""
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    like = ir.VectorType.get((2,), element_type)
-    for index, row, col in coordinates(shape, layout):
-        register = llvm.mlir_undef(like)
-        for e in range(2):
-            register = vector.insert(
-                value(row, col + e), register, dynamic_position=[], static_position=[e]
-            )
-        registers[index] = register
-    return registers
-
-
 def _positions_body(shape, axis, _, start):
     layout = WGMMA.to_mgpu()
     base = _opaque(arith.addi(splat(start), _thread_origin(shape, layout)[axis]))
-    registers = _filled(
+    registers = filled(
         shape,
         layout,
         ir.IntegerType.get_signless(32),
@@ -76,7 +69,7 @@ def _distance_body(shape, _, shift):
     layout, f32 = WGMMA.to_mgpu(), ir.F32Type.get()
     row0, col0 = _thread_origin(shape, layout)
     base = arith.sitofp(f32, _opaque(arith.addi(splat(shift), arith.subi(row0, col0))))
-    registers = _filled(
+    registers = filled(
         shape,
         layout,
         f32,
@@ -97,56 +90,34 @@ def distance(shape, shift, interpret: bool):
     return run(jnp.int32(shift))
 
 
-def _spread(x):
-    """dropout.spread of an i32."""
-    x = arith.muli(x, i32_constant(_signed(dropout.FACTORS[0])))
-    x = arith.xori(x, arith.shrui(x, i32_constant(dropout.SHIFT)))
-    return arith.muli(x, i32_constant(_signed(dropout.FACTORS[1])))
+def _kept_body(threshold, _, row_keys, column_keys):
+    # Twice a key of a row is computed once for all its columns, and moves the field to the top.
+    limit = i32_constant(_signed(threshold << dropout.FIELD + 1))
+    found = {}
+    for index, row, col in coordinates(row_keys.shape, row_keys.layout):
+        for e in range(2):
+            row_key, column_key = (at(x.registers[index], e) for x in (row_keys, column_keys))
+            product = arith.muli(arith.addi(row_key, row_key), column_key)
+            found[row, col + e] = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
+    bits = ir.IntegerType.get_signless(1)
+    registers = filled(row_keys.shape, row_keys.layout, bits, lambda row, col: found[row, col])
+    return fragmented(registers, row_keys.layout, is_signed=False)
 
 
 def _signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def _kept_body(threshold, kv_axis, _, seeds):
-    at = {"dynamic_position": []}
-    values = {}
-    for index, row, col in coordinates(seeds.shape, seeds.layout):
-        for e in range(2):
-            values[row, col + e] = functools.partial(
-                vector.extract, seeds.registers[index], static_position=[e], **at
-            )
-    limit = i32_constant(_signed(threshold << 16))
-    upper = i32_constant(_signed(0xFFFF0000))
-    bits, mixed = ir.IntegerType.get_signless(1), {}
-    registers = seeds.registers.copy()
-    for index, row, col in coordinates(seeds.shape, seeds.layout):
-        found = llvm.mlir_undef(ir.VectorType.get((2,), bits))
-        for e in range(2):
-            place = [row, col + e]
-            high = place[kv_axis] & dropout.PAIR_BIT
-            place[kv_axis] -= high
-            place = tuple(place)
-            if place not in mixed:
-                mixed[place] = _spread(values[place]())
-            half = mixed[place]
-            if not high:  # the low half of fold(x), moved up
-                half = arith.xori(arith.shli(half, i32_constant(16)), arith.andi(half, upper))
-            keep = arith.cmpi(arith.CmpIPredicate.uge, half, limit)
-            found = vector.insert(keep, found, static_position=[e], **at)
-        registers[index] = found
-    return fragmented(registers, seeds.layout, is_signed=False)
-
-
-def kept(seeds, threshold: int, kv_axis: int):
-    """bool: core.dropout.kept of fold(spread(seeds)), hashed once for two keys eight apart.
+def kept(row_keys, column_keys, threshold: int):
+    """bool: core.dropout.kept of the products.
 
     Args:
-        seeds: int32, the same for keys that differ in PAIR_BIT; keys start at a multiple of 16.
+        row_keys: int32, spread over a tile.
+        column_keys: likewise.
         threshold: dropout.threshold of the rate.
-        kv_axis: along which keys run.
     """
     run = plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(seeds.shape, jnp.bool_, WGMMA)
-    )(functools.partial(_kept_body, threshold, kv_axis))
-    return run(seeds)
+        arg_types=(WGMMA, WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(row_keys.shape, jnp.bool_, WGMMA),
+    )(functools.partial(_kept_body, threshold))
+    return run(row_keys, column_keys)

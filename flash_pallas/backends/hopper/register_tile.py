@@ -56,11 +56,11 @@ class RegisterTile(Tile):
         return inline_modifiers.distance(self.shape, shift, self.interpret).astype(dtype)
 
     def kept(self, q_keys, kv_keys, rate: float):
-        """bool of the tile's shape: what dropout keeps; one hash for the two keys that share it."""
+        """bool of the tile's shape: what dropout keeps."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
-        seeds = self.per_q(q_keys) ^ self.per_kv(kv_keys)
-        return inline_modifiers.kept(seeds, dropout.threshold(rate), 1 - self.q_axis)
+        keys = self.per_q(q_keys), self.per_kv(kv_keys)
+        return inline_modifiers.kept(*keys[:: -1 if self.q_axis else 1], dropout.threshold(rate))
 
 
 def logits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 
 def coordinates(shape, layout):
@@ -40,3 +40,29 @@ def splat(array):
 def fragmented(registers, layout, is_signed=None):
     """A FragmentedArray of these registers."""
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def at(register, element: int):
+    """One element of a register."""
+    return vector.extract(register, dynamic_position=[], static_position=[element])
+
+
+def filled(shape, layout, element_type, value):
+    """The registers of a tile of value(row, column of thread 0)."""
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    like = ir.VectorType.get((2,), element_type)
+    for index, row, col in coordinates(shape, layout):
+        register = llvm.mlir_undef(like)
+        for e in range(2):
+            register = vector.insert(
+                value(row, col + e), register, dynamic_position=[], static_position=[e]
+            )
+        registers[index] = register
+    return registers
+
+
+def assembly(result_type, code: str, *operands):
+    """PTX without side effects: `code` makes $0 of $1, $2, ..., all of 32 bits."""
+    letter = lambda t: "f" if isinstance(t, ir.F32Type) else "r"
+    constraints = ",".join([f"={letter(result_type)}", *(letter(x.type) for x in operands)])
+    return llvm.inline_asm(result_type, list(operands), code, constraints, has_side_effects=False)

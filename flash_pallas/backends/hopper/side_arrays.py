@@ -68,7 +68,7 @@ def _dropout_keys(problem: Problem, q_axis: int, operands: Operands):
     calls = operands.dropout_keys[..., None]
     q_keys = dropout.row_keys(calls, index(problem.q_len) + offset)
     kv_keys = dropout.column_keys(index(problem.kv_len))
-    as_int32 = lambda x: lax.bitcast_convert_type(dropout.fold(x), jnp.int32)
+    as_int32 = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     return tuple(map(as_int32, (q_keys, kv_keys)[:: -1 if q_axis else 1]))
 
 
