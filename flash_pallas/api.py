@@ -45,6 +45,7 @@ def flash_attention(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     deterministic: bool = False,
+    precision: str | jax.lax.Precision | None = None,
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
 ) -> Float[Array, "*B T N Hv"]:
@@ -65,8 +66,7 @@ def flash_attention(
         v: values [*B, S, K, Hv] in q's dtype.
         causal: the query at position i sees the keys at positions up to and including i.
         window: (left, right): the query at position i sees the keys at i - left to i + right, both
-            included; None on a side is unbounded, an int is the same on both. Keys outside are
-            never loaded.
+            included; None is unbounded, an int is both sides. Keys outside are never loaded.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         q_offset: position of query 0, where key 0 has position 0. The default aligns the first
             query with the first key, S - T the last with the last. An int, or an int32 array [*B]
@@ -83,20 +83,21 @@ def flash_attention(
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores
             (https://arxiv.org/abs/2108.12409). Differentiable.
-        sinks: [N] or [*B, N]: a further score of every query that has no value
-            (https://arxiv.org/abs/2309.17453). Differentiable. It counts in the log-sum-exp, and a
-            query that sees no key has it for its log-sum-exp.
+        sinks: [N] or [*B, N]: a further score of every query (https://arxiv.org/abs/2309.17453),
+            without a value; in the log-sum-exp, which it is where no key is seen. Differentiable.
         dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
-        dropout_seed: an int, an integer array or a key of jax.random, which may be traced. What is
-            dropped depends on the seed, the batch entry, the head and the positions alone: not on
-            the backend, the tiles or vmap.
+        dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
+            depends on it, batch entry, head and positions alone: not on backend, tiles or vmap.
         broadcast_dropout: drop the same for every batch entry and head.
-        score_mod: (score, b, n, i, j) -> score, elementwise arithmetic in JAX on scalars: the batch
-            entry (of the flattened batch), query head and the positions of query and key. It may
-            capture arrays and index them by b and n, and has gradients for them.
+        score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
+            batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
         mask_mod: (b, n, i, j) -> bool, likewise; True is visible.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
+        precision: of products of float32 arrays, a name or a jax.lax.Precision. "highest" is full
+            float32, which hopper refuses. "high", which None means, is three products of bfloat16
+            parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
+            on xla. "default" is that on hopper, and what XLA does (TF32 on GPUs) on xla.
         backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
             raises.
         blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
@@ -138,14 +139,15 @@ def flash_attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
         deterministic=deterministic,
+        precision=precision,
     )
     return _run(q, k, v, backend, blocks, arguments)[0]
 
 
 def _same_arguments(function):
     """Gives `function`, a (q, k, v, **options), the signature of `flash_attention`."""
-    own = inspect.signature(function)
     signature = inspect.signature(flash_attention)
+    returned = inspect.signature(function).return_annotation
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
@@ -155,8 +157,7 @@ def _same_arguments(function):
             raise TypeError(f"{function.__name__}() {error}") from None
         return function(**bound.arguments)
 
-    public = signature.replace(return_annotation=own.return_annotation)
-    checked.__signature__ = public  # pyright: ignore[reportAttributeAccessIssue]
+    checked.__signature__ = signature.replace(return_annotation=returned)  # pyright: ignore
     return checked
 
 
@@ -188,9 +189,8 @@ def flash_attention_with_lse(
         >>> import jax.numpy as jnp
         >>> from flash_pallas import flash_attention_with_lse
         >>> x = jnp.ones((16, 4, 64))
-        >>> o, lse = flash_attention_with_lse(x, x, x)
-        >>> o.shape, lse.shape
-        ((16, 4, 64), (4, 16))
+        >>> [y.shape for y in flash_attention_with_lse(x, x, x)]
+        [(16, 4, 64), (4, 16)]
     """
     return _run(q, k, v, backend, blocks, Arguments(**options))[:2]
 

@@ -41,6 +41,7 @@ class Arguments:
     score_mod: Any = None
     mask_mod: Any = None
     deterministic: bool = False
+    precision: Any = None
     max_logit: bool = False
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from . import arguments as checks
 from .arguments import Arguments
-from .core.problem import AttentionSpec, Operands, Problem, describe
+from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -102,6 +102,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         score_mod=score_mod,
         mask_mod=mask_mod,
         deterministic=checks.flag("deterministic", a.deterministic),
+        precision=_precision(a.precision, sizes.dtype),
         max_logit=checks.flag("max_logit", a.max_logit),
     )
     return spec, operands._replace(
@@ -118,6 +119,17 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         score_params=score_params,
         mask_params=mask_params,
     )
+
+
+def _precision(value, dtype) -> str:
+    """One of PRECISIONS; always "high" where the dtype leaves no choice."""
+    name = value.name.lower() if isinstance(value, jax.lax.Precision) else value
+    if name is not None and (not isinstance(name, str) or name not in PRECISIONS):
+        raise ValueError(
+            f"precision is {value!r}: choose one of {', '.join(map(repr, PRECISIONS))}, the same "
+            "of jax.lax.Precision, or None for 'high'"
+        )
+    return "high" if name is None or dtype != jnp.float32 else name
 
 
 def _positive_scale(q, scale: float):

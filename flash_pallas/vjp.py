@@ -128,7 +128,8 @@ def _delta(operands, o, do, dlse, lse_log2):
     respect to the scores is P itself: that is why it joins here and costs the kernels nothing.
     """
     dtype = lse_log2.dtype
-    delta = jnp.einsum("btnh,btnh->bnt", o.astype(dtype), do.astype(dtype))
+    exact = jax.lax.Precision.HIGHEST  # the default may be TF32
+    delta = jnp.einsum("btnh,btnh->bnt", o.astype(dtype), do.astype(dtype), precision=exact)
     # The output of padding is constant, whatever its cotangent holds.
     delta = padding.cleared_rows(operands, delta)
     if dlse is None:

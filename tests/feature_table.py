@@ -27,6 +27,7 @@ _IDS = {
 }
 _LENGTHS = {"q_lengths": 3, "kv_lengths": 3}
 _MOD = {"score_mod": lambda score, b, n, i, j: score + 1.0}
+_HIGHEST = {"precision": "highest"}
 _MASK_MOD = {"mask_mod": lambda b, n, i, j: j <= i}
 _ALL: dict[str, Any] = {
     "causal": True,
@@ -61,7 +62,9 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("all of these together", "", "", _ALL),
     ("head dims up to 256, `Hv` other than `H`", "", "", {"H": 192, "Hv": 128}),
     ("head dims above 256", "", "", {"H": 320}),
-    ("float32", "", "", {"dtype": jnp.float32}),
+    ("float32", "`precision`", "", {"dtype": jnp.float32}),
+    ("float32, head dims above 128", "", "", {"dtype": jnp.float32, "H": 192}),
+    ("float32 in full", '`precision="highest"`', "", {"dtype": jnp.float32, **_HIGHEST}),
     ("float64", "", "", {"dtype": jnp.float64}),
 ]
 

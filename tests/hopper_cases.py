@@ -98,6 +98,7 @@ MODIFIERS = (
     _small("softcap_dropout", softcap=5.0, dropout_rate=0.3, causal=True, N=1, **_SQUARE),
     _small("alibi", alibi="N"),
     _small("alibi_causal_128", alibi="BN", causal=True, H=128, q_offset=13, B=2, N=1),
+    _small("alibi_256", alibi="N", T=130, S=70, N=1, H=256),
     _small("alibi_split", alibi="N", deterministic=True, q_offset=-15),
     _small("sinks", sinks=True),
     _small("sinks_hidden_rows_128", sinks=True, causal=True, q_offset=-30, H=128, N=1),
@@ -147,6 +148,29 @@ FUSED_BLOCKS = (
 SECTIONS = _small("sections", T=104, K=2, B=3, H=32, causal=True)
 
 
+def _float32(name: str, **fields) -> Case:
+    return _small(name, **({"dtype": "float32"} | fields))
+
+
+# As products of bfloat16 parts; each of the kernels, and everything that modifies scores.
+FLOAT32 = (
+    _float32("float32", N=1, **_SQUARE),
+    _float32("float32_causal_128", T=136, S=100, causal=True, q_offset=-30, H=128),
+    _float32("float32_32_window_dropout", H=32, window=(40, 10), dropout_rate=0.3, N=1),
+    _float32("float32_96_padded", H=96, segments="padded", poison=True, causal=True, **_SQUARE),
+    _float32("float32_64_32", H=64, Hv=32, N=1, T=70),
+    _float32("float32_bias", bias="1NTS"),
+    _float32("float32_bias_columns_128", bias="1N1S", N=1, H=128),
+    _float32("float32_everything", causal=True, window=(90, 0), bias="1NTS", mask="B11S",
+             softcap=4.0, alibi="N", sinks=True, dropout_rate=0.2, segments="padded",
+             kv_lengths=(110,), q_lengths=(120,), score_mod="relative", mask_mod="stripes",
+             max_logit=True, poison=True, **_SQUARE),
+    _float32("float32_everything_128", window=(90, 70), bias="B1TS", mask="1NTS", softcap=4.0,
+             alibi="BN", sinks=True, dropout_rate=0.2, segments="unsorted", kv_lengths=(110, 60),
+             B=2, N=1, score_mod="per_entry", mask_mod="prefix", q_offset=(3, -8), H=128),
+)  # fmt: skip
+
+
 def _for_each_kernel(name: str, **fields):
     for head_dim in (64, 128, 256):
         for causal in (False, True):
@@ -161,6 +185,7 @@ def _for_each_kernel(name: str, **fields):
 ON_DEVICE = (
     *INTERPRETED,
     *MODIFIERS,
+    *FLOAT32,
     *_for_each_kernel("square", T=512, S=512, B=2, N=4, K=2),
     *_for_each_kernel("ragged", T=300, S=457, B=2, N=2, K=1),
     *_for_each_kernel("float16", T=640, S=640, N=2, K=2, dtype="float16"),
@@ -186,4 +211,8 @@ ON_DEVICE = (
     _case("long_max_logit", T=1000, S=1500, B=2, N=2, K=1, H=256, max_logit=True, causal=True),
     _case("head_dim_8", T=129, S=129, H=8, causal=True),
     _case("head_dim_192", T=129, S=200, H=192),
+    _float32("float32_square", T=512, S=512, B=2, N=4, K=2),
+    _float32("float32_square_causal_128", T=512, S=512, B=2, N=4, K=2, H=128, causal=True),
+    _float32("float32_long", T=3000, S=3000, H=128, causal=True, window=(500, 0)),
+    _float32("float32_long_softcap", T=1500, S=1500, causal=True, softcap=3.0, alibi="N"),
 )

@@ -19,7 +19,11 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("case", ON_DEVICE, ids=str)
 def test_kernels(case):
-    checks.assert_matches_oracle(checks.bind("hopper"), case)
+    checks.assert_matches_oracle(checks.bind("hopper"), case, in_parts=True)
+
+
+def test_float32_is_as_precise_as_documented():
+    checks.assert_precision_of_float32(checks.bind("hopper"))
 
 
 def _inputs(batch, length, heads, kv_heads, head_dim, seed=0):

@@ -7,17 +7,17 @@ import pytest
 from flash_pallas.backends.hopper import HopperBackend, fused_blocks
 
 from . import checks
-from .hopper_cases import FUSED_BLOCKS, INTERPRETED, MODIFIERS, SECTIONS
+from .hopper_cases import FLOAT32, FUSED_BLOCKS, INTERPRETED, MODIFIERS, SECTIONS
 from .interpreter import race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS), ids=str)
+@pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32), ids=str)
 def test_kernels(case):
     with race_checked():
-        checks.assert_matches_oracle(checks.bind(BACKEND), case)
+        checks.assert_matches_oracle(checks.bind(BACKEND), case, in_parts=True)
 
 
 @pytest.mark.interpret
@@ -35,3 +35,9 @@ def test_sections_of_the_batch(monkeypatch):
     monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
+
+
+@pytest.mark.interpret
+def test_float32_is_as_precise_as_documented():
+    with race_checked():
+        checks.assert_precision_of_float32(checks.bind(BACKEND))

@@ -11,6 +11,8 @@ import numpy as np
 from .mask import Mask
 from .mods import Mod
 
+PRECISIONS = ("default", "high", "highest")  # see flash_attention
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
@@ -27,6 +29,7 @@ class AttentionSpec:
         score_mod: the user's function of a score.
         mask_mod: the user's function that says which keys are visible.
         deterministic: the gradients must be bit-identical from run to run.
+        precision: of products of float32: one of PRECISIONS; of other dtypes always "high".
         max_logit: the largest logit of every query is wanted too.
     """
 
@@ -38,6 +41,7 @@ class AttentionSpec:
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
     deterministic: bool = False
+    precision: str = "high"
     max_logit: bool = False
 
 

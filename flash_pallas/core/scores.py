@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from . import dropout
@@ -62,7 +61,7 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
         x = x + tile.distance(x.dtype) * _spread(tile, -inputs.slope)
     pull = lambda d: (d, ())
     if spec.softcap is not None:
-        x = jnp.tanh(x * (scale / spec.softcap))
+        x = tile.tanh(x * (scale / spec.softcap))
         scale, pull = spec.softcap, _through_tanh(x)
     if spec.score_mod is None:
         return Logits(x, scale * LOG2E, pull)

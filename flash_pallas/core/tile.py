@@ -76,6 +76,10 @@ class Tile:
         """function(*args), which works on tiles of this shape."""
         return function(*args)
 
+    def tanh(self, x):
+        """Of each element."""
+        return jnp.tanh(x)
+
     def distance(self, dtype):
         """|query position - key position| of each element."""
         return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)

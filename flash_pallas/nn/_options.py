@@ -41,7 +41,7 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
     So a function that replaces it need not know what its user does not ask for.
 
     Args:
-        layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout,
+        layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout, precision,
             deterministic_backward and backend.
         given: of this call, complete.
         rank: of the queries [*batch, length, heads, head_dim].
@@ -52,6 +52,7 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
     optional = {
         "window": layer.window,
         "softcap": layer.softcap,
+        "precision": layer.precision,
         "alibi_slopes": None if slopes is None else jnp.asarray(slopes, jnp.float32),
         "sinks": sinks,
         "q_segment_ids": given.segment_ids,

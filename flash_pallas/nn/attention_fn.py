@@ -53,7 +53,7 @@ def attention_fn(
             the same key, but has the same distribution.
         deterministic: True switches dropout off.
         dtype: to compute in; None is the promoted dtype of the three arrays.
-        precision: accepted; products always accumulate in float32 (float64 for float64 arrays).
+        precision: of products of float32 arrays, as in `flash_attention`, where None is "high".
         module: must be None: there are no attention weights to sow.
         force_fp32_for_softmax: accepted; the softmax is never computed in less than float32.
         einsum_dot_general: must be None.
@@ -90,6 +90,7 @@ def attention_fn(
         causal=bool(is_causal),
         bias=with_rank(bias, query.ndim),
         mask=truth(mask, query.ndim),
+        precision=precision,
         **_dropout(dropout_rate, dropout_rng, broadcast_dropout, deterministic),
     )
 

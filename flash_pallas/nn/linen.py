@@ -52,6 +52,7 @@ class FlashAttention(nn.Module):
         param_dtype: of the parameters.
         kernel_init: called on each kernel as a matrix [inputs, outputs].
         bias_init: of the biases.
+        precision: of products of float32 in attention, as in flash_attention.
         backend: as in flash_attention.
         deterministic_backward: gradients are bit-identical from run to run.
         attention: replaces flash_attention; called as
@@ -80,6 +81,7 @@ class FlashAttention(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Callable = _heads.KERNEL_INIT
     bias_init: Callable = _heads.BIAS_INIT
+    precision: str | jax.lax.Precision | None = None
     backend: str = "auto"
     deterministic_backward: bool = False
     attention: Callable[..., jax.Array] = flash_attention

@@ -59,6 +59,7 @@ class FlashAttention(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Callable = _heads.KERNEL_INIT,
         bias_init: Callable = _heads.BIAS_INIT,
+        precision: str | jax.lax.Precision | None = None,
         backend: str = "auto",
         deterministic_backward: bool = False,
         attention: Callable[..., jax.Array] = flash_attention,
@@ -92,6 +93,7 @@ class FlashAttention(nnx.Module):
             param_dtype: of the parameters.
             kernel_init: called on each kernel as a matrix [inputs, outputs].
             bias_init: of the biases.
+            precision: of products of float32 in attention, as in flash_attention.
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
             attention: replaces flash_attention; called as
@@ -108,7 +110,7 @@ class FlashAttention(nnx.Module):
         self.window, self.softcap = window, softcap
         self.rope_theta, self.qk_norm = rope_theta, qk_norm
         self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
-        self.deterministic = deterministic
+        self.deterministic, self.precision = deterministic, precision
         self.backend, self.deterministic_backward = backend, deterministic_backward
         self.attention = attention
 

@@ -56,6 +56,10 @@ MODIFIERS = (
     "many_entries",
     "d192_128",
     "everything_128",
+    "float32_bias",
+    "float32_bias_columns_128",
+    "float32_everything",
+    "float32_everything_128",
 )
 CASES = {case.name: case for case in ON_DEVICE}
 
@@ -88,6 +92,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 32,
     ("flash_pallas_backward_fused", 64, "many_entries"): 24,
     ("flash_pallas_backward_dq", 128, "everything_128"): 12,
+    ("flash_pallas_forward", 64, "float32_everything"): 12,
 }
 
 
@@ -98,7 +103,7 @@ class Row:
     Attributes:
         path: "forward", "backward" or "deterministic backward".
         head_dim: of q, k and v.
-        dtype: "bfloat16" or "float16".
+        dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS or of MODIFIERS.
         function, arguments: what to compile.
     """
@@ -112,6 +117,12 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.path} {self.head_dim} {self.dtype} {self.mask}"
+
+    def allowed_spills(self, kernel: str) -> int:
+        """Bytes that this kernel may spill in this row; entries for MASKS are those of 16 bits."""
+        if self.dtype == "float32" and self.mask in MASKS:
+            return 0
+        return ALLOWED_SPILLS.get((kernel, self.head_dim, self.mask), 0)
 
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
@@ -166,3 +177,6 @@ def rows() -> Iterator[Row]:
             # Head dim 256 has one backward, which is deterministic.
             if path == "backward" and head_dim < 256:
                 yield _row("deterministic backward", head_dim, dtype, mask)
+    for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):
+        for mask in ("full", "causal"):
+            yield _row(path, head_dim, "float32", mask)

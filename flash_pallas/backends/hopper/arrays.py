@@ -10,9 +10,9 @@ from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
 from .clearing import Padding
 from .memory import pad_axis
+from .products import Products
 from .side_inputs import Gmem, SideInputs
 
-LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
 ROW_MULTIPLE = 128  # of lse and delta: the widest query tile
 
 
@@ -21,7 +21,8 @@ class BackwardArrays(NamedTuple):
 
     T8 and S8 are the lengths rounded up to 8, D and Dv the head dims that a kernel runs; what
     padding adds is 0 except in lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries
-    get P = 0.
+    get P = 0. q, k, v and do are operands of products.py, and so are all gradients of the first
+    three.
     """
 
     q: Any  # [B, T8, N, D]
@@ -39,13 +40,8 @@ class BackwardArrays(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
-        """Padded to the head dims of `problem`; an array that needs no padding is passed as it is.
-
-        Zero columns change no score, and the columns that they add to gradients are dropped.
-        """
-        tile = lambda x, dim: pad_axis(
-            pad_axis(x, 3, dim), 1, round_up(x.shape[1], LENGTH_MULTIPLE)
-        )
+        """For the head dims of `problem`; an array that is so already is passed as it is."""
+        tile = Products(problem.dtype).operand
         rows = round_up(problem.q_len, ROW_MULTIPLE)
         return cls(
             q=tile(operands.q, problem.head_dim),

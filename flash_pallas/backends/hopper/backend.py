@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.integers import round_up
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
-from .memory import pad_axis
+from .products import Products
 from .stand_ins import UNSUPPORTED
 
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
+DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16), np.dtype(jnp.float32))
+WIDEST_FLOAT32 = 128  # head dim: its two parts fill shared memory as 256 does in 16 bits
 MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
 H200_SMS = 132  # assumed where there is no GPU to ask: H100 SXM and H200
 
@@ -42,8 +41,15 @@ class HopperBackend:
         if not self.interpret and (reason := _device_reason()):
             return reason
         if problem.dtype not in DTYPES:
-            return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
+            return f"takes bfloat16, float16 and float32, not {problem.dtype}: cast q, k and v"
         widest = max(problem.head_dim, problem.v_head_dim)
+        if problem.spec.precision == "highest":
+            return "multiplies float32 as three products of bfloat16 at most: pass precision='high'"
+        if problem.dtype == np.float32 and widest > WIDEST_FLOAT32:
+            return (
+                f"takes float32 with head dims up to {WIDEST_FLOAT32}, not {widest}: cast q, k and "
+                "v to bfloat16"
+            )
         if widest > NATIVE_HEAD_DIMS[-1]:
             return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
         if problem.batch > MAX_GRID:
@@ -65,7 +71,8 @@ class HopperBackend:
         problem = describe(operands, spec)
         native = native_problem(problem)
         widths = (native.head_dim, native.head_dim, native.v_head_dim)
-        q, k, v = map(_padded, operands[:3], widths)
+        products = Products(problem.dtype, self.interpret)
+        q, k, v = map(products.operand, operands[:3], widths)
         out = forward(
             native,
             blocks.forward,
@@ -75,7 +82,7 @@ class HopperBackend:
         )
         most = None if out.max_log2 is None else out.max_log2[:, :, : problem.q_len]
         return Outputs(
-            out.o[:, : problem.q_len, :, : problem.v_head_dim],
+            products.joined(out.o)[:, : problem.q_len, :, : problem.v_head_dim],
             out.lse_log2[:, :, : problem.q_len],
             most,
         )
@@ -107,11 +114,3 @@ def _device_reason() -> str | None:
 
 def _num_sms() -> int:
     return getattr(jax.devices()[0], "core_count", None) or H200_SMS
-
-
-def _padded(x, head_dim: int):
-    """Zero-padded to a native head dim and a length in multiples of 8; x itself if it is so.
-
-    Zero columns change no score, and the columns that they add to outputs are dropped.
-    """
-    return pad_axis(pad_axis(x, 3, head_dim), 1, round_up(x.shape[1], LENGTH_MULTIPLE))

@@ -10,6 +10,7 @@ from .backward_dkv import dkv
 from .backward_dq import dq
 from .backward_fused import backward_fused
 from .fused_blocks import FusedBlocks
+from .products import Products
 from .score_grads import score_grads
 
 
@@ -44,9 +45,10 @@ def backward(
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
     extra = score_grads(native, operands, arrays, wanted, interpret)
+    dq_, dk, dv = map(Products(problem.dtype).joined, grads)
     return Grads(
-        grads[0][:, : problem.q_len, :, : problem.head_dim],
-        grads[1][:, : problem.kv_len, :, : problem.head_dim],
-        grads[2][:, : problem.kv_len, :, : problem.v_head_dim],
+        dq_[:, : problem.q_len, :, : problem.head_dim],
+        dk[:, : problem.kv_len, :, : problem.head_dim],
+        dv[:, : problem.kv_len, :, : problem.v_head_dim],
         **extra,
     )

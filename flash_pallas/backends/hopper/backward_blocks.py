@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from ...core.problem import Problem
 from .fused_blocks import FUSED_HEAD_DIMS, choose_fused
 from .split_blocks import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
@@ -22,7 +24,8 @@ def choose_backward(problem: Problem) -> dict[str, Any]:
     """Tiles of each kernel that runs: of "fused", or of "dkv" and "dq"."""
     widest = max(problem.head_dim, problem.v_head_dim)
     fused = None
-    if not problem.spec.deterministic and widest <= FUSED_HEAD_DIMS[-1]:
+    atomics = not problem.spec.deterministic and problem.dtype != np.float32
+    if atomics and widest <= FUSED_HEAD_DIMS[-1]:
         fused = choose_fused(native_problem(problem, fused=True))
     if fused is not None:
         return {"fused": fused}

@@ -4,7 +4,7 @@ A CTA owns 64 keys of one key head and walks the query tiles of every head of it
 held transposed, so that P^T and dS^T come out of the registers as left operands. The two compute
 warpgroups do different things, so that each accumulator of 64 x head dim has one owner:
 
-    warpgroup 0   S^T = K Q^T -> P^T (16 bit) -> dV += P^T dO        hands P^T over in shared memory
+    warpgroup 0   S^T = K Q^T -> P^T (operand) -> dV += P^T dO       hands P^T over in shared memory
     warpgroup 1   dP^T = V dO^T -> dS^T = P^T (dP^T - delta) -> dK += dS^T Q
     warpgroup 2   the producer: K and V once, Q with lse and dO with delta through two rings
 
@@ -36,6 +36,7 @@ from .arrays import BackwardArrays
 from .dkv_cta import Barriers, Cta, Smem, scratch
 from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch
+from .products import Products
 from .query_walk import QueryWalk
 from .recompute import Weights
 from .register_tile import RegisterTile
@@ -52,6 +53,11 @@ class Dkv:
     problem: Problem
     blocks: DkvBlocks
     interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How operands are multiplied."""
+        return Products(self.problem.dtype, self.interpret)
 
     @property
     def side(self) -> SideInputs:
@@ -157,18 +163,19 @@ class Dkv:
         products = functools.partial(self.weights, cta, held, (n, block), masked)
         p, handed = pl.run_scoped(products, self.score_accumulator)
         cta.p.wait_empty(n)
-        cta.smem.p[cta.p.slot(n)] = handed
+        self.products.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
-        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # ends during the next tile
+        # Ends during the next tile.
+        self.products.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
 
     def weights(self, cta: Cta, held: Held, at, masked, s_acc):
-        """What dV and the other warpgroup need of P^T, in 16 bits; ends the previous dV."""
+        """What dV and the other warpgroup need of P^T, as operands; ends the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
-        plgpu.wgmma(s_acc, cta.smem.k, cta.smem.q.at[slot].transpose((1, 0)))
+        self.products.multiply(s_acc, cta.smem.k, cta.smem.q.at[slot], transposed=True)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(self.products.count)
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
@@ -176,7 +183,7 @@ class Dkv:
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
-        p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
+        p = self.products.split(recompute.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 
     def inputs(self, cta: Cta, held: Held, slot) -> TileInputs:
@@ -195,7 +202,7 @@ class Dkv:
         through = recompute.pulled(w)
         if w.kept is not None and not self.drops_twice:
             through = jnp.where(w.kept, through, -through)
-        return through.astype(self.problem.dtype)
+        return self.products.split(through)
 
     @property
     def drops_twice(self) -> bool:
@@ -210,6 +217,7 @@ class Dkv:
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
             interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
         )
 
     # --- warpgroup 1: dP, dS, dK -----------------------------------------------------------------
@@ -236,27 +244,28 @@ class Dkv:
         ds = pl.run_scoped(products, self.score_accumulator)
         if not self.drops_twice:
             cta.q.wait_full(n)
-        plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # ends during the next tile
+        # Ends during the next tile.
+        self.products.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
 
     def score_gradients(self, cta: Cta, n, dp_acc):
-        """dS^T of the n-th tile in 16 bits; ends the previous dK on the way."""
+        """dS^T of the n-th tile as an operand; ends the previous dK on the way."""
         slot = cta.do.slot(n)
-        plgpu.wgmma(dp_acc, cta.smem.v, cta.smem.do.at[slot].transpose((1, 0)))
+        self.products.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
         delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(self.products.count)
         pl.when(n > 0)(lambda: cta.q.release(n - 1))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.do.release(n)
         delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
         if self.problem.spec.dropout_rate:
-            return self.with_dropout(cta, n, dp, delta).astype(self.problem.dtype)
+            return self.products.split(self.with_dropout(cta, n, dp, delta))
         centred = dp - delta
-        return (self.handed(cta, n) * centred).astype(self.problem.dtype)
+        return self.products.split(self.handed(cta, n) * centred)
 
     def handed(self, cta: Cta, n):
         """What the other warpgroup's `hand_over` made, f32."""
         cta.p.wait_full(n)
-        p = plgpu.load(cta.smem.p.at[cta.p.slot(n)], layout=inline.WGMMA).astype(jnp.float32)
+        p = self.products.load(cta.smem.p.at[cta.p.slot(n)], inline.WGMMA)
         cta.p.release(n)
         return p
 
@@ -266,8 +275,8 @@ class Dkv:
         if not self.drops_twice:
             return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
-        block = cta.walk[n][1]
-        held = self.side.hold_rows(cta.gmem.side, self.place(cta, 0, block))
+        member, block = cta.walk[n]
+        held = self.side.hold(cta.gmem.side, self.place(cta, member, block))
         inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * recompute.centred(self.problem, kept, dp, delta)
@@ -276,7 +285,7 @@ class Dkv:
 
     def store(self, result, staging, out):
         """Write one gradient through shared memory that its warpgroup alone has read."""
-        staging[...] = result.astype(self.problem.dtype)
+        self.products.store(staging, result)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, out)
         plgpu.wait_smem_to_gmem(0)
@@ -290,14 +299,10 @@ class Dkv:
 
 
 def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: BackwardArrays, interpret):
-    """Launch; returns (dk, dv) in the dtype and padded shape of k, the same bits in every run."""
-    dtype = problem.dtype
+    """Launch; returns (dk, dv) in the form of arrays.k and v, the same bits in every run."""
     run = launch(
         Dkv(problem, blocks, interpret),
-        out=(
-            jax.ShapeDtypeStruct(arrays.k.shape, dtype),
-            jax.ShapeDtypeStruct(arrays.v.shape, dtype),
-        ),
+        out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)),
         scratch=scratch(problem, blocks),
         # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
         grid=(problem.kv_heads, pl.cdiv(problem.kv_len, WARPGROUP_ROWS), problem.batch),

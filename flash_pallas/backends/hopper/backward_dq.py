@@ -4,7 +4,7 @@ A CTA owns 64 queries per compute warpgroup of one head and folds the key blocks
 which stays in registers; the producer warpgroup streams K and V. Per block:
 
     S = Q K^T, dP = dO V^T       shared x shared
-    dS = P (dP - delta)          registers, in 16 bits the left operand of
+    dS = P (dP - delta)          registers, the left operand of
     dQ += dS K                   in flight while S of the next block is issued
 
 The previous dQ is awaited before dP is issued, not after: the registers of dS die before dP needs
@@ -30,14 +30,15 @@ from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
 from .key_walk import KeyWalk, mask_everywhere
-from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, tile_buffer, warpgroup_rows
+from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, warpgroup_rows
+from .products import Products
 from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs, Streamed
 from .split_blocks import DqBlocks
 
 
 class Smem(NamedTuple):
-    """Shared memory of one CTA."""
+    """Shared memory of one CTA; tiles are operands of products.py."""
 
     q: Any  # [block_q, D]
     do: Any  # [block_q, Dv]
@@ -96,6 +97,11 @@ class Dq:
     problem: Problem
     blocks: DqBlocks
     interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How operands are multiplied."""
+        return Products(self.problem.dtype, self.interpret)
 
     @property
     def side(self) -> SideInputs:
@@ -174,7 +180,7 @@ class Dq:
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dq = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         staging = cta.smem.q.at[warpgroup_rows(cta.wg)]
-        staging[...] = (dq * self.problem.spec.scale).astype(self.problem.dtype)
+        self.products.store(staging, dq * self.problem.spec.scale)
         plgpu.commit_smem()
         rows = pl.ds(cta.q_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         plgpu.copy_smem_to_gmem(staging, cta.dq.at[cta.batch, rows, cta.head])
@@ -211,26 +217,27 @@ class Dq:
         # Before the accumulators exist: see Scores.tile in backward_scores.py.
         cta.k.wait_full(n)
         ds = pl.run_scoped(products, self.score_accumulator)
-        plgpu.wgmma(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])  # ends during the next block
+        # Ends during the next block.
+        self.products.multiply(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])
 
     def score_gradients(self, cta: Cta, rows: Rows, n, where, s_acc):
-        """dS of the n-th key block in 16 bits; ends the previous dQ on the way."""
+        """dS of the n-th key block as an operand; ends the previous dQ on the way."""
         k = cta.smem.k.at[cta.k.slot(n)]
         # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
         # live through the loop: 144 bytes of spills at head dim 256, 344 if causal, against none.
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
-        plgpu.wgmma(s_acc, cta.smem.q.at[own], k.transpose((1, 0)))
-        plgpu.wgmma_wait(1)
+        self.products.multiply(s_acc, cta.smem.q.at[own], k, transposed=True)
+        plgpu.wgmma_wait(self.products.count)
         pl.when(n > 0)(lambda: cta.k.release(n - 1))
         cta.v.wait_full(n)
         product = functools.partial(self.with_dp, cta, rows, n, where, s_acc)
         return pl.run_scoped(product, self.score_accumulator)
 
     def with_dp(self, cta: Cta, rows: Rows, n, where, s_acc, dp_acc):
-        """dS of the n-th key block in 16 bits, once S is issued."""
+        """dS of the n-th key block as an operand, once S is issued."""
         v, own = cta.smem.v.at[cta.v.slot(n)], warpgroup_rows(lax.optimization_barrier(cta.wg))
-        plgpu.wgmma(dp_acc, cta.smem.do.at[own], v.transpose((1, 0)))
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        self.products.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
         tile, limits = where
         inputs = self.side.inputs(rows.held, cta.smem.side, cta.k.slot(n), s.shape, own)
@@ -239,7 +246,7 @@ class Dq:
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
         c = recompute.centred(self.problem, w.kept, dp, per_row(rows.delta))
-        return (p * c).astype(self.problem.dtype)
+        return self.products.split(p * c)
 
     @property
     def score_accumulator(self):
@@ -252,18 +259,21 @@ class Dq:
             kv_start=block * self.blocks.block_kv,
             shape=(WARPGROUP_ROWS, self.blocks.block_kv),
             interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
         )
 
 
 def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
-    """Launch; returns dq in the dtype and padded shape of q, the same bits in every run."""
-    dtype, block_q, block_kv = problem.dtype, blocks.block_q, blocks.block_kv
+    """Launch; returns dq in the form of arrays.q, the same bits in every run."""
+    block_q, block_kv = blocks.block_q, blocks.block_kv
+    # K is summed over keys too; Q must have the same swizzle.
+    buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_kv)
     bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, SideInputs(problem, q_axis=0)
     smem = Smem(
-        q=tile_buffer((block_q, problem.head_dim), dtype),
-        do=tile_buffer((block_q, problem.v_head_dim), dtype),
-        k=tile_buffer((blocks.k_stages, block_kv, problem.head_dim), dtype),
-        v=tile_buffer((blocks.v_stages, block_kv, problem.v_head_dim), dtype),
+        q=buffer((block_q, problem.head_dim)),
+        do=buffer((block_q, problem.v_head_dim)),
+        k=buffer((blocks.k_stages, block_kv, problem.head_dim)),
+        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim)),
         lse=row_buffer((block_q,)),
         delta=row_buffer((block_q,)),
         side=side.buffers(blocks.k_stages, block_q, block_kv),
@@ -277,7 +287,7 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
     )
     run = launch(
         Dq(problem, blocks, interpret),
-        out=jax.ShapeDtypeStruct(arrays.q.shape, dtype),
+        out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
         scratch=(smem, bars),
         # Queries slowest: 1.03 to 1.05 of heads slowest (head dim 256).
         grid=(pl.cdiv(problem.q_len, block_q), problem.q_heads, problem.batch),

@@ -28,8 +28,9 @@ from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
-from .arrays import ROW_MULTIPLE, BackwardArrays
+from .arrays import BackwardArrays
 from .memory import WARPGROUP_ROWS, float32, launch, warpgroup_rows
+from .products import Products
 from .register_tile import RegisterTile
 from .score_blocks import ScoreBlocks, Sums
 from .scores_cta import LOADED, Cta, Step, scratch
@@ -48,6 +49,11 @@ class Scores:
     def problem(self) -> Problem:
         """What is computed."""
         return self.sums.problem
+
+    @property
+    def products(self) -> Products:
+        """Of the operands' dtype."""
+        return Products(self.problem.dtype, self.interpret)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,15 +153,17 @@ class Scores:
             kv_start=place.column_start,
             shape=self.shape,
             interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
         )
         limits = self.limits(cta, step, where)
 
         def products(s_acc, dp_acc):
-            plgpu.wgmma(s_acc, smem.q.at[slot, own], smem.k.at[slot].transpose((1, 0)))
-            plgpu.wgmma(dp_acc, smem.do.at[slot, own], smem.v.at[slot].transpose((1, 0)))
+            multiply = functools.partial(self.products.multiply, transposed=True)
+            multiply(s_acc, smem.q.at[slot, own], smem.k.at[slot])
+            multiply(dp_acc, smem.do.at[slot, own], smem.v.at[slot])
             lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
             delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
             inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
             if self.sums.holds_bias:
                 inputs = inputs._replace(bias=self.own_bias(cta) if bias is None else bias)
@@ -247,7 +255,7 @@ def score_sums(
     Returns:
         tile: [parts * Bb, N1, T, S up to whole rows of 128 bytes] in the dtype of the bias, f32 if
         there are several parts; columns: f32[B, N, warpgroups, S up to a multiple of 256]; rows:
-        f32[B, N, T up to a multiple of 128].
+        f32[B, N, T up to whole tiles].
     """
     sums = Sums(problem, axes, names)
     blocks = sums.blocks()
@@ -256,7 +264,7 @@ def score_sums(
         pl.cdiv(problem.kv_len, blocks.block_kv),
     )
     grid = (q_tiles, problem.q_heads, problem.batch)
-    out = float32((problem.batch, problem.q_heads, round_up(problem.q_len, ROW_MULTIPLE)))
+    out = float32((problem.batch, problem.q_heads, q_tiles * blocks.block_q))  # all are summed
     if axes == "columns":
         grid = (kv_tiles, problem.q_heads, problem.batch)
         whole = round_up(problem.kv_len, 128)

@@ -62,7 +62,7 @@ def _replaced(kernel: str, blocks, fields, size):
             raise ValueError(
                 f"blocks[{kernel!r}][{name!r}] is {value!r}: a positive {type(tuned).__name__}"
             )
-        unit = 32 if kernel == "forward" else 64
+        unit = 64 if kernel == "fused" else 32
         if name.startswith("block_") and (value % unit or value > 256):
             raise ValueError(
                 f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of {unit} up to 256"

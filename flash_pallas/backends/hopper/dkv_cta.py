@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
@@ -10,14 +11,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
 from .arrays import BackwardArrays
-from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .memory import WARPGROUP_ROWS, Ring, row_buffer
+from .products import Products
 from .query_walk import QueryWalk
 from .side_inputs import SideInputs, Streamed
 from .split_blocks import DkvBlocks
 
 
 class Smem(NamedTuple):
-    """Shared memory of one CTA."""
+    """Shared memory of one CTA; tiles are operands of products.py."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, Dv]
@@ -50,7 +52,7 @@ class Cta:
 
     gmem: BackwardArrays
     dk: Any  # [B, S8, K, D]
-    dv: Any  # [B, S8, K, D]
+    dv: Any  # [B, S8, K, Dv]
     smem: Smem
     bars: Barriers
     q: Ring
@@ -69,17 +71,19 @@ class Cta:
 
 def scratch(problem: Problem, blocks: DkvBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
-    dtype, block_q = problem.dtype, blocks.block_q
+    block_q = blocks.block_q
+    # Q and dO are summed over queries too; K and V must have the same swizzles.
+    buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_q)
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
-    k = tile_buffer((WARPGROUP_ROWS, problem.head_dim), dtype)
-    v = tile_buffer((WARPGROUP_ROWS, problem.v_head_dim), dtype)
+    k = buffer((WARPGROUP_ROWS, problem.head_dim))
+    v = buffer((WARPGROUP_ROWS, problem.v_head_dim))
     same = problem.head_dim == problem.v_head_dim
     smem = Smem(
-        q=tile_buffer((blocks.stages, block_q, problem.head_dim), dtype),
-        do=tile_buffer((blocks.do_stages, block_q, problem.v_head_dim), dtype),
+        q=buffer((blocks.stages, block_q, problem.head_dim)),
+        do=buffer((blocks.do_stages, block_q, problem.v_head_dim)),
         k=k,
         v=v,
-        p=tile_buffer((blocks.p_stages, WARPGROUP_ROWS, block_q), dtype),
+        p=buffer((blocks.p_stages, WARPGROUP_ROWS, block_q)),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         dk=None if same else k,

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -96,7 +95,7 @@ class Forward:
         cta.k.wait_full(first)
         s = self.first_products(cta)
         rows = self.first_softmax(cta, work, s, first, lambda: cta.k.release(first))
-        rows = rows._replace(p=rows.p.astype(self.problem.dtype))
+        rows = rows._replace(p=self.plan.products.split(rows.p))
         self.pass_turn_once(cta)
 
         def tile(turn, number, carry):
@@ -120,7 +119,7 @@ class Forward:
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
-            q = plgpu.load(q, layout=inline.WGMMA)
+            q = self.plan.products.load_parts(q, inline.WGMMA)
         step = functools.partial(self.step, cta, work, q, o_acc)
         for edges, low, high in self.plan.zones(cta, work):
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
@@ -129,7 +128,7 @@ class Forward:
             following = self.plan.queue.following(cta, turn)
             return (self.seam(cta, number, following, rows, after, o_acc), after), following
         cta.v.wait_full(after - 1)
-        plgpu.wgmma(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
+        self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         self.store(cta, work, o, rows)
@@ -159,12 +158,13 @@ class Forward:
             p, sums = self.scores.weights(cta, work, tile, safe_m)
         else:
             p, sums = self.scores.plain_weights(tile, safe_m)
+            p = self.scores.dropped(cta, work, tile, p)
             # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row
             # maximum by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
             p, m, sums, alpha = lax.optimization_barrier((p, m, sums, alpha))
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             cta.v.release(use - 1)
-            p = p.astype(rows.p.dtype)
+            p = self.plan.products.split(p)
         l = rows.l * per_row(alpha, rows.l.shape) + sums
         if grew is None:
             o_acc[...] = o * per_row(alpha, o.shape)
@@ -199,7 +199,7 @@ class Forward:
         start = lax.optimization_barrier(start)
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
-        p16 = start.p.astype(rows.p.dtype)
+        p16 = self.plan.products.split(start.p)
         self.store(cta, work, o, rows)
         return start._replace(p=p16)
 
@@ -207,12 +207,13 @@ class Forward:
         """Issue S = QK^T and O += PV when it is our turn; return S, leave O pending."""
 
         def products(s_acc):
+            multiply = self.plan.products.multiply
             self.await_turn(cta)
-            plgpu.wgmma(s_acc, q, cta.smem.k.at[cta.k.slot(k_use)].transpose((1, 0)))
+            multiply(s_acc, q, cta.smem.k.at[cta.k.slot(k_use)], transposed=True)
             cta.v.wait_full(v_use)
-            plgpu.wgmma(o_acc, p, cta.smem.v.at[cta.v.slot(v_use)])
+            multiply(o_acc, p, cta.smem.v.at[cta.v.slot(v_use)])
             self.pass_turn(cta)
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=self.plan.products.count)
 
         return pl.run_scoped(products, self.score_accumulator)
 
@@ -220,7 +221,8 @@ class Forward:
         """QK^T of the CTA's first block."""
 
         def product(s_acc):
-            plgpu.wgmma(s_acc, cta.smem.q.at[cta.wg], cta.smem.k.at[0].transpose((1, 0)))
+            q, k = cta.smem.q.at[cta.wg], cta.smem.k.at[0]
+            self.plan.products.multiply(s_acc, q, k, transposed=True)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         return pl.run_scoped(product, self.score_accumulator)
@@ -247,11 +249,9 @@ class Forward:
         """Divide by the row sums and write O and the log-sum-exp."""
         batch, head, block = work.at
         inverse, lse = self.scores.finish(cta, work, rows.m, rows.l.sum(axis=1))
-        staging = cta.smem.o
-        if staging is None:
-            staging = cta.smem.q.at[:, :, pl.ds(0, self.problem.v_head_dim)]
+        staging = cta.smem.q if cta.smem.o is None else cta.smem.o
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging[cta.wg] = (o * per_row(inverse, o.shape)).astype(self.problem.dtype)
+        self.plan.products.store(staging.at[cta.wg], o * per_row(inverse, o.shape))
         cta.smem.lse[cta.wg] = lse
         if cta.smem.most is not None:
             cta.smem.most[cta.wg] = rows.m
@@ -295,12 +295,12 @@ def forward(
     Args:
         problem: with native head dims, and lengths without padding.
         blocks: tile sizes.
-        operands: q, k and v padded to native head dims and lengths in multiples of 8.
+        operands: q, k and v as operands of products.py.
         num_sms: multiprocessors, for a persistent kernel.
         interpret: run by the interpreter.
 
     Returns:
-        Outputs whose o is as long as q, and lse_log2 and max_log2 as whole tiles.
+        Outputs: o, a result of products.py, as long as q; lse_log2 and max_log2 as whole tiles.
     """
     order = TileOrder.of(problem, blocks.warpgroups * WARPGROUP_ROWS)
     assignment = (
@@ -321,7 +321,7 @@ def forward(
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
-    o = jax.ShapeDtypeStruct((*operands.q.shape[:3], problem.v_head_dim), problem.dtype)
+    o = plan.products.result((*operands.q.shape[:3], problem.v_head_dim))
     results = (o, per_row) + (per_row,) * problem.spec.max_logit
     run = functools.partial(
         launch,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ...core.problem import Problem
 from .memory import SMEM_LIMIT, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
@@ -58,7 +60,7 @@ class ForwardBlocks:
         head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
         rows, keys = self.tile_rows, self.stages * self.block_kv
         width = head_dim if self.o_in_q(head_dim, v_head_dim) else head_dim + v_head_dim
-        tiles = 2 * (rows * width + keys * (head_dim + v_head_dim))
+        tiles = problem.dtype.itemsize * (rows * width + keys * (head_dim + v_head_dim))
         per_row = vector_bytes(*[4 * rows] * (1 + problem.spec.max_logit))
         return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
 
@@ -93,15 +95,17 @@ def native_problem(problem: Problem) -> Problem:
 def choose_forward(problem: Problem) -> ForwardBlocks:
     """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
     native = native_problem(problem)
-    blocks = _for_head_dims(native.head_dim, native.v_head_dim)
+    blocks = _for_head_dims(native.head_dim, native.v_head_dim, problem.dtype == np.float32)
     asked = _modifiers(native)
     if asked:
         blocks = dataclasses.replace(blocks, q_in_registers=False)
-    if "softcap" in asked:
+    if "softcap" in asked and native.dtype != np.float32:
         blocks = dataclasses.replace(blocks, polynomials=0.5)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
-    if "mask_mod" in asked or len(asked) > 2:
+    if _many(asked):
         blocks = dataclasses.replace(blocks, warpgroups=2)
+    if native.dtype == np.float32 and _many(asked):
+        blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
     for smaller in _SMALLER:
@@ -127,7 +131,11 @@ def fits(blocks: ForwardBlocks, native: Problem) -> bool:
     return blocks.smem_bytes(native) <= SMEM_LIMIT - BARRIER_BYTES
 
 
-def _for_head_dims(head_dim: int, v_head_dim: int) -> ForwardBlocks:
+def _for_head_dims(head_dim: int, v_head_dim: int, float32: bool) -> ForwardBlocks:
+    if float32:
+        # P takes twice the registers, K and V twice the shared memory. 128 keys at head dim 64
+        # spill 32 bytes.
+        return ForwardBlocks(block_kv=96 if max(head_dim, v_head_dim) <= 64 else 64)
     if tuned := TUNED.get((head_dim, v_head_dim)):
         return tuned
     if max(head_dim, v_head_dim) <= 64:
@@ -135,6 +143,16 @@ def _for_head_dims(head_dim: int, v_head_dim: int) -> ForwardBlocks:
     # The accumulators of O (64 x v_head_dim) and of S (64 x block_kv) share 240 registers.
     wide = v_head_dim > 128
     return ForwardBlocks(block_kv=64 if wide else 128, lazy_rescale=8.0 if wide else 0.0)
+
+
+def wants_narrow_tiles(problem: Problem) -> bool:
+    """float32 where tiles of scores 64 wide leave too few registers: 140 to 300 bytes of spills."""
+    wide = max(problem.head_dim, problem.v_head_dim) > 64
+    return problem.dtype == np.float32 and wide and _many(_modifiers(problem))
+
+
+def _many(asked: set[str]) -> bool:
+    return "mask_mod" in asked or len(asked) > 2
 
 
 def _modifiers(problem: Problem) -> set[str]:

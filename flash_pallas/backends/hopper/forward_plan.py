@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -19,7 +18,8 @@ from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
-from .memory import SWIZZLES, WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .memory import WARPGROUP_ROWS, Ring, row_buffer
+from .products import Products
 from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
 from .side_inputs import SideInputs
@@ -29,7 +29,7 @@ from .tile_queue import SLOTS, TileQueue
 class Gmem(NamedTuple):
     """Operands in device memory."""
 
-    q: Any  # [B, T, N, H]
+    q: Any  # [B, T, N, H], an operand of products.py, as are k and v
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     table: Any  # int32, see schedule.py
@@ -45,7 +45,7 @@ class Gmem(NamedTuple):
 class Results(NamedTuple):
     """Results in device memory; rows are those of whole tiles."""
 
-    o: Any  # [B, T, N, Hv]
+    o: Any  # [B, T, N, Hv], a result of products.py
     lse: Any  # f32[B, N, rows], base 2
     most: Any = None  # f32[B, N, rows], the largest logit, base 2; None unless asked for
 
@@ -99,7 +99,7 @@ class Work(NamedTuple):
 class Rows(NamedTuple):
     """What a warpgroup carries from step to step."""
 
-    p: Any  # 16-bit weights of the block whose PV is still to be issued
+    p: Any  # Products.split of the weights of the block whose PV is still to be issued
     m: Any  # f32[64] running maximum, base 2
     l: Any  # f32[64, 8] running sums of each thread's own columns
 
@@ -144,6 +144,11 @@ class Plan:
     def side(self) -> SideInputs:
         """What modifiers read beside Q, K and V."""
         return SideInputs(self.problem, q_axis=0)
+
+    @property
+    def products(self) -> Products:
+        """How operands are multiplied."""
+        return Products(self.problem.dtype, self.interpret)
 
     @property
     def dynamic(self) -> bool:
@@ -264,7 +269,8 @@ class Plan:
         q_start = work.position + cta.wg * WARPGROUP_ROWS
         shape = (WARPGROUP_ROWS, self.blocks.block_kv)
         kv_start = kv_block * self.blocks.block_kv
-        return RegisterTile(q_start, kv_start, shape, interpret=self.interpret)
+        precise = self.problem.dtype == jnp.float32
+        return RegisterTile(q_start, kv_start, shape, interpret=self.interpret, precise=precise)
 
     def limits(self, cta: Cta, work: Work, kv_block, edges: str) -> Limits:
         """What this warpgroup's rows see of a key block.
@@ -301,14 +307,13 @@ class Plan:
         blocks, problem = self.blocks, self.problem
         wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
         bar = plgpu.Barrier
-        tiles = lambda *shape: tile_buffer(shape, problem.dtype)
+        tiles = lambda *shape: self.products.buffer(shape)
         v_shape = (stages, block_kv, problem.v_head_dim)
-        swizzle = swizzle_of_v(block_kv, problem)
         apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
         smem = Smem(
             q=tiles(wgs, WARPGROUP_ROWS, problem.head_dim),
             k=tiles(stages, block_kv, problem.head_dim),
-            v=tile_buffer(v_shape, problem.dtype, swizzle),
+            v=self.products.buffer(v_shape, summed_rows=block_kv),
             o=tiles(wgs, WARPGROUP_ROWS, problem.v_head_dim) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
@@ -326,9 +331,3 @@ class Plan:
             tile_full=bar(num_barriers=SLOTS) if self.claims else None,
         )
         return smem, bars
-
-
-def swizzle_of_v(keys: int, problem: Problem) -> int:
-    """Bytes: the widest that divides both its rows and, as wgmma sums over keys, its columns."""
-    size, width = np.dtype(problem.dtype).itemsize, problem.v_head_dim
-    return next(n for n in SWIZZLES if width * size % n == 0 == keys * size % n)

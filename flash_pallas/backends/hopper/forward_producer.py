@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .blocks import ForwardBlocks
 from .clearing import Loader
-from .forward_plan import Cta, Plan, Work, swizzle_of_v
+from .forward_plan import Cta, Plan, Work
 from .memory import WARPGROUP_ROWS, Ring
 from .side_inputs import Place
 
@@ -96,6 +96,6 @@ class Producer:
 
     def load_v(self, cta: Cta, *copy):
         """The arguments are those of Loader."""
-        swizzle = swizzle_of_v(self.blocks.block_kv, self.plan.problem)
+        swizzle = self.plan.products.swizzle(self.plan.problem.v_head_dim, self.blocks.block_kv)
         padding, arrived = cta.gmem.padding, cta.bars.v_arrived
         Loader(padding, arrived, swizzle, self.plan.interpret)(*copy)

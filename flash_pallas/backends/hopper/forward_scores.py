@@ -82,8 +82,9 @@ class Scores:
 
     @property
     def in_one_pass(self) -> bool:
-        """Exponentials, dropout and conversion take turns: inline_weights."""
-        return bool(self.spec.dropout_rate or self.plan.blocks.polynomials)
+        """Exponentials, dropout and conversion take turns: inline_weights. For 16 bits alone."""
+        in_turns = self.spec.dropout_rate or self.plan.blocks.polynomials
+        return bool(in_turns) and self.problem.dtype != jnp.float32
 
     def hold(self, cta: Cta, work: Work) -> Held:
         """What this warpgroup's rows of a query tile read beside Q, K and V."""
@@ -125,7 +126,7 @@ class Scores:
         return p, inline.lane_sums(p, self.plan.interpret)
 
     def weights(self, cta: Cta, work: Work, tile: Logits, m):
-        """(p in 16 bits, after dropout; row sums of all of it) relative to the row maxima m."""
+        """(p as an operand, after dropout; row sums of all of it) relative to the row maxima m."""
         share, whole = self.plan.blocks.polynomials, tile.edges == "none" and not self.may_be_empty
         powers = Powers(share, bounded=m is None and whole)
         m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
@@ -133,14 +134,15 @@ class Scores:
         if self.plan.interpret:
             p = inline_weights.plain(tile.x * tile.log2_scale - m, powers)
             sums = inline.lane_sums(p, interpret=True)
-            return self.dropped(cta, work, tile, p).astype(self.problem.dtype), sums
+            return self.plan.products.split(self.dropped(cta, work, tile, p)), sums
         drop = None
         if self.spec.dropout_rate:
             where = self.plan.tile(cta, work, tile.kv_block)
             keys = where.per_q(tile.inputs.q_keys), where.per_kv(tile.inputs.kv_keys)
             drop = Drop(*keys, dropout.threshold(self.spec.dropout_rate))
         dtype = self.problem.dtype
-        return inline_weights.weights(tile.x, m, tile.log2_scale, powers, drop, dtype)
+        p, sums = inline_weights.weights(tile.x, m, tile.log2_scale, powers, drop, dtype)
+        return (p,), sums
 
     def dropped(self, cta: Cta, work: Work, tile: Logits, p):
         """The weights that dropout keeps; `gain` is left to the end."""

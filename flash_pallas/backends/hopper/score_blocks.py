@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
+from .forward_blocks import wants_narrow_tiles
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -50,6 +51,8 @@ CHOICES = (
     ScoreBlocks(block_kv=64),
     ScoreBlocks(warpgroups=1, block_kv=64),
     ScoreBlocks(warpgroups=1, block_kv=64, stages=1),
+    ScoreBlocks(warpgroups=1, block_kv=32),
+    ScoreBlocks(warpgroups=1, block_kv=32, stages=1),
 )
 
 
@@ -105,7 +108,7 @@ class Sums:
     def smem_bytes(self, blocks: ScoreBlocks) -> int:
         """Shared memory without barriers."""
         problem, rows, columns = self.problem, blocks.block_q, blocks.block_kv
-        stage = 2 * (problem.head_dim + problem.v_head_dim) * (rows + columns)
+        stage = problem.dtype.itemsize * (problem.head_dim + problem.v_head_dim) * (rows + columns)
         per_row = 4 * blocks.stages * rows  # lse; delta
         total = blocks.stages * stage + vector_bytes(per_row, per_row)
         total += self.side.smem_bytes(blocks.stages, rows, columns)
@@ -121,6 +124,9 @@ class Sums:
         spec = self.problem.spec
         modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
         widest = 64 if self.axes != "rows" and (modified or "mask" in self.side.streams) else 128
+        if self.axes == "rows" and wants_narrow_tiles(self.problem):
+            widest = 32
         own = self.holds_bias and not (modified or "mask" in self.side.streams)
+        own = own and self.problem.dtype.itemsize == 2
         fits = lambda b: b.block_kv <= widest and self.smem_bytes(b) <= MOST_SMEM
         return next(b for b in (OWN_TILE,) * own + CHOICES if fits(b))

@@ -12,13 +12,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .arrays import BackwardArrays
 from .key_walk import KeyWalk
 from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .products import Products
 from .query_walk import QueryWalk
 from .score_blocks import ScoreBlocks, Sums
 from .side_inputs import Streamed
 
 
 class Smem(NamedTuple):
-    """Shared memory of one CTA."""
+    """Shared memory of one CTA; q, do, k and v are operands of products.py."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [stages, block_q, Dv]
@@ -148,7 +149,7 @@ def scratch(sums: Sums, blocks: ScoreBlocks) -> tuple[Smem, Barriers]:
     """What to allocate."""
     problem, stages = sums.problem, blocks.stages
     rows, columns = blocks.block_q, blocks.block_kv
-    tile = lambda length, dim: tile_buffer((stages, length, dim), problem.dtype)
+    tile = lambda length, dim: Products(problem.dtype).buffer((stages, length, dim))
     staging, vectors = None, None
     if sums.axes == "tile" and sums.parts(blocks) > 1:
         staging = tile_buffer((rows, columns), jnp.float32)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ...core.problem import Problem
+from .forward_blocks import wants_narrow_tiles
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -16,7 +19,7 @@ class DkvBlocks:
     """The dK/dV kernel: 64 keys per CTA, one warpgroup for dV and one for dK.
 
     Attributes:
-        block_q: queries per step, 64 or 128.
+        block_q: queries per step, 32, 64 or 128.
         stages, do_stages: tiles of Q (at least 2) and of dO in flight.
         p_stages: slots in which P^T is handed over.
     """
@@ -31,8 +34,9 @@ class DkvBlocks:
     producer_registers = 24
 
     def __post_init__(self):
-        if self.block_q not in (64, 128):  # a tile must divide the 128 rows that lse is padded to
-            raise ValueError(f"block_q of the dK/dV kernel is {self.block_q!r}: 64 or 128")
+        # A tile must divide the 128 rows that lse is padded to.
+        if self.block_q not in (32, 64, 128):
+            raise ValueError(f"block_q of the dK/dV kernel is {self.block_q!r}: 32, 64 or 128")
         if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
             raise ValueError("stages of the dK/dV kernel is 1: at least 2")
 
@@ -44,7 +48,7 @@ class DkvBlocks:
         handed_over = self.p_stages * self.block_kv * block_q
         rows = vector_bytes(4 * self.stages * block_q, 4 * self.do_stages * block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, block_q)
-        return 2 * (streamed + held + handed_over) + rows + side
+        return problem.dtype.itemsize * (streamed + held + handed_over) + rows + side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +88,21 @@ class DqBlocks:
         keys = self.block_kv * (self.k_stages * q + self.v_stages * v)
         side = SideInputs(problem, q_axis=0).smem_bytes(self.k_stages, self.block_q, self.block_kv)
         rows = vector_bytes(4 * self.block_q, 4 * self.block_q)
-        return 2 * (self.block_q * (q + v) + keys) + rows + side
+        return problem.dtype.itemsize * (self.block_q * (q + v) + keys) + rows + side
 
 
 # A 64x64 wgmma with both operands in shared memory needs all of its bandwidth, 64x128 three
 # quarters: tiles of scores are 128 wide wherever registers and shared memory allow.
 # Head dim 256, both kernels together, bf16 on H200, as ratio to cuDNN: 1.28 to 1.36 at 4k, 1.34 at
 # 4k causal, 1.39 at 16k causal; there 128 queries would need 354 KB of shared memory.
+# In float32 P and dS take as many registers as operands as they do before: at 128 wide dK/dV is
+# serialised (head dim 64, causal) and dQ spills 80 bytes.
 DKV = (
     DkvBlocks(block_q=128),
     DkvBlocks(block_q=64),
     DkvBlocks(block_q=64, do_stages=1),
     DkvBlocks(block_q=64, do_stages=1, p_stages=1),
+    DkvBlocks(block_q=32),  # float32 at head dim 128 beside tiles of both bias and mask
 )
 
 # Head dim 256 gets 64 keys and no second stage of V: 231,424 bytes.
@@ -105,6 +112,7 @@ DQ = (
     DqBlocks(block_kv=64, v_stages=1),
     DqBlocks(warpgroups=1, block_kv=64),
     DqBlocks(warpgroups=1, block_kv=64, v_stages=1),
+    DqBlocks(warpgroups=1, block_kv=32),
 )
 
 
@@ -114,14 +122,17 @@ def native_head_dim(head_dim: int) -> int:
 
 
 def choose_dkv(problem: Problem) -> DkvBlocks:
-    """The first that fits into shared memory."""
-    return next(b for b in DKV if b.smem_bytes(problem) <= MOST_SMEM)
+    """The first that fits into shared memory and into registers."""
+    widest = 64 if problem.dtype == np.float32 else 128
+    fits = lambda b: b.block_q <= widest and b.smem_bytes(problem) <= MOST_SMEM
+    return next(b for b in DKV if fits(b))
 
 
 def choose_dq(problem: Problem) -> DqBlocks:
     """The first that fits into shared memory and leaves registers for a tile of bias or mask."""
     side = SideInputs(problem, q_axis=0)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
-    widest = 64 if tiles and problem.head_dim > 64 else 128
+    widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
+    widest = 32 if wants_narrow_tiles(problem) else widest
     fits = lambda b: b.block_kv <= widest and b.smem_bytes(problem) <= MOST_SMEM
     return next(b for b in DQ if fits(b))

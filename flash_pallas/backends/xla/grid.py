@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 
 from ...core import bounds, manual_axes
 from ...core.integers import round_up
@@ -60,7 +61,12 @@ class Grid:
 
     def dot(self, subscripts, a, b):
         """A product of two operands in their common dtype, summed in the accumulation dtype."""
-        return jnp.einsum(subscripts, a, b, preferred_element_type=self.dtype)
+        precision = None
+        if self.problem.dtype == jnp.float32:
+            # HIGH would be TF32 on a GPU, as DEFAULT is.
+            default = self.problem.spec.precision == "default"
+            precision = lax.Precision.DEFAULT if default else lax.Precision.HIGHEST
+        return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.dtype)
 
     def split_q(self, x):
         """[B, T, N, H] -> [query blocks, B, K, G, block_q, H]."""
