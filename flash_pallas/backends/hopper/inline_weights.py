@@ -176,7 +176,7 @@ def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
             sums[place] = arith.addf(sums[place], p[e]) if place in sums else p[e]
         word = assembly(i32, convert, p[1], p[0])
         if keys:
-            word = arith.andi(word, _mask(Drop(*keys, threshold), index))
+            word = arith.andi(word, _mask(Drop(keys[0], keys[1], threshold), index))
         words.append(word)
         registers[index] = llvm.bitcast(packed, word)
     lanes = filled(

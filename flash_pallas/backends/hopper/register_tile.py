@@ -59,8 +59,9 @@ class RegisterTile(Tile):
         """bool of the tile's shape: what dropout keeps."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
-        keys = self.per_q(q_keys), self.per_kv(kv_keys)
-        return inline_modifiers.kept(*keys[:: -1 if self.q_axis else 1], dropout.threshold(rate))
+        of_queries, of_keys = self.per_q(q_keys), self.per_kv(kv_keys)
+        rows, columns = (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
+        return inline_modifiers.kept(rows, columns, dropout.threshold(rate))
 
 
 def logits(
