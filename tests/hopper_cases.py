@@ -136,12 +136,9 @@ def _several_tiles(name: str, **fields) -> Case:
     return _case(name, **({"T": 200, "S": 256, "N": 2, "K": 1} | fields))
 
 
-_LATE = {"late_dq": True, "do_stages": 2, "ds_stages": 2, "store_warps": True}
-
 # With what the fused backward can be asked to do, but is nowhere by itself.
 FUSED_BLOCKS = (
-    (_several_tiles("late_staggered", H=128), _LATE | {"stagger": True}),
-    (_several_tiles("late_masked", H=128, S=264), _LATE | {"mask_all": True}),
+    (_several_tiles("late_dp_staggered", H=128), {"late_dp": True, "stagger": True}),
     (_several_tiles("staggered", K=2, causal=True), {"stagger": True}),
     (_several_tiles("staggered_group", S=264, window=(90, 0)), {"stagger": True}),
 )

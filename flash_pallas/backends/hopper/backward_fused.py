@@ -15,12 +15,9 @@ warp of the producer warpgroup adds it to a float32 buffer in device memory by T
 order of those adds differs from run to run, and with it the last bits of dQ; backward_dkv.py and
 backward_dq.py are the deterministic pair.
 
-With `late_dq`, (5) of a tile runs during the next one, so that the warpgroups need not meet.
-
     K, V            one slot each, loaded once; dK and dV are staged in them at the end
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
-    dS^T            ds slots, written by both warpgroups, read by both: `ds_ready` counts them in,
-                    with late_dq a ring does
+    dS^T            ds slots, written by both warpgroups, read by both: `ds_ready` counts them in
     dQ              one float32 slot per warpgroup, handed to the storing warp and back
 """
 
@@ -120,10 +117,7 @@ class Fused:
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
-        step = self.step_late if self.blocks.late_dq else self.step
-        cta.walk.visit(functools.partial(step, cta, held, dk_acc, dv_acc))
-        if self.blocks.late_dq:
-            self.last_dq(cta)
+        cta.walk.visit(functools.partial(self.step, cta, held, dk_acc, dv_acc))
         return dk_acc[...], dv_acc[...]
 
     def own_place(self, cta: Cta, n) -> Place:
@@ -151,63 +145,12 @@ class Fused:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
+        accumulator = plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
+        cta.smem.dq[cta.wg] = pl.run_scoped(products, accumulator)
         plgpu.commit_smem()
         plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
         plgpu.wgmma_wait(0)
         cta.q.release(n)
-
-    def step_late(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
-        """The products (1) to (4) of the n-th tile and dQ of the one before."""
-        p, ds = self.score_gradients(cta, held, n, block, masked)
-        ring = self.ds_ring(cta)
-        slot = ring.slot(n)
-        last_use = n + 1 >= ring.slots  # by dQ of tile n - slots, which for -1 is of nothing
-        pl.when(last_use)(lambda: plgpu.barrier_wait(ring.empty.at[slot]))
-        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
-        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(ring.full.at[slot])
-        pl.when(n > 0)(lambda: ring.wait_full(n - 1))
-
-        def products(dq_acc):
-            ds_part, k_part = self.dq_operands(cta, ring.slot(n + ring.slots - 1))
-            plgpu.wgmma(dq_acc, ds_part, k_part)  # (5) dQ = dS K; of nothing where n is 0
-            plgpu.wgmma_wait(1)
-            cta.do.release(n)
-            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            pl.when(n > 1)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-
-        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
-        plgpu.commit_smem()
-        before = n - 1 + ring.slots
-        pl.when(before < cta.walk.total)(lambda: ring.release(before))
-        pl.when(n > 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
-        plgpu.wgmma_wait(0)
-        cta.q.release(n)
-
-    @property
-    def dq_accumulator(self):
-        return plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
-
-    def last_dq(self, cta: Cta):
-        """(5) of the last tile."""
-        ring, last = self.ds_ring(cta), cta.walk.total - 1
-        ring.wait_full(last)
-
-        def product(dq_acc):
-            plgpu.wgmma(dq_acc, *self.dq_operands(cta, ring.slot(last)))
-            pl.when(last > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-
-        cta.smem.dq[cta.wg] = pl.run_scoped(product, self.dq_accumulator)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
-
-    def ds_ring(self, cta: Cta) -> Ring:
-        """The slots of dS^T between the warpgroups that make it and that of dQ."""
-        return Ring(cta.bars.ds_full, cta.bars.ds_empty, self.blocks.ds_stages)
 
     def score_gradients(self, cta: Cta, held: Held, n, block, masked):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""

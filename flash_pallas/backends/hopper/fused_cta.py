@@ -43,8 +43,6 @@ class Barriers(NamedTuple):
     do_empty: Any  # each warpgroup
     delta_full: Any
     ds_ready: Any  # each warpgroup
-    ds_full: Any  # each warpgroup
-    ds_empty: Any  # each warpgroup
     dq_full: Any  # one per warpgroup
     dq_empty: Any  # one per warpgroup
     arrived: Any = None  # a tile that has padding to be cleared
@@ -101,7 +99,6 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         delta=row_buffer((blocks.do_stages, block_q)),
         side=side.buffers(blocks.stages, block_kv, block_q),
     )
-    ds_ring = bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
     bars = Barriers(
         kv_full=bar(num_arrivals=2),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
@@ -110,8 +107,6 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
         ds_ready=bar(num_arrivals=WARPGROUPS),
-        ds_full=ds_ring if blocks.late_dq else None,
-        ds_empty=ds_ring if blocks.late_dq else None,
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,

@@ -30,14 +30,11 @@ class Producer:
     def __call__(self, cta: Cta):
         """All tiles of this CTA."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        every = tuple(range(WARPGROUPS))
 
         @plgpu.warp_map
         def _(warp):
             pl.when(warp == LOAD_WARP)(lambda: self.load(cta))
-            stores = [(wg,) for wg in every] if self.blocks.store_warps else [every]
-            for i, parts in enumerate(stores):
-                pl.when(warp == STORE_WARP + i)(lambda parts=parts: self.store_dq(cta, parts))
+            pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
 
     def load(self, cta: Cta):
         """K and V once, then Q, lse, dO and delta of every query tile."""
@@ -83,18 +80,18 @@ class Producer:
         arrived, interpret = cta.bars.arrived, self.interpret
         return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
 
-    def store_dq(self, cta: Cta, parts: tuple[int, ...]):
-        """Add some warpgroups' parts of every dQ tile to the float32 buffer."""
+    def store_dq(self, cta: Cta):
+        """Add each warpgroup's part of every dQ tile to the float32 buffer."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
             head, rows = cta.query_tile(n, self.blocks.block_q)
-            for wg in parts:
+            for wg in range(WARPGROUPS):
                 plgpu.barrier_wait(cta.bars.dq_full.at[wg])
                 target = cta.dq.at[self.dq_part(cta, head, rows, wg)]
                 plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op="add")
-            for i, wg in enumerate(parts):
-                plgpu.wait_smem_to_gmem(len(parts) - 1 - i, wait_read_only=True)
+            for wg in range(WARPGROUPS):
+                plgpu.wait_smem_to_gmem(WARPGROUPS - 1 - wg, wait_read_only=True)
                 pl.when(n + 1 < cta.walk.total)(
                     lambda wg=wg: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg])
                 )
