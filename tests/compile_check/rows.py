@@ -71,7 +71,6 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 128, "causal"): 8,
     ("flash_pallas_forward", 128, "ragged"): 32,
     ("flash_pallas_forward", 128, "offset"): 20,
-    ("flash_pallas_backward_fused", 64, "full"): 20,
     ("flash_pallas_backward_fused", 64, "causal"): 40,
     ("flash_pallas_backward_fused", 64, "ragged"): 40,
     ("flash_pallas_backward_fused", 64, "offset"): 60,
