@@ -1,0 +1,137 @@
+"""The benchmarks' results: rows, files, tables and plots."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import (
+    flops,
+    gate,
+    plot,
+    results,
+    run,
+    suites,
+    tables,
+    timing,
+)
+
+
+def _results(**changes):
+    header = {
+        "schema": results.SCHEMA,
+        "suite": "quick",
+        "date": "2026-01-01",
+        "commit": "c" * 40,
+        "device": "Fake GPU",
+        "driver": "1",
+        "versions": {"jax": "0"},
+        "method": {"summary": "How.", "timer": "fake"},
+    }
+    cell = suites.SUITES["quick"][1]
+    verdict = gate.Verdict((0.1, 0.01), (0.2, 0.02))
+    samples = {
+        "torch_cudnn": [timing.Sample(1.0, 1.0)] * 3,
+        "flash_pallas": [timing.Sample(0.5, 2.0)] * 3,
+    }
+    rows = [
+        run.make_row(cell, direction, name, samples, refused, {"o": verdict, "dq": verdict})
+        for direction in run.DIRECTIONS
+        for name, refused in [
+            ("torch_cudnn", None),
+            ("flash_pallas", None),
+            ("tokamax", "unsupported: not installed"),
+        ]
+    ]
+    return header | {"rows": rows} | changes
+
+
+def test_a_row_has_the_promised_fields():
+    row = _results()["rows"][1]
+    assert row["ratio_to_torch_cudnn"] == 2.0
+    assert row["ms"] == 0.5
+    assert row["launches"] == 2.0
+    assert row["gate"] == {
+        "ok": True,
+        "tensor": "o",
+        "error": 0.1,
+        "bound": 0.2,
+        "tensors": {"o": {"error": (0.1, 0.01), "bound": (0.2, 0.02)}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda found: found.pop("device"), "lack"),
+        (lambda found: found.update(schema=0), "schema"),
+        (lambda found: found["rows"][0].pop("ms"), "fields"),
+        (lambda found: found["rows"][0].update(ms=None), "reason"),
+        (lambda found: found["rows"][0].update(gate=None), "gate"),
+        (lambda found: found["rows"][0]["gate"].update(ok=False), "gate"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path, spoil, message):
+    found = _results()
+    results.check(found)
+    spoil(found)
+    with pytest.raises(ValueError, match=message):
+        results.save(tmp_path / "x.json", found)
+
+
+def test_files_are_plain_json(tmp_path):
+    found = _results()
+    found["rows"][0]["launches"] = float("nan")
+    results.save(tmp_path / "x.json", found)
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["launches"] is None
+
+
+def test_table_shows_ratio_and_reasons():
+    text = tables.render(_results())
+    lines = text.splitlines()
+    assert lines[0] == "| B,T,N,K,H | mask | pass | torch_cudnn | flash_pallas |"
+    forward = flops.tflops(suites.SUITES["quick"][1].shape, True, "forward", 1.0)
+    expected = f"| 4,4096,16,16,128 | causal | forward | {forward:.0f} | {2 * forward:.0f} (2.00) |"
+    assert lines[2] == expected
+    assert "- tokamax: unsupported: not installed (2 of the rows)" in text
+    assert "Fake GPU" in text and "c" * 12 in text and "c" * 13 not in text
+
+
+def test_memory_table_marks_what_was_not_measured():
+    rows = [
+        {"provider": "a", "q_len": 1024, "planned": 2**29, "measured": 2**30, "refused": None},
+        {"provider": "a", "q_len": 2048, "planned": 2**31, "measured": None, "refused": None},
+        {"provider": "b", "q_len": 1024, "planned": None, "measured": None, "refused": "too big"},
+    ]
+    lines = tables.render(_results(suite="memory", rows=rows)).splitlines()
+    assert lines[2:4] == ["| 1k | 1.000 | - |", "| 2k | ~2.000 | - |"]
+    assert "- b: too big (1 of the rows)" in lines
+
+
+def test_table_goes_between_its_markers():
+    document = "a\n<!-- table:x -->\nold\n<!-- end -->\nb\n<!-- table:y -->\nkeep\n<!-- end -->\n"
+    expected = document.replace("old", "new \\1")
+    assert tables.replace(document, "x", "new \\1\n") == expected
+    assert tables.replace(expected, "x", "new \\1\n") == expected
+    with pytest.raises(ValueError, match="table:z"):
+        tables.replace(document, "z", "new")
+
+
+def test_plots_are_written(tmp_path):
+    rows = [
+        {"provider": "a", "q_len": n, "planned": n << 20, "measured": None, "refused": None}
+        for n in (1024, 2048)
+    ]
+    plot.plot_results(_results(), tmp_path / "bars.png")
+    plot.plot_results(_results(suite="memory", rows=rows), tmp_path / "memory.svg")
+    for name in ("flash", "cudnn"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "loss.csv").write_text("step,loss\n1,5.5\n2,4.5\n")
+    paths = [tmp_path / name / "loss.csv" for name in ("flash", "cudnn")]
+    plot.plot_losses(paths, tmp_path / "losses.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "memory.svg").read_text()

@@ -1,0 +1,196 @@
+"""The benchmarks' timers: what they count as time, and which of them is believed."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import cupti, timing
+
+# --- cupti
+
+
+def test_busy_time_is_a_union():
+    make = lambda *pairs: [cupti.Interval(a, b, "x") for a, b in pairs]
+    assert cupti.busy_ns(make((10, 20), (30, 40))) == 20
+    assert cupti.busy_ns(make((30, 40), (10, 35))) == 30
+    assert cupti.busy_ns(make((10, 40), (20, 30))) == 30
+    assert cupti.busy_ns([]) == 0
+
+
+def _record(kind: int, start: int, end: int, name: bytes | None = None):
+    """An activity record as cupti_activity.h lays it out, and the string that it points to."""
+    text = ctypes.create_string_buffer(name) if name else None
+    address = ctypes.addressof(text) if text else 0
+    return struct.pack("<I12xQQ72xQ", kind, start, end, address), text
+
+
+class FakeCupti:
+    """A CUPTI that delivers the given records when it is flushed."""
+
+    def __init__(self, records, enable_status=0):
+        self.records, self.enable_status = records, enable_status
+        self.enabled, self.log = set(), []
+
+    def cuptiActivityRegisterCallbacks(self, requested, completed):
+        self.requested, self.completed = requested, completed
+        return 0
+
+    def cuptiActivityEnable(self, kind):
+        self.enabled.add(kind)
+        return self.enable_status
+
+    def cuptiActivityDisable(self, kind):
+        self.enabled.remove(kind)
+        return 0
+
+    def cuptiActivityFlushAll(self, flag):
+        assert flag == 1
+        buffer, size, most = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t(7)
+        self.requested(ctypes.pointer(buffer), ctypes.pointer(size), ctypes.pointer(most))
+        assert most.value == 0
+        data = b"".join(self.records)
+        assert len(data) <= size.value
+        ctypes.memmove(buffer.value, data, len(data))
+        self.addresses = [
+            buffer.value + offset
+            for offset in itertools.accumulate(map(len, self.records), initial=0)
+        ][:-1]
+        self.completed(None, 0, buffer, size.value, len(data))
+        return 0
+
+    def cuptiActivityGetNextRecord(self, buffer, valid, record):
+        del buffer, valid
+        if not self.addresses:
+            return 12
+        record._obj.value = self.addresses.pop(0)
+        return 0
+
+    def cuptiGetResultString(self, status, message):
+        del status
+        message._obj.value = b"CUPTI_ERROR_FAKE"
+        return 0
+
+
+def test_recorder_reads_kernels_memsets_and_copies(monkeypatch):
+    kernel, text = _record(10, 1000, 3000, b"attention")
+    fake = FakeCupti([kernel, _record(2, 500, 800)[0], _record(1, 0, 100)[0], _record(4, 0, 9)[0]])
+    monkeypatch.setattr(cupti, "_load", lambda: fake)
+    recorder = cupti.Recorder()
+    for _ in range(2):
+        with recorder.record() as intervals:
+            assert fake.enabled == {1, 2, 10}
+        assert intervals == [(1000, 3000, "attention"), (500, 800, "memset"), (0, 100, "memcpy")]
+        assert not fake.enabled
+    assert text.value == b"attention"
+
+
+def test_recorder_names_the_call_that_failed(monkeypatch):
+    fake = FakeCupti([], enable_status=39)
+    monkeypatch.setattr(cupti, "_load", lambda: fake)
+    recorder = cupti.Recorder()
+    message = r"cuptiActivityEnable: CUPTI_ERROR_FAKE \(39\)"
+    with pytest.raises(cupti.CuptiError, match=message), recorder.record():
+        pass
+
+
+# --- timing
+
+
+class FakeTimer:
+    """Reads durations that the launches themselves announce; keeps the order of readings."""
+
+    name = "fake"
+
+    def __init__(self):
+        self.order = []
+
+    def measure(self, launch, iterations):
+        name, ms = launch.run()
+        self.order.append((name, iterations))
+        return timing.Sample(ms, 3.0)
+
+
+def _contestants(**durations):
+    def make(name, ms):
+        if isinstance(ms, list):
+            steps = iter(ms)
+            return timing.Launch(lambda: (name, next(steps)), "jax")
+        return timing.Launch(lambda: (name, ms), "jax")
+
+    return {name: make(name, ms) for name, ms in durations.items()}
+
+
+def test_rounds_are_interleaved_and_rotate():
+    timer = FakeTimer()
+    samples, failures = timing.interleave(timer, _contestants(a=10.0, b=20.0, c=1.0), rounds=4)
+    assert not failures
+    assert {name: len(found) for name, found in samples.items()} == {"a": 4, "b": 4, "c": 4}
+    rounds = [name for name, _ in timer.order[6:]]
+    assert ["".join(rounds[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
+    assert dict(timer.order[6:]) == {"a": 3, "b": 2, "c": 30}
+
+
+def test_a_contestant_that_raises_drops_out_and_the_others_go_on():
+    timer = FakeTimer()
+    # The iterator ends in the second round, after two pilots and one reading.
+    found, failures = timing.interleave(timer, _contestants(a=1.0, b=[1.0, 1.0, 1.0]), rounds=3)
+    assert set(found) == {"a"}
+    assert len(found["a"]) == 3
+    assert set(failures) == {"b"}
+
+
+def test_ratio_is_taken_within_rounds():
+    # Both slow down threefold: the ratio of every round is 2, that of the medians is not.
+    yardstick = [timing.Sample(ms, 1) for ms in (2.0, 4.0, 60.0)]
+    mine = [timing.Sample(ms, 1) for ms in (1.0, 2.0, 30.0)]
+    assert timing.speed_ratio(yardstick, mine) == 2.0
+    assert timing.median_and_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, pytest.approx(2 / 3))
+    assert timing.median_and_spread([7.0]) == (7.0, 0.0)
+
+
+def test_iterations_fill_a_reading():
+    assert timing.iterations_for(1.0) == 30
+    assert timing.iterations_for(1000.0) == 2
+    assert timing.iterations_for(0.0) == 100
+
+
+def test_kineto_reads_device_events_only():
+    events = [
+        {"ph": "X", "cat": "kernel", "ts": 1.5, "dur": 2.0, "name": "k"},
+        {"ph": "X", "cat": "gpu_memset", "ts": 4, "dur": 1, "name": "m"},
+        {"ph": "X", "cat": "cuda_runtime", "ts": 0, "dur": 99, "name": "launch"},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert timing.KinetoTimer.intervals(events) == [(1500, 3500, "k"), (4000, 5000, "m")]
+
+
+def test_a_timer_that_loses_work_is_not_chosen(monkeypatch):
+    class Deaf:
+        name = "deaf"
+
+        def measure(self, launch, iterations):
+            return timing.Sample(1e-9, 1.0)
+
+    monkeypatch.setitem(timing.TIMERS, "cupti", Deaf)
+    monkeypatch.setattr(timing, "torch_or_none", lambda: None)
+    probes = {"sum": timing.Launch(lambda: jnp.ones(8).sum(), "jax")}
+    timer, log = timing.choose("auto", probes)
+    assert isinstance(timer, timing.HostTimer)
+    assert "of the wall time" in log["cupti"]
+    assert "torch" in log["kineto"]
+    with pytest.raises(RuntimeError, match="does not work here"):
+        timing.choose("cupti", probes)
+
+
+def test_host_timer_measures_time():
+    product = jax.jit(jnp.dot)
+    launch = lambda n: timing.Launch(lambda: product(jnp.ones((n, n)), jnp.ones((n, n))), "jax")
+    timer = timing.HostTimer()
+    timer.measure(launch(16), 1), timer.measure(launch(1024), 1)
+    assert timer.measure(launch(1024), 3).ms > timer.measure(launch(16), 3).ms > 0
