@@ -19,10 +19,10 @@ ROW_MULTIPLE = 128  # of lse and delta: the widest query tile
 class BackwardArrays(NamedTuple):
     """Operands in device memory.
 
-    T8 and S8 are the lengths rounded up to 8, D and Dv the head dims that a kernel runs; what
-    padding adds is 0 except in lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries
-    get P = 0. q, k, v and do are operands of products.py, and so are all gradients of the first
-    three.
+    T8 and S8 are the lengths rounded up to 8, D and Dv the head dims that a kernel runs or, where
+    TMA fills its tiles up with zeros, those of the call. What padding adds is 0 except in lse_log2,
+    where it is core.softmax.EMPTY_ROW, so that padded queries get P = 0. q, k, v and do are
+    operands of products.py, and so are all gradients of the first three.
     """
 
     q: Any  # [B, T8, N, D]
@@ -39,15 +39,21 @@ class BackwardArrays(NamedTuple):
     kv_padding: Padding | None = None
 
     @classmethod
-    def of(cls, problem: Problem, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
-        """For the head dims of `problem`; an array that is so already is passed as it is."""
+    def of(
+        cls, problem: Problem, operands: Operands, cotangents: Cotangents, summed_rows: Any
+    ) -> BackwardArrays:
+        """For the head dims of `problem`; an array that needs no padding is passed as it is.
+
+        `summed_rows`: of all tiles of Q and K, and of V and dO, as Products.operand takes them.
+        """
         tile = Products(problem.dtype).operand
+        of_qk, of_v = summed_rows
         rows = round_up(problem.q_len, ROW_MULTIPLE)
         return cls(
-            q=tile(operands.q, problem.head_dim),
-            k=tile(operands.k, problem.head_dim),
-            v=tile(operands.v, problem.v_head_dim),
-            do=tile(cotangents.do, problem.v_head_dim),
+            q=tile(operands.q, problem.head_dim, *of_qk),
+            k=tile(operands.k, problem.head_dim, *of_qk),
+            v=tile(operands.v, problem.v_head_dim, *of_v),
+            do=tile(cotangents.do, problem.v_head_dim, *of_v),
             lse_log2=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
             delta=pad_axis(cotangents.delta, 2, rows),
             q_offset=operands.q_offset,

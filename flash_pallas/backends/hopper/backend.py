@@ -70,9 +70,9 @@ class HopperBackend:
         """Attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
         native = native_problem(problem)
-        widths = (native.head_dim, native.head_dim, native.v_head_dim)
         products = Products(problem.dtype, self.interpret)
-        q, k, v = map(products.operand, operands[:3], widths)
+        q, k = (products.operand(x, native.head_dim) for x in (operands.q, operands.k))
+        v = products.operand(operands.v, native.v_head_dim, blocks.forward.block_kv)
         out = forward(
             native,
             blocks.forward,

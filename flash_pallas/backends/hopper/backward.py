@@ -38,7 +38,7 @@ def backward(
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)
         operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
-    arrays = BackwardArrays.of(native, operands, cotangents)
+    arrays = BackwardArrays.of(native, operands, cotangents, _summed_rows(native, blocks))
     if fused:
         grads = backward_fused(native, blocks, operands, arrays, inside, interpret)
     else:
@@ -52,3 +52,11 @@ def backward(
         dv[:, : problem.kv_len, :, : problem.v_head_dim],
         **extra,
     )
+
+
+def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
+    """Of Q's and K's, and of V's and dO's tiles; 0 is for the kernel of score_grads.py."""
+    if isinstance(blocks, FusedBlocks):
+        return (blocks.dq_tile(native.head_dim)[1], 0), (0,)
+    rows = (blocks.dkv.block_q, blocks.dq.block_kv, 0)
+    return rows, rows

@@ -34,7 +34,7 @@ def choose_backward(problem: Problem) -> dict[str, Any]:
 
 
 def native_problem(problem: Problem, *, fused: bool) -> Problem:
-    """The problem with the head dims that the kernels run: padded with zeros."""
+    """The problem with the head dims that the kernels run: filled up with zeros."""
     q, v = problem.head_dim, problem.v_head_dim
     if fused:
         q = v = next(dim for dim in FUSED_HEAD_DIMS if dim >= max(q, v))

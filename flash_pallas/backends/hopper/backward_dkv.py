@@ -35,7 +35,7 @@ from . import inline, recompute
 from .arrays import BackwardArrays
 from .dkv_cta import Barriers, Cta, Smem, scratch
 from .key_walk import mask_everywhere
-from .memory import WARPGROUP_ROWS, Ring, launch
+from .memory import WARPGROUP_ROWS, Ring, launch, rows_of
 from .products import Products
 from .query_walk import QueryWalk
 from .recompute import Weights
@@ -99,7 +99,8 @@ class Dkv:
     def produce(self, cta: Cta):
         """K, then for every tile Q and dO; V between the first two, where it is first needed."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        plgpu.copy_gmem_to_smem(cta.gmem.k.at[cta.keys], cta.smem.k, cta.bars.k_full)
+        k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
+        plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
@@ -108,7 +109,7 @@ class Dkv:
             rows = pl.ds(block * self.blocks.block_q, self.blocks.block_q)
             tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
             cta.q.wait_empty(n)
-            self.load(cta.q, n, cta.gmem.q.at[tile], cta.smem.q)
+            self.load(cta.q, n, rows_of(cta.gmem.q, tile, cta.smem.q), cta.smem.q)
             self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
             if self.side.copies:
                 slot = cta.q.slot(n)
@@ -117,14 +118,15 @@ class Dkv:
 
             pl.when(n == 0)(lambda: self.load_v(cta))
             cta.do.wait_empty(n)
-            self.load(cta.do, n, cta.gmem.do.at[tile], cta.smem.do)
+            self.load(cta.do, n, rows_of(cta.gmem.do, tile, cta.smem.do), cta.smem.do)
             self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
 
     def load_v(self, cta: Cta):
-        plgpu.copy_gmem_to_smem(cta.gmem.v.at[cta.keys], cta.smem.v, cta.bars.v_full)
+        v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
+        plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
 
     def load(self, ring: Ring, n, source, buffer):
         """One of the copies of the n-th fill of a ring."""
@@ -139,7 +141,7 @@ class Dkv:
         dv = pl.run_scoped(functools.partial(self.dv_walk, cta), accumulator)
         cta.p.drain(cta.walk.total)
         staging = cta.smem.k if cta.smem.dv is None else cta.smem.dv
-        self.store(dv, staging, cta.dv.at[cta.keys])
+        self.store(dv, staging, rows_of(cta.dv, cta.keys, staging))
 
     def dv_walk(self, cta: Cta, dv_acc):
         """dV, f32[64, Dv]."""
@@ -227,7 +229,8 @@ class Dkv:
         accumulator = self.result_accumulator(self.problem.head_dim)
         dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
         staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
-        self.store(dk * self.problem.spec.scale, staging, cta.dk.at[cta.keys])
+        out = rows_of(cta.dk, cta.keys, staging)
+        self.store(dk * self.problem.spec.scale, staging, out)
 
     def dk_walk(self, cta: Cta, dk_acc):
         """dK before scaling, f32[64, D]. Hidden scores have P = 0, so there is no mask here."""

@@ -30,7 +30,7 @@ from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
 from .key_walk import KeyWalk, mask_everywhere
-from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, warpgroup_rows
+from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, rows_of, warpgroup_rows
 from .products import Products
 from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs, Streamed
@@ -144,10 +144,11 @@ class Dq:
         queries = pl.ds(cta.q_start, self.blocks.block_q)
         tile, row = (cta.batch, queries, cta.head), (cta.batch, cta.head, queries)
         arrived = cta.bars.queries
-        plgpu.copy_gmem_to_smem(cta.gmem.q.at[tile], cta.smem.q, arrived)
-        plgpu.copy_gmem_to_smem(cta.gmem.do.at[tile], cta.smem.do, arrived)
-        plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse, arrived)
-        plgpu.copy_gmem_to_smem(cta.gmem.delta.at[row], cta.smem.delta, arrived)
+        gmem, smem = cta.gmem, cta.smem
+        plgpu.copy_gmem_to_smem(rows_of(gmem.q, tile, smem.q), smem.q, arrived)
+        plgpu.copy_gmem_to_smem(rows_of(gmem.do, tile, smem.do), smem.do, arrived)
+        plgpu.copy_gmem_to_smem(gmem.lse_log2.at[row], smem.lse, arrived)
+        plgpu.copy_gmem_to_smem(gmem.delta.at[row], smem.delta, arrived)
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
 
         block_q, block_kv, walk = self.blocks.block_q, self.blocks.block_kv, self.walk(cta)
@@ -156,12 +157,12 @@ class Dq:
         def _(n):
             start = walk[n] * block_kv
             keys = (cta.batch, pl.ds(start, block_kv), kv_head)
-            self.load(cta.k, n, cta.gmem.k.at[keys], cta.smem.k)
+            self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
             if self.side.copies:
                 slot = cta.k.slot(n)
                 place = cta.place(start, block_kv, own=False, rows=block_q)
-                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.k.full.at[slot], place)
-            self.load(cta.v, n, cta.gmem.v.at[keys], cta.smem.v)
+                self.side.load(gmem.side, smem.side, slot, cta.k.full.at[slot], place)
+            self.load(cta.v, n, rows_of(gmem.v, keys, smem.v), smem.v)
 
         cta.k.drain(walk.total)
         cta.v.drain(walk.total)
@@ -183,7 +184,8 @@ class Dq:
         self.products.store(staging, dq * self.problem.spec.scale)
         plgpu.commit_smem()
         rows = pl.ds(cta.q_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        plgpu.copy_smem_to_gmem(staging, cta.dq.at[cta.batch, rows, cta.head])
+        out = rows_of(cta.dq, (cta.batch, rows, cta.head), cta.smem.q)
+        plgpu.copy_smem_to_gmem(staging, out)
         plgpu.wait_smem_to_gmem(0)
 
     def fold(self, cta: Cta, dq_acc):

@@ -40,7 +40,7 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks, entries_at_once
 from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
 from .fused_producer import Producer
-from .memory import WARPGROUP_ROWS, Ring, launch, warpgroup_rows
+from .memory import WARPGROUP_ROWS, Ring, launch, rows_of, warpgroup_rows
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs
@@ -106,8 +106,9 @@ class Fused:
         plgpu.commit_smem()
         rows = pl.ds(cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         at = (cta.batch, rows, cta.kv_head)
-        plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], cta.dk.at[at], commit_group=False)
-        plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], cta.dv.at[at])
+        dk_at, dv_at = (rows_of(out, at, cta.smem.k) for out in (cta.dk, cta.dv))
+        plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], dk_at, commit_group=False)
+        plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], dv_at)
         plgpu.wait_smem_to_gmem(0)
 
     def walk(self, cta: Cta, dk_acc, dv_acc):
@@ -245,7 +246,7 @@ def backward_fused(
     clears: bool,
     interpret: bool,
 ):
-    """Launch; returns (dq, dk, dv) in the dtypes and padded shapes of q, k, v.
+    """Launch; returns (dq, dk, dv) in the dtypes and shapes of `arrays`, dq as wide as it runs.
 
     `clears`: padding may hold NaN; otherwise it holds 0.
     """
@@ -283,7 +284,7 @@ def backward_fused(
     # (1.00x). Only dQ's zeros are written; those of dK and dV are overwritten, and XLA drops them.
     dq, dk, dv = pl.run_state(accumulate)(
         (
-            jnp.zeros(arrays.q.shape, jnp.float32),
+            jnp.zeros((*arrays.q.shape[:3], problem.head_dim), jnp.float32),
             jnp.zeros(arrays.k.shape, dtype),
             jnp.zeros(arrays.v.shape, dtype),
         )

@@ -29,7 +29,7 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
-from .memory import WARPGROUP_ROWS, float32, launch, warpgroup_rows
+from .memory import WARPGROUP_ROWS, float32, launch, rows_of, warpgroup_rows
 from .products import Products
 from .register_tile import RegisterTile
 from .score_blocks import ScoreBlocks, Sums
@@ -95,12 +95,13 @@ class Scores:
         queries = pl.ds(step.q_block * self.blocks.block_q, self.blocks.block_q)
         keys = pl.ds(step.kv_block * self.blocks.block_kv, self.blocks.block_kv)
         kv_head = lax.div(jnp.int32(step.head), jnp.int32(self.problem.group))
-        gmem = cta.gmem
+        gmem, smem = cta.gmem, cta.smem
+        q_at, kv_at = (step.batch, queries, step.head), (step.batch, keys, kv_head)
         return {
-            "q": gmem.q.at[step.batch, queries, step.head],
-            "do": gmem.do.at[step.batch, queries, step.head],
-            "k": gmem.k.at[step.batch, keys, kv_head],
-            "v": gmem.v.at[step.batch, keys, kv_head],
+            "q": rows_of(gmem.q, q_at, smem.q),
+            "do": rows_of(gmem.do, q_at, smem.do),
+            "k": rows_of(gmem.k, kv_at, smem.k),
+            "v": rows_of(gmem.v, kv_at, smem.v),
             "lse": gmem.lse_log2.at[step.batch, step.head, queries],
             "delta": gmem.delta.at[step.batch, step.head, queries],
         }

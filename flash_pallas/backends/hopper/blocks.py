@@ -67,6 +67,10 @@ def _replaced(kernel: str, blocks, fields, size):
             raise ValueError(
                 f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of {unit} up to 256"
             )
+    if isinstance(replaced, FusedBlocks) and not replaced.runs(size.head_dim):
+        raise ValueError(
+            f"blocks[{kernel!r}]['block_q'] is {replaced.block_q}: 128 for head dims up to 16"
+        )
     if replaced.smem_bytes(size) > SMEM_LIMIT - 1024:  # the barriers take less than 1 KB
         raise ValueError(
             f"blocks[{kernel!r}] needs {replaced.smem_bytes(size)} bytes of shared memory and "

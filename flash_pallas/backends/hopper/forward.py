@@ -33,7 +33,7 @@ from .clearing import Padding
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Logits, Scores, per_row
-from .memory import WARPGROUP_ROWS, Ring, float32, launch
+from .memory import WARPGROUP_ROWS, Ring, float32, launch, rows_of
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
 
@@ -258,7 +258,8 @@ class Forward:
         plgpu.commit_smem()
         row = block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
         rows_at = pl.ds(row, WARPGROUP_ROWS)
-        plgpu.copy_smem_to_gmem(staging.at[cta.wg], cta.out.o.at[batch, rows_at, head])
+        o_at = rows_of(cta.out.o, (batch, rows_at, head), staging)
+        plgpu.copy_smem_to_gmem(staging.at[cta.wg], o_at)
         plgpu.copy_smem_to_gmem(cta.smem.lse.at[cta.wg], cta.out.lse.at[batch, head, rows_at])
         if cta.smem.most is not None:
             plgpu.copy_smem_to_gmem(cta.smem.most.at[cta.wg], cta.out.most.at[batch, head, rows_at])
@@ -321,7 +322,8 @@ def forward(
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
-    o = plan.products.result((*operands.q.shape[:3], problem.v_head_dim))
+    columns = plan.products.columns(operands.v.shape[3], problem.v_head_dim)
+    o = plan.products.result((*operands.q.shape[:3], columns))
     results = (o, per_row) + (per_row,) * problem.spec.max_logit
     run = functools.partial(
         launch,

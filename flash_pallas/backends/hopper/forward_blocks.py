@@ -11,7 +11,7 @@ from .memory import SMEM_LIMIT, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
 BARRIER_BYTES = 1024  # more than the barriers of any kernel take
-NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # of q and k, and of v, independently
+NATIVE_HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # of q and k, and of v, independently
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def native_head_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
 
 
 def native_problem(problem: Problem) -> Problem:
-    """The problem with the head dims that the kernel runs: padded with zeros."""
+    """The problem with the head dims that the kernel runs: filled up with zeros."""
     head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 

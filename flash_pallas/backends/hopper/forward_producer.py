@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .blocks import ForwardBlocks
 from .clearing import Loader
 from .forward_plan import Cta, Plan, Work
-from .memory import WARPGROUP_ROWS, Ring
+from .memory import WARPGROUP_ROWS, Ring, rows_of
 from .side_inputs import Place
 
 
@@ -72,9 +72,8 @@ class Producer:
             rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
             if self.blocks.persistent:
                 pl.when(turn > 0)(lambda wg=wg: plgpu.barrier_wait(cta.bars.q_empty.at[wg]))
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.q.at[batch, rows, head], cta.smem.q.at[wg], cta.bars.q_full.at[wg]
-            )
+            source = rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q)
+            plgpu.copy_gmem_to_smem(source, cta.smem.q.at[wg], cta.bars.q_full.at[wg])
 
     def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
         """The j-th block from the right of K or V, as the use-th fill of its ring."""
@@ -87,9 +86,11 @@ class Producer:
         ring.wait_empty(use)
         if ring is cta.v:
             # PV alone sums over keys: what padding holds of K only reaches scores that are hidden.
-            self.load_v(cta, cta.gmem.v.at[keys], cta.smem.v.at[slot], full, work.at.batch, block)
+            source = rows_of(cta.gmem.v, keys, cta.smem.v)
+            self.load_v(cta, source, cta.smem.v.at[slot], full, work.at.batch, block)
             return
-        plgpu.copy_gmem_to_smem(cta.gmem.k.at[keys], cta.smem.k.at[slot], full)
+        source = rows_of(cta.gmem.k, keys, cta.smem.k)
+        plgpu.copy_gmem_to_smem(source, cta.smem.k.at[slot], full)
         first_row, tile_rows = work.at.block * self.plan.tile_rows, self.plan.tile_rows
         place = Place(work.at.batch, work.at.head, first_row, start, tile_rows, block_kv)
         self.plan.side.load(cta.gmem.side, cta.smem.side, slot, full, place)

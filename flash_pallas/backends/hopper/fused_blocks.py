@@ -46,6 +46,10 @@ class FusedBlocks:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
 
+    def runs(self, head_dim: int) -> bool:
+        """A part of dQ is as wide as the narrowest rows of a tile that is an operand."""
+        return self.dq_tile(head_dim)[1] >= 16
+
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory without barriers, for the head dim that runs."""
         head_dim = problem.head_dim
@@ -72,7 +76,7 @@ def entries_at_once(problem: Problem) -> int:
     return -(-problem.batch // sections)
 
 
-FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
+FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200. Where some tile is masked, all are, in one loop: with a second loop for the tiles that
 # need no mask, ptxas runs out of registers and serialises every wgmma at head dim 64, and at 128
@@ -84,11 +88,13 @@ FUSED_HEAD_DIMS = (32, 64, 128)  # that this kernel runs, of Q, K and V alike
 # Staggered without a mask: 1.08 at 64 (32 heads; nothing with 4), 1.00 to 1.03 at 128, and causal
 # 1.00 and 0.99.
 PLAIN = {
+    16: FusedBlocks(block_q=128, stagger=True),
     32: FusedBlocks(block_q=128, stagger=True),
     64: FusedBlocks(block_q=128, stagger=True),
     128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1, stagger=True),
 }
 MASKED = {
+    16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=128, mask_all=True),
     128: FusedBlocks(block_q=64, mask_all=True),
@@ -117,7 +123,8 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
         first = dataclasses.replace(first, mask_all=False)
     fewer = dataclasses.replace(first, do_stages=1, ds_stages=1)
     candidates = (first, fewer, SMALLEST)
-    return next((b for b in candidates if b.smem_bytes(problem) <= MOST_SMEM), None)
+    fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
+    return next(filter(fits, candidates), None)
 
 
 def _some_tile_is_whole(problem: Problem, blocks: FusedBlocks) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,7 +14,7 @@ from ...core.problem import Problem
 from .clearing import WARP, Loader, Padding
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta, swizzle_of_k
-from .memory import widest_swizzle
+from .memory import rows_of, widest_swizzle
 from .side_inputs import SideInputs
 
 LOAD_WARP, STORE_WARP = 0, 1
@@ -42,8 +43,9 @@ class Producer:
         block = lax.axis_index("kv")
         load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
         load_q, load_do = self.loaders(cta, cta.gmem.q_padding)
-        load_k(cta.gmem.k.at[keys], cta.smem.k, cta.bars.kv_full, cta.batch, block)
-        load_v(cta.gmem.v.at[keys], cta.smem.v, cta.bars.kv_full, cta.batch, block)
+        at = functools.partial(rows_of, tile=cta.smem.k)  # all four are as wide
+        load_k(at(cta.gmem.k, keys), cta.smem.k, cta.bars.kv_full, cta.batch, block)
+        load_v(at(cta.gmem.v, keys), cta.smem.v, cta.bars.kv_full, cta.batch, block)
         side = SideInputs(self.problem, q_axis=1)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
@@ -54,7 +56,7 @@ class Producer:
             slot = cta.q.slot(n)
             full = cta.bars.q_full.at[slot]
             cta.q.wait_empty(n)
-            load_q(cta.gmem.q.at[tile], cta.smem.q.at[slot], full, cta.batch, block)
+            load_q(at(cta.gmem.q, tile), cta.smem.q.at[slot], full, cta.batch, block)
             plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], full)
             if side.copies:
                 place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
@@ -62,7 +64,7 @@ class Producer:
             slot = cta.do.slot(n)
             full = cta.bars.do_full.at[slot]
             cta.do.wait_empty(n)
-            load_do(cta.gmem.do.at[tile], cta.smem.do.at[slot], full, cta.batch, block)
+            load_do(at(cta.gmem.do, tile), cta.smem.do.at[slot], full, cta.batch, block)
             plgpu.copy_gmem_to_smem(
                 cta.gmem.delta.at[row], cta.smem.delta.at[slot], cta.bars.delta_full.at[slot]
             )

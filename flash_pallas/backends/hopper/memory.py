@@ -97,6 +97,25 @@ def warpgroup_rows(warpgroup):
     return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
+def tile_columns(width: int, columns: int, swizzle: int, dtype) -> int:
+    """Columns of an array whose tiles in shared memory have `columns`, of which `width` are used.
+
+    `width` where TMA makes up for the rest: it reads 0 past an array's end and writes nothing
+    there. It copies rows in pieces as wide as the swizzle, and where there are several it knows the
+    end of none, only how many there are. Otherwise `columns`: the array has to be padded.
+    """
+    piece = swizzle // jnp.dtype(dtype).itemsize
+    return width if width <= piece or width % piece == 0 else columns
+
+
+def rows_of(ref, at, tile):
+    """ref.at[at] in rows as long as those of `tile`; the array's may be shorter: `tile_columns`."""
+    if ref.shape[-1] == tile.shape[-1]:
+        return ref.at[at]
+    # A traced start, as a static slice past the array's end would be refused.
+    return ref.at[(*at, pl.ds(jnp.int32(0), tile.shape[-1]))]
+
+
 def pad_axis(x, axis: int, size: int, value: float = 0):
     """x grown to `size` along one axis; x itself where it already has that size."""
     if x.shape[axis] == size:

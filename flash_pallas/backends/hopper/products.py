@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.integers import round_up
-from .memory import pad_axis, tile_buffer, widest_swizzle
+from .memory import pad_axis, tile_buffer, tile_columns, widest_swizzle
 
 LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
 
@@ -57,16 +57,33 @@ class Products:
 
     # --- device memory ---------------------------------------------------------------------------
 
-    def operand(self, x, head_dim: int):
+    def operand(self, x, head_dim: int, *summed_rows: int):
         """x [B, length, heads, <= head_dim] as the kernels read it; x itself if it is so.
 
-        Zero-padded to this head dim and to a length in multiples of 8. Zero columns change no
-        score, and the columns that they add to results are dropped.
+        Zero-padded to a length in multiples of 8, and to this head dim where TMA does not. Zero
+        columns change no score, and the columns that they add to results are dropped.
+
+        Args:
+            x: the array.
+            head_dim: of its tiles in shared memory.
+            *summed_rows: as `buffer` gets them for each of these tiles.
         """
-        x = pad_axis(pad_axis(x, 3, head_dim), 1, round_up(x.shape[1], LENGTH_MULTIPLE))
+        columns = self.columns(x.shape[3], head_dim, *summed_rows)
+        x = pad_axis(pad_axis(x, 3, columns), 1, round_up(x.shape[1], LENGTH_MULTIPLE))
         if self.parts == 1:
             return x
         return jnp.concatenate([part.astype(self.operand_dtype) for part in _halves(x)], axis=-1)
+
+    def columns(self, width: int, head_dim: int, *summed_rows: int) -> int:
+        """Of an array that uses `width` of `head_dim`, in device memory: one or the other.
+
+        `summed_rows`: of each kind of its tiles; none stands for 0.
+        """
+        if self.parts > 1:  # lie side by side: past the end of one is the other
+            return head_dim
+        swizzles = {self.swizzle(head_dim, rows) for rows in summed_rows or (0,)}
+        needs = {tile_columns(width, head_dim, s, self.operand_dtype) for s in swizzles}
+        return max(needs)
 
     def result(self, shape):
         """What to allocate for a result of this shape, in the form of an operand."""
