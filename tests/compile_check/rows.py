@@ -52,6 +52,7 @@ MODIFIERS = (
     "mask_mod_prefix_128",
     "bias_1NTS",
     "d16_bias",
+    "d24_padded",
     "long_score_mod",
     "many_entries",
     "d192_128",
@@ -90,6 +91,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 28,
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 32,
     ("flash_pallas_backward_fused", 64, "many_entries"): 24,
+    ("flash_pallas_backward_fused", 24, "d24_padded"): 20,
     ("flash_pallas_backward_dq", 128, "everything_128"): 12,
     ("flash_pallas_forward", 64, "float32_everything"): 12,
 }

@@ -102,18 +102,20 @@ def tile_columns(width: int, columns: int, swizzle: int, dtype) -> int:
 
     `width` where TMA makes up for the rest: it reads 0 past an array's end and writes nothing
     there. It copies rows in pieces as wide as the swizzle, and where there are several it knows the
-    end of none, only how many there are. Otherwise `columns`: the array has to be padded.
+    end of none, only how many there are; and rows start at multiples of 16 bytes. Otherwise
+    `columns`: the array has to be padded.
     """
-    piece = swizzle // jnp.dtype(dtype).itemsize
-    return width if width <= piece or width % piece == 0 else columns
+    row = width * jnp.dtype(dtype).itemsize
+    filled = row % 16 == 0 if row <= swizzle else row % swizzle == 0
+    return width if filled else columns
 
 
 def rows_of(ref, at, tile):
     """ref.at[at] in rows as long as those of `tile`; the array's may be shorter: `tile_columns`."""
     if ref.shape[-1] == tile.shape[-1]:
         return ref.at[at]
-    # A traced start, as a static slice past the array's end would be refused.
-    return ref.at[(*at, pl.ds(jnp.int32(0), tile.shape[-1]))]
+    zero = at[0] * 0  # traced: JAX refuses a static slice past the array's end
+    return ref.at[(*at, pl.ds(zero, tile.shape[-1]))]
 
 
 def pad_axis(x, axis: int, size: int, value: float = 0):
