@@ -8,6 +8,7 @@ import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.products import Products
+from flash_pallas.backends.hopper.split_blocks import HEAD_DIMS, native_head_dim
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 
@@ -22,9 +23,12 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
         (40, 64, (0, 128), 40),
         (40, 64, (0, 32), 64),
         (48, 64, (16,), 48),
-        (80, 96, (), 96),  # pieces of 32 columns
+        (72, 96, (), 96),
+        (80, 96, (64,), 80),
         (64, 128, (), 64),
-        (96, 128, (), 128),
+        (96, 128, (64, 0), 96),
+        (104, 128, (), 128),
+        (224, 256, (), 224),
     ],
 )
 def test_columns_in_device_memory(width, head_dim, summed_rows, columns):
@@ -36,10 +40,45 @@ def test_columns_in_device_memory(width, head_dim, summed_rows, columns):
     assert (stored is x) == (columns == width)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "columns", "summed_rows", "swizzle"),
+    [
+        (16, (8,), 0, 32),  # one piece
+        (64, (40,), 0, 128),
+        (64, (48,), 32, 32),
+        (128, (40,), 0, 128),
+        (96, (96,), 0, 64),  # several
+        (96, (80,), 0, 32),
+        (128, (96,), 64, 64),
+        (128, (112,), 0, 32),
+        (192, (160,), 0, 64),
+        (128, (128,), 0, 128),
+        (96, (96, 80), 0, 32),  # what is staged in place of an operand has its swizzle
+        (256, (256, 224), 0, 64),
+        (64, (40, 48), 0, 128),
+    ],
+)
+def test_the_widest_swizzle_that_suits_all_arrays(head_dim, columns, summed_rows, swizzle):
+    arrays = [jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16) for width in columns]
+    products = Products(jnp.dtype("bfloat16"))
+    assert products.swizzle(head_dim, *arrays, summed_rows=summed_rows) == swizzle
+
+
+@pytest.mark.parametrize("rows", [0, 16, 32])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_arrays_that_run_as_the_same_head_dim_have_a_swizzle_in_common(head_dim, rows):
+    products = Products(jnp.dtype("bfloat16"))
+    widths = [width for width in range(1, head_dim + 1) if native_head_dim(width) == head_dim]
+    stored = {products.columns(width, head_dim, rows) for width in widths}
+    arrays = [jax.ShapeDtypeStruct((1, 8, 2, columns), jnp.bfloat16) for columns in stored]
+    assert products.swizzle(head_dim, *arrays, summed_rows=rows)
+
+
 def test_parts_of_float32_are_padded():
     products = Products(jnp.dtype("float32"))
     stored = products.operand(jnp.zeros((1, 8, 2, 24), jnp.float32), 32)
     assert stored.shape == (1, 8, 2, 2 * 32)
+    assert products.swizzle(32, stored) == 64
 
 
 @pytest.mark.parametrize("head_dim", [8, 16])

@@ -53,6 +53,7 @@ MODIFIERS = (
     "bias_1NTS",
     "d16_bias",
     "d24_padded",
+    "d80_causal",
     "long_score_mod",
     "many_entries",
     "d192_128",

@@ -306,7 +306,7 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
     run = launch(
         Dkv(problem, blocks, interpret),
         out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)),
-        scratch=scratch(problem, blocks),
+        scratch=scratch(problem, blocks, arrays),
         # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
         grid=(problem.kv_heads, pl.cdiv(problem.kv_len, WARPGROUP_ROWS), problem.batch),
         grid_names=("head", "kv", "batch"),

@@ -272,10 +272,10 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
     buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_kv)
     bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, SideInputs(problem, q_axis=0)
     smem = Smem(
-        q=buffer((block_q, problem.head_dim)),
-        do=buffer((block_q, problem.v_head_dim)),
-        k=buffer((blocks.k_stages, block_kv, problem.head_dim)),
-        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim)),
+        q=buffer((block_q, problem.head_dim), arrays.q),
+        do=buffer((block_q, problem.v_head_dim), arrays.do),
+        k=buffer((blocks.k_stages, block_kv, problem.head_dim), arrays.k),
+        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), arrays.v),
         lse=row_buffer((block_q,)),
         delta=row_buffer((block_q,)),
         side=side.buffers(blocks.k_stages, block_q, block_kv),

@@ -261,7 +261,7 @@ def backward_fused(
             jax.ShapeDtypeStruct(arrays.k.shape, dtype),
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
-        scratch=scratch(problem, blocks),
+        scratch=scratch(problem, blocks, arrays),
         # Some batch entries fastest, so that CTAs that run together add to different tiles of dQ
         # (key blocks fastest: 0.94x if causal), but no more than L2 keeps.
         grid=(

@@ -284,7 +284,7 @@ def score_sums(
     run = launch(
         Scores(sums, blocks, interpret),
         out=(out,) * len(names),
-        scratch=scratch(sums, blocks),
+        scratch=scratch(sums, blocks, arrays),
         grid=grid,
         grid_names=("x", "y", "z"),
         threads=blocks.warpgroups + 1,

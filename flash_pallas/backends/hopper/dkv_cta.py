@@ -69,18 +69,21 @@ class Cta:
         return self.batch, pl.ds(self.kv_start, WARPGROUP_ROWS), self.kv_head
 
 
-def scratch(problem: Problem, blocks: DkvBlocks) -> tuple[Smem, Barriers]:
+def scratch(problem: Problem, blocks: DkvBlocks, arrays: BackwardArrays) -> tuple[Smem, Barriers]:
     """What to allocate."""
     block_q = blocks.block_q
     # Q and dO are summed over queries too; K and V must have the same swizzles.
     buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_q)
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
-    k = buffer((WARPGROUP_ROWS, problem.head_dim))
-    v = buffer((WARPGROUP_ROWS, problem.v_head_dim))
     same = problem.head_dim == problem.v_head_dim
+    of_k, of_v = (arrays.k,), (arrays.v,)
+    if same:  # each is staged where the other was
+        of_k = of_v = of_k + of_v
+    k = buffer((WARPGROUP_ROWS, problem.head_dim), *of_k)
+    v = buffer((WARPGROUP_ROWS, problem.v_head_dim), *of_v)
     smem = Smem(
-        q=buffer((blocks.stages, block_q, problem.head_dim)),
-        do=buffer((blocks.do_stages, block_q, problem.v_head_dim)),
+        q=buffer((blocks.stages, block_q, problem.head_dim), *of_k),
+        do=buffer((blocks.do_stages, block_q, problem.v_head_dim), *of_v),
         k=k,
         v=v,
         p=buffer((blocks.p_stages, WARPGROUP_ROWS, block_q)),

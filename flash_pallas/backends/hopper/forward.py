@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -322,13 +323,12 @@ def forward(
         side=plan.side.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
-    columns = plan.products.columns(operands.v.shape[3], problem.v_head_dim)
-    o = plan.products.result((*operands.q.shape[:3], columns))
+    o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
     results = (o, per_row) + (per_row,) * problem.spec.max_logit
     run = functools.partial(
         launch,
         out=results,
-        scratch=plan.scratch(),
+        scratch=plan.scratch(gmem, o),
         grid=(assignment.ctas,),
         grid_names=("cta",),
         threads=blocks.warpgroups + 1,

@@ -302,19 +302,19 @@ class Plan:
             return lax.min(cta.gmem.side.kv_lengths[work.at.batch], jnp.int32(kv_len))
         return kv_len if kv_len % self.blocks.block_kv else None
 
-    def scratch(self) -> tuple[Smem, Barriers]:
-        """What a CTA allocates."""
+    def scratch(self, gmem: Gmem, o) -> tuple[Smem, Barriers]:
+        """What a CTA allocates, for these operands and this result."""
         blocks, problem = self.blocks, self.problem
         wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
         bar = plgpu.Barrier
-        tiles = lambda *shape: self.products.buffer(shape)
-        v_shape = (stages, block_kv, problem.v_head_dim)
+        tiles, v_shape = self.products.buffer, (stages, block_kv, problem.v_head_dim)
         apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
+        in_q = (gmem.q,) if apart else (gmem.q, o)
         smem = Smem(
-            q=tiles(wgs, WARPGROUP_ROWS, problem.head_dim),
-            k=tiles(stages, block_kv, problem.head_dim),
-            v=self.products.buffer(v_shape, summed_rows=block_kv),
-            o=tiles(wgs, WARPGROUP_ROWS, problem.v_head_dim) if apart else None,
+            q=tiles((wgs, WARPGROUP_ROWS, problem.head_dim), *in_q),
+            k=tiles((stages, block_kv, problem.head_dim), *in_q),  # must have the swizzle of Q
+            v=tiles(v_shape, gmem.v, summed_rows=block_kv),
+            o=tiles((wgs, WARPGROUP_ROWS, problem.v_head_dim), o) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
             side=self.side.buffers(stages, self.tile_rows, block_kv),

@@ -97,6 +97,7 @@ class Producer:
 
     def load_v(self, cta: Cta, *copy):
         """The arguments are those of Loader."""
-        swizzle = self.plan.products.swizzle(self.plan.problem.v_head_dim, self.blocks.block_kv)
+        width, rows = self.plan.problem.v_head_dim, self.blocks.block_kv
+        swizzle = self.plan.products.swizzle(width, cta.gmem.v, summed_rows=rows)
         padding, arrived = cta.gmem.padding, cta.bars.v_arrived
         Loader(padding, arrived, swizzle, self.plan.interpret)(*copy)

@@ -12,7 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.problem import Problem
 from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
-from .memory import Ring, row_buffer, tile_buffer, widest_swizzle
+from .memory import Ring, row_buffer, tile_buffer
+from .products import Products
 from .query_walk import QueryWalk
 from .side_inputs import Place, SideInputs, Streamed
 
@@ -82,18 +83,18 @@ class Cta:
         plgpu.barrier_wait(self.bars.ds_ready)
 
 
-def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
+def scratch(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays) -> tuple[Smem, Barriers]:
     """What to allocate."""
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
-    swizzle = swizzle_of_k(problem, blocks)
+    of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
     smem = Smem(
-        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, swizzle),
-        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype),
-        k=tile_buffer((block_kv, head_dim), dtype, swizzle),
-        v=tile_buffer((block_kv, head_dim), dtype),
-        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, swizzle),
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
+        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
+        k=tile_buffer((block_kv, head_dim), dtype, of_k),
+        v=tile_buffer((block_kv, head_dim), dtype, of_v),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
         dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
@@ -114,9 +115,11 @@ def scratch(problem: Problem, blocks: FusedBlocks) -> tuple[Smem, Barriers]:
     return smem, bars
 
 
-def swizzle_of_k(problem: Problem, blocks: FusedBlocks) -> int:
-    """Bytes, of Q too: K is an operand beside Q and beside dS.
+def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays):
+    """Bytes, of Q and of dO too. K is an operand beside Q and beside dS, V beside dO alone.
 
-    Its columns are what a warpgroup has of dQ.
+    Of K's columns a warpgroup multiplies those that it has of dQ.
     """
-    return widest_swizzle(blocks.dq_tile(problem.head_dim)[1], problem.dtype)
+    products, columns = Products(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
+    of_k = products.swizzle(problem.head_dim, arrays.k, summed_rows=columns)
+    return of_k, products.swizzle(problem.head_dim, arrays.v)

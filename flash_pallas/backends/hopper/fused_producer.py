@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.problem import Problem
 from .clearing import WARP, Loader, Padding
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Cta, swizzle_of_k
-from .memory import rows_of, widest_swizzle
+from .fused_cta import WARPGROUPS, Cta, swizzles_of_k_and_v
+from .memory import rows_of
 from .side_inputs import SideInputs
 
 LOAD_WARP, STORE_WARP = 0, 1
@@ -74,11 +74,7 @@ class Producer:
 
     def loaders(self, cta: Cta, padding: Padding | None) -> list[Loader]:
         """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
-        problem = self.problem
-        swizzles = (
-            swizzle_of_k(problem, self.blocks),
-            widest_swizzle(problem.head_dim, problem.dtype),
-        )
+        swizzles = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)
         arrived, interpret = cta.bars.arrived, self.interpret
         return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
 

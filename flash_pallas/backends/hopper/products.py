@@ -17,13 +17,12 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.integers import round_up
-from .memory import pad_axis, tile_buffer, tile_columns, widest_swizzle
+from .memory import pad_axis, swizzles, tile_buffer
 
 LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
 
@@ -81,16 +80,11 @@ class Products:
         """
         if self.parts > 1:  # lie side by side: past the end of one is the other
             return head_dim
-        swizzles = {self.swizzle(head_dim, rows) for rows in summed_rows or (0,)}
-        needs = {tile_columns(width, head_dim, s, self.operand_dtype) for s in swizzles}
-        return max(needs)
-
-    def result(self, shape):
-        """What to allocate for a result of this shape, in the form of an operand."""
-        return jax.ShapeDtypeStruct((*shape[:-1], self.parts * shape[-1]), self.operand_dtype)
+        filled = all(self._swizzles(head_dim, rows, width) for rows in summed_rows or (0,))
+        return width if filled else head_dim
 
     def joined(self, x):
-        """A `result` as an array of the call's dtype."""
+        """What a kernel wrote, an operand, as an array of the call's dtype."""
         if self.parts == 1:
             return x
         hi, lo = jnp.split(x.astype(self.dtype), self.parts, axis=-1)
@@ -98,17 +92,24 @@ class Products:
 
     # --- shared memory ---------------------------------------------------------------------------
 
-    def buffer(self, shape, summed_rows: int = 0):
+    def buffer(self, shape, *arrays, summed_rows: int = 0):
         """Shared memory of an operand of this shape; see `swizzle`."""
-        swizzle = self.swizzle(shape[-1], summed_rows)
+        swizzle = self.swizzle(shape[-1], *arrays, summed_rows=summed_rows)
         return tile_buffer((*shape[:-1], self.parts * shape[-1]), self.operand_dtype, swizzle)
 
-    def swizzle(self, width: int, summed_rows: int = 0) -> int:
-        """Bytes: the widest that divides what products sum over.
+    def swizzle(self, width: int, *arrays, summed_rows: int = 0) -> int:
+        """Bytes: the widest that divides what products sum over and suits what is copied.
 
-        That is the rows of each part and, where a product sums over blocks of rows, their columns.
+        Args:
+            width: of a tile's rows, which products sum over.
+            *arrays: operands in device memory that are copied into the tile or out of it.
+            summed_rows: columns of a block of rows, where a product sums over those too.
         """
-        return widest_swizzle(math.gcd(width, summed_rows), self.operand_dtype)
+        columns = (x.shape[-1] // self.parts for x in arrays)
+        return self._swizzles(width, summed_rows, *columns)[0]
+
+    def _swizzles(self, width: int, summed_rows: int, *columns: int) -> list[int]:
+        return swizzles(math.gcd(width, summed_rows), self.operand_dtype, *columns)
 
     def refs(self, ref) -> tuple:
         """The parts of an operand in shared memory."""

@@ -145,11 +145,11 @@ class Cta:
         )
 
 
-def scratch(sums: Sums, blocks: ScoreBlocks) -> tuple[Smem, Barriers]:
+def scratch(sums: Sums, blocks: ScoreBlocks, arrays: BackwardArrays) -> tuple[Smem, Barriers]:
     """What to allocate."""
     problem, stages = sums.problem, blocks.stages
     rows, columns = blocks.block_q, blocks.block_kv
-    tile = lambda length, dim: Products(problem.dtype).buffer((stages, length, dim))
+    tile = lambda length, dim, x: Products(problem.dtype).buffer((stages, length, dim), x)
     staging, vectors = None, None
     if sums.axes == "tile" and sums.parts(blocks) > 1:
         staging = tile_buffer((rows, columns), jnp.float32)
@@ -159,10 +159,10 @@ def scratch(sums: Sums, blocks: ScoreBlocks) -> tuple[Smem, Barriers]:
     elif sums.axes == "rows":
         vectors = row_buffer((len(sums.names), rows))
     smem = Smem(
-        q=tile(rows, problem.head_dim),
-        do=tile(rows, problem.v_head_dim),
-        k=tile(columns, problem.head_dim),
-        v=tile(columns, problem.v_head_dim),
+        q=tile(rows, problem.head_dim, arrays.q),
+        do=tile(rows, problem.v_head_dim, arrays.do),
+        k=tile(columns, problem.head_dim, arrays.k),
+        v=tile(columns, problem.v_head_dim, arrays.v),
         lse=row_buffer((stages, rows)),
         delta=row_buffer((stages, rows)),
         side=sums.side.buffers(stages, rows, columns),
