@@ -109,6 +109,8 @@ MUTATIONS = (
              "tile.tanh(x * scale)", _case("softcap")),
     Mutation("softcap, gradient", "core/scores.py", "d * (1.0 - tanh * tanh)", "d * (1.0 - tanh)",
              _case("softcap")),
+    Mutation("softcap, small logits", "backends/hopper/inline_cap.py", "SMALL = 0.4375",
+             "SMALL = 0.875", "test_hopper_interpreted.py::test_kernels[softcap_straddles]"),
     Mutation("alibi_slopes", "core/scores.py", "_spread(tile, -inputs.slope)",
              "_spread(tile, inputs.slope)", _case("alibi")),
     Mutation("alibi_slopes", "core/tile.py", "lax.abs(self.q_pos - self.kv_pos)",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("case", ON_DEVICE, ids=str)
 def test_kernels(case):
-    checks.assert_matches_oracle(checks.bind("hopper"), case, in_parts=True)
+    checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
 def test_float32_is_as_precise_as_documented():

@@ -17,7 +17,7 @@ BACKEND = HopperBackend(interpret=True, num_sms=2)
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32), ids=str)
 def test_kernels(case):
     with race_checked():
-        checks.assert_matches_oracle(checks.bind(BACKEND), case, in_parts=True)
+        checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
 
 
 @pytest.mark.interpret

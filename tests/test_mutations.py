@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from .cases import CASES, FEATURES
+from .hopper_cases import MODIFIERS
 from .mutations import MUTATIONS, ROOT
 
 README = Path(__file__).parent / "README.md"
@@ -26,7 +27,7 @@ def test_the_line_is_there(mutation):
     text = (Path(__file__).parent / file).read_text()
     function, _, case = name.partition("[")
     assert not name or f"def {function}(" in text
-    assert not case or case.removesuffix("]") in {c.name for c in (*CASES, *FEATURES)}
+    assert not case or case.removesuffix("]") in {c.name for c in (*CASES, *FEATURES, *MODIFIERS)}
 
 
 def test_the_readme_lists_them():

@@ -143,9 +143,7 @@ class Forward:
         release = lambda: cta.k.release(use)
         tile = self.logits(cta, work, use, s, j, edges, release)
         if self.scores.bounded:
-            plgpu.wgmma_wait(0)
-            cta.v.release(use - 1)
-            p, sums = self.scores.weights(cta, work, tile, None)
+            p, sums = self.bounded_weights(cta, work, use, tile)
             return Rows(p, None, rows.l + sums)
         m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
         grew = None
@@ -156,7 +154,8 @@ class Forward:
         if self.scores.in_one_pass:
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             cta.v.release(use - 1)
-            p, sums = self.scores.weights(cta, work, tile, safe_m)
+            p, sums = self.scores.weights(cta, work, tile, safe_m, self.problem.dtype)
+            p = self.plan.products.split(p)
         else:
             p, sums = self.scores.plain_weights(tile, safe_m)
             p = self.scores.dropped(cta, work, tile, p)
@@ -175,6 +174,18 @@ class Forward:
             rescale = lambda: o * per_row(alpha, o.shape)
             o_acc[...] = lax.cond(grew > 0, rescale, lambda: o)
         return Rows(p, m, l)
+
+    def bounded_weights(self, cta: Cta, work: Work, use, tile: Logits):
+        """(p as an operand, row sums) of a step without maxima, after PV of the block before."""
+        weights = functools.partial(self.scores.weights, cta, work, tile, None)
+        first = None
+        if self.blocks.weighs_first and self.scores.cap(tile.edges) is not None:
+            # 16 bits would take registers beside those that PV reads; float32 takes the logits'.
+            first = lax.optimization_barrier(weights(jnp.float32))
+        plgpu.wgmma_wait(0)
+        cta.v.release(use - 1)
+        p, sums = weights(self.problem.dtype) if first is None else first
+        return self.plan.products.split(p), sums
 
     def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from . import inline, inline_weights, register_tile
+from . import inline, inline_cap, inline_weights, register_tile
 from .forward_plan import Cta, Plan, Work
+from .inline_cap import Cap
 from .inline_weights import Drop, Powers
 from .memory import WARPGROUP_ROWS, warpgroup_rows
 from .side_inputs import Held, Place
@@ -25,7 +27,7 @@ MOST_BOUNDED = 80.0
 class Logits(NamedTuple):
     """A tile of logits, and what was needed to make them."""
 
-    x: Any  # f32[64, block_kv], -inf where hidden
+    x: Any  # f32[64, block_kv], -inf where hidden; not capped yet where Scores.cap says so
     log2_scale: float  # x * log2_scale are in base 2
     inputs: TileInputs
     kv_block: Any
@@ -104,8 +106,25 @@ class Scores:
         """Logits of the products s of a key block; `edges` as for Plan.limits."""
         tile = self.plan.tile(cta, work, kv_block)
         limits = self.plan.limits(cta, work, kv_block, edges)
-        x, log2_scale, _ = register_tile.logits(self.spec, tile, s, inputs, limits)
+        spec = self.spec
+        if self.cap(edges) is not None:
+            spec = dataclasses.replace(spec, softcap=None)
+        x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
         return Logits(x, log2_scale, inputs, kv_block, edges)
+
+    def cap(self, edges: str) -> Cap | None:
+        """With which `weights` caps the logits of steps with these edges; None: they come capped.
+
+        Only where nothing hides a key. A bias or slopes make most logits large, and dropout has
+        work of its own to put beside the exponentials: neither was tried.
+        """
+        spec, added = self.spec, {"bias", "alibi_slopes"} & self.problem.features
+        if spec.softcap is None or not self.bounded or added or spec.dropout_rate:
+            return None
+        if edges != "none" or self.may_be_empty:
+            return None
+        cap = Cap(spec.softcap * softmax.LOG2E, spec.scale / spec.softcap)
+        return cap if cap.representable else None
 
     def finite(self, m, edges: str):
         """m, with 0 for rows that have seen no key yet: their weights are exp2(-inf), not NaN."""
@@ -125,24 +144,36 @@ class Scores:
         p = jnp.exp2(x if m is None else x - per_row(m, x.shape))
         return p, inline.lane_sums(p, self.plan.interpret)
 
-    def weights(self, cta: Cta, work: Work, tile: Logits, m):
-        """(p as an operand, after dropout; row sums of all of it) relative to the row maxima m."""
+    def weights(self, cta: Cta, work: Work, tile: Logits, m, dtype):
+        """(p in dtype, after dropout; row sums of all of it) relative to the row maxima m."""
         share, whole = self.plan.blocks.polynomials, tile.edges == "none" and not self.may_be_empty
-        powers = Powers(share, bounded=m is None and whole)
+        powers, cap = Powers(share, bounded=m is None and whole), self.cap(tile.edges)
+        weights = functools.partial(self._weights, cta, work, tile, m, dtype)
+        if cap is None:
+            return weights(powers)
+        large = powers._replace(cap=cap)
+        # Without tangents exponentials have their unit to themselves: an eighth of them as
+        # polynomials is 7 to 12 % slower (max_w8 of benchmarks/results/trial_softcap_fast.txt).
+        small = Powers(0.0, bounded=True, cap=cap._replace(small=True))
+        is_large = inline_cap.is_large(tile.x, cap, self.plan.interpret)
+        return lax.cond(is_large > 0, lambda: weights(large), lambda: weights(small))
+
+    def _weights(self, cta: Cta, work: Work, tile: Logits, m, dtype, powers: Powers):
+        x = tile.x
+        log2_scale = tile.log2_scale if powers.cap is None else powers.cap.log2_scale
         m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
-        m = per_row(m, tile.x.shape)
+        m = per_row(m, x.shape)
         if self.plan.interpret:
-            p = inline_weights.plain(tile.x * tile.log2_scale - m, powers)
+            x = x if powers.cap is None else powers.cap.plain(x)
+            p = inline_weights.plain(x * log2_scale - m, powers)
             sums = inline.lane_sums(p, interpret=True)
-            return self.plan.products.split(self.dropped(cta, work, tile, p)), sums
+            return self.dropped(cta, work, tile, p).astype(dtype), sums
         drop = None
         if self.spec.dropout_rate:
             where = self.plan.tile(cta, work, tile.kv_block)
             keys = where.per_q(tile.inputs.q_keys), where.per_kv(tile.inputs.kv_keys)
             drop = Drop(*keys, dropout.threshold(self.spec.dropout_rate))
-        dtype = self.problem.dtype
-        p, sums = inline_weights.weights(tile.x, m, tile.log2_scale, powers, drop, dtype)
-        return (p,), sums
+        return inline_weights.weights(x, m, log2_scale, powers, drop, dtype)
 
     def dropped(self, cta: Cta, work: Work, tile: Logits, p):
         """The weights that dropout keeps; `gain` is left to the end."""

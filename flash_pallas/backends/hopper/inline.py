@@ -14,10 +14,18 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from ...core.tile import Limits
-from .registers import coordinates, elements, f32_constant, fragmented, i32_constant, splat
+from .registers import (
+    coordinates,
+    elements,
+    f32_constant,
+    fragmented,
+    i32_constant,
+    of_some_lane,
+    splat,
+)
 
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
@@ -115,7 +123,6 @@ def lane_sums(tile, interpret: bool):
 
 def _warp_grew(old, new, slack):
     """i32, uniform over a warp: 1 if some row's maximum grew by more than `slack`."""
-    i32 = ir.IntegerType.get_signless(32)
 
     def scalar(x):
         if isinstance(x.type, ir.VectorType):
@@ -128,14 +135,7 @@ def _warp_grew(old, new, slack):
             arith.CmpFPredicate.OGT, arith.subf(scalar(b), scalar(a)), f32_constant(slack)
         )
         grew = bit if grew is None else arith.ori(grew, bit)
-    return llvm.inline_asm(
-        i32,
-        [arith.extui(i32, grew)],
-        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-        " selp.b32 $0, 1, 0, p; }",
-        "=r,r",
-        has_side_effects=True,
-    )
+    return of_some_lane(grew)
 
 
 def _vote_body(slack, _, old, new):

@@ -44,7 +44,6 @@ def _positions_body(shape, axis, _, start):
     registers = filled(
         shape,
         layout,
-        ir.IntegerType.get_signless(32),
         lambda row, col: arith.addi(base, i32_constant((row, col)[axis])),
     )
     return fragmented(registers, layout, is_signed=True)
@@ -72,7 +71,6 @@ def _distance_body(shape, _, shift):
     registers = filled(
         shape,
         layout,
-        f32,
         lambda row, col: math.absf(arith.addf(base, f32_constant(float(row - col)))),
     )
     return fragmented(registers, layout)
@@ -99,8 +97,7 @@ def _kept_body(threshold, _, row_keys, column_keys):
             row_key, column_key = (at(x.registers[index], e) for x in (row_keys, column_keys))
             product = arith.muli(arith.addi(row_key, row_key), column_key)
             found[row, col + e] = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
-    bits = ir.IntegerType.get_signless(1)
-    registers = filled(row_keys.shape, row_keys.layout, bits, lambda row, col: found[row, col])
+    registers = filled(row_keys.shape, row_keys.layout, lambda row, col: found[row, col])
     return fragmented(registers, row_keys.layout, is_signed=False)
 
 

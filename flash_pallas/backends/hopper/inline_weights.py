@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, math
 
 from ...core import dropout
 from .inline import LANE_COLS, WGMMA
+from .inline_cap import Cap
 from .registers import (
     assembly,
     at,
@@ -27,6 +28,7 @@ from .registers import (
     filled,
     fragmented,
     i32_constant,
+    pair,
 )
 
 # 2**f for f in [-1/2, 1/2] with a relative error of 2.7e-6; the constant term first.
@@ -63,10 +65,12 @@ class Powers(NamedTuple):
     Attributes:
         polynomials: share of the elements that take the multiply-add units, not the special ones.
         bounded: all x lie between -126 and 127, as none is hidden and logits are capped.
+        cap: of logits that come without it, or None.
     """
 
     polynomials: float
     bounded: bool
+    cap: Cap | None = None
 
 
 def is_polynomial(column, share: float):
@@ -154,12 +158,14 @@ def _mask(drop: Drop, index):
     return assembly(first.type, "prmt.b32 $0, $1, $1, 0xbb99;", fields)
 
 
+def _converted(dtype, low, high):
+    """i32: two weights in 16 bits each."""
+    code = f"cvt.rn.{'bf16' if dtype == jnp.bfloat16 else 'f16'}x2.f32 $0, $1, $2;"
+    return assembly(ir.IntegerType.get_signless(32), code, high, low)
+
+
 def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
-    i32, scale, sums, words = ir.IntegerType.get_signless(32), f32_constant(scale), {}, []
-    convert = f"cvt.rn.{'bf16' if dtype == jnp.bfloat16 else 'f16'}x2.f32 $0, $1, $2;"
-    packed = ir.VectorType.get(
-        (2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
-    )
+    cap, scale, sums, words = powers.cap, f32_constant(scale), {}, []
     registers = np.empty(x.registers.shape, dtype=object)
     for row, col, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
@@ -167,21 +173,24 @@ def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
             shift = _after(shift, words[-_AHEAD])
         p = []
         for e in range(2):
-            args = at(x.registers[index], e), scale, shift
+            logit = at(x.registers[index], e)
+            args = logit if cap is None else cap.element(logit), scale, shift
             if is_polynomial(col + e, powers.polynomials):
                 p.append(_exp2_polynomial(*args, powers.bounded))
             else:
                 p.append(_exp2(*args))
             place = row, e
             sums[place] = arith.addf(sums[place], p[e]) if place in sums else p[e]
-        word = assembly(i32, convert, p[1], p[0])
+        if dtype == jnp.float32:
+            registers[index] = pair(*p)
+            continue
+        word = _converted(dtype, *p)
         if keys:
             word = arith.andi(word, _mask(Drop(keys[0], keys[1], threshold), index))
         words.append(word)
-        registers[index] = llvm.bitcast(packed, word)
-    lanes = filled(
-        (x.shape[0], LANE_COLS), x.layout, ir.F32Type.get(), lambda row, col: sums[row, col]
-    )
+        half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        registers[index] = llvm.bitcast(ir.VectorType.get((2,), half), word)
+    lanes = filled((x.shape[0], LANE_COLS), x.layout, lambda row, col: sums[row, col])
     return fragmented(registers, x.layout), fragmented(lanes, x.layout)
 
 
@@ -191,10 +200,10 @@ def weights(x, m, log2_scale: float, powers: Powers, drop: Drop | None, dtype):
     Args:
         x: f32 (64, columns) in the WGMMA layout.
         m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if powers.bounded.
-        log2_scale: a Python float.
+        log2_scale: a Python float. With a cap that of the cap.
         powers: how.
-        drop: None without dropout.
-        dtype: bfloat16 or float16.
+        drop: None without dropout, and in float32.
+        dtype: bfloat16, float16 or float32.
     """
     keys = () if drop is None else (drop.q_keys, drop.kv_keys)
     threshold = 0 if drop is None else drop.threshold

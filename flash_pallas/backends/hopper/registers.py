@@ -47,17 +47,32 @@ def at(register, element: int):
     return vector.extract(register, dynamic_position=[], static_position=[element])
 
 
-def filled(shape, layout, element_type, value):
+def pair(*values):
+    """A register of two elements."""
+    register = llvm.mlir_undef(ir.VectorType.get((2,), values[0].type))
+    for e, value in enumerate(values):
+        register = vector.insert(value, register, dynamic_position=[], static_position=[e])
+    return register
+
+
+def of_some_lane(bit):
+    """i32, uniform over a warp: 1 if the i1 is set in some lane."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(
+        i32,
+        [arith.extui(i32, bit)],
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+        " selp.b32 $0, 1, 0, p; }",
+        "=r,r",
+        has_side_effects=True,
+    )
+
+
+def filled(shape, layout, value):
     """The registers of a tile of value(row, column of thread 0)."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
-    like = ir.VectorType.get((2,), element_type)
     for index, row, col in coordinates(shape, layout):
-        register = llvm.mlir_undef(like)
-        for e in range(2):
-            register = vector.insert(
-                value(row, col + e), register, dynamic_position=[], static_position=[e]
-            )
-        registers[index] = register
+        registers[index] = pair(value(row, col), value(row, col + 1))
     return registers
 
 
