@@ -149,6 +149,12 @@ FUSED_BLOCKS = (
 )
 SECTIONS = _small("sections", T=104, K=2, B=3, H=32, causal=True)
 
+# Three tiles of keys for pairs of CTAs, and more members than a ring has slots.
+PAIRS = (
+    _small("pairs", bias="1NTS", S=300, B=3, N=1),
+    _small("pairs_causal_32", bias="11TS", T=290, S=290, B=2, N=2, K=1, H=32, causal=True),
+)
+
 
 def _float32(name: str, **fields) -> Case:
     return _small(name, **({"dtype": "float32"} | fields))
@@ -202,6 +208,8 @@ ON_DEVICE = (
     _case("many_entries", T=512, S=512, B=67, N=1, K=1, causal=True),  # 34 and 33 at one time
     _case("long_lengths", T=1500, S=1800, B=3, N=2, K=1, H=128, kv_lengths=(1700, 3, 900)),
     _case("long_bias", T=1000, S=1100, B=3, N=2, K=1, bias="1NTS"),
+    # Nine tiles of keys, so that the last pair of CTAs has one; 5, 5 and 3 entries in a sum.
+    _case("long_bias_pairs", T=1100, S=1100, B=13, N=1, K=1, H=32, bias="1NTS", causal=True),
     _case("long_bias_rows", T=1000, S=1100, B=2, N=2, K=1, H=128, bias="B11S", mask="11T1"),
     _case("long_mask", T=1000, S=1100, B=2, N=2, K=1, H=128, mask="B1TS"),
     _case("long_softcap", T=1500, S=1500, N=2, K=1, H=128, causal=True, softcap=3.0, alibi="N"),

@@ -14,6 +14,9 @@ JAX's interpreter (0.11, 0.12) lacks or simplifies what these kernels are made o
 * `copy_smem_to_gmem(reduction_op=...)`;
 * the race rules of `interpreter_races`, and an end to deadlocks.
 
+Still missing is multicast, which only a GPU runs: of a copy with `collective_axes` every CTA makes
+all parts itself.
+
 Install happens by replacing functions of `jax._src` (once, when first needed); every function that
 is replaced is looked up by name first, so a JAX that moved one fails here and says which.
 `NPROC=16` must be in the environment before jax is imported: every waiting warpgroup occupies a

@@ -28,7 +28,9 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
         (64, 128, (), 64),
         (96, 128, (64, 0), 96),
         (104, 128, (), 128),
+        (160, 192, (64,), 160),
         (224, 256, (), 224),
+        (240, 256, (64,), 256),  # 32 bytes would do, but not for rows so long
     ],
 )
 def test_columns_in_device_memory(width, head_dim, summed_rows, columns):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flash_pallas.backends.hopper import HopperBackend, fused_blocks
+from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks, scores_cta
 
 from . import checks
-from .hopper_cases import FLOAT32, FUSED_BLOCKS, INTERPRETED, MODIFIERS, SECTIONS
+from .hopper_cases import FLOAT32, FUSED_BLOCKS, INTERPRETED, MODIFIERS, PAIRS, SECTIONS
 from .interpreter import race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
@@ -35,6 +35,17 @@ def test_sections_of_the_batch(monkeypatch):
     monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
+    """An odd number of tiles, in sections of one pair, all members in one sum."""
+    monkeypatch.setattr(score_blocks, "PAIRS_FROM", 1)
+    monkeypatch.setattr(score_blocks, "ENOUGH_CTAS", 1)
+    monkeypatch.setattr(scores_cta, "SECTION_TILES", 2)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND), case)
 
 
 @pytest.mark.interpret

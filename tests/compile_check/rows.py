@@ -51,6 +51,8 @@ MODIFIERS = (
     "dropout_causal_128",
     "mask_mod_prefix_128",
     "bias_1NTS",
+    "long_bias",
+    "long_bias_pairs",
     "d16_bias",
     "d24_padded",
     "d80_causal",
@@ -94,6 +96,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "many_entries"): 24,
     ("flash_pallas_backward_fused", 24, "d24_padded"): 20,
     ("flash_pallas_backward_dq", 128, "everything_128"): 12,
+    ("flash_pallas_backward_scores_tile", 32, "long_bias_pairs"): 8,
     ("flash_pallas_forward", 64, "float32_everything"): 12,
 }
 

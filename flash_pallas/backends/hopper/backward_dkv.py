@@ -308,8 +308,11 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
         out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)),
         scratch=scratch(problem, blocks, arrays),
         # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
-        grid=(problem.kv_heads, pl.cdiv(problem.kv_len, WARPGROUP_ROWS), problem.batch),
-        grid_names=("head", "kv", "batch"),
+        grid={
+            "head": problem.kv_heads,
+            "kv": pl.cdiv(problem.kv_len, WARPGROUP_ROWS),
+            "batch": problem.batch,
+        },
         threads=3,
         name="flash_pallas_backward_dkv",
         interpret=interpret,

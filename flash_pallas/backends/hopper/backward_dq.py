@@ -292,8 +292,11 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
         out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
         scratch=(smem, bars),
         # Queries slowest: 1.03 to 1.05 of heads slowest (head dim 256).
-        grid=(pl.cdiv(problem.q_len, block_q), problem.q_heads, problem.batch),
-        grid_names=("q", "head", "batch"),
+        grid={
+            "q": pl.cdiv(problem.q_len, block_q),
+            "head": problem.q_heads,
+            "batch": problem.batch,
+        },
         threads=warpgroups + 1,
         name="flash_pallas_backward_dq",
         interpret=interpret,

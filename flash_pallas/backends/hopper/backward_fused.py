@@ -264,13 +264,12 @@ def backward_fused(
         scratch=scratch(problem, blocks, arrays),
         # Some batch entries fastest, so that CTAs that run together add to different tiles of dQ
         # (key blocks fastest: 0.94x if causal), but no more than L2 keeps.
-        grid=(
-            problem.kv_heads,
-            pl.cdiv(problem.batch, entries),
-            pl.cdiv(problem.kv_len, blocks.block_kv),
-            entries,
-        ),
-        grid_names=("head", "section", "kv", "entry"),
+        grid={
+            "head": problem.kv_heads,
+            "section": pl.cdiv(problem.batch, entries),
+            "kv": pl.cdiv(problem.kv_len, blocks.block_kv),
+            "entry": entries,
+        },
         threads=WARPGROUPS + 1,
         name="flash_pallas_backward_fused",
         interpret=interpret,

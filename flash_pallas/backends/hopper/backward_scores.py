@@ -27,13 +27,13 @@ from ...core import scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
-from . import inline, recompute
+from . import cluster, inline, recompute
 from .arrays import BackwardArrays
 from .memory import WARPGROUP_ROWS, float32, launch, rows_of, warpgroup_rows
 from .products import Products
 from .register_tile import RegisterTile
 from .score_blocks import ScoreBlocks, Sums
-from .scores_cta import LOADED, Cta, Step, scratch
+from .scores_cta import LOADED, BiasTiles, Cta, Step, divide, scratch
 from .side_inputs import Place, SideInputs
 
 
@@ -73,7 +73,7 @@ class Scores:
         """The tile of the bias, if it is held, then all that every step reads."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         if self.sums.holds_bias:
-            source = cta.bias.at[cta.bias_place(lax.axis_index("z")) + self.tile_at()]
+            source = cta.bias.at[cta.bias_place + self.tile_at(cta)]
             plgpu.copy_gmem_to_smem(source, cta.smem.bias, cta.bars.bias)
         steps = cta.steps()
 
@@ -84,7 +84,9 @@ class Scores:
             sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
             for name in LOADED:
                 target = getattr(cta.smem, name).at[slot]
-                plgpu.copy_gmem_to_smem(sources[name], target, arrived)
+                # The CTAs of a cluster differ in their keys.
+                shared = None if name in ("k", "v") else cluster.multicast(self.blocks.cluster)
+                plgpu.copy_gmem_to_smem(sources[name], target, arrived, collective_axes=shared)
             place = self.place(step, 0, self.blocks.block_q)
             self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
 
@@ -112,12 +114,12 @@ class Scores:
         columns = self.blocks.block_kv
         return Place(step.batch, step.head, start, step.kv_block * columns, rows, columns)
 
-    def tile_at(self):
+    def tile_at(self, cta: Cta):
         """(queries, keys) of the tile that a CTA owns."""
-        x, y = lax.axis_index("x"), lax.axis_index("y")
+        own = cta.owned
         return (
-            pl.ds(y * self.blocks.block_q, self.blocks.block_q),
-            pl.ds(x * self.blocks.block_kv, self.blocks.block_kv),
+            pl.ds(own.q_block * self.blocks.block_q, self.blocks.block_q),
+            pl.ds(own.kv_block * self.blocks.block_kv, self.blocks.block_kv),
         )
 
     # --- a compute warpgroup ---------------------------------------------------------------------
@@ -167,11 +169,13 @@ class Scores:
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
             inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
             if self.sums.holds_bias:
-                inputs = inputs._replace(bias=self.own_bias(cta) if bias is None else bias)
+                # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
+                own_bias = self.own_bias(cta) if bias is None else lax.optimization_barrier(bias)
+                inputs = inputs._replace(bias=own_bias.astype(jnp.float32))
             w = recompute.weights(self.problem, where, s, lse, inputs, limits)
             w = w._replace(p=lax.optimization_barrier(w.p))
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            cta.ring.release(n)
+            cluster.release(self.blocks.cluster, cta.ring, n, self.interpret)
             d = w.p * recompute.centred(self.problem, w.kept, dp, where.per_q(delta))
             return self.terms(where, *w.pull(d))
 
@@ -189,9 +193,9 @@ class Scores:
         return tuple(lanes(self.term(name, where, dz, dparams)) for name in self.sums.names)
 
     def own_bias(self, cta: Cta):
-        """This warpgroup's rows of the tile of the bias that a CTA holds, f32."""
+        """This warpgroup's rows of the tile of the bias that a CTA holds."""
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
-        return plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA).astype(jnp.float32)
+        return plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA)
 
     def limits(self, cta: Cta, step: Step, where: RegisterTile) -> Limits:
         """What positions hide of a tile. Keys past the end matter to sums over keys alone."""
@@ -213,11 +217,9 @@ class Scores:
         staging = cta.smem.bias if cta.smem.sums is None else cta.smem.sums
         staging[own] = total[0].astype(out.dtype)
         plgpu.commit_smem()
-        queries, keys = self.tile_at()
+        queries, keys = self.tile_at(cta)
         rows = pl.ds(queries.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        heads = self.problem.bias_shape[1]
-        z = lax.axis_index("z")
-        at = (lax.div(z, jnp.int32(heads)), lax.rem(z, jnp.int32(heads)), rows, keys)
+        at = (*divide(cta.owned.part, self.problem.bias_shape[1]), rows, keys)
         plgpu.copy_smem_to_gmem(staging.at[own], out.at[at])
 
     def store_columns(self, cta: Cta, total):
@@ -264,16 +266,17 @@ def score_sums(
         pl.cdiv(problem.q_len, blocks.block_q),
         pl.cdiv(problem.kv_len, blocks.block_kv),
     )
-    grid = (q_tiles, problem.q_heads, problem.batch)
+    grid = {"x": q_tiles, "y": problem.q_heads, "z": problem.batch}
     out = float32((problem.batch, problem.q_heads, q_tiles * blocks.block_q))  # all are summed
     if axes == "columns":
-        grid = (kv_tiles, problem.q_heads, problem.batch)
+        grid |= {"x": kv_tiles}
         whole = round_up(problem.kv_len, 128)
         out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
     side, bias = SideInputs(problem, q_axis=0).arrays(operands), None
     if axes == "tile":
         parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]
-        grid = (kv_tiles, q_tiles, parts * entries * heads)
+        # One axis, as the two others of a grid hold no more than 65,535.
+        grid = {"cluster": BiasTiles.of(problem, blocks).clusters * parts * entries * heads}
         bias, side = side.bias, side._replace(bias=None)
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
@@ -286,7 +289,7 @@ def score_sums(
         out=(out,) * len(names),
         scratch=scratch(sums, blocks, arrays),
         grid=grid,
-        grid_names=("x", "y", "z"),
+        cluster=cluster.axes(blocks.cluster),
         threads=blocks.warpgroups + 1,
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,

@@ -178,3 +178,9 @@ def named_barrier(operation: str, barrier, threads: int):
         functools.partial(_named_barrier_body, operation, threads)
     )
     run(lax.convert_element_type(barrier, jnp.int32))
+
+
+def warpgroup_barrier(interpret: bool):
+    """Every warp of the warpgroup has come here."""
+    if not interpret:
+        plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()

@@ -129,21 +129,26 @@ def pad_axis(x, axis: int, size: int, value: float = 0):
     return jnp.pad(x, widths, constant_values=jnp.asarray(value, x.dtype))
 
 
-def launch(kernel, *, out, scratch, grid, grid_names, threads, name, interpret):
+def launch(
+    kernel, *, out, scratch, grid: dict[str, int], cluster=None, threads: int, name: str, interpret
+):
     """plgpu.kernel with this package's settings; `threads` warpgroups named "wg".
 
-    `kernel` is called with the operands, the outputs and the scratch records, in that order. The
-    last axis of the grid is the fastest.
+    `kernel` is called with the operands, the outputs and the scratch records, in that order. `grid`
+    and `cluster` give the size of each axis by its name. The last axis of the grid is the fastest.
+    With a cluster, the grid is one of clusters.
     """
-    options = {}
+    options: dict[str, Any] = {}
+    if cluster:
+        options |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
     if interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
     return plgpu.kernel(
         kernel,
         out_type=out,
         scratch_types=scratch,
-        grid=grid,
-        grid_names=grid_names,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=threads,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,

@@ -80,8 +80,11 @@ class Products:
         """
         if self.parts > 1:  # lie side by side: past the end of one is the other
             return head_dim
-        filled = all(self._swizzles(head_dim, rows, width) for rows in summed_rows or (0,))
-        return width if filled else head_dim
+        # With 32 bytes, 240 filled up to 256 is 0.79 (forward) and 0.76 times as fast as a padded
+        # copy (H200, causal, T=16k), and 112 to 128 0.93 and 1.05 times.
+        narrowest = 64 if head_dim > 128 else 32
+        widest = (self._swizzles(head_dim, rows, width)[:1] for rows in summed_rows or (0,))
+        return width if all(s and s[0] >= narrowest for s in widest) else head_dim
 
     def joined(self, x):
         """What a kernel wrote, an operand, as an array of the call's dtype."""

@@ -22,19 +22,16 @@ class ScoreBlocks:
         block_kv: keys per step.
         stages: tiles of Q, K, V and dO in flight.
         keep_bias: a CTA that owns a tile of the bias holds it in registers for all its steps.
+        cluster: CTAs with neighbouring keys that load Q, dO, lse and delta together: cluster.py.
     """
 
     warpgroups: int = 2
     block_kv: int = 128
     stages: int = 2
     keep_bias: bool = False
+    cluster: int = 1
 
-    producer_registers = 24
-
-    @property
-    def compute_registers(self) -> int:
-        """Of a thread of a compute warpgroup."""
-        return {1: 240, 2: 240, 3: 160}[self.warpgroups]
+    compute_registers, producer_registers = 240, 24
 
     @property
     def block_q(self) -> int:
@@ -42,9 +39,13 @@ class ScoreBlocks:
         return self.warpgroups * WARPGROUP_ROWS
 
 
-# bf16, H200: 1.08 (head dim 64) to 1.26 (32) times as fast as the next for a tile of the bias. 160
-# registers a thread hold the bias, the sums and the accumulators, but no modifier beside them.
-OWN_TILE = ScoreBlocks(warpgroups=3, block_kv=64, stages=3, keep_bias=True)
+# For a tile of a 16-bit bias: 240 registers a thread hold it beside the sums and two accumulators,
+# but no modifier.
+KEEPING = (ScoreBlocks(stages=3, keep_bias=True), ScoreBlocks(keep_bias=True))
+# bf16, H200: a pair of CTAs is 1.10 to 1.17 (head dim 64) and 1.21 (32) times as fast as two on
+# their own. Where the number of key tiles is odd, one CTA of the last pair works for nothing.
+PAIR = 2
+PAIRS_FROM = 9  # an odd number of tiles, of which a tenth is little enough to waste
 CHOICES = (
     ScoreBlocks(stages=3),
     ScoreBlocks(),
@@ -112,21 +113,35 @@ class Sums:
         per_row = 4 * blocks.stages * rows  # lse; delta
         total = blocks.stages * stage + vector_bytes(per_row, per_row)
         total += self.side.smem_bytes(blocks.stages, rows, columns)
+        if self.axes == "rows":
+            return total + vector_bytes(4 * rows * len(self.names))
         if self.axes == "tile":
             staging = 0 if self.parts(blocks) == 1 else 4
-            total += rows * columns * (problem.bias_dtype.itemsize + staging)
-        elif self.axes == "columns":
-            total += 4 * rows * columns + vector_bytes(4 * blocks.warpgroups * columns)
-        return total + vector_bytes(4 * rows * len(self.names))
+            return total + rows * columns * (problem.bias_dtype.itemsize + staging)
+        return total + 4 * rows * columns + vector_bytes(4 * blocks.warpgroups * columns)
 
     def blocks(self) -> ScoreBlocks:
         """The first choice that fits into shared memory and into registers."""
         spec = self.problem.spec
         modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
-        widest = 64 if self.axes != "rows" and (modified or "mask" in self.side.streams) else 128
+        narrow = modified or "mask" in self.side.streams
+        if self.holds_bias:  # these would spill 100 and 108 bytes
+            wide = self.problem.bias_dtype.itemsize > self.problem.dtype.itemsize
+            narrow = narrow or self.side.has_segments or wide
+        widest = 64 if self.axes != "rows" and narrow else 128
         if self.axes == "rows" and wants_narrow_tiles(self.problem):
             widest = 32
-        own = self.holds_bias and not (modified or "mask" in self.side.streams)
-        own = own and self.problem.dtype.itemsize == 2
         fits = lambda b: b.block_kv <= widest and self.smem_bytes(b) <= MOST_SMEM
-        return next(b for b in (OWN_TILE,) * own + CHOICES if fits(b))
+        keeping = () if modified else self.keeping()
+        return next(b for b in keeping + CHOICES if fits(b))
+
+    def keeping(self) -> tuple[ScoreBlocks, ...]:
+        """Choices that keep the bias in registers: where it is all that modifies the scores."""
+        problem = self.problem
+        if not self.holds_bias or problem.features - {"sinks"} != {"bias"}:
+            return ()
+        if problem.dtype.itemsize != 2 or problem.bias_dtype.itemsize != 2:
+            return ()
+        tiles = -(-problem.kv_len // ScoreBlocks.block_kv)
+        alone = tiles % PAIR and tiles < PAIRS_FROM
+        return tuple(dataclasses.replace(b, cluster=1 if alone else PAIR) for b in KEEPING)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...core.problem import Problem
+from . import cluster
 from .arrays import BackwardArrays
 from .key_walk import KeyWalk
 from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
@@ -35,13 +37,14 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers; the empty one counts warpgroups."""
+    """mbarriers; the empty ones count the warpgroups of a cluster."""
 
     bias: Any
     full: Any
     empty: Any
 
 
+SECTION_TILES = 16  # of 128 keys
 LOADED = ("q", "do", "k", "v", "lse", "delta")  # in every step
 
 
@@ -84,6 +87,57 @@ class Steps:
         return self.first._replace(batch=self.first.batch + batch, head=self.first.head + head)
 
 
+class BiasTile(NamedTuple):
+    """A tile of one sum over members."""
+
+    q_block: Any
+    kv_block: Any
+    part: Any  # which sum, of (parts, entries of the bias, heads of the bias), heads fastest
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasTiles:
+    """The tiles of a bias's gradient in the order in which clusters take them.
+
+    CTAs that run at one time should read the same: those of one sum go through the same members in
+    step. So tiles come first and sums last, in sections of SECTION_TILES key tiles and all queries,
+    row by row: 132 CTAs read 16 tiles of K and V and 8 or 9 of Q and dO in a step.
+
+    Attributes:
+        rows, columns: how many tiles, of queries and, in clusters of `cluster`, of keys.
+    """
+
+    rows: int
+    columns: int
+    cluster: int
+
+    @classmethod
+    def of(cls, problem: Problem, blocks: ScoreBlocks) -> BiasTiles:
+        """The tiles of every sum."""
+        columns = -(-problem.kv_len // (blocks.cluster * blocks.block_kv))
+        return cls(-(-problem.q_len // blocks.block_q), columns, blocks.cluster)
+
+    @property
+    def clusters(self) -> int:
+        """Of one sum."""
+        return self.rows * self.columns
+
+    def __getitem__(self, n) -> BiasTile:
+        """What this CTA of the n-th cluster owns; beyond the last key if there are none left."""
+        part, n = divide(n, self.clusters)
+        wide = SECTION_TILES // self.cluster
+        section, n = divide(n, wide * self.rows)
+        first = section * wide
+        row, column = divide(n, lax.min(jnp.int32(wide), self.columns - first))
+        return BiasTile(row, (first + column) * self.cluster + cluster.rank(self.cluster), part)
+
+
+def divide(a, b):
+    """(quotient, remainder)"""
+    b = jnp.int32(b)
+    return lax.div(a, b), lax.rem(a, b)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cta:
     """The refs and the place of one CTA, as one of its warpgroups sees them."""
@@ -98,6 +152,11 @@ class Cta:
     wg: Any
 
     @property
+    def owned(self) -> BiasTile:
+        """The tile of this CTA, where it owns one of the bias."""
+        return BiasTiles.of(self.sums.problem, self.blocks)[lax.axis_index("cluster")]
+
+    @property
     def ring(self) -> Ring:
         """Of the stages."""
         return Ring(self.bars.full, self.bars.empty, self.blocks.stages)
@@ -105,44 +164,53 @@ class Cta:
     def steps(self) -> Steps:
         """The tiles of this CTA."""
         problem, blocks = self.sums.problem, self.blocks
+        if self.sums.axes == "tile":
+            return self.members()
         x, y, z = (lax.axis_index(name) for name in ("x", "y", "z"))
         if self.sums.axes == "rows":
             position = x * blocks.block_q + self.gmem.offset(problem, z)
             at = (z, x, position)
             walk = KeyWalk.of(problem, self.gmem, at, blocks.block_q, blocks.block_kv)
             return Steps(Step(z, y, x, walk.start), walk.total, "kv_block")
-        if self.sums.axes == "columns":
-            at, size = (z, x), (blocks.block_kv, blocks.block_q)
-            walk = QueryWalk.of(problem, self.gmem, at, *size, mask_all=True)
-            return Steps(Step(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
-        return self.members(x, y, z)
+        at, size = (z, x), (blocks.block_kv, blocks.block_q)
+        walk = QueryWalk.of(problem, self.gmem, at, *size, mask_all=True)
+        return Steps(Step(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
 
-    def members(self, x, y, z) -> Steps:
-        """The batch entries and heads whose sum is tile (y, x) of part z of the bias's gradient."""
-        problem, blocks, sums = self.sums.problem, self.blocks, self.sums
+    def members(self) -> Steps:
+        """The batch entries and heads whose sum is the tile of this CTA.
+
+        They are as many for every CTA of a cluster: none if none of their tiles is visible.
+        """
+        problem, blocks, sums, own = self.sums.problem, self.blocks, self.sums, self.owned
         entries, bias_heads = problem.bias_shape[:2]
-        part = lax.div(z, jnp.int32(entries * bias_heads))
-        entry, bias_head = self.bias_place(z)
+        part = lax.div(own.part, jnp.int32(entries * bias_heads))
+        entry, bias_head = self.bias_place
         most = -(-sums.members // sums.parts(blocks))
         total = jnp.int32(most)
         if sums.parts(blocks) > 1:
             total = lax.clamp(jnp.int32(0), sums.members - part * most, jnp.int32(most))
         spec = problem.spec
         if not problem.traced_offset and not spec.mask.is_trivial:
-            start = y * blocks.block_q + spec.q_offset
-            found = spec.mask.kv_blocks(start, blocks.block_q, problem.kv_len, blocks.block_kv)
-            seen = (x >= found.start) & (x < found.stop)
+            start, keys = own.q_block * blocks.block_q, blocks.cluster * blocks.block_kv
+            found = spec.mask.kv_blocks(start + spec.q_offset, blocks.block_q, problem.kv_len, keys)
+            column = lax.div(own.kv_block, jnp.int32(blocks.cluster))
+            seen = (column >= found.start) & (column < found.stop)
             total = lax.select(seen, total, jnp.int32(0))
         heads = problem.q_heads // bias_heads
-        first = Step(entry * (problem.batch // entries), bias_head * heads, y, x)
+        first = Step(
+            batch=entry * (problem.batch // entries),
+            head=bias_head * heads,
+            q_block=own.q_block,
+            kv_block=own.kv_block,
+        )
         return Steps(first, total, "member", heads, part * most)
 
-    def bias_place(self, z):
-        """(entry, head) of the bias that part z is about."""
+    @property
+    def bias_place(self):
+        """(entry, head) of the bias that this CTA's sum is about."""
         entries, heads = self.sums.problem.bias_shape[:2]
-        return lax.rem(lax.div(z, jnp.int32(heads)), jnp.int32(entries)), lax.rem(
-            z, jnp.int32(heads)
-        )
+        of_part, head = divide(self.owned.part, heads)
+        return divide(of_part, entries)[1], head
 
 
 def scratch(sums: Sums, blocks: ScoreBlocks, arrays: BackwardArrays) -> tuple[Smem, Barriers]:
@@ -174,6 +242,6 @@ def scratch(sums: Sums, blocks: ScoreBlocks, arrays: BackwardArrays) -> tuple[Sm
     bars = Barriers(
         bias=bar() if sums.holds_bias else None,
         full=bar(num_arrivals=len(LOADED) + sums.side.copies, num_barriers=stages),
-        empty=bar(num_arrivals=blocks.warpgroups, num_barriers=stages),
+        empty=cluster.empty_barrier(blocks.cluster, blocks.warpgroups, stages),
     )
     return smem, bars

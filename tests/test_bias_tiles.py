@@ -1,0 +1,60 @@
+"""Which CTA owns which tile of the gradient of a bias, and which choose to work in pairs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flash_pallas.backends.hopper.score_blocks import Sums
+from flash_pallas.backends.hopper.scores_cta import SECTION_TILES, BiasTiles
+from flash_pallas.core.mask import Mask
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (4, 16), (2, 17), (3, 40)])
+def test_every_tile_of_every_sum_has_one_owner(rows, columns):
+    sums = 3
+    tiles = BiasTiles(rows, columns, cluster=1)
+    own = tiles[jnp.arange(sums * tiles.clusters, dtype=jnp.int32)]
+    at = np.stack([own.part, own.q_block, own.kv_block])
+    found = np.unique(at, axis=1)
+    np.testing.assert_array_equal(found, np.indices((sums, rows, columns)).reshape(3, -1))
+
+
+def test_ctas_that_run_together_share_rows_and_columns():
+    """132 of 64 x 64 tiles: row by row they would read 64 tiles of keys and 3 of queries."""
+    own = BiasTiles(64, 64, cluster=1)[jnp.arange(132, dtype=jnp.int32)]
+    assert len(np.unique(own.kv_block)) == SECTION_TILES
+    assert len(np.unique(own.q_block)) == 9
+
+
+def _blocks(kv_len: int, dtype=jnp.bfloat16, bias_dtype=jnp.bfloat16, head_dim=64, **operands):
+    q = jnp.zeros((2, 1, 1, head_dim), dtype)
+    k = jnp.zeros((2, kv_len, 1, head_dim), dtype)
+    bias = jnp.zeros((1, 1, 1, kv_len), bias_dtype)
+    problem = describe(
+        Operands(q, k, k, None)._replace(bias=bias, **operands),
+        AttentionSpec(scale=1.0, mask=Mask()),
+    )
+    return Sums(problem, "tile", ("bias",)).blocks()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "cluster"), [(1, 1), (2, 2), (3, 1), (7, 1), (8, 2), (9, 2), (11, 2)]
+)
+def test_pairs_where_few_ctas_would_be_idle(tiles, cluster):
+    assert _blocks(128 * tiles).cluster == _blocks(128 * tiles - 127).cluster == cluster
+
+
+def test_only_a_plain_16_bit_bias_is_kept():
+    lengths = jnp.zeros((2,), jnp.int32)
+    assert _blocks(256, jnp.float16, jnp.float16).keep_bias
+    for other in (
+        _blocks(256, jnp.float32),
+        _blocks(256, bias_dtype=jnp.float32),
+        _blocks(256, kv_lengths=lengths),
+        _blocks(256, head_dim=128),
+    ):
+        assert not other.keep_bias
+        assert other.cluster == 1
