@@ -10,6 +10,8 @@ registers as left operands of the products that consume them:
     (4) dK  += dS^T Q          registers x shared
     (5) dQ   = dS K            shared (dS^T of both warpgroups, read transposed) x shared
 
+In which order the two warpgroups run (3) to (5) is in fused_finish.py.
+
 dK and dV stay in registers for the whole walk. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add. The
 order of those adds differs from run to run, and with it the last bits of dQ; backward_dkv.py and
@@ -17,7 +19,7 @@ backward_dq.py are the deterministic pair.
 
     K, V            one slot each, loaded once; dK and dV are staged in them at the end
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
-    dS^T            ds slots, written by both warpgroups, read by both: `ds_ready` counts them in
+    dS^T            ds slots, written by both warpgroups, read by both
     dQ              one float32 slot per warpgroup, handed to the storing warp and back
 """
 
@@ -32,13 +34,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import integers as ints
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks, entries_at_once
 from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
+from .fused_finish import Alternating, Finish, Together
 from .fused_producer import Producer
 from .memory import WARPGROUP_ROWS, Ring, launch, rows_of, warpgroup_rows
 from .query_walk import QueryWalk
@@ -59,6 +61,12 @@ class Fused:
         """What modifiers read."""
         return SideInputs(self.problem, q_axis=1)
 
+    @property
+    def finish(self) -> Finish:
+        """The second half of every step."""
+        way = Alternating if self.blocks.alternate else Together
+        return way(self.blocks, self.problem.head_dim, self.interpret)
+
     def __call__(self, dq, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
         entries = entries_at_once(self.problem)
         batch = lax.axis_index("section") * entries + lax.axis_index("entry")
@@ -74,6 +82,7 @@ class Fused:
         block = lax.axis_index("kv")
         at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
         loops = {"mask_all": self.blocks.mask_all, "stagger": self.blocks.stagger}
+        walk = QueryWalk.of(self.problem, gmem, at, *size, **loops)
         cta = Cta(
             gmem=gmem,
             dq=dq,
@@ -86,7 +95,7 @@ class Fused:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * self.blocks.block_kv,
-            walk=QueryWalk.of(self.problem, gmem, at, *size, **loops),
+            walk=dataclasses.replace(walk, opaque=self.blocks.alternate),
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
@@ -118,7 +127,9 @@ class Fused:
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
+        self.finish.start(cta)
         cta.walk.visit(functools.partial(self.step, cta, held, dk_acc, dv_acc))
+        self.finish.end(cta)
         return dk_acc[...], dv_acc[...]
 
     def own_place(self, cta: Cta, n) -> Place:
@@ -129,29 +140,7 @@ class Fused:
     def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
         """The five products of the n-th tile."""
         p, ds = self.score_gradients(cta, held, n, block, masked)
-        ds_slot = ints.remainder(n, self.blocks.ds_stages)
-        if self.blocks.ds_stages == 1:
-            cta.meet()  # both have read the previous dS
-        cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
-        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
-        plgpu.commit_smem()
-        cta.meet()  # both have written dS
-
-        def products(dq_acc):
-            ds_part, k_part = self.dq_operands(cta, ds_slot)
-            plgpu.wgmma(dq_acc, ds_part, k_part)  # (5) dQ = dS K
-            plgpu.wgmma_wait(1)
-            cta.do.release(n)
-            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-
-        accumulator = plgpu.ACC(self.blocks.dq_tile(self.problem.head_dim), jnp.float32)
-        cta.smem.dq[cta.wg] = pl.run_scoped(products, accumulator)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
-        plgpu.wgmma_wait(0)
-        cta.q.release(n)
+        self.finish(cta, n, p, ds, dk_acc, dv_acc)
 
     def score_gradients(self, cta: Cta, held: Held, n, block, masked):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
@@ -177,6 +166,7 @@ class Fused:
 
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+            self.finish.scores_issued(cta)
             return self.centred(cta, n, tile, weights(s_acc, 1), dp_acc)
 
         def alone(s_acc):
@@ -202,7 +192,8 @@ class Fused:
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
+        share = self.blocks.polynomials
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits, polynomials=share)
         p, through = lax.optimization_barrier(
             (recompute.dropped(self.problem, w), recompute.pulled(w))
         )
@@ -228,15 +219,6 @@ class Fused:
             interpret=self.interpret,
         )
 
-    def dq_operands(self, cta: Cta, ds_slot):
-        """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""
-        part = self.blocks.dq_tile(self.problem.head_dim)
-        ds = cta.smem.ds.at[ds_slot]
-        if self.blocks.dq_by_rows:
-            ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * part[0], part[0])]
-            return ds.transpose((1, 0)), cta.smem.k
-        return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
-
 
 def backward_fused(
     problem: Problem,
@@ -261,7 +243,7 @@ def backward_fused(
             jax.ShapeDtypeStruct(arrays.k.shape, dtype),
             jax.ShapeDtypeStruct(arrays.v.shape, dtype),
         ),
-        scratch=scratch(problem, blocks, arrays),
+        scratch=scratch(problem, blocks, arrays, interpret),
         # Some batch entries fastest, so that CTAs that run together add to different tiles of dQ
         # (key blocks fastest: 0.94x if causal), but no more than L2 keeps.
         grid={

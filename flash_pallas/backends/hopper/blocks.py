@@ -71,6 +71,11 @@ def _replaced(kernel: str, blocks, fields, size):
         raise ValueError(
             f"blocks[{kernel!r}]['block_q'] is {replaced.block_q}: 128 for head dims up to 16"
         )
+    if isinstance(replaced, FusedBlocks) and replaced.alternate and not replaced.may_alternate:
+        raise ValueError(
+            f"blocks[{kernel!r}] is {fields!r}: warpgroups that alternate take ds_stages=2 and no "
+            "late_dp; pass 'alternate': False too"
+        )
     if replaced.smem_bytes(size) > SMEM_LIMIT - 1024:  # the barriers take less than 1 KB
         raise ValueError(
             f"blocks[{kernel!r}] needs {replaced.smem_bytes(size)} bytes of shared memory and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.problem import Problem
-from .key_walk import mask_everywhere
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
 
@@ -22,6 +21,9 @@ class FusedBlocks:
             the masked tiles and one for the rest: fewer registers, more instructions.
         late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
         stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
+        alternate: the warpgroups take turns at the tensor cores; see fused_finish.py. Takes two
+            slots for dS and no late_dp.
+        polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
     """
 
     block_q: int = 64
@@ -31,6 +33,8 @@ class FusedBlocks:
     mask_all: bool = False
     late_dp: bool = False
     stagger: bool = False
+    alternate: bool = False
+    polynomials: float = 0.0
 
     block_kv = 2 * WARPGROUP_ROWS
     compute_registers, producer_registers = 240, 24
@@ -49,6 +53,11 @@ class FusedBlocks:
     def runs(self, head_dim: int) -> bool:
         """A part of dQ is as wide as the narrowest rows of a tile that is an operand."""
         return self.dq_tile(head_dim)[1] >= 16
+
+    @property
+    def may_alternate(self) -> bool:
+        """There are slots enough for dS, and dP^T is issued with S^T."""
+        return self.ds_stages == 2 and not self.late_dp
 
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory without barriers, for the head dim that runs."""
@@ -78,30 +87,33 @@ def entries_at_once(problem: Problem) -> int:
 
 FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
-# bf16, H200. Where some tile is masked, all are, in one loop: with a second loop for the tiles that
-# need no mask, ptxas runs out of registers and serialises every wgmma at head dim 64, and at 128
-# nothing is gained (1.016 of cuDNN; with two loops 1.019).
+# bf16, H200, against warpgroups that meet in every step: alternating ones are 1.11 times as fast at
+# 128 (causal 1.06, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64 there are
+# as many cycles of exponentials as of products; with a quarter of them as polynomials it is 1.05
+# (causal 1.11).
 #
-# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are. One slot for dO
-# and one for dS is 5 % faster than two, but not where masking or modifiers need the registers.
+# Where some tile is masked, all are, in one loop: with a second loop for the tiles that need no
+# mask, ptxas runs out of registers at head dim 64, and at 128 nothing is gained.
 #
-# Staggered without a mask: 1.08 at 64 (32 heads; nothing with 4), 1.00 to 1.03 at 128, and causal
-# 1.00 and 0.99.
-PLAIN = {
-    16: FusedBlocks(block_q=128, stagger=True),
-    32: FusedBlocks(block_q=128, stagger=True),
-    64: FusedBlocks(block_q=128, stagger=True),
-    128: FusedBlocks(block_q=64, do_stages=1, ds_stages=1, stagger=True),
+# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are.
+#
+# Staggered without a mask: 1.03 at 128, 1.01 at 64 (1.08 if the warpgroups meet).
+_ALTERNATING = {
+    16: FusedBlocks(block_q=128, alternate=True),
+    32: FusedBlocks(block_q=128, alternate=True),
+    64: FusedBlocks(block_q=128, alternate=True, polynomials=0.25),
+    128: FusedBlocks(block_q=64, alternate=True),
 }
-MASKED = {
+PLAIN = {d: dataclasses.replace(b, stagger=True) for d, b in _ALTERNATING.items()}
+MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _ALTERNATING.items()}
+# Modifiers need registers of their own. At 64 with 128 queries softcap spills 272 bytes and dropout
+# 556, with 64 neither spills. With a bias at 64, alternating is 0.95 times as fast.
+MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
-    64: FusedBlocks(block_q=128, mask_all=True),
+    64: FusedBlocks(block_q=64, mask_all=True),
     128: FusedBlocks(block_q=64, mask_all=True),
 }
-# Modifiers that need registers of their own. At 64 with 128 queries softcap spills 272 bytes and
-# dropout 556, with 64 neither spills.
-MODIFIED = MASKED | {64: FusedBlocks(block_q=64, mask_all=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
@@ -115,21 +127,13 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
+    if "alibi_slopes" in features or ("bias" in features and not modified):  # of one row or column
+        alone = {"alternate": False, "polynomials": 0.0}
+        first = dataclasses.replace(first, **alone)
     if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
-    # Where arrays or a window leave most tiles whole, two loops pay. Modifiers need the registers.
-    some = mask_everywhere(problem) or "kv_lengths" in features
-    if problem.head_dim == 128 and some and not modified and _some_tile_is_whole(problem, first):
-        first = dataclasses.replace(first, mask_all=False)
-    fewer = dataclasses.replace(first, do_stages=1, ds_stages=1)
+    fewer = dataclasses.replace(first, do_stages=1, ds_stages=1, alternate=False)
     candidates = (first, fewer, SMALLEST)
     fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
     return next(filter(fits, candidates), None)
 
-
-def _some_tile_is_whole(problem: Problem, blocks: FusedBlocks) -> bool:
-    """The band of the mask is wide enough to hold a tile."""
-    left, right = problem.spec.mask.left, problem.spec.mask.right
-    if left is None or right is None:
-        return True
-    return left + right >= blocks.block_q + blocks.block_kv - 2

@@ -43,7 +43,9 @@ class Barriers(NamedTuple):
     do_full: Any
     do_empty: Any  # each warpgroup
     delta_full: Any
-    ds_ready: Any  # each warpgroup
+    met: Any  # each warpgroup
+    ds_ready: Any  # where they alternate: one per slot, each warpgroup
+    turn: Any  # where they alternate under the interpreter: one per warpgroup
     dq_full: Any  # one per warpgroup
     dq_empty: Any  # one per warpgroup
     arrived: Any = None  # a tile that has padding to be cleared
@@ -79,11 +81,13 @@ class Cta:
 
     def meet(self):
         """Wait for the other warpgroup."""
-        plgpu.barrier_arrive(self.bars.ds_ready)
-        plgpu.barrier_wait(self.bars.ds_ready)
+        plgpu.barrier_arrive(self.bars.met)
+        plgpu.barrier_wait(self.bars.met)
 
 
-def scratch(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays) -> tuple[Smem, Barriers]:
+def scratch(
+    problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool
+) -> tuple[Smem, Barriers]:
     """What to allocate."""
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
@@ -107,7 +111,13 @@ def scratch(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays) -> tu
         do_full=bar(num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
-        ds_ready=bar(num_arrivals=WARPGROUPS),
+        met=bar(num_arrivals=WARPGROUPS),
+        ds_ready=(
+            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
+            if blocks.alternate
+            else None
+        ),
+        turn=bar(num_barriers=WARPGROUPS) if blocks.alternate and interpret else None,
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,

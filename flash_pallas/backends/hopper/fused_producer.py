@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.problem import Problem
 from .clearing import WARP, Loader, Padding
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Cta, swizzles_of_k_and_v
+from .fused_cta import Cta, swizzles_of_k_and_v
 from .memory import rows_of
 from .side_inputs import SideInputs
 
@@ -84,17 +84,28 @@ class Producer:
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
             head, rows = cta.query_tile(n, self.blocks.block_q)
-            for wg in range(WARPGROUPS):
-                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
-                target = cta.dq.at[self.dq_part(cta, head, rows, wg)]
-                plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op="add")
-            for wg in range(WARPGROUPS):
-                plgpu.wait_smem_to_gmem(WARPGROUPS - 1 - wg, wait_read_only=True)
-                pl.when(n + 1 < cta.walk.total)(
-                    lambda wg=wg: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg])
-                )
+            if self.blocks.alternate:
+                for wg in (1, 0):  # as they come
+                    self.add_dq(cta, head, rows, wg)
+                    self.give_back(cta, n, wg, 0)
+            else:
+                self.add_dq(cta, head, rows, 0)
+                self.add_dq(cta, head, rows, 1)
+                self.give_back(cta, n, 0, 1)
+                self.give_back(cta, n, 1, 0)
 
         plgpu.wait_smem_to_gmem(0)
+
+    def add_dq(self, cta: Cta, head, rows, wg: int):
+        """Start to add a warpgroup's part of a dQ tile."""
+        plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+        target = cta.dq.at[self.dq_part(cta, head, rows, wg)]
+        plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op="add")
+
+    def give_back(self, cta: Cta, n, wg: int, in_flight: int):
+        """Shared memory of dQ, once at most so many of the adds are still reading theirs."""
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+        pl.when(n + 1 < cta.walk.total)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
 
     def dq_part(self, cta: Cta, head, rows, wg: int):
         """Where a warpgroup's part of a dQ tile lies in the buffer."""

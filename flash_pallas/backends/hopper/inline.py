@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ...core.tile import Limits
 from .registers import (
@@ -166,6 +166,29 @@ def lazy_max(old, new, slack: float, interpret: bool):
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
     )(functools.partial(_vote_body, slack))
     return pick(old, new), vote(old, new)
+
+
+def _settle_body(_, tile, never):
+    i32 = ir.IntegerType.get_signless(32)
+    registers = [llvm.bitcast(i32, register) for register in tile.registers.flat]
+    for i in range(0, len(registers), 4):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [splat(never), *registers[i : i + 4]],
+            "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }",
+            "r,r,r,r,r",
+            has_side_effects=True,
+        )
+
+
+def settle(tile, positive, interpret: bool):
+    """A 16-bit tile is in its registers before the next barrier, not as late as it is used.
+
+    It is stored if `positive`, a traced i32, is negative, which it never is; ptxas does not know.
+    """
+    if not interpret:
+        run = plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.Layout.WG_SPLAT))(_settle_body)
+        run(tile, jnp.int32(positive))
 
 
 def _named_barrier_body(operation, threads, _, barrier):

@@ -215,3 +215,32 @@ def weights(x, m, log2_scale: float, powers: Powers, drop: Drop | None, dtype):
         ),
     )(functools.partial(_weights_body, log2_scale, powers, dtype, threshold))
     return run(x, m, *keys)
+
+
+def _powers_body(scale, share, _, x, shift):
+    scale, found = f32_constant(scale), {}
+    for row, col, index in _places(x.shape, x.layout):
+        for e in range(2):
+            args = at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e))
+            by_hand = is_polynomial(col + e, share)
+            found[row, col + e] = _exp2_polynomial(*args, False) if by_hand else _exp2(*args)
+    registers = filled(x.shape, x.layout, lambda row, col: found[row, col])
+    return fragmented(registers, x.layout)
+
+
+def powers(x, shift, log2_scale: float, share: float, interpret: bool):
+    """f32: 2**(x * log2_scale - shift), some of them by polynomials.
+
+    Args:
+        x: f32 (64, columns) in the WGMMA layout.
+        shift: f32, spread over the tile.
+        log2_scale: a Python float.
+        share: of the columns that are polynomials.
+        interpret: run by the interpreter.
+    """
+    if interpret:
+        return plain(x * log2_scale - shift, Powers(share, bounded=False))
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
+    )(functools.partial(_powers_body, log2_scale, share))
+    return run(x, shift)

@@ -28,6 +28,8 @@ class QueryWalk:
             need no mask come first, in a loop of their own; a head's other tiles follow in order,
             from the start again when the end is reached.
         shift: which tile of a head comes first, counted from its first one, unless masks is "some".
+        opaque: ptxas is not to know where the loop begins. It peels off the first step of the fused
+            kernel whose warpgroups alternate, and then ends every wgmma at once (C7512).
     """
 
     start: Any
@@ -39,6 +41,7 @@ class QueryWalk:
     group: int
     masks: str
     shift: Any = 0
+    opaque: bool = False
 
     @classmethod
     def of(
@@ -133,7 +136,10 @@ class QueryWalk:
         """
         if self.masks != "some":
             masked = self.masks == "all"
-            pl.loop(jnp.int32(0), self.total)(lambda n: step(n, self[n][1], masked=masked))
+            ends = (jnp.int32(0), self.total)
+            if self.opaque:
+                ends = lax.optimization_barrier(ends)
+            pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
             return
 
         def one_head(head):

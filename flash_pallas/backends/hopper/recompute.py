@@ -16,7 +16,7 @@ from ...core.problem import Problem
 from ...core.scores import TileInputs
 from ...core.softmax import EMPTY_ROW
 from ...core.tile import Limits
-from . import register_tile
+from . import inline_weights, register_tile
 from .register_tile import RegisterTile
 
 
@@ -29,7 +29,14 @@ class Weights(NamedTuple):
 
 
 def weights(
-    problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits
+    problem: Problem,
+    tile: RegisterTile,
+    s,
+    lse,
+    inputs: TileInputs,
+    limits: Limits,
+    *,
+    polynomials: float = 0.0,
 ) -> Weights:
     """P of a tile.
 
@@ -40,11 +47,15 @@ def weights(
         lse: log-sum-exp of each query, base 2.
         inputs: what modifiers read.
         limits: what positions leave visible of the tile.
+        polynomials: share of the exponentials that the multiply-add units compute.
     """
     spec = problem.spec
     x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
     rows = tile.per_q(lse)
-    p = jnp.exp2(x * log2_scale - rows)
+    if polynomials:
+        p = inline_weights.powers(x, rows, log2_scale, polynomials, tile.interpret)
+    else:
+        p = jnp.exp2(x * log2_scale - rows)
     if problem.bias_shape is not None:
         # The bias of padding may be a NaN. Hidden keys are -inf by now; discarded queries are not,
         # and what is linear in P passes on a 0 where softcap and score_mod would make a NaN of it.

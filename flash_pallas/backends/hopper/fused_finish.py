@@ -1,0 +1,196 @@
+"""The second half of a step of the fused backward: dV, dK and dQ, and who waits for whom.
+
+A dQ tile needs dS of both compute warpgroups, and each computes half of it.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import integers as ints
+from . import inline
+from .fused_blocks import FusedBlocks
+from .fused_cta import WARPGROUPS, Cta
+from .memory import warpgroup_rows
+
+FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish(abc.ABC):
+    """What both ways have in common.
+
+    Attributes:
+        blocks: tile sizes.
+        head_dim: that runs.
+        interpret: run by the interpreter.
+    """
+
+    blocks: FusedBlocks
+    head_dim: int
+    interpret: bool
+
+    @property
+    def dq_accumulator(self):
+        """For this warpgroup's part of dQ."""
+        return plgpu.ACC(self.blocks.dq_tile(self.head_dim), jnp.float32)
+
+    def dq_operands(self, cta: Cta, ds_slot):
+        """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""
+        part = self.blocks.dq_tile(self.head_dim)
+        ds = cta.smem.ds.at[ds_slot]
+        if self.blocks.dq_by_rows:
+            ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * part[0], part[0])]
+            return ds.transpose((1, 0)), cta.smem.k
+        return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
+
+    @abc.abstractmethod
+    def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
+        """The products of the n-th tile, from P^T and dS^T in 16 bits."""
+
+    @abc.abstractmethod
+    def start(self, cta: Cta):
+        """Before the first tile."""
+
+    @abc.abstractmethod
+    def scores_issued(self, cta: Cta):
+        """S^T and dP^T of a tile are on their way."""
+
+    @abc.abstractmethod
+    def end(self, cta: Cta):
+        """After the last tile."""
+
+
+class Together(Finish):
+    """The warpgroups meet in every step, and both compute their half of its dQ."""
+
+    def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
+        """dV, dQ and dK of the n-th tile."""
+        ds_slot = ints.remainder(n, self.blocks.ds_stages)
+        if self.blocks.ds_stages == 1:
+            cta.meet()  # both have read the previous dS
+        cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
+        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+        plgpu.commit_smem()
+        cta.meet()  # both have written dS
+
+        def products(dq_acc):
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta, ds_slot))  # (5) dQ = dS K
+            plgpu.wgmma_wait(1)
+            cta.do.release(n)
+            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+        plgpu.wgmma_wait(0)
+        cta.q.release(n)
+
+    def start(self, cta: Cta):
+        """Nothing to do."""
+
+    def scores_issued(self, cta: Cta):
+        """Nothing to do."""
+
+    def end(self, cta: Cta):
+        """Nothing to do."""
+
+
+class Alternating(Finish):
+    """The warpgroups take turns at the tensor cores, half a step apart.
+
+    A warp that issues a product waits until the tensor cores take it. So a warpgroup's exponentials
+    do not run beside its own products but beside the other's, if that is in another phase:
+
+        warpgroup 0   | dQ' dV dK  S dP | exponentials, dS |                  | dQ' ...
+        warpgroup 1   | exponentials, dS |                 | dQ dV dK  S dP   | ...
+
+    A turn lasts from dQ to dP of the next tile. Warpgroup 1, the later one, finds both halves of dS
+    of its tile there. Warpgroup 0 computes its part of dQ one tile late (dQ'), so dS has two slots:
+    one may be overwritten once warpgroup 0 has had its next turn, before either writes it again.
+    """
+
+    def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
+        """dQ, dV and dK of the n-th tile; dQ of warpgroup 0 is that of the tile before."""
+        slot = self.slot(n)
+        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.ds_ready.at[slot])
+        # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
+        inline.settle(p, n, self.interpret)
+        self.await_turn(cta)
+        of_dq = n - (WARPGROUPS - 1 - cta.wg)  # -1 in warpgroup 0's first turn
+
+        def products(dq_acc):
+            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(of_dq)]))
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(of_dq)))  # (5) dQ = dS K
+            plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+            pl.when(of_dq > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+
+        # Stored in the first turn too, though nobody is told: a branch around registers that
+        # products have written makes ptxas end those in flight (C7517).
+        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
+        plgpu.commit_smem()
+        pl.when(of_dq >= 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+        plgpu.wgmma_wait(0)
+        cta.do.release(n)
+        cta.q.release(n)
+
+    def start(self, cta: Cta):
+        """Warpgroup 1 waits for the first products of the other."""
+        pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
+
+    def scores_issued(self, cta: Cta):
+        """The turn is over."""
+        self.pass_turn(cta)
+
+    def end(self, cta: Cta):
+        """Warpgroup 0 lets the other have its last turn, and computes its part of the last dQ."""
+
+        @pl.when(cta.wg == 0)
+        def _():
+            self.pass_turn(cta)
+            last = functools.partial(self.last_dq, cta)
+            cta.smem.dq[cta.wg] = pl.run_scoped(last, self.dq_accumulator)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+
+    def last_dq(self, cta: Cta, dq_acc):
+        """This warpgroup's part of the last dQ, once both have written dS."""
+        last = cta.walk.total - 1
+        plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(last)])
+        plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(last)))
+        pl.when(last > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+    def slot(self, n):
+        """Where dS of the n-th tile lies; n may be -1."""
+        return lax.rem(jnp.int32(n + self.blocks.ds_stages), jnp.int32(self.blocks.ds_stages))
+
+    # The interpreter has no named barriers; mbarriers take their place there. With them the kernel
+    # would be 1 to 14 % slower on H200.
+    def await_turn(self, cta: Cta):
+        """Wait until the other warpgroup has passed the turn."""
+        if self.interpret:
+            plgpu.barrier_wait(cta.bars.turn.at[cta.wg])
+        else:
+            inline.named_barrier("sync", cta.wg + FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
+
+    def pass_turn(self, cta: Cta):
+        """Let the other warpgroup have the tensor cores."""
+        other = WARPGROUPS - 1 - cta.wg
+        if self.interpret:
+            plgpu.barrier_arrive(cta.bars.turn.at[other])
+        else:
+            inline.named_barrier("arrive", other + FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
