@@ -24,6 +24,7 @@ from .features import GROUPS, Group, Sizes, Variant
 from .peers import PEERS, Unsupported
 from .programs import Program, compile_jax
 from .run import prepare_process, probes
+from .tables import groups
 
 DIRECTIONS = ("forward", "backward")
 GATE_LENGTH, GATE_BATCH = 2048, 2
@@ -144,6 +145,19 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def refreshed(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The run `found`, with the groups of an earlier one that it has not timed.
+
+    Rows that are not of the commit in the header name theirs.
+    """
+    key = lambda rows: (rows[0]["group"], rows[0]["shape"], rows[0]["name"])
+    again = {key(rows): rows for rows in groups(found["rows"])}
+    kept = []
+    for rows in groups(earlier["rows"]):
+        kept += again.pop(key(rows), [{"commit": earlier["commit"]} | row for row in rows])
+    return found | {"rows": kept + [row for rows in again.values() for row in rows]}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -151,6 +165,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="groups whose name and shape contain this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--time-limit", type=float, default=3600)
+    parser.add_argument("--refresh", type=pathlib.Path, help="results whose other groups are kept")
     arguments = parser.parse_args()
     prepare_process(arguments.time_limit + 300)
     timer, log = timing.choose("auto", probes())
@@ -161,6 +176,7 @@ def main() -> None:
     )
     method = {"summary": summary, "timer": timer.name, "timer_check": log}
     found = results.header("features", method) | {"rows": []}
+    earlier = results.load(arguments.refresh) if arguments.refresh else {"rows": []}
     begin = time.monotonic()
     for group in GROUPS:
         if arguments.only not in f"{group.name} {group.sizes.label}":
@@ -171,7 +187,7 @@ def main() -> None:
         rows = run_group(group, timer, arguments.rounds)
         found["rows"] += rows
         print("\n".join(map(line, rows)), flush=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(refreshed(earlier, found), indent=1) + "\n")
         gc.collect()
 
 

@@ -100,7 +100,7 @@ def _memory_table(results: dict[str, Any]) -> str:
 def _features_table(results: dict[str, Any]) -> str:
     """Milliseconds and, in parentheses, the speed relative to the first call of each group."""
     body = []
-    for group in _groups(results["rows"]):
+    for group in groups(results["rows"]):
         for name in _unique(row["name"] for row in group):
             found = {row["direction"]: row for row in group if row["name"] == name}
             both = [found.get(direction) for direction in ("forward", "backward")]
@@ -108,10 +108,26 @@ def _features_table(results: dict[str, Any]) -> str:
                 line = [group[0]["shape"], name, *map(_milliseconds, both), *map(_planned, both)]
                 body.append(line)
     head = ["B,T,N,K,H", "call", "forward", "backward", "GiB forward", "GiB backward"]
-    return _grid(head, body) + _reasons(_with_provider(results["rows"]))
+    return (
+        _grid(head, body) + _of_other_commits(results) + _reasons(_with_provider(results["rows"]))
+    )
 
 
-def _groups(rows: list[dict[str, Any]]):
+def _of_other_commits(results: dict[str, Any]) -> str:
+    """Which rows were kept from earlier runs."""
+    named = [
+        (row["commit"], f"{row['group']} {row['shape']}")
+        for row in results["rows"]
+        if "commit" in row
+    ]
+    lines = [
+        f"Of commit `{commit[:12]}`: {'; '.join(_unique(of for c, of in named if c == commit))}."
+        for commit in _unique(commit for commit, _ in named)
+    ]
+    return "".join(f"\n\n{line}" for line in lines)
+
+
+def groups(rows: list[dict[str, Any]]):
     """The rows of each group: its forward rows, then its backward rows."""
     found: list[list[dict[str, Any]]] = []
     for row in rows:

@@ -115,6 +115,33 @@ def test_command_line(monkeypatch, tmp_path):
     assert found["suite"] == "features" and {row["group"] for row in found["rows"]} == {"tiny"}
 
 
+def test_a_run_of_some_groups_keeps_the_others():
+    def timed(commit, *groups):
+        rows = [
+            {"group": "g", "shape": shape, "name": name, "direction": direction, "ms": ms}
+            for shape, name, ms in groups
+            for direction in ("forward", "backward")
+        ]
+        return {"commit": commit, "rows": rows}
+
+    oldest = timed("a", ("1", "full", 1.0), ("1", "causal", 2.0), ("2", "full", 3.0))
+    older = run_features.refreshed(oldest, timed("b", ("1", "causal", 4.0)))
+    found = run_features.refreshed(older, timed("c", ("2", "full", 5.0), ("3", "full", 6.0)))
+    assert found["commit"] == "c"
+    assert [(row["shape"], row["name"], row["ms"], row.get("commit")) for row in found["rows"]] == [
+        row
+        for row in (
+            ("1", "full", 1.0, "a"),
+            ("1", "causal", 4.0, "b"),
+            ("2", "full", 5.0, None),
+            ("3", "full", 6.0, None),
+        )
+        for _ in range(2)
+    ]
+    said = tables._of_other_commits(found)
+    assert "Of commit `a`: g 1." in said and "Of commit `b`: g 1." in said and "`c`" not in said
+
+
 def test_the_table_keeps_groups_on_the_same_sizes_apart():
     row = {"group": "g", "shape": "1,2", "refused": None, "peak_bytes": 2**30, "speed": 0.5}
     rows = [

@@ -136,4 +136,3 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     candidates = (first, fewer, SMALLEST)
     fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
     return next(filter(fits, candidates), None)
-
