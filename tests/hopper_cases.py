@@ -143,7 +143,10 @@ def _several_tiles(name: str, **fields) -> Case:
 
 # With what the fused backward can be asked to do, but is nowhere by itself.
 FUSED_BLOCKS = (
-    (_several_tiles("late_dp_staggered", H=128), {"late_dp": True, "stagger": True}),
+    (
+        _several_tiles("late_dp_staggered", H=128),
+        {"late_dp": True, "stagger": True, "alternate": False},
+    ),
     (_several_tiles("staggered", K=2, causal=True), {"stagger": True}),
     (_several_tiles("staggered_group", S=264, window=(90, 0)), {"stagger": True}),
 )

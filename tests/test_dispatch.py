@@ -11,7 +11,9 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas import dispatch
+from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 
@@ -94,3 +96,12 @@ def test_hopper_comes_first_and_refuses_a_cpu():
         with pytest.raises(fp.UnsupportedByBackend, match=r"compute capability 9\.0.*cpu"):
             fp.flash_attention(Q, Q, Q, backend="hopper")
         assert "compute capability" in fp.explain(Q, Q, Q).reasons["hopper"]
+
+
+def test_alternating_warpgroups_take_two_slots():
+    x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
+    described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
+    with pytest.raises(ValueError, match=r"'ds_stages': 1.*ds_stages=2.*'alternate': False"):
+        HopperBackend().blocks(described, {"fused": {"ds_stages": 1}})
+    chosen = HopperBackend().blocks(described, {"fused": {"ds_stages": 1, "alternate": False}})
+    assert not chosen.backward.alternate
