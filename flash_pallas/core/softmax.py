@@ -55,7 +55,7 @@ def merge(o, lse_log2, sink_log2=None):
     """
     logits = jnp.where(lse_log2 >= EMPTY_ROW / 2, -jnp.inf, lse_log2)
     most = jnp.max(logits, axis=0)
-    weights = jnp.exp2(logits - jnp.where(most == -jnp.inf, jnp.zeros_like(most), most)[None])
+    weights = jnp.exp2(logits - jnp.where(most == -jnp.inf, 0.0, most)[None])
     inverse, merged = finish(most, jnp.sum(weights, axis=0), sink_log2)
     return jnp.sum(o * weights[..., None], axis=0) * inverse[..., None], merged
 
