@@ -6,16 +6,26 @@ from .api import flash_attention as flash_attention
 from .api import flash_attention_with_lse as flash_attention_with_lse
 from .api import flash_attention_with_max_logit as flash_attention_with_max_logit
 from .backends.base import UnsupportedByBackend as UnsupportedByBackend
+from .cache import KVCache as KVCache
+from .cache import append_kv as append_kv
+from .cache import check_pages as check_pages
+from .decode import explain_decode as explain_decode
+from .decode import flash_decode as flash_decode
 from .dispatch import Explanation as Explanation
 from .vjp import save_attention as save_attention
 
 __all__ = [
     "Explanation",
+    "KVCache",
     "UnsupportedByBackend",
+    "append_kv",
+    "check_pages",
     "dot_product_attention",
     "explain",
+    "explain_decode",
     "flash_attention",
     "flash_attention_with_lse",
     "flash_attention_with_max_logit",
+    "flash_decode",
     "save_attention",
 ]

@@ -12,6 +12,7 @@ import jax
 from .backends.base import Backend, UnsupportedByBackend
 from .backends.hopper import HopperBackend
 from .backends.xla import XlaBackend
+from .core.decode import DecodeProblem
 from .core.problem import Problem
 
 # In order of preference: "auto" takes the first that can run a problem, and xla can run them all.
@@ -24,11 +25,11 @@ AUTO = "auto"
 _log = logging.getLogger("flash_pallas")
 
 
-def select(problem: Problem, name: str) -> Backend:
+def select(problem: Problem | DecodeProblem, name: str) -> Backend:
     """The backend that runs `problem`.
 
     Args:
-        problem: the shapes.
+        problem: the shapes, of attention or of decoding.
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
 
@@ -38,11 +39,11 @@ def select(problem: Problem, name: str) -> Backend:
     """
     check_name(name)
     if name != AUTO:
-        if reason := BACKENDS[name].unsupported(problem):
+        if reason := _refusal(BACKENDS[name], problem):
             raise UnsupportedByBackend(f"backend={name!r}: {reason}; {_way_out(problem, name)}")
         return BACKENDS[name]
     for backend in BACKENDS.values():
-        reason = backend.unsupported(problem)
+        reason = _refusal(backend, problem)
         if reason is None:
             return backend
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
@@ -62,23 +63,30 @@ class Explanation:
         reasons: for every other backend, one sentence saying why it would not run.
     """
 
-    problem: Problem
+    problem: Problem | DecodeProblem
     backend: str
     blocks: Any
     reasons: dict[str, str]
 
     def __str__(self) -> str:
         p = self.problem
+        function, rows, length = "flash_attention", p.batch, p.kv_len
+        if isinstance(p, DecodeProblem):
+            function = "flash_decode"
+            if p.num_pages is not None:
+                rows, length = p.num_pages, p.spec.page_size
         lines = [
-            f"flash_attention on q [{p.batch}, {p.q_len}, {p.q_heads}, {p.head_dim}], "
-            f"k [{p.batch}, {p.kv_len}, {p.kv_heads}, {p.head_dim}], "
-            f"v [{p.batch}, {p.kv_len}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}",
+            f"{function} on q [{p.batch}, {p.q_len}, {p.q_heads}, {p.head_dim}], "
+            f"k [{rows}, {length}, {p.kv_heads}, {p.head_dim}], "
+            f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}",
             f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
         ]
         return "\n".join(lines + [f"  not on {name}: {why}" for name, why in self.reasons.items()])
 
 
-def explanation(problem: Problem, name: str, override: dict[str, Any] | None) -> Explanation:
+def explanation(
+    problem: Problem | DecodeProblem, name: str, override: dict[str, Any] | None = None
+) -> Explanation:
     """What `select` and the chosen backend's `blocks` would answer, without running anything.
 
     Raises:
@@ -96,11 +104,13 @@ def explanation(problem: Problem, name: str, override: dict[str, Any] | None) ->
         else f"{chosen.name!r} can run and is preferred"
     )
     reasons = {
-        other.name: other.unsupported(problem) or passed_over
+        other.name: _refusal(other, problem) or passed_over
         for other in BACKENDS.values()
         if other is not chosen
     }
-    return Explanation(problem, chosen.name, chosen.blocks(problem, override), reasons)
+    decodes = isinstance(problem, DecodeProblem)
+    blocks = chosen.decode_blocks(problem) if decodes else chosen.blocks(problem, override)
+    return Explanation(problem, chosen.name, blocks, reasons)
 
 
 def check_name(name):
@@ -110,8 +120,14 @@ def check_name(name):
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(map(repr, choices))}")
 
 
-def _way_out(problem: Problem, name: str) -> str:
-    able = [b.name for b in BACKENDS.values() if b.name != name and not b.unsupported(problem)]
+def _refusal(backend: Backend, problem: Problem | DecodeProblem) -> str | None:
+    if isinstance(problem, DecodeProblem):
+        return backend.unsupported_decode(problem)
+    return backend.unsupported(problem)
+
+
+def _way_out(problem: Problem | DecodeProblem, name: str) -> str:
+    able = [b.name for b in BACKENDS.values() if b.name != name and not _refusal(b, problem)]
     return f"backend='auto' or {able[0]!r} can run this call"
 
 

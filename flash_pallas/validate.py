@@ -69,12 +69,12 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
         ValueError: shapes that do not fit together, or a value out of range.
         NotImplementedError: a floating dtype that no backend takes.
     """
-    q, k, v = _array("q", q), _array("k", k), _array("v", v)
-    _check_dtypes(q, k, v)
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    check_dtypes(q, k, v)
     _check_shapes(q, k, v)
     batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype)
-    q, scale = _positive_scale(q, checks.scale(arguments.scale, head_dim))
+    q, scale = positive_scale(q, checks.scale(arguments.scale, head_dim))
     fold = lambda x: x if len(batch_shape) == 1 else x.reshape(-1, *x.shape[-3:])
     fold = fold if sizes.batch else lambda x: x.reshape(0, *x.shape[-3:])
     spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
@@ -132,7 +132,7 @@ def _precision(value, dtype) -> str:
     return "high" if name is None or dtype != jnp.float32 else name
 
 
-def _positive_scale(q, scale: float):
+def positive_scale(q, scale: float):
     """The same scores with a positive scale: the running maximum is taken before scaling."""
     if scale > 0:
         return q, scale
@@ -155,7 +155,12 @@ def check_blocks(blocks) -> dict[str, Any] | None:
     return dict(blocks)
 
 
-def _array(name: str, x):
+def as_array(name: str, x):
+    """x as a jax array.
+
+    Raises:
+        TypeError: not an array.
+    """
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
     if not is_array:
         raise TypeError(
@@ -165,7 +170,13 @@ def _array(name: str, x):
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def _check_dtypes(q, k, v):
+def check_dtypes(q, k, v):
+    """One floating dtype for all three.
+
+    Raises:
+        TypeError: not floats, or different ones.
+        NotImplementedError: a float that no backend takes.
+    """
     dtypes = {"q": q.dtype, "k": k.dtype, "v": v.dtype}
     for name, dtype in dtypes.items():
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -200,11 +211,15 @@ def _check_shapes(q, k, v):
             f"the batch dimensions differ ({shapes}): repeat the smaller with jnp.broadcast_to, "
             "or share it between calls with jax.vmap(..., in_axes=(0, None, None))"
         )
-    _check_sizes(q.shape[-3:], k.shape[-3:], v.shape[-3:])
+    check_sizes(q.shape[-3:], k.shape[-3:], v.shape[-3:])
 
 
-def _check_sizes(q, k, v):
-    """Of the last three dimensions: length, heads, head_dim."""
+def check_sizes(q, k, v):
+    """Of the last three dimensions: length, heads, head_dim.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     for name, (_, heads, head_dim) in {"q": q, "k": k, "v": v}.items():
         if heads < 1 or head_dim < 1:
             raise ValueError(

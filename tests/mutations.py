@@ -168,6 +168,22 @@ MUTATIONS = (
              "return delta + jnp.where(lse_log2", _case("window")),
     Mutation("NaN in hidden biases", "backends/xla/tiles.py",
              "rows if keep is None else keep & rows", "keep", _case("bias_lengths")),
+    Mutation("decode, merge", "core/softmax.py", "jnp.sum(o * weights[..., None], axis=0)",
+             "jnp.sum(o, axis=0)", "test_decode.py::test_the_oracle"),
+    Mutation("decode, sinks", "core/softmax.py", "jnp.sum(weights, axis=0), sink_log2)",
+             "jnp.sum(weights, axis=0))", "test_decode.py::test_the_oracle"),
+    Mutation("decode, ranges", "backends/xla/decode.py", "jnp.stack([start, start + size]",
+             "jnp.stack([start, start + size - 1]", "test_decode.py::test_the_oracle"),
+    Mutation("decode, padding", "backends/xla/decode.py", "place[None] < operands.kv_lengths",
+             "place[None] <= operands.kv_lengths", "test_decode.py::test_the_oracle"),
+    Mutation("decode, pages", "backends/xla/decode.py", "place[::page_size] // page_size",
+             "place[::page_size] // page_size + 1", "test_decode.py::test_the_oracle"),
+    Mutation("decode, q_offset", "validate_decode.py", "return lengths - sizes.q_len",
+             "return lengths - 1", "test_decode.py::test_the_oracle"),
+    Mutation("append, room", "cache.py", "exists = (place < room) & (page >= 0)",
+             "exists = page >= 0", "test_cache.py::test_appending_to_pages"),
+    Mutation("append, bad pages", "cache.py", "exists = (place < room) & (page >= 0)",
+             "exists = place < room", "test_cache.py::test_appending_to_pages"),
 )  # fmt: skip
 
 

@@ -13,20 +13,25 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import api
+from flash_pallas import api, cache, decode
 
 NAMES = [
     "Explanation",
+    "KVCache",
     "UnsupportedByBackend",
+    "append_kv",
+    "check_pages",
     "dot_product_attention",
     "explain",
+    "explain_decode",
     "flash_attention",
     "flash_attention_with_lse",
     "flash_attention_with_max_logit",
+    "flash_decode",
     "save_attention",
 ]
 DELEGATING = ["explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
-FUNCTIONS = ["dot_product_attention", "flash_attention", *DELEGATING]
+FUNCTIONS = ["append_kv", "dot_product_attention", "flash_attention", "flash_decode", *DELEGATING]
 
 
 def test_the_exported_names():
@@ -47,14 +52,15 @@ def test_documentation(name):
     assert name not in DELEGATING or "every other argument of `flash_attention`" in described
 
 
-@pytest.mark.parametrize("name", ["Explanation", "UnsupportedByBackend"])
+@pytest.mark.parametrize("name", ["Explanation", "KVCache", "UnsupportedByBackend"])
 def test_classes_are_documented(name):
     assert inspect.getdoc(getattr(fp, name))
 
 
-def test_examples():
-    results = doctest.testmod(api)
-    assert results.attempted >= 10 and results.failed == 0
+@pytest.mark.parametrize(("module", "at_least"), [(api, 10), (decode, 8), (cache, 7)])
+def test_examples(module, at_least):
+    results = doctest.testmod(module)
+    assert results.attempted >= at_least and results.failed == 0
 
 
 def test_one_signature():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ..core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem
 
 
@@ -49,5 +50,23 @@ class Backend(Protocol):
         Queries whose outputs were discarded (beyond a length, padding) have EMPTY_ROW in lse_log2
         and 0 in delta. Their q and do may hold NaN, as may k and v of padding, and none of it must
         spread: the gradients of padding are 0, unless score_mod's derivative is not finite.
+        """
+        ...
+
+    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
+        """None if this backend decodes `problem` here; else one sentence saying why not."""
+        ...
+
+    def decode_blocks(self, problem: DecodeProblem) -> Any:
+        """How `problem` would run, a frozen dataclass; its `num_splits` is an int.
+
+        Not called where `unsupported_decode` has a reason.
+        """
+        ...
+
+    def decode(self, spec: DecodeSpec, blocks: Any, operands: DecodeOperands) -> Outputs:
+        """Attention of a few queries to a cache; lengths, offsets and page ids are in their ranges.
+
+        o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T]. The same bits in every run.
         """
         ...

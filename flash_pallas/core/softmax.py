@@ -42,6 +42,24 @@ def finish(m, l, sink_log2=None):
     return inverse if shrink is None else shrink * inverse, lse_log2
 
 
+def merge(o, lse_log2, sink_log2=None):
+    """(o, lse_log2) of attention to all keys, from those to disjoint parts of them.
+
+    Args:
+        o: [parts, ..., H] in the dtype of lse_log2, anything finite in a row without keys.
+        lse_log2: [parts, ...], EMPTY_ROW for a row without keys in that part.
+        sink_log2: as of `finish`, [...]; the parts must be without it.
+
+    Returns:
+        o [..., H] and lse_log2 [...]. The sums run in the order of the parts, always.
+    """
+    logits = jnp.where(lse_log2 >= EMPTY_ROW / 2, -jnp.inf, lse_log2)
+    most = jnp.max(logits, axis=0)
+    weights = jnp.exp2(logits - jnp.where(most == -jnp.inf, 0.0, most)[None])
+    inverse, merged = finish(most, jnp.sum(weights, axis=0), sink_log2)
+    return jnp.sum(o * weights[..., None], axis=0) * inverse[..., None], merged
+
+
 def natural(lse_log2):
     """The public LSE: natural logarithm, -inf for rows that see no key."""
     empty = lse_log2 >= EMPTY_ROW / 2

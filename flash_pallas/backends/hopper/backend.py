@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
+from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks
@@ -98,6 +100,18 @@ class HopperBackend:
         """Gradients; dK and dV summed over each group of query heads inside the kernels."""
         problem = describe(operands, spec)
         return backward(problem, blocks.backward, operands, cotangents, wanted, self.interpret)
+
+    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
+        """A reason: there is no kernel."""
+        return "has no kernel for decoding"
+
+    def decode_blocks(self, problem: DecodeProblem) -> Any:
+        """Raises: `unsupported_decode` always has a reason."""
+        raise NotImplementedError(self.unsupported_decode(problem))
+
+    def decode(self, spec: DecodeSpec, blocks: Any, operands: DecodeOperands) -> Outputs:
+        """Raises, likewise."""
+        raise NotImplementedError(self.unsupported_decode(describe_decode(operands, spec)))
 
 
 def _device_reason() -> str | None:

@@ -1,6 +1,8 @@
 """Attention one block at a time in jnp: any device, any float dtype, every feature.
 
 backend   the two passes over the tiles
+decode    a few queries against a cache, contiguous or paged
+online    one step of the online softmax
 tiles     what happens between two products: modifiers, what is hidden, their gradients
 grid      how a call is cut into tiles, and which tiles are read
 """

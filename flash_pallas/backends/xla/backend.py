@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...core import dropout, padding, softmax
+from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from . import decode, online
+from .decode import XlaDecodeBlocks
 from .grid import Grid, XlaBlocks
 from .tiles import Tiles
 
@@ -92,42 +95,34 @@ class XlaBackend:
             *tiles.finished(extras, operands),
         )
 
+    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
+        """None: it takes every problem."""
+        return None
+
+    def decode_blocks(self, problem: DecodeProblem) -> XlaDecodeBlocks:
+        """Blocks of decode.BLOCK keys, and one range unless the caller wants more."""
+        return decode.choose_blocks(problem)
+
+    def decode(
+        self, spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands
+    ) -> Outputs:
+        """The rows' scalars and partial results are in the accumulation dtype, as in `forward`."""
+        return decode.attend(spec, blocks, operands)
+
 
 def _query_block(tiles: Tiles, k, v, query):
     """(o, lse_log2, largest logit) of one block of queries: FlashAttention-2, Algorithm 1."""
-    grid, spec = tiles.grid, tiles.spec
     q_block, kv_range, q = query
 
-    def step(kv_block, carry):
-        acc, m, l = carry
-        x, kept = tiles.logits(grid.dot("bkgqh,bksh->bkgqs", q, k[kv_block]), q_block, kv_block)
-        m_new = jnp.maximum(m, x.max(-1))
-        # A row that has seen no key yet: subtract 0, not -inf, from its logits of -inf.
-        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        p = jnp.exp2(x - shift[..., None])
-        alpha = jnp.exp2(m - shift)
-        l = l * alpha + p.sum(-1)
-        p = p if kept is None else jnp.where(kept, p, 0.0)
-        pv = grid.dot("bkgqs,bksh->bkgqh", p.astype(v.dtype), v[kv_block])
-        return acc * alpha[..., None] + pv, m_new, l
+    def step(kv_block, seen):
+        return online.fold(tiles, (q_block, q), (kv_block, k[kv_block], v[kv_block]), seen)
 
-    rows = grid.zeros(q.shape[:-1], q)
-    acc = grid.zeros((*q.shape[:-1], v.shape[-1]), q)
-    carry = (acc, rows - jnp.inf, rows)
-    acc, m, l = lax.fori_loop(kv_range[0], kv_range[1], step, carry)
-    inverse, lse_log2 = softmax.finish(m, l, _sink_log2(tiles, m))
-    if spec.dropout_rate:
-        inverse = inverse * dropout.gain(spec.dropout_rate)
+    start = online.no_keys(tiles.grid, q, v.shape[-1])
+    acc, m, l = lax.fori_loop(kv_range[0], kv_range[1], step, start)
+    inverse, lse_log2 = softmax.finish(m, l, online.sink_log2(tiles.sides.sinks, m))
+    if tiles.spec.dropout_rate:
+        inverse = inverse * dropout.gain(tiles.spec.dropout_rate)
     return (acc * inverse[..., None]).astype(q.dtype), lse_log2, m
-
-
-def _sink_log2(tiles: Tiles, m):
-    """Of each row [B, K, G, block_q], base 2; None without sinks."""
-    sinks = tiles.sides.sinks
-    if sinks is None:
-        return None
-    per_head = sinks.astype(m.dtype).reshape(*m.shape[:3], 1) * softmax.LOG2E
-    return jnp.broadcast_to(per_head, m.shape)
 
 
 def _key_block(tiles: Tiles, queries, carry, key):

@@ -1,0 +1,58 @@
+"""One step of the online softmax: a block of keys is folded into rows of queries.
+
+FlashAttention-2, Algorithm 1 (https://arxiv.org/abs/2307.08691). Of the forward and of decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ...core.softmax import LOG2E
+from .grid import Grid
+from .tiles import Tiles
+
+
+class Rows(NamedTuple):
+    """What a block of queries has seen so far."""
+
+    acc: Any  # [B, K, G, block_q, Hv], the sum of weights times values
+    m: Any  # [B, K, G, block_q], the largest logit, base 2; -inf before the first key
+    l: Any  # [B, K, G, block_q], the sum of weights
+
+
+def no_keys(grid: Grid, q, v_head_dim: int) -> Rows:
+    """Rows of the queries q [B, K, G, block_q, H] before the first block."""
+    rows = grid.zeros(q.shape[:-1], q)
+    return Rows(grid.zeros((*q.shape[:-1], v_head_dim), q), rows - jnp.inf, rows)
+
+
+def fold(tiles: Tiles, queries, keys, seen: Rows) -> Rows:
+    """The rows after one more block.
+
+    Args:
+        tiles: the call's side inputs.
+        queries: (index of the block of queries, q [B, K, G, block_q, H]).
+        keys: (index of the block of keys, k [B, K, block_kv, H], v [B, K, block_kv, Hv]).
+        seen: the rows before.
+    """
+    (q_block, q), (kv_block, k, v) = queries, keys
+    x, kept = tiles.logits(tiles.grid.dot("bkgqh,bksh->bkgqs", q, k), q_block, kv_block)
+    m = jnp.maximum(seen.m, x.max(-1))
+    # A row that has seen no key yet: subtract 0, not -inf, from its logits of -inf.
+    shift = jnp.where(m == -jnp.inf, 0.0, m)
+    p = jnp.exp2(x - shift[..., None])
+    alpha = jnp.exp2(seen.m - shift)
+    l = seen.l * alpha + p.sum(-1)
+    p = p if kept is None else jnp.where(kept, p, 0.0)
+    pv = tiles.grid.dot("bkgqs,bksh->bkgqh", p.astype(v.dtype), v)
+    return Rows(seen.acc * alpha[..., None] + pv, m, l)
+
+
+def sink_log2(sinks, rows):
+    """Sinks [B, N] for each row [B, K, G, block_q] of `rows`, base 2; None without sinks."""
+    if sinks is None:
+        return None
+    per_head = sinks.astype(rows.dtype).reshape(*rows.shape[:3], 1) * LOG2E
+    return jnp.broadcast_to(per_head, rows.shape)

@@ -1,0 +1,204 @@
+"""Caches of keys and values, contiguous or in pages: new tokens go in, page tables are checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far; any tuple of these three will do in its place.
+
+    Attributes:
+        k: keys [B, S, K, H], or pages [P, page_size, K, H].
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv].
+        lengths: int32 [B], how many tokens each sequence has.
+    """
+
+    k: Any
+    v: Any
+    lengths: Any
+
+
+def append_kv(
+    cache: KVCache | tuple[Any, Any, Any],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K Hv"],
+    *,
+    new_lengths: Int[Array, " B"] | None = None,
+    page_table: Int[Array, "B max_pages"] | None = None,
+) -> KVCache:
+    """The cache with T more tokens in every sequence, each after its own last one.
+
+    Functional; in place where the cache is donated, as in `jax.jit(step, donate_argnums=...)`.
+
+    Nothing is written beyond the room of a sequence (S, or max_pages * page_size) and nothing wraps
+    around: such tokens are dropped, and the length stops at what there is room for. So are tokens
+    whose page has an id out of range, but their lengths count; `check_pages` finds such ids before.
+    Two sequences that share a page must not both write to it: copy it first.
+
+    Args:
+        cache: keys, values and lengths; see `KVCache`.
+        k: keys [B, T, K, H] of the new tokens, in the cache's dtype; any T.
+        v: values [B, T, K, Hv], likewise.
+        new_lengths: int32 [B]: of the T tokens those before this are real, the others padding that
+            is not written, as in prompts of different lengths. None is all of them. Clipped to
+            [0, T].
+        page_table: int32 [B, max_pages], for a cache of pages: where token j of sequence b goes is
+            row j % page_size of page page_table[b, j // page_size].
+
+    Returns:
+        A `KVCache` of the same shapes and dtypes, lengths int32.
+
+    Raises:
+        TypeError: no tuple of three, no array, or another dtype than the cache's.
+        ValueError: shapes that do not fit together.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import KVCache, append_kv
+        >>> cache = KVCache(*jnp.zeros((2, 2, 8, 1, 4)), lengths=jnp.array([0, 7]))
+        >>> k = v = jnp.ones((2, 3, 1, 4))
+        >>> append_kv(cache, k, v).lengths
+        Array([3, 8], dtype=int32)
+    """
+    old = _checked_cache(cache)
+    arrays = {"k": k, "v": v}
+    for name, x in arrays.items():
+        _check_new(name, x, getattr(old, name), len(old.lengths), paged=page_table is not None)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
+    if page_table is not None:
+        _check_integers("page_table", page_table, 2, len(old.lengths))
+    elif len(old.k) != len(old.lengths):
+        raise ValueError(
+            f"cache has keys of shape {old.k.shape} for {len(old.lengths)} sequences: pass "
+            "page_table if these are pages"
+        )
+    count = k.shape[1]
+    room = old.k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    lengths = jnp.clip(jnp.asarray(old.lengths).astype(jnp.int32), 0, room)
+    step = jnp.arange(count, dtype=jnp.int32)[None]
+    added = jnp.full_like(lengths, count)
+    if new_lengths is not None:
+        _check_integers("new_lengths", new_lengths, 1, len(old.lengths))
+        added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
+    place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
+    where = _rows(place, room, old.k.shape, page_table)
+    write = lambda x, new: jnp.asarray(x).at[where].set(new, mode="drop")
+    return KVCache(write(old.k, k), write(old.v, v), jnp.minimum(lengths + added, room))
+
+
+def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
+    """Raise unless every key of every sequence lies in a page that exists. Not under jit.
+
+    `flash_decode` cannot look at values: it clips lengths and page ids and computes something.
+    This looks, on the host, and waits for the arrays to be computed.
+
+    Args:
+        page_table: ints [B, max_pages].
+        kv_lengths: ints [B].
+        num_pages: pages of the cache.
+        page_size: keys of a page.
+
+    Raises:
+        ValueError: a length is negative or more than max_pages * page_size, or a page id that a
+            length reaches is not in [0, num_pages). Others are never read and may be anything.
+        TypeError: traced or not integers.
+
+    Example:
+        >>> from flash_pallas import check_pages
+        >>> check_pages([[3, 0], [1, -1]], [128, 5], num_pages=4, page_size=64)
+        >>> check_pages([[3, 4]], [65], num_pages=4, page_size=64)
+        Traceback (most recent call last):
+        ...
+        ValueError: page_table[0, 1] is 4: it must be in [0, 4), as kv_lengths[0] is 65 (2 pages)
+    """
+    for name, x in (("page_table", page_table), ("kv_lengths", kv_lengths)):
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(f"{name} is traced: check_pages needs values, call it outside jax.jit")
+    table, lengths = np.asarray(page_table), np.asarray(kv_lengths)
+    _check_integers("kv_lengths", lengths, 1, lengths.size)
+    _check_integers("page_table", table, 2, len(lengths))
+    room = table.shape[1] * page_size
+    for b in np.flatnonzero((lengths < 0) | (lengths > room))[:1]:
+        raise ValueError(
+            f"kv_lengths[{b}] is {lengths[b]}: it must be in [0, {room}], as the page table has "
+            f"{table.shape[1]} pages of {page_size} a sequence; give it more columns"
+        )
+    used = -(-lengths // page_size)
+    bad = (table < 0) | (table >= num_pages)
+    bad &= np.arange(table.shape[1])[None] < used[:, None]
+    for b, i in np.argwhere(bad)[:1]:
+        raise ValueError(
+            f"page_table[{b}, {i}] is {table[b, i]}: it must be in [0, {num_pages}), as "
+            f"kv_lengths[{b}] is {lengths[b]} ({used[b]} pages)"
+        )
+
+
+def _rows(place, room: int, shape, page_table):
+    """Indices of a cache of this shape, out of its bounds where a token is to be dropped."""
+    if page_table is None:
+        return jnp.arange(len(place), dtype=jnp.int32)[:, None], place
+    num_pages, page_size = shape[:2]
+    column = jnp.minimum(place // page_size, page_table.shape[1] - 1)
+    page = jnp.take_along_axis(jnp.asarray(page_table).astype(jnp.int32), column, axis=1)
+    # A negative index would count from the end.
+    exists = (place < room) & (page >= 0)
+    return jnp.where(exists, page, num_pages), place % page_size
+
+
+def _checked_cache(cache) -> KVCache:
+    if not isinstance(cache, tuple) or len(cache) != 3:
+        raise TypeError(
+            f"cache must be a KVCache or a tuple (k, v, lengths), got {type(cache).__name__}"
+        )
+    old = KVCache(*cache)
+    for name, rank in (("k", 4), ("v", 4)):
+        x = getattr(old, name)
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise TypeError(f"cache.{name} must be an array, got {type(x).__name__}")
+        if x.ndim != rank:
+            raise ValueError(
+                f"cache.{name} has shape {x.shape}: it must be [batch, length, heads, head_dim] or "
+                "[num_pages, page_size, heads, head_dim]"
+            )
+    if old.k.shape[:3] != old.v.shape[:3]:
+        raise ValueError(
+            f"cache.k has shape {old.k.shape} and cache.v {old.v.shape}: all but the head dim must "
+            "be the same"
+        )
+    _check_integers("cache.lengths", old.lengths, 1, jnp.size(old.lengths))
+    return old
+
+
+def _check_new(name: str, x, cache, batch: int, paged: bool):
+    """Of one of the new arrays, beside the cache that it goes to."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if x.dtype != cache.dtype:
+        raise TypeError(
+            f"{name} has dtype {x.dtype} and the cache {cache.dtype}: cast with "
+            f"{name}.astype(cache.{name}.dtype)"
+        )
+    if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != cache.shape[2:]:
+        raise ValueError(
+            f"{name} has shape {x.shape}: it must be [batch, tokens, heads, head_dim], with "
+            f"{batch} sequences and heads and head_dim {cache.shape[2:]} of the cache"
+        )
+
+
+def _check_integers(name: str, x, rank: int, batch: int):
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype}: it must be int32")
+    if x.ndim != rank or x.shape[0] != batch:
+        shape = "[batch]" if rank == 1 else "[batch, max_pages]"
+        raise ValueError(f"{name} has shape {x.shape}: it must be {shape} for {batch} sequences")

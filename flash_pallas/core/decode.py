@@ -1,0 +1,160 @@
+"""Attention of a few new tokens to a cache of keys: what is computed, on what, in how many parts.
+
+The cache is read once and there is little to compute, so the reading decides the time. One sequence
+and one key head are too little work for a GPU: the keys are split into ranges that are read at the
+same time, each with an output and a log-sum-exp of its own, and `softmax.merge` joins them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .mask import Mask
+from .problem import AttentionSpec
+
+MAX_TOKENS = 16  # queries of one sequence: a step, or the proposals of speculative decoding
+PAGE_SIZES = range(16, 257, 16)
+
+# A range should be worth a thread block and the reading of its partial result: 256 keys of 128
+# values in 16 bits are 128 KiB of K and V, a partial result in float32 is 0.5 KiB a row.
+MIN_KEYS_PER_SPLIT = 256
+MAX_SPLITS = 128
+# Of the busiest schedule that more splits could give; see `num_splits_for`.
+NEARLY_FULL = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    """What is computed, apart from the arrays. Always causal.
+
+    Attributes:
+        scale: multiplies q @ k^T; positive.
+        window_left: how many keys before its own position a query sees; None is all.
+        softcap: logits become softcap * tanh(logits / softcap).
+        num_splits: ranges that the keys are read in; None is the backend's choice.
+        page_size: keys of a page; None for a contiguous cache.
+    """
+
+    scale: float
+    window_left: int | None = None
+    softcap: float | None = None
+    num_splits: int | None = None
+    page_size: int | None = None
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees, in positions."""
+        return Mask(self.window_left, 0)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The same for `scores.logits` and `Tile.limits`."""
+        return AttentionSpec(scale=self.scale, mask=self.mask, softcap=self.softcap)
+
+
+class DecodeOperands(NamedTuple):
+    """The arrays of one call; None where there is none.
+
+    Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
+    i - window_left <= j <= i and j < kv_lengths[b]: none at a negative position.
+    Key j of a paged cache is row j % page_size of page page_table[b, j // page_size].
+    """
+
+    q: Any  # [B, T, N, H], 1 <= T <= MAX_TOKENS
+    k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
+    v: Any  # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]
+    kv_lengths: Any  # int32[B] in [0, kv_len]; keys from there on may hold NaN
+    q_offset: Any  # int32[B]
+    page_table: Any = None  # int32[B, max_pages] in [0, num_pages)
+    sinks: Any = None  # f32[B, N], natural logits
+    alibi_slopes: Any = None  # f32[B, N]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+    """The shapes and the spec: supported?, which blocks?
+
+    Attributes:
+        kv_len: keys that a sequence has room for: S, or max_pages * page_size.
+        num_pages: None for a contiguous cache.
+        dtype: of q and o.
+        kv_dtype: of the cache.
+        features: of "page_table", "sinks", "alibi_slopes" those that are present.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: np.dtype
+    kv_dtype: np.dtype
+    spec: DecodeSpec
+    num_pages: int | None = None
+    features: frozenset[str] = frozenset()
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head (1 for multi-head attention)."""
+        return self.q_heads // self.kv_heads
+
+
+def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
+    """The DecodeProblem of these operands."""
+    batch, q_len, q_heads, head_dim = operands.q.shape
+    rows, length, kv_heads, v_head_dim = operands.v.shape
+    table = operands.page_table
+    optional = ("page_table", "sinks", "alibi_slopes")
+    return DecodeProblem(
+        batch=batch,
+        q_len=q_len,
+        kv_len=length if table is None else table.shape[1] * length,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=np.dtype(operands.q.dtype),
+        kv_dtype=np.dtype(operands.k.dtype),
+        spec=spec,
+        num_pages=None if table is None else rows,
+        features=frozenset(name for name in optional if getattr(operands, name) is not None),
+    )
+
+
+def num_splits_for(batch: int, kv_heads: int, length: int, num_sms: int) -> int:
+    """How many ranges to read the keys in, with one thread block per sequence, key head and range.
+
+    Thread blocks run in waves of one per multiprocessor, and the last wave may leave some idle.
+    More splits fill it better but write and read more partial results. So of the numbers that give
+    each range MIN_KEYS_PER_SPLIT keys, the smallest is taken that keeps the multiprocessors nearly
+    as busy (NEARLY_FULL) as the best of them.
+
+    Args:
+        batch: sequences.
+        kv_heads: key heads.
+        length: keys of the longest sequence, or an upper bound that is known at trace time.
+        num_sms: multiprocessors of the device.
+
+    Returns:
+        A number from 1 to MAX_SPLITS.
+
+    Example:
+        >>> from flash_pallas.core.decode import num_splits_for
+        >>> [num_splits_for(batch, 8, 32768, num_sms=132) for batch in (1, 4, 16, 128)]
+        [16, 4, 1, 1]
+    """
+    most = max(1, min(length // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    blocks = max(1, batch * kv_heads)
+    busy = [_busy(blocks * splits, num_sms) for splits in range(1, most + 1)]
+    return 1 + next(i for i, share in enumerate(busy) if share >= NEARLY_FULL * max(busy))
+
+
+def _busy(blocks: int, num_sms: int) -> float:
+    """Share of the multiprocessors that work, over all waves."""
+    waves = -(-blocks // num_sms)
+    return blocks / (waves * num_sms)

@@ -1,0 +1,160 @@
+"""Attention of a few new tokens to a cache: the public functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from . import arguments as checks
+from . import dispatch, validate_decode
+from .backends.base import Backend
+from .core import decode, manual_axes, softmax
+from .core.decode import DecodeOperands, DecodeSpec
+from .dispatch import Explanation
+from .validate_decode import DecodeArguments
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, Int32
+
+
+def flash_decode(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"] | Float[Array, "P page_size K H"],
+    v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"],
+    *,
+    kv_lengths: int | Int[Array, "*#B"] | None = None,
+    q_offset: int | Int32[Array, "*#B"] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "*#B N"] | None = None,
+    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    scale: float | None = None,
+    num_splits: int | str = "auto",
+    page_table: Int32[Array, "B max_pages"] | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+):
+    """Attention of 1 to 16 new tokens of each sequence to its cache of keys and values.
+
+    For generation: a step of one token, or the proposals of speculative decoding. Append their keys
+    and values first (`append_kv`); the last query is then the last key. Queries are causal, among
+    themselves too. The keys may be read in several ranges at once, each with an output and a
+    log-sum-exp of its own, which are then merged (split-KV, as in
+    https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+    The result is the same in every run, and for every number of ranges up to rounding. Works under
+    jit and vmap; has no gradient. A query that sees no key returns zeros.
+
+    Args:
+        q: queries [B, T, N, H], T from 1 to 16; bfloat16, float16, float32 or float64.
+        k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
+            page_size is a multiple of 16 from 16 to 256. N is a multiple of K: query head n reads
+            key head n // (N // K), which is never repeated in memory (grouped-query attention).
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype.
+        kv_lengths: int32 [B] or a scalar: how many keys each sequence has, its new tokens included;
+            may be traced. What lies beyond may hold anything. None is S; pages need it. Lengths are
+            clipped to what there is room for: see `check_pages`.
+        q_offset: int, or int32 [B] or a scalar: position of query 0, where key 0 has position 0.
+            Query t sees keys up to q_offset + t. None is kv_lengths - T.
+        window: (left, right), or an int for both: the query at position i sees the keys from
+            i - left on; None is all of them. As in `flash_attention` with causal=True, nothing to
+            the right is seen. Keys outside are not loaded.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: [N] or [B, N]: a further score of every query, without a value.
+        alibi_slopes: [N] or [B, N]: slope * |i - j| is subtracted from scores.
+        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
+        num_splits: ranges that the keys are read in, 1 to 128. "auto" is 1 on xla.
+        page_table: int32 [B, max_pages]: key j of sequence b is row j % page_size of page
+            page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
+            beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
+            is read that does not belong to the cache; `check_pages` finds them.
+        backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
+            raises.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        o [B, T, N, Hv] in q's dtype. Sums are float32 inside (float64 for float64). With
+        `return_lse` the pair of o and lse [B, N, T] in float32, the natural logarithm; -inf for a
+        query that sees no key (its sink, where there are sinks).
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes that do not fit together, or a value out of range.
+        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
+        NotImplementedError: a dtype that no backend takes; a derivative.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import flash_decode
+        >>> q = jnp.ones((2, 1, 8, 64), jnp.bfloat16)
+        >>> k = v = jnp.ones((2, 1024, 2, 64), jnp.bfloat16)
+        >>> flash_decode(q, k, v, kv_lengths=jnp.array([1000, 7])).shape
+        (2, 1, 8, 64)
+    """
+    arguments = DecodeArguments(
+        kv_lengths=kv_lengths,
+        q_offset=q_offset,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        scale=scale,
+        num_splits=num_splits,
+        page_table=page_table,
+    )
+    with_lse = checks.flag("return_lse", return_lse)
+    spec, operands = validate_decode.canonicalize(q, k, v, arguments)
+    problem = decode.describe(operands, spec)
+    chosen = dispatch.select(problem, backend)
+    o, lse = _decode(chosen, spec, chosen.decode_blocks(problem), operands)
+    return (o, lse) if with_lse else o
+
+
+def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
+    """Which backend `flash_decode` would use here, in how many ranges, and why not the others.
+
+    Nothing is run.
+
+    Args:
+        q: as in `flash_decode`, as are all the others.
+        k: keys, or pages of them.
+        v: values.
+        backend: which implementation.
+        **options: every other argument of `flash_decode` but `return_lse`.
+
+    Returns:
+        An `Explanation`; print it.
+
+    Raises:
+        TypeError: and others, as `flash_decode` lists them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import explain_decode
+        >>> q, k = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 64, 2, 64))
+        >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
+        XlaDecodeBlocks(block_kv=64, num_splits=2)
+    """
+    spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
+    return dispatch.explanation(decode.describe(operands, spec), backend)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _attend(backend: Backend, spec: DecodeSpec, blocks: Any, operands: DecodeOperands):
+    operands = manual_axes.spread(operands, manual_axes.varying(operands))
+    out = backend.decode(spec, blocks, operands)
+    return out.o, softmax.natural(out.lse_log2)
+
+
+@_attend.defjvp
+def _no_derivative(backend, spec, blocks, primals, tangents):
+    raise NotImplementedError(
+        "flash_decode has no derivative: use flash_attention(q, k, v, causal=True, q_offset=..., "
+        "kv_lengths=...), or jax.lax.stop_gradient on its arguments"
+    )
+
+
+# One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
+_decode = jax.jit(_attend, static_argnums=(0, 1, 2))

@@ -1,0 +1,149 @@
+"""From what the user of `flash_decode` wrote to what a backend reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import arguments as checks
+from . import validate
+from .core.decode import MAX_SPLITS, MAX_TOKENS, PAGE_SIZES, DecodeOperands, DecodeSpec
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeArguments:
+    """What `flash_decode` takes beside q, k, v, `backend` and `return_lse`, with its defaults."""
+
+    kv_lengths: Any = None
+    q_offset: Any = None
+    window: Any = None
+    softcap: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
+    scale: Any = None
+    num_splits: Any = AUTO
+    page_table: Any = None
+
+
+def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
+    """Check the arguments of `flash_decode` and put them in canonical form.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or traced where it must be static.
+        ValueError: shapes that do not fit together, or a value out of range.
+        NotImplementedError: a floating dtype that no backend takes.
+    """
+    a = arguments
+    q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    validate.check_dtypes(q, k, v)
+    table = None if a.page_table is None else _page_table(a.page_table, len(q) if q.ndim else 0)
+    _check_shapes(q, k, v, paged=table is not None)
+    page_size, kv_len = None, k.shape[1]
+    if table is not None:
+        page_size, kv_len = _page_size(k), table.shape[1] * k.shape[1]
+        table = jnp.clip(table, 0, len(k) - 1)
+        if a.kv_lengths is None:
+            raise ValueError(
+                "kv_lengths is None and page_table is given: pass how many keys each sequence has, "
+                f"int32 ({len(q)},); nobody else knows which pages are filled"
+            )
+    sizes = checks.Sizes(q.shape[:1], q.shape[1], kv_len, q.shape[2], k.shape[2], q.dtype)
+    lengths = checks.lengths("kv_lengths", a.kv_lengths, kv_len, sizes)
+    if lengths is None:
+        lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
+    q, scale = validate.positive_scale(q, checks.scale(a.scale, q.shape[-1]))
+    spec = DecodeSpec(
+        scale=scale,
+        window_left=checks.band(True, a.window).left,
+        softcap=checks.softcap(a.softcap),
+        num_splits=_num_splits(a.num_splits),
+        page_size=page_size,
+    )
+    return spec, DecodeOperands(
+        q,
+        k,
+        v,
+        kv_lengths=lengths,
+        q_offset=_offset(a.q_offset, lengths, sizes),
+        page_table=table,
+        sinks=checks.sinks(a.sinks, sizes),
+        alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
+    )
+
+
+def _check_shapes(q, k, v, paged: bool):
+    cache = "[num_pages, page_size, heads, head_dim]" if paged else "[batch, length, ...]"
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"q, k and v must have rank 4, got {shapes}: q is [batch, tokens, heads, head_dim], "
+            f"k and v are {cache}; add a missing axis, as in q[:, None], or map with jax.vmap"
+        )
+    if k.shape[0] != v.shape[0] or (not paged and k.shape[0] != q.shape[0]):
+        of = "pages of k and v" if paged else "batch sizes of q, k and v"
+        raise ValueError(f"the {of} differ ({shapes}): they must be the same")
+    if not 1 <= q.shape[1] <= MAX_TOKENS:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens: it must be 1 to {MAX_TOKENS}; for more use "
+            "flash_attention(q, k, v, causal=True, q_offset=..., kv_lengths=...)"
+        )
+    validate.check_sizes(q.shape[1:], k.shape[1:], v.shape[1:])
+    if 0 in (q.shape[0], k.shape[0], k.shape[1]):
+        raise ValueError(
+            f"there is no sequence or no room for a key ({shapes}): sizes must be positive; a "
+            "sequence without keys has kv_lengths of 0"
+        )
+
+
+def _page_table(value, batch: int):
+    """int32[B, max_pages]."""
+    value = validate.as_array("page_table", value)
+    if value.dtype != jnp.int32:
+        raise TypeError(
+            f"page_table has dtype {value.dtype}: it must be int32; cast with "
+            "page_table.astype(jnp.int32)"
+        )
+    if value.ndim != 2 or value.shape[0] != batch or not value.shape[1]:
+        raise ValueError(
+            f"page_table has shape {value.shape}: it must be [batch, max_pages], one row for each "
+            f"of the {batch} sequences of q and at least one page"
+        )
+    return value
+
+
+def _page_size(k) -> int:
+    size = k.shape[1]
+    if size not in PAGE_SIZES:
+        raise ValueError(
+            f"k has pages of {size} keys: a page size must be a multiple of {PAGE_SIZES.step} from "
+            f"{PAGE_SIZES[0]} to {PAGE_SIZES[-1]}; the layout is [num_pages, page_size, heads, "
+            "head_dim]"
+        )
+    return size
+
+
+def _num_splits(value) -> int | None:
+    if isinstance(value, str) and value == AUTO:
+        return None
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError("num_splits is an array, but it must be static, a Python int or 'auto'")
+    number = int(value) if isinstance(value, (int, np.integer)) else None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"num_splits must be an int or 'auto', got {value!r}")
+    if not 1 <= number <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {number}: it must be 1 to {MAX_SPLITS}, or 'auto'")
+    return number
+
+
+def _offset(value, lengths, sizes: checks.Sizes):
+    """int32[B]: the position of the first query; by default the last query is the last key."""
+    if value is None:
+        return lengths - sizes.q_len
+    known, traced = checks.offset(value, sizes)
+    return jnp.full((sizes.batch,), known, jnp.int32) if traced is None else traced
