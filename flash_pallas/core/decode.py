@@ -17,13 +17,7 @@ from .problem import AttentionSpec
 
 MAX_TOKENS = 16  # queries of one sequence: a step, or the proposals of speculative decoding
 PAGE_SIZES = range(16, 257, 16)
-
-# A range should be worth a thread block and the reading of its partial result: 256 keys of 128
-# values in 16 bits are 128 KiB of K and V, a partial result in float32 is 0.5 KiB a row.
-MIN_KEYS_PER_SPLIT = 256
 MAX_SPLITS = 128
-# Of the busiest schedule that more splits could give; see `num_splits_for`.
-NEARLY_FULL = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,37 +118,3 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
         num_pages=None if table is None else rows,
         features=frozenset(name for name in optional if getattr(operands, name) is not None),
     )
-
-
-def num_splits_for(batch: int, kv_heads: int, length: int, num_sms: int) -> int:
-    """How many ranges to read the keys in, with one thread block per sequence, key head and range.
-
-    Thread blocks run in waves of one per multiprocessor, and the last wave may leave some idle.
-    More splits fill it better but write and read more partial results. So of the numbers that give
-    each range MIN_KEYS_PER_SPLIT keys, the smallest is taken that keeps the multiprocessors nearly
-    as busy (NEARLY_FULL) as the best of them.
-
-    Args:
-        batch: sequences.
-        kv_heads: key heads.
-        length: keys of the longest sequence, or an upper bound that is known at trace time.
-        num_sms: multiprocessors of the device.
-
-    Returns:
-        A number from 1 to MAX_SPLITS.
-
-    Example:
-        >>> from flash_pallas.core.decode import num_splits_for
-        >>> [num_splits_for(batch, 8, 32768, num_sms=132) for batch in (1, 4, 16, 128)]
-        [16, 4, 1, 1]
-    """
-    most = max(1, min(length // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
-    blocks = max(1, batch * kv_heads)
-    busy = [_busy(blocks * splits, num_sms) for splits in range(1, most + 1)]
-    return 1 + next(i for i, share in enumerate(busy) if share >= NEARLY_FULL * max(busy))
-
-
-def _busy(blocks: int, num_sms: int) -> float:
-    """Share of the multiprocessors that work, over all waves."""
-    waves = -(-blocks // num_sms)
-    return blocks / (waves * num_sms)

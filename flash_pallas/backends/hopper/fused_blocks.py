@@ -88,12 +88,11 @@ def entries_at_once(problem: Problem) -> int:
 FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200, against warpgroups that meet in every step: alternating ones are 1.11 times as fast at
-# 128 (causal 1.06, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64 there are
-# as many cycles of exponentials as of products; with a quarter of them as polynomials it is 1.05
-# (causal 1.11).
+# 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
+# tile has twice the exponentials, a quarter of them as polynomials makes it 1.05 (causal 1.11).
 #
 # Where some tile is masked, all are, in one loop: with a second loop for the tiles that need no
-# mask, ptxas runs out of registers at head dim 64, and at 128 nothing is gained.
+# mask, ptxas runs out of registers at 64, and at 128 it is 1.02 (T=4096) and 0.96 (16k) of this.
 #
 # At 128, block_q 128 would need 2 x 64 more accumulator registers than there are.
 #
@@ -127,12 +126,16 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
     table = MODIFIED if modified else MASKED if masked else PLAIN
     first = table[problem.head_dim]
-    if "alibi_slopes" in features or ("bias" in features and not modified):  # of one row or column
-        alone = {"alternate": False, "polynomials": 0.0}
-        first = dataclasses.replace(first, **alone)
+    if {"alibi_slopes", "bias"} & features:  # slower with a tile of a bias; else not measured
+        first = _together(first)
     if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
-    fewer = dataclasses.replace(first, do_stages=1, ds_stages=1, alternate=False)
+    fewer = dataclasses.replace(_together(first), do_stages=1, ds_stages=1)
     candidates = (first, fewer, SMALLEST)
     fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
     return next(filter(fits, candidates), None)
+
+
+def _together(blocks: FusedBlocks) -> FusedBlocks:
+    """With warpgroups that meet; polynomials do not pay then (0.93 to 0.97 at head dim 64)."""
+    return dataclasses.replace(blocks, alternate=False, polynomials=0.0)
