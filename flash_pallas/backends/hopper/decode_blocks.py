@@ -1,0 +1,129 @@
+"""Tile sizes and the number of splits of the decode kernel: what can be chosen, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ...core.decode import MAX_SPLITS, MIN_KEYS_PER_SPLIT, DecodeProblem
+from ...core.integers import round_up
+from .forward_blocks import BARRIER_BYTES, native_head_dims
+from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .products import LENGTH_MULTIPLE, Products
+
+SMEM_PER_SM = 233_472  # bytes of a multiprocessor
+RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
+# Blocks of keys that the start and the end of a CTA cost as much time as: the first copies take
+# about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
+START_BLOCKS = 2
+NEARLY_BEST = 1.03  # of the modelled time: fewer splits write and read fewer partial results
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBlocks:
+    """The decode kernel: 64 rows of (query, head of a group), a range of keys per CTA.
+
+    Attributes:
+        block_kv: keys per step, a multiple of 16 up to 256.
+        stages: blocks of K and of V in flight. Little's law asks for 4 TB/s times about 1 us of
+            latency over 132 multiprocessors, 32 KB, on each; twice that hides the steps' own jitter.
+        num_splits: ranges that the keys of a sequence are read in.
+    """
+
+    block_kv: int = 64
+    stages: int = 3
+    num_splits: int = 1
+
+    def __post_init__(self):
+        if self.block_kv not in range(16, 257, 16):
+            raise ValueError(f"block_kv of decode is {self.block_kv!r}: a multiple of 16 up to 256")
+        if self.stages < 1:
+            raise ValueError(f"stages of decode is {self.stages!r}: at least 1")
+        if not 1 <= self.num_splits <= MAX_SPLITS:
+            raise ValueError(f"num_splits is {self.num_splits!r}: from 1 to {MAX_SPLITS}")
+
+    def smem_bytes(self, problem: DecodeProblem) -> int:
+        """Shared memory without barriers. Results are staged where K and V were."""
+        head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
+        itemsize = problem.dtype.itemsize
+        streamed = self.stages * self.block_kv * (head_dim + v_head_dim) * itemsize
+        staged = WARPGROUP_ROWS * v_head_dim * (4 if self.num_splits > 1 else itemsize)
+        held = WARPGROUP_ROWS * head_dim * itemsize
+        return held + max(streamed, staged + 4 * WARPGROUP_ROWS)
+
+    def ctas_per_sm(self, problem: DecodeProblem) -> int:
+        """How many fit, by shared memory; more than two do not by registers."""
+        each = self.smem_bytes(problem) + BARRIER_BYTES + RESERVED_BYTES
+        return max(1, min(2, SMEM_PER_SM // each))
+
+
+# Two CTAs share a multiprocessor: the copies of one go on while the other starts, ends or computes.
+# At head dim 128 that is 16 KB of Q and three stages of 32 KB, 113 KB; 192 KB are in flight. Head
+# dim 256 has room for one.
+SMALL = (
+    DecodeBlocks(block_kv=128, stages=3),
+    DecodeBlocks(block_kv=64, stages=3),
+)
+LARGE = (DecodeBlocks(block_kv=64, stages=3), DecodeBlocks(block_kv=32, stages=3))
+
+
+def row_tiles(problem: DecodeProblem) -> int:
+    """Tiles of 64 rows that the queries of one key head fill."""
+    return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
+
+
+def piece_rows(problem: DecodeProblem, block_kv: int) -> int:
+    """Keys of a block that one copy brings: it lies in one page."""
+    page_size = problem.spec.page_size
+    return block_kv if page_size is None else math.gcd(block_kv, page_size)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Why the kernel does not take this problem, or None."""
+    dtype = problem.dtype.name
+    if dtype not in ("bfloat16", "float16"):
+        return f"decoding in {dtype} runs on the xla backend"
+    if problem.kv_dtype != problem.dtype:
+        return f"a cache of {problem.kv_dtype.name} for queries of {dtype} runs on the xla backend"
+    if max(problem.head_dim, problem.v_head_dim) > 256:
+        return "head dims above 256 run on the xla backend"
+    if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
+        return f"a cache of {problem.kv_len} keys: TMA takes multiples of {LENGTH_MULTIPLE}"
+    native = native_head_dims(problem.head_dim, problem.v_head_dim)
+    products = Products(problem.dtype)
+    for width, tile in zip((problem.head_dim, problem.v_head_dim), native, strict=True):
+        if products.columns(width, tile) != width:
+            return f"a cache with head dim {width} would have to be copied"
+    return None
+
+
+def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
+    """The first tiles of which two CTAs fit a multiprocessor, else of which one does."""
+    many = dataclasses.replace  # partial results are staged in float32, the larger case
+    staged = [many(blocks, num_splits=2) for blocks in (*SMALL, *LARGE)]
+    fitting = [b for b in staged if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]
+    blocks = max(fitting, key=lambda b: b.ctas_per_sm(problem))  # the first of the best
+    splits = problem.spec.num_splits or choose_splits(problem, blocks, num_sms)
+    return dataclasses.replace(blocks, num_splits=splits)
+
+
+def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) -> int:
+    """The fewest ranges that read the longest possible cache in nearly the least modelled time.
+
+    Time is counted in blocks of keys: waves of CTAs, each of them as long as its range and what
+    starting costs. A window shortens what is read.
+    """
+    slots = num_sms * blocks.ctas_per_sm(problem)
+    tiles = problem.batch * problem.kv_heads * row_tiles(problem)
+    visible = problem.kv_len
+    if problem.spec.window_left is not None:
+        visible = min(visible, problem.spec.window_left + problem.q_len)
+    most = max(1, min(MAX_SPLITS, visible // MIN_KEYS_PER_SPLIT))
+    keys = max(1, round_up(visible, blocks.block_kv) // blocks.block_kv)
+
+    def time(splits: int) -> int:
+        waves = -(-tiles * splits // slots)
+        return waves * (-(-keys // splits) + START_BLOCKS)
+
+    best = min(map(time, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if time(n) <= NEARLY_BEST * best)
