@@ -123,9 +123,7 @@ def clear_from(tile, first, swizzle: int, interpret: bool, threads: int = WARPGR
 def _clear_body(threads: int, _, tile, valid):
     i32 = ir.IntegerType.get_signless(32)
     equal = arith.CmpIPredicate.eq
-    is_padding = lambda row: arith.cmpi(
-        equal, memref.load(valid, [row]), arith.constant(i32, 0)
-    )
+    is_padding = lambda row: arith.cmpi(equal, memref.load(valid, [row]), arith.constant(i32, 0))
     _clear_rows(threads, tile, is_padding)
 
 

@@ -100,10 +100,7 @@ class Decode:
             done = rows
             for low, high, masked in keys.zones(self.problem.spec.window_left is not None):
                 done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
-            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-            used = keys.stop - keys.start
-            pl.when(used > 0)(lambda: cta.v.release(used - 1))
-            self.store(cta, o, done)
+            self.store(cta, plgpu.wgmma_accumulator_load(o_acc, wait_n=0), done)
 
         v_head_dim = self.plan.head_dims[1]
         pl.run_scoped(fold, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
@@ -117,12 +114,15 @@ class Decode:
         return Held(position, jnp.minimum(position, keys.length - 1), slope)
 
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
-        """QK^T of block j after PV of the block before, softmax, and PV, which is left running."""
+        """QK^T of block j, softmax and PV, one after the other.
+
+        PV beside the next QK^T would take 138 registers at head dim 128. This takes 128, with which
+        a second CTA finds room, and that one computes while this one waits.
+        """
         use = j - keys.start
         cta.k.wait_full(use)
         s = self.products(cta, use)
         cta.k.release(use)
-        pl.when(use > 0)(lambda: cta.v.release(use - 1))
         x, log2_scale = self.logits(held, s, j * self.plan.blocks.block_kv, masked)
         m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
@@ -133,13 +133,14 @@ class Decode:
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_row(alpha, o.shape)
         cta.v.wait_full(use)
-        self.plan.products.multiply(
-            o_acc, self.plan.products.split(p), cta.smem.v.at[cta.v.slot(use)]
-        )
+        p = self.plan.products.split(p)
+        self.plan.products.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
+        plgpu.wgmma_wait(0)
+        cta.v.release(use)
         return Rows(m, l)
 
     def products(self, cta: Cta, use):
-        """QK^T of a block; it also ends what is still running."""
+        """QK^T of a block."""
 
         def product(s_acc):
             k = cta.smem.k.at[cta.k.slot(use)]

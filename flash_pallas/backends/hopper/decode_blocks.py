@@ -7,7 +7,7 @@ import math
 
 from ...core.decode import MAX_SPLITS, MIN_KEYS_PER_SPLIT, DecodeProblem
 from ...core.integers import round_up
-from .forward_blocks import BARRIER_BYTES, native_head_dims
+from .forward_blocks import BARRIER_BYTES, NATIVE_HEAD_DIMS, native_head_dims
 from .memory import SMEM_LIMIT, WARPGROUP_ROWS
 from .products import LENGTH_MULTIPLE, Products
 
@@ -16,6 +16,7 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # Blocks of keys that the start and the end of a CTA cost as much time as: the first copies take
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
+MOST_STAGES = 8
 NEARLY_BEST = 1.03  # of the modelled time: fewer splits write and read fewer partial results
 
 
@@ -26,7 +27,8 @@ class DecodeBlocks:
     Attributes:
         block_kv: keys per step, a multiple of 16 up to 256.
         stages: blocks of K and of V in flight. Little's law asks for 4 TB/s times about 1 us of
-            latency over 132 multiprocessors, 32 KB, on each; twice that hides the steps' own jitter.
+            latency over 132 multiprocessors, 32 KB, on each; two or three times that also covers
+            what a step does before it gives its slot back.
         num_splits: ranges that the keys of a sequence are read in.
     """
 
@@ -52,19 +54,9 @@ class DecodeBlocks:
         return held + max(streamed, staged + 4 * WARPGROUP_ROWS)
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
-        """How many fit, by shared memory; more than two do not by registers."""
+        """How many run on a multiprocessor at one time."""
         each = self.smem_bytes(problem) + BARRIER_BYTES + RESERVED_BYTES
-        return max(1, min(2, SMEM_PER_SM // each))
-
-
-# Two CTAs share a multiprocessor: the copies of one go on while the other starts, ends or computes.
-# At head dim 128 that is 16 KB of Q and three stages of 32 KB, 113 KB; 192 KB are in flight. Head
-# dim 256 has room for one.
-SMALL = (
-    DecodeBlocks(block_kv=128, stages=3),
-    DecodeBlocks(block_kv=64, stages=3),
-)
-LARGE = (DecodeBlocks(block_kv=64, stages=3), DecodeBlocks(block_kv=32, stages=3))
+        return 2 if _takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
 
 
 def row_tiles(problem: DecodeProblem) -> int:
@@ -80,31 +72,46 @@ def piece_rows(problem: DecodeProblem, block_kv: int) -> int:
 
 def unsupported(problem: DecodeProblem) -> str | None:
     """Why the kernel does not take this problem, or None."""
-    dtype = problem.dtype.name
-    if dtype not in ("bfloat16", "float16"):
-        return f"decoding in {dtype} runs on the xla backend"
+    widest = max(problem.head_dim, problem.v_head_dim)
+    if problem.dtype.name not in ("bfloat16", "float16"):
+        return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
     if problem.kv_dtype != problem.dtype:
-        return f"a cache of {problem.kv_dtype.name} for queries of {dtype} runs on the xla backend"
-    if max(problem.head_dim, problem.v_head_dim) > 256:
-        return "head dims above 256 run on the xla backend"
+        return f"decodes a cache in the dtype of q, {problem.dtype}, not {problem.kv_dtype}"
+    if widest > NATIVE_HEAD_DIMS[-1]:
+        return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
     if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
-        return f"a cache of {problem.kv_len} keys: TMA takes multiples of {LENGTH_MULTIPLE}"
+        return f"decodes caches of a multiple of {LENGTH_MULTIPLE} keys, not {problem.kv_len}"
     native = native_head_dims(problem.head_dim, problem.v_head_dim)
     products = Products(problem.dtype)
     for width, tile in zip((problem.head_dim, problem.v_head_dim), native, strict=True):
         if products.columns(width, tile) != width:
-            return f"a cache with head dim {width} would have to be copied"
+            return f"would have to copy a cache with head dim {width}: pad it to {tile}"
     return None
 
 
 def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
-    """The first tiles of which two CTAs fit a multiprocessor, else of which one does."""
-    many = dataclasses.replace  # partial results are staged in float32, the larger case
-    staged = [many(blocks, num_splits=2) for blocks in (*SMALL, *LARGE)]
-    fitting = [b for b in staged if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]
-    blocks = max(fitting, key=lambda b: b.ctas_per_sm(problem))  # the first of the best
+    """64 keys per step, and as many stages as two CTAs have room for, else one.
+
+    Two CTAs share a multiprocessor where registers allow: the copies of one go on while the other
+    starts, ends or computes. At head dim 128 each has 16 KB of Q and three stages of 32 KB.
+    """
+    # Partial results are staged in float32, the larger case.
+    deep = [DecodeBlocks(stages=n, num_splits=2) for n in range(MOST_STAGES, 0, -1)]
+    fitting = [b for b in deep if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]
+    shared = [b for b in fitting if b.stages > 2 and b.ctas_per_sm(problem) > 1]
+    blocks = (shared or fitting)[0]
     splits = problem.spec.num_splits or choose_splits(problem, blocks, num_sms)
     return dataclasses.replace(blocks, num_splits=splits)
+
+
+def _takes_few_registers(problem: DecodeProblem) -> bool:
+    """At most 128 per thread, so that two CTAs of 256 threads share a multiprocessor.
+
+    Head dim 128: 127, with softcap 128, with a window 137, with slopes 154. Head dim 256: 201.
+    """
+    narrow = max(problem.head_dim, problem.v_head_dim) <= 128
+    positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
+    return narrow and not positions
 
 
 def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) -> int:

@@ -21,7 +21,6 @@ from .decode_plan import Plan, Results
 from .memory import float32, launch
 
 THREADS = 128  # of the one warpgroup that joins a row, one element or more each
-AT_ONCE = 16  # shares whose loads do not wait for each other
 
 
 def columns(v_head_dim: int) -> int:

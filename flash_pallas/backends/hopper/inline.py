@@ -118,7 +118,8 @@ def hide_outside(tile, low, high, interpret: bool):
 
     Args:
         tile: f32[rows, columns].
-        low, high: int32[rows] in the layout ROWS; None is no limit.
+        low: int32[rows] in the layout ROWS; None is no limit.
+        high: likewise.
         interpret: run by the interpreter.
     """
     given = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
