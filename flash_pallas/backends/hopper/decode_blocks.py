@@ -17,7 +17,7 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
-NEARLY_BEST = 1.03  # of the modelled time: fewer splits write and read fewer partial results
+NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,10 +48,8 @@ class Combine:
         finite = jnp.where(most == -jnp.inf, jnp.zeros_like(most), most)
         weights = [jnp.exp2(x - finite) for x in log2]
         inverse, joined = softmax.finish(most, functools.reduce(jnp.add, weights), sink)
-        total = None
-        for split, weight in enumerate(weights):
-            part = _load(o.at[batch, head, split, row]) * weight
-            total = part if total is None else total + part
+        parts = [_load(o.at[batch, head, split, row]) for split in range(splits)]
+        total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
         out_o[batch, query, q_head] = (total * inverse).astype(out_o.dtype)
         out_lse[batch, q_head, query] = joined
 
