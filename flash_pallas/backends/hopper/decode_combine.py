@@ -43,20 +43,26 @@ class Combine:
         group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
         query, q_head = lax.div(row, group), head * group + lax.rem(row, group)
         log2 = [_or_none(lse[batch, head, split, row]) for split in range(splits)]
+        if sinks is not None:  # one more share, which has no values
+            log2.append(sinks[batch, q_head])
         most = functools.reduce(jnp.maximum, log2)
-        sink = None if sinks is None else sinks[batch, q_head]
-        finite = jnp.where(most == -jnp.inf, jnp.zeros_like(most), most)
+        # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
+        # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
+        finite = jnp.where(most == -jnp.inf, 0.0, most)
         weights = [jnp.exp2(x - finite) for x in log2]
-        inverse, joined = softmax.finish(most, functools.reduce(jnp.add, weights), sink)
+        sums = functools.reduce(jnp.add, weights)
+        empty = sums == 0.0
+        sums = jnp.where(empty, 1.0, sums)
+        joined = jnp.where(empty, softmax.EMPTY_ROW, finite + jnp.log(sums) * softmax.LOG2E)
         parts = [_load(o.at[batch, head, split, row]) for split in range(splits)]
-        total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
-        out_o[batch, query, q_head] = (total * inverse).astype(out_o.dtype)
+        total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights[:splits]))
+        out_o[batch, query, q_head] = (total * (1.0 / sums)).astype(out_o.dtype)
         out_lse[batch, q_head, query] = joined
 
 
 def _or_none(lse):
     """The log-sum-exp of a share, -inf where a row sees none of its keys."""
-    return jnp.where(lse >= softmax.EMPTY_ROW / 2, jnp.full_like(lse, -jnp.inf), lse)
+    return jnp.where(lse >= softmax.EMPTY_ROW / 2, -jnp.inf, lse)
 
 
 def _load(ref):
