@@ -66,7 +66,7 @@ class Step:
         if "slopes" in self.sides:
             sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
         q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
-        whole = decode.DecodeOperands(q, *kv, lengths, offset, None, **sides)
+        whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
         if self.page_size is None:
             return whole, whole
         return self.paged(rng, whole), whole
