@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ...core.decode import MAX_SPLITS, MIN_KEYS_PER_SPLIT, DecodeProblem
+from ...core.decode import MAX_SPLITS, DecodeProblem
 from ...core.integers import round_up
 from .forward_blocks import BARRIER_BYTES, NATIVE_HEAD_DIMS, native_head_dims
 from .memory import SMEM_LIMIT, WARPGROUP_ROWS
@@ -17,6 +17,7 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
+MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
 NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
 
 
