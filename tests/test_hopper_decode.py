@@ -3,163 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas import reference
+import flash_pallas as fp
+from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks
-from flash_pallas.core import decode, softmax
+from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.core import decode
 
-from . import checks
+from .hopper_decode_cases import STEPS, Step, assert_matches_oracle, run
 from .interpreter import race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One call; blocks are of 64 keys unless `block_kv` says otherwise."""
-
-    name: str
-    lengths: tuple[int, ...]
-    T: int = 1
-    N: int = 4
-    K: int = 1
-    H: int = 64
-    Hv: int = 64
-    S: int = 256
-    dtype: str = "bfloat16"
-    page_size: int | None = None
-    num_splits: int = 3
-    block_kv: int = 64
-    offset: tuple[int, ...] | None = None  # None: the queries are the last of the keys
-    window: int | None = None
-    softcap: float | None = None
-    sides: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def spec(self) -> decode.DecodeSpec:
-        return decode.DecodeSpec(
-            self.H**-0.5, self.window, self.softcap, self.num_splits, self.page_size
-        )
-
-    def operands(self):
-        """(what the kernel gets, the same with a contiguous cache); NaN where there is no key."""
-        rng, batch = np.random.default_rng(3), len(self.lengths)
-        normal = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))
-        lengths = np.array(self.lengths, np.int32)
-        kv = [normal(batch, self.S, self.K, width) for width in (self.H, self.Hv)]
-        for x in kv:
-            x[np.arange(self.S)[None] >= lengths[:, None]] = np.nan
-        offset = lengths - self.T if self.offset is None else np.array(self.offset)
-        sides: dict[str, Any] = {}
-        if "sinks" in self.sides:
-            sides["sinks"] = rng.standard_normal((batch, self.N)).astype(np.float32)
-        if "slopes" in self.sides:
-            sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
-        q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
-        whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
-        if self.page_size is None:
-            return whole, whole
-        return self.paged(rng, whole), whole
-
-    def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
-        """The same keys in shuffled pages; ids beyond a length are no pages."""
-        size, batch = self.page_size or 0, len(self.lengths)
-        columns = self.S // size
-        table = rng.permutation(batch * columns).reshape(batch, columns)
-        pages = [np.empty((batch * columns, size, *x.shape[2:]), x.dtype) for x in whole[1:3]]
-        for page, x in zip(pages, whole[1:3], strict=True):
-            page[table] = x.reshape(batch, columns, size, *x.shape[2:])
-        unused = np.arange(columns)[None] * size >= whole.kv_lengths[:, None]
-        garbage = rng.choice([-1, -(2**31), 2**31 - 1], size=table.shape)
-        table = np.where(unused, garbage, table).astype(np.int32)
-        return whole._replace(k=pages[0], v=pages[1], page_table=table)
-
-
-STEPS = (
-    Step("no_key_and_one", (0, 1)),
-    Step("around_two_blocks", (127, 128, 129), num_splits=1),
-    Step("splits", (129, 256), N=8, K=2),
-    Step("more_splits_than_blocks", (65, 3), num_splits=7, N=2),
-    Step("four_tokens", (127, 129), T=4, N=8, K=2),
-    Step("four_tokens_one_split", (1, 130), T=4, num_splits=1, sides=("sinks",)),
-    Step("two_tiles_of_rows", (200,), T=16, N=8, window=50, num_splits=2),
-    Step("queries_before_keys", (200, 100), T=4, offset=(-2, 150)),
-    Step("window", (200, 133), T=4, window=70, sides=("sinks",), num_splits=2),
-    Step("modifiers", (200, 133), T=3, softcap=3.0, sides=("slopes", "sinks")),
-    Step("one_head_each", (130,), N=2, K=2, H=128, Hv=128, dtype="float16"),
-    Step("wide", (70,), H=256, Hv=256, num_splits=2),
-    Step("narrow_values", (130,), H=80, Hv=32),
-    Step("pages_of_16", (200, 77), page_size=16, sides=("sinks",)),
-    Step("pages_of_48", (200, 133), T=4, S=240, page_size=48),
-    Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
-    Step("pages_of_256", (500, 255), S=512, page_size=256, block_kv=128, num_splits=2),
-)
-
-
 @pytest.mark.interpret
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_decode_kernels(step):
-    given, whole = step.operands()
-    problem = decode.describe(given, step.spec)
-    assert BACKEND.unsupported_decode(problem) is None
-    blocks = DecodeBlocks(step.block_kv, 2, step.num_splits)
     with race_checked():
-        found = jax.jit(lambda x: BACKEND.decode(step.spec, blocks, x))(given)
-        found = found.o, softmax.natural(found.lse_log2)
-    assert found[0].dtype == jnp.dtype(step.dtype) and found[1].dtype == jnp.float32
+        found, whole = run(BACKEND, step)
+        assert found[0].dtype == jnp.dtype(step.dtype) and found[1].dtype == jnp.float32
     assert_matches_oracle(step, whole, found)
 
 
-def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
-    """No further from the oracle than twice plain jnp; see checks.py."""
-    window = (step.window, 0) if step.window is not None else None
-    options = {"window": window, "softcap": step.softcap, "sinks": whole.sinks}
-    options |= {"q_offset": whole.q_offset, "kv_lengths": whole.kv_lengths}
-    options |= {"alibi_slopes": whole.alibi_slopes, "causal": True}
-    attend = lambda function: checks._jit(lambda *x: function(*x, **options))
-    near = attend(checks.plain)(*whole[:3])
-    with jax.enable_x64(True):
-        q, k, v = (np.asarray(x).astype(np.float64) for x in whole[:3])
-        exact = [np.asarray(x) for x in attend(reference.attention)(q, k, v)]
-        terms = np.asarray(attend(reference.attention)(q, k, np.abs(v))[0])
-    largest = np.abs(np.where(np.isfinite(exact[1]), exact[1], 0.0)) + np.sqrt(step.H)
-    floors = (terms, checks.FLOOR, step.dtype, 0.0), (largest, checks.LSE_FLOOR, "float32", 1.0)
-    for got, plain, right, (size, share, dtype, tangents) in zip(
-        found, near, exact, floors, strict=True
-    ):
-        wide = (np.asarray(x).astype(np.float64) for x in (got, plain))
-        errors = [checks._sizes(checks._error(x, right)) for x in wide]
-        known = tangents * checks.TANH_ERROR * (step.softcap or 0.0)
-        known += share * float(jnp.finfo(dtype).eps)
-        for error, allowed, least in zip(*errors, checks._sizes(size), strict=True):
-            limit = checks.OUTPUT_FACTOR * allowed + known * least
-            assert error <= limit, f"{step}: error {error:.3g}, allowed {limit:.3g}"
-
-
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("q", "k", "reason"),
     [
-        ({"dtype": np.dtype("float32")}, "not float32"),
-        ({"kv_dtype": np.dtype("int8")}, "not int8"),
-        ({"head_dim": 320}, "not 320"),
-        ({"head_dim": 104}, "pad it to 128"),
-        ({"kv_len": 100}, "not 100"),
+        ((1, 1, 2, 16, "float32"), (1, 64, 1, 16), "decodes bfloat16 and float16, not float32"),
+        ((1, 1, 2, 320, "bfloat16"), (1, 64, 1, 320), "takes head dims up to 256, not 320"),
+        ((1, 1, 2, 104, "bfloat16"), (1, 64, 1, 104), "head dim 104: pad it to 128"),
+        ((1, 1, 2, 64, "bfloat16"), (1, 60, 1, 64), "caches of a multiple of 8 keys, not 60"),
     ],
 )
-def test_what_is_refused(change, reason):
+def test_what_hopper_refuses_runs_on_xla(monkeypatch, q, k, reason):
+    backends = {"hopper": HopperBackend(interpret=True), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, k = jnp.ones(q[:-1], q[-1]), jnp.ones(k, q[-1])
+    message = f"backend='hopper': .*{reason}.*; backend='auto' or 'xla' can run"
+    with pytest.raises(fp.UnsupportedByBackend, match=message):
+        fp.explain_decode(q, k, k, backend="hopper")
+    found = fp.explain_decode(q, k, k)
+    assert found.backend == "xla" and reason in found.reasons["hopper"]
+
+
+def test_hopper_takes_what_it_can(monkeypatch):
+    backends = {"hopper": HopperBackend(interpret=True, num_sms=132), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, k = jnp.ones((1, 4, 8, 128), jnp.bfloat16), jnp.ones((1, 8192, 2, 128), jnp.bfloat16)
+    found = fp.explain_decode(q, k, k)
+    assert found.backend == "hopper" and found.blocks.num_splits > 16
+    assert fp.explain_decode(q, k, k, num_splits=3).blocks.num_splits == 3
+
+
+def test_hopper_needs_a_gpu():
+    q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    message = "backend='hopper': needs an NVIDIA GPU of compute capability 9.0"
+    with pytest.raises(fp.UnsupportedByBackend, match=message):
+        fp.flash_decode(q, k, k, backend="hopper")
+
+
+def test_a_cache_of_another_dtype_is_refused():
     step = STEPS[0]
     problem = decode.describe(step.operands()[0], step.spec)
-    assert reason in BACKEND.unsupported_decode(dataclasses.replace(problem, **change))
+    problem = dataclasses.replace(problem, kv_dtype=np.dtype("int8"))
+    assert "in the dtype of q, bfloat16, not int8" in BACKEND.unsupported_decode(problem)
 
 
 @pytest.mark.parametrize(
