@@ -65,7 +65,8 @@ def flash_decode(
         sinks: [N] or [B, N]: a further score of every query, without a value.
         alibi_slopes: [N] or [B, N]: slope * |i - j| is subtracted from scores.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        num_splits: ranges that the keys are read in, 1 to 128. "auto" is 1 on xla.
+        num_splits: ranges that the keys are read in, 1 to 128. "auto" is 1 on xla, and on hopper as
+            many as keep the multiprocessors busy if the sequences are as long as the cache.
         page_table: int32 [B, max_pages]: key j of sequence b is row j % page_size of page
             page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
             beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
