@@ -86,6 +86,7 @@ STEPS = (
     Step("around_two_blocks", (127, 128, 129), num_splits=1),
     Step("splits", (129, 256), N=8, K=2),
     Step("more_splits_than_blocks", (65, 3), num_splits=7, N=2),
+    Step("joined_in_turns", (250, 0), num_splits=35, N=2, sides=("sinks",)),
     Step("four_tokens", (127, 129), T=4, N=8, K=2),
     Step("four_tokens_one_split", (1, 130), T=4, num_splits=1, sides=("sinks",)),
     Step("two_tiles_of_rows", (200,), T=16, N=8, window=50, num_splits=2),
