@@ -113,7 +113,7 @@ GROUPS: tuple[Group, ...] = (
     Group("pages", Sizes(128, 8192), (_ONE, Call(page_size=64))),
     Group("head dims", Sizes(16, 8192, head_dim=64), (_ONE,)),
     Group("head dims", Sizes(16, 8192, head_dim=256), (_ONE,)),
-    Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 128)),
+    Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 32, 33, 64, 128)),
     Group("splits", Sizes(16, 8192), _splits(1, 2, 3, 4, 6, 8, 16)),
     Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),
     Group(

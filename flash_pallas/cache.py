@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .core.decode import QUANTISED
+from .validate_decode import cache_scale
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
@@ -33,6 +36,8 @@ def append_kv(
     *,
     new_lengths: Int[Array, " B"] | None = None,
     page_table: Int[Array, "B max_pages"] | None = None,
+    k_scale: Float[Array, "*#rows K"] | None = None,
+    v_scale: Float[Array, "*#rows K"] | None = None,
 ) -> KVCache:
     """The cache with T more tokens in every sequence, each after its own last one.
 
@@ -45,13 +50,18 @@ def append_kv(
 
     Args:
         cache: keys, values and lengths; see `KVCache`.
-        k: keys [B, T, K, H] of the new tokens, in the cache's dtype; any T.
+        k: keys [B, T, K, H] of the new tokens, in the cache's dtype, or in any float dtype where
+            there is a `k_scale`; any T.
         v: values [B, T, K, Hv], likewise.
         new_lengths: int32 [B]: of the T tokens those before this are real, the others padding that
             is not written, as in prompts of different lengths. None is all of them. Clipped to
             [0, T].
         page_table: int32 [B, max_pages], for a cache of pages: where token j of sequence b goes is
             row j % page_size of page page_table[b, j // page_size].
+        k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
+            to what the dtype holds (int8: 127 either way). As of `flash_decode`: [K], [B, K], or
+            for pages [P, K].
+        v_scale: likewise, for the values.
 
     Returns:
         A `KVCache` of the same shapes and dtypes, lengths int32.
@@ -69,9 +79,9 @@ def append_kv(
         Array([3, 8], dtype=int32)
     """
     old = _checked_cache(cache)
-    arrays = {"k": k, "v": v}
-    for name, x in arrays.items():
-        _check_new(name, x, getattr(old, name), len(old.lengths), paged=page_table is not None)
+    new = {"k": (k, k_scale), "v": (v, v_scale)}
+    for name, (x, scale) in new.items():
+        _check_new(name, x, scale, getattr(old, name), len(old.lengths))
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
     if page_table is not None:
@@ -91,8 +101,13 @@ def append_kv(
         added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
     where = _rows(place, room, old.k.shape, page_table)
-    write = lambda x, new: jnp.asarray(x).at[where].set(new, mode="drop")
-    return KVCache(write(old.k, k), write(old.v, v), jnp.minimum(lengths + added, room))
+    kv = []
+    for name, (x, scale) in new.items():
+        whole = jnp.asarray(getattr(old, name))
+        scale = cache_scale(f"{name}_scale", scale, whole)
+        x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
+        kv.append(whole.at[where].set(x, mode="drop"))
+    return KVCache(*kv, jnp.minimum(lengths + added, room))
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
@@ -154,6 +169,17 @@ def _rows(place, room: int, shape, page_table):
     return jnp.where(exists, page, num_pages), place % page_size
 
 
+def _quantised(x, scale, rows, dtype):
+    """x [B, T, K, H] in the cache's dtype, divided by the scale of its row of the cache."""
+    scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
+    x = jnp.asarray(x).astype(jnp.float32) / jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        x, most = jnp.round(x), float(jnp.iinfo(dtype).max)
+    else:
+        most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
 def _checked_cache(cache) -> KVCache:
     if not isinstance(cache, tuple) or len(cache) != 3:
         raise TypeError(
@@ -178,15 +204,19 @@ def _checked_cache(cache) -> KVCache:
     return old
 
 
-def _check_new(name: str, x, cache, batch: int, paged: bool):
+def _check_new(name: str, x, scale, cache, batch: int):
     """Of one of the new arrays, beside the cache that it goes to."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.dtype != cache.dtype:
-        raise TypeError(
-            f"{name} has dtype {x.dtype} and the cache {cache.dtype}: cast with "
-            f"{name}.astype(cache.{name}.dtype)"
-        )
+    way_out = f"cast with {name}.astype(cache.{name}.dtype)"
+    wanted = x.dtype == cache.dtype
+    if cache.dtype.name in QUANTISED:
+        way_out = f"pass {name}_scale to have floats divided by it and rounded"
+        if scale is not None:
+            way_out = f"leave {name}_scale out for what has been divided by it"
+            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != cache.dtype
+    if not wanted:
+        raise TypeError(f"{name} has dtype {x.dtype} and the cache {cache.dtype}: {way_out}")
     if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != cache.shape[2:]:
         raise ValueError(
             f"{name} has shape {x.shape}: it must be [batch, tokens, heads, head_dim], with "

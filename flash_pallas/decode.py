@@ -33,6 +33,8 @@ def flash_decode(
     scale: float | None = None,
     num_splits: int | str = "auto",
     page_table: Int32[Array, "B max_pages"] | None = None,
+    k_scale: Float[Array, "*#rows K"] | None = None,
+    v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ):
@@ -50,7 +52,8 @@ def flash_decode(
     Args:
         q: queries [B, T, N, H], T from 1 to 16; bfloat16, float16, float32 or float64.
         k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
-            page_size is a multiple of 16 from 16 to 256. N is a multiple of K: query head n reads
+            page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
+            `k_scale`. N is a multiple of K: query head n reads
             key head n // (N // K), which is never repeated in memory (grouped-query attention).
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype.
         kv_lengths: int32 [B] or a scalar: how many keys each sequence has, its new tokens included;
@@ -71,6 +74,10 @@ def flash_decode(
             page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
             beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
             is read that does not belong to the cache; `check_pages` finds them.
+        k_scale: of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per head [K],
+            or per sequence and head [B, K], or with `page_table` per page and head [P, K]; None is
+            1. `append_kv` divides by the same numbers.
+        v_scale: likewise, of the values.
         backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
             raises.
         return_lse: also return the log-sum-exp.
@@ -104,6 +111,8 @@ def flash_decode(
         scale=scale,
         num_splits=num_splits,
         page_table=page_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)

@@ -11,7 +11,14 @@ import numpy as np
 
 from . import arguments as checks
 from . import validate
-from .core.decode import MAX_SPLITS, MAX_TOKENS, PAGE_SIZES, DecodeOperands, DecodeSpec
+from .core.decode import (
+    MAX_SPLITS,
+    MAX_TOKENS,
+    PAGE_SIZES,
+    QUANTISED,
+    DecodeOperands,
+    DecodeSpec,
+)
 
 AUTO = "auto"
 
@@ -29,6 +36,8 @@ class DecodeArguments:
     scale: Any = None
     num_splits: Any = AUTO
     page_table: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -41,7 +50,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     """
     a = arguments
     q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    validate.check_dtypes(q, k, v)
+    _check_dtypes(q, k, v)
     table = None if a.page_table is None else _page_table(a.page_table, len(q) if q.ndim else 0)
     _check_shapes(q, k, v, paged=table is not None)
     page_size, kv_len = None, k.shape[1]
@@ -74,7 +83,42 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         page_table=table,
         sinks=checks.sinks(a.sinks, sizes),
         alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
+        k_scale=cache_scale("k_scale", a.k_scale, k),
+        v_scale=cache_scale("v_scale", a.v_scale, v),
     )
+
+
+def cache_scale(name: str, value, cache):
+    """f32[1 or rows of the cache, K] of a cache [rows, length, K, H], or None.
+
+    Raises:
+        TypeError: not floats, or the cache's numbers need none.
+        ValueError: a shape that does not fit.
+    """
+    if value is None:
+        return None
+    value = validate.as_array(name, value)
+    if cache.dtype.name not in QUANTISED:
+        raise TypeError(
+            f"{name} is given and the cache has dtype {cache.dtype}: only caches of "
+            f"{' and '.join(QUANTISED)} are scaled"
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+    rows, _, heads = cache.shape[:3]
+    if value.shape not in ((heads,), (rows, heads)):
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per head of the cache, {(heads,)}, or "
+            f"one per sequence or page and head, {(rows, heads)}"
+        )
+    return value.astype(jnp.float32).reshape(-1, heads)
+
+
+def _check_dtypes(q, k, v):
+    """One floating dtype, or a cache in one of QUANTISED."""
+    if k.dtype == v.dtype and k.dtype.name in QUANTISED:
+        k = v = q
+    validate.check_dtypes(q, k, v)
 
 
 def _check_shapes(q, k, v, paged: bool):

@@ -18,6 +18,7 @@ from .problem import AttentionSpec
 MAX_TOKENS = 16  # queries of one sequence: a step, or the proposals of speculative decoding
 PAGE_SIZES = range(16, 257, 16)
 MAX_SPLITS = 128
+QUANTISED = ("float8_e4m3fn", "int8")  # dtypes of a cache that q may not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,9 @@ class DecodeOperands(NamedTuple):
     page_table: Any = None  # int32[B, max_pages] in [0, num_pages)
     sinks: Any = None  # f32[B, N], natural logits
     alibi_slopes: Any = None  # f32[B, N]
+    # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
+    k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
+    v_scale: Any = None  # likewise, of v
 
 
 @dataclasses.dataclass(frozen=True)
