@@ -9,6 +9,7 @@ from .backends.base import UnsupportedByBackend as UnsupportedByBackend
 from .cache import KVCache as KVCache
 from .cache import append_kv as append_kv
 from .cache import check_pages as check_pages
+from .core.rope import apply_rope as apply_rope
 from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
 from .dispatch import Explanation as Explanation
@@ -19,6 +20,7 @@ __all__ = [
     "KVCache",
     "UnsupportedByBackend",
     "append_kv",
+    "apply_rope",
     "check_pages",
     "dot_product_attention",
     "explain",

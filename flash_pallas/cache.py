@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .core.decode import QUANTISED
+from .core.rope import apply_rope
 from .validate_decode import cache_scale
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def append_kv(
     page_table: Int[Array, "B max_pages"] | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
+    rope_theta: float | None = None,
 ) -> KVCache:
     """The cache with T more tokens in every sequence, each after its own last one.
 
@@ -62,6 +64,9 @@ def append_kv(
             to what the dtype holds (int8: 127 either way). As of `flash_decode`: [K], [B, K], or
             for pages [P, K].
         v_scale: likewise, for the values.
+        rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
+            as `apply_rope` does, before they are stored; rotate the queries likewise. None is no
+            rotation.
 
     Returns:
         A `KVCache` of the same shapes and dtypes, lengths int32.
@@ -101,13 +106,16 @@ def append_kv(
         added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
     where = _rows(place, room, old.k.shape, page_table)
-    kv = []
+    if rope_theta is not None:
+        _check_rotates(rope_theta, k)
+        new["k"] = apply_rope(jnp.asarray(k), lengths[:, None] + step, rope_theta), k_scale
+    written = {}
     for name, (x, scale) in new.items():
         whole = jnp.asarray(getattr(old, name))
         scale = cache_scale(f"{name}_scale", scale, whole)
         x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
-        kv.append(whole.at[where].set(x, mode="drop"))
-    return KVCache(*kv, jnp.minimum(lengths + added, room))
+        written[name] = whole.at[where].set(x, mode="drop")
+    return KVCache(**written, lengths=jnp.minimum(lengths + added, room))
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
@@ -178,6 +186,13 @@ def _quantised(x, scale, rows, dtype):
     else:
         most = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -most, most).astype(dtype)
+
+
+def _check_rotates(theta, k):
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"rope_theta is {theta!r}: it must be None or a positive number")
+    if not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize == 1:
+        raise TypeError(f"k has dtype {k.dtype}: to be rotated by rope_theta it must be wider")
 
 
 def _checked_cache(cache) -> KVCache:

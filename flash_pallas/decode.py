@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.custom_batching import custom_vmap
 
 from . import arguments as checks
-from . import dispatch, validate_decode
+from . import batching, dispatch, validate_decode
 from .backends.base import Backend
 from .core import decode, manual_axes, softmax
 from .core.decode import DecodeOperands, DecodeSpec
@@ -154,8 +155,23 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _attend(backend: Backend, spec: DecodeSpec, blocks: Any, operands: DecodeOperands):
     operands = manual_axes.spread(operands, manual_axes.varying(operands))
-    out = backend.decode(spec, blocks, operands)
+    out = _foldable(backend, spec, blocks)(operands)
     return out.o, softmax.natural(out.lse_log2)
+
+
+def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
+    """operands -> Outputs; under vmap the axis becomes part of the batch, and blocks fit that."""
+    call = custom_vmap(partial(backend.decode, spec, blocks))
+
+    @call.def_vmap
+    def fold(size, is_batched, operands):
+        folded = batching.fold_decode(size, is_batched[0], operands)
+        blocks = backend.decode_blocks(decode.describe(folded, spec))
+        out = _foldable(backend, spec, blocks)(folded)
+        apart = lambda x: x.reshape(size, -1, *x.shape[1:])
+        return jax.tree.map(apart, out), jax.tree.map(lambda _: True, out)
+
+    return call
 
 
 @_attend.defjvp

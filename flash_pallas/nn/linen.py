@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from . import _heads, _options, _rope
+from ..core import rope
+from . import _heads, _options
 
 try:
     from flax import linen as nn
@@ -144,7 +145,7 @@ class FlashAttention(nn.Module):
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
             query = _Norm(self.qk_norm, self.param_dtype, name=f"query_{suffix}")(query)
             key = _Norm(self.qk_norm, self.param_dtype, name=f"key_{suffix}")(key)
-        query, key = _rope.rotate_query_key(
+        query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
         options = _options.keywords(

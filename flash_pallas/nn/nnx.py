@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from . import _heads, _options, _rope
+from ..core import rope
+from . import _heads, _options
 
 try:
     from flax import nnx
@@ -185,7 +186,7 @@ class FlashAttention(nnx.Module):
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
             query = getattr(self, f"query_{suffix}")(query)
             key = getattr(self, f"key_{suffix}")(key)
-        query, key = _rope.rotate_query_key(
+        query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
         sinks = None if self.sinks is None else self.sinks[...]
