@@ -29,6 +29,12 @@ class KVCache(NamedTuple):
     v: Any
     lengths: Any
 
+    @classmethod
+    def empty(cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
+        """A contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
+        return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
+
 
 def append_kv(
     cache: KVCache | tuple[Any, Any, Any],
@@ -116,6 +122,42 @@ def append_kv(
         x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
         written[name] = whole.at[where].set(x, mode="drop")
     return KVCache(**written, lengths=jnp.minimum(lengths + added, room))
+
+
+def gather_pages(
+    pages: Float[Array, "P page_size K H"], page_table: Int[Array, "B max_pages"]
+) -> Float[Array, "B S K H"]:
+    """The keys or values of every sequence one after the other, S = max_pages * page_size: a copy.
+
+    For more new tokens than `flash_decode` takes, such as a prompt that continues an earlier one:
+    `flash_attention(q, gather_pages(k, table), gather_pages(v, table), causal=True, q_offset=...,
+    kv_lengths=...)`. Many queries read a key often, so the copy is little beside them.
+
+    Args:
+        pages: [P, page_size, K, H].
+        page_table: int32 [B, max_pages]; ids out of range are clipped.
+
+    Returns:
+        [B, max_pages * page_size, K, H]; beyond a sequence's length there may be anything.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: shapes of the wrong rank.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import gather_pages
+        >>> gather_pages(jnp.ones((8, 16, 2, 64)), jnp.array([[3, 0], [1, 7]])).shape
+        (2, 32, 2, 64)
+    """
+    pages = jnp.asarray(pages)
+    if pages.ndim != 4:
+        raise ValueError(
+            f"pages has shape {pages.shape}: it must be [num_pages, page_size, heads, head_dim]"
+        )
+    _check_integers("page_table", page_table, 2, len(page_table))
+    found = jnp.take(pages, jnp.asarray(page_table), axis=0, mode="clip")
+    return found.reshape(len(found), -1, *pages.shape[2:])
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
