@@ -98,7 +98,7 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     """(o [B, T, N, H], cache) of T new tokens, rotated already where the layer rotates.
 
     Args:
-        layer: has window, softcap, scale, precision and backend.
+        layer: has window, softcap, scale, precision, num_splits and backend.
         cache: a KVCache or RingCache, as `check` wants it.
         qkv: [B, T, N, H] and twice [B, T, K, H].
         new: of this call.
@@ -118,7 +118,8 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     cache = append_kv(cache, k, v, new_lengths=new.lengths, page_table=table)
     options |= {"kv_lengths": cache.lengths, "q_offset": start, "window": layer.window}
     if q.shape[1] <= MAX_TOKENS:
-        return flash_decode(q, cache.k, cache.v, page_table=table, **options), cache
+        options |= {"page_table": table, "num_splits": layer.num_splits}
+        return flash_decode(q, cache.k, cache.v, **options), cache
     whole = (x if table is None else gather_pages(x, table) for x in (cache.k, cache.v))
     return _attend(layer, q, *whole, **options), cache
 
@@ -134,8 +135,8 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
     before, after = cache, _append_to_ring(cache, k, v, new_lengths)
     if count == 1 and "alibi_slopes" not in options:
         lengths = jnp.minimum(after.lengths, room)
-        o = flash_decode(q, after.k, after.v, kv_lengths=lengths, q_offset=room, **options)
-        return o, after
+        options |= {"kv_lengths": lengths, "q_offset": room, "num_splits": layer.num_splits}
+        return flash_decode(q, after.k, after.v, **options), after
     first = before.lengths[:, None] - room
     place = (
         first + jnp.arange(room, dtype=jnp.int32)[None]

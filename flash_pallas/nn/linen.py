@@ -56,6 +56,7 @@ class FlashAttention(nn.Module):
         precision: of products of float32 in attention, as in flash_attention.
         backend: as in flash_attention.
         deterministic_backward: gradients are bit-identical from run to run.
+        num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
         attention: replaces flash_attention; called as
             attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
             keywords of flash_attention that are asked for.
@@ -85,6 +86,7 @@ class FlashAttention(nn.Module):
     precision: str | jax.lax.Precision | None = None
     backend: str = "auto"
     deterministic_backward: bool = False
+    num_splits: int | str = "auto"
     attention: Callable[..., jax.Array] = flash_attention
 
     @nn.compact

@@ -63,6 +63,7 @@ class FlashAttention(nnx.Module):
         precision: str | jax.lax.Precision | None = None,
         backend: str = "auto",
         deterministic_backward: bool = False,
+        num_splits: int | str = "auto",
         attention: Callable[..., jax.Array] = flash_attention,
         rngs: nnx.Rngs,
     ):
@@ -97,6 +98,7 @@ class FlashAttention(nnx.Module):
             precision: of products of float32 in attention, as in flash_attention.
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
+            num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
             attention: replaces flash_attention; called as
                 attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
                 keywords of flash_attention that are asked for.
@@ -113,7 +115,7 @@ class FlashAttention(nnx.Module):
         self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
         self.deterministic, self.precision = deterministic, precision
         self.backend, self.deterministic_backward = backend, deterministic_backward
-        self.attention = attention
+        self.attention, self.num_splits = attention, num_splits
 
         heads = _heads.resolve(self, in_features)
         self.slopes = _options.alibi(alibi, num_heads)
