@@ -128,6 +128,7 @@ def fold_decode(size: int, is_batched: DecodeOperands, operands: DecodeOperands)
             x = jnp.broadcast_to(x, (*x.shape[:axis], rows, x.shape[-1]))
         found[name] = fold.one(x, batched)
     if operands.page_table is not None and own_cache:
+        table = jnp.clip(found["page_table"], 0, rows - 1)
         first = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * rows, len(found["q"]) // size)
-        found["page_table"] += first[:, None]
+        found["page_table"] = table + first[:, None]
     return DecodeOperands(**found)

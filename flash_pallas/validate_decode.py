@@ -56,14 +56,13 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     page_size, kv_len = None, k.shape[1]
     if table is not None:
         page_size, kv_len = _page_size(k), table.shape[1] * k.shape[1]
-        table = jnp.clip(table, 0, len(k) - 1)
         if a.kv_lengths is None:
             raise ValueError(
                 "kv_lengths is None and page_table is given: pass how many keys each sequence has, "
                 f"int32 ({len(q)},); nobody else knows which pages are filled"
             )
     sizes = checks.Sizes(q.shape[:1], q.shape[1], kv_len, q.shape[2], k.shape[2], q.dtype)
-    lengths = checks.lengths("kv_lengths", a.kv_lengths, kv_len, sizes)
+    lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
     q, scale = validate.positive_scale(q, checks.scale(a.scale, q.shape[-1]))
@@ -79,7 +78,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         k,
         v,
         kv_lengths=lengths,
-        q_offset=_offset(a.q_offset, lengths, sizes),
+        q_offset=_offset(a.q_offset, sizes),
         page_table=table,
         sinks=checks.sinks(a.sinks, sizes),
         alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
@@ -185,9 +184,9 @@ def _num_splits(value) -> int | None:
     return number
 
 
-def _offset(value, lengths, sizes: checks.Sizes):
-    """int32[B]: the position of the first query; by default the last query is the last key."""
+def _offset(value, sizes: checks.Sizes):
+    """int32[B]: the position of the first query; None where the last query is the last key."""
     if value is None:
-        return lengths - sizes.q_len
+        return None
     known, traced = checks.offset(value, sizes)
     return jnp.full((sizes.batch,), known, jnp.int32) if traced is None else traced

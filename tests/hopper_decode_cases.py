@@ -48,10 +48,11 @@ class Step:
         )
 
     def operands(self):
-        """(what the kernel gets, the same with a contiguous cache); NaN where there is no key."""
+        """(what the kernel gets, the same keys in one piece and all said); NaN where no key is."""
         rng, batch = np.random.default_rng(3), len(self.lengths)
         normal = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))
-        lengths = np.array(self.lengths, np.int32)
+        given = np.array(self.lengths, np.int32)
+        lengths = np.clip(given, 0, self.S)
         kv = [normal(batch, self.S, self.K, width) for width in (self.H, self.Hv)]
         for x in kv:
             x[np.arange(self.S)[None] >= lengths[:, None]] = np.nan
@@ -63,9 +64,9 @@ class Step:
             sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
         q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
         whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
-        if self.page_size is None:
-            return whole, whole
-        return self.paged(rng, whole), whole
+        cache = whole if self.page_size is None else self.paged(rng, whole)
+        said = None if self.offset is None else whole.q_offset
+        return cache._replace(kv_lengths=given, q_offset=said), whole
 
     def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
         """The same keys in shuffled pages; ids beyond a length are no pages."""
@@ -84,6 +85,7 @@ class Step:
 STEPS = (
     Step("no_key_and_one", (0, 1)),
     Step("around_two_blocks", (127, 128, 129), num_splits=1),
+    Step("lengths_out_of_range", (300, -7), page_size=64),
     Step("splits", (129, 256), N=8, K=2),
     Step("more_splits_than_blocks", (65, 3), num_splits=7, N=2),
     Step("joined_in_turns", (250, 0), num_splits=35, N=2, sides=("sinks",)),

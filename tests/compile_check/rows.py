@@ -192,7 +192,8 @@ def _decode_row(head_dim: int, name: str) -> Row:
         table = shape(jnp.int32, entries, cached // page_size)
     side = shape(jnp.float32, entries, 32) if name == "modifiers" else None
     q = shape(jnp.bfloat16, entries, q_len, 32, head_dim)
-    operands = decode.DecodeOperands(q, kv, kv, per_entry, per_entry, table, side, side)
+    offset = None if spec.window_left is None else per_entry
+    operands = decode.DecodeOperands(q, kv, kv, per_entry, offset, table, side, side)
     backend = HopperBackend()
     blocks = backend.decode_blocks(decode.describe(operands, spec))
     run = lambda o: backend.decode(spec, blocks, o)

@@ -24,7 +24,7 @@ class Gmem(NamedTuple):
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
     kv_lengths: Any  # int32[B]
-    q_offset: Any  # int32[B]
+    q_offset: Any  # int32[B], or None: the last query is the last key
     query: Any  # int32[rows of whole tiles], the query of a row
     page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
     slopes: Any = None  # f32[B, K, rows of whole tiles]
@@ -170,7 +170,9 @@ class Plan:
     def keys(self, cta: Cta) -> Keys:
         """The CTA's share of the blocks that its rows see; shares differ by at most one block."""
         block, window = self.blocks.block_kv, self.problem.spec.window_left
-        length, position = cta.gmem.kv_lengths[cta.batch], cta.gmem.q_offset[cta.batch]
+        room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
+        length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
+        position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
         before = jnp.int32(0)
         low = full_low = before

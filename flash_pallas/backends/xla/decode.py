@@ -52,6 +52,7 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
         operands = operands._replace(q=operands.q.astype(jnp.float32))
     problem = decode.describe(operands, spec)
+    operands = _in_range(problem, operands)
     grid = Grid(_as_attention(problem), XlaBlocks(problem.q_len, blocks.block_kv))
     sides = Operands(
         operands.q,
@@ -66,6 +67,13 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     o, lse_log2 = lax.map(partial(_range, tiles, operands, q), ranges)
     o, lse_log2 = softmax.merge(o, lse_log2, online.sink_log2(operands.sinks, lse_log2[0]))
     return Outputs(grid.join_q(o[None]).astype(dtype), grid.join_rows(lse_log2[None]))
+
+
+def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
+    """Lengths clipped, the position of query 0 said. Pages are clipped where they are gathered."""
+    lengths, offset = jnp.clip(operands.kv_lengths, 0, problem.kv_len), operands.q_offset
+    offset = lengths - problem.q_len if offset is None else offset
+    return operands._replace(kv_lengths=lengths, q_offset=offset)
 
 
 def _as_attention(problem: DecodeProblem) -> Problem:
