@@ -114,8 +114,8 @@ def _features_table(results: dict[str, Any]) -> str:
 
 
 def _decode_table(results: dict[str, Any]) -> str:
-    """Microseconds and GB/s of every call, one line each, without the calls of tuning."""
-    rows = [row for row in results["rows"] if row["group"] != "blocks"]
+    """Microseconds and GB/s of every call, but for those that plot.py shows and those of tuning."""
+    rows = [row for row in results["rows"] if row["group"] not in ("splits", "blocks")]
     body = []
     for row in (row for row in rows if row["ms"] is not None):
         rate = f"{row['gb_per_s']:.0f}"
