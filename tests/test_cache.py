@@ -188,3 +188,27 @@ def test_a_rotation_that_cannot_be():
         fp.append_kv(small, X.astype(jnp.int8), X.astype(jnp.int8), rope_theta=10.0)
     with pytest.raises(ValueError, match="x has head_dim 7: a rotation needs pairs"):
         fp.apply_rope(jnp.ones((1, 2, 3, 7)), jnp.arange(2), 10.0)
+
+
+def test_a_prompt_that_continues_pages():
+    B, T, before = 2, 40, 13
+    q, k, v = normal(0, B, T, 4, 8), normal(1, B, T, 2, 8), normal(2, B, T, 2, 8)
+    table = jnp.array([[4, 1, 7], [0, 3, 5]], jnp.int32)
+    cache = KVCache.empty(8, 16, 2, 8, jnp.float32)._replace(lengths=jnp.zeros(B, jnp.int32))
+    cache = fp.append_kv(cache, k[:, :before], v[:, :before], page_table=table)
+    cache = fp.append_kv(cache, k[:, before:], v[:, before:], page_table=table)
+    whole = (fp.gather_pages(x, table) for x in cache[:2])
+    options = {"q_offset": before, "kv_lengths": cache.lengths}
+    found = fp.flash_attention(q[:, before:], *whole, causal=True, **options)
+    right = reference.attention(q, k, v, causal=True)[0]
+    np.testing.assert_allclose(found, right[:, before:], rtol=1e-5, atol=1e-5)
+
+
+def test_pages_that_cannot_be_gathered():
+    with pytest.raises(ValueError, match=r"pages has shape \(4, 16, 2\): it must be \[num_pages"):
+        fp.gather_pages(jnp.ones((4, 16, 2)), jnp.zeros((1, 1), jnp.int32))
+    with pytest.raises(TypeError, match="page_table has dtype float32"):
+        fp.gather_pages(jnp.ones((4, 16, 2, 8)), jnp.zeros((1, 1)))
+    # Out of range, which would be another page or none, is clipped.
+    found = fp.gather_pages(jnp.arange(4.0).reshape(4, 1, 1, 1), jnp.array([[-1, 9]]))
+    assert found.ravel().tolist() == [0.0, 3.0]
