@@ -145,6 +145,11 @@ class Forward:
         if self.scores.bounded:
             p, sums = self.bounded_weights(cta, work, use, tile)
             return Rows(p, None, rows.l + sums)
+        if self.plan.speculates:
+            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            cta.v.release(use - 1)
+            o_acc[...], rows = self.scores.speculate(cta, work, tile, rows, o)
+            return rows._replace(p=self.plan.products.split(rows.p))
         m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
         grew = None
         if self.plan.lazy_rescale:
@@ -242,7 +247,7 @@ class Forward:
     def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
         """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
         tile = self.logits(cta, work, use, s, jnp.int32(0), "last", release)
-        m = None if self.scores.bounded else tile.x.max(axis=1) * tile.log2_scale
+        m = self.scores.first_max(tile)
         p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
         return Rows(self.scores.dropped(cta, work, tile, p), m, sums)
 

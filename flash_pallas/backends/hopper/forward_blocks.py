@@ -26,6 +26,8 @@ class ForwardBlocks:
         q_in_registers: Q as register operand of wgmma; a third less shared-memory traffic in QK^T.
         lazy_rescale: rescale O only when a row maximum grew by more than this (base 2); 0: always.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
+        speculates: weights are taken relative to the row maxima of the blocks before, and again
+            with new ones only where a sum of some of a row's exceeds 2 to this; 0: never.
     """
 
     warpgroups: int = 2
@@ -35,6 +37,7 @@ class ForwardBlocks:
     q_in_registers: bool = False
     lazy_rescale: float = 0.0
     polynomials: float = 0.0
+    speculates: float = 0.0
 
     @property
     def compute_registers(self) -> int:

@@ -166,6 +166,18 @@ class Plan:
         return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
 
     @property
+    def speculates(self) -> float:
+        """As ForwardBlocks says, where that is possible.
+
+        The exact maximum is not known then. float16 has no weights beyond 2**15, and float32 ones
+        are split after the wait for PV.
+        """
+        dtype, spec = self.problem.dtype, self.problem.spec
+        if spec.max_logit or spec.dropout_rate or dtype == jnp.float32:
+            return 0.0
+        return min(self.blocks.speculates, 14.0 if dtype == jnp.float16 else 64.0)
+
+    @property
     def has_segments(self) -> bool:
         """Segment ids hide keys."""
         return "kv_segments" in self.problem.features

@@ -7,6 +7,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -14,7 +15,7 @@ from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
 from . import inline, inline_cap, inline_weights, register_tile
-from .forward_plan import Cta, Plan, Work
+from .forward_plan import Cta, Plan, Rows, Work
 from .inline_cap import Cap
 from .inline_weights import Drop, Powers
 from .memory import WARPGROUP_ROWS, warpgroup_rows
@@ -22,6 +23,10 @@ from .side_inputs import Held, Place
 
 # Of logits in base 2, so that 2**logit needs no maximum to be relative to.
 MOST_BOUNDED = 80.0
+
+# A finite maximum of rows that have seen no key: whatever they see next, 2**(x - it) is 0, 1 or so
+# large that the row gets another one.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 class Logits(NamedTuple):
@@ -138,6 +143,33 @@ class Scores:
             return not self.spec.mask.is_trivial or self.plan.dynamic
         return edges != "none"
 
+    def first_max(self, tile: Logits):
+        """The row maxima of a query tile's first key block, base 2; None where `bounded`."""
+        if self.bounded:
+            return None
+        m = tile.x.max(axis=1) * tile.log2_scale
+        return jnp.maximum(m, LOWEST) if self.plan.speculates else m
+
+    def speculate(self, cta: Cta, work: Work, tile: Logits, rows: Rows, o):
+        """(o, rows) after a block: relative to the old maxima, once more if that was a bad guess.
+
+        Sums bound every weight of theirs, so maxima that have not grown need not be found. Weights
+        above 1 are as exact as those below.
+        """
+        weights = functools.partial(self.weights, cta, work, tile, dtype=self.problem.dtype)
+        p, sums = weights(m=rows.m)
+        grew = inline.exceeds(sums, 2.0**self.plan.speculates, self.plan.interpret)
+
+        def again():
+            m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
+            alpha = jnp.exp2(rows.m - m)
+            p, sums = weights(m=m)
+            return o * per_row(alpha, o.shape), Rows(
+                p, m, rows.l * per_row(alpha, sums.shape) + sums
+            )
+
+        return lax.cond(grew > 0, again, lambda: (o, Rows(p, rows.m, rows.l + sums)))
+
     def plain_weights(self, tile: Logits, m):
         """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""
         x = tile.x * tile.log2_scale
@@ -147,7 +179,9 @@ class Scores:
     def weights(self, cta: Cta, work: Work, tile: Logits, m, dtype):
         """(p in dtype, after dropout; row sums of all of it) relative to the row maxima m."""
         share, whole = self.plan.blocks.polynomials, tile.edges == "none" and not self.may_be_empty
-        powers, cap = Powers(share, bounded=m is None and whole), self.cap(tile.edges)
+        limited = self.plan.speculates > 0 and m is not None
+        powers = Powers(share, bounded=m is None and whole, limited=limited)
+        cap = self.cap(tile.edges)
         weights = functools.partial(self._weights, cta, work, tile, m, dtype)
         if cap is None:
             return weights(powers)
