@@ -18,6 +18,7 @@ from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
+from .forward_blocks import speculation
 from .memory import WARPGROUP_ROWS, Ring, row_buffer
 from .products import Products
 from .register_tile import RegisterTile
@@ -167,15 +168,8 @@ class Plan:
 
     @property
     def speculates(self) -> float:
-        """As ForwardBlocks says, where that is possible.
-
-        The exact maximum is not known then. float16 has no weights beyond 2**15, and float32 ones
-        are split after the wait for PV.
-        """
-        dtype, spec = self.problem.dtype, self.problem.spec
-        if spec.max_logit or spec.dropout_rate or dtype == jnp.float32:
-            return 0.0
-        return min(self.blocks.speculates, 14.0 if dtype == jnp.float16 else 64.0)
+        """As ForwardBlocks says, where that is possible."""
+        return speculation(self.blocks, self.problem)
 
     @property
     def has_segments(self) -> bool:

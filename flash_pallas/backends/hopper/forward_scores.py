@@ -24,8 +24,8 @@ from .side_inputs import Held, Place
 # Of logits in base 2, so that 2**logit needs no maximum to be relative to.
 MOST_BOUNDED = 80.0
 
-# A finite maximum of rows that have seen no key: whatever they see next, 2**(x - it) is 0, 1 or so
-# large that the row gets another one.
+# A finite maximum for rows that have seen no key: whatever they see next, 2**(x - it) is 0, 1 or so
+# large that they get another one.
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -133,8 +133,8 @@ class Scores:
 
     def finite(self, m, edges: str):
         """m, with 0 for rows that have seen no key yet: their weights are exp2(-inf), not NaN."""
-        if m is None or not (self.may_be_empty or self.may_hide(edges)):
-            return m
+        if m is None or self.plan.speculates or not (self.may_be_empty or self.may_hide(edges)):
+            return m  # first_max is finite where a step speculates
         return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
     def may_hide(self, edges: str) -> bool:
@@ -153,22 +153,20 @@ class Scores:
     def speculate(self, cta: Cta, work: Work, tile: Logits, rows: Rows, o):
         """(o, rows) after a block: relative to the old maxima, once more if that was a bad guess.
 
-        Sums bound every weight of theirs, so maxima that have not grown need not be found. Weights
-        above 1 are as exact as those below.
+        rows.p is the block's in 16 bits. A warp redoes all of its 16 rows or none.
         """
         weights = functools.partial(self.weights, cta, work, tile, dtype=self.problem.dtype)
         p, sums = weights(m=rows.m)
-        grew = inline.exceeds(sums, 2.0**self.plan.speculates, self.plan.interpret)
 
         def again():
             m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
             alpha = jnp.exp2(rows.m - m)
             p, sums = weights(m=m)
-            return o * per_row(alpha, o.shape), Rows(
-                p, m, rows.l * per_row(alpha, sums.shape) + sums
-            )
+            l = rows.l * per_row(alpha, sums.shape) + sums
+            return o * per_row(alpha, o.shape), Rows(p, m, l)
 
-        return lax.cond(grew > 0, again, lambda: (o, Rows(p, rows.m, rows.l + sums)))
+        exceeds = inline.exceeds(sums, 2.0**self.plan.speculates, self.plan.interpret)
+        return lax.cond(exceeds > 0, again, lambda: (o, Rows(p, rows.m, rows.l + sums)))
 
     def plain_weights(self, tile: Logits, m):
         """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""
@@ -179,9 +177,7 @@ class Scores:
     def weights(self, cta: Cta, work: Work, tile: Logits, m, dtype):
         """(p in dtype, after dropout; row sums of all of it) relative to the row maxima m."""
         share, whole = self.plan.blocks.polynomials, tile.edges == "none" and not self.may_be_empty
-        limited = self.plan.speculates > 0 and m is not None
-        powers = Powers(share, bounded=m is None and whole, limited=limited)
-        cap = self.cap(tile.edges)
+        powers, cap = Powers(share, bounded=m is None and whole), self.cap(tile.edges)
         weights = functools.partial(self._weights, cta, work, tile, m, dtype)
         if cap is None:
             return weights(powers)

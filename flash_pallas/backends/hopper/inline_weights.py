@@ -43,7 +43,6 @@ POLYNOMIAL = (
 # they are the float32 2**round(the rest).
 MAGIC = 1.5 * 2**23 + 127
 LOWEST = -127.0  # its power is 0
-HIGHEST = 126.0
 UNIT = 16  # shares of polynomials are multiples of 1 / UNIT
 
 
@@ -67,13 +66,11 @@ class Powers(NamedTuple):
         polynomials: share of the elements that take the multiply-add units, not the special ones.
         bounded: all x lie between -126 and 127, as none is hidden and logits are capped.
         cap: of logits that come without it, or None.
-        limited: x may be anything; what is above 126 stands for 126.
     """
 
     polynomials: float
     bounded: bool
     cap: Cap | None = None
-    limited: bool = False
 
 
 def is_polynomial(column, share: float):
@@ -97,26 +94,22 @@ def exp2_polynomial(x):
 def plain(x, powers: Powers):
     """2**x of a tile as `weights` computes it, for the interpreter."""
     column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    by_hand = is_polynomial(column, powers.polynomials)
-    limited = jnp.minimum(x, HIGHEST) if powers.limited else x
-    return jnp.where(by_hand, exp2_polynomial(limited), jnp.exp2(x))
+    return jnp.where(is_polynomial(column, powers.polynomials), exp2_polynomial(x), jnp.exp2(x))
 
 
 def _exp2(x, scale, shift):
     return assembly(x.type, "ex2.approx.ftz.f32 $0, $1;", math.fma(x, scale, shift))
 
 
-def _exp2_polynomial(x, scale, shift, powers: Powers):
+def _exp2_polynomial(x, scale, shift, bounded: bool):
     """exp2_polynomial of x * scale + shift; shift is 0 if `bounded`."""
     f32, magic = ir.F32Type.get(), f32_constant(MAGIC)
-    if powers.bounded:  # one instruction fewer than below, and no maximum
+    if bounded:  # one instruction fewer than below, and no maximum
         rounded = math.fma(x, scale, magic)
         f = math.fma(x, scale, arith.subf(magic, rounded))
     else:
         x = math.fma(x, scale, shift)
         x = assembly(f32, "max.NaN.f32 $0, $1, $2;", x, f32_constant(LOWEST))
-        if powers.limited:
-            x = assembly(f32, "min.NaN.f32 $0, $1, $2;", x, f32_constant(HIGHEST))
         rounded = arith.addf(x, magic)
         f = arith.subf(x, arith.subf(rounded, magic))
     total = f32_constant(POLYNOMIAL[-1])
@@ -183,7 +176,7 @@ def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
             logit = at(x.registers[index], e)
             args = logit if cap is None else cap.element(logit), scale, shift
             if is_polynomial(col + e, powers.polynomials):
-                p.append(_exp2_polynomial(*args, powers))
+                p.append(_exp2_polynomial(*args, powers.bounded))
             else:
                 p.append(_exp2(*args))
             place = row, e
@@ -230,9 +223,7 @@ def _powers_body(scale, share, _, x, shift):
         for e in range(2):
             args = at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e))
             by_hand = is_polynomial(col + e, share)
-            found[row, col + e] = (
-                _exp2_polynomial(*args, Powers(share, False)) if by_hand else _exp2(*args)
-            )
+            found[row, col + e] = _exp2_polynomial(*args, False) if by_hand else _exp2(*args)
     registers = filled(x.shape, x.layout, lambda row, col: found[row, col])
     return fragmented(registers, x.layout)
 
