@@ -12,7 +12,7 @@ from flash_pallas import flash_attention, flash_attention_with_lse
 
 from . import checks
 from .cases import Case
-from .hopper_cases import ON_DEVICE
+from .hopper_cases import FORWARD_BLOCKS, ON_DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_DEVICE, ids=str)
 def test_kernels(case):
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "blocks"), FORWARD_BLOCKS, ids=[case.name for case, _ in FORWARD_BLOCKS]
+)
+def test_forward_blocks(case, blocks):
+    checks.assert_matches_oracle(checks.bind("hopper", {"forward": blocks}), case, kernels=True)
 
 
 def test_float32_is_as_precise_as_documented():
