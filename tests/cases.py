@@ -39,6 +39,8 @@ class Case:
         poison: padding holds NaN and Inf.
         alibi: "N" or "BN".
         score_mod, mask_mod: names of tests/mods.py.
+        maxima: how those of a row behave from right to left: "rising" by 2**29 every 64 keys, a
+            "jump" by 2**577 that is none again 64 keys further, or "wide", every fifth row far out.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Case:
     score_mod: str | None = None
     mask_mod: str | None = None
     max_logit: bool = False
+    maxima: str | None = None
 
     def __str__(self):
         return self.name
@@ -113,6 +116,8 @@ class Case:
         do = draw((self.B, self.T, self.N, self.v_head_dim))
         dlse = draw((self.B, self.N, self.T))
         side, given = self._side(seed), self._given(seed)
+        if self.maxima:
+            _lead(self.maxima, q, k)
         if self.poison:
             queries = self._padding(self.T, self.q_lengths, given.get("q_segment_ids"))
             keys = self._padding(self.S, self.kv_lengths, given.get("kv_segment_ids"))
@@ -205,6 +210,17 @@ def _segments(recipe: str, rng, batch: int, length: int):
         ids = np.where(ids == 1, -1, ids)  # a gap, and a tail
         ids[:, length - length // 5 :] = -1
     return ids.astype(np.int32)
+
+
+def _lead(recipe: str, q, k):
+    """The logits of normal q and k get the maxima that a Case wants; the scale is H**-0.5."""
+    if recipe == "wide":
+        q[:, ::5] *= 11.0
+        return
+    place = np.arange(k.shape[1])[::-1] // 64
+    extra = {"rising": 20.0 * place, "jump": 400.0 * (place == 3) + 20.0 * (place == 5)}[recipe]
+    q[..., 0] = 1.0
+    k[..., 0] = (extra * k.shape[-1] ** 0.5)[:, None]
 
 
 def _poison_bias(bias, queries, keys):

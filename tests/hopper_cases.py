@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from flash_pallas.backends.hopper.forward_blocks import TUNED_LONG
+
 from .cases import Case
 
 
@@ -137,6 +141,31 @@ MODIFIERS = (
 )  # fmt: skip
 
 
+# Maxima that a forward guesses wrong: in every step, in one, in some rows, and in rows that see no
+# key of the first block.
+MAXIMA = (
+    _small("rising", maxima="rising", S=392, N=1),
+    _small("rising_causal", maxima="rising", T=300, S=300, N=1, causal=True),
+    _small("rising_hidden_rows_128", maxima="rising", T=100, S=300, N=1, H=128, causal=True,
+           q_offset=-60, sinks=True),
+    _small("rising_float16_128", maxima="rising", S=392, N=1, H=128, dtype="float16"),
+    _small("rising_bias_mask", maxima="rising", S=392, N=1, bias="1NTS", mask="B1TS"),
+    _small("jump_128", maxima="jump", S=392, N=1, H=128),
+    _small("jump_window", maxima="jump", T=300, S=400, N=1, window=(220, 0), q_offset=100),
+    _small("wide_causal_float16", maxima="wide", T=300, S=300, N=1, causal=True, dtype="float16"),
+)  # fmt: skip
+
+# With what the forward chooses at lengths that are too much for the interpreter.
+LONG_BLOCKS = dataclasses.asdict(TUNED_LONG[128, 128])
+FORWARD_BLOCKS = (
+    (_small("long_rising_float16_128", maxima="rising", S=260, N=1, H=128, dtype="float16"),
+     LONG_BLOCKS),
+    (_small("long_jump_causal_128", maxima="jump", T=400, S=400, N=1, H=128, causal=True),
+     LONG_BLOCKS),
+    (_small("long_ragged_128", T=200, S=231, N=2, H=128), LONG_BLOCKS),
+)  # fmt: skip
+
+
 def _several_tiles(name: str, **fields) -> Case:
     return _case(name, **({"T": 200, "S": 256, "N": 2, "K": 1} | fields))
 
@@ -197,10 +226,13 @@ ON_DEVICE = (
     *INTERPRETED,
     *MODIFIERS,
     *FLOAT32,
+    *MAXIMA,
     *_for_each_kernel("square", T=512, S=512, B=2, N=4, K=2),
     *_for_each_kernel("ragged", T=300, S=457, B=2, N=2, K=1),
     *_for_each_kernel("float16", T=640, S=640, N=2, K=2, dtype="float16"),
     _case("long", T=4096, S=4096, N=1, K=1, H=128, causal=True),
+    _case("long_full", T=4096, S=4100, N=2, K=1, H=128),
+    _case("long_rising", T=4160, S=4160, N=1, K=1, H=128, maxima="rising"),
     _case("tall", T=1999, S=130, H=128, causal=True, q_offset=-300),
     _case("wide", T=65, S=3001, H=64, causal=True, q_offset=2936),
     _case("many_heads", T=200, S=200, B=4, N=32, K=4, H=64, causal=True),

@@ -13,7 +13,7 @@ from flash_pallas.backends.hopper import HopperBackend
 
 from . import checks, hopper_decode_cases
 from .cases import Case
-from .hopper_cases import ON_DEVICE
+from .hopper_cases import FORWARD_BLOCKS, ON_DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +21,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_DEVICE, ids=str)
 def test_kernels(case):
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "blocks"), FORWARD_BLOCKS, ids=[case.name for case, _ in FORWARD_BLOCKS]
+)
+def test_forward_blocks(case, blocks):
+    checks.assert_matches_oracle(checks.bind("hopper", {"forward": blocks}), case, kernels=True)
 
 
 def test_float32_is_as_precise_as_documented():

@@ -7,14 +7,23 @@ import pytest
 from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks, scores_cta
 
 from . import checks
-from .hopper_cases import FLOAT32, FUSED_BLOCKS, INTERPRETED, MODIFIERS, PAIRS, SECTIONS
+from .hopper_cases import (
+    FLOAT32,
+    FORWARD_BLOCKS,
+    FUSED_BLOCKS,
+    INTERPRETED,
+    MAXIMA,
+    MODIFIERS,
+    PAIRS,
+    SECTIONS,
+)
 from .interpreter import race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32), ids=str)
+@pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
@@ -27,6 +36,15 @@ def test_kernels(case):
 def test_fused_blocks(case, blocks):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND, {"fused": blocks}), case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("case", "blocks"), FORWARD_BLOCKS, ids=[case.name for case, _ in FORWARD_BLOCKS]
+)
+def test_forward_blocks(case, blocks):
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND, {"forward": blocks}), case)
 
 
 @pytest.mark.interpret

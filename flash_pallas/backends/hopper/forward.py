@@ -11,8 +11,15 @@ producer warpgroup that streams K and V through rings of shared memory by TMA.
 Key blocks run from the last to the first. The first step is peeled off and masks what it must; of
 the others those at either edge of a mask are loops of their own. In every step QK^T of block j and
 PV of block j - 1 are in flight together, and the softmax of j runs under PV of j - 1. Warpgroups
-take turns at issuing (named barriers), so that one computes while another does its softmax.
+take turns at issuing (turns.py), so that one computes while another does its softmax.
 A persistent CTA issues the first QK^T of its next query tile together with the last PV of this one.
+
+Where it can, a step speculates that no row's maximum has grown by much. P = 2**(x - m) and its sums
+are taken with the m of the blocks before, so that no exponential waits for the maximum of its row,
+and O and l stay as they are. That is exact, as O / l is the same for every m: a float has as many
+digits at 2**20 as at 1. Only what m has to prevent must not happen, an overflow; P is positive, so
+a sum of at most 2**20 bounds its terms. Where one is larger, or NaN, the warp finds the maxima,
+rescales O and l, and takes P again.
 """
 
 from __future__ import annotations
@@ -37,8 +44,7 @@ from .forward_scores import Logits, Scores, per_row
 from .memory import WARPGROUP_ROWS, Ring, float32, launch, rows_of
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
-
-FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
+from .turns import Turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,11 @@ class Forward:
     def blocks(self) -> ForwardBlocks:
         """Tile sizes."""
         return self.plan.blocks
+
+    @property
+    def turns(self) -> Turns:
+        """Who may issue products."""
+        return Turns(self.blocks.warpgroups, self.interpret)
 
     def __call__(self, counter, gmem: Gmem, *refs):
         *results, smem, bars = refs
@@ -97,7 +108,7 @@ class Forward:
         s = self.first_products(cta)
         rows = self.first_softmax(cta, work, s, first, lambda: cta.k.release(first))
         rows = rows._replace(p=self.plan.products.split(rows.p))
-        self.pass_turn_once(cta)
+        self.turns.start(cta.wg)
 
         def tile(turn, number, carry):
             rows, used = carry
@@ -145,6 +156,11 @@ class Forward:
         if self.scores.bounded:
             p, sums = self.bounded_weights(cta, work, use, tile)
             return Rows(p, None, rows.l + sums)
+        if self.plan.speculates:
+            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            cta.v.release(use - 1)
+            o_acc[...], rows = self.scores.speculate(cta, work, tile, rows, o)
+            return rows._replace(p=self.plan.products.split(rows.p))
         m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
         grew = None
         if self.plan.lazy_rescale:
@@ -220,11 +236,11 @@ class Forward:
 
         def products(s_acc):
             multiply = self.plan.products.multiply
-            self.await_turn(cta)
+            self.turns.wait(cta.wg)
             multiply(s_acc, q, cta.smem.k.at[cta.k.slot(k_use)], transposed=True)
             cta.v.wait_full(v_use)
             multiply(o_acc, p, cta.smem.v.at[cta.v.slot(v_use)])
-            self.pass_turn(cta)
+            self.turns.give(cta.wg)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=self.plan.products.count)
 
         return pl.run_scoped(products, self.score_accumulator)
@@ -242,7 +258,7 @@ class Forward:
     def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
         """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
         tile = self.logits(cta, work, use, s, jnp.int32(0), "last", release)
-        m = None if self.scores.bounded else tile.x.max(axis=1) * tile.log2_scale
+        m = self.scores.first_max(tile)
         p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
         return Rows(self.scores.dropped(cta, work, tile, p), m, sums)
 
@@ -279,25 +295,6 @@ class Forward:
     @property
     def score_accumulator(self):
         return plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_kv), jnp.float32)
-
-    # --- taking turns --------------------------------------------------------------------------
-
-    # bar.sync waits until the previous warpgroup in the round has arrived (256 threads of the two).
-    # Worth 5 to 11 % on H200 (head dim 128: 1.086 against 1.014 of cuDNN).
-    def await_turn(self, cta: Cta):
-        """Wait until the warpgroup before this one has issued its products."""
-        if self.blocks.warpgroups > 1 and not self.interpret:
-            inline.named_barrier("sync", cta.wg + FIRST_NAMED_BARRIER, 256)
-
-    def pass_turn(self, cta: Cta):
-        """Let the next warpgroup issue."""
-        if self.blocks.warpgroups > 1 and not self.interpret:
-            following = lax.rem(cta.wg + 1, jnp.int32(self.blocks.warpgroups))
-            inline.named_barrier("arrive", following + FIRST_NAMED_BARRIER, 256)
-
-    def pass_turn_once(self, cta: Cta):
-        """Start the round: the last warpgroup lets the first one go."""
-        pl.when(cta.wg == self.blocks.warpgroups - 1)(lambda: self.pass_turn(cta))
 
 
 def forward(

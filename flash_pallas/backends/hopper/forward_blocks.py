@@ -26,6 +26,9 @@ class ForwardBlocks:
         q_in_registers: Q as register operand of wgmma; a third less shared-memory traffic in QK^T.
         lazy_rescale: rescale O only when a row maximum grew by more than this (base 2); 0: always.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
+        speculates: weights are taken relative to the row maxima of the blocks before, and again
+            with new ones only where a sum of some of a row's exceeds 2 to this; 0: never. See
+            `speculation` for where that is possible.
     """
 
     warpgroups: int = 2
@@ -35,6 +38,7 @@ class ForwardBlocks:
     q_in_registers: bool = False
     lazy_rescale: float = 0.0
     polynomials: float = 0.0
+    speculates: float = 0.0
 
     @property
     def compute_registers(self) -> int:
@@ -73,19 +77,32 @@ class ForwardBlocks:
         return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
 
 
+# A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
+# that data seldom reaches and whose square float32 holds.
+SPECULATES = 20.0
+MOST_HALF = 14.0  # float16 holds weights below 2**16
+
 # By (head dim of q and k, of v). bf16, H200, as ratios to cuDNN over several seconds each; fp16
 # runs the same instructions.
 TUNED = {
-    # Three warpgroups share each block of keys; with four the registers do not reach.
-    (64, 64): ForwardBlocks(warpgroups=3, block_kv=128),
+    # Three warpgroups share each block of keys; with four the registers do not reach. Speculating
+    # 1.14 to 1.27, causal 1.17 to 1.27; then 96 keys are 6 to 10 % slower, 64 9 to 10 %.
+    (64, 64): ForwardBlocks(warpgroups=3, block_kv=128, speculates=SPECULATES),
+    # Speculating 1.06 to 1.17 at T = 1k to 16k, causal 1.20 to 1.27 (1k) and 1.30 to 1.38 (4k).
     # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent.
-    (128, 128): ForwardBlocks(warpgroups=2, block_kv=128, q_in_registers=True),
+    (128, 128): ForwardBlocks(q_in_registers=True, speculates=SPECULATES),
     # 128 keys per step need more shared memory than there is beside Q and O.
-    (192, 128): ForwardBlocks(warpgroups=2, block_kv=96),
+    (192, 128): ForwardBlocks(warpgroups=2, block_kv=96, speculates=SPECULATES),
     # Q and O share shared memory (64 KB each beside 128 KB of K and V), so not persistent; skipping
-    # the rescale of a 64x256 accumulator is worth 6 %.
+    # the rescale of a 64x256 accumulator is worth 6 %, and speculating no more (causal 2 % less).
     (256, 256): ForwardBlocks(warpgroups=2, block_kv=64, persistent=False, lazy_rescale=8.0),
 }
+
+# Where `_is_long`. Only without the wait for maxima do three warpgroups pay (0.96 with it). Against
+# the two above 1.22 to 1.17 at T = 4k and 16k, 1.29 to 1.20 at 8k with 8 heads of keys for 32; but
+# 1.09 to 1.17 at 1k, where the last of a head's tiles of 192 rows is a third full. Causal 1.375 to
+# 1.35 at 16k, 1.33 to 1.29 at 8k, 1.30 to 1.38 at 4k. Three stages: up to 5 % slower.
+TUNED_LONG = {(128, 128): ForwardBlocks(warpgroups=3, block_kv=64, speculates=SPECULATES)}
 
 
 def native_head_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
@@ -103,9 +120,10 @@ def native_problem(problem: Problem) -> Problem:
 def choose_forward(problem: Problem) -> ForwardBlocks:
     """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
     native = native_problem(problem)
-    blocks = _for_head_dims(native.head_dim, native.v_head_dim, problem.dtype == np.float32)
+    blocks = _for_head_dims(native)
     asked = _modifiers(native)
-    if asked:
+    # Elsewhere speculating spills 36 to 60 bytes with Q in registers, 0 without.
+    if not _is_plain(native):
         blocks = dataclasses.replace(blocks, q_in_registers=False)
     if "softcap" in asked and native.dtype != np.float32:
         blocks = dataclasses.replace(blocks, polynomials=0.5)
@@ -116,6 +134,7 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
         blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
+    blocks = dataclasses.replace(blocks, speculates=speculation(blocks, native))
     for smaller in _SMALLER:
         smaller = dataclasses.replace(blocks, **smaller)
         if fits(smaller, native):
@@ -139,18 +158,48 @@ def fits(blocks: ForwardBlocks, native: Problem) -> bool:
     return blocks.smem_bytes(native) <= SMEM_LIMIT - BARRIER_BYTES
 
 
-def _for_head_dims(head_dim: int, v_head_dim: int, float32: bool) -> ForwardBlocks:
-    if float32:
+def speculation(blocks: ForwardBlocks, problem: Problem) -> float:
+    """blocks.speculates where that is possible, else 0.
+
+    Not where the exact maximum is wanted; nor in float32, whose weights are split after the wait
+    for PV; nor where exponentials share a pass with dropout or are polynomials, as these need
+    bounds that a guess has not.
+    """
+    spec = problem.spec
+    if spec.max_logit or spec.dropout_rate or blocks.polynomials or problem.dtype == np.float32:
+        return 0.0
+    return min(blocks.speculates, MOST_HALF) if problem.dtype == np.float16 else blocks.speculates
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Nothing is asked for that the loops over keys notice, but a causal mask."""
+    beside = problem.features - {"sinks", "q_lengths"}
+    return not beside and not _modifiers(problem) and problem.spec.mask.left is None
+
+
+def _is_long(problem: Problem) -> bool:
+    """Plain, and tiles have many steps. Nothing else was measured with these tiles."""
+    if not _is_plain(problem) or problem.spec.max_logit:
+        return False
+    least = 4096 if problem.spec.mask.is_trivial else 8192
+    return min(problem.q_len, problem.kv_len) >= least
+
+
+def _for_head_dims(problem: Problem) -> ForwardBlocks:
+    head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
+    if problem.dtype == np.float32:
         # P takes twice the registers, K and V twice the shared memory. 128 keys at head dim 64
         # spill 32 bytes.
         return ForwardBlocks(block_kv=96 if max(head_dim, v_head_dim) <= 64 else 64)
-    if tuned := TUNED.get((head_dim, v_head_dim)):
-        return tuned
+    tuned = TUNED | (TUNED_LONG if _is_long(problem) else {})
+    if found := tuned.get((head_dim, v_head_dim)):
+        return found
     if max(head_dim, v_head_dim) <= 64:
-        return ForwardBlocks(warpgroups=3)
+        return ForwardBlocks(warpgroups=3, speculates=SPECULATES)
     # The accumulators of O (64 x v_head_dim) and of S (64 x block_kv) share 240 registers.
-    wide = v_head_dim > 128
-    return ForwardBlocks(block_kv=64 if wide else 128, lazy_rescale=8.0 if wide else 0.0)
+    if v_head_dim > 128:
+        return ForwardBlocks(block_kv=64, lazy_rescale=8.0)
+    return ForwardBlocks(speculates=SPECULATES)
 
 
 def wants_narrow_tiles(problem: Problem) -> bool:

@@ -18,6 +18,7 @@ from ...core.tile import Limits
 from . import side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
+from .forward_blocks import speculation
 from .memory import WARPGROUP_ROWS, Ring, row_buffer
 from .products import Products
 from .register_tile import RegisterTile
@@ -164,6 +165,11 @@ class Plan:
     def lazy_rescale(self) -> float:
         """As ForwardBlocks says, unless the exact maximum is wanted."""
         return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
+
+    @property
+    def speculates(self) -> float:
+        """As ForwardBlocks says, where that is possible."""
+        return speculation(self.blocks, self.problem)
 
     @property
     def has_segments(self) -> bool:

@@ -7,6 +7,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -14,7 +15,7 @@ from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
 from . import inline, inline_cap, inline_weights, register_tile
-from .forward_plan import Cta, Plan, Work
+from .forward_plan import Cta, Plan, Rows, Work
 from .inline_cap import Cap
 from .inline_weights import Drop, Powers
 from .memory import WARPGROUP_ROWS, warpgroup_rows
@@ -22,6 +23,10 @@ from .side_inputs import Held, Place
 
 # Of logits in base 2, so that 2**logit needs no maximum to be relative to.
 MOST_BOUNDED = 80.0
+
+# A finite maximum for rows that have seen no key: whatever they see next, 2**(x - it) is 0, 1 or so
+# large that they get another one.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 class Logits(NamedTuple):
@@ -128,8 +133,8 @@ class Scores:
 
     def finite(self, m, edges: str):
         """m, with 0 for rows that have seen no key yet: their weights are exp2(-inf), not NaN."""
-        if m is None or not (self.may_be_empty or self.may_hide(edges)):
-            return m
+        if m is None or self.plan.speculates or not (self.may_be_empty or self.may_hide(edges)):
+            return m  # first_max is finite where a step speculates
         return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
     def may_hide(self, edges: str) -> bool:
@@ -137,6 +142,31 @@ class Scores:
         if edges == "last":
             return not self.spec.mask.is_trivial or self.plan.dynamic
         return edges != "none"
+
+    def first_max(self, tile: Logits):
+        """The row maxima of a query tile's first key block, base 2; None where `bounded`."""
+        if self.bounded:
+            return None
+        m = tile.x.max(axis=1) * tile.log2_scale
+        return jnp.maximum(m, LOWEST) if self.plan.speculates else m
+
+    def speculate(self, cta: Cta, work: Work, tile: Logits, rows: Rows, o):
+        """(o, rows) after a block: relative to the old maxima, once more if that was a bad guess.
+
+        rows.p is the block's in 16 bits. A warp redoes all of its 16 rows or none.
+        """
+        weights = functools.partial(self.weights, cta, work, tile, dtype=self.problem.dtype)
+        p, sums = weights(m=rows.m)
+
+        def again():
+            m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
+            alpha = jnp.exp2(rows.m - m)
+            p, sums = weights(m=m)
+            l = rows.l * per_row(alpha, sums.shape) + sums
+            return o * per_row(alpha, o.shape), Rows(p, m, l)
+
+        exceeds = inline.exceeds(sums, 2.0**self.plan.speculates, self.plan.interpret)
+        return lax.cond(exceeds > 0, again, lambda: (o, Rows(p, rows.m, rows.l + sums)))
 
     def plain_weights(self, tile: Logits, m):
         """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""

@@ -106,8 +106,17 @@ _ALTERNATING = {
 PLAIN = {d: dataclasses.replace(b, stagger=True) for d, b in _ALTERNATING.items()}
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _ALTERNATING.items()}
 # Modifiers need registers of their own. At 64 with 128 queries softcap spills 272 bytes and dropout
-# 556, with 64 neither spills. With a bias at 64, alternating is 0.95 times as fast.
+# 556, with 64 neither spills. Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06),
+# at 128 1.07; score_mod at 64 1.08; dropout at 128 1.05.
 MODIFIED = {
+    16: FusedBlocks(block_q=128, mask_all=True),
+    32: FusedBlocks(block_q=128, mask_all=True),
+    64: FusedBlocks(block_q=64, mask_all=True, alternate=True, stages=4, do_stages=4),
+    128: FusedBlocks(block_q=64, mask_all=True, alternate=True),
+}
+# Where alternating is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
+# dropout at 64 0.98, with score_mod at 128 0.67.
+MEETING = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True),
@@ -118,22 +127,28 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
-    spec, features = problem.spec, problem.features
-    ragged = problem.kv_len % FusedBlocks.block_kv != 0
-    masked = ragged or not spec.mask.is_trivial or {"kv_lengths", "kv_segments"} & features
-    side = SideInputs(problem, q_axis=1)
-    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
-    modified = tiles or spec.dropout_rate or spec.softcap or spec.score_mod or spec.mask_mod
-    table = MODIFIED if modified else MASKED if masked else PLAIN
-    first = table[problem.head_dim]
-    if {"alibi_slopes", "bias"} & features:  # slower with a tile of a bias; else not measured
-        first = _together(first)
+    spec = problem.spec
+    first = _table(problem)[problem.head_dim]
     if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
-    fewer = dataclasses.replace(_together(first), do_stages=1, ds_stages=1)
+    fewer = dataclasses.replace(_together(first), stages=2, do_stages=1, ds_stages=1)
     candidates = (first, fewer, SMALLEST)
     fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
     return next(filter(fits, candidates), None)
+
+
+def _table(problem: Problem) -> dict[int, FusedBlocks]:
+    spec, features, head_dim = problem.spec, problem.features, problem.head_dim
+    side = SideInputs(problem, q_axis=1)
+    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
+    if tiles or "bias" in features or (drops and head_dim == 64) or (mods and head_dim == 128):
+        return MEETING
+    if drops or mods or spec.softcap or spec.mask_mod:
+        return MODIFIED
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
+    masked = ragged or not spec.mask.is_trivial or {"kv_lengths", "kv_segments"} & features
+    return MASKED if masked else PLAIN
 
 
 def _together(blocks: FusedBlocks) -> FusedBlocks:

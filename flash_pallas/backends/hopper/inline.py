@@ -210,6 +210,27 @@ def lazy_max(old, new, slack: float, interpret: bool):
     return pick(old, new), vote(old, new)
 
 
+def _exceeds_body(limit, _, sums):
+    most = None
+    for register in sums.registers.flat:
+        for e in range(elements(register)):
+            x = vector.extract(register, dynamic_position=[], static_position=[e])
+            bit = arith.cmpf(arith.CmpFPredicate.UGT, x, f32_constant(limit))
+            most = bit if most is None else arith.ori(most, bit)
+    return mgpu.FragmentedArray.splat(of_some_lane(most), (), is_signed=True)
+
+
+def exceeds(sums, limit: float, interpret: bool):
+    """i32, uniform over a warp: 1 if one of a thread's `lane_sums` is above the limit, or NaN."""
+    if interpret:
+        return jnp.int32(~(sums <= limit).all())
+    vote = plgpu.inline_mgpu(
+        arg_types=(WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )(functools.partial(_exceeds_body, limit))
+    return vote(sums)
+
+
 def _settle_body(_, tile, never):
     i32 = ir.IntegerType.get_signless(32)
     registers = [llvm.bitcast(i32, register) for register in tile.registers.flat]
