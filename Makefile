@@ -46,6 +46,7 @@ bench:
 	@$(SETUP) dev cuda13 bench
 	$(PY) -m benchmarks.run --suite h200 --out benchmarks/results/h200.json
 	$(PY) -m benchmarks.run_features --out benchmarks/results/features.json
+	$(PY) -m benchmarks.run_decode --out benchmarks/results/decode.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-cuda demo

@@ -20,8 +20,13 @@ from .run import row_label
 
 
 def plot_results(results: dict[str, Any], out: pathlib.Path) -> None:
-    """TFLOP/s as bars, or peak memory as lines; the format is out's suffix (.png, .svg)."""
-    draw = _memory if results["suite"] == "memory" else _bars
+    """TFLOP/s as bars, or peak memory or rates of decoding as lines.
+
+    Args:
+        results: of any suite but that of run_features.
+        out: the picture; its suffix is the format (.png, .svg).
+    """
+    draw = {"memory": _memory, "decode": _splits}.get(results["suite"], _bars)
     figure = draw(results["rows"])
     figure.suptitle(f"{results['device']}, {results['date']}", fontsize=10)
     figure.savefig(out, dpi=130)
@@ -65,6 +70,22 @@ def _memory(rows: list[dict[str, Any]]):
     axes.set(xlabel="sequence length T", ylabel="peak memory, GiB")
     axes.grid(alpha=0.3)
     axes.legend()
+    return figure
+
+
+def _splits(rows: list[dict[str, Any]]):
+    """GB/s against the number of splits, a line for each cache; dashed what plain readers reach."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    best = max(row["gb_per_s"] for row in rows if row["group"] == "ceiling")
+    swept = [row for row in rows if row["group"] == "splits" and row["ms"] is not None]
+    for index, shape in enumerate(dict.fromkeys(row["shape"] for row in swept)):
+        found = [row for row in swept if row["shape"] == shape]
+        points = sorted((row["chosen"]["num_splits"], row["gb_per_s"]) for row in found)
+        axes.semilogx(*zip(*points, strict=True), f"C{index}o-", ms=4, label=shape, base=2)
+    axes.axhline(best, color="0.4", ls="--", lw=1, label="the best plain reader")
+    axes.set(xlabel="number of splits", ylabel="k and v read, GB/s", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(title="batch, length, query heads, key heads, head dim")
     return figure
 
 

@@ -21,7 +21,7 @@ _REASON_LENGTH = 160
 
 def render(results: dict[str, Any]) -> str:
     """The whole table of a results file with the line that says where it comes from."""
-    own = {"memory": _memory_table, "features": _features_table}
+    own = {"memory": _memory_table, "features": _features_table, "decode": _decode_table}
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
 
@@ -111,6 +111,21 @@ def _features_table(results: dict[str, Any]) -> str:
     return (
         _grid(head, body) + _of_other_commits(results) + _reasons(_with_provider(results["rows"]))
     )
+
+
+def _decode_table(results: dict[str, Any]) -> str:
+    """Microseconds and GB/s of every call, but for those that plot.py shows and those of tuning."""
+    rows = [row for row in results["rows"] if row["group"] not in ("splits", "blocks")]
+    body = []
+    for row in (row for row in rows if row["ms"] is not None):
+        rate = f"{row['gb_per_s']:.0f}"
+        if "of_ceiling" in row:
+            rate += f" ({row['of_ceiling']:.2f})"
+        splits = row.get("chosen", {}).get("num_splits")
+        numbers = [f"{row['ms'] * 1e3:.1f}", rate, "-" if splits is None else str(splits)]
+        body.append([row["group"], row["shape"], row["call"], *numbers])
+    head = ["", "B,S,N,K,H", "call", "us", "GB/s", "splits"]
+    return _grid(head, body) + _reasons(rows)
 
 
 def _of_other_commits(results: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from flash_pallas import flash_attention
+from flash_pallas import KVCache, flash_attention
 from flash_pallas.nn.nnx import FlashAttention
 
 VOCABULARY = 256
@@ -84,11 +84,17 @@ class Block(nnx.Module):
         self.up = linear(width, hidden)
         self.down = linear(hidden, width, kernel_init=small)
 
-    def __call__(self, x):
-        """x and the result: [batch, length, d_model]."""
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x, cache=None, new_lengths=None):
+        """x and the result: [batch, length, d_model]; with a cache the result and the new cache."""
+        normed = self.attention_norm(x)
+        if cache is None:
+            attended = self.attention(normed)
+        else:
+            attended, cache = self.attention(normed, cache=cache, new_lengths=new_lengths)
+        x = x + attended
         y = self.mlp_norm(x)
-        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+        x = x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+        return x if cache is None else (x, cache)
 
 
 class Transformer(nnx.Module):
@@ -96,14 +102,29 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         width = config.d_model
+        self.cache_sizes = config.kv_heads, config.head_dim, config.dtype
         self.embed = nnx.Embed(VOCABULARY, width, dtype=config.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(width, dtype=config.dtype, rngs=rngs)
         self.logits = nnx.Linear(width, VOCABULARY, use_bias=False, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, tokens):
-        """float32[batch, length, VOCABULARY] from int32[batch, length]."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(self.norm(x)).astype(jnp.float32)
+    def __call__(self, tokens, caches=None, new_lengths=None):
+        """Logits float32[batch, length, VOCABULARY] of int32[batch, length].
+
+        Args:
+            tokens: all there are, or with caches new ones.
+            caches: one for each block, of the tokens before; then the new ones are returned too.
+            new_lengths: of the new tokens of each sequence, those from there on are padding.
+        """
+        x, new_caches = self.embed(tokens), []
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = block(x, cache, new_lengths)
+            if cache is not None:
+                x, cache = x
+                new_caches.append(cache)
+        logits = self.logits(self.norm(x)).astype(jnp.float32)
+        return logits if caches is None else (logits, new_caches)
+
+    def empty_caches(self, batch: int, length: int) -> list[KVCache]:
+        """One for each block, with room for `length` tokens of each sequence."""
+        return [KVCache.empty(batch, length, *self.cache_sizes) for _ in self.blocks]

@@ -3,7 +3,8 @@
     python examples/train_transformer.py
 
 On a CPU it takes a few minutes; on a GPU the same command trains a larger model in bfloat16. It
-writes loss.csv, loss.png and sample.txt. To compare with JAX's own attention from the same seed:
+writes loss.csv, loss.png, sample.txt and a checkpoint, from which generate.py goes on. To compare
+with JAX's own attention from the same seed:
 
     python examples/train_transformer.py --attention cudnn --out-dir runs/cudnn
     python examples/plot.py runs/flash/loss.csv runs/cudnn/loss.csv
@@ -18,6 +19,7 @@ import math
 import pathlib
 import time
 
+import checkpoint
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +127,13 @@ def describe_attention(arguments: argparse.Namespace) -> str:
     return str(explain(query, key, key, causal=True, backend=arguments.backend))
 
 
+def model_config(arguments: argparse.Namespace) -> ModelConfig:
+    """The sizes asked for."""
+    return ModelConfig(
+        **{name: getattr(arguments, name) for name in ModelConfig.__dataclass_fields__}
+    )
+
+
 def train(arguments: argparse.Namespace, csv_path: pathlib.Path):
     """Trains and writes csv_path on the way.
 
@@ -132,10 +141,9 @@ def train(arguments: argparse.Namespace, csv_path: pathlib.Path):
         (graph, params, bits per byte on the validation text, tokens per second).
     """
     training, validation = standard_library(arguments.max_bytes)
-    config = ModelConfig(
-        **{name: getattr(arguments, name) for name in ModelConfig.__dataclass_fields__}
+    graph, params = nnx.split(
+        Transformer(model_config(arguments), nnx.Rngs(arguments.seed)), nnx.Param
     )
-    graph, params = nnx.split(Transformer(config, nnx.Rngs(arguments.seed)), nnx.Param)
     size = sum(x.size for x in jax.tree.leaves(params))
     print(f"{size:,} parameters; {len(training):,} bytes to train on, {len(validation):,} held out")
     optimizer = make_optimizer(arguments.steps, arguments.learning_rate)
@@ -203,6 +211,7 @@ def main() -> None:
     csv_path = arguments.out_dir / "loss.csv"
     graph, params, bits, rate = train(arguments, csv_path)
 
+    checkpoint.save(arguments.out_dir / "checkpoint", model_config(arguments), params)
     picture = arguments.out_dir / "loss.png"
     plot_losses({arguments.attention: csv_path}, picture)
     key = jax.random.key(arguments.seed)

@@ -9,6 +9,8 @@ from .backends.base import UnsupportedByBackend as UnsupportedByBackend
 from .cache import KVCache as KVCache
 from .cache import append_kv as append_kv
 from .cache import check_pages as check_pages
+from .cache import gather_pages as gather_pages
+from .core.rope import apply_rope as apply_rope
 from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
 from .dispatch import Explanation as Explanation
@@ -19,6 +21,7 @@ __all__ = [
     "KVCache",
     "UnsupportedByBackend",
     "append_kv",
+    "apply_rope",
     "check_pages",
     "dot_product_attention",
     "explain",
@@ -27,5 +30,6 @@ __all__ = [
     "flash_attention_with_lse",
     "flash_attention_with_max_logit",
     "flash_decode",
+    "gather_pages",
     "save_attention",
 ]

@@ -165,14 +165,15 @@ def offset(q_offset, sizes: Sizes):
     return found, None
 
 
-def lengths(name: str, value, longest: int, sizes: Sizes):
-    """int32[B] in [0, longest], or None."""
+def lengths(name: str, value, longest: int | None, sizes: Sizes):
+    """int32[B] in [0, longest], not clipped where that is None, or None."""
     if value is None:
         return None
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an int32 array {sizes.batch_shape}, got {value!r}")
     value = jnp.asarray(value, jnp.int32) if isinstance(value, int) else value
-    return jnp.clip(_per_entry(name, value, sizes, exact=False), 0, longest)
+    value = _per_entry(name, value, sizes, exact=False)
+    return value if longest is None else jnp.clip(value, 0, longest)
 
 
 def _per_entry(name: str, value, sizes: Sizes, exact: bool):

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from .core.decode import DecodeOperands
+
 SHARED = ("bias", "mask")  # operands whose batch may be a divisor of the batch
 
 
@@ -98,3 +100,35 @@ class _Fold:
         if not self.inner:
             return x.reshape(self.size, -1, *x.shape[1:])
         return jnp.swapaxes(x.reshape(-1, self.size, *x.shape[1:]), 0, 1)
+
+
+def fold_decode(size: int, is_batched: DecodeOperands, operands: DecodeOperands) -> DecodeOperands:
+    """The operands of one call for all members of a vmapped axis, which becomes the outer batch.
+
+    Pages that all members share are not repeated; those of each member's own are put behind one
+    another, and the tables say so.
+
+    Args:
+        size: of the axis.
+        is_batched: which operands have it, as their first.
+        operands: as vmap gives them.
+    """
+    of_cache = ("k", "v", "k_scale", "v_scale")
+    own_cache = any(getattr(is_batched, name) for name in of_cache)
+    rows = operands.k.shape[1 if is_batched.k else 0]
+    fold = _Fold(size, 0, inner=False)
+    found = {}
+    for name, x in operands._asdict().items():
+        batched = getattr(is_batched, name)
+        if x is None or (name in of_cache and operands.page_table is not None and not own_cache):
+            found[name] = x
+            continue
+        if name in ("k_scale", "v_scale"):  # One row is for all.
+            axis = 1 if batched else 0
+            x = jnp.broadcast_to(x, (*x.shape[:axis], rows, x.shape[-1]))
+        found[name] = fold.one(x, batched)
+    if operands.page_table is not None and own_cache:
+        table = jnp.clip(found["page_table"], 0, rows - 1)
+        first = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * rows, len(found["q"]) // size)
+        found["page_table"] = table + first[:, None]
+    return DecodeOperands(**found)

@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .core.decode import QUANTISED
+from .core.rope import apply_rope
+from .validate_decode import cache_scale
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
@@ -25,6 +29,12 @@ class KVCache(NamedTuple):
     v: Any
     lengths: Any
 
+    @classmethod
+    def empty(cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
+        """A contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
+        return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
+
 
 def append_kv(
     cache: KVCache | tuple[Any, Any, Any],
@@ -33,6 +43,9 @@ def append_kv(
     *,
     new_lengths: Int[Array, " B"] | None = None,
     page_table: Int[Array, "B max_pages"] | None = None,
+    k_scale: Float[Array, "*#rows K"] | None = None,
+    v_scale: Float[Array, "*#rows K"] | None = None,
+    rope_theta: float | None = None,
 ) -> KVCache:
     """The cache with T more tokens in every sequence, each after its own last one.
 
@@ -45,13 +58,21 @@ def append_kv(
 
     Args:
         cache: keys, values and lengths; see `KVCache`.
-        k: keys [B, T, K, H] of the new tokens, in the cache's dtype; any T.
+        k: keys [B, T, K, H] of the new tokens, in the cache's dtype, or in any float dtype where
+            there is a `k_scale`; any T.
         v: values [B, T, K, Hv], likewise.
         new_lengths: int32 [B]: of the T tokens those before this are real, the others padding that
             is not written, as in prompts of different lengths. None is all of them. Clipped to
             [0, T].
         page_table: int32 [B, max_pages], for a cache of pages: where token j of sequence b goes is
             row j % page_size of page page_table[b, j // page_size].
+        k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
+            to what the dtype holds (int8: 127 either way). As of `flash_decode`: [K], [B, K], or
+            for pages [P, K].
+        v_scale: likewise, for the values.
+        rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
+            as `apply_rope` does, before they are stored; rotate the queries likewise. None is no
+            rotation.
 
     Returns:
         A `KVCache` of the same shapes and dtypes, lengths int32.
@@ -69,9 +90,9 @@ def append_kv(
         Array([3, 8], dtype=int32)
     """
     old = _checked_cache(cache)
-    arrays = {"k": k, "v": v}
-    for name, x in arrays.items():
-        _check_new(name, x, getattr(old, name), len(old.lengths), paged=page_table is not None)
+    new = {"k": (k, k_scale), "v": (v, v_scale)}
+    for name, (x, scale) in new.items():
+        _check_new(name, x, scale, getattr(old, name), len(old.lengths))
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
     if page_table is not None:
@@ -91,8 +112,52 @@ def append_kv(
         added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
     where = _rows(place, room, old.k.shape, page_table)
-    write = lambda x, new: jnp.asarray(x).at[where].set(new, mode="drop")
-    return KVCache(write(old.k, k), write(old.v, v), jnp.minimum(lengths + added, room))
+    if rope_theta is not None:
+        _check_rotates(rope_theta, k)
+        new["k"] = apply_rope(jnp.asarray(k), lengths[:, None] + step, rope_theta), k_scale
+    written = {}
+    for name, (x, scale) in new.items():
+        whole = jnp.asarray(getattr(old, name))
+        scale = cache_scale(f"{name}_scale", scale, whole)
+        x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
+        written[name] = whole.at[where].set(x, mode="drop")
+    return KVCache(**written, lengths=jnp.minimum(lengths + added, room))
+
+
+def gather_pages(
+    pages: Float[Array, "P page_size K H"], page_table: Int[Array, "B max_pages"]
+) -> Float[Array, "B S K H"]:
+    """The keys or values of every sequence one after the other, S = max_pages * page_size: a copy.
+
+    For more new tokens than `flash_decode` takes, such as a prompt that continues an earlier one:
+    `flash_attention(q, gather_pages(k, table), gather_pages(v, table), causal=True, q_offset=...,
+    kv_lengths=...)`. Many queries read a key often, so the copy is little beside them.
+
+    Args:
+        pages: [P, page_size, K, H].
+        page_table: int32 [B, max_pages]; ids out of range are clipped.
+
+    Returns:
+        [B, max_pages * page_size, K, H]; beyond a sequence's length there may be anything.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: shapes of the wrong rank.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import gather_pages
+        >>> gather_pages(jnp.ones((8, 16, 2, 64)), jnp.array([[3, 0], [1, 7]])).shape
+        (2, 32, 2, 64)
+    """
+    pages = jnp.asarray(pages)
+    if pages.ndim != 4:
+        raise ValueError(
+            f"pages has shape {pages.shape}: it must be [num_pages, page_size, heads, head_dim]"
+        )
+    _check_integers("page_table", page_table, 2, len(page_table))
+    found = jnp.take(pages, jnp.asarray(page_table), axis=0, mode="clip")
+    return found.reshape(len(found), -1, *pages.shape[2:])
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
@@ -154,6 +219,24 @@ def _rows(place, room: int, shape, page_table):
     return jnp.where(exists, page, num_pages), place % page_size
 
 
+def _quantised(x, scale, rows, dtype):
+    """x [B, T, K, H] in the cache's dtype, divided by the scale of its row of the cache."""
+    scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
+    x = jnp.asarray(x).astype(jnp.float32) / jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        x, most = jnp.round(x), float(jnp.iinfo(dtype).max)
+    else:
+        most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def _check_rotates(theta, k):
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"rope_theta is {theta!r}: it must be None or a positive number")
+    if not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize == 1:
+        raise TypeError(f"k has dtype {k.dtype}: to be rotated by rope_theta it must be wider")
+
+
 def _checked_cache(cache) -> KVCache:
     if not isinstance(cache, tuple) or len(cache) != 3:
         raise TypeError(
@@ -178,15 +261,19 @@ def _checked_cache(cache) -> KVCache:
     return old
 
 
-def _check_new(name: str, x, cache, batch: int, paged: bool):
+def _check_new(name: str, x, scale, cache, batch: int):
     """Of one of the new arrays, beside the cache that it goes to."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.dtype != cache.dtype:
-        raise TypeError(
-            f"{name} has dtype {x.dtype} and the cache {cache.dtype}: cast with "
-            f"{name}.astype(cache.{name}.dtype)"
-        )
+    way_out = f"cast with {name}.astype(cache.{name}.dtype)"
+    wanted = x.dtype == cache.dtype
+    if cache.dtype.name in QUANTISED:
+        way_out = f"pass {name}_scale to have floats divided by it and rounded"
+        if scale is not None:
+            way_out = f"leave {name}_scale out for what has been divided by it"
+            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != cache.dtype
+    if not wanted:
+        raise TypeError(f"{name} has dtype {x.dtype} and the cache {cache.dtype}: {way_out}")
     if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != cache.shape[2:]:
         raise ValueError(
             f"{name} has shape {x.shape}: it must be [batch, tokens, heads, head_dim], with "

@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.custom_batching import custom_vmap
 
 from . import arguments as checks
-from . import dispatch, validate_decode
+from . import batching, dispatch, validate_decode
 from .backends.base import Backend
 from .core import decode, manual_axes, softmax
 from .core.decode import DecodeOperands, DecodeSpec
@@ -33,6 +34,8 @@ def flash_decode(
     scale: float | None = None,
     num_splits: int | str = "auto",
     page_table: Int32[Array, "B max_pages"] | None = None,
+    k_scale: Float[Array, "*#rows K"] | None = None,
+    v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ):
@@ -50,7 +53,8 @@ def flash_decode(
     Args:
         q: queries [B, T, N, H], T from 1 to 16; bfloat16, float16, float32 or float64.
         k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
-            page_size is a multiple of 16 from 16 to 256. N is a multiple of K: query head n reads
+            page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
+            `k_scale`. N is a multiple of K: query head n reads
             key head n // (N // K), which is never repeated in memory (grouped-query attention).
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype.
         kv_lengths: int32 [B] or a scalar: how many keys each sequence has, its new tokens included;
@@ -65,11 +69,16 @@ def flash_decode(
         sinks: [N] or [B, N]: a further score of every query, without a value.
         alibi_slopes: [N] or [B, N]: slope * |i - j| is subtracted from scores.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        num_splits: ranges that the keys are read in, 1 to 128. "auto" is 1 on xla.
+        num_splits: ranges that the keys are read in, 1 to 128. "auto" is 1 on xla, and on hopper as
+            many as keep the multiprocessors busy if the sequences are as long as the cache.
         page_table: int32 [B, max_pages]: key j of sequence b is row j % page_size of page
             page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
             beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
             is read that does not belong to the cache; `check_pages` finds them.
+        k_scale: of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per head [K],
+            or per sequence and head [B, K], or with `page_table` per page and head [P, K]; None is
+            1. `append_kv` divides by the same numbers.
+        v_scale: likewise, of the values.
         backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
             raises.
         return_lse: also return the log-sum-exp.
@@ -103,6 +112,8 @@ def flash_decode(
         scale=scale,
         num_splits=num_splits,
         page_table=page_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
@@ -144,8 +155,23 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _attend(backend: Backend, spec: DecodeSpec, blocks: Any, operands: DecodeOperands):
     operands = manual_axes.spread(operands, manual_axes.varying(operands))
-    out = backend.decode(spec, blocks, operands)
+    out = _foldable(backend, spec, blocks)(operands)
     return out.o, softmax.natural(out.lse_log2)
+
+
+def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
+    """operands -> Outputs; under vmap the axis becomes part of the batch, and blocks fit that."""
+    call = custom_vmap(partial(backend.decode, spec, blocks))
+
+    @call.def_vmap
+    def fold(size, is_batched, operands):
+        folded = batching.fold_decode(size, is_batched[0], operands)
+        blocks = backend.decode_blocks(decode.describe(folded, spec))
+        out = _foldable(backend, spec, blocks)(folded)
+        apart = lambda x: x.reshape(size, -1, *x.shape[1:])
+        return jax.tree.map(apart, out), jax.tree.map(lambda _: True, out)
+
+    return call
 
 
 @_attend.defjvp

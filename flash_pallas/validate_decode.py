@@ -11,7 +11,14 @@ import numpy as np
 
 from . import arguments as checks
 from . import validate
-from .core.decode import MAX_SPLITS, MAX_TOKENS, PAGE_SIZES, DecodeOperands, DecodeSpec
+from .core.decode import (
+    MAX_SPLITS,
+    MAX_TOKENS,
+    PAGE_SIZES,
+    QUANTISED,
+    DecodeOperands,
+    DecodeSpec,
+)
 
 AUTO = "auto"
 
@@ -29,6 +36,8 @@ class DecodeArguments:
     scale: Any = None
     num_splits: Any = AUTO
     page_table: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -41,20 +50,19 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     """
     a = arguments
     q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    validate.check_dtypes(q, k, v)
+    _check_dtypes(q, k, v)
     table = None if a.page_table is None else _page_table(a.page_table, len(q) if q.ndim else 0)
     _check_shapes(q, k, v, paged=table is not None)
     page_size, kv_len = None, k.shape[1]
     if table is not None:
         page_size, kv_len = _page_size(k), table.shape[1] * k.shape[1]
-        table = jnp.clip(table, 0, len(k) - 1)
         if a.kv_lengths is None:
             raise ValueError(
                 "kv_lengths is None and page_table is given: pass how many keys each sequence has, "
                 f"int32 ({len(q)},); nobody else knows which pages are filled"
             )
     sizes = checks.Sizes(q.shape[:1], q.shape[1], kv_len, q.shape[2], k.shape[2], q.dtype)
-    lengths = checks.lengths("kv_lengths", a.kv_lengths, kv_len, sizes)
+    lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
     q, scale = validate.positive_scale(q, checks.scale(a.scale, q.shape[-1]))
@@ -70,11 +78,46 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         k,
         v,
         kv_lengths=lengths,
-        q_offset=_offset(a.q_offset, lengths, sizes),
+        q_offset=_offset(a.q_offset, sizes),
         page_table=table,
         sinks=checks.sinks(a.sinks, sizes),
         alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
+        k_scale=cache_scale("k_scale", a.k_scale, k),
+        v_scale=cache_scale("v_scale", a.v_scale, v),
     )
+
+
+def cache_scale(name: str, value, cache):
+    """f32[1 or rows of the cache, K] of a cache [rows, length, K, H], or None.
+
+    Raises:
+        TypeError: not floats, or the cache's numbers need none.
+        ValueError: a shape that does not fit.
+    """
+    if value is None:
+        return None
+    value = validate.as_array(name, value)
+    if cache.dtype.name not in QUANTISED:
+        raise TypeError(
+            f"{name} is given and the cache has dtype {cache.dtype}: only caches of "
+            f"{' and '.join(QUANTISED)} are scaled"
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+    rows, _, heads = cache.shape[:3]
+    if value.shape not in ((heads,), (rows, heads)):
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per head of the cache, {(heads,)}, or "
+            f"one per sequence or page and head, {(rows, heads)}"
+        )
+    return value.astype(jnp.float32).reshape(-1, heads)
+
+
+def _check_dtypes(q, k, v):
+    """One floating dtype, or a cache in one of QUANTISED."""
+    if k.dtype == v.dtype and k.dtype.name in QUANTISED:
+        k = v = q
+    validate.check_dtypes(q, k, v)
 
 
 def _check_shapes(q, k, v, paged: bool):
@@ -141,9 +184,9 @@ def _num_splits(value) -> int | None:
     return number
 
 
-def _offset(value, lengths, sizes: checks.Sizes):
-    """int32[B]: the position of the first query; by default the last query is the last key."""
+def _offset(value, sizes: checks.Sizes):
+    """int32[B]: the position of the first query; None where the last query is the last key."""
     if value is None:
-        return lengths - sizes.q_len
+        return None
     known, traced = checks.offset(value, sizes)
     return jnp.full((sizes.batch,), known, jnp.int32) if traced is None else traced

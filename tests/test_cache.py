@@ -158,3 +158,57 @@ def test_check_pages():
         jax.jit(lambda n: fp.check_pages(table, n, num_pages=4, page_size=64))(lengths)
     with pytest.raises(TypeError, match="page_table has dtype float32: it must be int32"):
         fp.check_pages(jnp.ones((2, 2)), lengths, num_pages=4, page_size=64)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_keys_are_rotated_by_their_positions(paged):
+    B, T = 2, 9
+    q, k, v = normal(0, B, T, 4, 8), normal(1, B, T, 2, 8), normal(2, B, T, 2, 8)
+    shape, table = ((B, 16, 2, 8), None) if not paged else ((3, 16, 2, 8), jnp.array([[2], [0]]))
+    cache = KVCache(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(B, jnp.int32))
+    append = partial(fp.append_kv, page_table=table, rope_theta=100.0)
+    starts = np.array([5, 3])
+    cache = append(cache, k[:, :5], v[:, :5], new_lengths=starts)
+    new = [np.stack([x[b, n : n + 4] for b, n in enumerate(starts)]) for x in (q, k, v)]
+    cache = append(cache, *new[1:])
+    places = starts[:, None] + np.arange(4)
+    rotated = fp.apply_rope(new[0], places, 100.0)
+    o = fp.flash_decode(rotated, *cache[:2], kv_lengths=cache.lengths, page_table=table)
+    turned = [fp.apply_rope(x, jnp.arange(T), 100.0) for x in (q, k)]
+    right = reference.attention(*turned, v, causal=True)[0]
+    for b, n in enumerate(starts):
+        np.testing.assert_allclose(o[b], right[b, n : n + 4], rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotation_that_cannot_be():
+    with pytest.raises(ValueError, match="rope_theta is 0: it must be None or a positive number"):
+        fp.append_kv(CACHE, X, X, rope_theta=0)
+    small = KVCache(*(x.astype(jnp.int8) for x in CACHE[:2]), CACHE.lengths)
+    with pytest.raises(TypeError, match="k has dtype int8: to be rotated"):
+        fp.append_kv(small, X.astype(jnp.int8), X.astype(jnp.int8), rope_theta=10.0)
+    with pytest.raises(ValueError, match="x has head_dim 7: a rotation needs pairs"):
+        fp.apply_rope(jnp.ones((1, 2, 3, 7)), jnp.arange(2), 10.0)
+
+
+def test_a_prompt_that_continues_pages():
+    B, T, before = 2, 40, 13
+    q, k, v = normal(0, B, T, 4, 8), normal(1, B, T, 2, 8), normal(2, B, T, 2, 8)
+    table = jnp.array([[4, 1, 7], [0, 3, 5]], jnp.int32)
+    cache = KVCache.empty(8, 16, 2, 8, jnp.float32)._replace(lengths=jnp.zeros(B, jnp.int32))
+    cache = fp.append_kv(cache, k[:, :before], v[:, :before], page_table=table)
+    cache = fp.append_kv(cache, k[:, before:], v[:, before:], page_table=table)
+    whole = (fp.gather_pages(x, table) for x in cache[:2])
+    options = {"q_offset": before, "kv_lengths": cache.lengths}
+    found = fp.flash_attention(q[:, before:], *whole, causal=True, **options)
+    right = reference.attention(q, k, v, causal=True)[0]
+    np.testing.assert_allclose(found, right[:, before:], rtol=1e-5, atol=1e-5)
+
+
+def test_pages_that_cannot_be_gathered():
+    with pytest.raises(ValueError, match=r"pages has shape \(4, 16, 2\): it must be \[num_pages"):
+        fp.gather_pages(jnp.ones((4, 16, 2)), jnp.zeros((1, 1), jnp.int32))
+    with pytest.raises(TypeError, match="page_table has dtype float32"):
+        fp.gather_pages(jnp.ones((4, 16, 2, 8)), jnp.zeros((1, 1)))
+    # Out of range, which would be another page or none, is clipped.
+    found = fp.gather_pages(jnp.arange(4.0).reshape(4, 1, 1, 1), jnp.array([[-1, 9]]))
+    assert found.ravel().tolist() == [0.0, 3.0]

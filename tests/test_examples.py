@@ -85,6 +85,15 @@ def test_same_loss_as_with_attention_of_jax(tmp_path):
     assert abs(losses[0] - losses[1]) <= TINY["seq-len"] * eps * losses[0]
 
 
+def test_generation_goes_on_from_the_checkpoint(tmp_path):
+    train(tmp_path)
+    flags = ("--model-dir", "out", "--bytes", 5, "--prompts", "def f(", "x" * 20)
+    output = run("generate.py", *flags, cwd=tmp_path)
+    assert "--- def f(" in output and f"--- {'x' * 20}" in output
+    assert "2 sequences, a cache with room for 128 bytes of each" in output
+    assert output.count("bytes/s with") == 2
+
+
 def test_plot_of_several_runs(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

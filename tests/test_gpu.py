@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import flash_pallas
-from flash_pallas import flash_attention, flash_attention_with_lse
+from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
+from flash_pallas.backends.hopper import HopperBackend
 
-from . import checks
+from . import checks, hopper_decode_cases
 from .cases import Case
 from .hopper_cases import FORWARD_BLOCKS, ON_DEVICE
 
@@ -102,3 +103,26 @@ def test_lse_of_hidden_rows_is_minus_infinity():
         and np.isfinite(np.asarray(lse)[..., 50:]).all()
     )
     assert not np.asarray(o, np.float32)[:, :50].any()
+
+
+@pytest.mark.parametrize("step", hopper_decode_cases.ON_DEVICE, ids=str)
+def test_decode_kernels(step):
+    found, whole = hopper_decode_cases.run(HopperBackend(), step, stages=3)
+    hopper_decode_cases.assert_matches_oracle(step, whole, found)
+
+
+def test_decode_is_bit_identical():
+    q, k, v, _ = _inputs(2, 1024, 8, 2, 128)
+    decode = jax.jit(lambda q: flash_decode(q, k, v, num_splits=5, backend="hopper"))
+    first = decode(q[:, :4])
+    for _ in range(50):
+        assert jnp.array_equal(first, decode(q[:, :4]))
+
+
+def test_auto_decodes_with_the_hopper_kernels():
+    q, k, v, _ = _inputs(2, 1024, 8, 2, 128)
+    q, lengths = q[:, :1], jnp.array([1000, 3])
+    assert flash_pallas.explain_decode(q, k, v, kv_lengths=lengths).backend == "hopper"
+    found = flash_decode(q, k, v, kv_lengths=lengths)
+    near = flash_decode(q, k, v, kv_lengths=lengths, backend="xla")
+    assert jnp.abs(found.astype(jnp.float32) - near.astype(jnp.float32)).max() < 2**-7

@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import flash_pallas
-from flash_pallas.nn import _rope
+from flash_pallas import apply_rope
 from flash_pallas.nn import linen as fp_linen
 from flash_pallas.nn import nnx as fp_nnx
 
@@ -133,7 +133,7 @@ def test_weights_of_flax_load(kind, suffix):
 
 def test_rope_depends_on_relative_positions_only():
     q, k = normal(0, 1, 16), normal(1, 1, 16)
-    at = lambda x, position: _rope.rotate(x[None], jnp.asarray([position]), 100.0)[0]
+    at = lambda x, position: apply_rope(x[None], jnp.asarray([position]), 100.0)[0]
     score = lambda i, j: float(jnp.vdot(at(q, i), at(k, j)))
     eps = float(jnp.finfo(jnp.float32).eps)
     norms = float(jnp.linalg.norm(q) * jnp.linalg.norm(k))

@@ -14,12 +14,14 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas import api, cache, decode
+from flash_pallas.core import rope
 
 NAMES = [
     "Explanation",
     "KVCache",
     "UnsupportedByBackend",
     "append_kv",
+    "apply_rope",
     "check_pages",
     "dot_product_attention",
     "explain",
@@ -28,10 +30,18 @@ NAMES = [
     "flash_attention_with_lse",
     "flash_attention_with_max_logit",
     "flash_decode",
+    "gather_pages",
     "save_attention",
 ]
 DELEGATING = ["explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
-FUNCTIONS = ["append_kv", "dot_product_attention", "flash_attention", "flash_decode", *DELEGATING]
+FUNCTIONS = [
+    "append_kv",
+    "apply_rope",
+    "dot_product_attention",
+    "flash_attention",
+    "flash_decode",
+    *DELEGATING,
+]
 
 
 def test_the_exported_names():
@@ -57,7 +67,7 @@ def test_classes_are_documented(name):
     assert inspect.getdoc(getattr(fp, name))
 
 
-@pytest.mark.parametrize(("module", "at_least"), [(api, 10), (decode, 8), (cache, 7)])
+@pytest.mark.parametrize(("module", "at_least"), [(api, 10), (decode, 8), (cache, 10), (rope, 3)])
 def test_examples(module, at_least):
     results = doctest.testmod(module)
     assert results.attempted >= at_least and results.failed == 0

@@ -74,7 +74,7 @@ def test_the_table_of_features_is_what_the_backends_answer():
     assert feature_table.in_readme() == feature_table.table(), hint
 
 
-@pytest.mark.parametrize("suite", ["h200", "memory"])
+@pytest.mark.parametrize("suite", ["h200", "memory", "decode"])
 def test_generated_tables_have_their_markers(suite):
     pattern = f"<!-- table:{suite} -->\n.*?<!-- end -->"
     assert len(re.findall(pattern, (ROOT / "README.md").read_text(), re.DOTALL)) == 1

@@ -18,6 +18,7 @@ from .problem import AttentionSpec
 MAX_TOKENS = 16  # queries of one sequence: a step, or the proposals of speculative decoding
 PAGE_SIZES = range(16, 257, 16)
 MAX_SPLITS = 128
+QUANTISED = ("float8_e4m3fn", "int8")  # dtypes of a cache that q may not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +56,21 @@ class DecodeOperands(NamedTuple):
     Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
     i - window_left <= j <= i and j < kv_lengths[b]: none at a negative position.
     Key j of a paged cache is row j % page_size of page page_table[b, j // page_size].
+
+    Backends clip: a kernel does so in passing, where XLA would launch another for it, about 1 us.
     """
 
     q: Any  # [B, T, N, H], 1 <= T <= MAX_TOKENS
     k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]
-    kv_lengths: Any  # int32[B] in [0, kv_len]; keys from there on may hold NaN
-    q_offset: Any  # int32[B]
-    page_table: Any = None  # int32[B, max_pages] in [0, num_pages)
+    kv_lengths: Any  # int32[B]; keys from there on may hold NaN. Clipped to [0, kv_len]
+    q_offset: Any  # int32[B]; None: the last query is the last key
+    page_table: Any = None  # int32[B, max_pages]. Clipped to [0, num_pages)
     sinks: Any = None  # f32[B, N], natural logits
     alibi_slopes: Any = None  # f32[B, N]
+    # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
+    k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
+    v_scale: Any = None  # likewise, of v
 
 
 @dataclasses.dataclass(frozen=True)

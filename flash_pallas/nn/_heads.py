@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..core.rope import wide_dtype
+
 # Logical axis names. Key/value heads have their own: with grouped queries there are fewer of them,
 # and a mesh axis that divides the query heads need not divide these.
 QUERY_AXES = ("embed", "heads", "kv")
@@ -101,11 +103,6 @@ def project(x, kernel, bias, contracted: int, dtype=None):
     if bias is not None:
         y += bias.astype(dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return y
-
-
-def wide_dtype(dtype):
-    """float32, or float64 for float64: what statistics and angles are computed in."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def normalize(x, scale, kind: str):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from . import _heads, _options, _rope
+from ..core import rope
+from . import _cached, _heads, _options
 
 try:
     from flax import linen as nn
@@ -55,6 +56,7 @@ class FlashAttention(nn.Module):
         precision: of products of float32 in attention, as in flash_attention.
         backend: as in flash_attention.
         deterministic_backward: gradients are bit-identical from run to run.
+        num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
         attention: replaces flash_attention; called as
             attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
             keywords of flash_attention that are asked for.
@@ -84,6 +86,7 @@ class FlashAttention(nn.Module):
     precision: str | jax.lax.Precision | None = None
     backend: str = "auto"
     deterministic_backward: bool = False
+    num_splits: int | str = "auto"
     attention: Callable[..., jax.Array] = flash_attention
 
     @nn.compact
@@ -101,6 +104,9 @@ class FlashAttention(nn.Module):
         mask=None,
         bias=None,
         deterministic=None,
+        cache=None,
+        new_lengths=None,
+        page_table=None,
     ):
         """Attention of `inputs` over `inputs_kv`, or over itself.
 
@@ -122,9 +128,15 @@ class FlashAttention(nn.Module):
                 [*batch, num_heads, q_length, kv_length] and is never expanded.
             bias: floats added to the scaled logits, of the same shapes.
             deterministic: True switches dropout off; needed only with a dropout_rate.
+            cache: a `flash_pallas.KVCache` or a `flash_pallas.nn.RingCache`: the inputs are new
+                tokens, any number, that follow those in it. Their positions follow too, unless
+                `positions` says otherwise. Needs causal=True.
+            new_lengths: with a cache, int32 [batch]: of the new tokens those from there on are
+                padding: not stored, and their outputs mean nothing.
+            page_table: with a cache of pages, int32 [batch, max_pages]; see `append_kv`.
 
         Returns:
-            [*batch, q_length, out_features].
+            [*batch, q_length, out_features]; with a cache the pair of that and the new cache.
 
         Raises:
             ValueError: fields or arguments that contradict each other.
@@ -134,8 +146,10 @@ class FlashAttention(nn.Module):
         given = _options.CallArguments(
             positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
         )
-        if inputs_kv is None:
-            inputs_kv, given = inputs, given.of_self_attention()
+        new, cross = _cached.New(new_lengths, page_table), inputs_kv is not None
+        if not cross:
+            inputs_kv = inputs
+            given = given.of_self_attention() if cache is None else given
         key_value = (heads.key_value, heads.dim)
         query = self._project("query", (heads.query, heads.dim), _heads.QUERY_AXES)(inputs)
         key = self._project("key", key_value, _heads.KEY_VALUE_AXES)(inputs_kv)
@@ -144,14 +158,19 @@ class FlashAttention(nn.Module):
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
             query = _Norm(self.qk_norm, self.param_dtype, name=f"query_{suffix}")(query)
             key = _Norm(self.qk_norm, self.param_dtype, name=f"key_{suffix}")(key)
-        query, key = _rope.rotate_query_key(
+        sinks, dropout_key = self._sinks(), self._dropout_key(deterministic)
+        out = self._project("out", (heads.out_features,), _heads.OUT_AXES, contracted=2)
+        if cache is not None:
+            _cached.check(self, cache, given, cross, dropout_key, inputs.ndim)
+            qkv = _cached.rotated(self, cache, given, (query, key, value))
+            attended, cache = _cached.attend(self, cache, qkv, new, slopes, sinks)
+            return out(attended), cache
+        _cached.check_absent(new)
+        query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
-        options = _options.keywords(
-            self, given, query.ndim, slopes, self._sinks(), self._dropout_key(deterministic)
-        )
-        attended = self.attention(query, key, value, **options)
-        return self._project("out", (heads.out_features,), _heads.OUT_AXES, contracted=2)(attended)
+        options = _options.keywords(self, given, query.ndim, slopes, sinks, dropout_key)
+        return out(self.attention(query, key, value, **options))
 
     def _sinks(self):
         if not self.use_sinks:

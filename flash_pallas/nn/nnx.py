@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from . import _heads, _options, _rope
+from ..core import rope
+from . import _cached, _heads, _options
 
 try:
     from flax import nnx
@@ -62,6 +63,7 @@ class FlashAttention(nnx.Module):
         precision: str | jax.lax.Precision | None = None,
         backend: str = "auto",
         deterministic_backward: bool = False,
+        num_splits: int | str = "auto",
         attention: Callable[..., jax.Array] = flash_attention,
         rngs: nnx.Rngs,
     ):
@@ -96,6 +98,7 @@ class FlashAttention(nnx.Module):
             precision: of products of float32 in attention, as in flash_attention.
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
+            num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
             attention: replaces flash_attention; called as
                 attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
                 keywords of flash_attention that are asked for.
@@ -112,7 +115,7 @@ class FlashAttention(nnx.Module):
         self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
         self.deterministic, self.precision = deterministic, precision
         self.backend, self.deterministic_backward = backend, deterministic_backward
-        self.attention = attention
+        self.attention, self.num_splits = attention, num_splits
 
         heads = _heads.resolve(self, in_features)
         self.slopes = _options.alibi(alibi, num_heads)
@@ -146,6 +149,9 @@ class FlashAttention(nnx.Module):
         bias=None,
         deterministic=None,
         rngs=None,
+        cache=None,
+        new_lengths=None,
+        page_table=None,
     ):
         """Attention of `inputs` over `inputs_kv`, or over itself.
 
@@ -168,9 +174,15 @@ class FlashAttention(nnx.Module):
             bias: floats added to the scaled logits, of the same shapes.
             deterministic: True switches dropout off; needed only with a dropout_rate.
             rngs: an nnx.Rngs or a stream to take dropout's key from, in place of the layer's own.
+            cache: a `flash_pallas.KVCache` or a `flash_pallas.nn.RingCache`: the inputs are new
+                tokens, any number, that follow those in it. Their positions follow too, unless
+                `positions` says otherwise. Needs causal=True.
+            new_lengths: with a cache, int32 [batch]: of the new tokens those from there on are
+                padding: not stored, and their outputs mean nothing.
+            page_table: with a cache of pages, int32 [batch, max_pages]; see `append_kv`.
 
         Returns:
-            [*batch, q_length, out_features].
+            [*batch, q_length, out_features]; with a cache the pair of that and the new cache.
 
         Raises:
             ValueError: arguments that contradict each other or the parameters.
@@ -178,18 +190,26 @@ class FlashAttention(nnx.Module):
         given = _options.CallArguments(
             positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
         )
-        if inputs_kv is None:
-            inputs_kv, given = inputs, given.of_self_attention()
+        new, cross = _cached.New(new_lengths, page_table), inputs_kv is not None
+        if not cross:
+            inputs_kv = inputs
+            given = given.of_self_attention() if cache is None else given
         query, key, value = self.query(inputs), self.key(inputs_kv), self.value(inputs_kv)
         if self.qk_norm is not None:
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
             query = getattr(self, f"query_{suffix}")(query)
             key = getattr(self, f"key_{suffix}")(key)
-        query, key = _rope.rotate_query_key(
-            query, key, given.positions, given.kv_positions, self.rope_theta
-        )
         sinks = None if self.sinks is None else self.sinks[...]
         dropout_key = self._dropout_key(deterministic, rngs)
+        if cache is not None:
+            _cached.check(self, cache, given, cross, dropout_key, inputs.ndim)
+            qkv = _cached.rotated(self, cache, given, (query, key, value))
+            attended, cache = _cached.attend(self, cache, qkv, new, self.slopes, sinks)
+            return self.out(attended), cache
+        _cached.check_absent(new)
+        query, key = rope.rotate_query_key(
+            query, key, given.positions, given.kv_positions, self.rope_theta
+        )
         options = _options.keywords(self, given, query.ndim, self.slopes, sinks, dropout_key)
         return self.out(self.attention(query, key, value, **options))
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import (
     EXTRA_GRADS,
@@ -68,6 +69,17 @@ MODIFIERS = (
     "float32_everything",
     "float32_everything_128",
 )
+# Decoding: fields of DecodeSpec. One query, or 16 where there is a window. All of them at head dim
+# 128; at 64 and 256 the plainest and the fullest.
+DECODE_BATCH, DECODE_LENGTH = 2, 8192
+DECODES = {
+    "contiguous": {},
+    "one_split": {"num_splits": 1},
+    "pages_16": {"page_size": 16},
+    "pages_64": {"page_size": 64},
+    "window": {"window_left": 1000},
+    "modifiers": {"page_size": 64, "window_left": 1000, "softcap": 30.0},
+}
 CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
@@ -111,7 +123,7 @@ class Row:
     """One call of the backend.
 
     Attributes:
-        path: "forward", "backward" or "deterministic backward".
+        path: "forward", "backward", "deterministic backward" or "decode".
         head_dim: of q, k and v.
         dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS, of LONG_MASKS or of MODIFIERS.
@@ -175,6 +187,27 @@ def _modifier_rows(case: Case) -> Iterator[Row]:
     yield Row("backward", *named, backward, (forms, Cotangents(per_row, do, per_row)))
 
 
+def _decode_row(head_dim: int, name: str) -> Row:
+    """One of DECODES."""
+    entries, cached = DECODE_BATCH, DECODE_LENGTH
+    spec = decode.DecodeSpec(head_dim**-0.5, **DECODES[name])
+    q_len = 1 if spec.window_left is None else 16
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    page_size, per_entry = spec.page_size, shape(jnp.int32, entries)
+    kv, table = shape(jnp.bfloat16, entries, cached, 8, head_dim), None
+    if page_size is not None:
+        kv = shape(jnp.bfloat16, entries * cached // page_size, page_size, 8, head_dim)
+        table = shape(jnp.int32, entries, cached // page_size)
+    side = shape(jnp.float32, entries, 32) if name == "modifiers" else None
+    q = shape(jnp.bfloat16, entries, q_len, 32, head_dim)
+    offset = None if spec.window_left is None else per_entry
+    operands = decode.DecodeOperands(q, kv, kv, per_entry, offset, table, side, side)
+    backend = HopperBackend()
+    blocks = backend.decode_blocks(decode.describe(operands, spec))
+    run = lambda o: backend.decode(spec, blocks, o)
+    return Row("decode", head_dim, "bfloat16", name, run, (operands,))
+
+
 def rows() -> Iterator[Row]:
     """All rows; masks other than full and causal in bfloat16 alone, whose code is the same."""
     for name in MODIFIERS:
@@ -192,3 +225,6 @@ def rows() -> Iterator[Row]:
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):
         for mask in ("full", "causal"):
             yield _row(path, head_dim, "float32", mask)
+    for head_dim, name in itertools.product((64, 128, 256), DECODES):
+        if head_dim == 128 or name in ("contiguous", "modifiers"):
+            yield _decode_row(head_dim, name)

@@ -12,8 +12,10 @@ import numpy as np
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from . import decode_blocks
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks
+from .decode import decode
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
 from .products import Products
@@ -102,16 +104,20 @@ class HopperBackend:
         return backward(problem, blocks.backward, operands, cotangents, wanted, self.interpret)
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """A reason: there is no kernel."""
-        return "has no kernel for decoding"
+        """Why the decode kernel cannot run `problem` here, or None."""
+        if not self.interpret and (reason := _device_reason()):
+            return reason
+        return decode_blocks.unsupported(problem)
 
-    def decode_blocks(self, problem: DecodeProblem) -> Any:
-        """Raises: `unsupported_decode` always has a reason."""
-        raise NotImplementedError(self.unsupported_decode(problem))
+    def decode_blocks(self, problem: DecodeProblem) -> decode_blocks.DecodeBlocks:
+        """Tile sizes and the number of splits; see decode_blocks.py."""
+        return decode_blocks.choose_decode(problem, self.num_sms or _num_sms())
 
-    def decode(self, spec: DecodeSpec, blocks: Any, operands: DecodeOperands) -> Outputs:
-        """Raises, likewise."""
-        raise NotImplementedError(self.unsupported_decode(describe_decode(operands, spec)))
+    def decode(
+        self, spec: DecodeSpec, blocks: decode_blocks.DecodeBlocks, operands: DecodeOperands
+    ) -> Outputs:
+        """Attention of a few queries to a cache; see decode.py."""
+        return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 
 def _device_reason() -> str | None:

@@ -8,9 +8,11 @@ at T = 32k with packed documents).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
 
 from .memory import pad_axis, tile_transforms
-from .registers import i32_constant
+from .registers import i32_constant, splat
 from .side_arrays import within_reach
 
 PIECE_BYTES = 16  # of one store
@@ -98,9 +100,42 @@ class Loader(NamedTuple):
         run(functools.partial(_clear_body, self.threads))(tile, valid)
 
 
+def clear_from(tile, first, swizzle: int, interpret: bool, threads: int = WARPGROUP):
+    """Zeros in the rows of a tile from `first` on, visible to products after an arrival.
+
+    Args:
+        tile: [rows, columns] in shared memory, with this swizzle in bytes.
+        first: int32, at least 0.
+        swizzle: of the tile, in bytes.
+        interpret: run by the interpreter.
+        threads: that clear together.
+    """
+    if interpret:
+        keep = lax.broadcasted_iota(jnp.int32, tile.shape, 0) < first
+        tile[...] = jnp.where(keep, tile[...], jnp.zeros(tile.shape, tile.dtype))
+        plgpu.commit_smem()
+        return
+    refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype))
+    run = plgpu.inline_mgpu(arg_types=(refs, plgpu.Layout.WG_SPLAT))
+    run(functools.partial(_clear_from_body, threads))(tile, jnp.int32(first))
+
+
 def _clear_body(threads: int, _, tile, valid):
+    i32 = ir.IntegerType.get_signless(32)
+    equal = arith.CmpIPredicate.eq
+    is_padding = lambda row: arith.cmpi(equal, memref.load(valid, [row]), arith.constant(i32, 0))
+    _clear_rows(threads, tile, is_padding)
+
+
+def _clear_from_body(threads: int, _, tile, first):
+    i32, bound = ir.IntegerType.get_signless(32), splat(first)
+    after = arith.CmpIPredicate.sge
+    _clear_rows(threads, tile, lambda row: arith.cmpi(after, arith.index_cast(i32, row), bound))
+
+
+def _clear_rows(threads: int, tile, is_padding: Callable):
     """Each thread clears whole rows: a swizzle only permutes pieces within a row."""
-    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+    index = ir.IndexType.get()
     at = lambda x: arith.constant(index, x)
     row_pieces, column_pieces, _, columns = tile.type.shape
     element = tile.type.element_type
@@ -112,10 +147,7 @@ def _clear_body(threads: int, _, tile, valid):
     loop = scf.ForOp(arith.index_cast(index, thread), at(8 * row_pieces), at(threads))
     with ir.InsertionPoint(loop.body):
         row = loop.induction_variable
-        padding = arith.cmpi(
-            arith.CmpIPredicate.eq, memref.load(valid, [row]), arith.constant(i32, 0)
-        )
-        branch = scf.IfOp(padding)
+        branch = scf.IfOp(is_padding(row))
         with ir.InsertionPoint(branch.then_block):
             outer, inner = arith.divui(row, at(8)), arith.remui(row, at(8))
             for c in range(column_pieces):

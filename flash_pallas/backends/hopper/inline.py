@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ...core.tile import Limits
 from .registers import (
+    at,
     coordinates,
     elements,
     f32_constant,
@@ -93,6 +94,47 @@ def hide(tile, limits: Limits, interpret: bool):
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
     )(functools.partial(_limit_body, tuple(given)))
     return run(tile, *map(jnp.int32, given.values()))
+
+
+def _between_body(limited, _, tile, *bounds):
+    i32 = ir.IntegerType.get_signless(32)
+    col0 = arith.index_cast(i32, next(iter(tile.layout.thread_idxs(tile.shape)))[1])
+    compare = [getattr(arith.CmpIPredicate, _COMPARE[kind][1]) for kind in limited]
+    by_row = {}
+    for index, row, _ in coordinates(tile.shape, tile.layout):
+        found = [arith.subi(at(bound.registers[index], 0), col0) for bound in bounds]
+        by_row.setdefault(row, found)
+
+    def kept(row, col):
+        limits = zip(compare, by_row[row], strict=True)
+        each = [arith.cmpi(predicate, i32_constant(col), limit) for predicate, limit in limits]
+        return functools.reduce(arith.andi, each)
+
+    return _select(tile, kept, float("-inf"))
+
+
+def hide_outside(tile, low, high, interpret: bool):
+    """The tile with -inf wherever not low <= column <= high, which every row has its own of.
+
+    Args:
+        tile: f32[rows, columns].
+        low: int32[rows] in the layout ROWS; None is no limit.
+        high: likewise.
+        interpret: run by the interpreter.
+    """
+    given = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
+    bounds = [lax.broadcast_in_dim(x, tile.shape, (0,)) for x in given.values()]
+    if interpret:
+        column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+        kept = {"low": lax.ge, "high": lax.le}
+        for kind, bound in zip(given, bounds, strict=True):
+            tile = jnp.where(kept[kind](column, bound), tile, -jnp.inf)
+        return tile
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * (1 + len(bounds)),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
+    )(functools.partial(_between_body, tuple(given)))
+    return run(tile, *bounds)
 
 
 def _lane_sums_body(_, tile):

@@ -48,7 +48,11 @@ def choose_blocks(problem: DecodeProblem) -> XlaDecodeBlocks:
 
 def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
     """See backends.base.Backend.decode."""
+    dtype, quantised = operands.q.dtype, operands.k.dtype != operands.q.dtype
+    if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
+        operands = operands._replace(q=operands.q.astype(jnp.float32))
     problem = decode.describe(operands, spec)
+    operands = _in_range(problem, operands)
     grid = Grid(_as_attention(problem), XlaBlocks(problem.q_len, blocks.block_kv))
     sides = Operands(
         operands.q,
@@ -62,7 +66,14 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     ranges = _split(grid.kv_ranges(sides)[0], -(-problem.kv_len // blocks.block_kv), blocks)
     o, lse_log2 = lax.map(partial(_range, tiles, operands, q), ranges)
     o, lse_log2 = softmax.merge(o, lse_log2, online.sink_log2(operands.sinks, lse_log2[0]))
-    return Outputs(grid.join_q(o[None]).astype(operands.q.dtype), grid.join_rows(lse_log2[None]))
+    return Outputs(grid.join_q(o[None]).astype(dtype), grid.join_rows(lse_log2[None]))
+
+
+def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
+    """Lengths clipped, the position of query 0 said. Pages are clipped where they are gathered."""
+    lengths, offset = jnp.clip(operands.kv_lengths, 0, problem.kv_len), operands.q_offset
+    offset = lengths - problem.q_len if offset is None else offset
+    return operands._replace(kv_lengths=lengths, q_offset=offset)
 
 
 def _as_attention(problem: DecodeProblem) -> Problem:
@@ -86,7 +97,10 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
 
     def step(kv_block, seen):
         place = kv_block * grid.blocks.block_kv + jnp.arange(grid.blocks.block_kv, dtype=jnp.int32)
-        k, v = (_gather(x, operands.page_table, place) for x in (operands.k, operands.v))
+        k, v = (
+            _scaled(_gather(x, operands.page_table, place), scale, operands, place)
+            for x, scale in ((operands.k, operands.k_scale), (operands.v, operands.v_scale))
+        )
         # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
         v = jnp.where(valid[:, None, :, None], v, lax.full_like(v, 0))
@@ -98,13 +112,32 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
     return acc * inverse[..., None], lse_log2
 
 
+def _scaled(found, scale, operands: DecodeOperands, place):
+    """[B, K, block_kv, H] in q's dtype: keys or values of the cache as numbers."""
+    found = found.astype(operands.q.dtype)
+    if scale is None:
+        return found
+    if operands.page_table is None or len(scale) == 1:
+        scale = scale[:, :, None, None]
+    else:
+        page_size = operands.k.shape[1]
+        scale = jnp.take(scale, _pages(operands.page_table, page_size, place), axis=0, mode="clip")
+        scale = jnp.repeat(scale, page_size, axis=1).transpose(0, 2, 1)[..., None]
+    return found * scale.astype(found.dtype)
+
+
 def _gather(cache, page_table, place):
     """[B, K, block_kv, H]: the keys or values at these positions, anything beyond the cache."""
     if page_table is None:
         found = jnp.take(cache, place, axis=1, mode="clip")
     else:
         page_size = cache.shape[1]
-        pages = jnp.take(page_table, place[::page_size] // page_size, axis=1, mode="clip")
+        pages = _pages(page_table, page_size, place)
         found = jnp.take(cache, pages, axis=0, mode="clip")
         found = found.reshape(len(pages), len(place), *cache.shape[2:])
     return found.transpose(0, 2, 1, 3)
+
+
+def _pages(page_table, page_size: int, place):
+    """int32[B, number]: the pages in which these positions lie, whole pages of them."""
+    return jnp.take(page_table, place[::page_size] // page_size, axis=1, mode="clip")

@@ -1,0 +1,145 @@
+"""Who decodes: this package, and what jax has for a few queries against a cache.
+
+The peers read a contiguous cache in full and have no lengths. For the Triton kernel the cache is
+laid out head by head before it is timed, as it would copy it otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flash_pallas
+from flash_pallas import dispatch, validate_decode
+from flash_pallas.core import decode
+
+from .decoding import CUDNN, OURS, TRITON, Call, Sizes
+
+TRITON_RANGES = (
+    512  # CTAs of its grid to aim at: fewer leave multiprocessors idle, more gain nothing
+)
+
+
+class Unsupported(Exception):
+    """The provider cannot run this call; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A call that can be compiled.
+
+    Attributes:
+        arrange: (q, k, v) -> the arrays of `run`; not timed.
+        run: those arrays -> o [B, T, N, H]. To be jitted.
+        chosen: what was left to the provider: number of splits and the like, for the results.
+    """
+
+    arrange: Callable[..., tuple]
+    run: Callable[..., Any]
+    chosen: dict[str, Any]
+
+    def lower(self, sizes: Sizes, call: Call):
+        """The program, ready to compile."""
+        arrays = jax.eval_shape(self.arrange, *sizes.shapes(call.queries))
+        return jax.jit(self.run).lower(*arrays)
+
+
+def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
+    """flash_decode with full lengths, traced as data; pages in a random order."""
+    size = call.page_size
+    splits = "auto" if call.num_splits is None else call.num_splits
+    columns = 0 if size is None else sizes.length // size
+    pages = sizes.batch * columns
+    table = np.random.default_rng(0).permutation(pages).reshape(sizes.batch, columns)
+    inverse = np.argsort(table, axis=None)
+
+    def arrange(q, k, v):
+        lengths = jnp.full((sizes.batch,), sizes.length, jnp.int32)
+        if size is None:
+            return q, k, v, lengths, None
+        k, v = (_pages(x, pages, inverse) for x in (k, v))
+        return q, k, v, lengths, jnp.asarray(table, jnp.int32)
+
+    def problem(q, k, v, lengths, table):
+        arguments = validate_decode.DecodeArguments(
+            kv_lengths=lengths, num_splits=splits, page_table=table
+        )
+        spec, operands = validate_decode.canonicalize(q, k, v, arguments)
+        blocks = dispatch.BACKENDS[backend].decode_blocks(decode.describe(operands, spec))
+        return spec, dataclasses.replace(blocks, **dict(call.blocks)), operands
+
+    def run(q, k, v, lengths, table):
+        if call.blocks:  # The public function has no argument for them.
+            return dispatch.BACKENDS[backend].decode(*problem(q, k, v, lengths, table)).o
+        options = {"num_splits": splits, "page_table": table, "backend": backend}
+        return flash_pallas.flash_decode(q, k, v, kv_lengths=lengths, **options)
+
+    found = []
+    describe = lambda *x: found.append(problem(*arrange(*x))[1])
+    jax.eval_shape(describe, *sizes.shapes(call.queries))
+    return Decoder(arrange, run, dataclasses.asdict(found[0]))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pages(x, pages, inverse):
+    return x.reshape(pages, -1, *x.shape[2:])[inverse]
+
+
+def jax_cudnn(sizes: Sizes, call: Call, backend: str) -> Decoder:
+    """jax.nn.dot_product_attention on cuDNN, one query."""
+    _only_plain(call)
+    run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return Decoder(lambda q, k, v: (q, k, v), run, {})
+
+
+def pallas_triton(sizes: Sizes, call: Call, backend: str) -> Decoder:
+    """jax.experimental.pallas.ops.gpu.decode_attention.gqa, one query."""
+    _only_plain(call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import decode_attention
+    tiles = sizes.batch * sizes.kv_heads
+    splits = call.num_splits or min(max(TRITON_RANGES // tiles, 1), sizes.length // 256)
+
+    def run(q, k, v):
+        k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # undone by gqa: nothing is copied
+        return decode_attention.gqa(q[:, 0], k, v, k_splits=splits)[:, None]
+
+    arrange = lambda q, k, v: (q, _by_head(k), _by_head(v))
+    return Decoder(arrange, run, {"num_splits": splits})
+
+
+@jax.jit
+def _by_head(x):
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _only_plain(call: Call) -> None:
+    if call.queries != 1 or call.page_size is not None or call.blocks:
+        raise Unsupported(f"takes one query and a contiguous cache, not {call.label}")
+
+
+PROVIDERS: dict[str, Callable[[Sizes, Call, str], Decoder]] = {
+    OURS: ours,
+    CUDNN: jax_cudnn,
+    TRITON: pallas_triton,
+}
+
+
+def reference(q, k, v):
+    """(o in float32, o of plain jnp in q's dtype): what is right, and how far off one may be."""
+    seen = jnp.arange(k.shape[1])[None] <= jnp.arange(q.shape[1])[:, None] + (
+        k.shape[1] - q.shape[1]
+    )
+    attend = functools.partial(jax.nn.dot_product_attention, mask=seen[None, None])
+    with jax.default_matmul_precision("highest"):
+        exact = attend(*(x.astype(jnp.float32) for x in (q, k, v)))
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn adds float32 to bfloat16
+        return exact, attend(q, k, v)

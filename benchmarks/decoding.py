@@ -1,0 +1,146 @@
+"""What is measured of decoding: groups of calls on caches of one size, compared in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+OURS, CUDNN, TRITON = "flash_pallas", "jax_cudnn", "pallas_triton"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A cache k and v [B, S, K, H] of bfloat16, and how many query heads read it."""
+
+    batch: int
+    length: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def label(self) -> str:
+        """B,S,N,K,H in one short string."""
+        return f"{self.batch},{self.length},{self.heads},{self.kv_heads},{self.head_dim}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of k and v together: what a step has to read."""
+        return 4 * self.batch * self.length * self.kv_heads * self.head_dim
+
+    def shapes(self, queries: int) -> list[jax.ShapeDtypeStruct]:
+        """Of q [B, T, N, H], k and v."""
+        heads = (queries, self.heads), *((self.length, self.kv_heads),) * 2
+        dims = [(self.batch, *lead, self.head_dim) for lead in heads]
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in dims]
+
+    def caches(self, at_least: int) -> list[tuple[jax.Array, jax.Array]]:
+        """(k, v), standard normal, as many pairs as hold so many bytes."""
+        shape = self.shapes(1)[1].shape
+        pairs = -(-at_least // self.kv_bytes)
+        return [
+            tuple(_normal(jax.random.key(2 * i + j), shape) for j in range(2)) for i in range(pairs)
+        ]
+
+    def queries(self, number: int) -> jax.Array:
+        """q [B, T, N, H], standard normal."""
+        return _normal(jax.random.key(999), self.shapes(number)[0].shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key, shape):
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One way to decode.
+
+    Attributes:
+        provider: who; the names of PROVIDERS in decoders.py.
+        queries: new tokens of each sequence.
+        page_size: of a paged cache; None is a contiguous one.
+        num_splits: ranges that the keys are read in; None is the provider's choice.
+        blocks: fields of the backend's tile sizes to replace, for tuning.
+    """
+
+    provider: str = OURS
+    queries: int = 1
+    page_size: int | None = None
+    num_splits: int | None = None
+    blocks: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What sets this call apart from one token and a contiguous cache."""
+        parts = [self.provider] * (self.provider != OURS)
+        parts += [f"T={self.queries}"]
+        parts += [f"pages of {self.page_size}"] * (self.page_size is not None)
+        parts += [f"{self.num_splits} splits"] * (self.num_splits is not None)
+        return ", ".join([*parts, *(f"{name}={value}" for name, value in self.blocks)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Calls on caches of the same size, timed against each other."""
+
+    name: str
+    sizes: Sizes
+    calls: tuple[Call, ...]
+
+
+def _blocks(num_splits: int, **blocks: int) -> Call:
+    return Call(num_splits=num_splits, blocks=tuple(blocks.items()))
+
+
+_ONE = Call()
+_PEERS = (_ONE, Call(CUDNN), Call(TRITON))
+_STEPS = tuple(Call(queries=n) for n in (1, 4, 16))
+_PAGES = (_ONE, *(Call(page_size=n) for n in (16, 64, 256)))
+_splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
+
+GROUPS: tuple[Group, ...] = (
+    *(Group("lengths", Sizes(1, n << 10), _PEERS) for n in (8, 32, 128, 512)),
+    *(Group("batches", Sizes(n, 8192), _PEERS) for n in (16, 128)),
+    Group("tokens", Sizes(1, 131072), _STEPS),
+    Group("tokens", Sizes(16, 8192), _STEPS),
+    Group("pages", Sizes(1, 131072), _PAGES),
+    Group("pages", Sizes(16, 8192), _PAGES),
+    Group("pages", Sizes(128, 8192), (_ONE, Call(page_size=64))),
+    Group("head dims", Sizes(16, 8192, head_dim=64), (_ONE,)),
+    Group("head dims", Sizes(16, 8192, head_dim=256), (_ONE,)),
+    Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),
+    Group("splits", Sizes(16, 8192), _splits(1, 2, 3, 4, 6, 8, 16)),
+    Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),
+    Group("blocks", Sizes(1, 32768), (_ONE, _blocks(16, stages=6), _blocks(33, stages=3))),
+    Group(
+        "blocks",
+        Sizes(16, 8192, head_dim=64),
+        (
+            _ONE,
+            _blocks(2, stages=6),
+            _blocks(1, block_kv=128, stages=3),
+            _blocks(1, block_kv=128, stages=6),
+            _blocks(2, block_kv=128, stages=3),
+        ),
+    ),
+    Group(
+        "blocks",
+        Sizes(1, 131072),
+        (_ONE, _blocks(33, stages=2), _blocks(16, stages=6), _blocks(16, stages=3)),
+    ),
+    Group(
+        "blocks",
+        Sizes(16, 8192),
+        (
+            _ONE,
+            _blocks(2, stages=3),
+            _blocks(1, stages=6),
+            _blocks(1, block_kv=128, stages=3),
+        ),
+    ),
+)

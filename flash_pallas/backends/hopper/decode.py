@@ -1,0 +1,281 @@
+"""The decode kernel: a few queries against a range of keys, as fast as memory delivers them.
+
+A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
+key head (split-KV) for all queries and heads of the group, 64 rows of one wgmma. Most rows may be
+padding: the products of a block of 64 keys at head dim 128 then take a seventh of the time in which
+a multiprocessor's share of the bandwidth brings the block, and the softmax about a fifth.
+
+    Q     producer -> q, once
+    K, V  producer -> rings, first to last; contiguous, or page by page
+    S, P, O, m, l   registers of the compute warpgroup
+
+O and the log-sum-exp of each share go to device memory; decode_combine.py joins them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import scores, softmax
+from ...core.decode import DecodeOperands, DecodeProblem
+from ...core.problem import Outputs
+from ...core.scores import TileInputs
+from . import decode_combine, inline, inline_modifiers
+from .decode_blocks import DecodeBlocks, row_tiles
+from .decode_plan import Cta, Gmem, Keys, Plan, Results
+from .decode_producer import Producer
+from .forward_scores import per_row
+from .memory import WARPGROUP_ROWS, Ring, float32, launch, pad_axis
+from .register_tile import RegisterTile
+
+
+class Held(NamedTuple):
+    """What the rows keep."""
+
+    position: Any  # int32[64] of their queries
+    last: Any  # int32[64] the last key that they see
+    slope: Any  # f32[64], or None
+
+
+class Rows(NamedTuple):
+    """What the warpgroup carries from block to block."""
+
+    m: Any  # f32[64] running maximum, base 2
+    l: Any  # f32[64, 8] running sums of each thread's own columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """One launch; the methods are the phases of a CTA."""
+
+    plan: Plan
+
+    @property
+    def problem(self) -> DecodeProblem:
+        """What is computed."""
+        return self.plan.problem
+
+    def __call__(self, gmem: Gmem, *refs):
+        *results, smem, bars = refs
+        stages = self.plan.blocks.stages
+        cta = Cta(
+            gmem=gmem,
+            out=Results(*results),
+            smem=smem,
+            bars=bars,
+            k=Ring(bars.k_full, bars.k_empty, stages),
+            v=Ring(bars.v_full, bars.v_empty, stages),
+            batch=lax.axis_index("batch"),
+            head=lax.axis_index("head"),
+            tile=lax.axis_index("tile"),
+            split=lax.axis_index("split"),
+        )
+        wg = lax.axis_index("wg")
+        pl.when(wg == 0)(lambda: self.consume(cta))
+        pl.when(wg == 1)(lambda: Producer(self.plan)(cta))
+
+    def consume(self, cta: Cta):
+        """Fold the CTA's blocks into its rows, and store."""
+        keys = self.plan.keys(cta)
+        held = self.hold(cta, keys)
+        rows = Rows(
+            plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), inline.ROWS),
+            plgpu.layout_cast(
+                jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32), inline.WGMMA
+            ),
+        )
+        plgpu.barrier_wait(cta.bars.q_full.at[0])
+
+        def fold(o_acc):
+            step = functools.partial(self.step, cta, keys, held, o_acc)
+            done = rows
+            for low, high, masked in keys.zones(self.problem.spec.window_left is not None):
+                done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
+            self.store(cta, plgpu.wgmma_accumulator_load(o_acc, wait_n=0), done)
+
+        v_head_dim = self.plan.head_dims[1]
+        pl.run_scoped(fold, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
+
+    def hold(self, cta: Cta, keys: Keys) -> Held:
+        """Positions and slopes of the rows."""
+        rows = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        position = _load_rows(cta.gmem.query.at[rows]) + keys.position
+        slopes = cta.gmem.slopes
+        slope = None if slopes is None else _load_rows(slopes.at[cta.batch, cta.head, rows])
+        return Held(position, jnp.minimum(position, keys.length - 1), slope)
+
+    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
+        """QK^T of block j, softmax and PV, one after the other.
+
+        PV beside the next QK^T would take 138 registers at head dim 128. This takes 128, with which
+        a second CTA finds room, and that one computes while this one waits.
+        """
+        use = j - keys.start
+        cta.k.wait_full(use)
+        s = self.products(cta, use)
+        cta.k.release(use)
+        x, log2_scale = self.logits(held, s, j * self.plan.blocks.block_kv, masked)
+        m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
+        # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
+        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
+        alpha = jnp.exp2(rows.m - finite)
+        p = jnp.exp2(x * log2_scale - per_row(finite, x.shape))
+        l = rows.l * per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.plan.interpret)
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        o_acc[...] = o * per_row(alpha, o.shape)
+        cta.v.wait_full(use)
+        p = self.plan.products.split(p)
+        self.plan.products.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
+        plgpu.wgmma_wait(0)
+        cta.v.release(use)
+        return Rows(m, l)
+
+    def products(self, cta: Cta, use):
+        """QK^T of a block."""
+
+        def product(s_acc):
+            k = cta.smem.k.at[cta.k.slot(use)]
+            self.plan.products.multiply(s_acc, cta.smem.q, k, transposed=True)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
+        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+    def logits(self, held: Held, s, first, masked: bool):
+        """(x, log2_scale) of the products s with the keys from `first` on; -inf where hidden."""
+        tile = RegisterTile(0, first, s.shape, interpret=self.plan.interpret)
+        bias = None
+        if held.slope is not None:
+            position = per_row(held.position, s.shape)
+            column = inline_modifiers.positions(s.shape, 1, first, self.plan.interpret)
+            distance = lax.convert_element_type(lax.abs(position - column), jnp.float32)
+            bias = distance * per_row(-held.slope, s.shape)
+        spec = self.problem.spec
+        found = scores.logits(spec.attention, tile, s, TileInputs(bias=bias))
+        x = found.x
+        if masked:
+            window = spec.window_left
+            low = None if window is None else held.position - (first + window)
+            x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
+        return x, found.log2_scale
+
+    def store(self, cta: Cta, o, rows: Rows):
+        """Divide by the row sums and write O and the log-sum-exp of this share of the keys."""
+        at, smem = (cta.batch, cta.head, cta.split), cta.smem
+        own = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        sinks = cta.gmem.sinks
+        sink = None if sinks is None else _load_rows(sinks.at[cta.batch, cta.head, own])
+        inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1), sink)
+        o = o * per_row(inverse, o.shape)
+        smem.o[...] = o.astype(smem.o.dtype)
+        smem.lse[...] = lse
+        plgpu.commit_smem()
+        columns = pl.ds(0, smem.o.shape[1])
+        plgpu.copy_smem_to_gmem(smem.o, cta.out.o.at[(*at, own, columns)])
+        plgpu.copy_smem_to_gmem(smem.lse, cta.out.lse.at[(*at, own)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load_rows(ref):
+    return plgpu.load(ref, layout=inline.ROWS, optimized=False)
+
+
+def decode(
+    problem: DecodeProblem, blocks: DecodeBlocks, operands: DecodeOperands, interpret: bool
+) -> Outputs:
+    """Launch, and join the shares where there are several.
+
+    Args:
+        problem: one that decode_blocks.unsupported has nothing against.
+        blocks: tile sizes and the number of splits.
+        operands: as core.decode has them; page ids need not be in range.
+        interpret: run by the interpreter.
+
+    Returns:
+        Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
+    """
+    plan = Plan(problem, blocks, interpret)
+    splits, several = blocks.num_splits, blocks.num_splits > 1
+    of_heads = (problem.batch, problem.kv_heads)
+    sinks = None if operands.sinks is None else operands.sinks * softmax.LOG2E
+    gmem = Gmem(
+        q=pad_axis(_by_group(plan, operands.q), 2, plan.stored_rows),
+        k=operands.k,
+        v=operands.v,
+        kv_lengths=operands.kv_lengths,
+        q_offset=operands.q_offset,
+        query=_query_of_rows(plan),
+        page_table=operands.page_table,
+        slopes=_per_row(plan, operands.alibi_slopes),
+        sinks=None if several else _per_row(plan, sinks),
+    )
+    columns = plan.head_dims[1]
+    if several:
+        columns = decode_combine.columns(columns)
+    o_shape = (*of_heads, splits, plan.stored_rows, columns)
+    out = Results(
+        jax.ShapeDtypeStruct(o_shape, jnp.float32 if several else problem.dtype),
+        float32((*of_heads, splits, plan.whole_rows)),
+    )
+    run = launch(
+        Decode(plan),
+        out=tuple(out),
+        scratch=plan.scratch(gmem, out),
+        # Heads before splits: what runs at one time reads all heads of a key, which are neighbours.
+        grid={
+            "batch": problem.batch,
+            "split": splits,
+            "head": problem.kv_heads,
+            "tile": row_tiles(problem),
+        },
+        threads=2,
+        name="flash_pallas_decode",
+        interpret=interpret,
+    )
+    parts = Results(*run(gmem))
+    if several:
+        return decode_combine.combine(plan, parts, sinks)
+    o = parts.o[:, :, 0, : plan.rows, : problem.v_head_dim]
+    return Outputs(*_by_query(plan, o, parts.lse[:, :, 0, : plan.rows]))
+
+
+def _by_group(plan: Plan, q):
+    """[B, T, N, ...] -> [B, K, T * group, ...]; without copy where there is one query."""
+    problem = plan.problem
+    q = q.reshape(problem.batch, problem.q_len, problem.kv_heads, problem.group, *q.shape[3:])
+    return jnp.moveaxis(q, 1, 2).reshape(problem.batch, problem.kv_heads, plan.rows, *q.shape[4:])
+
+
+def _by_query(plan: Plan, o, lse):
+    """(o [B, T, N, Hv], lse [B, N, T]) of rows [B, K, T * group, ...]."""
+    problem = plan.problem
+    shape = (problem.batch, problem.kv_heads, problem.q_len, problem.group)
+    o = jnp.moveaxis(o.reshape(*shape, o.shape[-1]), 2, 1)
+    lse = jnp.swapaxes(lse.reshape(shape), 2, 3)
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    return o.reshape(problem.batch, problem.q_len, problem.q_heads, -1), lse.reshape(heads)
+
+
+def _query_of_rows(plan: Plan):
+    """int32: the query of every row; padding has the last one's."""
+    row = np.arange(plan.whole_rows, dtype=np.int32)
+    return jnp.asarray(np.minimum(row // plan.problem.group, plan.problem.q_len - 1))
+
+
+def _per_row(plan: Plan, x):
+    """[B, N] -> f32[B, K, rows of whole tiles], or None."""
+    if x is None:
+        return None
+    problem = plan.problem
+    x = x.reshape(problem.batch, problem.kv_heads, 1, problem.group)
+    x = jnp.broadcast_to(x, (*x.shape[:2], problem.q_len, problem.group))
+    return pad_axis(x.reshape(*x.shape[:2], plan.rows), 2, plan.whole_rows)

@@ -1,0 +1,131 @@
+"""The second decode kernel: joins what was computed for each share of the keys.
+
+core.softmax.merge is what it computes; in one launch, where XLA makes several of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import softmax
+from ...core.integers import round_up
+from ...core.problem import Outputs
+from .decode_plan import Plan, Results
+from .memory import float32, launch
+
+# Shares that are joined in straight-line code: their loads wait for one another no longer than one
+# does. A kernel of 128 of them took 20 s to compile.
+AT_ONCE = 32
+THREADS = 128  # of the one warpgroup that joins a row, one element or more each
+
+
+def columns(v_head_dim: int) -> int:
+    """Of a row of the partial O: the threads of a warpgroup share it evenly."""
+    return round_up(v_head_dim, THREADS)
+
+
+class Joined(NamedTuple):
+    """Of some shares of the keys, for one row."""
+
+    most: Any  # the largest log-sum-exp, base 2; -inf where the row sees none of the keys
+    sums: Any  # of exp2(log-sum-exp - most)
+    o: Any  # sum of the outputs with the same weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """One launch.
+
+    Attributes:
+        plan: of the decode kernel.
+    """
+
+    plan: Plan
+
+    def __call__(self, o, lse, sinks, out_o, out_lse):
+        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
+        group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
+        query, q_head = lax.div(row, group), head * group + lax.rem(row, group)
+        at = lambda ref, split: ref.at[batch, head, split, row]
+        part = lambda first, count: _part([(at(o, first + i), at(lse, first + i)) for i in count])
+        first = (splits - 1) % AT_ONCE + 1
+        found = part(0, range(first))
+        if splits > first:
+            more = lambda i, found: _join(found, part(first + i * AT_ONCE, range(AT_ONCE)))
+            found = lax.fori_loop(0, (splits - first) // AT_ONCE, more, found)
+        if sinks is not None:  # one more share, which has no values
+            sink = sinks[batch, q_head]
+            found = _join(found, Joined(sink, jnp.where(sink == -jnp.inf, 0.0, 1.0), None))
+        empty = found.sums == 0.0
+        sums = jnp.where(empty, 1.0, found.sums)
+        joined = found.most + jnp.log(sums) * softmax.LOG2E
+        out_o[batch, query, q_head] = (found.o * (1.0 / sums)).astype(out_o.dtype)
+        out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
+
+
+def _part(shares) -> Joined:
+    """Of (o, log-sum-exp) in device memory; all are loaded at once."""
+    log2 = [_or_none(lse[...]) for _, lse in shares]
+    most = functools.reduce(jnp.maximum, log2)
+    weights = [jnp.exp2(x - _finite(most)) for x in log2]
+    parts = [_load(o) for o, _ in shares]
+    total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
+    return Joined(most, functools.reduce(jnp.add, weights), total)
+
+
+def _join(a: Joined, b: Joined) -> Joined:
+    """Of both; b.o may be None, which is 0."""
+    most = jnp.maximum(a.most, b.most)
+    left, right = (jnp.exp2(x.most - _finite(most)) for x in (a, b))
+    o = a.o * left if b.o is None else a.o * left + b.o * right
+    return Joined(most, a.sums * left + b.sums * right, o)
+
+
+def _finite(most):
+    # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
+    # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
+    return jnp.where(most == -jnp.inf, 0.0, most)
+
+
+def _or_none(lse):
+    """The log-sum-exp of a share, -inf where a row sees none of its keys."""
+    return jnp.where(lse >= softmax.EMPTY_ROW / 2, -jnp.inf, lse)
+
+
+def _load(ref):
+    size = ref.shape[0]
+    return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS))
+
+
+def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
+    """Launch.
+
+    Args:
+        plan: of the decode kernel.
+        parts: what it wrote.
+        sinks: f32[B, N], base 2, or None.
+
+    Returns:
+        Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
+    """
+    problem = plan.problem
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, parts.o.shape[-1])
+    run = launch(
+        Combine(plan),
+        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads)),
+        scratch=(),
+        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows},
+        threads=1,
+        name="flash_pallas_decode_combine",
+        interpret=plan.interpret,
+    )
+    o, lse = run(parts.o, parts.lse, sinks)
+    return Outputs(o[..., : problem.v_head_dim], lse)

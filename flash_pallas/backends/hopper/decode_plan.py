@@ -1,0 +1,207 @@
+"""What a CTA of the decode kernel is made of, and which keys it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import integers as ints
+from ...core.decode import DecodeProblem
+from .decode_blocks import DecodeBlocks, piece_rows, row_tiles
+from .forward_blocks import native_head_dims
+from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .products import LENGTH_MULTIPLE, Products
+
+
+class Gmem(NamedTuple):
+    """Operands in device memory; row r of a key head is head r % group of query r // group."""
+
+    q: Any  # [B, K, rows up to a multiple of 8, H]
+    k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
+    v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
+    kv_lengths: Any  # int32[B]
+    q_offset: Any  # int32[B], or None: the last query is the last key
+    query: Any  # int32[rows of whole tiles], the query of a row
+    page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
+    slopes: Any = None  # f32[B, K, rows of whole tiles]
+    sinks: Any = None  # f32[B, K, rows of whole tiles], base 2; where there is one split
+
+
+class Results(NamedTuple):
+    """Results in device memory: of each split, or with one split the final ones."""
+
+    o: Any  # [B, K, splits, rows up to a multiple of 8, columns], f32 or in q's dtype
+    lse: Any  # f32[B, K, splits, rows of whole tiles], base 2, EMPTY_ROW where no key is visible
+
+
+class Smem(NamedTuple):
+    """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
+
+    q: Any  # [64, H]
+    ring: Any  # ((k [stages, block_kv, H], v [stages, block_kv, Hv]), (o [64, Hv], lse f32[64]))
+
+    @property
+    def k(self):
+        """Blocks of K."""
+        return self.ring[0][0]
+
+    @property
+    def v(self):
+        """Blocks of V."""
+        return self.ring[0][1]
+
+    @property
+    def o(self):
+        """Staging of the output."""
+        return self.ring[1][0]
+
+    @property
+    def lse(self):
+        """Staging of the log-sum-exp."""
+        return self.ring[1][1]
+
+
+class Barriers(NamedTuple):
+    """mbarriers: k and v one per stage; a full one gets one arrival of each copy."""
+
+    q_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    v_arrived: Any  # the block of V whose end is to be cleared
+
+
+class Keys(NamedTuple):
+    """The blocks that a CTA reads, [start, stop), of which [full_start, full_stop) need no mask."""
+
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+    length: Any  # keys of the sequence
+    position: Any  # of query 0
+
+    def zones(self, windowed: bool):
+        """(low, high, masked) of each part."""
+        left = ((self.start, self.full_start, True),) * windowed
+        rest = (self.full_start, self.full_stop, False), (self.full_stop, self.stop, True)
+        return left + rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """The refs of one CTA, and which it is."""
+
+    gmem: Gmem
+    out: Results
+    smem: Smem
+    bars: Barriers
+    k: Ring
+    v: Ring
+    batch: Any
+    head: Any  # of K and V
+    tile: Any  # of rows
+    split: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One launch.
+
+    Attributes:
+        problem: what is computed.
+        blocks: tile sizes and the number of splits.
+        interpret: run by the interpreter.
+    """
+
+    problem: DecodeProblem
+    blocks: DecodeBlocks
+    interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How 16-bit operands lie in memory."""
+        return Products(self.problem.dtype, self.interpret)
+
+    @property
+    def rows(self) -> int:
+        """Of all queries and heads that share a key head."""
+        return self.problem.q_len * self.problem.group
+
+    @property
+    def stored_rows(self) -> int:
+        """`rows` as arrays have them for TMA."""
+        return ints.round_up(self.rows, LENGTH_MULTIPLE)
+
+    @property
+    def whole_rows(self) -> int:
+        """`rows` in whole tiles."""
+        return row_tiles(self.problem) * WARPGROUP_ROWS
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of Q and K and of V, as tiles have them."""
+        return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
+
+    @property
+    def piece_rows(self) -> int:
+        """Keys of one copy."""
+        return piece_rows(self.problem, self.blocks.block_kv)
+
+    @property
+    def pieces(self) -> int:
+        """Copies of one block of K or V."""
+        return self.blocks.block_kv // self.piece_rows
+
+    def queries(self, tile):
+        """(first, last) query of a tile of rows."""
+        if self.rows <= WARPGROUP_ROWS:
+            return 0, self.problem.q_len - 1
+        first = tile * WARPGROUP_ROWS
+        group, last = self.problem.group, first + (WARPGROUP_ROWS - 1)
+        most = self.problem.q_len - 1
+        return ints.floor_div(first, group), ints.minimum(ints.floor_div(last, group), most)
+
+    def keys(self, cta: Cta) -> Keys:
+        """The CTA's share of the blocks that its rows see; shares differ by at most one block."""
+        block, window = self.blocks.block_kv, self.problem.spec.window_left
+        room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
+        length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
+        position = length - self.problem.q_len if offset is None else offset[cta.batch]
+        first, last = self.queries(cta.tile)
+        before = jnp.int32(0)
+        low = full_low = before
+        if window is not None:
+            low = ints.floor_div(position + (first - window), block)
+            full_low = ints.ceil_div(position + (last - window), block)
+        high = ints.ceil_div(lax.min(length, position + (last + 1)), block)
+        full_high = ints.floor_div(lax.min(length, position + (first + 1)), block)
+        count = lax.max(high - low, before)
+        share = lambda n: low + lax.div(count * n, jnp.int32(self.blocks.num_splits))
+        start, stop = share(cta.split), share(cta.split + 1)
+        full_start = ints.clip(full_low, start, stop)
+        full_stop = ints.clip(full_high, full_start, stop)
+        return Keys(start, full_start, full_stop, stop, length, position)
+
+    def scratch(self, gmem: Gmem, out: Results):
+        """Shared memory and barriers."""
+        head_dim, v_head_dim = self.head_dims
+        block, stages, products = self.blocks.block_kv, self.blocks.stages, self.products
+        barrier = lambda arrivals, slots: plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+        k = products.buffer((stages, block, head_dim), gmem.q, gmem.k)
+        v = products.buffer((stages, block, v_head_dim), gmem.v, summed_rows=block)
+        o = tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype)
+        staging = (o, row_buffer((WARPGROUP_ROWS,)))
+        smem = Smem(
+            q=products.buffer((WARPGROUP_ROWS, head_dim), gmem.q, gmem.k),
+            ring=plgpu.RefUnion((k, v), staging),
+        )
+        full = barrier(self.pieces, stages)
+        empty = barrier(1, stages)
+        arrived = barrier(self.pieces, 1)
+        return smem, Barriers(barrier(1, 1), full, empty, full, empty, arrived)

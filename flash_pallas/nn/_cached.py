@@ -1,0 +1,168 @@
+"""What both layers do with a cache: new keys go in, queries see them and those before. No Flax."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ..api import flash_attention
+from ..cache import KVCache, append_kv, gather_pages
+from ..core import rope
+from ..core.decode import MAX_TOKENS
+from ..decode import flash_decode
+from ._options import CallArguments
+
+
+class RingCache(NamedTuple):
+    """The last `window` keys and values of each sequence: older ones are overwritten.
+
+    For layers with window=(S - 1, ...), which see no more than S keys. Position p is row p % S.
+
+    Attributes:
+        k: keys [B, S, K, H].
+        v: values [B, S, K, Hv].
+        lengths: int32 [B], how many tokens each sequence has had.
+    """
+
+    k: Any
+    v: Any
+    lengths: Any
+
+    @classmethod
+    def empty(cls, batch: int, window: int, kv_heads: int, head_dim: int, dtype) -> RingCache:
+        """Room for `window` tokens of each sequence, and no token yet."""
+        return cls(*KVCache.empty(batch, window, kv_heads, head_dim, dtype))
+
+
+class New(NamedTuple):
+    """What a call with a cache may say beside it; None is not said."""
+
+    lengths: Any = None  # int [B]: real tokens among the new ones
+    page_table: Any = None  # int32 [B, max_pages]
+
+
+def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: int) -> None:
+    """Raise unless a call with this cache means what it says.
+
+    Raises:
+        TypeError: no cache.
+        ValueError: a layer or an argument that a cache cannot honour.
+    """
+    if not isinstance(cache, (KVCache, RingCache)):
+        raise TypeError(f"cache must be a KVCache or a RingCache, got {type(cache).__name__}.")
+    if rank != 3:
+        raise ValueError(f"With a cache, inputs are [batch, length, features], got rank {rank}.")
+    if not layer.causal:
+        raise ValueError("A cache needs causal=True: what comes later is not there yet.")
+    if layer.attention is not flash_attention:
+        raise ValueError("A cache is read by flash_decode: leave attention= as it is.")
+    said = [name for name, x in given._asdict().items() if x is not None]
+    said = [name for name in said if name != "positions"]
+    said += ["inputs_kv"] * cross + ["dropout"] * (dropout_key is not None)
+    if said:
+        raise ValueError(f"A call with a cache takes no {', '.join(said)}.")
+    if isinstance(cache, RingCache):
+        left = layer.window[0] if isinstance(layer.window, tuple) else layer.window
+        if left is None or cache.k.shape[1] != left + 1:
+            raise ValueError(
+                f"A RingCache of {cache.k.shape[1]} keys is for a layer with window="
+                f"({cache.k.shape[1] - 1}, 0), this one has {layer.window}."
+            )
+
+
+def positions(cache, length: int):
+    """int32[B, length] of the new tokens."""
+    return cache.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+
+
+def check_absent(new: New) -> None:
+    """Raise ValueError where what is said of a cache would be ignored."""
+    names = ("new_lengths", "page_table")
+    said = [name for name, x in zip(names, new, strict=True) if x is not None]
+    if said:
+        raise ValueError(f"{' and '.join(said)} without a cache would have no effect: pass cache=.")
+
+
+def rotated(layer, cache, given: CallArguments, qkv):
+    """The same with rotary positions, by default those that follow the cache's tokens."""
+    query, key, value = qkv
+    if layer.rope_theta is None:
+        at = given.positions
+    else:
+        at = positions(cache, query.shape[1]) if given.positions is None else given.positions
+    return *rope.rotate_query_key(query, key, at, at, layer.rope_theta), value
+
+
+def attend(layer, cache, qkv, new: New, slopes, sinks):
+    """(o [B, T, N, H], cache) of T new tokens, rotated already where the layer rotates.
+
+    Args:
+        layer: has window, softcap, scale, precision, num_splits and backend.
+        cache: a KVCache or RingCache, as `check` wants it.
+        qkv: [B, T, N, H] and twice [B, T, K, H].
+        new: of this call.
+        slopes: of ALiBi, for each head, or None.
+        sinks: [N], or None.
+    """
+    q, k, v = qkv
+    options = {"softcap": layer.softcap, "scale": layer.scale, "backend": layer.backend}
+    options |= {"sinks": sinks} if sinks is not None else {}
+    if slopes is not None:
+        options |= {"alibi_slopes": jnp.asarray(slopes, jnp.float32)}
+    if isinstance(cache, RingCache):
+        if new.page_table is not None:
+            raise ValueError("A RingCache has no pages: leave page_table out.")
+        return _attend_to_ring(layer, cache, (q, k, v), new.lengths, options)
+    start, table = cache.lengths, new.page_table
+    cache = append_kv(cache, k, v, new_lengths=new.lengths, page_table=table)
+    options |= {"kv_lengths": cache.lengths, "q_offset": start, "window": layer.window}
+    if q.shape[1] <= MAX_TOKENS:
+        options |= {"page_table": table, "num_splits": layer.num_splits}
+        return flash_decode(q, cache.k, cache.v, **options), cache
+    whole = (x if table is None else gather_pages(x, table) for x in (cache.k, cache.v))
+    return _attend(layer, q, *whole, **options), cache
+
+
+def _attend(layer, q, k, v, **options):
+    return flash_attention(q, k, v, causal=True, precision=layer.precision, **options)
+
+
+def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
+    """As `attend`. One token sees all of the ring; more see it put in order, and one another."""
+    q, k, v = qkv
+    count, room = q.shape[1], cache.k.shape[1]
+    before, after = cache, _append_to_ring(cache, k, v, new_lengths)
+    if count == 1 and "alibi_slopes" not in options:
+        lengths = jnp.minimum(after.lengths, room)
+        options |= {"kv_lengths": lengths, "q_offset": room, "num_splits": layer.num_splits}
+        return flash_decode(q, after.k, after.v, **options), after
+    first = before.lengths[:, None] - room
+    place = (
+        first + jnp.arange(room, dtype=jnp.int32)[None]
+    )  # positions of the ring's keys, in order
+    order = jnp.mod(place, room)[..., None, None]
+    old = (jnp.take_along_axis(x, order, axis=1) for x in (before.k, before.v))
+    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(old, (k, v), strict=True))
+    ids = jnp.where(place < 0, -1, 0)
+    options |= {
+        "q_offset": room,
+        "window": layer.window,
+        "q_segment_ids": jnp.zeros((len(q), count), jnp.int32),
+        "kv_segment_ids": jnp.pad(ids, ((0, 0), (0, count))),
+    }
+    return _attend(layer, q, k, v, **options), after
+
+
+def _append_to_ring(cache: RingCache, k, v, new_lengths) -> RingCache:
+    count, room = k.shape[1], cache.k.shape[1]
+    added = jnp.full_like(cache.lengths, count)
+    if new_lengths is not None:
+        added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
+    step = jnp.arange(count, dtype=jnp.int32)[None]
+    # Of more tokens than there is room for, the last.
+    kept = (step < added[:, None]) & (step >= added[:, None] - room)
+    place = jnp.where(kept, jnp.mod(positions(cache, count), room), room)
+    where = jnp.arange(len(place), dtype=jnp.int32)[:, None], place
+    write = lambda x, new: x.at[where].set(new.astype(x.dtype), mode="drop")
+    return RingCache(write(cache.k, k), write(cache.v, v), cache.lengths + added)

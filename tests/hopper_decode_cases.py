@@ -1,0 +1,150 @@
+"""Calls of the decode kernels, interpreted and on a GPU, and the check of their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flash_pallas import reference
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks
+from flash_pallas.core import decode, softmax
+
+from . import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call; blocks are of 64 keys unless `block_kv` says otherwise."""
+
+    name: str
+    lengths: tuple[int, ...]
+    T: int = 1
+    N: int = 4
+    K: int = 1
+    H: int = 64
+    Hv: int = 64
+    S: int = 256
+    dtype: str = "bfloat16"
+    page_size: int | None = None
+    num_splits: int = 3
+    block_kv: int = 64
+    offset: tuple[int, ...] | None = None  # None: the queries are the last of the keys
+    window: int | None = None
+    softcap: float | None = None
+    sides: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def spec(self) -> decode.DecodeSpec:
+        return decode.DecodeSpec(
+            self.H**-0.5, self.window, self.softcap, self.num_splits, self.page_size
+        )
+
+    def operands(self):
+        """(what the kernel gets, the same keys in one piece and all said); NaN where no key is."""
+        rng, batch = np.random.default_rng(3), len(self.lengths)
+        normal = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))
+        given = np.array(self.lengths, np.int32)
+        lengths = np.clip(given, 0, self.S)
+        kv = [normal(batch, self.S, self.K, width) for width in (self.H, self.Hv)]
+        for x in kv:
+            x[np.arange(self.S)[None] >= lengths[:, None]] = np.nan
+        offset = lengths - self.T if self.offset is None else np.array(self.offset)
+        sides: dict[str, Any] = {}
+        if "sinks" in self.sides:
+            sides["sinks"] = rng.standard_normal((batch, self.N)).astype(np.float32)
+        if "slopes" in self.sides:
+            sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
+        q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
+        whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
+        cache = whole if self.page_size is None else self.paged(rng, whole)
+        said = None if self.offset is None else whole.q_offset
+        return cache._replace(kv_lengths=given, q_offset=said), whole
+
+    def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
+        """The same keys in shuffled pages; ids beyond a length are no pages."""
+        size, batch = self.page_size or 0, len(self.lengths)
+        columns = self.S // size
+        table = rng.permutation(batch * columns).reshape(batch, columns)
+        pages = [np.empty((batch * columns, size, *x.shape[2:]), x.dtype) for x in whole[1:3]]
+        for page, x in zip(pages, whole[1:3], strict=True):
+            page[table] = x.reshape(batch, columns, size, *x.shape[2:])
+        unused = np.arange(columns)[None] * size >= whole.kv_lengths[:, None]
+        garbage = rng.choice([-1, -(2**31), 2**31 - 1], size=table.shape)
+        table = np.where(unused, garbage, table).astype(np.int32)
+        return whole._replace(k=pages[0], v=pages[1], page_table=table)
+
+
+STEPS = (
+    Step("no_key_and_one", (0, 1)),
+    Step("around_two_blocks", (127, 128, 129), num_splits=1),
+    Step("lengths_out_of_range", (300, -7), page_size=64),
+    Step("splits", (129, 256), N=8, K=2),
+    Step("more_splits_than_blocks", (65, 3), num_splits=7, N=2),
+    Step("joined_in_turns", (250, 0), num_splits=35, N=2, sides=("sinks",)),
+    Step("four_tokens", (127, 129), T=4, N=8, K=2),
+    Step("four_tokens_one_split", (1, 130), T=4, num_splits=1, sides=("sinks",)),
+    Step("two_tiles_of_rows", (200,), T=16, N=8, window=50, num_splits=2),
+    Step("queries_before_keys", (200, 100), T=4, offset=(-2, 150)),
+    Step("window", (200, 133), T=4, window=70, sides=("sinks",), num_splits=2),
+    Step("modifiers", (200, 133), T=3, softcap=3.0, sides=("slopes", "sinks")),
+    Step("one_head_each", (130,), N=2, K=2, H=128, Hv=128, dtype="float16"),
+    Step("wide", (70,), H=256, Hv=256, num_splits=2),
+    Step("narrow_values", (130,), H=80, Hv=32),
+    Step("pages_of_16", (200, 77), page_size=16, sides=("sinks",)),
+    Step("pages_of_48", (200, 133), T=4, S=240, page_size=48),
+    Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
+    Step("pages_of_256", (500, 255), S=512, page_size=256, block_kv=128, num_splits=2),
+)
+
+
+# The longest cache has one sequence that fills it, and those whose ends lie around a block.
+LONG = Step("long", (0, 1, 63, 64, 65, 131072), S=131072, num_splits=33)
+ON_DEVICE = (
+    LONG,
+    dataclasses.replace(LONG, name="long_pages", T=4, page_size=64, num_splits=16),
+    *(step for step in STEPS if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values")),
+)
+
+
+def run(backend: HopperBackend, step: Step, stages: int = 2):
+    """((o, lse), the same keys with a contiguous cache)."""
+    given, whole = step.operands()
+    problem = decode.describe(given, step.spec)
+    assert backend.unsupported_decode(problem) is None
+    blocks = DecodeBlocks(step.block_kv, stages, step.num_splits)
+    found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
+    return (found.o, softmax.natural(found.lse_log2)), whole
+
+
+def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
+    """No further from the oracle than twice plain jnp; see checks.py."""
+    window = (step.window, 0) if step.window is not None else None
+    options = {"window": window, "softcap": step.softcap, "sinks": whole.sinks}
+    options |= {"q_offset": whole.q_offset, "kv_lengths": whole.kv_lengths}
+    options |= {"alibi_slopes": whole.alibi_slopes, "causal": True}
+    attend = lambda function: checks._jit(lambda *x: function(*x, **options))
+    near = attend(checks.plain)(*whole[:3])
+    with jax.enable_x64(True):
+        q, k, v = (np.asarray(x).astype(np.float64) for x in whole[:3])
+        exact = [np.asarray(x) for x in attend(reference.attention)(q, k, v)]
+        terms = np.asarray(attend(reference.attention)(q, k, np.abs(v))[0])
+    largest = np.abs(np.where(np.isfinite(exact[1]), exact[1], 0.0)) + np.sqrt(step.H)
+    floors = (terms, checks.FLOOR, step.dtype, 0.0), (largest, checks.LSE_FLOOR, "float32", 1.0)
+    for got, plain, right, (size, share, dtype, tangents) in zip(
+        found, near, exact, floors, strict=True
+    ):
+        wide = (np.asarray(x).astype(np.float64) for x in (got, plain))
+        errors = [checks._sizes(checks._error(x, right)) for x in wide]
+        known = tangents * checks.TANH_ERROR * (step.softcap or 0.0)
+        known += share * float(jnp.finfo(dtype).eps)
+        for error, allowed, least in zip(*errors, checks._sizes(size), strict=True):
+            limit = checks.OUTPUT_FACTOR * allowed + known * least
+            assert error <= limit, f"{step}: error {error:.3g}, allowed {limit:.3g}"

@@ -1,0 +1,92 @@
+"""The decode kernels on CPU: right, free of races and deadlocks, for every kind of cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flash_pallas as fp
+from flash_pallas import dispatch
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.core import decode
+
+from .hopper_decode_cases import STEPS, Step, assert_matches_oracle, run
+from .interpreter import race_checked
+
+BACKEND = HopperBackend(interpret=True, num_sms=2)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_decode_kernels(step):
+    with race_checked():
+        found, whole = run(BACKEND, step)
+        assert found[0].dtype == jnp.dtype(step.dtype) and found[1].dtype == jnp.float32
+    assert_matches_oracle(step, whole, found)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "reason"),
+    [
+        ((1, 1, 2, 16, "float32"), (1, 64, 1, 16), "decodes bfloat16 and float16, not float32"),
+        ((1, 1, 2, 320, "bfloat16"), (1, 64, 1, 320), "takes head dims up to 256, not 320"),
+        ((1, 1, 2, 104, "bfloat16"), (1, 64, 1, 104), "head dim 104: pad it to 128"),
+        ((1, 1, 2, 64, "bfloat16"), (1, 60, 1, 64), "caches of a multiple of 8 keys, not 60"),
+    ],
+)
+def test_what_hopper_refuses_runs_on_xla(monkeypatch, q, k, reason):
+    backends = {"hopper": HopperBackend(interpret=True), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, k = jnp.ones(q[:-1], q[-1]), jnp.ones(k, q[-1])
+    message = f"backend='hopper': .*{reason}.*; backend='auto' or 'xla' can run"
+    with pytest.raises(fp.UnsupportedByBackend, match=message):
+        fp.explain_decode(q, k, k, backend="hopper")
+    found = fp.explain_decode(q, k, k)
+    assert found.backend == "xla" and reason in found.reasons["hopper"]
+
+
+def test_hopper_takes_what_it_can(monkeypatch):
+    backends = {"hopper": HopperBackend(interpret=True, num_sms=132), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, k = jnp.ones((1, 4, 8, 128), jnp.bfloat16), jnp.ones((1, 8192, 2, 128), jnp.bfloat16)
+    found = fp.explain_decode(q, k, k)
+    assert found.backend == "hopper" and found.blocks.num_splits > 16
+    assert fp.explain_decode(q, k, k, num_splits=3).blocks.num_splits == 3
+
+
+def test_hopper_needs_a_gpu():
+    q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    message = "backend='hopper': needs an NVIDIA GPU of compute capability 9.0"
+    with pytest.raises(fp.UnsupportedByBackend, match=message):
+        fp.flash_decode(q, k, k, backend="hopper")
+
+
+def test_a_cache_of_another_dtype_is_refused():
+    step = STEPS[0]
+    problem = decode.describe(step.operands()[0], step.spec)
+    problem = dataclasses.replace(problem, kv_dtype=np.dtype("int8"))
+    assert "in the dtype of q, bfloat16, not int8" in BACKEND.unsupported_decode(problem)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "head_dim", "splits"),
+    [
+        (1, 8192, 128, 16),
+        (1, 32768, 128, 16),
+        (1, 131072, 128, 33),
+        (16, 8192, 128, 1),
+        (128, 8192, 128, 1),
+    ],
+)
+def test_splits_fill_the_multiprocessors(batch, length, head_dim, splits):
+    step = Step("any", (1,))
+    problem = dataclasses.replace(
+        decode.describe(step.operands()[0], dataclasses.replace(step.spec, num_splits=None)),
+        **{"batch": batch, "kv_len": length, "head_dim": head_dim, "v_head_dim": head_dim},
+        **{"q_heads": 32, "kv_heads": 8},
+    )
+    assert HopperBackend(interpret=True, num_sms=132).decode_blocks(problem).num_splits == splits

@@ -1,0 +1,143 @@
+"""Layers with a cache give token by token what one full forward gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+from flax import nnx
+from flax.core import meta
+
+from flash_pallas import KVCache
+from flash_pallas.nn import RingCache
+from flash_pallas.nn.linen import FlashAttention as LinenAttention
+from flash_pallas.nn.nnx import FlashAttention as NnxAttention
+
+B, T, FEATURES, PAGE = 3, 44, 32, 16
+PROMPTS = np.array([20, 3, 17])
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "causal": True}
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rope": {"rope_theta": 100.0, "qk_norm": "rms"},
+    "window": {"rope_theta": 100.0, "window": (8, 0)},
+    "modifiers": {"softcap": 3.0, "alibi": True, "use_sinks": True, "window": 8},
+}
+
+
+def built(kind: str, **options):
+    """(x, **keywords) -> what a layer with random parameters returns."""
+    x = jnp.zeros((1, 4, FEATURES))
+    if kind == "nnx":
+        layer = NnxAttention(in_features=FEATURES, **SIZES, **options, rngs=nnx.Rngs(0))
+        if options.get("use_sinks"):
+            layer.sinks[...] = jnp.arange(4.0)
+        return layer
+    layer = LinenAttention(**SIZES, **options)
+    params = meta.unbox(layer.init(jax.random.key(0), x))
+    if options.get("use_sinks"):
+        params["params"]["sinks"] = jnp.arange(4.0)
+    return lambda x, **given: layer.apply(params, x, **given)
+
+
+def empty(kind: str):
+    """(cache, page table or None)."""
+    heads = (2, FEATURES // 4, jnp.float32)
+    if kind == "ring":
+        return RingCache.empty(B, 9, *heads), None
+    if kind == "contiguous":
+        return KVCache.empty(B, 48, *heads), None
+    table = jnp.array([[4, 1, 6], [0, 3, 2], [8, 5, 7]], jnp.int32)
+    return KVCache.empty(9, PAGE, *heads)._replace(lengths=jnp.zeros(B, jnp.int32)), table
+
+
+def generated(layer, x, cache, steps, **table):
+    """Outputs [B, T, features]: prompts of PROMPTS tokens, then by so many tokens at a time."""
+    found = np.zeros(x.shape, np.float32)
+    call = jax.jit(lambda x, cache, new: layer(x, cache=cache, new_lengths=new, **table))
+    done, prompt = np.zeros(B, int), PROMPTS.max()
+    for count in (prompt, *steps):
+        new = PROMPTS if count == prompt else np.full(B, count)
+        inputs = np.full((B, count, FEATURES), 7.0, np.float32)
+        for b in range(B):
+            inputs[b, : new[b]] = x[b, done[b] : done[b] + new[b]]
+        o, cache = call(jnp.asarray(inputs), cache, jnp.asarray(new, jnp.int32))
+        for b in range(B):
+            found[b, done[b] : done[b] + new[b]] = o[b, : new[b]]
+        done += new
+        assert cache.lengths.tolist() == done.tolist()
+    return found, done
+
+
+CACHES = [
+    *(("contiguous", name) for name in LAYERS),
+    *(("paged", name) for name in ("rope", "modifiers")),
+    *(("ring", name) for name in ("window", "modifiers")),
+]
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(("cache", "name"), CACHES)
+def test_token_by_token_is_one_forward(kind, cache, name):
+    layer = built(kind, **LAYERS[name])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, FEATURES)), jnp.float32)
+    right = jax.jit(layer)(x)
+    start, table = empty(cache)
+    steps = (1, 1, 4, 1, 17)  # the last are more than a step takes
+    found, done = generated(layer, x, start, steps, page_table=table)
+    for b in range(B):
+        np.testing.assert_allclose(found[b, : done[b]], right[b, : done[b]], rtol=1e-4, atol=1e-5)
+
+
+def test_a_ring_of_which_nothing_older_is_kept():
+    ring = RingCache.empty(1, 9, 2, 8, jnp.float32)
+    layer = built("nnx", **LAYERS["window"])
+    x = jnp.ones((1, 30, FEATURES))
+    o, ring = layer(x, cache=ring)
+    assert ring.k.shape == (1, 9, 2, 8) and ring.lengths.tolist() == [30]
+    again, _ = layer(x[:, :1], cache=ring._replace(k=jnp.full_like(ring.k, jnp.nan)))
+    assert jnp.isnan(again).all() and jnp.isfinite(o).all()
+
+
+BAD = {
+    "no cache": ({}, {"cache": (1, 2, 3)}, TypeError, "a KVCache or a RingCache, got tuple"),
+    "causal": ({"causal": False}, {}, ValueError, "A cache needs causal=True"),
+    "mask": ({}, {"mask": jnp.ones((1, 1, 4, 4))}, ValueError, "with a cache takes no mask"),
+    "keys": ({}, {"inputs_kv": jnp.ones((1, 4, FEATURES))}, ValueError, "takes no inputs_kv"),
+    "ids": ({}, {"segment_ids": jnp.ones((1, 4), int)}, ValueError, "takes no segment_ids"),
+    "function": ({"attention": lambda *x, **y: x[0]}, {}, ValueError, "leave attention= as it is"),
+    "ring": ({}, {"cache": RingCache.empty(1, 9, 2, 8, "float32")}, ValueError, r"window=\(8, 0\)"),
+    "nothing": ({}, {"cache": None, "page_table": 1}, ValueError, "page_table without a cache"),
+    "pages of a ring": (
+        {"window": 8},
+        {"cache": RingCache.empty(1, 9, 2, 8, "float32"), "page_table": jnp.zeros((1, 1), int)},
+        ValueError,
+        "A RingCache has no pages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused(name):
+    options, given, error, message = BAD[name]
+    options = {"num_heads": 4, "in_features": FEATURES, "num_kv_heads": 2, "causal": True} | options
+    layer = NnxAttention(**options, rngs=nnx.Rngs(0))
+    given = {"cache": KVCache.empty(1, 16, 2, 8, jnp.float32)} | given
+    with pytest.raises(error, match=message):
+        layer(jnp.ones((1, 4, FEATURES)), **given)
+
+
+def test_rank_and_dropout():
+    cache = KVCache.empty(1, 16, 2, 8, jnp.float32)
+    layer = built("nnx")
+    with pytest.raises(ValueError, match=r"inputs are \[batch, length, features\], got rank 2"):
+        layer(jnp.ones((4, FEATURES)), cache=cache)
+    layer = built("nnx", dropout_rate=0.5, deterministic=False)
+    with pytest.raises(ValueError, match="takes no dropout"):
+        layer(jnp.ones((1, 4, FEATURES)), cache=cache)
+    layer(jnp.ones((1, 4, FEATURES)), cache=cache, deterministic=True)
