@@ -51,7 +51,6 @@ def test_limits_keep_weights_and_their_sums_finite():
         {"H": 256},
         {"dtype": "float32"},
         {"max_logit": True},
-        {"dropout_rate": 0.5},
         {"softcap": 5.0},
         {"softcap": 100.0},
     ],
@@ -81,6 +80,12 @@ def test_what_has_no_use_for_it_does_not(fields):
 def test_long_sequences_have_three_warpgroups(fields, long):
     blocks = _blocks(**fields)
     assert ((blocks.warpgroups, blocks.block_kv) == (3, 64)) == long
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_dropout_speculates_in_two_warpgroups(H):
+    blocks = _blocks(H=H, T=8192, dropout_rate=0.5)
+    assert (blocks.warpgroups, blocks.speculates) == (2, SPECULATES)
 
 
 def test_windows_and_lengths_leave_q_in_shared_memory():
