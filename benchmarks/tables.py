@@ -159,7 +159,8 @@ def _with_provider(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _milliseconds(row: dict[str, Any] | None) -> str:
     if row is None or row.get("ms") is None:
         return "-"
-    return f"{row['ms']:.2f} ({row['speed']:.2f})"
+    speed = row.get("speed")  # None where the first call of the group failed
+    return f"{row['ms']:.2f}" if speed is None else f"{row['ms']:.2f} ({speed:.2f})"
 
 
 def _planned(row: dict[str, Any] | None) -> str:

@@ -152,11 +152,11 @@ def test_the_table_keeps_groups_on_the_same_sizes_apart():
     ]
     del rows[1]["peak_bytes"]
     rows.append(row | {"name": "absent", "direction": "backward", "refused": "not installed"})
-    rows[-1].pop("speed")
+    del rows[-1]["speed"], rows[3]["speed"]
     lines = tables._features_table({"rows": rows}).splitlines()
     assert lines[2:6] == [
         "| 1,2 | full | 1.00 (0.50) | 1.00 (0.50) | 1.00 | 1.00 |",
-        "| 1,2 | peer | 1.00 (0.50) | 1.00 (0.50) | - | 1.00 |",
+        "| 1,2 | peer | 1.00 (0.50) | 1.00 | - | 1.00 |",
         "| 1,2 | causal | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 |",
         "| 1,2 | peer | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 |",
     ]
