@@ -57,7 +57,8 @@ class DecodeBlocks:
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
         """How many run on a multiprocessor at one time."""
         each = self.smem_bytes(problem) + BARRIER_BYTES + RESERVED_BYTES
-        return 2 if _takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
+        few = _takes_few_registers(problem) and self.block_kv <= 64
+        return 2 if few and 2 * each <= SMEM_PER_SM else 1
 
 
 def row_tiles(problem: DecodeProblem) -> int:
@@ -96,11 +97,11 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     Two CTAs share a multiprocessor where registers allow: the copies of one go on while the other
     starts, ends or computes. At head dim 128 each has 16 KB of Q and three stages of 32 KB.
     """
-    # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, 64 keys in six 78.
-    keys = 128 if max(problem.head_dim, problem.v_head_dim) <= 64 else 64
+    # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
+    narrow = max(problem.head_dim, problem.v_head_dim) <= 64
+    keys, most = (128, 3) if narrow else (64, MOST_STAGES)
     # Partial results are staged in float32, the larger case.
-    stages = range(MOST_STAGES, 0, -1)
-    deep = [DecodeBlocks(block_kv=keys, stages=n, num_splits=2) for n in stages]
+    deep = [DecodeBlocks(block_kv=keys, stages=n, num_splits=2) for n in range(most, 0, -1)]
     fitting = [b for b in deep if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]
     shared = [b for b in fitting if b.stages > 2 and b.ctas_per_sm(problem) > 1]
     blocks = (shared or fitting)[0]
@@ -111,7 +112,8 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
 def _takes_few_registers(problem: DecodeProblem) -> bool:
     """At most 128 per thread, so that two CTAs of 256 threads share a multiprocessor.
 
-    Head dim 128: 127, with softcap 128, with a window 137, with slopes 154. Head dim 256: 201.
+    Head dim 128: 127, with softcap 128, with a window 137, with slopes 154. Head dim 256: 201. With
+    128 keys at head dim 64, 130: see `ctas_per_sm`.
     """
     narrow = max(problem.head_dim, problem.v_head_dim) <= 128
     positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
