@@ -19,8 +19,7 @@ from . import inline
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta
 from .memory import warpgroup_rows
-
-FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each warpgroup
+from .turns import FIRST_NAMED_BARRIER
 
 
 @dataclasses.dataclass(frozen=True)

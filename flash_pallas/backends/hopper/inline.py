@@ -214,8 +214,7 @@ def _exceeds_body(limit, _, sums):
     most = None
     for register in sums.registers.flat:
         for e in range(elements(register)):
-            x = vector.extract(register, dynamic_position=[], static_position=[e])
-            bit = arith.cmpf(arith.CmpFPredicate.UGT, x, f32_constant(limit))
+            bit = arith.cmpf(arith.CmpFPredicate.UGT, at(register, e), f32_constant(limit))
             most = bit if most is None else arith.ori(most, bit)
     return mgpu.FragmentedArray.splat(of_some_lane(most), (), is_signed=True)
 
