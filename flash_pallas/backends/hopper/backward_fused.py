@@ -166,7 +166,7 @@ class Fused:
 
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-            self.finish.scores_issued(cta)
+            self.finish.scores_issued(cta, n)
             return self.centred(cta, n, tile, weights(s_acc, 1), dp_acc)
 
         def alone(s_acc):

@@ -59,8 +59,8 @@ class Finish(abc.ABC):
         """Before the first tile."""
 
     @abc.abstractmethod
-    def scores_issued(self, cta: Cta):
-        """S^T and dP^T of a tile are on their way."""
+    def scores_issued(self, cta: Cta, n):
+        """S^T and dP^T of the n-th tile are on their way."""
 
     @abc.abstractmethod
     def end(self, cta: Cta):
@@ -97,7 +97,7 @@ class Together(Finish):
     def start(self, cta: Cta):
         """Nothing to do."""
 
-    def scores_issued(self, cta: Cta):
+    def scores_issued(self, cta: Cta, n):
         """Nothing to do."""
 
     def end(self, cta: Cta):
@@ -127,7 +127,7 @@ class Alternating(Finish):
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, self.interpret)
         self.await_turn(cta)
-        of_dq = n - (WARPGROUPS - 1 - cta.wg)  # -1 in warpgroup 0's first turn
+        of_dq = self.of_dq(cta, n)
 
         def products(dq_acc):
             pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(of_dq)]))
@@ -140,8 +140,8 @@ class Alternating(Finish):
         # Stored in the first turn too, though nobody is told: a branch around registers that
         # products have written makes ptxas end those in flight (C7517).
         cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
-        plgpu.commit_smem()
-        pl.when(of_dq >= 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+        if not self.blocks.late_handover:
+            self.hand_over(cta, of_dq)
         plgpu.wgmma_wait(0)
         cta.do.release(n)
         cta.q.release(n)
@@ -150,12 +150,25 @@ class Alternating(Finish):
         """Warpgroup 1 waits for the first products of the other."""
         pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
 
-    def scores_issued(self, cta: Cta):
-        """The turn is over."""
+    def of_dq(self, cta: Cta, n):
+        """The tile whose dQ is computed beside dV and dK of the n-th: -1 in the very first turn."""
+        return n - (WARPGROUPS - 1 - cta.wg)
+
+    def hand_over(self, cta: Cta, of_dq):
+        """This warpgroup's part of dQ of that tile is in shared memory, for the storing warp."""
+        plgpu.commit_smem()
+        pl.when(of_dq >= 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+
+    def scores_issued(self, cta: Cta, n):
+        """The turn is over; what nobody waited for in it comes now."""
         self.pass_turn(cta)
+        if self.blocks.late_handover:
+            self.hand_over(cta, self.of_dq(cta, n - 1))
 
     def end(self, cta: Cta):
         """Warpgroup 0 lets the other have its last turn, and computes its part of the last dQ."""
+        if self.blocks.late_handover:
+            self.hand_over(cta, self.of_dq(cta, cta.walk.total - 1))
 
         @pl.when(cta.wg == 0)
         def _():
