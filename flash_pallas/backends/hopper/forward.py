@@ -130,8 +130,6 @@ class Forward:
         work = self.plan.work(cta, number)._replace(used=used)
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
-        if self.blocks.q_in_registers:
-            q = self.plan.products.load_parts(q, inline.WGMMA)
         step = functools.partial(self.step, cta, work, q, o_acc)
         for edges, low, high in self.plan.zones(cta, work):
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
@@ -210,17 +208,17 @@ class Forward:
         than a second copy of this code.
         """
         number_after, more = following
+        # Not to be hoisted: what is made from it would be held over the loops, in local memory.
+        wg, after = lax.optimization_barrier((cta.wg, after))
         work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
-        if self.blocks.q_in_registers:
-            plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
-        plgpu.barrier_arrive(cta.bars.q_empty.at[cta.wg])
+        plgpu.barrier_arrive(cta.bars.q_empty.at[wg])
 
         @pl.when(more)
         def _():
-            plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
+            plgpu.barrier_wait(cta.bars.q_full.at[wg])
             cta.k.wait_full(after)
 
-        s = self.issue(cta, cta.smem.q.at[cta.wg], after, rows.p, after - 1, o_acc)
+        s = self.issue(cta, cta.smem.q.at[wg], after, rows.p, after - 1, o_acc)
         following = following._replace(held=self.scores.hold(cta, following))
         release = lambda: pl.when(more)(lambda: cta.k.release(after))
         start = self.first_softmax(cta, following, s, after, release)
@@ -276,21 +274,23 @@ class Forward:
     def store(self, cta: Cta, work: Work, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp."""
         batch, head, block = work.at
+        # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
+        wg = lax.optimization_barrier(cta.wg)
         inverse, lse = self.scores.finish(cta, work, rows.m, rows.l.sum(axis=1))
         staging = cta.smem.q if cta.smem.o is None else cta.smem.o
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.plan.products.store(staging.at[cta.wg], o * per_row(inverse, o.shape))
-        cta.smem.lse[cta.wg] = lse
+        self.plan.products.store(staging.at[wg], o * per_row(inverse, o.shape))
+        cta.smem.lse[wg] = lse
         if cta.smem.most is not None:
-            cta.smem.most[cta.wg] = rows.m
+            cta.smem.most[wg] = rows.m
         plgpu.commit_smem()
-        row = block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
+        row = block * self.plan.tile_rows + wg * WARPGROUP_ROWS
         rows_at = pl.ds(row, WARPGROUP_ROWS)
         o_at = rows_of(cta.out.o, (batch, rows_at, head), staging)
-        plgpu.copy_smem_to_gmem(staging.at[cta.wg], o_at)
-        plgpu.copy_smem_to_gmem(cta.smem.lse.at[cta.wg], cta.out.lse.at[batch, head, rows_at])
+        plgpu.copy_smem_to_gmem(staging.at[wg], o_at)
+        plgpu.copy_smem_to_gmem(cta.smem.lse.at[wg], cta.out.lse.at[batch, head, rows_at])
         if cta.smem.most is not None:
-            plgpu.copy_smem_to_gmem(cta.smem.most.at[cta.wg], cta.out.most.at[batch, head, rows_at])
+            plgpu.copy_smem_to_gmem(cta.smem.most.at[wg], cta.out.most.at[batch, head, rows_at])
 
     @property
     def score_accumulator(self):

@@ -121,7 +121,7 @@ class Alternating(Finish):
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """dQ, dV and dK of the n-th tile; dQ of warpgroup 0 is that of the tile before."""
         slot = self.slot(n)
-        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
+        cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(cta.bars.ds_ready.at[slot])
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
@@ -131,7 +131,7 @@ class Alternating(Finish):
 
         def products(dq_acc):
             pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(of_dq)]))
-            plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(of_dq)))  # (5) dQ = dS K
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta.anew(), self.slot(of_dq)))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
             pl.when(of_dq > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
@@ -139,7 +139,7 @@ class Alternating(Finish):
 
         # Stored in the first turn too, though nobody is told: a branch around registers that
         # products have written makes ptxas end those in flight (C7517).
-        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
+        cta.smem.dq[cta.anew().wg] = pl.run_scoped(products, self.dq_accumulator)
         if not self.blocks.late_handover:
             self.hand_over(cta, of_dq)
         plgpu.wgmma_wait(0)
