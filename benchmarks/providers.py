@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -46,44 +47,51 @@ class Provider:
 
     Attributes:
         description: for the README's list.
-        prepare: compiles for a cell; raises Unsupported (or NotImplementedError) if it cannot.
+        prepare: compiles for a cell, given the shapes of its inputs, and returns what makes a
+            Runner of the inputs. Either raises Unsupported (or NotImplementedError) where it
+            cannot. It uses no memory of the device, so that cells can be prepared side by side.
         directions: which are worth timing.
     """
 
     description: str
-    prepare: Callable[[Cell, Inputs], Runner]
+    prepare: Callable[[Cell, Inputs], Callable[[Inputs], Runner]]
     directions: tuple[str, ...] = ("forward", "backward")
 
 
-def jax_runner(attention: Callable, inputs: Inputs, with_lse: Callable | None = None) -> Runner:
-    """A Runner of a differentiable jax function (q, k, v) -> o.
+def compile_jax(
+    attention: Callable, like: Inputs, with_lse: Callable | None = None
+) -> Callable[[Inputs], Runner]:
+    """What makes a Runner of a differentiable jax function (q, k, v) -> o, compiled.
 
     The pullback of jax.vjp is a pytree of the residuals, so it is computed by one program and given
     to another, which is then the backward and nothing else.
 
     Args:
         attention: what is timed.
-        inputs: on what.
+        like: arrays, or their shapes and dtypes.
         with_lse: (q, k, v) -> (o, lse) for the gate, where there is one.
     """
-    qkv, do = inputs[:3], inputs.do
-    forward = jax.jit(attention)
-    save = jax.jit(lambda *args: jax.vjp(attention, *args))
+    *qkv, do = like
+    primal = with_lse or (lambda *args: (attention(*args), None))
+    save = jax.jit(lambda *args: jax.vjp(primal, *args, has_aux=True))
+    _, residuals, _ = jax.eval_shape(save, *qkv)
     pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    _, residuals = jax.eval_shape(save, *qkv)
-    lowered = [forward.lower(*qkv), save.lower(*qkv), pull.lower(residuals, do)]
-    if with_lse is not None:
-        lowered.append(jax.jit(with_lse).lower(*qkv))
-    # XLA and ptxas compile outside Python's lock: four programs in the time of the slowest.
+    lowered = [jax.jit(attention).lower(*qkv), save.lower(*qkv), pull.lower(residuals, do)]
+    # XLA and ptxas compile outside Python's lock: three programs in the time of the slowest.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda program: program.compile(), lowered))
-    forward, save, pull = compiled[:3]
-    _, pullback = save(*qkv)
+        programs = list(pool.map(lambda program: program.compile(), lowered))
+    return functools.partial(_bind, *programs)
+
+
+def _bind(forward, save, pull, inputs: Inputs) -> Runner:
+    """The Runner of compiled programs on these inputs."""
+    *qkv, do = inputs
+    _, pullback, lse = save(*qkv)
 
     def results():
         found = dict(zip(("dq", "dk", "dv"), pull(pullback, do), strict=True))
-        if with_lse is not None:
-            found["lse"] = compiled[3](*qkv)[1]
+        if lse is not None:
+            found["lse"] = lse
         return {"o": forward(*qkv), **found}
 
     return Runner(
@@ -95,17 +103,17 @@ def jax_runner(attention: Callable, inputs: Inputs, with_lse: Callable | None = 
     )
 
 
-def flash_pallas_runner(cell: Cell, inputs: Inputs, **arguments) -> Runner:
+def prepare_flash_pallas(cell: Cell, like: Inputs, **arguments) -> Callable[[Inputs], Runner]:
     """Our kernels through the public functions."""
     arguments["causal"] = cell.causal
-    return jax_runner(
+    return compile_jax(
         functools.partial(flash_pallas.flash_attention, **arguments),
-        inputs,
+        like,
         functools.partial(flash_pallas.flash_attention_with_lse, **arguments),
     )
 
 
-def jax_nn_runner(cell: Cell, inputs: Inputs, implementation: str) -> Runner:
+def prepare_jax_nn(cell: Cell, like: Inputs, implementation: str) -> Callable[[Inputs], Runner]:
     """jax.nn.dot_product_attention."""
     if implementation == "cudnn" and jax.default_backend() != "gpu":
         raise Unsupported("cuDNN needs a GPU")
@@ -114,7 +122,7 @@ def jax_nn_runner(cell: Cell, inputs: Inputs, implementation: str) -> Runner:
     attention = functools.partial(
         jax.nn.dot_product_attention, is_causal=cell.causal, implementation=implementation
     )
-    return jax_runner(attention, inputs)
+    return compile_jax(attention, like)
 
 
 def _refuse_dense(cell: Cell) -> None:
@@ -126,19 +134,21 @@ def _refuse_dense(cell: Cell) -> None:
         raise Unsupported(f"the scores would take {need / 2**30:.0f} GiB")
 
 
-def tokamax_runner(cell: Cell, inputs: Inputs) -> Runner:
+def prepare_tokamax(cell: Cell, like: Inputs) -> Callable[[Inputs], Runner]:
     """Tokamax's Mosaic GPU kernels with its own choice of tiles."""
     if importlib.util.find_spec("tokamax") is None:
         raise Unsupported("tokamax is not installed")
     import tokamax
 
+    # It warns of every shape that its tables lack: a kilobyte each, of every program.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     attention = functools.partial(
         tokamax.dot_product_attention, is_causal=cell.causal, implementation="mosaic"
     )
-    return jax_runner(attention, inputs)
+    return compile_jax(attention, like)
 
 
-def triton_runner(cell: Cell, inputs: Inputs) -> Runner:
+def prepare_triton(cell: Cell, like: Inputs) -> Callable[[Inputs], Runner]:
     """Our Triton kernel, called through jax-triton."""
     if jax.default_backend() != "gpu":
         raise Unsupported("Triton needs a GPU")
@@ -152,10 +162,21 @@ def triton_runner(cell: Cell, inputs: Inputs) -> Runner:
     if reason is not None:
         raise Unsupported(reason)
     with_lse = triton_baseline.make_attention(cell.shape, cell.causal)
-    return jax_runner(lambda q, k, v: with_lse(q, k, v)[0], inputs, with_lse)
+    return compile_jax(lambda q, k, v: with_lse(q, k, v)[0], like, with_lse)
 
 
-def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> Runner:
+def prepare_torch(cell: Cell, like: Inputs, **arguments) -> Callable[[Inputs], Runner]:
+    """Nothing to compile: cuDNN plans in the first call."""
+    del like
+    return functools.partial(torch_runner, cell, **arguments)
+
+
+def torch_runner(
+    cell: Cell,
+    inputs: Inputs,
+    contiguous_heads: bool = False,
+    backend: str = "CUDNN_ATTENTION",
+) -> Runner:
     """PyTorch's scaled_dot_product_attention on cuDNN, on the very same arrays.
 
     Torch wants [B, N, T, H]. It gets a transposed view of the [B, T, N, H] arrays, which is what a
@@ -179,14 +200,16 @@ def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> 
         is_causal=cell.causal,
         enable_gqa=grouped,
     )
-    backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+    only = functools.partial(
+        torch.nn.attention.sdpa_kernel, getattr(torch.nn.attention.SDPBackend, backend)
+    )
 
     def forward():
         # Without gradients cuDNN need not write the log-sum-exp: the yardstick at its fastest.
-        with torch.nn.attention.sdpa_kernel(backend), torch.no_grad():
+        with only(), torch.no_grad():
             return attend(q, k, v)
 
-    with torch.nn.attention.sdpa_kernel(backend):
+    with only():
         o = attend(q, k, v)
 
     def backward():
@@ -205,25 +228,30 @@ def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> 
 
 _partial = functools.partial
 PROVIDERS: dict[str, Provider] = {
-    "torch_cudnn": Provider("PyTorch SDPA on cuDNN: the yardstick", torch_runner),
+    "torch_cudnn": Provider("PyTorch SDPA on cuDNN: the yardstick", prepare_torch),
     "torch_cudnn_bnth": Provider(
-        "the same on contiguous [B, N, T, H] arrays", _partial(torch_runner, contiguous_heads=True)
+        "the same on contiguous [B, N, T, H] arrays", _partial(prepare_torch, contiguous_heads=True)
+    ),
+    "torch_flash": Provider(
+        "PyTorch SDPA on its FlashAttention-2", _partial(prepare_torch, backend="FLASH_ATTENTION")
     ),
     "flash_pallas": Provider(
-        "this package, Hopper kernels", _partial(flash_pallas_runner, backend="hopper")
+        "this package, Hopper kernels", _partial(prepare_flash_pallas, backend="hopper")
     ),
     "flash_pallas_deterministic": Provider(
         "this package, deterministic=True (same forward)",
-        _partial(flash_pallas_runner, backend="hopper", deterministic=True),
+        _partial(prepare_flash_pallas, backend="hopper", deterministic=True),
         ("backward",),
     ),
     "flash_pallas_xla": Provider(
-        "this package's fallback for every device", _partial(flash_pallas_runner, backend="xla")
+        "this package's fallback for every device", _partial(prepare_flash_pallas, backend="xla")
     ),
-    "jax_cudnn": Provider("jax.nn on cuDNN", _partial(jax_nn_runner, implementation="cudnn")),
-    "jax_xla": Provider("jax.nn, dense", _partial(jax_nn_runner, implementation="xla")),
-    "tokamax": Provider("Tokamax, Mosaic GPU", tokamax_runner),
-    "triton_baseline": Provider("our FlashAttention-2 in Triton through jax-triton", triton_runner),
+    "jax_cudnn": Provider("jax.nn on cuDNN", _partial(prepare_jax_nn, implementation="cudnn")),
+    "jax_xla": Provider("jax.nn, dense", _partial(prepare_jax_nn, implementation="xla")),
+    "tokamax": Provider("Tokamax, Mosaic GPU, its own choice of tiles", prepare_tokamax),
+    "triton_baseline": Provider(
+        "our FlashAttention-2 in Triton through jax-triton", prepare_triton
+    ),
 }
 
 DEFAULT_PROVIDERS = (

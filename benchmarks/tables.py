@@ -13,6 +13,7 @@ import pathlib
 import re
 from typing import Any
 
+from . import flops, goals
 from . import results as results_file
 from .providers import YARDSTICK
 
@@ -53,13 +54,49 @@ def _timing_table(results: dict[str, Any]) -> str:
     providers = _unique(row["provider"] for row in rows)
     # A provider that never ran is named below the table and takes no column.
     shown = [p for p in providers if any(r["provider"] == p and r["ms"] for r in rows)]
-    head = ["B,T,N,K,H", "mask", "pass", *shown]
+    judged = results["suite"] == "h200" and OURS in shown and YARDSTICK in shown
+    head = ["B,T,N,K,H", "mask", "pass", *shown, *(_JUDGEMENT if judged else [])]
     body = []
     for found in _unique(key(row) for row in rows):
         *shape, causal, direction = found
         line = [",".join(map(str, shape)), "causal" if causal else "full", direction]
-        body.append(line + [_entry(cells.get((found, provider))) for provider in shown])
-    return _grid(head, body) + _reasons(rows)
+        entries = {provider: cells.get((found, provider)) for provider in shown}
+        line += map(_entry, entries.values())
+        body.append(line + (_judgement(entries) if judged else []))
+    return _grid(head, body) + (_FOOTNOTE if judged else "") + _reasons(rows)
+
+
+OURS = "flash_pallas"
+_JUDGEMENT = ["FA4 [1]", "goal", "ours / best peer", "ours / GEMM"]
+_FOOTNOTE = (
+    "\n\n[1] FlashAttention-4's Hopper kernels, relative to torch_cudnn, but in another process on "
+    "the same kind of card and by wall time. A peer's ratio, this one too, is what `ours / best "
+    f"peer` is taken with. GEMM: a bfloat16 product of matrices of {flops.GEMM_SIZE} x "
+    f"{flops.GEMM_SIZE} in the same rounds."
+)
+
+
+def _judgement(entries: dict[str, dict[str, Any] | None]) -> list[str]:
+    """FlashAttention-4, the goal and whether it is met, and ours against the best and the card."""
+    ours = entries[OURS]
+    if ours is None or ours["ratio_to_torch_cudnn"] is None:
+        return ["-"] * len(_JUDGEMENT)
+    mine, wanted = ours["ratio_to_torch_cudnn"], goals.goal(ours)
+    peers = [
+        row["ratio_to_torch_cudnn"]
+        for name, row in entries.items()
+        if row is not None and not name.startswith(OURS)
+    ]
+    fa4 = verdict = "-"
+    if wanted is not None:
+        # As printed: two digits on both sides.
+        verdict = f"{wanted.wanted:.2f} {'met' if round(mine, 2) >= wanted.wanted else 'missed'}"
+        if wanted.flash_attention_4 is not None:
+            fa4 = f"({wanted.flash_attention_4:.2f})"
+            peers.append(wanted.flash_attention_4)
+    best = max(ratio for ratio in peers if ratio is not None)
+    share = ours.get("share_of_gemm")
+    return [fa4, verdict, f"{mine / best:.2f}", "-" if share is None else f"{share:.2f}"]
 
 
 def _entry(row: dict[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 
 import jax
@@ -57,6 +58,10 @@ def test_suites_hold_the_promised_cells():
     assert len(h200) == 12
     assert any(c.shape.kv_heads < c.shape.q_heads for c in h200)
     assert all(c.shape.reason for cells in suites.SUITES.values() for c in cells)
+    charts = {(c.shape.head_dim, c.shape.q_len, c.causal) for c in suites.SUITES["charts"]}
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    assert charts == set(itertools.product((64, 128, 256), lengths, (False, True)))
+    assert {c.shape.batch * c.shape.q_len for c in suites.SUITES["charts"]} == {16384}
     assert suites.MEMORY_LENGTHS[0] == 1024
     assert suites.MEMORY_LENGTHS[-1] == 128 * 1024
 
@@ -67,7 +72,7 @@ def test_suites_hold_the_promised_cells():
 @pytest.fixture(scope="module")
 def judged():
     inputs = gate.random_inputs(SHAPE)
-    runner = providers.flash_pallas_runner(CELL, inputs, backend="xla")
+    runner = providers.prepare_flash_pallas(CELL, inputs, backend="xla")(inputs)
     return gate.build_oracle(inputs, True), runner.results()
 
 
@@ -125,7 +130,7 @@ def _run(tmp_path, monkeypatch, *arguments):
 
 
 def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
-    wrong = lambda cell, inputs: providers.jax_runner(lambda q, k, v: q + q, inputs)
+    wrong = lambda cell, like: providers.compile_jax(lambda q, k, v: q + q, like)
     monkeypatch.setitem(providers.PROVIDERS, "wrong", providers.Provider("wrong", wrong))
     names = "flash_pallas_xla,torch_cudnn,wrong"
     out = _run(tmp_path, monkeypatch, "--only", "full", "--providers", names)
