@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Executor
 
 import jax
 import jax.numpy as jnp
 
 import flash_pallas
 
-from .gate import Inputs
+from . import tracing
+from .gate import Inputs, input_shapes
 from .suites import Cell
 from .timing import Launch, torch_or_none
+from .tracing import Attention
+from .tracing import Runner as Runner
 
 YARDSTICK = "torch_cudnn"
 
@@ -27,102 +29,73 @@ class Unsupported(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Runner:
-    """One provider, compiled and with its residuals saved, for one cell.
-
-    Attributes:
-        launches: what to time, by direction. The backward starts from saved residuals and includes
-            everything it needs: delta, zeroed buffers, conversions.
-        results: o, dq, dk, dv and, where the provider gives it, lse, in the layout of the public
-            API; computed when called.
-    """
-
-    launches: dict[str, Launch]
-    results: Callable[[], dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
 class Provider:
-    """One implementation of attention.
+    """One implementation of attention. Its functions raise Unsupported, or NotImplementedError.
 
     Attributes:
         description: for the README's list.
-        prepare: compiles for a cell, given the shapes of its inputs, and returns what makes a
-            Runner of the inputs. Either raises Unsupported (or NotImplementedError) where it
-            cannot. It uses no memory of the device, so that cells can be prepared side by side.
+        attention: of jax, for a cell; None for another framework, which has `runner`.
+        runner: for a cell and its inputs.
         directions: which are worth timing.
     """
 
     description: str
-    prepare: Callable[[Cell, Inputs], Callable[[Inputs], Runner]]
+    attention: Callable[[Cell], Attention] | None = None
+    runner: Callable[[Cell, Inputs], Runner] | None = None
     directions: tuple[str, ...] = ("forward", "backward")
 
 
-def compile_jax(
-    attention: Callable, like: Inputs, with_lse: Callable | None = None
+def prepare(
+    name: str, cell: Cell, dtype, processes: Executor | None = None
 ) -> Callable[[Inputs], Runner]:
-    """What makes a Runner of a differentiable jax function (q, k, v) -> o, compiled.
+    """Compiles a provider's programs for a cell; what is returned makes a Runner of the inputs.
 
-    The pullback of jax.vjp is a pytree of the residuals, so it is computed by one program and given
-    to another, which is then the backward and nothing else.
+    It needs no memory of the device, so that many can be prepared side by side.
 
     Args:
-        attention: what is timed.
-        like: arrays, or their shapes and dtypes.
-        with_lse: (q, k, v) -> (o, lse) for the gate, where there is one.
+        name: of PROVIDERS.
+        cell: what is computed.
+        dtype: of the inputs.
+        processes: those that trace; without, this one does.
+
+    Raises:
+        Unsupported, NotImplementedError: this provider cannot run this cell; says why.
     """
-    *qkv, do = like
-    primal = with_lse or (lambda *args: (attention(*args), None))
-    save = jax.jit(lambda *args: jax.vjp(primal, *args, has_aux=True))
-    _, residuals, _ = jax.eval_shape(save, *qkv)
-    pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    lowered = [jax.jit(attention).lower(*qkv), save.lower(*qkv), pull.lower(residuals, do)]
-    # XLA and ptxas compile outside Python's lock: three programs in the time of the slowest.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = list(pool.map(lambda program: program.compile(), lowered))
-    return functools.partial(_bind, *programs)
+    provider = PROVIDERS[name]
+    if provider.attention is None:
+        return functools.partial(provider.runner, cell)
+    if processes is not None:
+        exported = processes.submit(_export, name, cell, dtype).result()
+        return tracing.compiled(tracing.lower_exported(exported))
+    like = input_shapes(cell.shape, dtype)
+    return tracing.compiled(tracing.lower(provider.attention(cell), like))
 
 
-def _bind(forward, save, pull, inputs: Inputs) -> Runner:
-    """The Runner of compiled programs on these inputs."""
-    *qkv, do = inputs
-    _, pullback, lse = save(*qkv)
-
-    def results():
-        found = dict(zip(("dq", "dk", "dv"), pull(pullback, do), strict=True))
-        if lse is not None:
-            found["lse"] = lse
-        return {"o": forward(*qkv), **found}
-
-    return Runner(
-        {
-            "forward": Launch(lambda: forward(*qkv), "jax"),
-            "backward": Launch(lambda: pull(pullback, do), "jax"),
-        },
-        results,
-    )
+def _export(name: str, cell: Cell, dtype) -> tracing.Programs:
+    """A provider's programs in a form that can be sent: what another process does for `prepare`."""
+    return tracing.export(PROVIDERS[name].attention(cell), input_shapes(cell.shape, dtype))
 
 
-def prepare_flash_pallas(cell: Cell, like: Inputs, **arguments) -> Callable[[Inputs], Runner]:
+def flash_pallas_attention(cell: Cell, **arguments) -> Attention:
     """Our kernels through the public functions."""
     arguments["causal"] = cell.causal
-    return compile_jax(
+    return Attention(
         functools.partial(flash_pallas.flash_attention, **arguments),
-        like,
         functools.partial(flash_pallas.flash_attention_with_lse, **arguments),
     )
 
 
-def prepare_jax_nn(cell: Cell, like: Inputs, implementation: str) -> Callable[[Inputs], Runner]:
+def jax_nn_attention(cell: Cell, implementation: str) -> Attention:
     """jax.nn.dot_product_attention."""
     if implementation == "cudnn" and jax.default_backend() != "gpu":
         raise Unsupported("cuDNN needs a GPU")
     if implementation == "xla":
         _refuse_dense(cell)
-    attention = functools.partial(
-        jax.nn.dot_product_attention, is_causal=cell.causal, implementation=implementation
+    return Attention(
+        functools.partial(
+            jax.nn.dot_product_attention, is_causal=cell.causal, implementation=implementation
+        )
     )
-    return compile_jax(attention, like)
 
 
 def _refuse_dense(cell: Cell) -> None:
@@ -134,7 +107,7 @@ def _refuse_dense(cell: Cell) -> None:
         raise Unsupported(f"the scores would take {need / 2**30:.0f} GiB")
 
 
-def prepare_tokamax(cell: Cell, like: Inputs) -> Callable[[Inputs], Runner]:
+def tokamax_attention(cell: Cell) -> Attention:
     """Tokamax's Mosaic GPU kernels with its own choice of tiles."""
     if importlib.util.find_spec("tokamax") is None:
         raise Unsupported("tokamax is not installed")
@@ -142,13 +115,14 @@ def prepare_tokamax(cell: Cell, like: Inputs) -> Callable[[Inputs], Runner]:
 
     # It warns of every shape that its tables lack: a kilobyte each, of every program.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    attention = functools.partial(
-        tokamax.dot_product_attention, is_causal=cell.causal, implementation="mosaic"
+    return Attention(
+        functools.partial(
+            tokamax.dot_product_attention, is_causal=cell.causal, implementation="mosaic"
+        )
     )
-    return compile_jax(attention, like)
 
 
-def prepare_triton(cell: Cell, like: Inputs) -> Callable[[Inputs], Runner]:
+def triton_attention(cell: Cell) -> Attention:
     """Our Triton kernel, called through jax-triton."""
     if jax.default_backend() != "gpu":
         raise Unsupported("Triton needs a GPU")
@@ -162,13 +136,7 @@ def prepare_triton(cell: Cell, like: Inputs) -> Callable[[Inputs], Runner]:
     if reason is not None:
         raise Unsupported(reason)
     with_lse = triton_baseline.make_attention(cell.shape, cell.causal)
-    return compile_jax(lambda q, k, v: with_lse(q, k, v)[0], like, with_lse)
-
-
-def prepare_torch(cell: Cell, like: Inputs, **arguments) -> Callable[[Inputs], Runner]:
-    """Nothing to compile: cuDNN plans in the first call."""
-    del like
-    return functools.partial(torch_runner, cell, **arguments)
+    return Attention(lambda q, k, v: with_lse(q, k, v)[0], with_lse)
 
 
 def torch_runner(
@@ -228,29 +196,31 @@ def torch_runner(
 
 _partial = functools.partial
 PROVIDERS: dict[str, Provider] = {
-    "torch_cudnn": Provider("PyTorch SDPA on cuDNN: the yardstick", prepare_torch),
+    "torch_cudnn": Provider("PyTorch SDPA on cuDNN: the yardstick", runner=torch_runner),
     "torch_cudnn_bnth": Provider(
-        "the same on contiguous [B, N, T, H] arrays", _partial(prepare_torch, contiguous_heads=True)
+        "the same on contiguous [B, N, T, H] arrays",
+        runner=_partial(torch_runner, contiguous_heads=True),
     ),
     "torch_flash": Provider(
-        "PyTorch SDPA on its FlashAttention-2", _partial(prepare_torch, backend="FLASH_ATTENTION")
+        "PyTorch SDPA on its FlashAttention-2",
+        runner=_partial(torch_runner, backend="FLASH_ATTENTION"),
     ),
     "flash_pallas": Provider(
-        "this package, Hopper kernels", _partial(prepare_flash_pallas, backend="hopper")
+        "this package, Hopper kernels", _partial(flash_pallas_attention, backend="hopper")
     ),
     "flash_pallas_deterministic": Provider(
         "this package, deterministic=True (same forward)",
-        _partial(prepare_flash_pallas, backend="hopper", deterministic=True),
-        ("backward",),
+        _partial(flash_pallas_attention, backend="hopper", deterministic=True),
+        directions=("backward",),
     ),
     "flash_pallas_xla": Provider(
-        "this package's fallback for every device", _partial(prepare_flash_pallas, backend="xla")
+        "this package's fallback for every device", _partial(flash_pallas_attention, backend="xla")
     ),
-    "jax_cudnn": Provider("jax.nn on cuDNN", _partial(prepare_jax_nn, implementation="cudnn")),
-    "jax_xla": Provider("jax.nn, dense", _partial(prepare_jax_nn, implementation="xla")),
-    "tokamax": Provider("Tokamax, Mosaic GPU, its own choice of tiles", prepare_tokamax),
+    "jax_cudnn": Provider("jax.nn on cuDNN", _partial(jax_nn_attention, implementation="cudnn")),
+    "jax_xla": Provider("jax.nn, dense", _partial(jax_nn_attention, implementation="xla")),
+    "tokamax": Provider("Tokamax, Mosaic GPU, its own choice of tiles", tokamax_attention),
     "triton_baseline": Provider(
-        "our FlashAttention-2 in Triton through jax-triton", prepare_triton
+        "our FlashAttention-2 in Triton through jax-triton", triton_attention
     ),
 }
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import faulthandler
 import functools
 import gc
 import itertools
+import multiprocessing
 import os
 import pathlib
 import time
@@ -24,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from . import flops, gate, memory, results, suites, tables, timing
-from .providers import DEFAULT_PROVIDERS, PROVIDERS, YARDSTICK, Runner, Unsupported
+from .providers import DEFAULT_PROVIDERS, PROVIDERS, YARDSTICK, Runner, Unsupported, prepare
 
 DIRECTIONS = ("forward", "backward")
 GATED = {"forward": gate.FORWARD, "backward": gate.BACKWARD}
@@ -61,19 +63,27 @@ class Entry:
         return None
 
 
-def compile_cells(cells: Sequence[suites.Cell], names: list[str], dtype) -> list[Compiled]:
+def compile_cells(cells: Sequence[suites.Cell], arguments) -> list[Compiled]:
     """Everybody's programs of these cells, side by side; nothing is timed meanwhile.
 
     A job that failed keeps its exception until it is asked for its result.
     """
     begin = time.perf_counter()
+    dtype, traced_by = jnp.dtype(arguments.dtype), contextlib.nullcontext()
+    if arguments.processes:
+        # Not forked: this process has a CUDA context.
+        spawn = multiprocessing.get_context("spawn")
+        traced_by = concurrent.futures.ProcessPoolExecutor(arguments.processes, spawn)
     compiled = []
-    # As many threads as there are processors: tracing holds Python's lock, compiling does not.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    # More threads than processors: some of them wait for a process that traces.
+    workers = (os.cpu_count() or 1) + arguments.processes
+    with traced_by as processes, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for cell in cells:
             like = gate.input_shapes(cell.shape, dtype)
-            jobs = {name: pool.submit(PROVIDERS[name].prepare, cell, like) for name in names}
-            compiled.append(Compiled(pool.submit(gate.compile_oracle, like, cell.causal), jobs))
+            oracle = pool.submit(gate.compile_oracle, like, cell.causal)
+            jobs = [pool.submit(prepare, p, cell, dtype, processes) for p in arguments.providers]
+            programs = dict(zip(arguments.providers, jobs, strict=True))
+            compiled.append(Compiled(oracle, programs))
     seconds = time.perf_counter() - begin
     print(f"compiled {len(compiled)} cells in {seconds:.0f} s", flush=True)
     return compiled
@@ -230,7 +240,7 @@ def time_batch(cells, timer: timing.Timer, arguments, begin: float, found) -> su
     left = lambda: arguments.time_limit - (time.monotonic() - begin)
     if left() < 0:
         return cells[0]
-    everything = compile_cells(cells, arguments.providers, jnp.dtype(arguments.dtype))
+    everything = compile_cells(cells, arguments)
     for cell, compiled in zip(cells, everything, strict=True):
         if left() < longest:
             return cell
@@ -296,6 +306,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="go on with the file at --out")
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; no new cell after")
     parser.add_argument("--ahead", type=int, default=12, help="cells compiled side by side")
+    parser.add_argument("--processes", type=int, default=0, help="that trace; 0: this one does")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(suites.MEMORY_LENGTHS))
     arguments = parser.parse_args(argv)
     is_memory = arguments.suite == "memory"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
+import multiprocessing
 import sys
 
 import jax
@@ -72,7 +74,7 @@ def test_suites_hold_the_promised_cells():
 @pytest.fixture(scope="module")
 def judged():
     inputs = gate.random_inputs(SHAPE)
-    runner = providers.prepare_flash_pallas(CELL, inputs, backend="xla")(inputs)
+    runner = providers.prepare("flash_pallas_xla", CELL, jnp.bfloat16)(inputs)
     return gate.build_oracle(inputs, True), runner.results()
 
 
@@ -130,8 +132,8 @@ def _run(tmp_path, monkeypatch, *arguments):
 
 
 def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
-    wrong = lambda cell, like: providers.compile_jax(lambda q, k, v: q + q, like)
-    monkeypatch.setitem(providers.PROVIDERS, "wrong", providers.Provider("wrong", wrong))
+    wrong = providers.Provider("wrong", lambda cell: providers.Attention(lambda q, k, v: q + q))
+    monkeypatch.setitem(providers.PROVIDERS, "wrong", wrong)
     names = "flash_pallas_xla,torch_cudnn,wrong"
     out = _run(tmp_path, monkeypatch, "--only", "full", "--providers", names)
     found = results.load(out)
@@ -158,6 +160,19 @@ def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
     out.write_text(out.read_text().replace("0123456789abcdef", "another"))
     with pytest.raises(ValueError, match="commit"):
         _run(tmp_path, monkeypatch, "--append", "--providers", "flash_pallas_xla")
+
+
+def test_programs_traced_by_another_process_are_the_same(judged):
+    oracle, here = judged
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as processes:
+        ready = providers.prepare("flash_pallas_xla", CELL, jnp.bfloat16, processes)
+        with pytest.raises(providers.Unsupported, match="cuDNN"):
+            providers.prepare("jax_cudnn", CELL, jnp.bfloat16, processes)
+    there = ready(gate.random_inputs(SHAPE)).results()
+    assert all(verdict.ok for verdict in oracle.check(there).values())
+    for name, value in here.items():
+        np.testing.assert_array_equal(value, there[name], err_msg=name)
 
 
 def test_time_limit_starts_no_new_cell(tmp_path, monkeypatch, capsys):
