@@ -22,7 +22,12 @@ _REASON_LENGTH = 160
 
 def render(results: dict[str, Any]) -> str:
     """The whole table of a results file with the line that says where it comes from."""
-    own = {"memory": _memory_table, "features": _features_table, "decode": _decode_table}
+    own = {
+        "memory": _memory_table,
+        "features": _features_table,
+        "decode": _decode_table,
+        "overhead": _overhead_table,
+    }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
 
@@ -162,6 +167,27 @@ def _decode_table(results: dict[str, Any]) -> str:
         numbers = [f"{row['ms'] * 1e3:.1f}", rate, "-" if splits is None else str(splits)]
         body.append([row["group"], row["shape"], row["call"], *numbers])
     head = ["", "B,S,N,K,H", "call", "us", "GB/s", "splits"]
+    return _grid(head, body) + _reasons(rows)
+
+
+def _overhead_table(results: dict[str, Any]) -> str:
+    """Of every provider the device's time, wall time without and with CUDA graphs, and launches."""
+    rows = results["rows"]
+    providers = _unique(row["provider"] for row in rows)
+    cells = {(row["shape"], row["work"], row["provider"]): row for row in rows}
+    columns = ("device", "wall (graphs)", "launches")
+    head = ["B,T,N,K,H", "tiles", "call", *(f"{p}: {c}" for p in providers for c in columns)]
+    body = []
+    for shape, work, tiles in _unique((r["shape"], r["work"], r["tiles"]) for r in rows):
+        line = [shape, str(tiles), work]
+        for provider in providers:
+            row = cells[shape, work, provider]
+            device, wall, graphs, launches = (
+                "-" if row[name] is None else f"{row[name]:.1f}"
+                for name in ("device_us", "wall_us", "wall_us_with_graphs", "launches")
+            )
+            line += [device, f"{wall} ({graphs})", launches]
+        body.append(line)
     return _grid(head, body) + _reasons(rows)
 
 
