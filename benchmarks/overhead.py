@@ -22,7 +22,6 @@ SHAPES = (
     suites.Shape(1, 1024, 16, 16, 128, "128 tiles"),
     suites.Shape(1, 512, 8, 8, 64, "32 tiles, narrow heads"),
     suites.Shape(1, 512, 32, 8, 128, "128 tiles, grouped queries"),
-    suites.Shape(1, 256, 16, 16, 128, "32 tiles: a launch is most of it"),
 )
 ATTENTION: dict[str, Callable[..., Any]] = {
     "flash_pallas": functools.partial(flash_pallas.flash_attention, causal=True, backend="hopper"),
