@@ -65,10 +65,24 @@ def prepare(
     if provider.attention is None:
         return functools.partial(provider.runner, cell)
     if processes is not None:
-        exported = processes.submit(_export, name, cell, dtype).result()
-        return tracing.compiled(tracing.lower_exported(exported))
-    like = input_shapes(cell.shape, dtype)
-    return tracing.compiled(tracing.lower(provider.attention(cell), like))
+        return tracing.compiled(_traced_by(processes, name, cell, dtype))
+    return tracing.compiled(_lower(name, cell, dtype))
+
+
+def _lower(name: str, cell: Cell, dtype) -> tracing.Programs:
+    return tracing.lower(PROVIDERS[name].attention(cell), input_shapes(cell.shape, dtype))
+
+
+def _traced_by(processes: Executor, name: str, cell: Cell, dtype) -> tracing.Programs:
+    """What `_lower` gives, traced by another process; by this one where that cannot export it."""
+    try:
+        return tracing.lower_exported(processes.submit(_export, name, cell, dtype).result())
+    except (Unsupported, NotImplementedError):
+        raise
+    except Exception as error:  # jax.export refuses custom calls that tracing.py does not name
+        reason = f"{type(error).__name__}: {error}"
+        print(f"{name}, {cell.label}: traced here, since {reason}"[:300], flush=True)
+        return _lower(name, cell, dtype)
 
 
 def _export(name: str, cell: Cell, dtype) -> tracing.Programs:

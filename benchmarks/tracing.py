@@ -23,6 +23,7 @@ from .timing import Launch
 _CUSTOM_CALLS = (
     "mosaic_gpu",
     "mosaic_gpu_v2",
+    "triton_kernel_call",
     "__cudnn$fmhaSoftmax",
     "__cudnn$fmhaSoftmaxBackward",
 )

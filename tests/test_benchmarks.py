@@ -162,13 +162,17 @@ def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
         _run(tmp_path, monkeypatch, "--append", "--providers", "flash_pallas_xla")
 
 
-def test_programs_traced_by_another_process_are_the_same(judged):
+def test_programs_traced_by_another_process_are_the_same(judged, monkeypatch, capsys):
     oracle, here = judged
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as processes:
         ready = providers.prepare("flash_pallas_xla", CELL, jnp.bfloat16, processes)
         with pytest.raises(providers.Unsupported, match="cuDNN"):
             providers.prepare("jax_cudnn", CELL, jnp.bfloat16, processes)
+        # What the other process cannot make (here: it does not know the name) is made by this one.
+        monkeypatch.setitem(providers.PROVIDERS, "new", providers.PROVIDERS["flash_pallas_xla"])
+        providers.prepare("new", CELL, jnp.bfloat16, processes)
+    assert "new, 1,128,4,2,64 causal: traced here, since KeyError: 'new'" in capsys.readouterr().out
     there = ready(gate.random_inputs(SHAPE)).results()
     assert all(verdict.ok for verdict in oracle.check(there).values())
     for name, value in here.items():
