@@ -166,7 +166,7 @@ class Trial:
 
 
 def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
-    """Every candidate that compiles, the rules' choice first.
+    """Every candidate that compiles, the rules' choice first, of kernels with several.
 
     Raises:
         Exception: of the compiler, where it does not even take the rules' choice.
@@ -176,7 +176,7 @@ def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for kernel, candidates in backend.candidates(call.problem).items():
             build = _forward if kernel == "forward" else _backward
-            for fields in candidates:
+            for fields in candidates if len(candidates) > 1 else ():
                 tiles = backend.blocks(call.problem, {kernel: fields})
                 jobs.append((kernel, fields, pool.submit(build, backend, call, tiles, residuals)))
     programs: dict[str, list[Program]] = {}

@@ -11,13 +11,11 @@ from .blocks import choose_blocks
 
 # Each replaces fields of what the rules take. What only the rules know how to combine (which loops
 # are masked, where polynomials pay beside modifiers, speculation) stays as it is.
-_TWO, _THREE = {"warpgroups": 2}, {"warpgroups": 3, "q_in_registers": False}
 _FORWARD = (
-    {**_TWO, "block_kv": 128, "q_in_registers": True},
-    {**_TWO, "block_kv": 128, "q_in_registers": False},
-    {**_TWO, "block_kv": 64},
-    {**_THREE, "block_kv": 64},
-    {**_THREE, "block_kv": 128},
+    {"warpgroups": 2, "block_kv": 128},
+    {"warpgroups": 2, "block_kv": 96},
+    {"warpgroups": 3, "block_kv": 64},
+    {"warpgroups": 3, "block_kv": 128},
     {"persistent": False},
 )
 _FUSED = (
@@ -37,7 +35,7 @@ _DQ = (
     {"v_stages": 2},
     {"warpgroups": 1, "block_kv": 64},
 )
-_CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
+CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
 
 
 def candidates(problem: Problem) -> dict[str, list[dict[str, Any]]]:
@@ -46,7 +44,7 @@ def candidates(problem: Problem) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for kernel, blocks in chosen.items():
         tried = [blocks]
-        for change in _CHANGES[kernel]:
+        for change in CHANGES[kernel]:
             try:
                 tried.append(_by_kernel(problem, {kernel: change})[kernel])
             except ValueError:  # they do not fit, or the kernel cannot take them
