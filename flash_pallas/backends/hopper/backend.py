@@ -15,6 +15,7 @@ from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs,
 from . import decode_blocks
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks
+from .candidates import candidates
 from .decode import decode
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
@@ -69,6 +70,10 @@ class HopperBackend:
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
         return choose_blocks(problem, override)
+
+    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
+        """Tile sizes worth timing; see candidates.py."""
+        return candidates(problem)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Attention; see core.problem.Outputs."""
