@@ -38,6 +38,7 @@ from ...core.problem import Operands, Outputs, Problem
 from . import inline
 from .blocks import ForwardBlocks
 from .clearing import Padding
+from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Logits, Scores, per_row
@@ -74,6 +75,11 @@ class Forward:
         return self.plan.blocks
 
     @property
+    def feeder(self) -> Feeder:
+        """Who loads where there is no producer."""
+        return Feeder(self.plan)
+
+    @property
     def turns(self) -> Turns:
         """Who may issue products."""
         return Turns(self.blocks.warpgroups, self.interpret)
@@ -93,20 +99,24 @@ class Forward:
             counter=counter,
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
-        pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
+        if self.blocks.producer:
+            pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
 
     # --- a compute warpgroup -------------------------------------------------------------------
 
     def consume(self, cta: Cta):
         """Fold the key blocks of each tile into this warpgroup's rows."""
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         first = jnp.int32(0)
-        work = self.plan.work(cta, self.plan.queue.first(cta))
+        number = self.plan.queue.first(cta)
+        work = self.plan.work(cta, number)
+        start = cta if self.blocks.producer else self.feeder.start(cta, number)
         work = work._replace(held=self.scores.hold(cta, work))
         plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
         cta.k.wait_full(first)
         s = self.first_products(cta)
-        rows = self.first_softmax(cta, work, s, first, lambda: cta.k.release(first))
+        rows = self.first_softmax(cta, work, s, first, lambda: start.k.release(first))
         rows = rows._replace(p=self.plan.products.split(rows.p))
         self.turns.start(cta.wg)
 
@@ -117,7 +127,9 @@ class Forward:
                 plgpu.ACC((WARPGROUP_ROWS, self.problem.v_head_dim), jnp.float32),
             )
 
-        self.plan.queue.each(cta, tile, (rows, jnp.int32(0)))
+        _, used = self.plan.queue.each(cta, tile, (rows, jnp.int32(0)))
+        if not self.blocks.producer:
+            self.feeder.end(cta, used)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(self, cta: Cta, at, rows: Rows, used, o_acc):
@@ -128,6 +140,9 @@ class Forward:
         """
         turn, number = at
         work = self.plan.work(cta, number)._replace(used=used)
+        following = None
+        if not self.blocks.producer:
+            cta, following = self.feeder.tile(cta, turn, number, work)
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
         if self.blocks.q_in_registers:
@@ -137,7 +152,7 @@ class Forward:
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
         after = used + work.kv_blocks
         if self.blocks.persistent:
-            following = self.plan.queue.following(cta, turn)
+            following = following or self.plan.queue.following(cta, turn)
             return (self.seam(cta, number, following, rows, after, o_acc), after), following
         cta.v.wait_full(after - 1)
         self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
@@ -210,17 +225,23 @@ class Forward:
         than a second copy of this code.
         """
         number_after, more = following
+        wg, use = cta.wg, after
+        if not self.blocks.producer:
+            # Or the descriptors of this Q, K and V are held, and spilled, over the loops.
+            number, number_after, wg, use = lax.optimization_barrier((number, number_after, wg, use))
         work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
         if self.blocks.q_in_registers:
             plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
         plgpu.barrier_arrive(cta.bars.q_empty.at[cta.wg])
+        if not self.blocks.producer:
+            self.feeder.next_q(cta, (number_after, more))
 
         @pl.when(more)
         def _():
             plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
             cta.k.wait_full(after)
 
-        s = self.issue(cta, cta.smem.q.at[cta.wg], after, rows.p, after - 1, o_acc)
+        s = self.issue(cta, cta.smem.q.at[wg], use, rows.p, use - 1, o_acc)
         following = following._replace(held=self.scores.hold(cta, following))
         release = lambda: pl.when(more)(lambda: cta.k.release(after))
         start = self.first_softmax(cta, following, s, after, release)
@@ -338,7 +359,7 @@ def forward(
         out=results,
         scratch=plan.scratch(gmem, o),
         grid={"cta": assignment.ctas},
-        threads=blocks.warpgroups + 1,
+        threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_forward",
         interpret=interpret,
     )

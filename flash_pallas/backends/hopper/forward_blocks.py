@@ -29,6 +29,7 @@ class ForwardBlocks:
         speculates: weights are taken relative to the row maxima of the blocks before, and again
             with new ones only where a sum of some of a row's exceeds 2 to this; 0: never. See
             `speculation` for where that is possible.
+        producer: a warpgroup of its own loads; else the last compute warpgroup does.
     """
 
     warpgroups: int = 2
@@ -39,6 +40,7 @@ class ForwardBlocks:
     lazy_rescale: float = 0.0
     polynomials: float = 0.0
     speculates: float = 0.0
+    producer: bool = True
 
     @property
     def compute_registers(self) -> int:
