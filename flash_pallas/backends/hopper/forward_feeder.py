@@ -64,7 +64,11 @@ class Feeder:
         ahead = Ahead(number, work.used, work.used + work.kv_blocks)
         if self.plan.blocks.persistent:
             if self.plan.claims:
-                pl.when(self.loads(cta))(lambda: queue.claim(cta, turn))
+
+                @pl.when(self.loads(cta))
+                def _():
+                    queue.claim(cta, turn)
+
             number, more = following = queue.following(cta, turn)
             blocks = jnp.where(more, self.plan.work(cta, number).kv_blocks, 0)
             ahead = ahead._replace(following=number, limit=ahead.end + blocks)

@@ -24,6 +24,7 @@ class FusedBlocks:
         alternate: the warpgroups take turns at the tensor cores; see fused_finish.py. Takes two
             slots for dS and no late_dp.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
+        producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
     """
 
     block_q: int = 64
@@ -35,6 +36,7 @@ class FusedBlocks:
     stagger: bool = False
     alternate: bool = False
     polynomials: float = 0.0
+    producer: bool = True
 
     block_kv = 2 * WARPGROUP_ROWS
     compute_registers, producer_registers = 240, 24

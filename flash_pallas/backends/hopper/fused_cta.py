@@ -79,6 +79,13 @@ class Cta:
         head, queries = self.query_tile(n, block_q)
         return Place(self.batch, head, kv_start, queries.start, rows, block_q)
 
+    def dq_part(self, n, blocks: FusedBlocks, head_dim: int, wg):
+        """Where a warpgroup's part of the n-th dQ tile lies in the buffer."""
+        (head, rows), part = self.query_tile(n, blocks.block_q), blocks.dq_tile(head_dim)
+        if blocks.dq_by_rows:
+            return self.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        return self.batch, rows, head, pl.ds(wg * part[1], part[1])
+
     def meet(self):
         """Wait for the other warpgroup."""
         plgpu.barrier_arrive(self.bars.met)
@@ -118,8 +125,8 @@ def scratch(
             else None
         ),
         turn=bar(num_barriers=WARPGROUPS) if blocks.alternate and interpret else None,
-        dq_full=bar(num_barriers=WARPGROUPS),
-        dq_empty=bar(num_barriers=WARPGROUPS),
+        dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
+        dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
     )
     return smem, bars
