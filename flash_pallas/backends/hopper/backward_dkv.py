@@ -86,7 +86,8 @@ class Dkv:
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
-        pl.when(wg == PRODUCER)(lambda: self.produce(cta))
+        if self.blocks.producer:
+            pl.when(wg == PRODUCER)(lambda: self.produce(cta))
 
     def place(self, cta: Cta, member, block) -> Place:
         """Of the tile of a query block of one head of the group."""
@@ -99,30 +100,72 @@ class Dkv:
     def produce(self, cta: Cta):
         """K, then for every tile Q and dO; V between the first two, where it is first needed."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
-        plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
+        self.load_k(cta)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
-            member, block = cta.walk[n]
-            head = cta.kv_head * self.problem.group + member
-            rows = pl.ds(block * self.blocks.block_q, self.blocks.block_q)
-            tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
-            cta.q.wait_empty(n)
-            self.load(cta.q, n, rows_of(cta.gmem.q, tile, cta.smem.q), cta.smem.q)
-            self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
-            if self.side.copies:
-                slot = cta.q.slot(n)
-                place = self.place(cta, member, block)
-                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
-
+            self.load_q(cta, n)
             pl.when(n == 0)(lambda: self.load_v(cta))
-            cta.do.wait_empty(n)
-            self.load(cta.do, n, rows_of(cta.gmem.do, tile, cta.smem.do), cta.smem.do)
-            self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
+            self.load_do(cta, n)
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
+
+    def feed(self, cta: Cta) -> Cta:
+        """For warpgroup 1, without a producer: load what the walk starts with.
+
+        Returns the CTA with a ring of Q that is filled again where this warpgroup, which is the
+        last to do so, releases it.
+        """
+        tiles = cta.walk.total
+        for n in range(max(self.blocks.stages, self.blocks.do_stages)):
+            if n < self.blocks.stages:
+                pl.when(n < tiles)(lambda n=n: self.load_q(cta, jnp.int32(n)))
+            if n == 0:
+                self.load_v(cta)
+            if n < self.blocks.do_stages:
+                pl.when(n < tiles)(lambda n=n: self.load_do(cta, jnp.int32(n)))
+        refill = lambda n: pl.when(n < tiles)(lambda: self.load_q(cta, n))
+        return dataclasses.replace(cta, q=cta.q._replace(refill=refill))
+
+    def refill_do(self, cta: Cta, n):
+        """For warpgroup 1, without a producer, at the start of its n-th tile.
+
+        The slot is that of the tile before, which warpgroup 0 releases in its own n-th tile.
+        """
+        following = n + self.blocks.do_stages - 1
+        wanted = (n > 0) & (following < cta.walk.total)
+        pl.when(wanted)(lambda: self.load_do(cta, following))
+
+    def at(self, cta: Cta, n):
+        """(head in the group, block of queries, index of the rows' vectors) of the n-th tile."""
+        member, block = cta.walk[n]
+        head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
+        return member, block, (cta.batch, head, pl.ds(block * rows, rows))
+
+    def load_q(self, cta: Cta, n):
+        """Q of the n-th tile, and what travels with it."""
+        member, block, row = self.at(cta, n)
+        batch, head, rows = row
+        cta.q.wait_empty(n)
+        self.load(cta.q, n, rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q), cta.smem.q)
+        self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
+        if self.side.copies:
+            slot = cta.q.slot(n)
+            place = self.place(cta, member, block)
+            self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
+
+    def load_do(self, cta: Cta, n):
+        """dO and delta of the n-th tile."""
+        _, _, row = self.at(cta, n)
+        batch, head, rows = row
+        cta.do.wait_empty(n)
+        self.load(cta.do, n, rows_of(cta.gmem.do, (batch, rows, head), cta.smem.do), cta.smem.do)
+        self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
+
+    def load_k(self, cta: Cta):
+        k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
+        plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
 
     def load_v(self, cta: Cta):
         v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
@@ -136,7 +179,10 @@ class Dkv:
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
     def compute_dv(self, cta: Cta):
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            self.load_k(cta)
         accumulator = self.result_accumulator(self.problem.v_head_dim)
         dv = pl.run_scoped(functools.partial(self.dv_walk, cta), accumulator)
         cta.p.drain(cta.walk.total)
@@ -225,9 +271,15 @@ class Dkv:
     # --- warpgroup 1: dP, dS, dK -----------------------------------------------------------------
 
     def compute_dk(self, cta: Cta):
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.feed(cta)
         accumulator = self.result_accumulator(self.problem.head_dim)
         dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
+        if not self.blocks.producer:
+            cta.q.drain(cta.walk.total)
+            cta.do.drain(cta.walk.total)
         staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
         out = rows_of(cta.dk, cta.keys, staging)
         self.store(dk * self.problem.spec.scale, staging, out)
@@ -242,6 +294,8 @@ class Dkv:
 
     def dk_step(self, cta: Cta, dk_acc, n):
         """dK += dS^T Q of the n-th tile."""
+        if not self.blocks.producer:
+            self.refill_do(cta, n)
         cta.do.wait_full(n)
         products = functools.partial(self.score_gradients, cta, n)
         ds = pl.run_scoped(products, self.score_accumulator)
@@ -313,7 +367,7 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
             "kv": pl.cdiv(problem.kv_len, WARPGROUP_ROWS),
             "batch": problem.batch,
         },
-        threads=3,
+        threads=2 + blocks.producer,
         name="flash_pallas_backward_dkv",
         interpret=interpret,
     )

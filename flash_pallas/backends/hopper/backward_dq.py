@@ -129,7 +129,8 @@ class Dq:
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
-        pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
+        if self.blocks.producer:
+            pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
 
     def walk(self, cta: Cta) -> KeyWalk:
         """The key blocks of this CTA."""
@@ -141,6 +142,42 @@ class Dq:
     def produce(self, cta: Cta):
         """Q, dO, lse and delta once, then every block of K and V."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        self.load_queries(cta)
+        walk = self.walk(cta)
+
+        @pl.loop(jnp.int32(0), walk.total)
+        def _(n):
+            self.load_k(cta, walk, n)
+            self.load_v(cta, walk, n)
+
+        cta.k.drain(walk.total)
+        cta.v.drain(walk.total)
+
+    def feed(self, cta: Cta) -> Cta:
+        """Without a producer: load what the walk starts with, if this warpgroup is the one that does.
+
+        Returns the CTA with rings that it fills again where it releases them.
+        """
+        walk, loads = self.walk(cta), cta.wg == self.blocks.warpgroups - 1
+        rings = (cta.k, self.load_k), (cta.v, self.load_v)
+        fill = lambda load, n: pl.when(n < walk.total)(lambda: load(cta, walk, n))
+
+        @pl.when(loads)
+        def _():
+            self.load_queries(cta)
+            for n in range(max(ring.slots for ring, _ in rings)):
+                for ring, load in rings:
+                    if n < ring.slots:
+                        fill(load, jnp.int32(n))
+
+        def refilled(ring: Ring, load):
+            return ring._replace(refill=lambda n: pl.when(loads)(lambda: fill(load, n)))
+
+        k, v = (refilled(*ring) for ring in rings)
+        return dataclasses.replace(cta, k=k, v=v)
+
+    def load_queries(self, cta: Cta):
+        """Q, dO, lse and delta."""
         queries = pl.ds(cta.q_start, self.blocks.block_q)
         tile, row = (cta.batch, queries, cta.head), (cta.batch, cta.head, queries)
         arrived = cta.bars.queries
@@ -149,23 +186,26 @@ class Dq:
         plgpu.copy_gmem_to_smem(rows_of(gmem.do, tile, smem.do), smem.do, arrived)
         plgpu.copy_gmem_to_smem(gmem.lse_log2.at[row], smem.lse, arrived)
         plgpu.copy_gmem_to_smem(gmem.delta.at[row], smem.delta, arrived)
+
+    def keys(self, cta: Cta, walk: KeyWalk, n):
+        """Index of the n-th block in k and v."""
+        block_kv = self.blocks.block_kv
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
+        return cta.batch, pl.ds(walk[n] * block_kv, block_kv), kv_head
 
-        block_q, block_kv, walk = self.blocks.block_q, self.blocks.block_kv, self.walk(cta)
+    def load_k(self, cta: Cta, walk: KeyWalk, n):
+        """K of the n-th block, and what travels with it."""
+        gmem, smem, keys = cta.gmem, cta.smem, self.keys(cta, walk, n)
+        self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
+        if self.side.copies:
+            slot, rows = cta.k.slot(n), self.blocks.block_q
+            place = cta.place(keys[1].start, self.blocks.block_kv, own=False, rows=rows)
+            self.side.load(gmem.side, smem.side, slot, cta.k.full.at[slot], place)
 
-        @pl.loop(jnp.int32(0), walk.total)
-        def _(n):
-            start = walk[n] * block_kv
-            keys = (cta.batch, pl.ds(start, block_kv), kv_head)
-            self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
-            if self.side.copies:
-                slot = cta.k.slot(n)
-                place = cta.place(start, block_kv, own=False, rows=block_q)
-                self.side.load(gmem.side, smem.side, slot, cta.k.full.at[slot], place)
-            self.load(cta.v, n, rows_of(gmem.v, keys, smem.v), smem.v)
-
-        cta.k.drain(walk.total)
-        cta.v.drain(walk.total)
+    def load_v(self, cta: Cta, walk: KeyWalk, n):
+        """V of the n-th block."""
+        source = rows_of(cta.gmem.v, self.keys(cta, walk, n), cta.smem.v)
+        self.load(cta.v, n, source, cta.smem.v)
 
     def load(self, ring: Ring, n, source, buffer):
         """The n-th fill of a ring."""
@@ -177,7 +217,10 @@ class Dq:
 
     def consume(self, cta: Cta):
         """Fold the key blocks into this warpgroup's rows and write them."""
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.feed(cta)
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dq = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         staging = cta.smem.q.at[warpgroup_rows(cta.wg)]
@@ -202,7 +245,17 @@ class Dq:
         walk.visit(step, masks=self.masks(walk))
         plgpu.wgmma_wait(0)
         cta.k.release(walk.total - 1)
+        if not self.blocks.producer:
+            self.drain(cta, walk)
         return dq_acc[...]
+
+    def drain(self, cta: Cta, walk: KeyWalk):
+        """Observe the releases that no later fill waited for."""
+
+        @pl.when(cta.wg == self.blocks.warpgroups - 1)
+        def _():
+            cta.k.drain(walk.total)
+            cta.v.drain(walk.total)
 
     def masks(self, walk: KeyWalk) -> bool:
         """Some tile may need its mask."""
@@ -297,7 +350,7 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
             "head": problem.q_heads,
             "batch": problem.batch,
         },
-        threads=warpgroups + 1,
+        threads=warpgroups + blocks.producer,
         name="flash_pallas_backward_dq",
         interpret=interpret,
     )
