@@ -14,7 +14,7 @@ from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from . import decode_blocks
 from .backward import backward
-from .blocks import HopperBlocks, choose_blocks
+from .blocks import HopperBlocks, choose_blocks, trades_registers
 from .decode import decode
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
@@ -34,10 +34,12 @@ class HopperBackend:
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter, with race detection (for tests).
         num_sms: multiprocessors to spread persistent kernels over; None asks the device.
+        trades_registers: the compiler honours setmaxnreg; None asks the installed jaxlib.
     """
 
     interpret: bool = False
     num_sms: int | None = None
+    trades_registers: bool | None = None
     name = "hopper"
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -68,7 +70,8 @@ class HopperBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
-        return choose_blocks(problem, override)
+        trades = trades_registers() if self.trades_registers is None else self.trades_registers
+        return choose_blocks(problem, override, producer=trades)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Attention; see core.problem.Outputs."""
