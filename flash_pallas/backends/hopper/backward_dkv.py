@@ -34,13 +34,14 @@ from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
 from .dkv_cta import Barriers, Cta, Smem, scratch
+from .dkv_loads import Loads
 from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, rows_of
 from .products import Products
 from .query_walk import QueryWalk
 from .recompute import Weights
 from .register_tile import RegisterTile
-from .side_inputs import Held, Place, SideInputs
+from .side_inputs import Held, SideInputs
 from .split_blocks import DkvBlocks
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
@@ -60,9 +61,14 @@ class Dkv:
         return Products(self.problem.dtype, self.interpret)
 
     @property
+    def loads(self) -> Loads:
+        """From device memory."""
+        return Loads(self.problem, self.blocks)
+
+    @property
     def side(self) -> SideInputs:
         """What modifiers read."""
-        return SideInputs(self.problem, q_axis=1)
+        return self.loads.side
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
         batch, block = lax.axis_index("batch"), lax.axis_index("kv")
@@ -87,94 +93,7 @@ class Dkv:
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
         if self.blocks.producer:
-            pl.when(wg == PRODUCER)(lambda: self.produce(cta))
-
-    def place(self, cta: Cta, member, block) -> Place:
-        """Of the tile of a query block of one head of the group."""
-        head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
-        start = block * columns
-        return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
-
-    # --- the producer ----------------------------------------------------------------------------
-
-    def produce(self, cta: Cta):
-        """K, then for every tile Q and dO; V between the first two, where it is first needed."""
-        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        self.load_k(cta)
-
-        @pl.loop(jnp.int32(0), cta.walk.total)
-        def _(n):
-            self.load_q(cta, n)
-            pl.when(n == 0)(lambda: self.load_v(cta))
-            self.load_do(cta, n)
-
-        cta.q.drain(cta.walk.total)
-        cta.do.drain(cta.walk.total)
-
-    def feed(self, cta: Cta) -> Cta:
-        """For warpgroup 1, without a producer: load what the walk starts with.
-
-        Returns the CTA with a ring of Q that is filled again where this warpgroup, which is the
-        last to do so, releases it.
-        """
-        tiles = cta.walk.total
-        for n in range(max(self.blocks.stages, self.blocks.do_stages)):
-            if n < self.blocks.stages:
-                pl.when(n < tiles)(lambda n=n: self.load_q(cta, jnp.int32(n)))
-            if n == 0:
-                self.load_v(cta)
-            if n < self.blocks.do_stages:
-                pl.when(n < tiles)(lambda n=n: self.load_do(cta, jnp.int32(n)))
-        refill = lambda n: pl.when(n < tiles)(lambda: self.load_q(cta, n))
-        return dataclasses.replace(cta, q=cta.q._replace(refill=refill))
-
-    def refill_do(self, cta: Cta, n):
-        """For warpgroup 1, without a producer, at the start of its n-th tile.
-
-        The slot is that of the tile before, which warpgroup 0 releases in its own n-th tile.
-        """
-        following = n + self.blocks.do_stages - 1
-        wanted = (n > 0) & (following < cta.walk.total)
-        pl.when(wanted)(lambda: self.load_do(cta, following))
-
-    def at(self, cta: Cta, n):
-        """(head in the group, block of queries, index of the rows' vectors) of the n-th tile."""
-        member, block = cta.walk[n]
-        head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
-        return member, block, (cta.batch, head, pl.ds(block * rows, rows))
-
-    def load_q(self, cta: Cta, n):
-        """Q of the n-th tile, and what travels with it."""
-        member, block, row = self.at(cta, n)
-        batch, head, rows = row
-        cta.q.wait_empty(n)
-        self.load(cta.q, n, rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q), cta.smem.q)
-        self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
-        if self.side.copies:
-            slot = cta.q.slot(n)
-            place = self.place(cta, member, block)
-            self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
-
-    def load_do(self, cta: Cta, n):
-        """dO and delta of the n-th tile."""
-        _, _, row = self.at(cta, n)
-        batch, head, rows = row
-        cta.do.wait_empty(n)
-        self.load(cta.do, n, rows_of(cta.gmem.do, (batch, rows, head), cta.smem.do), cta.smem.do)
-        self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
-
-    def load_k(self, cta: Cta):
-        k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
-        plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
-
-    def load_v(self, cta: Cta):
-        v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
-        plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
-
-    def load(self, ring: Ring, n, source, buffer):
-        """One of the copies of the n-th fill of a ring."""
-        slot = ring.slot(n)
-        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
+            pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
@@ -182,7 +101,7 @@ class Dkv:
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
-            self.load_k(cta)
+            self.loads.load_k(cta)
         accumulator = self.result_accumulator(self.problem.v_head_dim)
         dv = pl.run_scoped(functools.partial(self.dv_walk, cta), accumulator)
         cta.p.drain(cta.walk.total)
@@ -191,9 +110,9 @@ class Dkv:
 
     def dv_walk(self, cta: Cta, dv_acc):
         """dV, f32[64, Dv]."""
-        held = self.side.hold_rows(cta.gmem.side, self.place(cta, 0, 0))
+        held = self.side.hold_rows(cta.gmem.side, self.loads.place(cta, 0, 0))
         if self.problem.group == 1:
-            held = self.side.hold_head(held, cta.gmem.side, self.place(cta, 0, 0))
+            held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
         step = functools.partial(self.dv_step, cta, held, dv_acc)
         cta.walk.visit(step)
@@ -204,7 +123,7 @@ class Dkv:
     def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
         """dV += P^T dO of the n-th tile."""
         if self.problem.group > 1:  # under the wait for Q
-            place = self.place(cta, cta.walk[n][0], block)
+            place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)
         # Before the accumulator exists: see Scores.tile in backward_scores.py.
         cta.q.wait_full(n)
@@ -274,12 +193,11 @@ class Dkv:
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
-            cta = self.feed(cta)
+            cta = self.loads.feed(cta)
         accumulator = self.result_accumulator(self.problem.head_dim)
         dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
         if not self.blocks.producer:
-            cta.q.drain(cta.walk.total)
-            cta.do.drain(cta.walk.total)
+            self.loads.drain(cta)
         staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
         out = rows_of(cta.dk, cta.keys, staging)
         self.store(dk * self.problem.spec.scale, staging, out)
@@ -295,7 +213,7 @@ class Dkv:
     def dk_step(self, cta: Cta, dk_acc, n):
         """dK += dS^T Q of the n-th tile."""
         if not self.blocks.producer:
-            self.refill_do(cta, n)
+            self.loads.refill_do(cta, n)
         cta.do.wait_full(n)
         products = functools.partial(self.score_gradients, cta, n)
         ds = pl.run_scoped(products, self.score_accumulator)
@@ -333,7 +251,7 @@ class Dkv:
             return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
         member, block = cta.walk[n]
-        held = self.side.hold(cta.gmem.side, self.place(cta, member, block))
+        held = self.side.hold(cta.gmem.side, self.loads.place(cta, member, block))
         inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * recompute.centred(self.problem, kept, dp, delta)

@@ -79,7 +79,7 @@ class Scores:
         cta.ring.drain(steps.total)
 
     def feed(self, cta: Cta) -> Cta:
-        """Without a producer: load what the steps start with, if this warpgroup is the one that does.
+        """Without a producer: the last warpgroup loads what the steps start with.
 
         Returns the CTA with a ring that it fills again where it releases it.
         """

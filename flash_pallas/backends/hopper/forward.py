@@ -42,7 +42,8 @@ from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Logits, Scores, per_row
-from .memory import WARPGROUP_ROWS, Ring, float32, launch, rows_of
+from .forward_store import store
+from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
 from .turns import Turns
@@ -158,7 +159,7 @@ class Forward:
         self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
-        self.store(cta, work, o, rows)
+        store(self.scores, cta, work, o, rows)
         return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
@@ -228,7 +229,8 @@ class Forward:
         wg, use = cta.wg, after
         if not self.blocks.producer:
             # Or the descriptors of this Q, K and V are held, and spilled, over the loops.
-            number, number_after, wg, use = lax.optimization_barrier((number, number_after, wg, use))
+            opaque = lax.optimization_barrier((number, number_after, wg, use))
+            number, number_after, wg, use = opaque
         work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
         if self.blocks.q_in_registers:
             plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
@@ -249,7 +251,7 @@ class Forward:
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         p16 = self.plan.products.split(start.p)
-        self.store(cta, work, o, rows)
+        store(self.scores, cta, work, o, rows)
         return start._replace(p=p16)
 
     def issue(self, cta: Cta, q, k_use, p, v_use, o_acc):
@@ -293,25 +295,6 @@ class Forward:
         if streams:
             release()
         return found
-
-    def store(self, cta: Cta, work: Work, o, rows: Rows):
-        """Divide by the row sums and write O and the log-sum-exp."""
-        batch, head, block = work.at
-        inverse, lse = self.scores.finish(cta, work, rows.m, rows.l.sum(axis=1))
-        staging = cta.smem.q if cta.smem.o is None else cta.smem.o
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.plan.products.store(staging.at[cta.wg], o * per_row(inverse, o.shape))
-        cta.smem.lse[cta.wg] = lse
-        if cta.smem.most is not None:
-            cta.smem.most[cta.wg] = rows.m
-        plgpu.commit_smem()
-        row = block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
-        rows_at = pl.ds(row, WARPGROUP_ROWS)
-        o_at = rows_of(cta.out.o, (batch, rows_at, head), staging)
-        plgpu.copy_smem_to_gmem(staging.at[cta.wg], o_at)
-        plgpu.copy_smem_to_gmem(cta.smem.lse.at[cta.wg], cta.out.lse.at[batch, head, rows_at])
-        if cta.smem.most is not None:
-            plgpu.copy_smem_to_gmem(cta.smem.most.at[cta.wg], cta.out.most.at[batch, head, rows_at])
 
     @property
     def score_accumulator(self):

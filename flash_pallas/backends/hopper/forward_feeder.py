@@ -12,13 +12,11 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import integers as ints
 from .forward_plan import Cta, Plan, Work
 from .forward_producer import Producer
 from .memory import Ring
