@@ -79,9 +79,9 @@ class Cta:
         head, queries = self.query_tile(n, block_q)
         return Place(self.batch, head, kv_start, queries.start, rows, block_q)
 
-    def dq_part(self, n, blocks: FusedBlocks, head_dim: int, wg):
-        """Where a warpgroup's part of the n-th dQ tile lies in the buffer."""
-        (head, rows), part = self.query_tile(n, blocks.block_q), blocks.dq_tile(head_dim)
+    def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
+        """Where a warpgroup's part of a dQ tile, a `query_tile`, lies in the buffer."""
+        (head, rows), part = tile, blocks.dq_tile(head_dim)
         if blocks.dq_by_rows:
             return self.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
         return self.batch, rows, head, pl.ds(wg * part[1], part[1])

@@ -62,7 +62,8 @@ class Finish(abc.ABC):
         if self.blocks.producer:
             plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
             return
-        target = cta.dq.at[cta.dq_part(n, self.blocks, self.head_dim, cta.wg)]
+        tile = cta.query_tile(n, self.blocks.block_q)
+        target = cta.dq.at[cta.dq_part(tile, self.blocks, self.head_dim, cta.wg)]
         plgpu.copy_smem_to_gmem(cta.smem.dq.at[cta.wg], target, reduction_op="add")
 
     @abc.abstractmethod

@@ -44,8 +44,9 @@ class Producer:
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
-            self.load_q(cta, n)
-            self.load_do(cta, n)
+            place = self.place(cta, n)
+            self.load_q(cta, n, place)
+            self.load_do(cta, n, place)
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
@@ -59,29 +60,34 @@ class Producer:
         load_k(at(cta.gmem.k, keys), cta.smem.k, cta.bars.kv_full, cta.batch, block)
         load_v(at(cta.gmem.v, keys), cta.smem.v, cta.bars.kv_full, cta.batch, block)
 
-    def load_q(self, cta: Cta, n):
-        """Q of the n-th tile, and what travels with it."""
+    def place(self, cta: Cta, n):
+        """(query head, rows, block of queries) of the n-th tile."""
         head, rows = cta.query_tile(n, self.blocks.block_q)
+        return head, rows, cta.walk[n][1]
+
+    def load_q(self, cta: Cta, n, place):
+        """Q of the n-th tile, which has this place, and what travels with it."""
+        head, rows, block = place
         load, slot = self.loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
         source = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.k)
         full = cta.bars.q_full.at[slot]
         cta.q.wait_empty(n)
-        load(source, cta.smem.q.at[slot], full, cta.batch, cta.walk[n][1])
+        load(source, cta.smem.q.at[slot], full, cta.batch, block)
         lse = cta.gmem.lse_log2.at[cta.batch, head, rows]
         plgpu.copy_gmem_to_smem(lse, cta.smem.lse.at[slot], full)
         side = SideInputs(self.problem, q_axis=1)
         if side.copies:
-            place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
-            side.load(cta.gmem.side, cta.smem.side, slot, full, place)
+            where = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
+            side.load(cta.gmem.side, cta.smem.side, slot, full, where)
 
-    def load_do(self, cta: Cta, n):
-        """dO and delta of the n-th tile."""
-        head, rows = cta.query_tile(n, self.blocks.block_q)
+    def load_do(self, cta: Cta, n, place):
+        """dO and delta of the n-th tile, which has this place."""
+        head, rows, block = place
         load, slot = self.loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
         source = rows_of(cta.gmem.do, (cta.batch, rows, head), cta.smem.k)
         cta.do.wait_empty(n)
         full = cta.bars.do_full.at[slot]
-        load(source, cta.smem.do.at[slot], full, cta.batch, cta.walk[n][1])
+        load(source, cta.smem.do.at[slot], full, cta.batch, block)
         delta = cta.gmem.delta.at[cta.batch, head, rows]
         plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.bars.delta_full.at[slot])
 
@@ -97,22 +103,23 @@ class Producer:
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
+            tile = cta.query_tile(n, self.blocks.block_q)
             if self.blocks.alternate:
                 for wg in (1, 0):  # as they come
-                    self.add_dq(cta, n, wg)
+                    self.add_dq(cta, tile, wg)
                     self.give_back(cta, n, wg, 0)
             else:
-                self.add_dq(cta, n, 0)
-                self.add_dq(cta, n, 1)
+                self.add_dq(cta, tile, 0)
+                self.add_dq(cta, tile, 1)
                 self.give_back(cta, n, 0, 1)
                 self.give_back(cta, n, 1, 0)
 
         plgpu.wait_smem_to_gmem(0)
 
-    def add_dq(self, cta: Cta, n, wg: int):
-        """Start to add a warpgroup's part of the n-th dQ tile."""
+    def add_dq(self, cta: Cta, tile, wg: int):
+        """Start to add a warpgroup's part of a dQ tile."""
         plgpu.barrier_wait(cta.bars.dq_full.at[wg])
-        target = cta.dq.at[cta.dq_part(n, self.blocks, self.problem.head_dim, wg)]
+        target = cta.dq.at[cta.dq_part(tile, self.blocks, self.problem.head_dim, wg)]
         plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op="add")
 
     def give_back(self, cta: Cta, n, wg: int, in_flight: int):
@@ -156,7 +163,7 @@ class Feeder:
 
     def fill(self, cta: Cta, load: Callable, n):
         """The n-th tile, if there is one."""
-        pl.when(n < cta.walk.total)(lambda: load(cta, n))
+        pl.when(n < cta.walk.total)(lambda: load(cta, n, self.producer.place(cta, n)))
 
     def end(self, cta: Cta):
         """Observe the releases that no later fill waited for."""
