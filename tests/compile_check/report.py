@@ -115,17 +115,22 @@ def read(ptxas: Path, resources: Path) -> Report:
 def take(folder: Path) -> list[Report]:
     """The reports of all kernels in a dump folder, which is emptied (40 MB per kernel).
 
-    Mosaic GPU numbers kernels as they are lowered and, in other files, as they are compiled; with
-    jax 0.12 that is not the same order. A kernel that a program has twice has them paired in order.
+    Mosaic GPU numbers kernels as they are lowered and, in other files, as they are compiled: with
+    jax 0.12 not in the same order. Of a kernel that it knows already it writes the first kind only.
 
     Raises:
-        ValueError: a file is missing, or lacks a figure that is printed for every kernel.
+        ValueError: a file lacks a figure that is printed for every kernel.
+        FileNotFoundError: Mosaic GPU's own file is missing.
     """
-    by_kernel = lambda suffix: sorted(folder.glob("*" + suffix), key=lambda x: (_kernel(x), x.name))
-    compiled, lowered = by_kernel(".ptxas"), by_kernel(".resources.txt")
-    if list(map(_kernel, compiled)) != list(map(_kernel, lowered)):
-        raise ValueError(f"{folder} has {list(map(str, compiled))} and {list(map(str, lowered))}")
-    reports = [read(*paths) for paths in zip(compiled, lowered, strict=True)]
+    numbered = lambda suffix: sorted(folder.glob("*" + suffix), key=lambda path: path.name)
+    lowered = numbered(".resources.txt")
+    reports = []
+    for path in numbered(".ptxas"):
+        mine = [x for x in lowered if _kernel(x) == _kernel(path)]
+        if not mine:
+            raise FileNotFoundError(f"{path} has no .resources.txt beside it")
+        lowered.remove(mine[0])
+        reports.append(read(path, mine[0]))
     for path in folder.iterdir():
         path.unlink()
     return reports

@@ -10,7 +10,7 @@ import jaxlib.version
 from ...core.problem import Problem
 from . import backward_blocks, forward_blocks
 from .backward_blocks import SplitBlocks, choose_backward
-from .forward_blocks import ForwardBlocks, choose_forward
+from .forward_blocks import ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
 from .fused_blocks import FusedBlocks
 from .memory import SMEM_LIMIT
@@ -51,7 +51,9 @@ def choose_blocks(
     """
     chosen: dict[str, Any] = {"forward": choose_forward(problem)}
     chosen |= choose_backward(problem)
-    chosen = {name: dataclasses.replace(b, producer=producer) for name, b in chosen.items()}
+    if not producer:
+        chosen = {name: dataclasses.replace(b, producer=False) for name, b in chosen.items()}
+        chosen["forward"] = without_producer(chosen["forward"], problem)
     for kernel, fields in (override or {}).items():
         if kernel not in chosen:
             raise ValueError(

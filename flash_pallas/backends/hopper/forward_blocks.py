@@ -145,6 +145,17 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
     raise AssertionError(f"no tiles of the forward kernel fit {problem}")
 
 
+def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
+    """The same where warpgroups cannot trade registers, and so none is there to load only.
+
+    Two then have 255 registers a thread, three 168, which spill 150 to 250 bytes in the loops over
+    masked keys and with a bias.
+    """
+    plain = _is_plain(native_problem(problem))
+    most = blocks.warpgroups if plain else 2
+    return dataclasses.replace(blocks, producer=False, warpgroups=min(blocks.warpgroups, most))
+
+
 # What to give up, in this order, until shared memory suffices.
 _SMALLER = (
     {},
