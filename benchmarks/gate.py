@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -77,18 +78,33 @@ class Oracle:
         return verdicts
 
 
-def random_inputs(shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
-    """Standard normal arrays: zeros would draw less power and flatter everybody."""
+def input_shapes(shape, dtype=jnp.bfloat16) -> Inputs:
+    """Shapes and dtypes of a cell's arrays."""
     q_shape = (shape.batch, shape.q_len, shape.q_heads, shape.head_dim)
     kv_shape = (shape.batch, shape.kv_len, shape.kv_heads, shape.head_dim)
-    keys = jax.random.split(jax.random.key(seed), 4)
     shapes = (q_shape, kv_shape, kv_shape, q_shape)
-    return Inputs(*(jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)))
+    return Inputs(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
+
+
+def random_inputs(shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
+    """Standard normal arrays: zeros would draw less power and flatter everybody."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    wanted = zip(keys, input_shapes(shape, dtype), strict=True)
+    return Inputs(*(jax.random.normal(key, like.shape, like.dtype) for key, like in wanted))
 
 
 def build_oracle(inputs: Inputs, causal: bool) -> Oracle:
     """Float32 results and the bounds for inputs of this dtype."""
-    exact, plain, lse_floor = _both(inputs, causal)
+    return compile_oracle(inputs, causal)(inputs)
+
+
+def compile_oracle(like: Inputs, causal: bool) -> Callable[[Inputs], Oracle]:
+    """`build_oracle` for inputs of these shapes, compiled."""
+    return functools.partial(_judge, _both.lower(like, causal).compile())
+
+
+def _judge(compiled, inputs: Inputs) -> Oracle:
+    exact, plain, lse_floor = compiled(inputs)
     bounds = {}
     for name in exact:
         factor = OUTPUT_FACTOR if name in FORWARD else GRADIENT_FACTOR

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import csv
 import pathlib
+import statistics
 from typing import Any
 
 import matplotlib
@@ -24,13 +25,66 @@ def plot_results(results: dict[str, Any], out: pathlib.Path) -> None:
 
     Args:
         results: of any suite but that of run_features.
-        out: the picture; its suffix is the format (.png, .svg).
+        out: the picture; its suffix is the format (.png, .svg). The suite of charts makes two,
+            with "_forward" and "_backward" behind the stem.
     """
+    if results["suite"] == "charts":
+        for direction in ("forward", "backward"):
+            path = out.with_stem(f"{out.stem}_{direction}")
+            _save(_charts(results["rows"], direction), results, path)
+        return
     draw = {"memory": _memory, "decode": _splits}.get(results["suite"], _bars)
-    figure = draw(results["rows"])
+    _save(draw(results["rows"]), results, out)
+
+
+def _save(figure, results: dict[str, Any], out: pathlib.Path) -> None:
     figure.suptitle(f"{results['device']}, {results['date']}", fontsize=10)
     figure.savefig(out, dpi=130)
     plt.close(figure)
+
+
+def _charts(rows: list[dict[str, Any]], direction: str):
+    """A panel for each head dim (down) and mask (across); bars by length, TFLOP/s written on them.
+
+    The grey line is the product of large matrices of the same rounds, as the median over a panel.
+    """
+    rows = [row for row in rows if row["direction"] == direction and row["ms"] is not None]
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    dims = sorted({row["head_dim"] for row in rows})
+    lengths = sorted({row["q_len"] for row in rows})
+    width = 0.84 / max(len(providers), 1)
+    size = (15, 1 + 3.4 * len(dims))
+    figure, panels = plt.subplots(
+        len(dims), 2, figsize=size, layout="constrained", sharey=True, squeeze=False
+    )
+    for head_dim, across in zip(dims, panels, strict=True):
+        for causal, axes in zip((False, True), across, strict=True):
+            panel = [r for r in rows if r["head_dim"] == head_dim and r["causal"] is causal]
+            for index, provider in enumerate(providers):
+                found = [row for row in panel if row["provider"] == provider]
+                places = [lengths.index(r["q_len"]) + (index + 0.5) * width - 0.42 for r in found]
+                bars = axes.bar(
+                    places, [r["tflops"] for r in found], width, label=provider, color=f"C{index}"
+                )
+                axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
+            limits = [r["tflops"] / r["share_of_gemm"] for r in panel if r.get("share_of_gemm")]
+            if limits:
+                axes.axhline(statistics.median(limits), color="0.6", ls="--", lw=1, label="GEMM")
+            mask = "causal" if causal else "full"
+            axes.set_title(f"{direction}, head dim {head_dim}, {mask}", fontsize=9)
+            axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
+            axes.set_axisbelow(True)
+            axes.grid(axis="y", alpha=0.3)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("TFLOP/s")
+    for axes in panels[-1]:
+        axes.set_xlabel("sequence length (16k tokens in all, width 2048)")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=7, loc="outside lower center")
+    return figure
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _bars(rows: list[dict[str, Any]]):

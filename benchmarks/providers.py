@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Executor
 
 import jax
 import jax.numpy as jnp
 
 import flash_pallas
 
-from .gate import Inputs
+from . import tracing
+from .gate import Inputs, input_shapes
 from .suites import Cell
 from .timing import Launch, torch_or_none
+from .tracing import Attention
+from .tracing import Runner as Runner
 
 YARDSTICK = "torch_cudnn"
 
@@ -26,95 +29,87 @@ class Unsupported(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Runner:
-    """One provider, compiled and with its residuals saved, for one cell.
-
-    Attributes:
-        launches: what to time, by direction. The backward starts from saved residuals and includes
-            everything it needs: delta, zeroed buffers, conversions.
-        results: o, dq, dk, dv and, where the provider gives it, lse, in the layout of the public
-            API; computed when called.
-    """
-
-    launches: dict[str, Launch]
-    results: Callable[[], dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
 class Provider:
-    """One implementation of attention.
+    """One implementation of attention. Its functions raise Unsupported, or NotImplementedError.
 
     Attributes:
         description: for the README's list.
-        prepare: compiles for a cell; raises Unsupported (or NotImplementedError) if it cannot.
+        attention: of jax, for a cell; None for another framework, which has `runner`.
+        runner: for a cell and its inputs.
         directions: which are worth timing.
     """
 
     description: str
-    prepare: Callable[[Cell, Inputs], Runner]
+    attention: Callable[[Cell], Attention] | None = None
+    runner: Callable[[Cell, Inputs], Runner] | None = None
     directions: tuple[str, ...] = ("forward", "backward")
 
 
-def jax_runner(attention: Callable, inputs: Inputs, with_lse: Callable | None = None) -> Runner:
-    """A Runner of a differentiable jax function (q, k, v) -> o.
+def prepare(
+    name: str, cell: Cell, dtype, processes: Executor | None = None
+) -> Callable[[Inputs], Runner]:
+    """Compiles a provider's programs for a cell; what is returned makes a Runner of the inputs.
 
-    The pullback of jax.vjp is a pytree of the residuals, so it is computed by one program and given
-    to another, which is then the backward and nothing else.
+    It needs no memory of the device, so that many can be prepared side by side.
 
     Args:
-        attention: what is timed.
-        inputs: on what.
-        with_lse: (q, k, v) -> (o, lse) for the gate, where there is one.
+        name: of PROVIDERS.
+        cell: what is computed.
+        dtype: of the inputs.
+        processes: those that trace; without, this one does.
+
+    Raises:
+        Unsupported, NotImplementedError: this provider cannot run this cell; says why.
     """
-    qkv, do = inputs[:3], inputs.do
-    forward = jax.jit(attention)
-    save = jax.jit(lambda *args: jax.vjp(attention, *args))
-    pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    _, residuals = jax.eval_shape(save, *qkv)
-    lowered = [forward.lower(*qkv), save.lower(*qkv), pull.lower(residuals, do)]
-    if with_lse is not None:
-        lowered.append(jax.jit(with_lse).lower(*qkv))
-    # XLA and ptxas compile outside Python's lock: four programs in the time of the slowest.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda program: program.compile(), lowered))
-    forward, save, pull = compiled[:3]
-    _, pullback = save(*qkv)
-
-    def results():
-        found = dict(zip(("dq", "dk", "dv"), pull(pullback, do), strict=True))
-        if with_lse is not None:
-            found["lse"] = compiled[3](*qkv)[1]
-        return {"o": forward(*qkv), **found}
-
-    return Runner(
-        {
-            "forward": Launch(lambda: forward(*qkv), "jax"),
-            "backward": Launch(lambda: pull(pullback, do), "jax"),
-        },
-        results,
-    )
+    provider = PROVIDERS[name]
+    if provider.attention is None:
+        return functools.partial(provider.runner, cell)
+    if processes is not None:
+        return tracing.compiled(_traced_by(processes, name, cell, dtype))
+    return tracing.compiled(_lower(name, cell, dtype))
 
 
-def flash_pallas_runner(cell: Cell, inputs: Inputs, **arguments) -> Runner:
+def _lower(name: str, cell: Cell, dtype) -> tracing.Programs:
+    return tracing.lower(PROVIDERS[name].attention(cell), input_shapes(cell.shape, dtype))
+
+
+def _traced_by(processes: Executor, name: str, cell: Cell, dtype) -> tracing.Programs:
+    """What `_lower` gives, traced by another process; by this one where that cannot export it."""
+    try:
+        return tracing.lower_exported(processes.submit(_export, name, cell, dtype).result())
+    except (Unsupported, NotImplementedError):
+        raise
+    except Exception as error:  # jax.export refuses custom calls that tracing.py does not name
+        reason = f"{type(error).__name__}: {error}"
+        print(f"{name}, {cell.label}: traced here, since {reason}"[:300], flush=True)
+        return _lower(name, cell, dtype)
+
+
+def _export(name: str, cell: Cell, dtype) -> tracing.Programs:
+    """A provider's programs in a form that can be sent: what another process does for `prepare`."""
+    return tracing.export(PROVIDERS[name].attention(cell), input_shapes(cell.shape, dtype))
+
+
+def flash_pallas_attention(cell: Cell, **arguments) -> Attention:
     """Our kernels through the public functions."""
     arguments["causal"] = cell.causal
-    return jax_runner(
+    return Attention(
         functools.partial(flash_pallas.flash_attention, **arguments),
-        inputs,
         functools.partial(flash_pallas.flash_attention_with_lse, **arguments),
     )
 
 
-def jax_nn_runner(cell: Cell, inputs: Inputs, implementation: str) -> Runner:
+def jax_nn_attention(cell: Cell, implementation: str) -> Attention:
     """jax.nn.dot_product_attention."""
     if implementation == "cudnn" and jax.default_backend() != "gpu":
         raise Unsupported("cuDNN needs a GPU")
     if implementation == "xla":
         _refuse_dense(cell)
-    attention = functools.partial(
-        jax.nn.dot_product_attention, is_causal=cell.causal, implementation=implementation
+    return Attention(
+        functools.partial(
+            jax.nn.dot_product_attention, is_causal=cell.causal, implementation=implementation
+        )
     )
-    return jax_runner(attention, inputs)
 
 
 def _refuse_dense(cell: Cell) -> None:
@@ -126,19 +121,22 @@ def _refuse_dense(cell: Cell) -> None:
         raise Unsupported(f"the scores would take {need / 2**30:.0f} GiB")
 
 
-def tokamax_runner(cell: Cell, inputs: Inputs) -> Runner:
+def tokamax_attention(cell: Cell) -> Attention:
     """Tokamax's Mosaic GPU kernels with its own choice of tiles."""
     if importlib.util.find_spec("tokamax") is None:
         raise Unsupported("tokamax is not installed")
     import tokamax
 
-    attention = functools.partial(
-        tokamax.dot_product_attention, is_causal=cell.causal, implementation="mosaic"
+    # It warns of every shape that its tables lack: a kilobyte each, of every program.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return Attention(
+        functools.partial(
+            tokamax.dot_product_attention, is_causal=cell.causal, implementation="mosaic"
+        )
     )
-    return jax_runner(attention, inputs)
 
 
-def triton_runner(cell: Cell, inputs: Inputs) -> Runner:
+def triton_attention(cell: Cell) -> Attention:
     """Our Triton kernel, called through jax-triton."""
     if jax.default_backend() != "gpu":
         raise Unsupported("Triton needs a GPU")
@@ -152,10 +150,15 @@ def triton_runner(cell: Cell, inputs: Inputs) -> Runner:
     if reason is not None:
         raise Unsupported(reason)
     with_lse = triton_baseline.make_attention(cell.shape, cell.causal)
-    return jax_runner(lambda q, k, v: with_lse(q, k, v)[0], inputs, with_lse)
+    return Attention(lambda q, k, v: with_lse(q, k, v)[0], with_lse)
 
 
-def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> Runner:
+def torch_runner(
+    cell: Cell,
+    inputs: Inputs,
+    contiguous_heads: bool = False,
+    backend: str = "CUDNN_ATTENTION",
+) -> Runner:
     """PyTorch's scaled_dot_product_attention on cuDNN, on the very same arrays.
 
     Torch wants [B, N, T, H]. It gets a transposed view of the [B, T, N, H] arrays, which is what a
@@ -179,14 +182,16 @@ def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> 
         is_causal=cell.causal,
         enable_gqa=grouped,
     )
-    backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+    only = functools.partial(
+        torch.nn.attention.sdpa_kernel, getattr(torch.nn.attention.SDPBackend, backend)
+    )
 
     def forward():
         # Without gradients cuDNN need not write the log-sum-exp: the yardstick at its fastest.
-        with torch.nn.attention.sdpa_kernel(backend), torch.no_grad():
+        with only(), torch.no_grad():
             return attend(q, k, v)
 
-    with torch.nn.attention.sdpa_kernel(backend):
+    with only():
         o = attend(q, k, v)
 
     def backward():
@@ -205,25 +210,32 @@ def torch_runner(cell: Cell, inputs: Inputs, contiguous_heads: bool = False) -> 
 
 _partial = functools.partial
 PROVIDERS: dict[str, Provider] = {
-    "torch_cudnn": Provider("PyTorch SDPA on cuDNN: the yardstick", torch_runner),
+    "torch_cudnn": Provider("PyTorch SDPA on cuDNN: the yardstick", runner=torch_runner),
     "torch_cudnn_bnth": Provider(
-        "the same on contiguous [B, N, T, H] arrays", _partial(torch_runner, contiguous_heads=True)
+        "the same on contiguous [B, N, T, H] arrays",
+        runner=_partial(torch_runner, contiguous_heads=True),
+    ),
+    "torch_flash": Provider(
+        "PyTorch SDPA on its FlashAttention-2",
+        runner=_partial(torch_runner, backend="FLASH_ATTENTION"),
     ),
     "flash_pallas": Provider(
-        "this package, Hopper kernels", _partial(flash_pallas_runner, backend="hopper")
+        "this package, Hopper kernels", _partial(flash_pallas_attention, backend="hopper")
     ),
     "flash_pallas_deterministic": Provider(
         "this package, deterministic=True (same forward)",
-        _partial(flash_pallas_runner, backend="hopper", deterministic=True),
-        ("backward",),
+        _partial(flash_pallas_attention, backend="hopper", deterministic=True),
+        directions=("backward",),
     ),
     "flash_pallas_xla": Provider(
-        "this package's fallback for every device", _partial(flash_pallas_runner, backend="xla")
+        "this package's fallback for every device", _partial(flash_pallas_attention, backend="xla")
     ),
-    "jax_cudnn": Provider("jax.nn on cuDNN", _partial(jax_nn_runner, implementation="cudnn")),
-    "jax_xla": Provider("jax.nn, dense", _partial(jax_nn_runner, implementation="xla")),
-    "tokamax": Provider("Tokamax, Mosaic GPU", tokamax_runner),
-    "triton_baseline": Provider("our FlashAttention-2 in Triton through jax-triton", triton_runner),
+    "jax_cudnn": Provider("jax.nn on cuDNN", _partial(jax_nn_attention, implementation="cudnn")),
+    "jax_xla": Provider("jax.nn, dense", _partial(jax_nn_attention, implementation="xla")),
+    "tokamax": Provider("Tokamax, Mosaic GPU, its own choice of tiles", tokamax_attention),
+    "triton_baseline": Provider(
+        "our FlashAttention-2 in Triton through jax-triton", triton_attention
+    ),
 }
 
 DEFAULT_PROVIDERS = (

@@ -7,22 +7,40 @@ a run cut short keeps what it has; --append goes on from there. A markdown table
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
+import itertools
+import multiprocessing
 import os
 import pathlib
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from . import flops, gate, memory, results, suites, tables, timing
-from .providers import DEFAULT_PROVIDERS, PROVIDERS, YARDSTICK, Runner, Unsupported
+from .providers import DEFAULT_PROVIDERS, PROVIDERS, YARDSTICK, Runner, Unsupported, prepare
 
 DIRECTIONS = ("forward", "backward")
 GATED = {"forward": gate.FORWARD, "backward": gate.BACKWARD}
+
+
+GEMM = "gemm"  # among the contestants; no provider, so it has no row
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What was compiled for one cell; the futures are done."""
+
+    oracle: Future
+    providers: dict[str, Future]
 
 
 @dataclasses.dataclass
@@ -45,11 +63,37 @@ class Entry:
         return None
 
 
-def admit(name: str, cell: suites.Cell, inputs: gate.Inputs, oracle: gate.Oracle) -> Entry:
-    """Prepares a provider and lets it through the gate, or says why not."""
+def compile_cells(cells: Sequence[suites.Cell], arguments) -> list[Compiled]:
+    """Everybody's programs of these cells, side by side; nothing is timed meanwhile.
+
+    A job that failed keeps its exception until it is asked for its result.
+    """
+    begin = time.perf_counter()
+    dtype, traced_by = jnp.dtype(arguments.dtype), contextlib.nullcontext()
+    if arguments.processes:
+        # Not forked: this process has a CUDA context.
+        spawn = multiprocessing.get_context("spawn")
+        traced_by = concurrent.futures.ProcessPoolExecutor(arguments.processes, spawn)
+    compiled = []
+    # More threads than processors: some of them wait for a process that traces.
+    workers = (os.cpu_count() or 1) + arguments.processes
+    with traced_by as processes, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for cell in cells:
+            like = gate.input_shapes(cell.shape, dtype)
+            oracle = pool.submit(gate.compile_oracle, like, cell.causal)
+            jobs = [pool.submit(prepare, p, cell, dtype, processes) for p in arguments.providers]
+            programs = dict(zip(arguments.providers, jobs, strict=True))
+            compiled.append(Compiled(oracle, programs))
+    seconds = time.perf_counter() - begin
+    print(f"compiled {len(compiled)} cells in {seconds:.0f} s", flush=True)
+    return compiled
+
+
+def admit(name: str, job: Future, inputs: gate.Inputs, oracle: gate.Oracle) -> Entry:
+    """Gives a provider its inputs and lets it through the gate, or says why not."""
     begin = time.perf_counter()
     try:
-        runner = PROVIDERS[name].prepare(cell, inputs)
+        runner = job.result()(inputs)
         entry = Entry(runner, oracle.check(runner.results()))
     except (Unsupported, NotImplementedError) as error:
         entry = Entry(refused=f"unsupported: {error}")
@@ -61,23 +105,27 @@ def admit(name: str, cell: suites.Cell, inputs: gate.Inputs, oracle: gate.Oracle
 
 
 def run_cell(
-    cell: suites.Cell, names: list[str], timer: timing.Timer, rounds: int, dtype
+    cell: suites.Cell, compiled: Compiled, timer: timing.Timer, arguments
 ) -> list[dict[str, Any]]:
     """The rows of one cell: every provider, both directions."""
-    inputs = gate.random_inputs(cell.shape, dtype)
-    oracle = gate.build_oracle(inputs, cell.causal)
-    entries = {name: admit(name, cell, inputs, oracle) for name in names}
+    inputs = gate.random_inputs(cell.shape, jnp.dtype(arguments.dtype))
+    oracle = compiled.oracle.result()(inputs)
+    entries = {name: admit(name, job, inputs, oracle) for name, job in compiled.providers.items()}
     del oracle
     rows = []
     for direction in DIRECTIONS:
-        asked = [name for name in names if direction in PROVIDERS[name].directions]
+        asked = [name for name in entries if direction in PROVIDERS[name].directions]
         refusals = {name: entries[name].refusal(direction) for name in asked}
         contestants = {
             name: entries[name].runner.launches[direction]
             for name in asked
             if refusals[name] is None
         }
-        samples, failures = timing.interleave(timer, contestants, rounds)
+        if contestants and jax.default_backend() == "gpu":
+            contestants[GEMM] = gemm()
+        samples, failures = timing.interleave(
+            timer, contestants, arguments.rounds, arguments.reading_ms
+        )
         for name in asked:
             refused = refusals[name] or failures.get(name)
             row = make_row(cell, direction, name, samples, refused, entries[name].verdicts)
@@ -85,9 +133,18 @@ def run_cell(
     return rows
 
 
+@functools.cache
+def gemm() -> timing.Launch:
+    """The limit that a number is held against: a large product of standard normal matrices."""
+    keys = jax.random.split(jax.random.key(0))
+    x, y = (jax.random.normal(key, (flops.GEMM_SIZE,) * 2, jnp.bfloat16) for key in keys)
+    product = jax.jit(jnp.dot).lower(x, y).compile()
+    return timing.Launch(lambda: product(x, y), "jax")
+
+
 def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any]:
     """One row of the results file."""
-    row = dict.fromkeys(results.ROW_FIELDS)
+    row = dict.fromkeys((*results.ROW_FIELDS, *results.LATER_FIELDS))
     shape = {f: getattr(cell.shape, f) for f in results.ROW_FIELDS[:5]}
     row.update(shape, causal=cell.causal, direction=direction, provider=name, refused=refused)
     row["gate"] = gate_summary({n: verdicts[n] for n in GATED[direction] if n in verdicts})
@@ -98,6 +155,11 @@ def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any
         row["launches"] = samples[name][-1].launches
         if YARDSTICK in samples:
             row["ratio_to_torch_cudnn"] = timing.speed_ratio(samples[YARDSTICK], samples[name])
+        if GEMM in samples:
+            work = flops.attention_flops(cell.shape, cell.causal, direction)
+            row["share_of_gemm"] = (
+                work / flops.GEMM_FLOPS * timing.speed_ratio(samples[GEMM], samples[name])
+            )
     return row
 
 
@@ -162,24 +224,36 @@ def run_timing(arguments) -> dict[str, Any]:
     if arguments.append and arguments.out.exists():
         found["rows"] = reusable_rows(results.load(arguments.out), found)
     done = {row_label(row) for row in found["rows"]}
-    longest = 0.0
-    for cell in suites.SUITES[arguments.suite]:
-        if cell.label in done or arguments.only not in cell.label:
-            continue
-        started = time.monotonic()
-        if started - begin + longest > arguments.time_limit:
-            print(f"time is up before {cell.label}; go on with --append")
+    suite = suites.SUITES[arguments.suite]
+    missing = [c for c in suite if c.label not in done and arguments.only in c.label]
+    for batch in itertools.batched(missing, arguments.ahead):
+        left_out = time_batch(batch, timer, arguments, begin, found)
+        if left_out is not None:
+            print(f"time is up before {left_out.label}; go on with --append")
             break
+    return found
+
+
+def time_batch(cells, timer: timing.Timer, arguments, begin: float, found) -> suites.Cell | None:
+    """Adds the rows of some cells to the file, compiled together; the cell at which time was up."""
+    longest = 0.0
+    left = lambda: arguments.time_limit - (time.monotonic() - begin)
+    if left() < 0:
+        return cells[0]
+    everything = compile_cells(cells, arguments)
+    for cell, compiled in zip(cells, everything, strict=True):
+        if left() < longest:
+            return cell
+        started = time.monotonic()
         print(cell.label, flush=True)
-        dtype = jnp.dtype(arguments.dtype)
-        found["rows"] += run_cell(cell, arguments.providers, timer, arguments.rounds, dtype)
+        found["rows"] += run_cell(cell, compiled, timer, arguments)
         results.save(arguments.out, found)
         gc.collect()
         torch = timing.torch_or_none()
         if torch is not None:
             torch.cuda.empty_cache()
         longest = max(longest, time.monotonic() - started)
-    return found
+    return None
 
 
 def reusable_rows(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
@@ -226,10 +300,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--providers", type=lambda s: s.split(","), help="comma-separated")
     parser.add_argument("--timer", choices=["auto", *timing.TIMERS], default="auto")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--reading-ms", type=float, default=30.0, help="length of one reading")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--only", default="", help='cells whose label has this, e.g. "causal"')
     parser.add_argument("--append", action="store_true", help="go on with the file at --out")
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; no new cell after")
+    parser.add_argument("--ahead", type=int, default=12, help="cells compiled side by side")
+    parser.add_argument("--processes", type=int, default=0, help="that trace; 0: this one does")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(suites.MEMORY_LENGTHS))
     arguments = parser.parse_args(argv)
     is_memory = arguments.suite == "memory"

@@ -50,6 +50,14 @@ _HEAD_DIM_128 = Shape(4, 4096, 16, 16, 128, "16k tokens, the head dim of most la
 _HEAD_DIM_64 = Shape(4, 4096, 32, 32, 64, "head dim 64: exponentials weigh twice as much")
 _HEAD_DIM_256 = Shape(4, 4096, 8, 8, 256, "head dim 256: registers and shared memory are tightest")
 
+# The bars of FlashAttention's README: from the shortest sequence to the longest, 2048 wide.
+CHART_LENGTHS = tuple(512 * 2**i for i in range(6))
+_CHART_SHAPES = tuple(
+    Shape(16384 // length, length, 2048 // head_dim, 2048 // head_dim, head_dim, "a group of bars")
+    for head_dim in (128, 64, 256)
+    for length in CHART_LENGTHS
+)
+
 # Every row of a suite holds 16k tokens and N * H = 2048 (GQA: 4096), so that rows differ in how
 # the work is cut and not in how much memory they touch: 64 MiB an array, above any L2.
 SUITES: dict[str, tuple[Cell, ...]] = {
@@ -62,6 +70,7 @@ SUITES: dict[str, tuple[Cell, ...]] = {
         _HEAD_DIM_256,
         Shape(2, 8192, 32, 8, 128, "grouped queries: K and V are read by four query heads"),
     ),
+    "charts": _both(*_CHART_SHAPES),
     "smoke": _both(Shape(1, 128, 2, 1, 64, "seconds on a CPU: proves that the program runs")),
 }
 

@@ -13,6 +13,7 @@ import pathlib
 import re
 from typing import Any
 
+from . import flops, goals
 from . import results as results_file
 from .providers import YARDSTICK
 
@@ -21,7 +22,12 @@ _REASON_LENGTH = 160
 
 def render(results: dict[str, Any]) -> str:
     """The whole table of a results file with the line that says where it comes from."""
-    own = {"memory": _memory_table, "features": _features_table, "decode": _decode_table}
+    own = {
+        "memory": _memory_table,
+        "features": _features_table,
+        "decode": _decode_table,
+        "overhead": _overhead_table,
+    }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
 
@@ -53,13 +59,49 @@ def _timing_table(results: dict[str, Any]) -> str:
     providers = _unique(row["provider"] for row in rows)
     # A provider that never ran is named below the table and takes no column.
     shown = [p for p in providers if any(r["provider"] == p and r["ms"] for r in rows)]
-    head = ["B,T,N,K,H", "mask", "pass", *shown]
+    judged = results["suite"] == "h200" and OURS in shown and YARDSTICK in shown
+    head = ["B,T,N,K,H", "mask", "pass", *shown, *(_JUDGEMENT if judged else [])]
     body = []
     for found in _unique(key(row) for row in rows):
         *shape, causal, direction = found
         line = [",".join(map(str, shape)), "causal" if causal else "full", direction]
-        body.append(line + [_entry(cells.get((found, provider))) for provider in shown])
-    return _grid(head, body) + _reasons(rows)
+        entries = {provider: cells.get((found, provider)) for provider in shown}
+        line += map(_entry, entries.values())
+        body.append(line + (_judgement(entries) if judged else []))
+    return _grid(head, body) + (_FOOTNOTE if judged else "") + _reasons(rows)
+
+
+OURS = "flash_pallas"
+_JUDGEMENT = ["FA4 [1]", "goal", "ours / best peer", "ours / GEMM"]
+_FOOTNOTE = (
+    "\n\n[1] FlashAttention-4's Hopper kernels, relative to torch_cudnn, but in another process on "
+    "the same kind of card and by wall time. A peer's ratio, this one too, is what `ours / best "
+    f"peer` is taken with. GEMM: a bfloat16 product of matrices of {flops.GEMM_SIZE} x "
+    f"{flops.GEMM_SIZE} in the same rounds."
+)
+
+
+def _judgement(entries: dict[str, dict[str, Any] | None]) -> list[str]:
+    """FlashAttention-4, the goal and whether it is met, and ours against the best and the card."""
+    ours = entries[OURS]
+    if ours is None or ours["ratio_to_torch_cudnn"] is None:
+        return ["-"] * len(_JUDGEMENT)
+    mine, wanted = ours["ratio_to_torch_cudnn"], goals.goal(ours)
+    peers = [
+        row["ratio_to_torch_cudnn"]
+        for name, row in entries.items()
+        if row is not None and not name.startswith(OURS)
+    ]
+    fa4 = verdict = "-"
+    if wanted is not None:
+        # As printed: two digits on both sides.
+        verdict = f"{wanted.wanted:.2f} {'met' if round(mine, 2) >= wanted.wanted else 'missed'}"
+        if wanted.flash_attention_4 is not None:
+            fa4 = f"({wanted.flash_attention_4:.2f})"
+            peers.append(wanted.flash_attention_4)
+    best = max(ratio for ratio in peers if ratio is not None)
+    share = ours.get("share_of_gemm")
+    return [fa4, verdict, f"{mine / best:.2f}", "-" if share is None else f"{share:.2f}"]
 
 
 def _entry(row: dict[str, Any] | None) -> str:
@@ -125,6 +167,27 @@ def _decode_table(results: dict[str, Any]) -> str:
         numbers = [f"{row['ms'] * 1e3:.1f}", rate, "-" if splits is None else str(splits)]
         body.append([row["group"], row["shape"], row["call"], *numbers])
     head = ["", "B,S,N,K,H", "call", "us", "GB/s", "splits"]
+    return _grid(head, body) + _reasons(rows)
+
+
+def _overhead_table(results: dict[str, Any]) -> str:
+    """Of every provider the device's time, wall time without and with CUDA graphs, and launches."""
+    rows = results["rows"]
+    providers = _unique(row["provider"] for row in rows)
+    cells = {(row["shape"], row["work"], row["provider"]): row for row in rows}
+    columns = ("device", "wall (graphs)", "launches")
+    head = ["B,T,N,K,H", "tiles", "call", *(f"{p}: {c}" for p in providers for c in columns)]
+    body = []
+    for shape, work, tiles in _unique((r["shape"], r["work"], r["tiles"]) for r in rows):
+        line = [shape, str(tiles), work]
+        for provider in providers:
+            row = cells[shape, work, provider]
+            device, wall, graphs, launches = (
+                "-" if row[name] is None else f"{row[name]:.1f}"
+                for name in ("device_us", "wall_us", "wall_us_with_graphs", "launches")
+            )
+            line += [device, f"{wall} ({graphs})", launches]
+        body.append(line)
     return _grid(head, body) + _reasons(rows)
 
 

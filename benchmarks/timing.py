@@ -208,12 +208,16 @@ def choose(name: str, probes: dict[str, Launch]) -> tuple[Timer, dict[str, Any]]
 
 
 def iterations_for(pilot_ms: float, target_ms: float = 30.0) -> int:
-    """How often to run what takes pilot_ms, so that one reading lasts about target_ms."""
-    return min(max(math.ceil(target_ms / max(pilot_ms, 1e-6)), 2), 100)
+    """How often to run what takes pilot_ms, so that one reading lasts about target_ms.
+
+    At most 100 times in 30 ms: dispatch takes the host longer than what is shorter than that.
+    """
+    most = max(100, round(100 * target_ms / 30.0))
+    return min(max(math.ceil(target_ms / max(pilot_ms, 1e-6)), 2), most)
 
 
 def interleave(
-    timer: Timer, contestants: dict[str, Launch], rounds: int
+    timer: Timer, contestants: dict[str, Launch], rounds: int, reading_ms: float = 30.0
 ) -> tuple[dict[str, list[Sample]], dict[str, str]]:
     """Readings of all contestants, round by round, each round starting with another of them.
 
@@ -239,7 +243,7 @@ def interleave(
         # The first call may still compile or tune; the second gives the estimate.
         pilot = attempt(name, 1) and attempt(name, 2)
         if pilot is not None:
-            iterations[name] = iterations_for(pilot.ms)
+            iterations[name] = iterations_for(pilot.ms, reading_ms)
             samples[name] = []
     names = list(samples)
     for turn in range(rounds):

@@ -14,14 +14,18 @@ from .core.rope import apply_rope as apply_rope
 from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
 from .dispatch import Explanation as Explanation
+from .tuning import Tuning as Tuning
+from .tuning import autotune as autotune
 from .vjp import save_attention as save_attention
 
 __all__ = [
     "Explanation",
     "KVCache",
+    "Tuning",
     "UnsupportedByBackend",
     "append_kv",
     "apply_rope",
+    "autotune",
     "check_pages",
     "dot_product_attention",
     "explain",

@@ -270,7 +270,7 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
         dispatch.check_name(backend)
         return call.empty_result()
     chosen = dispatch.select(call.problem, backend)
-    tiles = chosen.blocks(call.problem, override)
+    tiles = dispatch.tiles(chosen, call.problem, override)
     return call.unfold(*_attend(chosen, call.spec, tiles, call.operands))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from . import tables
 from .backends.base import Backend, UnsupportedByBackend
 from .backends.hopper import HopperBackend
 from .backends.xla import XlaBackend
@@ -52,6 +53,59 @@ def select(problem: Problem | DecodeProblem, name: str) -> Backend:
     raise AssertionError("the last backend takes every problem")
 
 
+def tiles(backend: Backend, problem: Problem, override: dict[str, Any] | None = None) -> Any:
+    """The tile sizes that `problem` runs with on `backend`.
+
+    Of each kernel, in this order: the caller's, put into the backend's own; those that were timed
+    for exactly this call, here or for the package; the backend's own.
+
+    Raises:
+        ValueError: tile sizes of the caller's that the backend cannot take.
+    """
+    if override is None:
+        return _tiles(backend, problem)[0]
+    _, tuned = _tiles(backend, problem)
+    return backend.blocks(problem, {**(tuned.blocks if tuned else {}), **override})
+
+
+# An eager call would otherwise spend 0.1 ms on the same choice every time.
+@lru_cache(maxsize=1024)
+def _tiles(backend: Backend, problem: Problem) -> tuple[Any, tables.Tuned | None]:
+    """The tile sizes without the caller's, and the table that they are from."""
+    tuned = tables.lookup(backend.name, problem)
+    if tuned is not None:
+        try:
+            return backend.blocks(problem, tuned.blocks), tuned
+        except ValueError as error:
+            tables.ignore(tuned.path, str(error))
+    return backend.blocks(problem, None), None
+
+
+def forget_tiles() -> None:
+    """Lets the next call look into the tables again."""
+    _tiles.cache_clear()
+
+
+def tunable(problem: Problem, name: str) -> Backend:
+    """The backend that runs `problem`, where it has tile sizes to choose from.
+
+    Raises:
+        ValueError: an unknown name.
+        UnsupportedByBackend: as `select`, or it has none.
+    """
+    chosen = select(problem, name)
+    if not chosen.candidates(problem):
+        others = [
+            f"{other.name!r} {_refusal(other, problem) or 'has some'}"
+            for other in BACKENDS.values()
+            if other is not chosen
+        ]
+        raise UnsupportedByBackend(
+            f"backend={chosen.name!r} has no tile sizes to time; {'; '.join(others)}"
+        )
+    return chosen
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a call would run, and why not something else; `str()` makes a text of it.
@@ -61,12 +115,15 @@ class Explanation:
         backend: name of the backend that would run.
         blocks: its tile sizes.
         reasons: for every other backend, one sentence saying why it would not run.
+        sources: for every kernel, where its tile sizes come from: "caller", the user's cache or the
+            shipped table with the name of the file, or "heuristic".
     """
 
     problem: Problem | DecodeProblem
     backend: str
     blocks: Any
     reasons: dict[str, str]
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         p = self.problem
@@ -81,6 +138,9 @@ class Explanation:
             f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}",
             f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
         ]
+        if self.sources:
+            sources = (f"{kernel}: {source}" for kernel, source in self.sources.items())
+            lines.append(f"  blocks from: {'; '.join(sources)}")
         return "\n".join(lines + [f"  not on {name}: {why}" for name, why in self.reasons.items()])
 
 
@@ -108,9 +168,22 @@ def explanation(
         for other in BACKENDS.values()
         if other is not chosen
     }
-    decodes = isinstance(problem, DecodeProblem)
-    blocks = chosen.decode_blocks(problem) if decodes else chosen.blocks(problem, override)
-    return Explanation(problem, chosen.name, blocks, reasons)
+    if isinstance(problem, DecodeProblem):
+        return Explanation(problem, chosen.name, chosen.decode_blocks(problem), reasons)
+    blocks = tiles(chosen, problem, override)
+    return Explanation(problem, chosen.name, blocks, reasons, _sources(chosen, problem, override))
+
+
+def _sources(chosen: Backend, problem: Problem, override: dict[str, Any] | None) -> dict[str, str]:
+    """By kernel, where its tile sizes come from."""
+    kernels = chosen.candidates(problem)
+    if not kernels:
+        return {"all": "caller" if override else "heuristic"}
+    _, tuned = _tiles(chosen, problem)
+    found = dict.fromkeys(kernels, "heuristic")
+    if tuned is not None:
+        found |= dict.fromkeys(tuned.blocks, tuned.source)
+    return found | dict.fromkeys(override or {}, "caller")
 
 
 def check_name(name):

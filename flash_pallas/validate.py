@@ -57,6 +57,8 @@ class Call:
 
     def unfold(self, o, lse, max_logit=None):
         """The outputs with the user's batch dimensions."""
+        if len(self.batch_shape) == 1:  # reshapes that do nothing cost an eager call 30 us
+            return o, lse, max_logit
         restore = lambda x: x.reshape(*self.batch_shape, *x.shape[1:])
         return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
 

@@ -211,6 +211,15 @@ MUTATIONS = (
              "jnp.where(place < 0, 0, 0)", "test_nn_cache.py::test_token_by_token_is_one_forward"),
     Mutation("append, bad pages", "cache.py", "exists = (place < room) & (page >= 0)",
              "exists = place < room", "test_cache.py::test_appending_to_pages"),
+    Mutation("tuning, exact calls", "tables.py", "{**_stated(problem), **_stated(problem.spec)}",
+             "{**_stated(problem)}",
+             "test_tuning.py::test_nothing_but_the_very_call_is_caught"),
+    Mutation("tuning, the caller first", "dispatch.py",
+             "{**(tuned.blocks if tuned else {}), **override}",
+             "{**override, **(tuned.blocks if tuned else {})}",
+             "test_tuning.py::test_the_caller_overrules_the_cache_of_the_kernel_that_he_names"),
+    Mutation("tuning, noise", "tuning.py", "if ratios[best] >= LEAST_GAIN else", "if best else",
+             "test_tuning.py::test_a_gain_within_the_noise_changes_nothing"),
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ RANKS = {
     "core": 0,
     "backends.base": 1,
     "reference": 1,
+    "tables": 1,
     "backends.xla": 2,
     "backends.hopper": 2,
     "dispatch": 3,
@@ -25,6 +26,7 @@ RANKS = {
     "api": 5,
     "validate_decode": 5,
     "decode": 6,
+    "tuning": 6,
     "cache": 6,
     "nn": 7,
 }

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import (
     flops,
     gate,
+    goals,
     plot,
     results,
     run,
@@ -100,6 +101,36 @@ def test_table_shows_ratio_and_reasons():
     assert "Fake GPU" in text and "c" * 12 in text and "c" * 13 not in text
 
 
+def test_the_main_table_judges_each_cell_by_goal_best_peer_and_gemm():
+    found = _results(suite="h200")
+    for row in found["rows"]:
+        if row["provider"] == "flash_pallas":
+            row.update(share_of_gemm=0.9)
+            if row["direction"] == "backward":
+                row.update(ratio_to_torch_cudnn=1.18)
+    lines = tables.render(found).splitlines()
+    assert lines[0].endswith("| flash_pallas | FA4 [1] | goal | ours / best peer | ours / GEMM |")
+    # FlashAttention-4 is the best peer in both: 1.03 forward, 1.15 backward.
+    assert lines[2].endswith("(2.00) | (1.03) | 1.10 met | 1.94 | 0.90 |")
+    assert lines[3].endswith("(1.18) | (1.15) | 1.19 missed | 1.03 | 0.90 |")
+    assert "[1] FlashAttention-4" in "\n".join(lines)
+
+
+def test_a_main_table_without_ours_or_its_ratio_still_prints():
+    found = _results(suite="h200")
+    found["rows"][1].update(ratio_to_torch_cudnn=None)
+    assert tables.render(found).splitlines()[2].endswith("| - | - | - | - |")
+    found["rows"] = [row for row in found["rows"] if row["provider"] != "flash_pallas"]
+    assert "goal" not in tables.render(found)
+
+
+def test_every_cell_of_the_main_table_has_a_goal():
+    for direction, cells in goals.GOALS.items():
+        assert {(c.shape, c.causal) for c in suites.SUITES["h200"]} == {
+            (suites.Shape(*map(int, label.split(",")[:5])), causal) for label, causal in cells
+        }, direction
+
+
 def test_memory_table_marks_what_was_not_measured():
     rows = [
         {"provider": "a", "q_len": 1024, "planned": 2**29, "measured": 2**30, "refused": None},
@@ -126,6 +157,9 @@ def test_plots_are_written(tmp_path):
         for n in (1024, 2048)
     ]
     plot.plot_results(_results(), tmp_path / "bars.png")
+    plot.plot_results(_results(suite="charts"), tmp_path / "charts.svg")
+    assert "head dim 128, causal" in (tmp_path / "charts_backward.svg").read_text()
+    assert (tmp_path / "charts_forward.svg").exists()
     plot.plot_results(_results(suite="memory", rows=rows), tmp_path / "memory.svg")
     for name in ("flash", "cudnn"):
         (tmp_path / name).mkdir()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import itertools
+import multiprocessing
 import sys
 
 import jax
@@ -57,6 +60,10 @@ def test_suites_hold_the_promised_cells():
     assert len(h200) == 12
     assert any(c.shape.kv_heads < c.shape.q_heads for c in h200)
     assert all(c.shape.reason for cells in suites.SUITES.values() for c in cells)
+    charts = {(c.shape.head_dim, c.shape.q_len, c.causal) for c in suites.SUITES["charts"]}
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    assert charts == set(itertools.product((64, 128, 256), lengths, (False, True)))
+    assert {c.shape.batch * c.shape.q_len for c in suites.SUITES["charts"]} == {16384}
     assert suites.MEMORY_LENGTHS[0] == 1024
     assert suites.MEMORY_LENGTHS[-1] == 128 * 1024
 
@@ -67,7 +74,7 @@ def test_suites_hold_the_promised_cells():
 @pytest.fixture(scope="module")
 def judged():
     inputs = gate.random_inputs(SHAPE)
-    runner = providers.flash_pallas_runner(CELL, inputs, backend="xla")
+    runner = providers.prepare("flash_pallas_xla", CELL, jnp.bfloat16)(inputs)
     return gate.build_oracle(inputs, True), runner.results()
 
 
@@ -125,8 +132,8 @@ def _run(tmp_path, monkeypatch, *arguments):
 
 
 def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
-    wrong = lambda cell, inputs: providers.jax_runner(lambda q, k, v: q + q, inputs)
-    monkeypatch.setitem(providers.PROVIDERS, "wrong", providers.Provider("wrong", wrong))
+    wrong = providers.Provider("wrong", lambda cell: providers.Attention(lambda q, k, v: q + q))
+    monkeypatch.setitem(providers.PROVIDERS, "wrong", wrong)
     names = "flash_pallas_xla,torch_cudnn,wrong"
     out = _run(tmp_path, monkeypatch, "--only", "full", "--providers", names)
     found = results.load(out)
@@ -153,6 +160,23 @@ def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
     out.write_text(out.read_text().replace("0123456789abcdef", "another"))
     with pytest.raises(ValueError, match="commit"):
         _run(tmp_path, monkeypatch, "--append", "--providers", "flash_pallas_xla")
+
+
+def test_programs_traced_by_another_process_are_the_same(judged, monkeypatch, capsys):
+    oracle, here = judged
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as processes:
+        ready = providers.prepare("flash_pallas_xla", CELL, jnp.bfloat16, processes)
+        with pytest.raises(providers.Unsupported, match="cuDNN"):
+            providers.prepare("jax_cudnn", CELL, jnp.bfloat16, processes)
+        # What the other process cannot make (here: it does not know the name) is made by this one.
+        monkeypatch.setitem(providers.PROVIDERS, "new", providers.PROVIDERS["flash_pallas_xla"])
+        providers.prepare("new", CELL, jnp.bfloat16, processes)
+    assert "new, 1,128,4,2,64 causal: traced here, since KeyError: 'new'" in capsys.readouterr().out
+    there = ready(gate.random_inputs(SHAPE)).results()
+    assert all(verdict.ok for verdict in oracle.check(there).values())
+    for name, value in here.items():
+        np.testing.assert_array_equal(value, there[name], err_msg=name)
 
 
 def test_time_limit_starts_no_new_cell(tmp_path, monkeypatch, capsys):

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import api, cache, decode
+from flash_pallas import api, cache, decode, tuning
 from flash_pallas.core import rope
 
 NAMES = [
     "Explanation",
     "KVCache",
+    "Tuning",
     "UnsupportedByBackend",
     "append_kv",
     "apply_rope",
+    "autotune",
     "check_pages",
     "dot_product_attention",
     "explain",
@@ -33,7 +35,7 @@ NAMES = [
     "gather_pages",
     "save_attention",
 ]
-DELEGATING = ["explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
+DELEGATING = ["autotune", "explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
 FUNCTIONS = [
     "append_kv",
     "apply_rope",
@@ -62,12 +64,14 @@ def test_documentation(name):
     assert name not in DELEGATING or "every other argument of `flash_attention`" in described
 
 
-@pytest.mark.parametrize("name", ["Explanation", "KVCache", "UnsupportedByBackend"])
+@pytest.mark.parametrize("name", ["Explanation", "KVCache", "Tuning", "UnsupportedByBackend"])
 def test_classes_are_documented(name):
     assert inspect.getdoc(getattr(fp, name))
 
 
-@pytest.mark.parametrize(("module", "at_least"), [(api, 10), (decode, 8), (cache, 10), (rope, 3)])
+@pytest.mark.parametrize(
+    ("module", "at_least"), [(api, 10), (decode, 8), (cache, 10), (rope, 3), (tuning, 4)]
+)
 def test_examples(module, at_least):
     results = doctest.testmod(module)
     assert results.attempted >= at_least and results.failed == 0

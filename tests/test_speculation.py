@@ -88,12 +88,6 @@ def test_dropout_speculates_in_two_warpgroups(H):
     assert (blocks.warpgroups, blocks.speculates) == (2, SPECULATES)
 
 
-def test_windows_and_lengths_leave_q_in_shared_memory():
-    assert _blocks().q_in_registers and _blocks(causal=True).q_in_registers
-    assert not _blocks(window=(100, 0)).q_in_registers
-    assert not _blocks(kv_lengths=(300,)).q_in_registers
-
-
 @pytest.mark.parametrize("block_kv", [64, 128])
 def test_the_cases_guess_wrong_as_they_say(block_kv):
     """Steps, from right to left, whose maxima are beyond the limit, by rows."""

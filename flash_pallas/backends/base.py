@@ -28,6 +28,13 @@ class Backend(Protocol):
         """
         ...
 
+    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
+        """For each kernel, tile sizes worth timing as dicts of all fields, those of `blocks` first.
+
+        `blocks` takes each of them as its `override`. Empty where there is nothing to choose.
+        """
+        ...
+
     def forward(self, spec: AttentionSpec, blocks: Any, operands: Operands) -> Outputs:
         """Attention.
 

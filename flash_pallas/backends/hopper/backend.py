@@ -15,6 +15,7 @@ from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs,
 from . import decode_blocks
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks, trades_registers
+from .candidates import candidates
 from .decode import decode
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
@@ -41,6 +42,11 @@ class HopperBackend:
     num_sms: int | None = None
     trades_registers: bool | None = None
     name = "hopper"
+
+    @property
+    def producer(self) -> bool:
+        """A warpgroup of the kernels only loads."""
+        return trades_registers() if self.trades_registers is None else self.trades_registers
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
@@ -70,8 +76,11 @@ class HopperBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
-        trades = trades_registers() if self.trades_registers is None else self.trades_registers
-        return choose_blocks(problem, override, producer=trades)
+        return choose_blocks(problem, override, self.producer)
+
+    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
+        """Tile sizes worth timing; see candidates.py."""
+        return candidates(problem, self.producer)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Attention; see core.problem.Outputs."""

@@ -154,9 +154,7 @@ class Fused:
 
     def score_gradients(self, cta: Cta, held: Held, n, block, masked):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
-        # The barrier keeps ptxas from holding the descriptors of K and V over the whole loop, which
-        # costs 60 to 190 bytes of spills.
-        keys = warpgroup_rows(lax.optimization_barrier(cta.wg))
+        keys = warpgroup_rows(cta.anew().wg)
         q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
         if self.problem.group > 1:  # under the wait for Q
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
@@ -176,7 +174,7 @@ class Fused:
 
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-            self.finish.scores_issued(cta)
+            self.finish.scores_issued(cta, n)
             return self.centred(cta, n, tile, weights(s_acc, 1), dp_acc)
 
         def alone(s_acc):

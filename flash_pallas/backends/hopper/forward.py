@@ -146,8 +146,6 @@ class Forward:
             cta, following = self.feeder.tile(cta, turn, number, work)
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
-        if self.blocks.q_in_registers:
-            q = self.plan.products.load_parts(q, inline.WGMMA)
         step = functools.partial(self.step, cta, work, q, o_acc)
         for edges, low, high in self.plan.zones(cta, work):
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
@@ -226,24 +224,21 @@ class Forward:
         than a second copy of this code.
         """
         number_after, more = following
-        wg, use = cta.wg, after
+        # Not to be hoisted: what is made from it would be held over the loops, in local memory.
+        wg, after = lax.optimization_barrier((cta.wg, after))
         if not self.blocks.producer:
-            # Or the descriptors of this Q, K and V are held, and spilled, over the loops.
-            opaque = lax.optimization_barrier((number, number_after, wg, use))
-            number, number_after, wg, use = opaque
+            number, number_after = lax.optimization_barrier((number, number_after))
         work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
-        if self.blocks.q_in_registers:
-            plgpu.commit_smem()  # orders our reads of Q before the copy that overwrites it
-        plgpu.barrier_arrive(cta.bars.q_empty.at[cta.wg])
+        plgpu.barrier_arrive(cta.bars.q_empty.at[wg])
         if not self.blocks.producer:
             self.feeder.next_q(cta, (number_after, more))
 
         @pl.when(more)
         def _():
-            plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
+            plgpu.barrier_wait(cta.bars.q_full.at[wg])
             cta.k.wait_full(after)
 
-        s = self.issue(cta, cta.smem.q.at[wg], use, rows.p, use - 1, o_acc)
+        s = self.issue(cta, cta.smem.q.at[wg], after, rows.p, after - 1, o_acc)
         following = following._replace(held=self.scores.hold(cta, following))
         release = lambda: pl.when(more)(lambda: cta.k.release(after))
         start = self.first_softmax(cta, following, s, after, release)

@@ -23,7 +23,6 @@ class ForwardBlocks:
         block_kv: keys per step.
         stages: blocks of K and of V in flight.
         persistent: one CTA per multiprocessor that walks many tiles (O staged beside Q).
-        q_in_registers: Q as register operand of wgmma; a third less shared-memory traffic in QK^T.
         lazy_rescale: rescale O only when a row maximum grew by more than this (base 2); 0: always.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         speculates: weights are taken relative to the row maxima of the blocks before, and again
@@ -36,7 +35,6 @@ class ForwardBlocks:
     block_kv: int = 128
     stages: int = 2
     persistent: bool = True
-    q_in_registers: bool = False
     lazy_rescale: float = 0.0
     polynomials: float = 0.0
     speculates: float = 0.0
@@ -91,8 +89,9 @@ TUNED = {
     # 1.14 to 1.27, causal 1.17 to 1.27; then 96 keys are 6 to 10 % slower, 64 9 to 10 %.
     (64, 64): ForwardBlocks(warpgroups=3, block_kv=128, speculates=SPECULATES),
     # Speculating 1.06 to 1.17 at T = 1k to 16k, causal 1.20 to 1.27 (1k) and 1.30 to 1.38 (4k).
-    # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent.
-    (128, 128): ForwardBlocks(q_in_registers=True, speculates=SPECULATES),
+    # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent. With Q in
+    # registers 40 to 76 bytes spill: 0.99 to 1.02 of this up to T = 2k, 1.05 at 4k causal.
+    (128, 128): ForwardBlocks(speculates=SPECULATES),
     # 128 keys per step need more shared memory than there is beside Q and O.
     (192, 128): ForwardBlocks(warpgroups=2, block_kv=96, speculates=SPECULATES),
     # Q and O share shared memory (64 KB each beside 128 KB of K and V), so not persistent; skipping
@@ -124,9 +123,6 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
     native = native_problem(problem)
     blocks = _for_head_dims(native)
     asked = _modifiers(native)
-    # Elsewhere speculating spills 36 to 60 bytes with Q in registers, 0 without.
-    if not _is_plain(native):
-        blocks = dataclasses.replace(blocks, q_in_registers=False)
     if "softcap" in asked and native.dtype != np.float32:
         blocks = dataclasses.replace(blocks, polynomials=0.5)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.

@@ -23,6 +23,7 @@ class FusedBlocks:
         stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
         alternate: the warpgroups take turns at the tensor cores; see fused_finish.py. Takes two
             slots for dS and no late_dp.
+        late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
     """
@@ -35,6 +36,7 @@ class FusedBlocks:
     late_dp: bool = False
     stagger: bool = False
     alternate: bool = False
+    late_handover: bool = False
     polynomials: float = 0.0
     producer: bool = True
 
@@ -99,13 +101,20 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alik
 # At 128, block_q 128 would need 2 x 64 more accumulator registers than there are.
 #
 # Staggered without a mask: 1.03 at 128, 1.01 at 64 (1.08 if the warpgroups meet).
+#
+# Handing over late spares a turn the wait for its writes, for which the exponentials of the next
+# tile pay: without a mask 1.02 at 128 (T=16k 1.01 to 1.03, grouped queries 1.01) and 1.05 at 32; at
+# 64, where exponentials take as long as a turn, 0.94 to 1.00; causal 0.98 at 128 and 0.99 at 64.
 _ALTERNATING = {
     16: FusedBlocks(block_q=128, alternate=True),
     32: FusedBlocks(block_q=128, alternate=True),
     64: FusedBlocks(block_q=128, alternate=True, polynomials=0.25),
     128: FusedBlocks(block_q=64, alternate=True),
 }
-PLAIN = {d: dataclasses.replace(b, stagger=True) for d, b in _ALTERNATING.items()}
+PLAIN = {
+    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 128))
+    for d, b in _ALTERNATING.items()
+}
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _ALTERNATING.items()}
 # Modifiers need registers of their own. At 64 with 128 queries softcap spills 272 bytes and dropout
 # 556, with 64 neither spills. Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06),
@@ -155,4 +164,4 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
 
 def _together(blocks: FusedBlocks) -> FusedBlocks:
     """With warpgroups that meet; polynomials do not pay then (0.93 to 0.97 at head dim 64)."""
-    return dataclasses.replace(blocks, alternate=False, polynomials=0.0)
+    return dataclasses.replace(blocks, alternate=False, late_handover=False, polynomials=0.0)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -68,6 +69,14 @@ class Cta:
     kv_start: Any
     walk: QueryWalk
     wg: Any
+
+    def anew(self) -> Cta:
+        """With a warpgroup index from which nothing is hoisted.
+
+        ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
+        spill (36 bytes; 60 to 190 those of K and V).
+        """
+        return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
 
     def query_tile(self, n, block_q: int):
         """(query head, rows) of the n-th tile of the walk."""

@@ -75,8 +75,8 @@ class Finish(abc.ABC):
         """Before the first tile."""
 
     @abc.abstractmethod
-    def scores_issued(self, cta: Cta):
-        """S^T and dP^T of a tile are on their way."""
+    def scores_issued(self, cta: Cta, n):
+        """S^T and dP^T of the n-th tile are on their way."""
 
     @abc.abstractmethod
     def end(self, cta: Cta):
@@ -113,7 +113,7 @@ class Together(Finish):
     def start(self, cta: Cta):
         """Nothing to do."""
 
-    def scores_issued(self, cta: Cta):
+    def scores_issued(self, cta: Cta, n):
         """Nothing to do."""
 
     def end(self, cta: Cta):
@@ -137,17 +137,17 @@ class Alternating(Finish):
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """dQ, dV and dK of the n-th tile; dQ of warpgroup 0 is that of the tile before."""
         slot = self.slot(n)
-        cta.smem.ds[slot, warpgroup_rows(cta.wg)] = ds
+        cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(cta.bars.ds_ready.at[slot])
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, self.interpret)
         self.await_turn(cta)
-        of_dq = n - (WARPGROUPS - 1 - cta.wg)  # -1 in warpgroup 0's first turn
+        of_dq = self.of_dq(cta, n)
 
         def products(dq_acc):
             pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(of_dq)]))
-            plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(of_dq)))  # (5) dQ = dS K
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta.anew(), self.slot(of_dq)))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
             self.await_dq(cta, of_dq)
@@ -155,9 +155,9 @@ class Alternating(Finish):
 
         # Stored in the first turn too, though nobody is told: a branch around registers that
         # products have written makes ptxas end those in flight (C7517).
-        cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
-        plgpu.commit_smem()
-        pl.when(of_dq >= 0)(lambda: self.add_dq(cta, of_dq))
+        cta.smem.dq[cta.anew().wg] = pl.run_scoped(products, self.dq_accumulator)
+        if not self.blocks.late_handover:
+            self.hand_over(cta, of_dq)
         plgpu.wgmma_wait(0)
         cta.do.release(n)
         cta.q.release(n)
@@ -166,12 +166,25 @@ class Alternating(Finish):
         """Warpgroup 1 waits for the first products of the other."""
         pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
 
-    def scores_issued(self, cta: Cta):
-        """The turn is over."""
+    def of_dq(self, cta: Cta, n):
+        """The tile whose dQ is computed beside dV and dK of the n-th: -1 in the very first turn."""
+        return n - (WARPGROUPS - 1 - cta.wg)
+
+    def hand_over(self, cta: Cta, of_dq):
+        """This warpgroup's part of dQ of that tile is in shared memory, to be added."""
+        plgpu.commit_smem()
+        pl.when(of_dq >= 0)(lambda: self.add_dq(cta, of_dq))
+
+    def scores_issued(self, cta: Cta, n):
+        """The turn is over; what nobody waited for in it comes now."""
         self.pass_turn(cta)
+        if self.blocks.late_handover:
+            self.hand_over(cta, self.of_dq(cta, n - 1))
 
     def end(self, cta: Cta):
         """Warpgroup 0 lets the other have its last turn, and computes its part of the last dQ."""
+        if self.blocks.late_handover:
+            self.hand_over(cta, self.of_dq(cta, cta.walk.total - 1))
 
         @pl.when(cta.wg == 0)
         def _():

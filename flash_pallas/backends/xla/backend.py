@@ -54,6 +54,10 @@ class XlaBackend:
         fitted = XlaBlocks(block_q=min(size, problem.q_len), block_kv=min(size, problem.kv_len))
         return dataclasses.replace(fitted, **override)
 
+    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
+        """None: one size serves."""
+        return {}
+
     def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
         """The rows' scalars are in the accumulation dtype: float64 for float64 inputs."""
         operands = padding.cleared(operands)

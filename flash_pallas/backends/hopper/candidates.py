@@ -1,0 +1,64 @@
+"""Tile sizes that are worth timing where the rules of *_blocks.py may not be the best."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ...core.problem import Problem
+from .backward_blocks import SplitBlocks
+from .blocks import choose_blocks
+
+# Each replaces fields of what the rules take. What only the rules know how to combine (which loops
+# are masked, where polynomials pay beside modifiers, speculation) stays as it is.
+_FORWARD = (
+    {"warpgroups": 2, "block_kv": 128},
+    {"warpgroups": 2, "block_kv": 96},
+    {"warpgroups": 3, "block_kv": 64},
+    {"warpgroups": 3, "block_kv": 128},
+    {"persistent": False},
+)
+_FUSED = (
+    {"alternate": False, "polynomials": 0.0},
+    {"polynomials": 0.0},
+    {"polynomials": 0.25},
+    {"block_q": 64},
+    {"block_q": 64, "stages": 4, "do_stages": 4},
+    {"stages": 3, "do_stages": 3},
+)
+_DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
+_DQ = (
+    {"block_kv": 128},
+    {"block_kv": 64},
+    {"k_stages": 3},
+    {"v_stages": 1},
+    {"v_stages": 2},
+    {"warpgroups": 1, "block_kv": 64},
+)
+CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
+
+
+def candidates(problem: Problem, producer: bool) -> dict[str, list[dict[str, Any]]]:
+    """For each kernel of a call, tile sizes that it can run with; those of the rules come first.
+
+    `producer` is that of `choose_blocks`.
+    """
+    chosen = _by_kernel(problem, None, producer)
+    found = {}
+    for kernel, blocks in chosen.items():
+        tried = [blocks]
+        for change in CHANGES[kernel]:
+            try:
+                tried.append(_by_kernel(problem, {kernel: change}, producer)[kernel])
+            except ValueError:  # they do not fit, or the kernel cannot take them
+                continue
+        found[kernel] = [dataclasses.asdict(b) for b in dict.fromkeys(tried)]
+    return found
+
+
+def _by_kernel(problem: Problem, override: dict[str, Any] | None, producer: bool):
+    blocks = choose_blocks(problem, override, producer)
+    backward = blocks.backward
+    if isinstance(backward, SplitBlocks):
+        return {"forward": blocks.forward, "dkv": backward.dkv, "dq": backward.dq}
+    return {"forward": blocks.forward, "fused": backward}

@@ -1,0 +1,178 @@
+"""Tile sizes that were timed: the table that the package ships, and those of the user's own device.
+
+A table belongs to one kind of device and one minor version of jax (whose compiler decides what a
+tile costs), and names each call by everything that is static in it, so it says nothing of calls
+that were not timed. What it says is what a caller could have passed as `blocks=`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import tempfile
+import warnings
+from typing import Any
+
+import jax
+
+from .core.problem import Problem
+
+CACHE_VARIABLE = "FLASH_PALLAS_CACHE_DIR"
+FORMAT = 1  # raised when kernels change so much that older timings say nothing
+
+_SHIPPED = pathlib.Path(__file__).parent / "tuned"
+_H200 = "nvidia_h200.json"
+# Names of devices as jax spells them. The two differ in memory, not in multiprocessors.
+_SHIPPED_FOR = {"NVIDIA H200": _H200, "NVIDIA H100 80GB HBM3": _H200}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What a table says of a call: `blocks` as the caller might pass it, and which table."""
+
+    blocks: dict[str, dict[str, Any]]
+    path: pathlib.Path
+
+    @property
+    def source(self) -> str:
+        """For `explain`."""
+        if self.path.parent == _SHIPPED:
+            return f"shipped table {self.path.name}"
+        return f"user cache {self.path}"
+
+
+def key(backend: str, problem: Problem) -> str | None:
+    """The name of a call in a table; None where a function of the user's takes part in it.
+
+    Every field of the problem and of its spec that is not at its default is in it.
+    """
+    if problem.spec.score_mod is not None or problem.spec.mask_mod is not None:
+        return None
+    fields = {**_stated(problem), **_stated(problem.spec)}
+    del fields["spec"]
+    if problem.features:
+        fields["features"] = ",".join(sorted(problem.features))
+    return " ".join([backend, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _stated(record) -> dict[str, Any]:
+    values = {field: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {field.name: value for field, value in values.items() if value != field.default}
+
+
+def lookup(backend: str, problem: Problem) -> Tuned | None:
+    """What was timed for exactly this call: on the user's device, else as shipped."""
+    name = key(backend, problem)
+    if name is None:
+        return None
+    for path in _tables():
+        entry = _read(path).get(name)
+        if entry is not None:
+            return Tuned(entry["blocks"], path)
+    return None
+
+
+def _tables() -> list[pathlib.Path]:
+    """In order of precedence."""
+    shipped = _SHIPPED_FOR.get(_device())
+    return [user_path(), *([_SHIPPED / shipped] if shipped else [])]
+
+
+def user_path() -> pathlib.Path:
+    """The user's table for this device and this jax.
+
+    It is in the folder that FLASH_PALLAS_CACHE_DIR names, else in flash_pallas under XDG_CACHE_HOME
+    or ~/.cache.
+    """
+    folder = os.environ.get(CACHE_VARIABLE)
+    if not folder:
+        caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        folder = pathlib.Path(caches) / "flash_pallas"
+    device = re.sub(r"[^a-z0-9]+", "_", _device().lower()).strip("_")
+    return pathlib.Path(folder) / f"{device}_jax{_jax()}.json"
+
+
+def store(path: pathlib.Path, name: str, blocks: dict[str, Any], gain: dict[str, float]) -> None:
+    """Adds one call to a table, in one step; what else is in it stays.
+
+    Args:
+        path: of the table.
+        name: the call's `key`.
+        blocks: the tile sizes of those kernels that the heuristics are not best for.
+        gain: for the reader, of every kernel that was timed: speed relative to the heuristics.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    entries = {**_read(path), name: {"blocks": blocks, "gain": gain}}
+    table = {"format": FORMAT, "device": _device(), "jax": _jax(), "entries": entries}
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    draft.replace(path)
+    _read.cache_clear()
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """Makes the folder of a table.
+
+    Raises:
+        OSError: it cannot be made or written to; the message names it and the way out.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"{path.parent} cannot be written to ({error}): set {CACHE_VARIABLE} to a folder that "
+            "can"
+        ) from error
+
+
+def ignore(path: pathlib.Path, reason: str) -> None:
+    """Warns, once for each file, that it is not used."""
+    _warn(f"{path} is ignored: {reason}. Delete it, or run flash_pallas.autotune again")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+# Read once: a table that changes under a running program must not change what it computes with.
+@functools.cache
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The entries of a table; none where there is no file or it cannot be used."""
+    try:
+        table = json.loads(path.read_text())
+        if not _well_formed(table):
+            raise ValueError("it is no table of this version")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # JSON's and Unicode's errors are ValueErrors
+        ignore(path, str(error))
+        return {}
+    # What another compiler made of these tiles says nothing. The shipped table has one jax.
+    return table["entries"] if table["jax"] == _jax() else {}
+
+
+def _well_formed(table) -> bool:
+    if not isinstance(table, dict) or table.get("format") != FORMAT or "jax" not in table:
+        return False
+    entries = table.get("entries")
+    return isinstance(entries, dict) and all(
+        isinstance(entry, dict) and isinstance(entry.get("blocks"), dict)
+        for entry in entries.values()
+    )
+
+
+def _device() -> str:
+    return jax.devices()[0].device_kind
+
+
+def _jax() -> str:
+    return ".".join(jax.__version__.split(".")[:2])

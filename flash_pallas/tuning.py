@@ -1,0 +1,291 @@
+"""`autotune`: times tile sizes for one call on the user's device and remembers the fastest."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import math
+import operator
+import pathlib
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from . import dispatch, tables, validate, vjp
+from .api import _same_arguments
+from .arguments import Arguments
+from .backends.base import Backend
+from .validate import Call
+
+ROUNDS = 7
+TARGET_SECONDS = 0.015  # of one reading: long against the host's part, short against the clocks'
+ASSUMED_FLOPS = 4e14  # per second, to guess how many calls that is
+# Readings of equal programs differ by 1 %: what gains less is not worth leaving the rules for.
+LEAST_GAIN = 1.02
+
+_log = logging.getLogger("flash_pallas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `autotune` found; `str()` makes a table of it.
+
+    Attributes:
+        blocks: the tile sizes that this call runs with from now on, as `blocks=` takes them; only
+            of kernels for which the rules' choice was not the fastest.
+        gain: by kernel, how many times as fast as the rules' choice.
+        times: by kernel, all that ran, the rules' choice first: fields, milliseconds.
+        path: the file that says so.
+    """
+
+    blocks: dict[str, dict[str, Any]]
+    gain: dict[str, float]
+    times: dict[str, list[tuple[dict[str, Any], float]]]
+    path: pathlib.Path
+
+    def __str__(self) -> str:
+        lines = [str(self.path)]
+        for kernel, timed in self.times.items():
+            rules = timed[0][0]
+            for fields, ms in timed:
+                changed = {name: x for name, x in fields.items() if x != rules[name]}
+                mark = " <" if fields == self.blocks.get(kernel, rules) else ""
+                lines.append(f"  {kernel} {ms:8.3f} ms  {changed or 'as the rules say'}{mark}")
+        return "\n".join(lines)
+
+
+@_same_arguments
+def autotune(q, k, v, *, backend="auto", blocks=None, **options) -> Tuning:
+    """Times tile sizes of `flash_attention` for one call and stores those that beat the rules'.
+
+    From then on this process, and every later one of the same user on the same kind of device and
+    minor version of jax, runs exactly this call with them: the same sizes, dtypes, masks and
+    options; not programs that were compiled before. Results change by no more than rounding, as
+    with `blocks=`. Takes a second for each of about a dozen tile sizes, most of it to compile.
+
+    The table is JSON, in the folder that the environment variable FLASH_PALLAS_CACHE_DIR names,
+    else in flash_pallas under XDG_CACHE_HOME or ~/.cache; `explain` names it where it decides. Of
+    several hosts that run one program, give all the same table. Under vmap it is the sizes of one
+    member that count.
+
+    Args:
+        q: as in `flash_attention`, as are all the others; the values are used, so that what depends
+            on data is timed with yours.
+        k: keys.
+        v: values.
+        backend: which implementation.
+        blocks: must be None.
+        **options: every other argument of `flash_attention`.
+
+    Returns:
+        A `Tuning`; print it. The backward is that of q, k and v.
+
+    Raises:
+        TypeError: and others, as `flash_attention` lists them; under jit.
+        UnsupportedByBackend: the backend has no tile sizes to choose from, or there is no GPU.
+        ValueError: there is nothing to compute; blocks were given; a score_mod or mask_mod takes
+            part, which has no name to store a result by.
+        OSError: the table cannot be written.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import UnsupportedByBackend, autotune
+        >>> x = jnp.ones((2, 256, 4, 64), jnp.bfloat16)
+        >>> try:
+        ...     print(autotune(x, x, x, causal=True))
+        ... except UnsupportedByBackend:
+        ...     print("not without a Hopper GPU")
+        not without a Hopper GPU
+    """
+    if blocks is not None:
+        raise ValueError("blocks is what autotune looks for: leave it out")
+    return prepare(q, k, v, Arguments(**options), backend).run()
+
+
+def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
+    """Checks a call of `autotune` and compiles what it times; nothing is timed or stored.
+
+    Raises:
+        TypeError: and others, as `autotune` lists them.
+    """
+    call = validate.canonicalize(q, k, v, arguments)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call.operands)):
+        raise TypeError("autotune runs kernels and takes their time: call it outside of jit")
+    if call.is_empty:
+        raise ValueError("there is no query or no key, so nothing to time")
+    chosen = dispatch.tunable(call.problem, backend)
+    name = tables.key(chosen.name, call.problem)
+    if name is None:
+        raise ValueError(
+            "a call with score_mod or mask_mod has no name to store tile sizes by: pass blocks="
+        )
+    path = tables.user_path()
+    tables.check_writable(path)  # before a minute of work
+    return Trial(name, path, compiled(chosen, call))
+
+
+class Program(NamedTuple):
+    """So many calls with one choice of tile sizes, compiled: program(*args)."""
+
+    fields: dict[str, Any]
+    program: Any
+    args: tuple
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What `autotune` times: the name of a call, the table, and by kernel the candidates."""
+
+    name: str
+    path: pathlib.Path
+    programs: dict[str, list[Program]]
+
+    def run(self) -> Tuning:
+        """Times every kernel's candidates and stores the fastest.
+
+        Raises:
+            OSError: the table cannot be written.
+        """
+        blocks, gain, times = {}, {}, {}
+        for kernel, programs in self.programs.items():
+            found = readings(programs)
+            best, ratio = fastest(found)
+            gain[kernel] = round(ratio, 3)
+            if best:
+                blocks[kernel] = programs[best].fields
+            medians = map(statistics.median, found)
+            times[kernel] = [(p.fields, ms) for p, ms in zip(programs, medians, strict=True)]
+        tables.store(self.path, self.name, blocks, gain)
+        dispatch.forget_tiles()
+        return Tuning(blocks, gain, times, self.path)
+
+
+def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
+    """Every candidate that compiles, the rules' choice first, of kernels with several.
+
+    Raises:
+        Exception: of the compiler, where it does not even take the rules' choice.
+    """
+    jobs = []
+    residuals = _residuals(backend, call)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for kernel, candidates in backend.candidates(call.problem).items():
+            build = _forward if kernel == "forward" else _backward
+            for fields in candidates if len(candidates) > 1 else ():
+                tiles = backend.blocks(call.problem, {kernel: fields})
+                jobs.append((kernel, fields, pool.submit(build, backend, call, tiles, residuals)))
+    programs: dict[str, list[Program]] = {}
+    for kernel, fields, job in jobs:
+        error = job.exception()
+        if error is None:
+            programs.setdefault(kernel, []).append(Program(fields, *job.result()))
+        elif kernel not in programs:  # the first is the rules' choice
+            raise error
+        else:
+            _log.info("autotune passes over %s of %s: %s", fields, kernel, error)
+    return programs
+
+
+def _residuals(backend: Backend, call: Call):
+    """What the backward starts from: the leaves of the pullback."""
+    tiles = backend.blocks(call.problem, None)
+    save = jax.jit(lambda operands: _pullback(backend, call, tiles, operands))
+    return jax.tree.leaves(save(call.operands))
+
+
+def _pullback(backend: Backend, call: Call, tiles, operands):
+    attend = lambda q, k, v: _attend(backend, call, tiles, operands._replace(q=q, k=k, v=v))
+    _, pullback = jax.vjp(attend, *operands[:3])
+    return pullback
+
+
+def _attend(backend: Backend, call: Call, tiles, operands):
+    outputs: Any = vjp.attend(backend, call.spec, tiles, operands)
+    return outputs[0]
+
+
+def _forward(backend: Backend, call: Call, tiles, residuals):
+    """(program, arguments, number of calls)."""
+    del residuals
+    count = _repetitions(call, products=2)
+
+    def run(operands):
+        step = lambda q: _attend(backend, call, tiles, operands._replace(q=q))
+        return _repeated(step, operands.q, count)
+
+    args = (call.operands,)
+    return jax.jit(run).lower(*args).compile(), args, count
+
+
+def _backward(backend: Backend, call: Call, tiles, residuals):
+    """The same of the pullback. Its residuals are the same with all tile sizes."""
+    p, count = call.problem, _repetitions(call, products=5)
+    trace = lambda operands: _pullback(backend, call, tiles, operands)
+    form = jax.tree.structure(jax.eval_shape(trace, call.operands))
+
+    def run(residuals, do):
+        pull = jax.tree.unflatten(form, residuals)
+        return _repeated(lambda do: pull(do)[0], do, count)
+
+    shape = (p.batch, p.q_len, p.q_heads, p.v_head_dim)
+    args = residuals, jax.random.normal(jax.random.key(0), shape, p.dtype)
+    return jax.jit(run).lower(*args).compile(), args, count
+
+
+def _repetitions(call: Call, products: int) -> int:
+    """How many calls one reading takes."""
+    p = call.problem
+    work = 2 * products * p.batch * p.q_heads * p.q_len * p.kv_len * p.head_dim
+    return min(max(math.ceil(TARGET_SECONDS * ASSUMED_FLOPS / work), 4), 200)
+
+
+def _repeated(step, x, count: int):
+    """step(x) so many times in one program, so that the host's part is in no number.
+
+    Each waits for the one before: a zero made of its result is added to one element of x.
+    """
+    first = (0,) * x.ndim
+    one = (1,) * x.ndim
+
+    def body(x, _):
+        y = step(x)
+        zero = 0 * lax.dynamic_slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(one).astype(x.dtype)
+        head = lax.dynamic_slice(x, first, one)
+        return lax.dynamic_update_slice(x, head + zero, first), None
+
+    return lax.scan(body, x, length=count)[0]
+
+
+def milliseconds(program: Program) -> float:
+    """Of one call."""
+    begin = time.perf_counter()
+    jax.block_until_ready(program.program(*program.args))
+    return (time.perf_counter() - begin) * 1e3 / program.count
+
+
+def readings(programs: list[Program]) -> list[list[float]]:
+    """Of every program a time in each round, each round starting with another of them.
+
+    Clocks drift by 10 % within minutes, so only times of one round are comparable.
+    """
+    for program in programs:
+        milliseconds(program)  # the first run loads the kernel
+    found: list[list[float]] = [[] for _ in programs]
+    for turn in range(ROUNDS):
+        first = turn % len(programs)
+        for index in [*range(first, len(programs)), *range(first)]:
+            found[index].append(milliseconds(programs[index]))
+    return found
+
+
+def fastest(times: list[list[float]]) -> tuple[int, float]:
+    """Which is fastest, and how many times as fast as the first: that one, unless it gains."""
+    first = times[0]
+    ratios = [statistics.median(map(operator.truediv, first, mine)) for mine in times]
+    best = max(range(len(ratios)), key=ratios.__getitem__)
+    return (best, ratios[best]) if ratios[best] >= LEAST_GAIN else (0, 1.0)
