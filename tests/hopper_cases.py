@@ -171,6 +171,7 @@ FORWARD_BLOCKS = (
 # fused backward with warpgroups that alternate and that meet, dK/dV, dQ, and sums of dS.
 WITHOUT_PRODUCER = (
     _case("one_block", T=500, S=100, N=2, K=1),
+    _case("whole_tiles_128", T=200, S=256, N=2, K=1, H=128),
     _case("several_blocks_causal_128", T=260, S=260, N=2, K=1, H=128, causal=True),
     _case("short_256", T=136, S=72, N=1, K=1, H=256, causal=True, q_offset=-40),
     _small("documents_128", segments="long", causal=True, poison=True, H=128, N=1, T=512, S=512),
