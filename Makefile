@@ -10,12 +10,13 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test lint demo compile-check test-gpu bench clean
+.PHONY: help test lint demo compile-check compile-check-0.12 test-gpu bench clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
 	@echo "make test           lint and every test that needs no GPU"
 	@echo "make compile-check  compile every Hopper kernel to SASS, without a GPU"
+	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
 	@echo "In an environment that has everything: make test SETUP=: PY=python3"
@@ -38,6 +39,13 @@ compile-check:
 	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check
 	$(VENV)-cuda/bin/python -m tests.compile_check
 
+# A part of it with jax 0.12, whose compiler is another: the loops over masked and whole tiles.
+compile-check-0.12:
+	@VENV=$(VENV)-0.12 CONSTRAINTS=.ci/constraints-0.12.txt bash .ci/setup compile
+	$(VENV)-0.12/bin/python -m pytest -q -m compile tests/compile_check
+	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal"
+	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
+
 test-gpu:
 	@$(SETUP) dev cuda13
 	FLASH_PALLAS_TEST_GPU=1 $(GPU_ENV) $(PY) -m pytest tests/test_gpu.py -q -n 8 --dist worksteal -p no:benchmark
@@ -49,4 +57,4 @@ bench:
 	$(PY) -m benchmarks.run_decode --out benchmarks/results/decode.json
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda demo
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-0.12 demo

@@ -166,6 +166,21 @@ FORWARD_BLOCKS = (
 )  # fmt: skip
 
 
+# Where no warpgroup only loads. Tiles of one block and of as many as there are slots, of which the
+# next tile's are known late or early; tiles that are claimed, and whose padding is cleared; the
+# fused backward with warpgroups that alternate and that meet, dK/dV, dQ, and sums of dS.
+WITHOUT_PRODUCER = (
+    _case("one_block", T=500, S=100, N=2, K=1),
+    _case("whole_tiles_128", T=200, S=256, N=2, K=1, H=128),
+    _case("several_blocks_causal_128", T=260, S=260, N=2, K=1, H=128, causal=True),
+    _case("short_256", T=136, S=72, N=1, K=1, H=256, causal=True, q_offset=-40),
+    _small("documents_128", segments="long", causal=True, poison=True, H=128, N=1, T=512, S=512),
+    _small("lengths", kv_lengths=(100, 31), q_lengths=(70, 100), B=2, poison=True, N=1),
+    _small("split_128", deterministic=True, H=128, T=200, S=140),
+    _small("bias_of_tiles_causal", bias="B1TS", causal=True, N=2, **_SQUARE),
+)
+
+
 def _several_tiles(name: str, **fields) -> Case:
     return _case(name, **({"T": 200, "S": 256, "N": 2, "K": 1} | fields))
 

@@ -117,6 +117,14 @@ MUTATIONS = (
     Mutation("speculation, limit", "backends/hopper/forward_scores.py",
              "2.0**self.plan.speculates", "2.0**126",
              "test_hopper_interpreted.py::test_kernels[rising_float16_128]"),
+    Mutation("no producer, next tile", "backends/hopper/forward_feeder.py",
+             "number = lax.select(inside, number, ahead.following)", "number = ahead.number",
+             "test_hopper_interpreted.py::test_compute_warpgroups_that_load"
+             "[several_blocks_causal_128]"),
+    Mutation("no producer, short tiles", "backends/hopper/forward_feeder.py",
+             "(cta.k, released + 1)", "(cta.k, released)",
+             "test_hopper_interpreted.py::test_compute_warpgroups_that_load"
+             "[several_blocks_causal_128]"),
     Mutation("alibi_slopes", "core/scores.py", "_spread(tile, -inputs.slope)",
              "_spread(tile, inputs.slope)", _case("alibi")),
     Mutation("alibi_slopes", "core/tile.py", "lax.abs(self.q_pos - self.kv_pos)",

@@ -7,6 +7,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import pytest
 
 import flash_pallas as fp
@@ -96,6 +97,37 @@ def test_hopper_comes_first_and_refuses_a_cpu():
         with pytest.raises(fp.UnsupportedByBackend, match=r"compute capability 9\.0.*cpu"):
             fp.flash_attention(Q, Q, Q, backend="hopper")
         assert "compute capability" in fp.explain(Q, Q, Q).reasons["hopper"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_producer_where_registers_are_not_traded(head_dim, monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 256, 1, head_dim), jnp.bfloat16)
+    described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
+
+    def producers(**fields):
+        blocks = HopperBackend(**fields).blocks(described, None)
+        backward = vars(blocks.backward) if head_dim == 256 else {"fused": blocks.backward}
+        return {kernel.producer for kernel in (blocks.forward, *backward.values())}
+
+    assert producers(trades_registers=True) == {True}
+    assert producers(trades_registers=False) == {False}
+    for version, trades in (((0, 11, 2), True), ((0, 12, 0, 1), False)):
+        monkeypatch.setattr(jaxlib.version, "__version_info__", version)
+        assert producers() == {trades}
+    asked = HopperBackend(trades_registers=True).blocks(described, {"forward": {"producer": False}})
+    assert not asked.forward.producer
+
+
+def test_modifiers_take_two_warpgroups_without_a_producer():
+    x = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
+    alone = HopperBackend(trades_registers=False)
+    warpgroups = lambda **given: (
+        alone.blocks(
+            describe(Operands(x, x, x, None)._replace(**given), AttentionSpec(scale=1.0)), None
+        ).forward.warpgroups
+    )
+    assert warpgroups() == 3
+    assert warpgroups(bias=jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bfloat16)) == 2
 
 
 def test_alternating_warpgroups_take_two_slots():

@@ -16,6 +16,7 @@ from .hopper_cases import (
     MODIFIERS,
     PAIRS,
     SECTIONS,
+    WITHOUT_PRODUCER,
 )
 from .interpreter import race_checked
 
@@ -45,6 +46,14 @@ def test_fused_blocks(case, blocks):
 def test_forward_blocks(case, blocks):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND, {"forward": blocks}), case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", WITHOUT_PRODUCER, ids=str)
+def test_compute_warpgroups_that_load(case):
+    backend = HopperBackend(interpret=True, num_sms=2, trades_registers=False)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(backend), case)
 
 
 @pytest.mark.interpret

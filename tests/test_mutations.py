@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from .cases import CASES, FEATURES
-from .hopper_cases import MAXIMA, MODIFIERS
+from .hopper_cases import MAXIMA, MODIFIERS, WITHOUT_PRODUCER
 from .mutations import MUTATIONS, ROOT
 
 README = Path(__file__).parent / "README.md"
@@ -27,7 +27,7 @@ def test_the_line_is_there(mutation):
     text = (Path(__file__).parent / file).read_text()
     function, _, case = name.partition("[")
     assert not name or f"def {function}(" in text
-    names = {c.name for c in (*CASES, *FEATURES, *MODIFIERS, *MAXIMA)}
+    names = {c.name for c in (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER)}
     assert not case or case.removesuffix("]") in names
 
 

@@ -71,6 +71,11 @@ def _one(pattern: re.Pattern, text: str, source: Path) -> tuple[int, ...]:
     return tuple(int(group) for group in found.groups())
 
 
+def _kernel(path: Path) -> str:
+    """The kernel's name, of a file named after it with a number."""
+    return re.sub(r"_\d+$", "", path.name.split(".")[0])
+
+
 def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
     if not path.exists() or not path.read_text().strip():
         return None, None
@@ -83,21 +88,19 @@ def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
     return highest, dict(sorted(counts.items()))
 
 
-def read(ptxas: Path) -> Report:
-    """The report of the kernel whose ptxas output is in this file of a dump folder.
+def read(ptxas: Path, resources: Path) -> Report:
+    """The report of the kernel whose ptxas output and shared memory are in these two files.
 
     Raises:
-        ValueError: the file lacks a figure that ptxas -v prints for every kernel.
-        FileNotFoundError: Mosaic GPU's own file is missing beside it.
+        ValueError: a file lacks a figure that is printed for every kernel.
     """
     text = ptxas.read_text()
     (registers,) = _one(_REGISTERS, text, ptxas)
     stack, stores, loads = _one(_SPILLS, text, ptxas)
-    resources = ptxas.with_suffix(".resources.txt")
     (smem,) = _one(_SMEM, resources.read_text(), resources)
     highest, instructions = _sass(ptxas.with_suffix(".sass_ctrl"))
     return Report(
-        kernel=re.sub(r"_\d+$", "", ptxas.stem),
+        kernel=_kernel(ptxas),
         launch_registers=registers,
         stack=stack,
         spill_stores=stores,
@@ -110,8 +113,24 @@ def read(ptxas: Path) -> Report:
 
 
 def take(folder: Path) -> list[Report]:
-    """The reports of all kernels in a dump folder, which is emptied (40 MB per kernel)."""
-    reports = [read(path) for path in sorted(folder.glob("*.ptxas"))]
+    """The reports of all kernels in a dump folder, which is emptied (40 MB per kernel).
+
+    Mosaic GPU numbers kernels as they are lowered and, in other files, as they are compiled: with
+    jax 0.12 not in the same order. Of a kernel that it knows already it writes the first kind only.
+
+    Raises:
+        ValueError: a file lacks a figure that is printed for every kernel.
+        FileNotFoundError: Mosaic GPU's own file is missing.
+    """
+    numbered = lambda suffix: sorted(folder.glob("*" + suffix), key=lambda path: path.name)
+    lowered = numbered(".resources.txt")
+    reports = []
+    for path in numbered(".ptxas"):
+        mine = [x for x in lowered if _kernel(x) == _kernel(path)]
+        if not mine:
+            raise FileNotFoundError(f"{path} has no .resources.txt beside it")
+        lowered.remove(mine[0])
+        reports.append(read(path, mine[0]))
     for path in folder.iterdir():
         path.unlink()
     return reports

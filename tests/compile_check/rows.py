@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.blocks import trades_registers
 from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import (
@@ -104,12 +105,35 @@ ALLOWED_SPILLS = {
 }
 
 
+# The same without a producer warpgroup: the most of ptxas and of nvJitLink.
+ALLOWED_WITHOUT_PRODUCER = {
+    ("flash_pallas_forward", 64, "full"): 32,
+    ("flash_pallas_forward", 64, "causal"): 32,
+    ("flash_pallas_forward", 64, "ragged"): 4,
+    ("flash_pallas_forward", 128, "long"): 16,
+    ("flash_pallas_forward", 128, "packed_128"): 56,
+    ("flash_pallas_forward", 128, "document_128"): 100,
+    ("flash_pallas_forward", 128, "document_window_128"): 128,
+    ("flash_pallas_forward", 128, "softcap_causal_128"): 4,
+    ("flash_pallas_forward", 128, "alibi_causal_128"): 80,
+    ("flash_pallas_forward", 64, "float32_everything"): 48,
+    ("flash_pallas_backward_fused", 64, "offset"): 16,
+    ("flash_pallas_backward_fused", 64, "packed_causal"): 28,
+    ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
+    ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 28,
+    ("flash_pallas_backward_fused", 128, "long_score_mod"): 76,
+}
+
+# Rows without a producer, where the others have one: what another jaxlib would run.
+ALONE = " without producer"
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One call of the backend.
 
     Attributes:
-        path: "forward", "backward", "deterministic backward" or "decode".
+        path: "forward", "backward", "deterministic backward" or "decode", and perhaps ALONE.
         head_dim: of q, k and v.
         dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS, of LONG_MASKS or of MODIFIERS.
@@ -123,6 +147,11 @@ class Row:
     function: Callable
     arguments: tuple[Any, ...]
 
+    @property
+    def producer(self) -> bool:
+        """A warpgroup only loads."""
+        return trades_registers() and not self.path.endswith(ALONE)
+
     def __str__(self) -> str:
         return f"{self.path} {self.head_dim} {self.dtype} {self.mask}"
 
@@ -130,7 +159,8 @@ class Row:
         """Bytes that this kernel may spill in this row; entries for MASKS are those of 16 bits."""
         if self.dtype == "float32" and self.mask in MASKS:
             return 0
-        return ALLOWED_SPILLS.get((kernel, self.head_dim, self.mask), 0)
+        allowed = ALLOWED_SPILLS if self.producer else ALLOWED_WITHOUT_PRODUCER
+        return allowed.get((kernel, self.head_dim, self.mask), 0)
 
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
@@ -145,9 +175,9 @@ def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
     offset = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if traced else None
     per_row = jax.ShapeDtypeStruct((BATCH, Q_HEADS, length), jnp.float32)
     operands = Operands(q, kv, kv, offset)
-    backend = HopperBackend()
+    backend = HopperBackend(trades_registers=False if path.endswith(ALONE) else None)
     blocks = backend.blocks(describe(operands, spec), None)
-    if path == "forward":
+    if path.startswith("forward"):
         run, arguments = (lambda *a: backend.forward(spec, blocks, *a)), (operands,)
     else:
         run = lambda *a: backend.backward(spec, blocks, *a, wanted=frozenset())
@@ -194,6 +224,12 @@ def _decode_row(head_dim: int, name: str) -> Row:
     return Row("decode", head_dim, "bfloat16", name, run, (operands,))
 
 
+def _rows_without_producer() -> Iterator[Row]:
+    paths, head_dims, masks = ("forward", "backward"), (64, 128, 256), ("full", "causal")
+    for path, head_dim, mask in itertools.product(paths, head_dims, masks):
+        yield _row(path + ALONE, head_dim, "bfloat16", mask)
+
+
 def rows() -> Iterator[Row]:
     """All rows; masks other than full and causal in bfloat16 alone, whose code is the same."""
     for name in MODIFIERS:
@@ -208,6 +244,8 @@ def rows() -> Iterator[Row]:
                 yield _row("deterministic backward", head_dim, dtype, mask)
     for mask in LONG_MASKS:
         yield _row("forward", 128, "bfloat16", mask)
+    if trades_registers():
+        yield from _rows_without_producer()
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):
         for mask in ("full", "causal"):
             yield _row(path, head_dim, "float32", mask)

@@ -14,7 +14,7 @@ from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from . import decode_blocks
 from .backward import backward
-from .blocks import HopperBlocks, choose_blocks
+from .blocks import HopperBlocks, choose_blocks, trades_registers
 from .candidates import candidates
 from .decode import decode
 from .forward import forward
@@ -35,11 +35,18 @@ class HopperBackend:
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter, with race detection (for tests).
         num_sms: multiprocessors to spread persistent kernels over; None asks the device.
+        trades_registers: the compiler honours setmaxnreg; None asks the installed jaxlib.
     """
 
     interpret: bool = False
     num_sms: int | None = None
+    trades_registers: bool | None = None
     name = "hopper"
+
+    @property
+    def producer(self) -> bool:
+        """A warpgroup of the kernels only loads."""
+        return trades_registers() if self.trades_registers is None else self.trades_registers
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
@@ -69,11 +76,11 @@ class HopperBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
-        return choose_blocks(problem, override)
+        return choose_blocks(problem, override, self.producer)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """Tile sizes worth timing; see candidates.py."""
-        return candidates(problem)
+        return candidates(problem, self.producer)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Attention; see core.problem.Outputs."""

@@ -44,7 +44,8 @@ def backward(
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
-    extra = score_grads(native, operands, arrays, wanted, interpret)
+    producer = (blocks if fused else blocks.dq).producer
+    extra = score_grads(native, operands, arrays, wanted, producer, interpret)
     dq_, dk, dv = map(Products(problem.dtype).joined, grads)
     return Grads(
         dq_[:, : problem.q_len, :, : problem.head_dim],

@@ -34,13 +34,14 @@ from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
 from .dkv_cta import Barriers, Cta, Smem, scratch
+from .dkv_loads import Loads
 from .key_walk import mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, rows_of
 from .products import Products
 from .query_walk import QueryWalk
 from .recompute import Weights
 from .register_tile import RegisterTile
-from .side_inputs import Held, Place, SideInputs
+from .side_inputs import Held, SideInputs
 from .split_blocks import DkvBlocks
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
@@ -60,9 +61,14 @@ class Dkv:
         return Products(self.problem.dtype, self.interpret)
 
     @property
+    def loads(self) -> Loads:
+        """From device memory."""
+        return Loads(self.problem, self.blocks)
+
+    @property
     def side(self) -> SideInputs:
         """What modifiers read."""
-        return SideInputs(self.problem, q_axis=1)
+        return self.loads.side
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
         batch, block = lax.axis_index("batch"), lax.axis_index("kv")
@@ -86,57 +92,16 @@ class Dkv:
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
-        pl.when(wg == PRODUCER)(lambda: self.produce(cta))
-
-    def place(self, cta: Cta, member, block) -> Place:
-        """Of the tile of a query block of one head of the group."""
-        head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
-        start = block * columns
-        return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
-
-    # --- the producer ----------------------------------------------------------------------------
-
-    def produce(self, cta: Cta):
-        """K, then for every tile Q and dO; V between the first two, where it is first needed."""
-        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
-        plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
-
-        @pl.loop(jnp.int32(0), cta.walk.total)
-        def _(n):
-            member, block = cta.walk[n]
-            head = cta.kv_head * self.problem.group + member
-            rows = pl.ds(block * self.blocks.block_q, self.blocks.block_q)
-            tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
-            cta.q.wait_empty(n)
-            self.load(cta.q, n, rows_of(cta.gmem.q, tile, cta.smem.q), cta.smem.q)
-            self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
-            if self.side.copies:
-                slot = cta.q.slot(n)
-                place = self.place(cta, member, block)
-                self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
-
-            pl.when(n == 0)(lambda: self.load_v(cta))
-            cta.do.wait_empty(n)
-            self.load(cta.do, n, rows_of(cta.gmem.do, tile, cta.smem.do), cta.smem.do)
-            self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
-
-        cta.q.drain(cta.walk.total)
-        cta.do.drain(cta.walk.total)
-
-    def load_v(self, cta: Cta):
-        v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
-        plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
-
-    def load(self, ring: Ring, n, source, buffer):
-        """One of the copies of the n-th fill of a ring."""
-        slot = ring.slot(n)
-        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
+        if self.blocks.producer:
+            pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
     def compute_dv(self, cta: Cta):
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            self.loads.load_k(cta)
         accumulator = self.result_accumulator(self.problem.v_head_dim)
         dv = pl.run_scoped(functools.partial(self.dv_walk, cta), accumulator)
         cta.p.drain(cta.walk.total)
@@ -145,9 +110,9 @@ class Dkv:
 
     def dv_walk(self, cta: Cta, dv_acc):
         """dV, f32[64, Dv]."""
-        held = self.side.hold_rows(cta.gmem.side, self.place(cta, 0, 0))
+        held = self.side.hold_rows(cta.gmem.side, self.loads.place(cta, 0, 0))
         if self.problem.group == 1:
-            held = self.side.hold_head(held, cta.gmem.side, self.place(cta, 0, 0))
+            held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
         step = functools.partial(self.dv_step, cta, held, dv_acc)
         cta.walk.visit(step)
@@ -158,7 +123,7 @@ class Dkv:
     def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
         """dV += P^T dO of the n-th tile."""
         if self.problem.group > 1:  # under the wait for Q
-            place = self.place(cta, cta.walk[n][0], block)
+            place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)
         # Before the accumulator exists: see Scores.tile in backward_scores.py.
         cta.q.wait_full(n)
@@ -225,9 +190,14 @@ class Dkv:
     # --- warpgroup 1: dP, dS, dK -----------------------------------------------------------------
 
     def compute_dk(self, cta: Cta):
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.loads.feed(cta)
         accumulator = self.result_accumulator(self.problem.head_dim)
         dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
+        if not self.blocks.producer:
+            self.loads.drain(cta)
         staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
         out = rows_of(cta.dk, cta.keys, staging)
         self.store(dk * self.problem.spec.scale, staging, out)
@@ -242,6 +212,8 @@ class Dkv:
 
     def dk_step(self, cta: Cta, dk_acc, n):
         """dK += dS^T Q of the n-th tile."""
+        if not self.blocks.producer:
+            self.loads.refill_do(cta, n)
         cta.do.wait_full(n)
         products = functools.partial(self.score_gradients, cta, n)
         ds = pl.run_scoped(products, self.score_accumulator)
@@ -279,7 +251,7 @@ class Dkv:
             return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
         member, block = cta.walk[n]
-        held = self.side.hold(cta.gmem.side, self.place(cta, member, block))
+        held = self.side.hold(cta.gmem.side, self.loads.place(cta, member, block))
         inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * recompute.centred(self.problem, kept, dp, delta)
@@ -313,7 +285,7 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
             "kv": pl.cdiv(problem.kv_len, WARPGROUP_ROWS),
             "batch": problem.batch,
         },
-        threads=3,
+        threads=2 + blocks.producer,
         name="flash_pallas_backward_dkv",
         interpret=interpret,
     )

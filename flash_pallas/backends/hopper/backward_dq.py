@@ -29,34 +29,13 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from . import inline, recompute
 from .arrays import BackwardArrays
+from .dq_loads import Barriers, Cta, Loads, Smem
 from .key_walk import KeyWalk, mask_everywhere
 from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, rows_of, warpgroup_rows
 from .products import Products
 from .register_tile import RegisterTile
-from .side_inputs import Held, Place, SideInputs, Streamed
+from .side_inputs import Held, SideInputs
 from .split_blocks import DqBlocks
-
-
-class Smem(NamedTuple):
-    """Shared memory of one CTA; tiles are operands of products.py."""
-
-    q: Any  # [block_q, D]
-    do: Any  # [block_q, Dv]
-    k: Any  # [k_stages, block_kv, D]
-    v: Any  # [v_stages, block_kv, Dv]
-    lse: Any  # f32[block_q]
-    delta: Any  # f32[block_q]
-    side: Streamed  # with K
-
-
-class Barriers(NamedTuple):
-    """mbarriers; queries counts four copies, the empty ones each warpgroup."""
-
-    queries: Any  # Q, dO, lse, delta
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
 
 
 class Rows(NamedTuple):
@@ -65,29 +44,6 @@ class Rows(NamedTuple):
     lse: Any  # f32[64], base 2
     delta: Any  # f32[64]
     held: Held
-
-
-@dataclasses.dataclass(frozen=True)
-class Cta:
-    """The refs and the place of one CTA, as one of its warpgroups sees them."""
-
-    gmem: BackwardArrays
-    dq: Any  # [B, T8, N, D]
-    smem: Smem
-    bars: Barriers
-    k: Ring
-    v: Ring
-    batch: Any
-    head: Any
-    q_start: Any  # index of the first query
-    position: Any  # its position: q_start + q_offset
-    block: Any  # of queries
-    wg: Any
-
-    def place(self, column_start, columns: int, *, own: bool, rows: int) -> Place:
-        """Of a tile of this CTA or, if `own`, of this warpgroup."""
-        row_start = self.q_start + self.wg * WARPGROUP_ROWS if own else self.q_start
-        return Place(self.batch, self.head, row_start, column_start, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +60,14 @@ class Dq:
         return Products(self.problem.dtype, self.interpret)
 
     @property
+    def loads(self) -> Loads:
+        """From device memory."""
+        return Loads(self.problem, self.blocks)
+
+    @property
     def side(self) -> SideInputs:
         """What modifiers read."""
-        return SideInputs(self.problem, q_axis=0)
+        return self.loads.side
 
     def __call__(self, gmem: BackwardArrays, dq, smem: Smem, bars: Barriers):
         batch, block, spec = lax.axis_index("batch"), lax.axis_index("q"), self.problem.spec
@@ -129,55 +90,17 @@ class Dq:
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
-        pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.produce(cta))
-
-    def walk(self, cta: Cta) -> KeyWalk:
-        """The key blocks of this CTA."""
-        at, size = (cta.batch, cta.block, cta.position), (self.blocks.block_q, self.blocks.block_kv)
-        return KeyWalk.of(self.problem, cta.gmem, at, *size)
-
-    # --- the producer ----------------------------------------------------------------------------
-
-    def produce(self, cta: Cta):
-        """Q, dO, lse and delta once, then every block of K and V."""
-        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
-        queries = pl.ds(cta.q_start, self.blocks.block_q)
-        tile, row = (cta.batch, queries, cta.head), (cta.batch, cta.head, queries)
-        arrived = cta.bars.queries
-        gmem, smem = cta.gmem, cta.smem
-        plgpu.copy_gmem_to_smem(rows_of(gmem.q, tile, smem.q), smem.q, arrived)
-        plgpu.copy_gmem_to_smem(rows_of(gmem.do, tile, smem.do), smem.do, arrived)
-        plgpu.copy_gmem_to_smem(gmem.lse_log2.at[row], smem.lse, arrived)
-        plgpu.copy_gmem_to_smem(gmem.delta.at[row], smem.delta, arrived)
-        kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
-
-        block_q, block_kv, walk = self.blocks.block_q, self.blocks.block_kv, self.walk(cta)
-
-        @pl.loop(jnp.int32(0), walk.total)
-        def _(n):
-            start = walk[n] * block_kv
-            keys = (cta.batch, pl.ds(start, block_kv), kv_head)
-            self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
-            if self.side.copies:
-                slot = cta.k.slot(n)
-                place = cta.place(start, block_kv, own=False, rows=block_q)
-                self.side.load(gmem.side, smem.side, slot, cta.k.full.at[slot], place)
-            self.load(cta.v, n, rows_of(gmem.v, keys, smem.v), smem.v)
-
-        cta.k.drain(walk.total)
-        cta.v.drain(walk.total)
-
-    def load(self, ring: Ring, n, source, buffer):
-        """The n-th fill of a ring."""
-        slot = ring.slot(n)
-        ring.wait_empty(n)
-        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
+        if self.blocks.producer:
+            pl.when(cta.wg == self.blocks.warpgroups)(lambda: self.loads(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def consume(self, cta: Cta):
         """Fold the key blocks into this warpgroup's rows and write them."""
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.loads.feed(cta)
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dq = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         staging = cta.smem.q.at[warpgroup_rows(cta.wg)]
@@ -197,11 +120,13 @@ class Dq:
             delta=plgpu.load(cta.smem.delta.at[own], layout=inline.ROWS),
             held=self.side.hold(cta.gmem.side, cta.place(0, 0, own=True, rows=WARPGROUP_ROWS)),
         )
-        walk = self.walk(cta)
+        walk = self.loads.walk(cta)
         step = functools.partial(self.step, cta, walk, rows, dq_acc)
         walk.visit(step, masks=self.masks(walk))
         plgpu.wgmma_wait(0)
         cta.k.release(walk.total - 1)
+        if not self.blocks.producer:
+            pl.when(self.loads.is_loader(cta))(lambda: self.loads.drain(cta))
         return dq_acc[...]
 
     def masks(self, walk: KeyWalk) -> bool:
@@ -297,7 +222,7 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
             "head": problem.q_heads,
             "batch": problem.batch,
         },
-        threads=warpgroups + 1,
+        threads=warpgroups + blocks.producer,
         name="flash_pallas_backward_dq",
         interpret=interpret,
     )

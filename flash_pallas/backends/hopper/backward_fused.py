@@ -41,7 +41,7 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks, entries_at_once
 from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
 from .fused_finish import Alternating, Finish, Together
-from .fused_producer import Producer
+from .fused_producer import Feeder, Producer
 from .memory import WARPGROUP_ROWS, Ring, launch, rows_of, warpgroup_rows
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
@@ -66,6 +66,11 @@ class Fused:
         """The second half of every step."""
         way = Alternating if self.blocks.alternate else Together
         return way(self.blocks, self.problem.head_dim, self.interpret)
+
+    @property
+    def producer(self) -> Producer:
+        """What loads and adds dQ."""
+        return Producer(self.problem, self.blocks, self.interpret)
 
     def __call__(self, dq, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
         entries = entries_at_once(self.problem)
@@ -99,13 +104,16 @@ class Fused:
             wg=lax.axis_index("wg"),
         )
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
-        producer = Producer(self.problem, self.blocks, self.interpret)
-        pl.when(cta.wg == WARPGROUPS)(lambda: producer(cta))
+        if self.blocks.producer:
+            pl.when(cta.wg == WARPGROUPS)(lambda: self.producer(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def consume(self, cta: Cta):
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = Feeder(self.producer).start(cta)
         keys, head_dim = warpgroup_rows(cta.wg), self.problem.head_dim
         accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
@@ -130,6 +138,8 @@ class Fused:
         self.finish.start(cta)
         cta.walk.visit(functools.partial(self.step, cta, held, dk_acc, dv_acc))
         self.finish.end(cta)
+        if not self.blocks.producer:
+            Feeder(self.producer).end(cta)
         return dk_acc[...], dv_acc[...]
 
     def own_place(self, cta: Cta, n) -> Place:
@@ -250,7 +260,7 @@ def backward_fused(
             "kv": pl.cdiv(problem.kv_len, blocks.block_kv),
             "entry": entries,
         },
-        threads=WARPGROUPS + 1,
+        threads=WARPGROUPS + blocks.producer,
         name="flash_pallas_backward_fused",
         interpret=interpret,
     )

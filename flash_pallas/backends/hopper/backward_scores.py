@@ -33,7 +33,7 @@ from .memory import WARPGROUP_ROWS, float32, launch, rows_of, warpgroup_rows
 from .products import Products
 from .register_tile import RegisterTile
 from .score_blocks import ScoreBlocks, Sums
-from .scores_cta import LOADED, BiasTiles, Cta, Step, divide, scratch
+from .scores_cta import LOADED, BiasTiles, Cta, Step, Steps, divide, scratch
 from .side_inputs import Place, SideInputs
 
 
@@ -65,32 +65,53 @@ class Scores:
         wg = lax.axis_index("wg")
         cta = Cta(self.sums, self.blocks, gmem, bias, tuple(out), smem, bars, wg)
         pl.when(wg < self.blocks.warpgroups)(lambda: self.consume(cta))
-        pl.when(wg == self.blocks.warpgroups)(lambda: self.produce(cta))
+        if self.blocks.producer:
+            pl.when(wg == self.blocks.warpgroups)(lambda: self.produce(cta))
 
     # --- the producer ----------------------------------------------------------------------------
 
     def produce(self, cta: Cta):
         """The tile of the bias, if it is held, then all that every step reads."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        self.load_bias(cta)
+        steps = cta.steps()
+        pl.loop(jnp.int32(0), steps.total)(functools.partial(self.load, cta, steps))
+        cta.ring.drain(steps.total)
+
+    def feed(self, cta: Cta) -> Cta:
+        """Without a producer: the last warpgroup loads what the steps start with.
+
+        Returns the CTA with a ring that it fills again where it releases it.
+        """
+        steps, loads = cta.steps(), cta.wg == self.blocks.warpgroups - 1
+        fill = lambda n: pl.when(n < steps.total)(lambda: self.load(cta, steps, n))
+
+        @pl.when(loads)
+        def _():
+            self.load_bias(cta)
+            for n in range(self.blocks.stages):
+                fill(jnp.int32(n))
+
+        return dataclasses.replace(cta, refill=lambda n: pl.when(loads)(lambda: fill(n)))
+
+    def load_bias(self, cta: Cta):
+        """The tile of the bias, if it is held."""
         if self.sums.holds_bias:
             source = cta.bias.at[cta.bias_place + self.tile_at(cta)]
             plgpu.copy_gmem_to_smem(source, cta.smem.bias, cta.bars.bias)
-        steps = cta.steps()
 
-        @pl.loop(jnp.int32(0), steps.total)
-        def _(n):
-            slot, step = cta.ring.slot(n), steps[n]
-            cta.ring.wait_empty(n)
-            sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
-            for name in LOADED:
-                target = getattr(cta.smem, name).at[slot]
-                # The CTAs of a cluster differ in their keys.
-                shared = None if name in ("k", "v") else cluster.multicast(self.blocks.cluster)
-                plgpu.copy_gmem_to_smem(sources[name], target, arrived, collective_axes=shared)
-            place = self.place(step, 0, self.blocks.block_q)
-            self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
-
-        cta.ring.drain(steps.total)
+    def load(self, cta: Cta, steps: Steps, n):
+        """All that the n-th step reads."""
+        slot, step = cta.ring.slot(n), steps[n]
+        cta.ring.wait_empty(n)
+        sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
+        for name in LOADED:
+            target = getattr(cta.smem, name).at[slot]
+            # The CTAs of a cluster differ in their keys.
+            shared = None if name in ("k", "v") else cluster.multicast(self.blocks.cluster)
+            plgpu.copy_gmem_to_smem(sources[name], target, arrived, collective_axes=shared)
+        place = self.place(step, 0, self.blocks.block_q)
+        self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
 
     def sources(self, cta: Cta, step: Step):
         """What a step reads beside side inputs, by name."""
@@ -126,7 +147,10 @@ class Scores:
 
     def consume(self, cta: Cta):
         """Add up this warpgroup's 64 rows of every tile, and write the sums."""
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.feed(cta)
         if self.sums.holds_bias:
             plgpu.barrier_wait(cta.bars.bias)
         steps = cta.steps()
@@ -140,6 +164,8 @@ class Scores:
             return tuple(map(jnp.add, total, self.tile(cta, n, steps[n], kept)))
 
         total = lax.fori_loop(jnp.int32(0), steps.total, step, start)
+        if not self.blocks.producer:
+            pl.when(cta.wg == self.blocks.warpgroups - 1)(lambda: cta.ring.drain(steps.total))
         {"tile": self.store_tile, "columns": self.store_columns, "rows": self.store_rows}[
             self.sums.axes
         ](cta, total)
@@ -251,17 +277,26 @@ class Scores:
 
 
 def score_sums(
-    problem: Problem, axes: str, names: tuple, operands: Operands, arrays: BackwardArrays, interpret
+    problem: Problem, sums, operands: Operands, arrays: BackwardArrays, producer: bool, interpret
 ):
     """Launch. One array per name.
+
+    Args:
+        problem: with the head dims that run.
+        sums: axes and names of `Sums`.
+        operands: of the call.
+        arrays: what a backward reads.
+        producer: of ScoreBlocks.
+        interpret: run by the interpreter.
 
     Returns:
         tile: [parts * Bb, N1, T, S up to whole rows of 128 bytes] in the dtype of the bias, f32 if
         there are several parts; columns: f32[B, N, warpgroups, S up to a multiple of 256]; rows:
         f32[B, N, T up to whole tiles].
     """
+    axes, names = sums
     sums = Sums(problem, axes, names)
-    blocks = sums.blocks()
+    blocks = dataclasses.replace(sums.blocks(), producer=producer)
     q_tiles, kv_tiles = (
         pl.cdiv(problem.q_len, blocks.block_q),
         pl.cdiv(problem.kv_len, blocks.block_kv),
@@ -290,7 +325,7 @@ def score_sums(
         scratch=scratch(sums, blocks, arrays),
         grid=grid,
         cluster=cluster.axes(blocks.cluster),
-        threads=blocks.warpgroups + 1,
+        threads=blocks.warpgroups + blocks.producer,
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jaxlib.version
+
 from ...core.problem import Problem
 from . import backward_blocks, forward_blocks
 from .backward_blocks import SplitBlocks, choose_backward
-from .forward_blocks import ForwardBlocks, choose_forward
+from .forward_blocks import ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
 from .fused_blocks import FusedBlocks
 from .memory import SMEM_LIMIT
@@ -22,11 +24,25 @@ class HopperBlocks:
     backward: FusedBlocks | SplitBlocks
 
 
-def choose_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
+def trades_registers() -> bool:
+    """The installed jaxlib compiles setmaxnreg, with which warpgroups hand registers to each other.
+
+    From 0.12 on its wheels compile Mosaic GPU kernels through nvJitLink, as code to be linked, in
+    which the instruction has no effect (C7504). Three warpgroups then have 168 registers a thread,
+    and what is made for 240 spills up to 1,300 bytes and has its wgmma serialised. Two have 255.
+    """
+    return jaxlib.version.__version_info__ < (0, 12)
+
+
+def choose_blocks(
+    problem: Problem, override: dict[str, Any] | None, producer: bool = True
+) -> HopperBlocks:
     """The tuned tile sizes, with fields replaced by `override`.
 
     Args:
         problem: the shapes.
+        producer: of the blocks that are chosen: a warpgroup of its own loads, which takes
+            `trades_registers`.
         override: for each kernel that runs (`"forward"`, `"fused"`, `"dkv"`, `"dq"`), a dict of the
             fields to replace, such as `{"forward": {"block_kv": 64}}`.
 
@@ -35,6 +51,9 @@ def choose_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBl
     """
     chosen: dict[str, Any] = {"forward": choose_forward(problem)}
     chosen |= choose_backward(problem)
+    if not producer:
+        chosen = {name: dataclasses.replace(b, producer=False) for name, b in chosen.items()}
+        chosen["forward"] = without_producer(chosen["forward"], problem)
     for kernel, fields in (override or {}).items():
         if kernel not in chosen:
             raise ValueError(

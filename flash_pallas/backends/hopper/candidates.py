@@ -38,23 +38,26 @@ _DQ = (
 CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
 
 
-def candidates(problem: Problem) -> dict[str, list[dict[str, Any]]]:
-    """For each kernel of a call, tile sizes that it can run with; those of the rules come first."""
-    chosen = _by_kernel(problem, None)
+def candidates(problem: Problem, producer: bool) -> dict[str, list[dict[str, Any]]]:
+    """For each kernel of a call, tile sizes that it can run with; those of the rules come first.
+
+    `producer` is that of `choose_blocks`.
+    """
+    chosen = _by_kernel(problem, None, producer)
     found = {}
     for kernel, blocks in chosen.items():
         tried = [blocks]
         for change in CHANGES[kernel]:
             try:
-                tried.append(_by_kernel(problem, {kernel: change})[kernel])
+                tried.append(_by_kernel(problem, {kernel: change}, producer)[kernel])
             except ValueError:  # they do not fit, or the kernel cannot take them
                 continue
         found[kernel] = [dataclasses.asdict(b) for b in dict.fromkeys(tried)]
     return found
 
 
-def _by_kernel(problem: Problem, override: dict[str, Any] | None) -> dict[str, Any]:
-    blocks = choose_blocks(problem, override)
+def _by_kernel(problem: Problem, override: dict[str, Any] | None, producer: bool):
+    blocks = choose_blocks(problem, override, producer)
     backward = blocks.backward
     if isinstance(backward, SplitBlocks):
         return {"forward": blocks.forward, "dkv": backward.dkv, "dq": backward.dq}

@@ -38,10 +38,12 @@ from ...core.problem import Operands, Outputs, Problem
 from . import inline
 from .blocks import ForwardBlocks
 from .clearing import Padding
+from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Logits, Scores, per_row
-from .memory import WARPGROUP_ROWS, Ring, float32, launch, rows_of
+from .forward_store import store
+from .memory import WARPGROUP_ROWS, Ring, float32, launch
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
 from .turns import Turns
@@ -74,6 +76,11 @@ class Forward:
         return self.plan.blocks
 
     @property
+    def feeder(self) -> Feeder:
+        """Who loads where there is no producer."""
+        return Feeder(self.plan)
+
+    @property
     def turns(self) -> Turns:
         """Who may issue products."""
         return Turns(self.blocks.warpgroups, self.interpret)
@@ -93,20 +100,24 @@ class Forward:
             counter=counter,
         )
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
-        pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
+        if self.blocks.producer:
+            pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
 
     # --- a compute warpgroup -------------------------------------------------------------------
 
     def consume(self, cta: Cta):
         """Fold the key blocks of each tile into this warpgroup's rows."""
-        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         first = jnp.int32(0)
-        work = self.plan.work(cta, self.plan.queue.first(cta))
+        number = self.plan.queue.first(cta)
+        work = self.plan.work(cta, number)
+        start = cta if self.blocks.producer else self.feeder.start(cta, number)
         work = work._replace(held=self.scores.hold(cta, work))
         plgpu.barrier_wait(cta.bars.q_full.at[cta.wg])
         cta.k.wait_full(first)
         s = self.first_products(cta)
-        rows = self.first_softmax(cta, work, s, first, lambda: cta.k.release(first))
+        rows = self.first_softmax(cta, work, s, first, lambda: start.k.release(first))
         rows = rows._replace(p=self.plan.products.split(rows.p))
         self.turns.start(cta.wg)
 
@@ -117,7 +128,9 @@ class Forward:
                 plgpu.ACC((WARPGROUP_ROWS, self.problem.v_head_dim), jnp.float32),
             )
 
-        self.plan.queue.each(cta, tile, (rows, jnp.int32(0)))
+        _, used = self.plan.queue.each(cta, tile, (rows, jnp.int32(0)))
+        if not self.blocks.producer:
+            self.feeder.end(cta, used)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(self, cta: Cta, at, rows: Rows, used, o_acc):
@@ -128,6 +141,9 @@ class Forward:
         """
         turn, number = at
         work = self.plan.work(cta, number)._replace(used=used)
+        following = None
+        if not self.blocks.producer:
+            cta, following = self.feeder.tile(cta, turn, number, work)
         work = work._replace(held=self.scores.hold(cta, work))
         q = cta.smem.q.at[cta.wg]
         step = functools.partial(self.step, cta, work, q, o_acc)
@@ -135,13 +151,13 @@ class Forward:
             rows = lax.fori_loop(low, high, functools.partial(step, edges=edges), rows)
         after = used + work.kv_blocks
         if self.blocks.persistent:
-            following = self.plan.queue.following(cta, turn)
+            following = following or self.plan.queue.following(cta, turn)
             return (self.seam(cta, number, following, rows, after, o_acc), after), following
         cta.v.wait_full(after - 1)
         self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
-        self.store(cta, work, o, rows)
+        store(self.scores, cta, work, o, rows)
         return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
@@ -210,8 +226,12 @@ class Forward:
         number_after, more = following
         # Not to be hoisted: what is made from it would be held over the loops, in local memory.
         wg, after = lax.optimization_barrier((cta.wg, after))
+        if not self.blocks.producer:
+            number, number_after = lax.optimization_barrier((number, number_after))
         work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
         plgpu.barrier_arrive(cta.bars.q_empty.at[wg])
+        if not self.blocks.producer:
+            self.feeder.next_q(cta, (number_after, more))
 
         @pl.when(more)
         def _():
@@ -226,7 +246,7 @@ class Forward:
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         p16 = self.plan.products.split(start.p)
-        self.store(cta, work, o, rows)
+        store(self.scores, cta, work, o, rows)
         return start._replace(p=p16)
 
     def issue(self, cta: Cta, q, k_use, p, v_use, o_acc):
@@ -270,27 +290,6 @@ class Forward:
         if streams:
             release()
         return found
-
-    def store(self, cta: Cta, work: Work, o, rows: Rows):
-        """Divide by the row sums and write O and the log-sum-exp."""
-        batch, head, block = work.at
-        # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
-        wg = lax.optimization_barrier(cta.wg)
-        inverse, lse = self.scores.finish(cta, work, rows.m, rows.l.sum(axis=1))
-        staging = cta.smem.q if cta.smem.o is None else cta.smem.o
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.plan.products.store(staging.at[wg], o * per_row(inverse, o.shape))
-        cta.smem.lse[wg] = lse
-        if cta.smem.most is not None:
-            cta.smem.most[wg] = rows.m
-        plgpu.commit_smem()
-        row = block * self.plan.tile_rows + wg * WARPGROUP_ROWS
-        rows_at = pl.ds(row, WARPGROUP_ROWS)
-        o_at = rows_of(cta.out.o, (batch, rows_at, head), staging)
-        plgpu.copy_smem_to_gmem(staging.at[wg], o_at)
-        plgpu.copy_smem_to_gmem(cta.smem.lse.at[wg], cta.out.lse.at[batch, head, rows_at])
-        if cta.smem.most is not None:
-            plgpu.copy_smem_to_gmem(cta.smem.most.at[wg], cta.out.most.at[batch, head, rows_at])
 
     @property
     def score_accumulator(self):
@@ -338,7 +337,7 @@ def forward(
         out=results,
         scratch=plan.scratch(gmem, o),
         grid={"cta": assignment.ctas},
-        threads=blocks.warpgroups + 1,
+        threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_forward",
         interpret=interpret,
     )

@@ -28,6 +28,7 @@ class ForwardBlocks:
         speculates: weights are taken relative to the row maxima of the blocks before, and again
             with new ones only where a sum of some of a row's exceeds 2 to this; 0: never. See
             `speculation` for where that is possible.
+        producer: a warpgroup of its own loads; else the last compute warpgroup does.
     """
 
     warpgroups: int = 2
@@ -37,6 +38,7 @@ class ForwardBlocks:
     lazy_rescale: float = 0.0
     polynomials: float = 0.0
     speculates: float = 0.0
+    producer: bool = True
 
     @property
     def compute_registers(self) -> int:
@@ -137,6 +139,17 @@ def choose_forward(problem: Problem) -> ForwardBlocks:
         if fits(smaller, native):
             return smaller
     raise AssertionError(f"no tiles of the forward kernel fit {problem}")
+
+
+def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
+    """The same where warpgroups cannot trade registers, and so none is there to load only.
+
+    Two then have 255 registers a thread, three 168, which spill 150 to 250 bytes in the loops over
+    masked keys and with a bias.
+    """
+    plain = _is_plain(native_problem(problem))
+    most = blocks.warpgroups if plain else 2
+    return dataclasses.replace(blocks, producer=False, warpgroups=min(blocks.warpgroups, most))
 
 
 # What to give up, in this order, until shared memory suffices.

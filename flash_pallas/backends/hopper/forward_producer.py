@@ -67,13 +67,17 @@ class Producer:
 
     def load_q(self, cta: Cta, work: Work, turn):
         """Each warpgroup's 64 rows, as soon as it has read its last."""
-        batch, head, block = work.at
         for wg in range(self.blocks.warpgroups):
-            rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
             if self.blocks.persistent:
                 pl.when(turn > 0)(lambda wg=wg: plgpu.barrier_wait(cta.bars.q_empty.at[wg]))
-            source = rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q)
-            plgpu.copy_gmem_to_smem(source, cta.smem.q.at[wg], cta.bars.q_full.at[wg])
+            self.load_rows(cta, work, wg)
+
+    def load_rows(self, cta: Cta, work: Work, wg):
+        """The 64 rows of Q of one warpgroup."""
+        batch, head, block = work.at
+        rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        source = rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q)
+        plgpu.copy_gmem_to_smem(source, cta.smem.q.at[wg], cta.bars.q_full.at[wg])
 
     def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
         """The j-th block from the right of K or V, as the use-th fill of its ring."""

@@ -25,6 +25,7 @@ class FusedBlocks:
             slots for dS and no late_dp.
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
+        producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
     """
 
     block_q: int = 64
@@ -37,6 +38,7 @@ class FusedBlocks:
     alternate: bool = False
     late_handover: bool = False
     polynomials: float = 0.0
+    producer: bool = True
 
     block_kv = 2 * WARPGROUP_ROWS
     compute_registers, producer_registers = 240, 24

@@ -88,6 +88,13 @@ class Cta:
         head, queries = self.query_tile(n, block_q)
         return Place(self.batch, head, kv_start, queries.start, rows, block_q)
 
+    def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
+        """Where a warpgroup's part of a dQ tile, a `query_tile`, lies in the buffer."""
+        (head, rows), part = tile, blocks.dq_tile(head_dim)
+        if blocks.dq_by_rows:
+            return self.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        return self.batch, rows, head, pl.ds(wg * part[1], part[1])
+
     def meet(self):
         """Wait for the other warpgroup."""
         plgpu.barrier_arrive(self.bars.met)
@@ -127,8 +134,8 @@ def scratch(
             else None
         ),
         turn=bar(num_barriers=WARPGROUPS) if blocks.alternate and interpret else None,
-        dq_full=bar(num_barriers=WARPGROUPS),
-        dq_empty=bar(num_barriers=WARPGROUPS),
+        dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
+        dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
     )
     return smem, bars

@@ -50,6 +50,22 @@ class Finish(abc.ABC):
             return ds.transpose((1, 0)), cta.smem.k
         return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
 
+    def await_dq(self, cta: Cta, n):
+        """Wait until this warpgroup's shared memory of dQ may be overwritten by the n-th tile's."""
+        if self.blocks.producer:
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+        else:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def add_dq(self, cta: Cta, n):
+        """Have this warpgroup's part of the n-th dQ tile, in shared memory, added to the buffer."""
+        if self.blocks.producer:
+            plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+            return
+        tile = cta.query_tile(n, self.blocks.block_q)
+        target = cta.dq.at[cta.dq_part(tile, self.blocks, self.head_dim, cta.wg)]
+        plgpu.copy_smem_to_gmem(cta.smem.dq.at[cta.wg], target, reduction_op="add")
+
     @abc.abstractmethod
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """The products of the n-th tile, from P^T and dS^T in 16 bits."""
@@ -85,12 +101,12 @@ class Together(Finish):
             plgpu.wgmma_wait(1)
             cta.do.release(n)
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            self.await_dq(cta, n)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
         cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+        self.add_dq(cta, n)
         plgpu.wgmma_wait(0)
         cta.q.release(n)
 
@@ -134,7 +150,7 @@ class Alternating(Finish):
             plgpu.wgmma(dq_acc, *self.dq_operands(cta.anew(), self.slot(of_dq)))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            pl.when(of_dq > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            self.await_dq(cta, of_dq)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
 
         # Stored in the first turn too, though nobody is told: a branch around registers that
@@ -155,9 +171,9 @@ class Alternating(Finish):
         return n - (WARPGROUPS - 1 - cta.wg)
 
     def hand_over(self, cta: Cta, of_dq):
-        """This warpgroup's part of dQ of that tile is in shared memory, for the storing warp."""
+        """This warpgroup's part of dQ of that tile is in shared memory, to be added."""
         plgpu.commit_smem()
-        pl.when(of_dq >= 0)(lambda: plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg]))
+        pl.when(of_dq >= 0)(lambda: self.add_dq(cta, of_dq))
 
     def scores_issued(self, cta: Cta, n):
         """The turn is over; what nobody waited for in it comes now."""
@@ -176,14 +192,14 @@ class Alternating(Finish):
             last = functools.partial(self.last_dq, cta)
             cta.smem.dq[cta.wg] = pl.run_scoped(last, self.dq_accumulator)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+            self.add_dq(cta, cta.walk.total - 1)
 
     def last_dq(self, cta: Cta, dq_acc):
         """This warpgroup's part of the last dQ, once both have written dS."""
         last = cta.walk.total - 1
         plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(last)])
         plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(last)))
-        pl.when(last > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+        self.await_dq(cta, last)
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
     def slot(self, n):

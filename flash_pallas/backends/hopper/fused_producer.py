@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,10 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
-from .clearing import WARP, Loader, Padding
+from .clearing import WARP, WARPGROUP, Loader, Padding
 from .fused_blocks import FusedBlocks
-from .fused_cta import Cta, swizzles_of_k_and_v
-from .memory import rows_of
+from .fused_cta import WARPGROUPS, Cta, swizzles_of_k_and_v
+from .memory import Ring, rows_of
 from .side_inputs import SideInputs
 
 LOAD_WARP, STORE_WARP = 0, 1
@@ -39,67 +40,86 @@ class Producer:
 
     def load(self, cta: Cta):
         """K and V once, then Q, lse, dO and delta of every query tile."""
-        keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
-        block = lax.axis_index("kv")
-        load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
-        load_q, load_do = self.loaders(cta, cta.gmem.q_padding)
-        at = functools.partial(rows_of, tile=cta.smem.k)  # all four are as wide
-        load_k(at(cta.gmem.k, keys), cta.smem.k, cta.bars.kv_full, cta.batch, block)
-        load_v(at(cta.gmem.v, keys), cta.smem.v, cta.bars.kv_full, cta.batch, block)
-        side = SideInputs(self.problem, q_axis=1)
+        self.load_kv(cta)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
-            head, rows = cta.query_tile(n, self.blocks.block_q)
-            block = cta.walk[n][1]
-            tile, row = (cta.batch, rows, head), (cta.batch, head, rows)
-            slot = cta.q.slot(n)
-            full = cta.bars.q_full.at[slot]
-            cta.q.wait_empty(n)
-            load_q(at(cta.gmem.q, tile), cta.smem.q.at[slot], full, cta.batch, block)
-            plgpu.copy_gmem_to_smem(cta.gmem.lse_log2.at[row], cta.smem.lse.at[slot], full)
-            if side.copies:
-                place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
-                side.load(cta.gmem.side, cta.smem.side, slot, full, place)
-            slot = cta.do.slot(n)
-            full = cta.bars.do_full.at[slot]
-            cta.do.wait_empty(n)
-            load_do(at(cta.gmem.do, tile), cta.smem.do.at[slot], full, cta.batch, block)
-            plgpu.copy_gmem_to_smem(
-                cta.gmem.delta.at[row], cta.smem.delta.at[slot], cta.bars.delta_full.at[slot]
-            )
+            place = self.place(cta, n)
+            self.load_q(cta, n, place)
+            self.load_do(cta, n, place)
 
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
 
+    def load_kv(self, cta: Cta):
+        """K and V of this CTA."""
+        keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
+        block = lax.axis_index("kv")
+        load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
+        at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
+        load_k(at(cta.gmem.k, keys), cta.smem.k, cta.bars.kv_full, cta.batch, block)
+        load_v(at(cta.gmem.v, keys), cta.smem.v, cta.bars.kv_full, cta.batch, block)
+
+    def place(self, cta: Cta, n):
+        """(query head, rows, block of queries) of the n-th tile."""
+        head, rows = cta.query_tile(n, self.blocks.block_q)
+        return head, rows, cta.walk[n][1]
+
+    def load_q(self, cta: Cta, n, place):
+        """Q of the n-th tile, which has this place, and what travels with it."""
+        head, rows, block = place
+        load, slot = self.loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
+        source = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.k)
+        full = cta.bars.q_full.at[slot]
+        cta.q.wait_empty(n)
+        load(source, cta.smem.q.at[slot], full, cta.batch, block)
+        lse = cta.gmem.lse_log2.at[cta.batch, head, rows]
+        plgpu.copy_gmem_to_smem(lse, cta.smem.lse.at[slot], full)
+        side = SideInputs(self.problem, q_axis=1)
+        if side.copies:
+            where = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
+            side.load(cta.gmem.side, cta.smem.side, slot, full, where)
+
+    def load_do(self, cta: Cta, n, place):
+        """dO and delta of the n-th tile, which has this place."""
+        head, rows, block = place
+        load, slot = self.loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
+        source = rows_of(cta.gmem.do, (cta.batch, rows, head), cta.smem.k)
+        cta.do.wait_empty(n)
+        full = cta.bars.do_full.at[slot]
+        load(source, cta.smem.do.at[slot], full, cta.batch, block)
+        delta = cta.gmem.delta.at[cta.batch, head, rows]
+        plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.bars.delta_full.at[slot])
+
     def loaders(self, cta: Cta, padding: Padding | None) -> list[Loader]:
         """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
         swizzles = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)
-        arrived, interpret = cta.bars.arrived, self.interpret
-        return [Loader(padding, arrived, swizzle, interpret, WARP) for swizzle in swizzles]
+        threads = WARP if self.blocks.producer else WARPGROUP
+        make = lambda swizzle: Loader(padding, cta.bars.arrived, swizzle, self.interpret, threads)
+        return list(map(make, swizzles))
 
     def store_dq(self, cta: Cta):
         """Add each warpgroup's part of every dQ tile to the float32 buffer."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
-            head, rows = cta.query_tile(n, self.blocks.block_q)
+            tile = cta.query_tile(n, self.blocks.block_q)
             if self.blocks.alternate:
                 for wg in (1, 0):  # as they come
-                    self.add_dq(cta, head, rows, wg)
+                    self.add_dq(cta, tile, wg)
                     self.give_back(cta, n, wg, 0)
             else:
-                self.add_dq(cta, head, rows, 0)
-                self.add_dq(cta, head, rows, 1)
+                self.add_dq(cta, tile, 0)
+                self.add_dq(cta, tile, 1)
                 self.give_back(cta, n, 0, 1)
                 self.give_back(cta, n, 1, 0)
 
         plgpu.wait_smem_to_gmem(0)
 
-    def add_dq(self, cta: Cta, head, rows, wg: int):
+    def add_dq(self, cta: Cta, tile, wg: int):
         """Start to add a warpgroup's part of a dQ tile."""
         plgpu.barrier_wait(cta.bars.dq_full.at[wg])
-        target = cta.dq.at[self.dq_part(cta, head, rows, wg)]
+        target = cta.dq.at[cta.dq_part(tile, self.blocks, self.problem.head_dim, wg)]
         plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op="add")
 
     def give_back(self, cta: Cta, n, wg: int, in_flight: int):
@@ -107,9 +127,48 @@ class Producer:
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         pl.when(n + 1 < cta.walk.total)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
 
-    def dq_part(self, cta: Cta, head, rows, wg: int):
-        """Where a warpgroup's part of a dQ tile lies in the buffer."""
-        part = self.blocks.dq_tile(self.problem.head_dim)
-        if self.blocks.dq_by_rows:
-            return cta.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
-        return cta.batch, rows, head, pl.ds(wg * part[1], part[1])
+
+@dataclasses.dataclass(frozen=True)
+class Feeder:
+    """The loads without a producer warpgroup, by the later of the two that compute.
+
+    It is the last to release a slot of Q or dO, and at once fills it with the tile that is as many
+    further on as there are slots.
+    """
+
+    producer: Producer
+
+    def start(self, cta: Cta) -> Cta:
+        """Load what the walk starts with; the CTA with rings that are filled where released."""
+        loads = cta.wg == WARPGROUPS - 1
+
+        @pl.when(loads)
+        def _():
+            self.producer.load_kv(cta)
+            for n in range(max(cta.q.slots, cta.do.slots)):
+                for ring, load in self.rings(cta):
+                    if n < ring.slots:
+                        self.fill(cta, load, jnp.int32(n))
+
+        def refilled(ring: Ring, load):
+            fill = functools.partial(self.fill, cta, load)
+            return ring._replace(refill=lambda n: pl.when(loads)(lambda: fill(n)))
+
+        q, do = (refilled(*ring) for ring in self.rings(cta))
+        return dataclasses.replace(cta, q=q, do=do)
+
+    def rings(self, cta: Cta):
+        """Each with what fills a slot of it."""
+        return (cta.q, self.producer.load_q), (cta.do, self.producer.load_do)
+
+    def fill(self, cta: Cta, load: Callable, n):
+        """The n-th tile, if there is one."""
+        pl.when(n < cta.walk.total)(lambda: load(cta, n, self.producer.place(cta, n)))
+
+    def end(self, cta: Cta):
+        """Observe the releases that no later fill waited for."""
+
+        @pl.when(cta.wg == WARPGROUPS - 1)
+        def _():
+            cta.q.drain(cta.walk.total)
+            cta.do.drain(cta.walk.total)

@@ -32,6 +32,7 @@ class Ring(NamedTuple):
     full: Any
     empty: Any
     slots: int
+    refill: Any = None  # called with the use that a released slot is free for
 
     def slot(self, n):
         """The slot of the n-th use."""
@@ -44,6 +45,8 @@ class Ring(NamedTuple):
     def release(self, n):
         """Consumer: the n-th fill has been read."""
         plgpu.barrier_arrive(self.empty.at[self.slot(n)])
+        if self.refill is not None:
+            self.refill(n + self.slots)
 
     def wait_empty(self, n):
         """Producer: until the slot of the n-th fill may be overwritten."""

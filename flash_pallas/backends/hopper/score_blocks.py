@@ -23,6 +23,7 @@ class ScoreBlocks:
         stages: tiles of Q, K, V and dO in flight.
         keep_bias: a CTA that owns a tile of the bias holds it in registers for all its steps.
         cluster: CTAs with neighbouring keys that load Q, dO, lse and delta together: cluster.py.
+        producer: a warpgroup of its own loads; else the last one that computes does.
     """
 
     warpgroups: int = 2
@@ -30,6 +31,7 @@ class ScoreBlocks:
     stages: int = 2
     keep_bias: bool = False
     cluster: int = 1
+    producer: bool = True
 
     compute_registers, producer_registers = 240, 24
 

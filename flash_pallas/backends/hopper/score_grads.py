@@ -15,10 +15,11 @@ def score_grads(
     operands: Operands,
     arrays: BackwardArrays,
     wanted: frozenset[str],
+    producer: bool,
     interpret: bool,
 ):
     """{"bias", "alibi_slopes", "score_params"} of those of core.problem.EXTRA_GRADS in `wanted`."""
-    launch = lambda axes, names: score_sums(problem, axes, names, operands, arrays, interpret)
+    launch = lambda *sums: score_sums(problem, sums, operands, arrays, producer, interpret)
     grads, by_row = {}, []
     if "bias" in wanted:
         kind = SideInputs(problem, q_axis=0).kind(problem.bias_shape)

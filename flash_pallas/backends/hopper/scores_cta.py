@@ -150,6 +150,7 @@ class Cta:
     smem: Smem
     bars: Barriers
     wg: Any
+    refill: Any = None  # of the ring
 
     @property
     def owned(self) -> BiasTile:
@@ -159,7 +160,7 @@ class Cta:
     @property
     def ring(self) -> Ring:
         """Of the stages."""
-        return Ring(self.bars.full, self.bars.empty, self.blocks.stages)
+        return Ring(self.bars.full, self.bars.empty, self.blocks.stages, self.refill)
 
     def steps(self) -> Steps:
         """The tiles of this CTA."""

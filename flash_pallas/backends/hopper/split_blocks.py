@@ -22,12 +22,14 @@ class DkvBlocks:
         block_q: queries per step, 32, 64 or 128.
         stages, do_stages: tiles of Q (at least 2) and of dO in flight.
         p_stages: slots in which P^T is handed over.
+        producer: a warpgroup of its own loads; else the one of dK does.
     """
 
     block_q: int = 64
     stages: int = 2
     do_stages: int = 2
     p_stages: int = 2
+    producer: bool = True
 
     block_kv = WARPGROUP_ROWS
     compute_registers = 240
@@ -59,12 +61,14 @@ class DqBlocks:
         warpgroups: compute warpgroups, 1 or 2.
         block_kv: keys per step.
         k_stages, v_stages: blocks of K (at least 2) and of V in flight.
+        producer: a warpgroup of its own loads; else the last one that computes does.
     """
 
     warpgroups: int = 2
     block_kv: int = 64
     k_stages: int = 2
     v_stages: int = 2
+    producer: bool = True
 
     compute_registers = 240
     producer_registers = 24
