@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import pytest
 import flash_pallas as fp
 from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import decode
 
@@ -56,6 +60,29 @@ def test_hopper_takes_what_it_can(monkeypatch):
     found = fp.explain_decode(q, k, k)
     assert found.backend == "hopper" and found.blocks.num_splits > 16
     assert fp.explain_decode(q, k, k, num_splits=3).blocks.num_splits == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "launches"),
+    [
+        (Step("split", (1,), N=8, K=2, H=128, Hv=128, num_splits=3), 2),
+        (Step("whole", (1, 1), T=4, N=8, K=2, num_splits=1), 1),
+        (Step("odd_groups", (1,), T=3, N=10, K=2, H=80, Hv=32, sides=("slopes", "sinks")), 2),
+        (Step("one_row", (1,), N=2, K=2, page_size=16, num_splits=1, sides=("sinks",)), 1),
+    ],
+    ids=str,
+)
+def test_nothing_is_launched_beside_the_kernels(step, launches):
+    given = step.operands()[0]
+    backend = HopperBackend()
+    blocks = DecodeBlocks(num_splits=step.num_splits)
+    run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
+    text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
+    slices = 2 if step.Hv % 128 and launches == 2 else 0  # a joined row has whole warps
+    assert found.pop("custom_call") == launches
+    assert found.pop("slice", 0) <= slices
+    assert set(found) <= {"reshape"}, found
 
 
 def test_hopper_needs_a_gpu():

@@ -5,7 +5,7 @@ key head (split-KV) for all queries and heads of the group, 64 rows of one wgmma
 padding: the products of a block of 64 keys at head dim 128 then take a seventh of the time in which
 a multiprocessor's share of the bandwidth brings the block, and the softmax about a fifth.
 
-    Q     producer -> q, once
+    Q     compute warpgroup -> q, once
     K, V  producer -> rings, first to last; contiguous, or page by page
     S, P, O, m, l   registers of the compute warpgroup
 
@@ -18,9 +18,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,7 +32,7 @@ from .decode_blocks import DecodeBlocks, row_tiles
 from .decode_plan import Cta, Gmem, Keys, Plan, Results
 from .decode_producer import Producer
 from .forward_scores import per_row
-from .memory import WARPGROUP_ROWS, Ring, float32, launch, pad_axis
+from .memory import WARPGROUP_ROWS, Ring, launch, swizzles
 from .register_tile import RegisterTile
 
 
@@ -85,6 +83,7 @@ class Decode:
 
     def consume(self, cta: Cta):
         """Fold the CTA's blocks into its rows, and store."""
+        self.load_q(cta)
         keys = self.plan.keys(cta)
         held = self.hold(cta, keys)
         rows = Rows(
@@ -93,7 +92,6 @@ class Decode:
                 jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32), inline.WGMMA
             ),
         )
-        plgpu.barrier_wait(cta.bars.q_full.at[0])
 
         def fold(o_acc):
             step = functools.partial(self.step, cta, keys, held, o_acc)
@@ -105,12 +103,19 @@ class Decode:
         v_head_dim = self.plan.head_dims[1]
         pl.run_scoped(fold, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
 
+    def load_q(self, cta: Cta):
+        """The rows of the tile, zeros where there are fewer than 64."""
+        swizzle = self.plan.q_swizzle(cta.gmem)
+        source = cta.gmem.q.at[cta.batch, :, cta.head]
+        self.plan.packed(cta.tile).load(source, cta.smem.q, swizzle)
+        plgpu.commit_smem()
+
     def hold(self, cta: Cta, keys: Keys) -> Held:
         """Positions and slopes of the rows."""
-        rows = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        position = _load_rows(cta.gmem.query.at[rows]) + keys.position
+        rows = self.plan.packed(cta.tile)
+        position = rows.query() + keys.position
         slopes = cta.gmem.slopes
-        slope = None if slopes is None else _load_rows(slopes.at[cta.batch, cta.head, rows])
+        slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
         return Held(position, jnp.minimum(position, keys.length - 1), slope)
 
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
@@ -170,23 +175,18 @@ class Decode:
 
     def store(self, cta: Cta, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp of this share of the keys."""
-        at, smem = (cta.batch, cta.head, cta.split), cta.smem
-        own = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        sinks = cta.gmem.sinks
-        sink = None if sinks is None else _load_rows(sinks.at[cta.batch, cta.head, own])
+        packed, smem, sinks = self.plan.packed(cta.tile), cta.smem, cta.gmem.sinks
+        sink = None
+        if sinks is not None:
+            sink = packed.per_head(sinks.at[cta.batch, cta.head]) * softmax.LOG2E
         inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1), sink)
         o = o * per_row(inverse, o.shape)
         smem.o[...] = o.astype(smem.o.dtype)
         smem.lse[...] = lse
         plgpu.commit_smem()
-        columns = pl.ds(0, smem.o.shape[1])
-        plgpu.copy_smem_to_gmem(smem.o, cta.out.o.at[(*at, own, columns)])
-        plgpu.copy_smem_to_gmem(smem.lse, cta.out.lse.at[(*at, own)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _load_rows(ref):
-    return plgpu.load(ref, layout=inline.ROWS, optimized=False)
+        target, lse_target = self.plan.results(cta)
+        packed.store(smem.o, target, swizzles(smem.o.shape[1], smem.o.dtype)[0])
+        packed.store_values(smem.lse, lse_target)
 
 
 def decode(
@@ -204,28 +204,18 @@ def decode(
         Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
     """
     plan = Plan(problem, blocks, interpret)
-    splits, several = blocks.num_splits, blocks.num_splits > 1
-    of_heads = (problem.batch, problem.kv_heads)
-    sinks = None if operands.sinks is None else operands.sinks * softmax.LOG2E
+    several = blocks.num_splits > 1
     gmem = Gmem(
-        q=pad_axis(_by_group(plan, operands.q), 2, plan.stored_rows),
+        q=plan.by_key_head(operands.q, 2),
         k=operands.k,
         v=operands.v,
         kv_lengths=operands.kv_lengths,
         q_offset=operands.q_offset,
-        query=_query_of_rows(plan),
         page_table=operands.page_table,
-        slopes=_per_row(plan, operands.alibi_slopes),
-        sinks=None if several else _per_row(plan, sinks),
+        slopes=plan.by_key_head(operands.alibi_slopes, 1),
+        sinks=None if several else plan.by_key_head(operands.sinks, 1),
     )
-    columns = plan.head_dims[1]
-    if several:
-        columns = decode_combine.columns(columns)
-    o_shape = (*of_heads, splits, plan.stored_rows, columns)
-    out = Results(
-        jax.ShapeDtypeStruct(o_shape, jnp.float32 if several else problem.dtype),
-        float32((*of_heads, splits, plan.whole_rows)),
-    )
+    out = plan.result_shapes()
     run = launch(
         Decode(plan),
         out=tuple(out),
@@ -233,7 +223,7 @@ def decode(
         # Heads before splits: what runs at one time reads all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,
-            "split": splits,
+            "split": blocks.num_splits,
             "head": problem.kv_heads,
             "tile": row_tiles(problem),
         },
@@ -243,39 +233,7 @@ def decode(
     )
     parts = Results(*run(gmem))
     if several:
-        return decode_combine.combine(plan, parts, sinks)
-    o = parts.o[:, :, 0, : plan.rows, : problem.v_head_dim]
-    return Outputs(*_by_query(plan, o, parts.lse[:, :, 0, : plan.rows]))
-
-
-def _by_group(plan: Plan, q):
-    """[B, T, N, ...] -> [B, K, T * group, ...]; without copy where there is one query."""
-    problem = plan.problem
-    q = q.reshape(problem.batch, problem.q_len, problem.kv_heads, problem.group, *q.shape[3:])
-    return jnp.moveaxis(q, 1, 2).reshape(problem.batch, problem.kv_heads, plan.rows, *q.shape[4:])
-
-
-def _by_query(plan: Plan, o, lse):
-    """(o [B, T, N, Hv], lse [B, N, T]) of rows [B, K, T * group, ...]."""
-    problem = plan.problem
-    shape = (problem.batch, problem.kv_heads, problem.q_len, problem.group)
-    o = jnp.moveaxis(o.reshape(*shape, o.shape[-1]), 2, 1)
-    lse = jnp.swapaxes(lse.reshape(shape), 2, 3)
+        return decode_combine.combine(plan, parts, operands.sinks)
     heads = (problem.batch, problem.q_heads, problem.q_len)
-    return o.reshape(problem.batch, problem.q_len, problem.q_heads, -1), lse.reshape(heads)
-
-
-def _query_of_rows(plan: Plan):
-    """int32: the query of every row; padding has the last one's."""
-    row = np.arange(plan.whole_rows, dtype=np.int32)
-    return jnp.asarray(np.minimum(row // plan.problem.group, plan.problem.q_len - 1))
-
-
-def _per_row(plan: Plan, x):
-    """[B, N] -> f32[B, K, rows of whole tiles], or None."""
-    if x is None:
-        return None
-    problem = plan.problem
-    x = x.reshape(problem.batch, problem.kv_heads, 1, problem.group)
-    x = jnp.broadcast_to(x, (*x.shape[:2], problem.q_len, problem.group))
-    return pad_axis(x.reshape(*x.shape[:2], plan.rows), 2, plan.whole_rows)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    return Outputs(parts.o.reshape(o_shape), parts.lse.reshape(heads))

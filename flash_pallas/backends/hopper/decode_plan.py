@@ -5,37 +5,40 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
 from ...core.decode import DecodeProblem
-from .decode_blocks import DecodeBlocks, piece_rows, row_tiles
+from .decode_blocks import DecodeBlocks, piece_rows
 from .forward_blocks import native_head_dims
-from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
-from .products import LENGTH_MULTIPLE, Products
+from .memory import WARPGROUP_ROWS, Ring, float32, row_buffer, tile_buffer
+from .packed_rows import PackedRows
+from .products import Products
+
+JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
 
 
 class Gmem(NamedTuple):
     """Operands in device memory; row r of a key head is head r % group of query r // group."""
 
-    q: Any  # [B, K, rows up to a multiple of 8, H]
+    q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
     kv_lengths: Any  # int32[B]
     q_offset: Any  # int32[B], or None: the last query is the last key
-    query: Any  # int32[rows of whole tiles], the query of a row
     page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
-    slopes: Any = None  # f32[B, K, rows of whole tiles]
-    sinks: Any = None  # f32[B, K, rows of whole tiles], base 2; where there is one split
+    slopes: Any = None  # f32[B, K, group]
+    sinks: Any = None  # f32[B, K, group], natural; where there is one split
 
 
 class Results(NamedTuple):
-    """Results in device memory: of each split, or with one split the final ones."""
+    """Results in device memory: of each split, or with one split the final ones in q's dtype."""
 
-    o: Any  # [B, K, splits, rows up to a multiple of 8, columns], f32 or in q's dtype
-    lse: Any  # f32[B, K, splits, rows of whole tiles], base 2, EMPTY_ROW where no key is visible
+    o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
+    lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
 
 
 class Smem(NamedTuple):
@@ -68,7 +71,6 @@ class Smem(NamedTuple):
 class Barriers(NamedTuple):
     """mbarriers: k and v one per stage; a full one gets one arrival of each copy."""
 
-    q_full: Any
     k_full: Any
     k_empty: Any
     v_full: Any
@@ -109,6 +111,11 @@ class Cta:
     split: Any
 
 
+def combined_columns(v_head_dim: int) -> int:
+    """Of a row of a share's O: the threads of a warpgroup divide it evenly."""
+    return ints.round_up(v_head_dim, JOINING_THREADS)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One launch.
@@ -134,14 +141,9 @@ class Plan:
         return self.problem.q_len * self.problem.group
 
     @property
-    def stored_rows(self) -> int:
-        """`rows` as arrays have them for TMA."""
-        return ints.round_up(self.rows, LENGTH_MULTIPLE)
-
-    @property
-    def whole_rows(self) -> int:
-        """`rows` in whole tiles."""
-        return row_tiles(self.problem) * WARPGROUP_ROWS
+    def several(self) -> bool:
+        """The kernel writes shares that a second one joins."""
+        return self.blocks.num_splits > 1
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -157,6 +159,40 @@ class Plan:
     def pieces(self) -> int:
         """Copies of one block of K or V."""
         return self.blocks.block_kv // self.piece_rows
+
+    def packed(self, tile) -> PackedRows:
+        """The rows of a tile."""
+        first = tile * WARPGROUP_ROWS
+        return PackedRows(self.problem.q_len, self.problem.group, first, self.interpret)
+
+    def by_key_head(self, x, axis: int):
+        """x with [N] at `axis` as [K, group]; None is None. No copy."""
+        if x is None:
+            return None
+        heads = self.problem.kv_heads, self.problem.group
+        return x.reshape(*x.shape[:axis], *heads, *x.shape[axis + 1 :])
+
+    def result_shapes(self) -> Results:
+        """What the launch returns."""
+        problem = self.problem
+        lead, last = (problem.batch, problem.kv_heads), (problem.q_len, problem.group)
+        if self.several:
+            lead = (*lead, self.blocks.num_splits)
+            o = float32((*lead, *last, combined_columns(self.head_dims[1])))
+        else:
+            shape = (problem.batch, problem.q_len, *lead[1:], problem.group, problem.v_head_dim)
+            o = jax.ShapeDtypeStruct(shape, problem.dtype)
+        return Results(o, float32((*lead, *last[::-1])))
+
+    def results(self, cta: Cta) -> Results:
+        """Where the CTA's rows go: o [T, group, columns] and lse [group, T]."""
+        if self.several:
+            return Results(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
+        return Results(cta.out.o.at[cta.batch, :, cta.head], cta.out.lse.at[cta.batch, cta.head])
+
+    def q_swizzle(self, gmem: Gmem) -> int:
+        """Of Q in shared memory, in bytes: that of K, with which it is multiplied."""
+        return self.products.swizzle(self.head_dims[0], gmem.k)
 
     def queries(self, tile):
         """(first, last) query of a tile of rows."""
@@ -193,15 +229,15 @@ class Plan:
         head_dim, v_head_dim = self.head_dims
         block, stages, products = self.blocks.block_kv, self.blocks.stages, self.products
         barrier = lambda arrivals, slots: plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
-        k = products.buffer((stages, block, head_dim), gmem.q, gmem.k)
+        k = products.buffer((stages, block, head_dim), gmem.k)
         v = products.buffer((stages, block, v_head_dim), gmem.v, summed_rows=block)
         o = tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype)
         staging = (o, row_buffer((WARPGROUP_ROWS,)))
         smem = Smem(
-            q=products.buffer((WARPGROUP_ROWS, head_dim), gmem.q, gmem.k),
+            q=products.buffer((WARPGROUP_ROWS, head_dim), gmem.k),
             ring=plgpu.RefUnion((k, v), staging),
         )
         full = barrier(self.pieces, stages)
         empty = barrier(1, stages)
         arrived = barrier(self.pieces, 1)
-        return smem, Barriers(barrier(1, 1), full, empty, full, empty, arrived)
+        return smem, Barriers(full, empty, full, empty, arrived)

@@ -11,21 +11,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import clearing
 from .decode_plan import Cta, Keys, Plan
-from .memory import WARPGROUP_ROWS, rows_of
+from .memory import rows_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Loads Q, and blocks of K and V from the first to the last."""
+    """Loads blocks of K and V from the first to the last."""
 
     plan: Plan
 
     def __call__(self, cta: Cta):
         """All blocks of this CTA."""
         keys = self.plan.keys(cta)
-        rows = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        source = rows_of(cta.gmem.q, (cta.batch, cta.head, rows), cta.smem.q)
-        plgpu.copy_gmem_to_smem(source, cta.smem.q, cta.bars.q_full.at[0])
 
         def load(j, places):
             # The ids of the next block's pages arrive while this block waits for its slot.
