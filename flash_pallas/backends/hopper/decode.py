@@ -40,7 +40,8 @@ class Held(NamedTuple):
     """What the rows keep."""
 
     position: Any  # int32[64] of their queries
-    last: Any  # int32[64] the last key that they see
+    first: Any  # int32[64] the first key that they see, or None: key 0
+    last: Any  # int32[64] the last one
     slope: Any  # f32[64], or None
 
 
@@ -116,7 +117,8 @@ class Decode:
         position = rows.query() + keys.position
         slopes = cta.gmem.slopes
         slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
-        return Held(position, jnp.minimum(position, keys.length - 1), slope)
+        limits = self.problem.spec.mask.keys_of(position, keys.length)
+        return Held(position, *limits, slope)
 
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
         """QK^T of block j, softmax and PV, one after the other.
@@ -168,8 +170,7 @@ class Decode:
         found = scores.logits(spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x
         if masked:
-            window = spec.window_left
-            low = None if window is None else held.position - (first + window)
+            low = None if held.first is None else held.first - first
             x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
         return x, found.log2_scale
 

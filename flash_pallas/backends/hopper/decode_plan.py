@@ -205,23 +205,18 @@ class Plan:
 
     def keys(self, cta: Cta) -> Keys:
         """The CTA's share of the blocks that its rows see; shares differ by at most one block."""
-        block, window = self.blocks.block_kv, self.problem.spec.window_left
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
-        before = jnp.int32(0)
-        low = full_low = before
-        if window is not None:
-            low = ints.floor_div(position + (first - window), block)
-            full_low = ints.ceil_div(position + (last - window), block)
-        high = ints.ceil_div(lax.min(length, position + (last + 1)), block)
-        full_high = ints.floor_div(lax.min(length, position + (first + 1)), block)
-        count = lax.max(high - low, before)
-        share = lambda n: low + lax.div(count * n, jnp.int32(self.blocks.num_splits))
+        seen = self.problem.spec.mask.kv_blocks(
+            position + first, last - first + 1, length, self.blocks.block_kv
+        )
+        count = jnp.int32(seen.stop - seen.start)
+        share = lambda n: seen.start + lax.div(count * n, jnp.int32(self.blocks.num_splits))
         start, stop = share(cta.split), share(cta.split + 1)
-        full_start = ints.clip(full_low, start, stop)
-        full_stop = ints.clip(full_high, full_start, stop)
+        full_start = ints.clip(seen.full_start, start, stop)
+        full_stop = ints.clip(seen.full_stop, full_start, stop)
         return Keys(start, full_start, full_stop, stop, length, position)
 
     def scratch(self, gmem: Gmem, out: Results):
