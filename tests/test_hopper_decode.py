@@ -8,7 +8,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import flash_pallas as fp
@@ -92,11 +91,21 @@ def test_hopper_needs_a_gpu():
         fp.flash_decode(q, k, k, backend="hopper")
 
 
-def test_a_cache_of_another_dtype_is_refused():
-    step = STEPS[0]
-    problem = decode.describe(step.operands()[0], step.spec)
-    problem = dataclasses.replace(problem, kv_dtype=np.dtype("int8"))
-    assert "in the dtype of q, bfloat16, not int8" in BACKEND.unsupported_decode(problem)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float16", "page_size": 16, "scaled": "rows"}, "by no scales of pages"),
+        ({"H": 16}, "a cache with head dim 16: pad it to 32"),
+        ({"Hv": 80}, "a cache with head dim 80: pad it to 96"),
+        ({"dtype": "float32"}, "not float32"),
+    ],
+)
+def test_caches_of_eight_bits_that_are_refused(changes, reason):
+    step = Step("any", (1,), cache="int8")
+    describe = lambda step: decode.describe(step.operands()[0], step.spec)
+    assert BACKEND.unsupported_decode(describe(step)) is None
+    found = BACKEND.unsupported_decode(describe(dataclasses.replace(step, **changes)))
+    assert found is not None and reason in found
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from . import decode_combine, inline, inline_modifiers
 from .decode_blocks import DecodeBlocks, row_tiles
 from .decode_plan import Cta, Gmem, Keys, Plan, Results
 from .decode_producer import Producer
+from .decode_widening import WideningProducer
 from .forward_scores import per_row
 from .memory import WARPGROUP_ROWS, Ring, launch, swizzles
 from .register_tile import RegisterTile
@@ -43,6 +44,7 @@ class Held(NamedTuple):
     first: Any  # int32[64] the first key that they see, or None: key 0
     last: Any  # int32[64] the last one
     slope: Any  # f32[64], or None
+    scales: tuple  # f32 that scores and outputs are multiplied by, each or None
 
 
 class Rows(NamedTuple):
@@ -65,14 +67,14 @@ class Decode:
 
     def __call__(self, gmem: Gmem, *refs):
         *results, smem, bars = refs
-        stages = self.plan.blocks.stages
+        slots = self.plan.slots
         cta = Cta(
             gmem=gmem,
             out=Results(*results),
             smem=smem,
             bars=bars,
-            k=Ring(bars.k_full, bars.k_empty, stages),
-            v=Ring(bars.v_full, bars.v_empty, stages),
+            k=Ring(bars.k_full, bars.k_empty, slots),
+            v=Ring(bars.v_full, bars.v_empty, slots),
             batch=lax.axis_index("batch"),
             head=lax.axis_index("head"),
             tile=lax.axis_index("tile"),
@@ -80,7 +82,8 @@ class Decode:
         )
         wg = lax.axis_index("wg")
         pl.when(wg == 0)(lambda: self.consume(cta))
-        pl.when(wg == 1)(lambda: Producer(self.plan)(cta))
+        producer = WideningProducer if self.problem.quantised else Producer
+        pl.when(wg == 1)(lambda: producer(self.plan)(cta))
 
     def consume(self, cta: Cta):
         """Fold the CTA's blocks into its rows, and store."""
@@ -99,7 +102,7 @@ class Decode:
             done = rows
             for low, high, masked in keys.zones(self.problem.spec.window_left is not None):
                 done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
-            self.store(cta, plgpu.wgmma_accumulator_load(o_acc, wait_n=0), done)
+            self.store(cta, held, plgpu.wgmma_accumulator_load(o_acc, wait_n=0), done)
 
         v_head_dim = self.plan.head_dims[1]
         pl.run_scoped(fold, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
@@ -118,7 +121,23 @@ class Decode:
         slopes = cta.gmem.slopes
         slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
         limits = self.problem.spec.mask.keys_of(position, keys.length)
-        return Held(position, *limits, slope)
+        return Held(position, *limits, slope, self.scales(cta))
+
+    def scales(self, cta: Cta) -> tuple:
+        """(of K, of V), where each has one for all of its pages."""
+        if self.plan.page_scales:
+            return None, None
+        entry = lambda x: cta.batch if x.shape[0] > 1 else 0
+        both = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
+
+    def scaled(self, cta: Cta, kind: int, use, x):
+        """The scores with a block's keys (kind 0), or their weights (1), by scales of its pages."""
+        if not self.plan.page_scales:
+            return x
+        slot = (cta.k, cta.v)[kind].slot(use)
+        scales = [cta.smem.scales[kind, slot, i] for i in range(self.plan.pieces)]
+        return inline.scale_columns(x, scales, self.plan.interpret)
 
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
         """QK^T of block j, softmax and PV, one after the other.
@@ -128,7 +147,7 @@ class Decode:
         """
         use = j - keys.start
         cta.k.wait_full(use)
-        s = self.products(cta, use)
+        s = self.scaled(cta, 0, use, self.products(cta, use))
         cta.k.release(use)
         x, log2_scale = self.logits(held, s, j * self.plan.blocks.block_kv, masked)
         m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
@@ -140,7 +159,7 @@ class Decode:
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_row(alpha, o.shape)
         cta.v.wait_full(use)
-        p = self.plan.products.split(p)
+        p = self.plan.products.split(self.scaled(cta, 1, use, p))
         self.plan.products.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
         plgpu.wgmma_wait(0)
         cta.v.release(use)
@@ -167,6 +186,8 @@ class Decode:
             distance = lax.convert_element_type(lax.abs(position - column), jnp.float32)
             bias = distance * per_row(-held.slope, s.shape)
         spec = self.problem.spec
+        if held.scales[0] is not None:
+            s = s * held.scales[0]
         found = scores.logits(spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x
         if masked:
@@ -174,13 +195,15 @@ class Decode:
             x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
         return x, found.log2_scale
 
-    def store(self, cta: Cta, o, rows: Rows):
+    def store(self, cta: Cta, held: Held, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp of this share of the keys."""
         packed, smem, sinks = self.plan.packed(cta.tile), cta.smem, cta.gmem.sinks
         sink = None
         if sinks is not None:
             sink = packed.per_head(sinks.at[cta.batch, cta.head]) * softmax.LOG2E
         inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1), sink)
+        if held.scales[1] is not None:
+            inverse = inverse * held.scales[1]
         o = o * per_row(inverse, o.shape)
         smem.o[...] = o.astype(smem.o.dtype)
         smem.lse[...] = lse
@@ -215,6 +238,8 @@ def decode(
         page_table=operands.page_table,
         slopes=plan.by_key_head(operands.alibi_slopes, 1),
         sinks=None if several else plan.by_key_head(operands.sinks, 1),
+        k_scale=operands.k_scale,
+        v_scale=operands.v_scale,
     )
     out = plan.result_shapes()
     run = launch(

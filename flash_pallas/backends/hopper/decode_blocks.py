@@ -8,7 +8,7 @@ import math
 from ...core.decode import MAX_SPLITS, DecodeProblem
 from ...core.integers import round_up
 from .forward_blocks import BARRIER_BYTES, NATIVE_HEAD_DIMS, native_head_dims
-from .memory import SMEM_LIMIT, WARPGROUP_ROWS
+from .memory import SMEM_LIMIT, WARPGROUP_ROWS, swizzles
 from .products import LENGTH_MULTIPLE, Products
 
 SMEM_PER_SM = 233_472  # bytes of a multiprocessor
@@ -17,6 +17,8 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
+NARROWEST_RAW = 32  # bytes of a row of a tile for TMA
+SCALE_BYTES = 1024  # that those of the pages of a block take at most
 MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
 NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
 
@@ -31,11 +33,13 @@ class DecodeBlocks:
             latency over 132 multiprocessors, 32 KB, on each; two or three times that also covers
             what a step does before it gives its slot back.
         num_splits: ranges that the keys of a sequence are read in.
+        widened: of a cache in eight bits, blocks of K and of V made 16-bit ones at one time.
     """
 
     block_kv: int = 64
     stages: int = 3
     num_splits: int = 1
+    widened: int = 1
 
     def __post_init__(self):
         if self.block_kv not in range(16, 257, 16):
@@ -48,8 +52,12 @@ class DecodeBlocks:
     def smem_bytes(self, problem: DecodeProblem) -> int:
         """Shared memory without barriers. Results are staged where K and V were."""
         head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
-        itemsize = problem.dtype.itemsize
-        streamed = self.stages * self.block_kv * (head_dim + v_head_dim) * itemsize
+        itemsize, block = problem.dtype.itemsize, self.block_kv * (head_dim + v_head_dim)
+        streamed = self.stages * block * problem.kv_dtype.itemsize
+        if problem.quantised:
+            streamed += self.widened * block * itemsize
+        if "page_scales" in problem.features:
+            streamed += SCALE_BYTES
         staged = WARPGROUP_ROWS * v_head_dim * (4 if self.num_splits > 1 else itemsize)
         held = WARPGROUP_ROWS * head_dim * itemsize
         return held + max(streamed, staged + 4 * WARPGROUP_ROWS)
@@ -77,8 +85,8 @@ def unsupported(problem: DecodeProblem) -> str | None:
     widest = max(problem.head_dim, problem.v_head_dim)
     if problem.dtype.name not in ("bfloat16", "float16"):
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
-    if problem.kv_dtype != problem.dtype:
-        return f"decodes a cache in the dtype of q, {problem.dtype}, not {problem.kv_dtype}"
+    if problem.dtype.name == "float16" and "page_scales" in problem.features:
+        return "multiplies float16 weights by no scales of pages: cast q to bfloat16"
     if widest > NATIVE_HEAD_DIMS[-1]:
         return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
     if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
@@ -86,7 +94,11 @@ def unsupported(problem: DecodeProblem) -> str | None:
     native = native_head_dims(problem.head_dim, problem.v_head_dim)
     products = Products(problem.dtype)
     for width, tile in zip((problem.head_dim, problem.v_head_dim), native, strict=True):
-        if products.columns(width, tile) != width:
+        if problem.quantised:
+            copies, tile = bool(swizzles(tile, problem.kv_dtype, width)), max(tile, NARROWEST_RAW)
+        else:
+            copies = products.columns(width, tile) == width
+        if not copies:
             return f"would have to copy a cache with head dim {width}: pad it to {tile}"
     return None
 
@@ -99,7 +111,7 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     """
     # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
     narrow = max(problem.head_dim, problem.v_head_dim) <= 64
-    keys, most = (128, 3) if narrow else (64, MOST_STAGES)
+    keys, most = (128, 3) if narrow and not problem.quantised else (64, MOST_STAGES)
     # Partial results are staged in float32, the larger case.
     deep = [DecodeBlocks(block_kv=keys, stages=n, num_splits=2) for n in range(most, 0, -1)]
     fitting = [b for b in deep if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]

@@ -14,7 +14,7 @@ from ...core import integers as ints
 from ...core.decode import DecodeProblem
 from .decode_blocks import DecodeBlocks, piece_rows
 from .forward_blocks import native_head_dims
-from .memory import WARPGROUP_ROWS, Ring, float32, row_buffer, tile_buffer
+from .memory import WARPGROUP_ROWS, Ring, float32, row_buffer, swizzles, tile_buffer
 from .packed_rows import PackedRows
 from .products import Products
 
@@ -32,6 +32,8 @@ class Gmem(NamedTuple):
     page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
     slopes: Any = None  # f32[B, K, group]
     sinks: Any = None  # f32[B, K, group], natural; where there is one split
+    k_scale: Any = None  # f32[1, K], f32[B, K] or f32[num_pages, K], of a cache in eight bits
+    v_scale: Any = None  # likewise
 
 
 class Results(NamedTuple):
@@ -45,7 +47,8 @@ class Smem(NamedTuple):
     """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
 
     q: Any  # [64, H]
-    ring: Any  # ((k [stages, block_kv, H], v [stages, block_kv, Hv]), (o [64, Hv], lse f32[64]))
+    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv], raw), (o [64, Hv], lse f32[64]))
+    scales: Any  # f32[2, slots, pieces], of the pages of the blocks in k and v; or None
 
     @property
     def k(self):
@@ -56,6 +59,11 @@ class Smem(NamedTuple):
     def v(self):
         """Blocks of V."""
         return self.ring[0][1]
+
+    @property
+    def raw(self):
+        """Blocks of K and V [stages, ...] in eight bits."""
+        return self.ring[0][2]
 
     @property
     def o(self):
@@ -75,7 +83,8 @@ class Barriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    v_arrived: Any  # the block of V whose end is to be cleared
+    v_arrived: Any  # the block of V whose end is to be cleared; or None
+    raw_full: Any  # of blocks of K and V in eight bits; or None
 
 
 class Keys(NamedTuple):
@@ -151,6 +160,16 @@ class Plan:
         return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
 
     @property
+    def slots(self) -> int:
+        """Of the rings that products read."""
+        return self.blocks.widened if self.problem.quantised else self.blocks.stages
+
+    @property
+    def page_scales(self) -> bool:
+        """Scales differ from page to page."""
+        return "page_scales" in self.problem.features
+
+    @property
     def piece_rows(self) -> int:
         """Keys of one copy."""
         return piece_rows(self.problem, self.blocks.block_kv)
@@ -190,9 +209,23 @@ class Plan:
             return Results(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
         return Results(cta.out.o.at[cta.batch, :, cta.head], cta.out.lse.at[cta.batch, cta.head])
 
+    def copied(self, x) -> tuple:
+        """The array of the cache that 16-bit blocks are copied from: none where they are made."""
+        return () if self.problem.quantised else (x,)
+
     def q_swizzle(self, gmem: Gmem) -> int:
         """Of Q in shared memory, in bytes: that of K, with which it is multiplied."""
-        return self.products.swizzle(self.head_dims[0], gmem.k)
+        return self.products.swizzle(self.head_dims[0], *self.copied(gmem.k))
+
+    def wide_swizzle(self, kind: int) -> int:
+        """Of blocks that were widened, of K (0) or V (1), in bytes."""
+        summed = self.blocks.block_kv if kind else 0
+        return self.products.swizzle(self.head_dims[kind], summed_rows=summed)
+
+    def raw_swizzle(self, kind: int) -> int:
+        """Of blocks in eight bits, in bytes."""
+        width = (self.problem.head_dim, self.problem.v_head_dim)[kind]
+        return swizzles(self.head_dims[kind], self.problem.kv_dtype, width)[0]
 
     def queries(self, tile):
         """(first, last) query of a tile of rows."""
@@ -221,18 +254,26 @@ class Plan:
 
     def scratch(self, gmem: Gmem, out: Results):
         """Shared memory and barriers."""
-        head_dim, v_head_dim = self.head_dims
-        block, stages, products = self.blocks.block_kv, self.blocks.stages, self.products
-        barrier = lambda arrivals, slots: plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
-        k = products.buffer((stages, block, head_dim), gmem.k)
-        v = products.buffer((stages, block, v_head_dim), gmem.v, summed_rows=block)
-        o = tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype)
-        staging = (o, row_buffer((WARPGROUP_ROWS,)))
-        smem = Smem(
-            q=products.buffer((WARPGROUP_ROWS, head_dim), gmem.k),
-            ring=plgpu.RefUnion((k, v), staging),
+        (head_dim, v_head_dim), slots = self.head_dims, self.slots
+        block, products = self.blocks.block_kv, self.products
+        barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+        k = products.buffer((slots, block, head_dim), *self.copied(gmem.k))
+        v = products.buffer((slots, block, v_head_dim), *self.copied(gmem.v), summed_rows=block)
+        staging = (
+            tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype),
+            row_buffer((WARPGROUP_ROWS,)),
         )
-        full = barrier(self.pieces, stages)
-        empty = barrier(1, stages)
-        arrived = barrier(self.pieces, 1)
-        return smem, Barriers(full, empty, full, empty, arrived)
+        q = products.buffer((WARPGROUP_ROWS, head_dim), *self.copied(gmem.k))
+        empty = barrier(1, slots)
+        if not self.problem.quantised:
+            full = barrier(self.pieces, slots)
+            smem = Smem(q, plgpu.RefUnion((k, v), staging), None)
+            return smem, Barriers(full, empty, full, empty, barrier(self.pieces, 1), None)
+        stages, full = self.blocks.stages, barrier(1, slots)
+        raw = tuple(
+            tile_buffer((stages, block, width), self.problem.kv_dtype, self.raw_swizzle(kind))
+            for kind, width in enumerate(self.head_dims)
+        )
+        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
+        smem = Smem(q, plgpu.RefUnion((k, v, raw), staging), scales)
+        return smem, Barriers(full, empty, full, empty, None, (barrier(self.pieces, stages),) * 2)

@@ -202,7 +202,8 @@ def _load_body(rows: PackedRows, _, source, tile, first):
             with ir.InsertionPoint(branch.then_block):
                 pointer = pieces.in_array(row, piece)
                 scf.yield_([llvm.load(pieces.type, pointer, alignment=PIECE_BYTES)])
-            with ir.InsertionPoint(branch.else_block):
+            otherwise: Any = branch.else_block  # there is one; the type says perhaps
+            with ir.InsertionPoint(otherwise):
                 scf.yield_([zeros])
             found = branch.results[0]
         vector.store(found, tile, pieces.in_tile(row, piece))
