@@ -109,20 +109,23 @@ def test_caches_of_eight_bits_that_are_refused(changes, reason):
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "head_dim", "splits"),
+    ("batch", "length", "cache", "splits"),
     [
-        (1, 8192, 128, 16),
-        (1, 32768, 128, 16),
-        (1, 131072, 128, 33),
-        (16, 8192, 128, 1),
-        (128, 8192, 128, 1),
+        (1, 8192, None, 16),
+        (1, 32768, None, 16),
+        (1, 131072, None, 33),
+        (16, 8192, None, 1),
+        (128, 8192, None, 1),
+        (1, 32768, "int8", 32),
+        (16, 8192, "int8", 2),
+        (128, 8192, "int8", 1),
     ],
 )
-def test_splits_fill_the_multiprocessors(batch, length, head_dim, splits):
-    step = Step("any", (1,))
+def test_splits_fill_the_multiprocessors(batch, length, cache, splits):
+    step = Step("any", (1,), cache=cache)
     problem = dataclasses.replace(
         decode.describe(step.operands()[0], dataclasses.replace(step.spec, num_splits=None)),
-        **{"batch": batch, "kv_len": length, "head_dim": head_dim, "v_head_dim": head_dim},
+        **{"batch": batch, "kv_len": length, "head_dim": 128, "v_head_dim": 128},
         **{"q_heads": 32, "kv_heads": 8},
     )
     assert HopperBackend(interpret=True, num_sms=132).decode_blocks(problem).num_splits == splits

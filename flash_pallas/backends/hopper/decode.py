@@ -78,7 +78,7 @@ class Decode:
             batch=lax.axis_index("batch"),
             head=lax.axis_index("head"),
             tile=lax.axis_index("tile"),
-            split=lax.axis_index("split"),
+            split=lax.axis_index("split") if self.plan.several else jnp.int32(0),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == 0)(lambda: self.consume(cta))
@@ -90,6 +90,7 @@ class Decode:
         self.load_q(cta)
         keys = self.plan.keys(cta)
         held = self.hold(cta, keys)
+        self.settle(cta, keys)
         rows = Rows(
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), inline.ROWS),
             plgpu.layout_cast(
@@ -106,6 +107,14 @@ class Decode:
 
         v_head_dim = self.plan.head_dims[1]
         pl.run_scoped(fold, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
+
+    def settle(self, cta: Cta, keys: Keys):
+        """Wait for blocks of K that were guessed in vain: results are staged where they arrive.
+
+        After the loop over keys it would take 130 registers.
+        """
+        if self.plan.guesses and not self.problem.quantised:
+            lax.fori_loop(keys.stop, self.plan.guessed(cta), lambda n, _: cta.k.wait_full(n), None)
 
     def load_q(self, cta: Cta):
         """The rows of the tile, zeros where there are fewer than 64."""
@@ -139,17 +148,17 @@ class Decode:
         scales = [cta.smem.scales[kind, slot, i] for i in range(self.plan.pieces)]
         return inline.scale_columns(x, scales, self.plan.interpret)
 
-    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
-        """QK^T of block j, softmax and PV, one after the other.
+    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, rows: Rows, *, masked: bool):
+        """QK^T of a block, softmax and PV, one after the other.
 
         PV beside the next QK^T would take 138 registers at head dim 128. This takes 128, with which
         a second CTA finds room, and that one computes while this one waits.
         """
-        use = j - keys.start
         cta.k.wait_full(use)
         s = self.scaled(cta, 0, use, self.products(cta, use))
         cta.k.release(use)
-        x, log2_scale = self.logits(held, s, j * self.plan.blocks.block_kv, masked)
+        first = keys.block(use) * self.plan.blocks.block_kv
+        x, log2_scale = self.logits(held, s, first, masked)
         m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m

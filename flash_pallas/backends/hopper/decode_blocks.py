@@ -17,9 +17,11 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
+ALIGNED = 1024  # bytes to a multiple of which buffers start
 NARROWEST_RAW = 32  # bytes of a row of a tile for TMA
 SCALE_BYTES = 1024  # that those of the pages of a block take at most
 MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
+LONE_RATE = 0.7  # of two CTAs, one widens eight bits while the other computes; of one, neither
 NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
 
 
@@ -34,12 +36,14 @@ class DecodeBlocks:
             what a step does before it gives its slot back.
         num_splits: ranges that the keys of a sequence are read in.
         widened: of a cache in eight bits, blocks of K and of V made 16-bit ones at one time.
+        guesses: the first blocks are copied before the length is known, where there is no window.
     """
 
     block_kv: int = 64
     stages: int = 3
     num_splits: int = 1
     widened: int = 1
+    guesses: bool = True
 
     def __post_init__(self):
         if self.block_kv not in range(16, 257, 16):
@@ -53,14 +57,14 @@ class DecodeBlocks:
         """Shared memory without barriers. Results are staged where K and V were."""
         head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
         itemsize, block = problem.dtype.itemsize, self.block_kv * (head_dim + v_head_dim)
-        streamed = self.stages * block * problem.kv_dtype.itemsize
+        streamed, held = self.stages * block * itemsize, WARPGROUP_ROWS * head_dim * itemsize
         if problem.quantised:
-            streamed += self.widened * block * itemsize
+            streamed = self.widened * block * itemsize
+            held += self.stages * block * problem.kv_dtype.itemsize
         if "page_scales" in problem.features:
-            streamed += SCALE_BYTES
+            held += SCALE_BYTES
         staged = WARPGROUP_ROWS * v_head_dim * (4 if self.num_splits > 1 else itemsize)
-        held = WARPGROUP_ROWS * head_dim * itemsize
-        return held + max(streamed, staged + 4 * WARPGROUP_ROWS)
+        return held + max(streamed, round_up(staged + 4 * WARPGROUP_ROWS, ALIGNED))
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
         """How many run on a multiprocessor at one time."""
@@ -141,6 +145,8 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
     of the kernel: B=1, S=32k, 16 ranges 33.8 (one CTA on each of 128 multiprocessors), 24 38.5 (two
     on some), 33 34.4 (two on each), 48 38.3, 128 39.2; B=16, S=8k, 1 range 123, 2 125, 3 135.
     A window shortens what is read.
+
+    int8, before loads came first when widening: 16 ranges 44.0, 32 33.3; at B=16, 1 159, 2 114.
     """
     slots = num_sms * blocks.ctas_per_sm(problem)
     tiles = problem.batch * problem.kv_heads * row_tiles(problem)
@@ -150,9 +156,12 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
     most = max(1, min(MAX_SPLITS, visible // MIN_KEYS_PER_SPLIT))
     keys = max(1, round_up(visible, blocks.block_kv) // blocks.block_kv)
 
-    def time(splits: int) -> int:
+    def time(splits: int) -> float:
         ctas = tiles * splits
-        return -(-ctas // num_sms) * -(-keys // splits) + -(-ctas // slots) * START_BLOCKS
+        blocks_read = -(-ctas // num_sms) * -(-keys // splits)
+        if problem.quantised and ctas <= num_sms:
+            blocks_read /= LONE_RATE
+        return blocks_read + -(-ctas // slots) * START_BLOCKS
 
     best = min(map(time, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if time(n) <= NEARLY_BEST * best)

@@ -47,7 +47,8 @@ class Smem(NamedTuple):
     """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
 
     q: Any  # [64, H]
-    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv], raw), (o [64, Hv], lse f32[64]))
+    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [64, Hv], lse f32[64]))
+    raw: Any  # blocks of K and V [stages, ...] in eight bits; or None
     scales: Any  # f32[2, slots, pieces], of the pages of the blocks in k and v; or None
 
     @property
@@ -59,11 +60,6 @@ class Smem(NamedTuple):
     def v(self):
         """Blocks of V."""
         return self.ring[0][1]
-
-    @property
-    def raw(self):
-        """Blocks of K and V [stages, ...] in eight bits."""
-        return self.ring[0][2]
 
     @property
     def o(self):
@@ -88,18 +84,26 @@ class Barriers(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The blocks that a CTA reads, [start, stop), of which [full_start, full_stop) need no mask."""
+    """The blocks that a CTA reads: its n-th is first + n * step, from n = 0 to stop.
 
-    start: Any
+    Of these [full_start, full_stop) need no mask.
+    """
+
+    first: Any
+    step: int
     full_start: Any
     full_stop: Any
     stop: Any
     length: Any  # keys of the sequence
     position: Any  # of query 0
 
+    def block(self, n):
+        """Which block of keys the n-th is."""
+        return self.first + n * self.step
+
     def zones(self, windowed: bool):
         """(low, high, masked) of each part."""
-        left = ((self.start, self.full_start, True),) * windowed
+        left = ((jnp.int32(0), self.full_start, True),) * windowed
         rest = (self.full_start, self.full_stop, False), (self.full_stop, self.stop, True)
         return left + rest
 
@@ -236,21 +240,33 @@ class Plan:
         most = self.problem.q_len - 1
         return ints.floor_div(first, group), ints.minimum(ints.floor_div(last, group), most)
 
+    @property
+    def guesses(self) -> bool:
+        """A CTA knows its first blocks before it knows the length."""
+        return self.blocks.guesses and self.problem.spec.window_left is None
+
+    def guessed(self, cta: Cta):
+        """Of its first `stages` blocks those that there is room for, whatever the length."""
+        if not self.guesses:
+            return jnp.int32(0)
+        room = -(-self.problem.kv_len // self.blocks.block_kv)
+        return lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+
     def keys(self, cta: Cta) -> Keys:
-        """The CTA's share of the blocks that its rows see; shares differ by at most one block."""
+        """Every so manieth of the blocks that its rows see, so that all CTAs read neighbours."""
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
-        seen = self.problem.spec.mask.kv_blocks(
-            position + first, last - first + 1, length, self.blocks.block_kv
-        )
-        count = jnp.int32(seen.stop - seen.start)
-        share = lambda n: seen.start + lax.div(count * n, jnp.int32(self.blocks.num_splits))
-        start, stop = share(cta.split), share(cta.split + 1)
-        full_start = ints.clip(seen.full_start, start, stop)
-        full_stop = ints.clip(seen.full_stop, full_start, stop)
-        return Keys(start, full_start, full_stop, stop, length, position)
+        mask = self.problem.spec.mask
+        seen = mask.kv_blocks(position + first, last - first + 1, length, self.blocks.block_kv)
+        block = cta.split if mask.left is None else seen.start + cta.split
+        ends = (self._uses(block, end) for end in (seen.full_start, seen.full_stop, seen.stop))
+        return Keys(block, self.blocks.num_splits, *ends, length, position)
+
+    def _uses(self, block, end):
+        """How many of block, block + num_splits, ... lie before `end`."""
+        return ints.ceil_div(jnp.int32(end - block), self.blocks.num_splits)
 
     def scratch(self, gmem: Gmem, out: Results):
         """Shared memory and barriers."""
@@ -267,7 +283,7 @@ class Plan:
         empty = barrier(1, slots)
         if not self.problem.quantised:
             full = barrier(self.pieces, slots)
-            smem = Smem(q, plgpu.RefUnion((k, v), staging), None)
+            smem = Smem(q, plgpu.RefUnion((k, v), staging), None, None)
             return smem, Barriers(full, empty, full, empty, barrier(self.pieces, 1), None)
         stages, full = self.blocks.stages, barrier(1, slots)
         raw = tuple(
@@ -275,5 +291,5 @@ class Plan:
             for kind, width in enumerate(self.head_dims)
         )
         scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
-        smem = Smem(q, plgpu.RefUnion((k, v, raw), staging), scales)
+        smem = Smem(q, plgpu.RefUnion((k, v), staging), raw, scales)
         return smem, Barriers(full, empty, full, empty, None, (barrier(self.pieces, stages),) * 2)

@@ -8,6 +8,7 @@ same for all caches. A key is its number times a scale, by which products are mu
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,49 +35,64 @@ class WideningProducer:
 
     def __call__(self, cta: Cta):
         """All blocks of this CTA."""
-        keys, ahead, places = self.plan.keys(cta), self.plan.blocks.stages, self.source.places
+        plan, places, ahead = self.plan, self.source.places, self.plan.blocks.stages
+        guessed = plan.guessed(cta)
+        if plan.guesses:
+            self.begin(cta, cta.split, guessed)
+            keys = plan.keys(cta)
+        else:
+            keys = plan.keys(cta)
+            self.begin(cta, keys.first, lax.min(keys.stop, jnp.int32(ahead)))
 
-        def begin(j, found):
-            following = places(cta, j + 1)
-            self.fetch(cta, keys, 0, j, found)
-            self.fetch(cta, keys, 1, j, found)
-            return following
-
-        start = keys.start
-        first = places(cta, start)
-        coming = lax.fori_loop(start, start + ahead, begin, first)
-
-        def step(j, state):
+        def step(n, state):
             # Ids of pages are loaded a block before they are used, and so are scales.
             coming, own, scales = state
             following = (
-                places(cta, j + ahead + 1),
-                self.own_places(cta, j + 2),
-                self.scales(cta, keys, j + 1, own),
+                places(cta, keys.block(n + ahead + 1)),
+                self.own_places(cta, keys.block(n + 2)),
+                self.scales(cta, keys, keys.block(n + 1), own),
             )
             for kind in range(2):
-                self.widen(cta, keys, kind, j, scales)
-                self.fetch(cta, keys, kind, j + ahead, coming)
+                self.widen(cta, keys, kind, n, scales)
+                again = functools.partial(
+                    self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
+                )
+                pl.when(n + ahead < keys.stop)(again)
             return following
 
-        own = self.own_places(cta, start + 1)
-        scales = self.scales(cta, keys, start, first)
-        lax.fori_loop(start, keys.stop, step, (coming, own, scales))
-        used = keys.stop - start
-        cta.k.drain(used)
-        cta.v.drain(used)
+        first, own = (places(cta, keys.block(n)) for n in (0, 1))
+        scales = self.scales(cta, keys, keys.block(0), first)
+        own = own if plan.page_scales else ()
+        coming = places(cta, keys.block(ahead))
+        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales))
 
-    def fetch(self, cta: Cta, keys: Keys, kind: int, j, places: tuple):
-        """Start the copy of the j-th block of K (kind 0) or V (kind 1), if there is one."""
-        slot = self.raw_ring(cta, kind).slot(j - keys.start)
+        @pl.loop(keys.stop, guessed)
+        def _(n):  # Blocks that nobody needed arrive all the same.
+            for kind in range(2):
+                self.raw_ring(cta, kind).wait_full(n)
+
+        cta.k.drain(keys.stop)
+        cta.v.drain(keys.stop)
+
+    def begin(self, cta: Cta, block, count):
+        """Start the copies of the first blocks, from this one on."""
+
+        @pl.loop(jnp.int32(0), count)
+        def _(n):
+            own = block + n * self.plan.blocks.num_splits
+            for kind in range(2):
+                self.fetch(cta, kind, n, own, self.source.places(cta, own))
+
+    def fetch(self, cta: Cta, kind: int, n, block, places: tuple):
+        """Start the copy of a block of K (kind 0) or V (kind 1), the n-th."""
+        slot = self.raw_ring(cta, kind).slot(n)
         source = (cta.gmem.k, cta.gmem.v)[kind]
         tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
-        copy = lambda: self.source.copy(cta, source, tile, barrier, j, places)
-        pl.when(j < keys.stop)(copy)
+        self.source.copy(cta, source, tile, barrier, block, places)
 
-    def widen(self, cta: Cta, keys: Keys, kind: int, j, scales: tuple):
-        """Make the j-th block of K or V one that products read."""
-        use, block = j - keys.start, self.plan.blocks.block_kv
+    def widen(self, cta: Cta, keys: Keys, kind: int, use, scales: tuple):
+        """Make a block of K or V one that products read."""
+        block = self.plan.blocks.block_kv
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
         tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
@@ -86,7 +102,7 @@ class WideningProducer:
         widen(raw, tile, swizzles, self.plan.interpret)
         if kind == 1 and self.plan.problem.kv_dtype.name != "int8":
             # A weight of 0 times a NaN is a NaN.
-            valid = keys.length - j * block
+            valid = keys.length - keys.block(use) * block
             clear = lambda: clearing.clear_from(tile, valid, swizzles[1], self.plan.interpret)
             pl.when(valid < block)(clear)
         for i in range(self.plan.pieces if self.plan.page_scales else 0):

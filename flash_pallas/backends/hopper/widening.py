@@ -64,17 +64,21 @@ def _widen_body(code: str, _, raw, tile):
     outer, across, inner, columns = raw.type.shape
     each = across * columns // AT_ONCE
     thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
+    places = []
     for start in range(0, outer * inner * each, WARPGROUP):
         number = arith.addi(thread, i32_constant(start))
         row = arith.divui(number, i32_constant(each))
         column = arith.muli(arith.remui(number, i32_constant(each)), i32_constant(AT_ONCE))
-        found = llvm.load(words, _pointer(raw, row, column), alignment=8)
+        places.append((row, column))
+    # All loads come first: the compiler moves none before a store that might write to its place.
+    found = [llvm.load(words, _pointer(raw, *place), alignment=8) for place in places]
+    for place, pair in zip(places, found, strict=True):
         made = [
-            llvm.inline_asm(i32, [at(found, word)], code.format(**half), "=r,r")
+            llvm.inline_asm(i32, [at(pair, word)], code.format(**half), "=r,r")
             for word, half in itertools.product(range(2), _HALVES)
         ]
         wide = vector.from_elements(ir.VectorType.get((4,), i32), made)
-        llvm.store(wide, _pointer(tile, row, column), alignment=16)
+        llvm.store(wide, _pointer(tile, *place), alignment=16)
 
 
 def _pointer(tile, row, column):
