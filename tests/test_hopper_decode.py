@@ -78,9 +78,7 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
     run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
     text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
-    slices = 2 if step.Hv % 128 and launches == 2 else 0  # a joined row has whole warps
     assert found.pop("custom_call") == launches
-    assert found.pop("slice", 0) <= slices
     assert set(found) <= {"reshape"}, found
 
 

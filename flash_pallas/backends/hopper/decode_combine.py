@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf
 
 from ...core import softmax
 from ...core.problem import Outputs
 from .decode_plan import JOINING_THREADS, Plan, Results
 from .memory import float32, launch
+from .registers import at, elements, i32_constant
 
 # Shares that are joined in straight-line code: their loads wait for one another no longer than one
 # does. A kernel of 128 of them took 20 s to compile.
@@ -61,7 +64,8 @@ class Combine:
         empty = found.sums == 0.0
         sums = jnp.where(empty, 1.0, found.sums)
         joined = found.most + jnp.log(sums) * softmax.LOG2E
-        out_o[batch, query, q_head] = (found.o * (1.0 / sums)).astype(out_o.dtype)
+        result = (found.o * (1.0 / sums)).astype(out_o.dtype)
+        _store(result, out_o.at[batch, query, q_head], self.plan.interpret)
         out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
 
 
@@ -101,6 +105,32 @@ def _load(ref):
     )
 
 
+def _store(row, target, interpret: bool):
+    """The first columns of a row, as many as `target` has."""
+    columns = target.shape[0]
+    if columns == row.shape[0]:
+        target[...] = row
+    elif interpret:
+        target[...] = row[:columns]
+    else:
+        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=row.shape[0] // JOINING_THREADS)
+        plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(_store_body)(row, target)
+
+
+def _store_body(_, row, target):
+    columns, (places,) = i32_constant(target.type.shape[0]), row.layout.thread_idxs(row.shape)
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    register = row.registers.flat[0]
+    first = arith.index_cast(i32, places[0])
+    for e in range(elements(register)):
+        column = arith.addi(first, i32_constant(e))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
+        branch = scf.IfOp(inside)
+        with ir.InsertionPoint(branch.then_block):
+            memref.store(at(register, e), target, [arith.index_cast(index, column)])
+            scf.yield_([])
+
+
 def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
     """Launch.
 
@@ -114,7 +144,7 @@ def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
     """
     problem = plan.problem
     heads = (problem.batch, problem.q_heads, problem.q_len)
-    o_shape = (problem.batch, problem.q_len, problem.q_heads, parts.o.shape[-1])
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
     run = launch(
         Combine(plan),
         out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads)),
@@ -124,5 +154,4 @@ def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,
     )
-    o, lse = run(parts.o, parts.lse, sinks)
-    return Outputs(o[..., : problem.v_head_dim], lse)
+    return Outputs(*run(parts.o, parts.lse, sinks))
