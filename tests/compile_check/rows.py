@@ -25,6 +25,7 @@ from flash_pallas.core.problem import (
 
 from ..cases import Case
 from ..hopper_cases import ON_DEVICE
+from .report import MOST_REGISTERS
 
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 2048, 8, 4
 
@@ -116,6 +117,7 @@ class Row:
         dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS, of LONG_MASKS or of MODIFIERS.
         function, arguments: what to compile.
+        most_registers: that each thread may have at launch.
     """
 
     path: str
@@ -124,6 +126,7 @@ class Row:
     mask: str
     function: Callable
     arguments: tuple[Any, ...]
+    most_registers: int = MOST_REGISTERS
 
     def __str__(self) -> str:
         return f"{self.path} {self.head_dim} {self.dtype} {self.mask}"
@@ -195,9 +198,12 @@ def _decode_row(head_dim: int, name: str) -> Row:
         scale = shape(jnp.float32, 1 if table is None else kv.shape[0], 8)
         operands = operands._replace(k_scale=scale, v_scale=scale)
     backend = HopperBackend()
-    blocks = backend.decode_blocks(decode.describe(operands, spec))
+    problem = decode.describe(operands, spec)
+    blocks = backend.decode_blocks(problem)
     run = lambda o: backend.decode(spec, blocks, o)
-    return Row("decode", head_dim, "bfloat16", name, run, (operands,))
+    # Two blocks of 256 threads have 128 registers each.
+    most = 128 if blocks.ctas_per_sm(problem) > 1 else MOST_REGISTERS
+    return Row("decode", head_dim, "bfloat16", name, run, (operands,), most)
 
 
 def rows() -> Iterator[Row]:

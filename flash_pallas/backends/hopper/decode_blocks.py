@@ -129,7 +129,7 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
 def _takes_few_registers(problem: DecodeProblem) -> bool:
     """At most 128 per thread, so that two CTAs of 256 threads share a multiprocessor.
 
-    Head dim 128: 127, with softcap 128, with a window 131, with slopes 148. Head dim 256: 206. With
+    Head dim 128: 124, with softcap 128, with a window 141, with slopes 157. Head dim 256: 204. With
     128 keys at head dim 64, 130: see `ctas_per_sm`.
     """
     narrow = max(problem.head_dim, problem.v_head_dim) <= 128

@@ -261,8 +261,15 @@ class Plan:
         mask = self.problem.spec.mask
         seen = mask.kv_blocks(position + first, last - first + 1, length, self.blocks.block_kv)
         block = cta.split if mask.left is None else seen.start + cta.split
-        ends = (self._uses(block, end) for end in (seen.full_start, seen.full_stop, seen.stop))
-        return Keys(block, self.blocks.num_splits, *ends, length, position)
+        return Keys(
+            first=block,
+            step=self.blocks.num_splits,
+            full_start=self._uses(block, seen.full_start),
+            full_stop=self._uses(block, seen.full_stop),
+            stop=self._uses(block, seen.stop),
+            length=length,
+            position=position,
+        )
 
     def _uses(self, block, end):
         """How many of block, block + num_splits, ... lie before `end`."""
