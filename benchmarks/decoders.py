@@ -20,7 +20,7 @@ import flash_pallas
 from flash_pallas import dispatch, validate_decode
 from flash_pallas.core import decode
 
-from .decoding import CUDNN, OURS, TRITON, Call, Sizes
+from .decoding import CUDNN, OURS, STEP, TRITON, Call, Sizes
 
 TRITON_RANGES = (
     512  # CTAs of its grid to aim at: fewer leave multiprocessors idle, more gain nothing
@@ -52,7 +52,10 @@ class Decoder:
 
 
 def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
-    """flash_decode with full lengths, traced as data; pages in a random order."""
+    """flash_decode with full lengths, traced as data; pages in a random order.
+
+    Pages of eight bits have scales of their own, all alike.
+    """
     size = call.page_size
     splits = "auto" if call.num_splits is None else call.num_splits
     columns = 0 if size is None else sizes.length // size
@@ -61,25 +64,28 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
     inverse = np.argsort(table, axis=None)
 
     def arrange(q, k, v):
-        lengths = jnp.full((sizes.batch,), sizes.length, jnp.int32)
-        if size is None:
-            return q, k, v, lengths, None
-        k, v = (_pages(x, pages, inverse) for x in (k, v))
-        return q, k, v, lengths, jnp.asarray(table, jnp.int32)
+        given = {"kv_lengths": jnp.full((sizes.batch,), sizes.length, jnp.int32)}
+        if call.cache is not None:
+            step = STEP if call.cache == "int8" else 1.0
+            k, v = (_eight_bits(x, call.cache, step) for x in (k, v))
+            lead = () if size is None else (pages,)
+            scale = jnp.full((*lead, sizes.kv_heads), step, jnp.float32)
+            given |= {"k_scale": scale, "v_scale": scale}
+        if size is not None:
+            k, v = (_pages(x, pages, inverse) for x in (k, v))
+            given["page_table"] = jnp.asarray(table, jnp.int32)
+        return q, k, v, given
 
-    def problem(q, k, v, lengths, table):
-        arguments = validate_decode.DecodeArguments(
-            kv_lengths=lengths, num_splits=splits, page_table=table
-        )
+    def problem(q, k, v, given):
+        arguments = validate_decode.DecodeArguments(num_splits=splits, **given)
         spec, operands = validate_decode.canonicalize(q, k, v, arguments)
         blocks = dispatch.BACKENDS[backend].decode_blocks(decode.describe(operands, spec))
         return spec, dataclasses.replace(blocks, **dict(call.blocks)), operands
 
-    def run(q, k, v, lengths, table):
+    def run(q, k, v, given):
         if call.blocks:  # The public function has no argument for them.
-            return dispatch.BACKENDS[backend].decode(*problem(q, k, v, lengths, table)).o
-        options = {"num_splits": splits, "page_table": table, "backend": backend}
-        return flash_pallas.flash_decode(q, k, v, kv_lengths=lengths, **options)
+            return dispatch.BACKENDS[backend].decode(*problem(q, k, v, given)).o
+        return flash_pallas.flash_decode(q, k, v, num_splits=splits, backend=backend, **given)
 
     found = []
     describe = lambda *x: found.append(problem(*arrange(*x))[1])
@@ -90,6 +96,11 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
 @functools.partial(jax.jit, static_argnums=1)
 def _pages(x, pages, inverse):
     return x.reshape(pages, -1, *x.shape[2:])[inverse]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _eight_bits(x, dtype, step):
+    return (x.astype(jnp.float32) / step).astype(dtype)
 
 
 def jax_cudnn(sizes: Sizes, call: Call, backend: str) -> Decoder:
@@ -122,7 +133,7 @@ def _by_head(x):
 
 
 def _only_plain(call: Call) -> None:
-    if call.queries != 1 or call.page_size is not None or call.blocks:
+    if call.queries != 1 or call.page_size is not None or call.blocks or call.cache:
         raise Unsupported(f"takes one query and a contiguous cache, not {call.label}")
 
 

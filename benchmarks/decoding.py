@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+STEP = 1 / 16  # of coarse numbers, and so the scale of a cache of int8
 OURS, CUDNN, TRITON = "flash_pallas", "jax_cudnn", "pallas_triton"
 
 
@@ -21,6 +22,7 @@ class Sizes:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    coarse: bool = False  # numbers that eight bits hold as well: multiples of STEP, 4 digits
 
     @property
     def label(self) -> str:
@@ -43,7 +45,8 @@ class Sizes:
         shape = self.shapes(1)[1].shape
         pairs = -(-at_least // self.kv_bytes)
         return [
-            tuple(_normal(jax.random.key(2 * i + j), shape) for j in range(2)) for i in range(pairs)
+            tuple(_normal(jax.random.key(2 * i + j), shape, self.coarse) for j in range(2))
+            for i in range(pairs)
         ]
 
     def queries(self, number: int) -> jax.Array:
@@ -51,9 +54,14 @@ class Sizes:
         return _normal(jax.random.key(999), self.shapes(number)[0].shape)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _normal(key, shape):
-    return jax.random.normal(key, shape, jnp.bfloat16)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, coarse=False):
+    found = jax.random.normal(key, shape, jnp.bfloat16)
+    if not coarse:
+        return found
+    # Not by converting there and back, which XLA takes for the identity.
+    found = jax.lax.reduce_precision(found.astype(jnp.float32), exponent_bits=8, mantissa_bits=3)
+    return (jnp.round(found / STEP) * STEP).astype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Call:
         provider: who; the names of PROVIDERS in decoders.py.
         queries: new tokens of each sequence.
         page_size: of a paged cache; None is a contiguous one.
+        cache: dtype of a cache in eight bits, with a scale for each head, or each page and head.
         num_splits: ranges that the keys are read in; None is the provider's choice.
         blocks: fields of the backend's tile sizes to replace, for tuning.
     """
@@ -71,6 +80,7 @@ class Call:
     provider: str = OURS
     queries: int = 1
     page_size: int | None = None
+    cache: str | None = None
     num_splits: int | None = None
     blocks: tuple[tuple[str, Any], ...] = ()
 
@@ -80,6 +90,7 @@ class Call:
         parts = [self.provider] * (self.provider != OURS)
         parts += [f"T={self.queries}"]
         parts += [f"pages of {self.page_size}"] * (self.page_size is not None)
+        parts += [f"{self.cache}"] * (self.cache is not None)
         parts += [f"{self.num_splits} splits"] * (self.num_splits is not None)
         return ", ".join([*parts, *(f"{name}={value}" for name, value in self.blocks)])
 
@@ -93,14 +104,19 @@ class Group:
     calls: tuple[Call, ...]
 
 
-def _blocks(num_splits: int, **blocks: int) -> Call:
-    return Call(num_splits=num_splits, blocks=tuple(blocks.items()))
+def _blocks(num_splits: int, cache: str | None = None, **blocks: int) -> Call:
+    return Call(num_splits=num_splits, cache=cache, blocks=tuple(blocks.items()))
 
 
 _ONE = Call()
 _PEERS = (_ONE, Call(CUDNN), Call(TRITON))
 _STEPS = tuple(Call(queries=n) for n in (1, 4, 16))
 _PAGES = (_ONE, *(Call(page_size=n) for n in (16, 64, 256)))
+_EIGHT_BITS = (
+    _ONE,
+    *(Call(cache=dtype) for dtype in ("int8", "float8_e4m3fn")),
+    *(Call(cache=dtype, page_size=64) for dtype in ("int8", "float8_e4m3fn")),
+)
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
 
 GROUPS: tuple[Group, ...] = (
@@ -116,31 +132,39 @@ GROUPS: tuple[Group, ...] = (
     Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),
     Group("splits", Sizes(16, 8192), _splits(1, 2, 3, 4, 6, 8, 16)),
     Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),
-    Group("blocks", Sizes(1, 32768), (_ONE, _blocks(16, stages=6), _blocks(33, stages=3))),
+    *(Group("eight bits", Sizes(1, n << 10, coarse=True), _EIGHT_BITS) for n in (32, 128)),
+    *(Group("eight bits", Sizes(n, 8192, coarse=True), _EIGHT_BITS) for n in (16, 128)),
     Group(
         "blocks",
-        Sizes(16, 8192, head_dim=64),
+        Sizes(1, 32768),
         (
             _ONE,
-            _blocks(2, stages=6),
-            _blocks(1, block_kv=128, stages=3),
-            _blocks(1, block_kv=128, stages=6),
-            _blocks(2, block_kv=128, stages=3),
+            *(_blocks(16, stages=n) for n in (2, 4)),
+            *(_blocks(16, stages=n, guesses=False) for n in (2, 3)),
+            *(_blocks(n, stages=2) for n in (32, 33)),
+        ),
+    ),
+    Group("blocks", Sizes(1, 131072), (_ONE, *(_blocks(n, stages=2) for n in (16, 33)))),
+    Group("blocks", Sizes(16, 8192), (_ONE, _blocks(1, stages=2), _blocks(2, stages=2))),
+    Group(
+        "blocks",
+        Sizes(1, 32768, coarse=True),
+        (
+            Call(cache="int8"),
+            *(_blocks(n, "int8") for n in (16, 33)),
+            _blocks(32, "int8", stages=2),
+            _blocks(16, "int8", stages=6),
+            _blocks(16, "int8", stages=6, widened=2),
         ),
     ),
     Group(
         "blocks",
-        Sizes(1, 131072),
-        (_ONE, _blocks(33, stages=2), _blocks(16, stages=6), _blocks(16, stages=3)),
-    ),
-    Group(
-        "blocks",
-        Sizes(16, 8192),
+        Sizes(16, 8192, coarse=True),
         (
-            _ONE,
-            _blocks(2, stages=3),
-            _blocks(1, stages=6),
-            _blocks(1, block_kv=128, stages=3),
+            Call(cache="int8"),
+            _blocks(1, "int8"),
+            _blocks(1, "int8", stages=6, widened=2),
+            _blocks(2, "int8", stages=2),
         ),
     ),
 )

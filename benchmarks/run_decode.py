@@ -157,10 +157,11 @@ def run_group(
     for call in group.calls:
         name = call.label
         row = {"group": group.name, "shape": sizes.label, "provider": call.provider, "call": name}
-        row |= {"queries": call.queries, "page_size": call.page_size}
+        row |= {"queries": call.queries, "page_size": call.page_size, "cache": call.cache}
         row |= {"gate": None, "chosen": {}} | said.get(name, {})
         own = samples.get(name)
-        row |= timed(own, sizes.kv_bytes, refused.get(name) or failures.get(name))
+        size = sizes.kv_bytes if call.cache is None else sizes.kv_bytes // 2
+        row |= timed(own, size, refused.get(name) or failures.get(name))
         if own is not None:
             row["of_ceiling"] = row["gb_per_s"] / best
             row["speed"] = None if first is None else timing.speed_ratio(first, own)

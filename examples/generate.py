@@ -5,23 +5,32 @@
 Prompts of any lengths are read at once; then every step adds a byte to each. The model is that of
 `make demo`; where there is none yet it is trained first. Prints what was written and the bytes per
 second, with the keys read in one range and in as many as flash_decode chooses (split-KV).
+
+What split-KV is worth shows in long contexts. Speed does not depend on what a model has learnt:
+
+    python examples/generate.py --random 8 2048 16 4 128 --prompt-bytes 65536 --json generate.json
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
 import pathlib
 import subprocess
 import sys
 import time
 
-import checkpoint
 import jax
 import jax.numpy as jnp
 import numpy as np
+from data import standard_library
 from flax import nnx
 from jax import lax
+from model import ModelConfig, Transformer
+
+from flash_pallas import explain_decode
 
 TRAINING = pathlib.Path(__file__).with_name("train_transformer.py")
 ROOM_MULTIPLE = 128
@@ -39,12 +48,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="of flash_pallas: auto, hopper or xla")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model-dir", type=pathlib.Path, default=pathlib.Path("demo"))
+    parser.add_argument(
+        "--random",
+        type=int,
+        nargs=5,
+        metavar=("LAYERS", "WIDTH", "HEADS", "KV_HEADS", "HEAD_DIM"),
+        help="a model of this size that knows nothing",
+    )
+    parser.add_argument(
+        "--prompt-bytes", type=int, help="one prompt of so many bytes of Python, not printed"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write the speeds to this file")
     return parser.parse_args()
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "count"))
-def generate(graph, params, caches, prompts, lengths, count: int, key, temperature):
-    """`count` bytes after each of the prompts.
+@functools.partial(jax.jit, static_argnames=("graph",))
+def read(graph, params, caches, prompts, lengths):
+    """The prompts into the caches.
 
     Args:
         graph: of the model, from nnx.split.
@@ -52,6 +72,23 @@ def generate(graph, params, caches, prompts, lengths, count: int, key, temperatu
         caches: empty, one for each layer.
         prompts: int32 [batch, length], each filled up to the longest.
         lengths: int32 [batch], of the prompts.
+
+    Returns:
+        The caches, and the logits [batch, 256] of the byte after each prompt.
+    """
+    logits, caches = nnx.merge(graph, params)(prompts, caches, lengths)
+    return caches, jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "count"))
+def generate(graph, params, caches, logits, count: int, key, temperature):
+    """`count` bytes after what is in the caches.
+
+    Args:
+        graph: of the model, from nnx.split.
+        params: of the model, from nnx.split.
+        caches: one for each layer.
+        logits: [batch, 256], of the next byte.
         count: of bytes.
         key: a jax.random key.
         temperature: below 1 favours likely bytes.
@@ -63,8 +100,6 @@ def generate(graph, params, caches, prompts, lengths, count: int, key, temperatu
     draw = lambda step, logits: jax.random.categorical(
         jax.random.fold_in(key, step), logits / temperature
     )
-    logits, caches = model(prompts, caches, lengths)
-    last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
 
     def add(carry, step):
         caches, logits = carry
@@ -72,49 +107,97 @@ def generate(graph, params, caches, prompts, lengths, count: int, key, temperatu
         logits, caches = model(bytes_[:, None], caches)
         return (caches, logits[:, 0]), bytes_
 
-    _, found = lax.scan(add, (caches, last), jnp.arange(count))
+    _, found = lax.scan(add, (caches, logits), jnp.arange(count))
     return found.T
 
 
-def timed(model, num_splits, prompts, lengths, room, arguments):
+def timed(model, num_splits, state, arguments):
     """(what is generated, bytes per second of all sequences); compiled before the clock starts."""
     for block in model.blocks:
         block.attention.num_splits = num_splits
     graph, params = nnx.split(model)
-    caches = model.empty_caches(len(prompts), room)
     key = jax.random.key(arguments.seed)
-    call = lambda: generate(
-        graph, params, caches, prompts, lengths, arguments.bytes, key, arguments.temperature
-    )
+    call = lambda: generate(graph, params, *state, arguments.bytes, key, arguments.temperature)
     call().block_until_ready()
     begin = time.perf_counter()
     found = call().block_until_ready()
     return found, found.size / (time.perf_counter() - begin)
 
 
-def main() -> None:
-    """Loads or trains, generates twice, and prints."""
-    arguments = parse_arguments()
+def load_or_train(arguments: argparse.Namespace) -> Transformer:
+    """The model of `make demo`."""
+    import checkpoint  # needs Orbax, which a model without training does not
+
     folder = arguments.model_dir / "checkpoint"
     if not checkpoint.exists(folder):
         subprocess.run([sys.executable, TRAINING, "--out-dir", arguments.model_dir], check=True)
-    model = checkpoint.load(folder, arguments.backend)
-    texts = [text.encode() for text in arguments.prompts]
+    return checkpoint.load(folder, arguments.backend)
+
+
+def untrained(sizes: list[int], arguments: argparse.Namespace) -> Transformer:
+    """A model of these sizes with random parameters, all of them in the dtype it computes in."""
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    config = ModelConfig(*sizes, dtype=dtype, backend=arguments.backend, attention="flash")
+
+    @nnx.jit
+    def make():
+        model = Transformer(config, nnx.Rngs(arguments.seed))
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), params))
+        return model
+
+    return make()
+
+
+def encode(arguments: argparse.Namespace) -> list[bytes]:
+    """The prompts."""
+    if arguments.prompt_bytes is None:
+        return [text.encode() for text in arguments.prompts]
+    text, _ = standard_library(20 * arguments.prompt_bytes)
+    return [text[: arguments.prompt_bytes].tobytes()]
+
+
+def describe(model: Transformer, caches) -> dict:
+    """How a step reads the caches."""
+    k, v = caches[0].k, caches[0].v
+    attention = model.blocks[0].attention
+    q = jax.ShapeDtypeStruct((len(k), 1, attention.num_heads, k.shape[-1]), k.dtype)
+    ask = lambda q, k, v: asked.append(explain_decode(q, k, v, backend=attention.backend))
+    asked: list = []
+    jax.eval_shape(ask, q, k, v)
+    blocks = asked[0].blocks
+    return {"backend": asked[0].backend, "blocks": dataclasses.asdict(blocks)}
+
+
+def main() -> None:
+    """Loads or trains, generates twice, and prints."""
+    arguments = parse_arguments()
+    sizes = arguments.random
+    model = load_or_train(arguments) if sizes is None else untrained(sizes, arguments)
+    texts = encode(arguments)
     lengths = jnp.array([len(text) for text in texts], jnp.int32)
     prompts = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(prompts, texts, strict=True):
         row[: len(text)] = np.frombuffer(text, np.uint8)
     needed = prompts.shape[1] + arguments.bytes
     room = max(arguments.room, -(-needed // ROOM_MULTIPLE) * ROOM_MULTIPLE)
+    caches = model.empty_caches(len(prompts), room)
+    state = read(*nnx.split(model), caches, prompts, lengths)
     rates = {}
     for num_splits, name in ((1, "one range of keys"), ("auto", "split-KV")):
-        found, rates[name] = timed(model, num_splits, prompts, lengths, room, arguments)
+        found, rates[name] = timed(model, num_splits, state, arguments)
     for text, added in zip(texts, np.asarray(found), strict=True):
-        whole = text + added.astype(np.uint8).tobytes()
+        whole = added.astype(np.uint8).tobytes()
+        whole = text + whole if arguments.prompt_bytes is None else whole
         print(f"--- {whole.decode(errors='replace')}")
     print(f"\n{len(texts)} sequences, a cache with room for {room} bytes of each")
     for name, rate in rates.items():
         print(f"{rate:,.0f} bytes/s with {name}")
+    if arguments.json is not None:
+        said = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "random": sizes}
+        said |= {"prompts": list(map(len, texts)), "room": room, "bytes": arguments.bytes}
+        said |= {"step": describe(model, caches), "bytes_per_second": rates}
+        arguments.json.write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class Step:
     window: int | None = None
     softcap: float | None = None
     sides: tuple[str, ...] = ()
+    cache: str | None = None  # dtype of a cache in eight bits
+    scaled: str = ""  # "heads", or "rows": sequences or pages have their own scales
 
     def __str__(self) -> str:
         return self.name
@@ -64,9 +66,34 @@ class Step:
             sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
         q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
         whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
-        cache = whole if self.page_size is None else self.paged(rng, whole)
+        stored, whole = (whole, whole) if self.cache is None else self.quantised(whole)
+        cache = stored if self.page_size is None else self.paged(rng, stored)
         said = None if self.offset is None else whole.q_offset
         return cache._replace(kv_lengths=given, q_offset=said), whole
+
+    def quantised(self, whole: decode.DecodeOperands):
+        """(the cache in eight bits, what it says): scales are powers of two, so both are exact."""
+        batch, paged = len(self.lengths), self.page_size is not None
+        spans = self.S // (self.page_size or 0) if paged and self.scaled == "rows" else 1
+        found, said, scales = [], [], []
+        for x, order in zip(whole[1:3], (1, -1), strict=True):
+            entries = batch if self.scaled == "rows" else 1
+            number = np.arange(entries * spans * self.K).reshape(entries, spans, self.K)
+            scale = np.exp2(number % 3 - 6)[..., ::order].astype(np.float32)
+            if not self.scaled:
+                scale = np.ones_like(scale)
+            each = scale[:, :, None, :, None]
+            y = x.astype(np.float32).reshape(batch, spans, -1, *x.shape[2:]) / each
+            if self.cache == "int8":
+                y = np.where(np.isnan(y), 127.0, np.clip(np.round(y), -128, 127))
+            y = y.astype(jnp.dtype(self.cache))
+            told = (y.astype(np.float32) * each).reshape(x.shape).astype(x.dtype)
+            said.append(np.where(np.isnan(x), x, told))
+            found.append(y.reshape(x.shape))
+            scales.append(scale if spans > 1 else scale[:, 0])
+        names = ("k_scale", "v_scale") if self.scaled else ()
+        stored = whole._replace(k=found[0], v=found[1], **dict(zip(names, scales, strict=False)))
+        return stored, whole._replace(k=said[0], v=said[1])
 
     def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
         """The same keys in shuffled pages; ids beyond a length are no pages."""
@@ -78,8 +105,15 @@ class Step:
             page[table] = x.reshape(batch, columns, size, *x.shape[2:])
         unused = np.arange(columns)[None] * size >= whole.kv_lengths[:, None]
         garbage = rng.choice([-1, -(2**31), 2**31 - 1], size=table.shape)
+        scales = {}
+        for name in ("k_scale", "v_scale"):
+            given = getattr(whole, name)
+            if given is not None and given.ndim == 3:  # [B, columns, K]
+                scales[name] = np.empty((batch * columns, self.K), np.float32)
+                scales[name][table] = given
+                scales[name][table[unused]] = np.nan
         table = np.where(unused, garbage, table).astype(np.int32)
-        return whole._replace(k=pages[0], v=pages[1], page_table=table)
+        return whole._replace(k=pages[0], v=pages[1], page_table=table, **scales)
 
 
 STEPS = (
@@ -102,6 +136,22 @@ STEPS = (
     Step("pages_of_48", (200, 133), T=4, S=240, page_size=48),
     Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
     Step("pages_of_256", (500, 255), S=512, page_size=256, block_kv=128, num_splits=2),
+    Step("int8", (127, 130), N=8, K=2, cache="int8", scaled="heads"),
+    Step("int8_pages_of_16", (200, 77), K=2, page_size=16, cache="int8", scaled="rows"),
+    Step("int8_unscaled", (200,), N=2, H=96, Hv=32, dtype="float16", num_splits=1, cache="int8"),
+    Step("float8", (250, 0), K=2, H=128, num_splits=1, cache="float8_e4m3fn", scaled="rows"),
+    Step(
+        "float8_pages_of_64",
+        (64, 131),
+        T=4,
+        num_splits=2,
+        page_size=64,
+        window=70,
+        softcap=3.0,
+        sides=("slopes", "sinks"),
+        cache="float8_e4m3fn",
+        scaled="rows",
+    ),
 )
 
 
@@ -110,7 +160,15 @@ LONG = Step("long", (0, 1, 63, 64, 65, 131072), S=131072, num_splits=33)
 ON_DEVICE = (
     LONG,
     dataclasses.replace(LONG, name="long_pages", T=4, page_size=64, num_splits=16),
-    *(step for step in STEPS if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values")),
+    *(
+        step
+        for step in STEPS
+        if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values", "two_tiles_of_rows")
+        or step.cache is not None
+    ),
+    Step("odd_group", (200, 77), T=3, N=10, K=2, num_splits=1, sides=("sinks",)),
+    dataclasses.replace(LONG, name="long_int8", cache="int8", scaled="heads"),
+    dataclasses.replace(LONG, name="long_pages_int8", page_size=64, cache="int8", scaled="rows"),
 )
 
 

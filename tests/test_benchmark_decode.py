@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -22,10 +23,12 @@ from benchmarks import (
     tables,
     timing,
 )
+from flash_pallas.core.decode import QUANTISED
 
 from .interpreter import race_checked
 
 SMALL = decoding.Sizes(2, 512, 8, 2, 64)
+COARSE = dataclasses.replace(SMALL, coarse=True)
 CALL = decoding.Call
 CALLS = (
     CALL(),
@@ -40,8 +43,8 @@ def few_bytes(monkeypatch):
     monkeypatch.setattr(run_decode, "ROTATED_BYTES", 2 * SMALL.kv_bytes)
 
 
-def rows_of(*calls, backend="xla"):
-    group = decoding.Group("some", SMALL, calls)
+def rows_of(*calls, backend="xla", sizes=SMALL):
+    group = decoding.Group("some", sizes, calls)
     shop = run_decode.Workshop(backend)
     shop.announce(group)
     return run_decode.run_group(shop, group, timing.HostTimer(), 2, 100.0)
@@ -57,6 +60,16 @@ def test_rows_of_a_group(few_bytes):
         assert row["gb_per_s"] == pytest.approx(SMALL.kv_bytes / row["ms"] / 1e6)
         assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / 100.0)
     assert rows[0]["speed"] == 1.0
+
+
+def test_rows_of_caches_in_eight_bits(few_bytes):
+    calls = CALL(), *(CALL(cache=x, page_size=p) for x in QUANTISED for p in (None, 64))
+    rows = rows_of(*calls, sizes=COARSE)
+    assert [row["refused"] for row in rows] == [None] * len(calls)
+    for row, call in zip(rows, calls, strict=True):
+        assert 0.1 < row["gate"] <= 1.0
+        size = SMALL.kv_bytes // (1 if call.cache is None else 2)
+        assert row["gb_per_s"] == pytest.approx(size / row["ms"] / 1e6)
 
 
 def test_the_reference_is_causal_from_the_end():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import pathlib
 import subprocess
@@ -92,6 +93,16 @@ def test_generation_goes_on_from_the_checkpoint(tmp_path):
     assert "--- def f(" in output and f"--- {'x' * 20}" in output
     assert "2 sequences, a cache with room for 128 bytes of each" in output
     assert output.count("bytes/s with") == 2
+
+
+def test_generation_without_training(tmp_path):
+    flags = ("--random", 1, 16, 2, 1, 8, "--prompt-bytes", 300, "--bytes", 5, "--json", "said.json")
+    output = run("generate.py", *flags, cwd=tmp_path)
+    assert "1 sequences, a cache with room for 384 bytes of each" in output
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["random"] == [1, 16, 2, 1, 8] and said["prompts"] == [300]
+    assert said["step"]["backend"] == "xla" and said["step"]["blocks"]["num_splits"] == 1
+    assert list(said["bytes_per_second"]) == ["one range of keys", "split-KV"]
 
 
 def test_plot_of_several_runs(tmp_path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import flash_pallas as fp
 from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import decode
 
@@ -58,6 +61,27 @@ def test_hopper_takes_what_it_can(monkeypatch):
     assert fp.explain_decode(q, k, k, num_splits=3).blocks.num_splits == 3
 
 
+@pytest.mark.parametrize(
+    ("step", "launches"),
+    [
+        (Step("split", (1,), N=8, K=2, H=128, Hv=128, num_splits=3), 2),
+        (Step("whole", (1, 1), T=4, N=8, K=2, num_splits=1), 1),
+        (Step("odd_groups", (1,), T=3, N=10, K=2, H=80, Hv=32, sides=("slopes", "sinks")), 2),
+        (Step("one_row", (1,), N=2, K=2, page_size=16, num_splits=1, sides=("sinks",)), 1),
+    ],
+    ids=str,
+)
+def test_nothing_is_launched_beside_the_kernels(step, launches):
+    given = step.operands()[0]
+    backend = HopperBackend()
+    blocks = DecodeBlocks(num_splits=step.num_splits)
+    run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
+    text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
+    assert found.pop("custom_call") == launches
+    assert set(found) <= {"reshape"}, found
+
+
 def test_hopper_needs_a_gpu():
     q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
     message = "backend='hopper': needs an NVIDIA GPU of compute capability 9.0"
@@ -65,28 +89,41 @@ def test_hopper_needs_a_gpu():
         fp.flash_decode(q, k, k, backend="hopper")
 
 
-def test_a_cache_of_another_dtype_is_refused():
-    step = STEPS[0]
-    problem = decode.describe(step.operands()[0], step.spec)
-    problem = dataclasses.replace(problem, kv_dtype=np.dtype("int8"))
-    assert "in the dtype of q, bfloat16, not int8" in BACKEND.unsupported_decode(problem)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float16", "page_size": 16, "scaled": "rows"}, "by no scales of pages"),
+        ({"H": 16}, "a cache with head dim 16: pad it to 32"),
+        ({"Hv": 80}, "a cache with head dim 80: pad it to 96"),
+        ({"dtype": "float32"}, "not float32"),
+    ],
+)
+def test_caches_of_eight_bits_that_are_refused(changes, reason):
+    step = Step("any", (1,), cache="int8")
+    describe = lambda step: decode.describe(step.operands()[0], step.spec)
+    assert BACKEND.unsupported_decode(describe(step)) is None
+    found = BACKEND.unsupported_decode(describe(dataclasses.replace(step, **changes)))
+    assert found is not None and reason in found
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "head_dim", "splits"),
+    ("batch", "length", "cache", "splits"),
     [
-        (1, 8192, 128, 16),
-        (1, 32768, 128, 16),
-        (1, 131072, 128, 33),
-        (16, 8192, 128, 1),
-        (128, 8192, 128, 1),
+        (1, 8192, None, 16),
+        (1, 32768, None, 16),
+        (1, 131072, None, 33),
+        (16, 8192, None, 1),
+        (128, 8192, None, 1),
+        (1, 32768, "int8", 32),
+        (16, 8192, "int8", 2),
+        (128, 8192, "int8", 1),
     ],
 )
-def test_splits_fill_the_multiprocessors(batch, length, head_dim, splits):
-    step = Step("any", (1,))
+def test_splits_fill_the_multiprocessors(batch, length, cache, splits):
+    step = Step("any", (1,), cache=cache)
     problem = dataclasses.replace(
         decode.describe(step.operands()[0], dataclasses.replace(step.spec, num_splits=None)),
-        **{"batch": batch, "kv_len": length, "head_dim": head_dim, "v_head_dim": head_dim},
+        **{"batch": batch, "kv_len": length, "head_dim": 128, "v_head_dim": 128},
         **{"q_heads": 32, "kv_heads": 8},
     )
     assert HopperBackend(interpret=True, num_sms=132).decode_blocks(problem).num_splits == splits

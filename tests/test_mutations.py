@@ -8,6 +8,7 @@ import pytest
 
 from .cases import CASES, FEATURES
 from .hopper_cases import MAXIMA, MODIFIERS, WITHOUT_PRODUCER
+from .hopper_decode_cases import STEPS
 from .mutations import MUTATIONS, ROOT
 
 README = Path(__file__).parent / "README.md"
@@ -27,7 +28,7 @@ def test_the_line_is_there(mutation):
     text = (Path(__file__).parent / file).read_text()
     function, _, case = name.partition("[")
     assert not name or f"def {function}(" in text
-    names = {c.name for c in (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER)}
+    names = {c.name for c in (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER, *STEPS)}
     assert not case or case.removesuffix("]") in names
 
 

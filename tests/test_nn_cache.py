@@ -15,7 +15,7 @@ from flax import nnx
 from flax.core import meta
 
 from flash_pallas import KVCache
-from flash_pallas.nn import RingCache
+from flash_pallas.nn import RingCache, ScaledCache
 from flash_pallas.nn.linen import FlashAttention as LinenAttention
 from flash_pallas.nn.nnx import FlashAttention as NnxAttention
 
@@ -30,18 +30,22 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind: str, **options):
-    """(x, **keywords) -> what a layer with random parameters returns."""
-    x = jnp.zeros((1, 4, FEATURES))
+def built(kind: str, kernels=None, **options):
+    """(x, **keywords) -> what a layer with random parameters returns, or these for keys, values."""
+    x, kernels = jnp.zeros((1, 4, FEATURES)), kernels or {}
     if kind == "nnx":
         layer = NnxAttention(in_features=FEATURES, **SIZES, **options, rngs=nnx.Rngs(0))
         if options.get("use_sinks"):
             layer.sinks[...] = jnp.arange(4.0)
+        for name, kernel in kernels.items():
+            getattr(layer, name).kernel[...] = kernel
         return layer
     layer = LinenAttention(**SIZES, **options)
     params = meta.unbox(layer.init(jax.random.key(0), x))
     if options.get("use_sinks"):
         params["params"]["sinks"] = jnp.arange(4.0)
+    for name, kernel in kernels.items():
+        params["params"][name]["kernel"] = kernel
     return lambda x, **given: layer.apply(params, x, **given)
 
 
@@ -94,6 +98,35 @@ def test_token_by_token_is_one_forward(kind, cache, name):
         np.testing.assert_allclose(found[b, : done[b]], right[b, : done[b]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("dtype", "paged", "rows"),
+    [("int8", False, False), ("int8", False, True), ("float8_e4m3fn", True, True)],
+)
+def test_caches_in_eight_bits_of_numbers_that_they_hold(kind, dtype, paged, rows):
+    # Each feature of a key or value is one of the inputs, from -3 to 3: a multiple of every scale.
+    rng = np.random.default_rng(1)
+    chosen = {name: rng.permutation(FEATURES)[:16].reshape(2, 8) for name in ("key", "value")}
+    kernels = {name: jnp.eye(FEATURES)[:, order] for name, order in chosen.items()}
+    layer = built(kind, kernels, window=(30, 0))
+    x = jnp.asarray(rng.integers(-3, 4, (B, T, FEATURES)), jnp.float32)
+    right = jax.jit(layer)(x)
+    start, table = empty("paged" if paged else "contiguous")
+    number = np.arange(len(start.k) * 2).reshape(-1, 2) if rows else np.arange(2)
+    scales = [jnp.exp2(-jnp.asarray(number % n, jnp.float32)) for n in (2, 3)]
+    eight = ScaledCache(*(x.astype(dtype) for x in start[:2]), start.lengths, *scales)
+    steps = (1, 4, 18)  # the last are more than a step takes
+    found, done = generated(layer, x, eight, steps, page_table=table)
+    for b in range(B):
+        np.testing.assert_allclose(found[b, : done[b]], right[b, : done[b]], rtol=1e-4, atol=1e-5)
+
+
+def test_room_in_eight_bits():
+    cache = ScaledCache.empty(2, 16, 2, 8, "int8", jnp.ones(2), jnp.full(2, 0.5))
+    assert cache.k.shape == (2, 16, 2, 8) and cache.v.dtype == jnp.int8
+    assert cache.lengths.tolist() == [0, 0] and cache.scales["v_scale"].tolist() == [0.5, 0.5]
+
+
 def test_a_ring_of_which_nothing_older_is_kept():
     ring = RingCache.empty(1, 9, 2, 8, jnp.float32)
     layer = built("nnx", **LAYERS["window"])
@@ -105,7 +138,7 @@ def test_a_ring_of_which_nothing_older_is_kept():
 
 
 BAD = {
-    "no cache": ({}, {"cache": (1, 2, 3)}, TypeError, "a KVCache or a RingCache, got tuple"),
+    "no cache": ({}, {"cache": (1, 2, 3)}, TypeError, "a RingCache or a ScaledCache, got tuple"),
     "causal": ({"causal": False}, {}, ValueError, "A cache needs causal=True"),
     "mask": ({}, {"mask": jnp.ones((1, 1, 4, 4))}, ValueError, "with a cache takes no mask"),
     "keys": ({}, {"inputs_kv": jnp.ones((1, 4, FEATURES))}, ValueError, "takes no inputs_kv"),

@@ -82,7 +82,8 @@ class DecodeProblem:
         num_pages: None for a contiguous cache.
         dtype: of q and o.
         kv_dtype: of the cache.
-        features: of "page_table", "sinks", "alibi_slopes" those that are present.
+        features: of "page_table", "sinks", "alibi_slopes", and of "page_scales" (the pages of a
+            cache have their own), those that are present.
     """
 
     batch: int
@@ -103,6 +104,11 @@ class DecodeProblem:
         """Query heads that share one key head (1 for multi-head attention)."""
         return self.q_heads // self.kv_heads
 
+    @property
+    def quantised(self) -> bool:
+        """The cache is in one of QUANTISED."""
+        return self.kv_dtype != self.dtype
+
 
 def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     """The DecodeProblem of these operands."""
@@ -110,6 +116,10 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     rows, length, kv_heads, v_head_dim = operands.v.shape
     table = operands.page_table
     optional = ("page_table", "sinks", "alibi_slopes")
+    features = {name for name in optional if getattr(operands, name) is not None}
+    scales = (x for x in (operands.k_scale, operands.v_scale) if x is not None)
+    if table is not None and any(len(x) > 1 for x in scales):
+        features.add("page_scales")
     return DecodeProblem(
         batch=batch,
         q_len=q_len,
@@ -122,5 +132,5 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
         kv_dtype=np.dtype(operands.k.dtype),
         spec=spec,
         num_pages=None if table is None else rows,
-        features=frozenset(name for name in optional if getattr(operands, name) is not None),
+        features=frozenset(features),
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from . import integers as ints
 
 
@@ -70,13 +72,23 @@ class Mask:
             keep = below if keep is None else keep & below
         return keep
 
-    def kv_blocks(self, q_start, q_rows: int, kv_len: int, block_kv: int) -> BlockRange:
+    def keys_of(self, q_pos, kv_len):
+        """(first, last) key that the queries at q_pos see; first is None where that is key 0.
+
+        They see none where last < first, or last < 0.
+        """
+        first = None if self.left is None else q_pos - self.left
+        end = kv_len - 1
+        return first, end if self.right is None else jnp.minimum(q_pos + self.right, end)
+
+    def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int) -> BlockRange:
         """Key blocks read by the queries at positions [q_start, q_start + q_rows).
 
-        A block that reaches past kv_len is never called full.
+        A block that reaches past kv_len is never called full. All but block_kv may be traced.
         """
-        num_blocks = -(-kv_len // block_kv)
-        start, full_start, full_stop, stop = 0, 0, kv_len // block_kv, num_blocks
+        num_blocks = ints.ceil_div(kv_len, block_kv)
+        start, full_start, stop = 0, 0, num_blocks
+        full_stop = ints.floor_div(kv_len, block_kv)
         if self.left is not None:
             start = ints.floor_div(q_start - self.left, block_kv)
             full_start = ints.ceil_div(q_start + (q_rows - 1 - self.left), block_kv)

@@ -5,8 +5,15 @@ of Flax, nor do the helpers. The layers live in `flash_pallas.nn.linen` and `fla
 imported on request.
 """
 
-from ._cached import RingCache
+from ._cached import RingCache, ScaledCache
 from ._options import alibi_slopes, segment_positions
 from .attention_fn import attention_fn, causal_attention_fn
 
-__all__ = ["RingCache", "alibi_slopes", "attention_fn", "causal_attention_fn", "segment_positions"]
+__all__ = [
+    "RingCache",
+    "ScaledCache",
+    "alibi_slopes",
+    "attention_fn",
+    "causal_attention_fn",
+    "segment_positions",
+]

@@ -35,6 +35,39 @@ class RingCache(NamedTuple):
         return cls(*KVCache.empty(batch, window, kv_heads, head_dim, dtype))
 
 
+class ScaledCache(NamedTuple):
+    """Keys and values in eight bits, and what they are multiplied by; contiguous or in pages.
+
+    Scales are given once, such as the largest number that a head is expected to hold over 127 for
+    int8 or 448 for float8_e4m3fn; what exceeds that is clipped. The layer keeps them as they are.
+
+    Attributes:
+        k: keys [B, S, K, H], or pages [P, page_size, K, H], in int8 or float8_e4m3fn.
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], likewise.
+        lengths: int32 [B], how many tokens each sequence has.
+        k_scale: as in `flash_decode`: [K], [B, K], or for pages [P, K].
+        v_scale: likewise, of the values.
+    """
+
+    k: Any
+    v: Any
+    lengths: Any
+    k_scale: Any
+    v_scale: Any
+
+    @classmethod
+    def empty(
+        cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype, k_scale, v_scale
+    ) -> ScaledCache:
+        """A contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        return cls(*KVCache.empty(batch, length, kv_heads, head_dim, dtype), k_scale, v_scale)
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """What `append_kv` and `flash_decode` take beside the cache."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
 class New(NamedTuple):
     """What a call with a cache may say beside it; None is not said."""
 
@@ -49,8 +82,10 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
         TypeError: no cache.
         ValueError: a layer or an argument that a cache cannot honour.
     """
-    if not isinstance(cache, (KVCache, RingCache)):
-        raise TypeError(f"cache must be a KVCache or a RingCache, got {type(cache).__name__}.")
+    if not isinstance(cache, (KVCache, RingCache, ScaledCache)):
+        raise TypeError(
+            f"cache must be a KVCache, a RingCache or a ScaledCache, got {type(cache).__name__}."
+        )
     if rank != 3:
         raise ValueError(f"With a cache, inputs are [batch, length, features], got rank {rank}.")
     if not layer.causal:
@@ -99,7 +134,7 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
 
     Args:
         layer: has window, softcap, scale, precision, num_splits and backend.
-        cache: a KVCache or RingCache, as `check` wants it.
+        cache: a KVCache, RingCache or ScaledCache, as `check` wants it.
         qkv: [B, T, N, H] and twice [B, T, K, H].
         new: of this call.
         slopes: of ALiBi, for each head, or None.
@@ -115,13 +150,32 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
             raise ValueError("A RingCache has no pages: leave page_table out.")
         return _attend_to_ring(layer, cache, (q, k, v), new.lengths, options)
     start, table = cache.lengths, new.page_table
-    cache = append_kv(cache, k, v, new_lengths=new.lengths, page_table=table)
+    scales = cache.scales if isinstance(cache, ScaledCache) else {}
+    added = append_kv(
+        KVCache(*cache[:3]), k, v, new_lengths=new.lengths, page_table=table, **scales
+    )
+    cache = cache._replace(**added._asdict())
     options |= {"kv_lengths": cache.lengths, "q_offset": start, "window": layer.window}
     if q.shape[1] <= MAX_TOKENS:
-        options |= {"page_table": table, "num_splits": layer.num_splits}
+        options |= {"page_table": table, "num_splits": layer.num_splits} | scales
         return flash_decode(q, cache.k, cache.v, **options), cache
-    whole = (x if table is None else gather_pages(x, table) for x in (cache.k, cache.v))
-    return _attend(layer, q, *whole, **options), cache
+    whole = (cache.k, scales.get("k_scale")), (cache.v, scales.get("v_scale"))
+    return _attend(layer, q, *(_whole(*x, table, q.dtype) for x in whole), **options), cache
+
+
+def _whole(x, scale, page_table, dtype):
+    """[B, S, K, H] in this dtype: a copy, unless x is contiguous and has it."""
+    spans = x.shape[1]
+    if scale is not None:
+        scale = jnp.asarray(scale, jnp.float32)
+        scale = jnp.broadcast_to(scale, (len(x), x.shape[2]))[:, None, :, None]
+    if page_table is not None:
+        x = gather_pages(x, page_table)
+        if scale is not None:
+            scale = jnp.repeat(gather_pages(scale, page_table), spans, axis=1)
+    if scale is not None:
+        x = x.astype(jnp.float32) * scale
+    return x.astype(dtype)
 
 
 def _attend(layer, q, k, v, **options):

@@ -128,9 +128,10 @@ class FlashAttention(nn.Module):
                 [*batch, num_heads, q_length, kv_length] and is never expanded.
             bias: floats added to the scaled logits, of the same shapes.
             deterministic: True switches dropout off; needed only with a dropout_rate.
-            cache: a `flash_pallas.KVCache` or a `flash_pallas.nn.RingCache`: the inputs are new
-                tokens, any number, that follow those in it. Their positions follow too, unless
-                `positions` says otherwise. Needs causal=True.
+            cache: a `flash_pallas.KVCache`, or of `flash_pallas.nn` a `RingCache`, or a
+                `ScaledCache` in eight bits: the inputs are new tokens, any number, that follow
+                those in it. Their positions follow too, unless `positions` says otherwise. Needs
+                causal=True.
             new_lengths: with a cache, int32 [batch]: of the new tokens those from there on are
                 padding: not stored, and their outputs mean nothing.
             page_table: with a cache of pages, int32 [batch, max_pages]; see `append_kv`.

@@ -62,7 +62,7 @@ def run(only: str, tools: Tools) -> tuple[list[dict[str, Any]], list[str]]:
             faults += wrong
             for report in reports:
                 allowed = row.allowed_spills(report.kernel)
-                bad = report.faults(allowed)
+                bad = report.faults(allowed, row.most_registers)
                 faults += [f"{report.kernel} ({row}): {fault}" for fault in bad]
                 print(line(row, report, allowed), flush=True)
                 about = {"path": row.path, "head_dim": row.head_dim}

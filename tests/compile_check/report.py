@@ -13,6 +13,8 @@ from .device import SMEM_LIMIT
 SERIALISED = ("C7510", "C7512", "C7513", "C7518", "C7520")  # wgmma runs one after the other
 REGISTERS_IGNORED = "C7504"  # setmaxnreg has no effect: every warpgroup gets 168 registers
 
+MOST_REGISTERS = 255  # that a thread may have
+
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _REMARK = re.compile(r"\((C\d{4})\)")
@@ -48,17 +50,20 @@ class Report:
     highest_register: int | None = None
     instructions: dict[str, int] | None = None
 
-    def faults(self, allowed_spills: int) -> list[str]:
+    def faults(self, allowed_spills: int, most_registers: int = MOST_REGISTERS) -> list[str]:
         """Why this kernel must not be shipped; empty if it may.
 
         Args:
             allowed_spills: bytes of spill stores per thread that are known and accepted.
+            most_registers: with more at launch, fewer blocks fit on a multiprocessor than planned.
         """
         faults = [f"wgmma serialised ({code})" for code in self.remarks if code in SERIALISED]
         if REGISTERS_IGNORED in self.remarks:
             faults.append(f"setmaxnreg ignored ({REGISTERS_IGNORED})")
         if self.spill_stores > allowed_spills:
             faults.append(f"spills {self.spill_stores} bytes, {allowed_spills} allowed")
+        if self.launch_registers > most_registers:
+            faults.append(f"{self.launch_registers} registers, {most_registers} allowed")
         if self.smem > SMEM_LIMIT:
             faults.append(f"{self.smem} bytes of shared memory, {SMEM_LIMIT} exist")
         return faults

@@ -26,6 +26,7 @@ from flash_pallas.core.problem import (
 
 from ..cases import Case
 from ..hopper_cases import ON_DEVICE
+from .report import MOST_REGISTERS
 
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 2048, 8, 4
 
@@ -71,7 +72,7 @@ MODIFIERS = (
     "float32_everything_128",
 )
 # Decoding: fields of DecodeSpec. One query, or 16 where there is a window. All of them at head dim
-# 128; at 64 and 256 the plainest and the fullest.
+# 128; at 64 and 256 the plainest and the fullest. Caches of eight bits are named by their dtype.
 DECODE_BATCH, DECODE_LENGTH = 2, 8192
 DECODES = {
     "contiguous": {},
@@ -80,6 +81,8 @@ DECODES = {
     "pages_64": {"page_size": 64},
     "window": {"window_left": 1000},
     "modifiers": {"page_size": 64, "window_left": 1000, "softcap": 30.0},
+    "int8": {"num_splits": 1},
+    "float8_e4m3fn_pages": {"page_size": 64},  # with scales of their own
 }
 CASES = {case.name: case for case in ON_DEVICE}
 
@@ -138,6 +141,7 @@ class Row:
         dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS, of LONG_MASKS or of MODIFIERS.
         function, arguments: what to compile.
+        most_registers: that each thread may have at launch.
     """
 
     path: str
@@ -146,6 +150,7 @@ class Row:
     mask: str
     function: Callable
     arguments: tuple[Any, ...]
+    most_registers: int = MOST_REGISTERS
 
     @property
     def producer(self) -> bool:
@@ -210,18 +215,25 @@ def _decode_row(head_dim: int, name: str) -> Row:
     q_len = 1 if spec.window_left is None else 16
     shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
     page_size, per_entry = spec.page_size, shape(jnp.int32, entries)
-    kv, table = shape(jnp.bfloat16, entries, cached, 8, head_dim), None
+    stored = next((dtype for dtype in decode.QUANTISED if name.startswith(dtype)), jnp.bfloat16)
+    kv, table = shape(stored, entries, cached, 8, head_dim), None
     if page_size is not None:
-        kv = shape(jnp.bfloat16, entries * cached // page_size, page_size, 8, head_dim)
+        kv = shape(stored, entries * cached // page_size, page_size, 8, head_dim)
         table = shape(jnp.int32, entries, cached // page_size)
     side = shape(jnp.float32, entries, 32) if name == "modifiers" else None
     q = shape(jnp.bfloat16, entries, q_len, 32, head_dim)
     offset = None if spec.window_left is None else per_entry
     operands = decode.DecodeOperands(q, kv, kv, per_entry, offset, table, side, side)
+    if stored != jnp.bfloat16:
+        scale = shape(jnp.float32, 1 if table is None else kv.shape[0], 8)
+        operands = operands._replace(k_scale=scale, v_scale=scale)
     backend = HopperBackend()
-    blocks = backend.decode_blocks(decode.describe(operands, spec))
+    problem = decode.describe(operands, spec)
+    blocks = backend.decode_blocks(problem)
     run = lambda o: backend.decode(spec, blocks, o)
-    return Row("decode", head_dim, "bfloat16", name, run, (operands,))
+    # Two blocks of 256 threads have 128 registers each.
+    most = 128 if blocks.ctas_per_sm(problem) > 1 else MOST_REGISTERS
+    return Row("decode", head_dim, "bfloat16", name, run, (operands,), most)
 
 
 def _rows_without_producer() -> Iterator[Row]:

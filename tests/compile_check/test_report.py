@@ -65,6 +65,12 @@ def test_spills_are_held_against_the_allowance(tmp_path):
     assert kernel.faults(71) == ["spills 72 bytes, 71 allowed"]
 
 
+def test_too_many_registers_are_a_fault(tmp_path):
+    kernel = _read(tmp_path, CLEAN)
+    assert kernel.faults(0, kernel.launch_registers) == []
+    assert kernel.faults(0, 128) == [f"{kernel.launch_registers} registers, 128 allowed"]
+
+
 def test_too_much_shared_memory_is_a_fault(tmp_path):
     kernel = _read(tmp_path, CLEAN, RESOURCES.replace("197632", "232449"))
     assert kernel.faults(0) == ["232449 bytes of shared memory, 232448 exist"]
@@ -89,7 +95,7 @@ def test_sass_is_counted(tmp_path):
 
 def test_rows_are_distinct_and_cover_the_kernels():
     names = [str(row) for row in rows.rows()]
-    assert len(names) == len(set(names)) == 122 + 12 * trades_registers()
+    assert len(names) == len(set(names)) == 124 + 12 * trades_registers()
 
 
 @pytest.mark.compile

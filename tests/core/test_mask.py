@@ -53,6 +53,17 @@ def test_visible_against_brute_force(mask):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_keys_of_a_query(mask):
+    q_len, kv_len, offset = 9, 7, -3
+    first, last = mask.keys_of(np.arange(q_len) + offset, kv_len)
+    j = np.arange(kv_len)[None]
+    found = j <= np.broadcast_to(last, q_len)[:, None]
+    if first is not None:
+        found &= j >= first[:, None]
+    np.testing.assert_array_equal(found, visible(mask, q_len, kv_len, offset))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("q_offset", [-9, -1, 0, 4, 30])
 @pytest.mark.parametrize("traced", [False, True])
 def test_kv_blocks(mask, q_offset, traced):
@@ -60,7 +71,8 @@ def test_kv_blocks(mask, q_offset, traced):
     table = visible(mask, q_len, kv_len, q_offset)
     for row in range(0, q_len, block_q):
         q_start = row + q_offset
-        found = mask.kv_blocks(jnp.int32(q_start) if traced else q_start, block_q, kv_len, block_kv)
+        given = [jnp.int32(x) if traced else x for x in (q_start, block_q, kv_len)]
+        found = mask.kv_blocks(*given, block_kv)
         # As far as the mask knows the last block of queries is whole, and so is that of keys.
         rows = visible(mask, block_q, 15, q_start)
         _check_range(found, rows, kv_len, block_kv)

@@ -5,7 +5,7 @@ key head (split-KV) for all queries and heads of the group, 64 rows of one wgmma
 padding: the products of a block of 64 keys at head dim 128 then take a seventh of the time in which
 a multiprocessor's share of the bandwidth brings the block, and the softmax about a fifth.
 
-    Q     producer -> q, once
+    Q     compute warpgroup -> q, once
     K, V  producer -> rings, first to last; contiguous, or page by page
     S, P, O, m, l   registers of the compute warpgroup
 
@@ -18,9 +18,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,8 +31,9 @@ from . import decode_combine, inline, inline_modifiers
 from .decode_blocks import DecodeBlocks, row_tiles
 from .decode_plan import Cta, Gmem, Keys, Plan, Results
 from .decode_producer import Producer
+from .decode_widening import WideningProducer
 from .forward_scores import per_row
-from .memory import WARPGROUP_ROWS, Ring, float32, launch, pad_axis
+from .memory import WARPGROUP_ROWS, Ring, launch, swizzles
 from .register_tile import RegisterTile
 
 
@@ -42,8 +41,10 @@ class Held(NamedTuple):
     """What the rows keep."""
 
     position: Any  # int32[64] of their queries
-    last: Any  # int32[64] the last key that they see
+    first: Any  # int32[64] the first key that they see, or None: key 0
+    last: Any  # int32[64] the last one
     slope: Any  # f32[64], or None
+    scales: tuple  # f32 that scores and outputs are multiplied by, each or None
 
 
 class Rows(NamedTuple):
@@ -66,64 +67,98 @@ class Decode:
 
     def __call__(self, gmem: Gmem, *refs):
         *results, smem, bars = refs
-        stages = self.plan.blocks.stages
+        slots = self.plan.slots
         cta = Cta(
             gmem=gmem,
             out=Results(*results),
             smem=smem,
             bars=bars,
-            k=Ring(bars.k_full, bars.k_empty, stages),
-            v=Ring(bars.v_full, bars.v_empty, stages),
+            k=Ring(bars.k_full, bars.k_empty, slots),
+            v=Ring(bars.v_full, bars.v_empty, slots),
             batch=lax.axis_index("batch"),
             head=lax.axis_index("head"),
             tile=lax.axis_index("tile"),
-            split=lax.axis_index("split"),
+            split=lax.axis_index("split") if self.plan.several else jnp.int32(0),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == 0)(lambda: self.consume(cta))
-        pl.when(wg == 1)(lambda: Producer(self.plan)(cta))
+        producer = WideningProducer if self.problem.quantised else Producer
+        pl.when(wg == 1)(lambda: producer(self.plan)(cta))
 
     def consume(self, cta: Cta):
         """Fold the CTA's blocks into its rows, and store."""
+        self.load_q(cta)
         keys = self.plan.keys(cta)
         held = self.hold(cta, keys)
+        self.settle(cta, keys)
         rows = Rows(
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), inline.ROWS),
             plgpu.layout_cast(
                 jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32), inline.WGMMA
             ),
         )
-        plgpu.barrier_wait(cta.bars.q_full.at[0])
 
         def fold(o_acc):
             step = functools.partial(self.step, cta, keys, held, o_acc)
             done = rows
             for low, high, masked in keys.zones(self.problem.spec.window_left is not None):
                 done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
-            self.store(cta, plgpu.wgmma_accumulator_load(o_acc, wait_n=0), done)
+            self.store(cta, held, plgpu.wgmma_accumulator_load(o_acc, wait_n=0), done)
 
         v_head_dim = self.plan.head_dims[1]
         pl.run_scoped(fold, plgpu.ACC((WARPGROUP_ROWS, v_head_dim), jnp.float32))
 
+    def settle(self, cta: Cta, keys: Keys):
+        """Wait for blocks of K that were guessed in vain: results are staged where they arrive.
+
+        After the loop over keys it would take 130 registers.
+        """
+        if self.plan.guesses and not self.problem.quantised:
+            lax.fori_loop(keys.stop, self.plan.guessed(cta), lambda n, _: cta.k.wait_full(n), None)
+
+    def load_q(self, cta: Cta):
+        """The rows of the tile, zeros where there are fewer than 64."""
+        swizzle = self.plan.q_swizzle(cta.gmem)
+        source = cta.gmem.q.at[cta.batch, :, cta.head]
+        self.plan.packed(cta.tile).load(source, cta.smem.q, swizzle)
+        plgpu.commit_smem()
+
     def hold(self, cta: Cta, keys: Keys) -> Held:
         """Positions and slopes of the rows."""
-        rows = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        position = _load_rows(cta.gmem.query.at[rows]) + keys.position
+        rows = self.plan.packed(cta.tile)
+        position = rows.query() + keys.position
         slopes = cta.gmem.slopes
-        slope = None if slopes is None else _load_rows(slopes.at[cta.batch, cta.head, rows])
-        return Held(position, jnp.minimum(position, keys.length - 1), slope)
+        slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
+        limits = self.problem.spec.mask.keys_of(position, keys.length)
+        return Held(position, *limits, slope, self.scales(cta))
 
-    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, j, rows: Rows, *, masked: bool):
-        """QK^T of block j, softmax and PV, one after the other.
+    def scales(self, cta: Cta) -> tuple:
+        """(of K, of V), where each has one for all of its pages."""
+        if self.plan.page_scales:
+            return None, None
+        entry = lambda x: cta.batch if x.shape[0] > 1 else 0
+        both = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
+
+    def scaled(self, cta: Cta, kind: int, use, x):
+        """The scores with a block's keys (kind 0), or their weights (1), by scales of its pages."""
+        if not self.plan.page_scales:
+            return x
+        slot = (cta.k, cta.v)[kind].slot(use)
+        scales = [cta.smem.scales[kind, slot, i] for i in range(self.plan.pieces)]
+        return inline.scale_columns(x, scales, self.plan.interpret)
+
+    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, rows: Rows, *, masked: bool):
+        """QK^T of a block, softmax and PV, one after the other.
 
         PV beside the next QK^T would take 138 registers at head dim 128. This takes 128, with which
         a second CTA finds room, and that one computes while this one waits.
         """
-        use = j - keys.start
         cta.k.wait_full(use)
-        s = self.products(cta, use)
+        s = self.scaled(cta, 0, use, self.products(cta, use))
         cta.k.release(use)
-        x, log2_scale = self.logits(held, s, j * self.plan.blocks.block_kv, masked)
+        first = keys.block(use) * self.plan.blocks.block_kv
+        x, log2_scale = self.logits(held, s, first, masked)
         m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
@@ -133,7 +168,7 @@ class Decode:
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_row(alpha, o.shape)
         cta.v.wait_full(use)
-        p = self.plan.products.split(p)
+        p = self.plan.products.split(self.scaled(cta, 1, use, p))
         self.plan.products.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
         plgpu.wgmma_wait(0)
         cta.v.release(use)
@@ -160,33 +195,31 @@ class Decode:
             distance = lax.convert_element_type(lax.abs(position - column), jnp.float32)
             bias = distance * per_row(-held.slope, s.shape)
         spec = self.problem.spec
+        if held.scales[0] is not None:
+            s = s * held.scales[0]
         found = scores.logits(spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x
         if masked:
-            window = spec.window_left
-            low = None if window is None else held.position - (first + window)
+            low = None if held.first is None else held.first - first
             x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
         return x, found.log2_scale
 
-    def store(self, cta: Cta, o, rows: Rows):
+    def store(self, cta: Cta, held: Held, o, rows: Rows):
         """Divide by the row sums and write O and the log-sum-exp of this share of the keys."""
-        at, smem = (cta.batch, cta.head, cta.split), cta.smem
-        own = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        sinks = cta.gmem.sinks
-        sink = None if sinks is None else _load_rows(sinks.at[cta.batch, cta.head, own])
+        packed, smem, sinks = self.plan.packed(cta.tile), cta.smem, cta.gmem.sinks
+        sink = None
+        if sinks is not None:
+            sink = packed.per_head(sinks.at[cta.batch, cta.head]) * softmax.LOG2E
         inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1), sink)
+        if held.scales[1] is not None:
+            inverse = inverse * held.scales[1]
         o = o * per_row(inverse, o.shape)
         smem.o[...] = o.astype(smem.o.dtype)
         smem.lse[...] = lse
         plgpu.commit_smem()
-        columns = pl.ds(0, smem.o.shape[1])
-        plgpu.copy_smem_to_gmem(smem.o, cta.out.o.at[(*at, own, columns)])
-        plgpu.copy_smem_to_gmem(smem.lse, cta.out.lse.at[(*at, own)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _load_rows(ref):
-    return plgpu.load(ref, layout=inline.ROWS, optimized=False)
+        target, lse_target = self.plan.results(cta)
+        packed.store(smem.o, target, swizzles(smem.o.shape[1], smem.o.dtype)[0])
+        packed.store_values(smem.lse, lse_target)
 
 
 def decode(
@@ -204,28 +237,20 @@ def decode(
         Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
     """
     plan = Plan(problem, blocks, interpret)
-    splits, several = blocks.num_splits, blocks.num_splits > 1
-    of_heads = (problem.batch, problem.kv_heads)
-    sinks = None if operands.sinks is None else operands.sinks * softmax.LOG2E
+    several = blocks.num_splits > 1
     gmem = Gmem(
-        q=pad_axis(_by_group(plan, operands.q), 2, plan.stored_rows),
+        q=plan.by_key_head(operands.q, 2),
         k=operands.k,
         v=operands.v,
         kv_lengths=operands.kv_lengths,
         q_offset=operands.q_offset,
-        query=_query_of_rows(plan),
         page_table=operands.page_table,
-        slopes=_per_row(plan, operands.alibi_slopes),
-        sinks=None if several else _per_row(plan, sinks),
+        slopes=plan.by_key_head(operands.alibi_slopes, 1),
+        sinks=None if several else plan.by_key_head(operands.sinks, 1),
+        k_scale=operands.k_scale,
+        v_scale=operands.v_scale,
     )
-    columns = plan.head_dims[1]
-    if several:
-        columns = decode_combine.columns(columns)
-    o_shape = (*of_heads, splits, plan.stored_rows, columns)
-    out = Results(
-        jax.ShapeDtypeStruct(o_shape, jnp.float32 if several else problem.dtype),
-        float32((*of_heads, splits, plan.whole_rows)),
-    )
+    out = plan.result_shapes()
     run = launch(
         Decode(plan),
         out=tuple(out),
@@ -233,7 +258,7 @@ def decode(
         # Heads before splits: what runs at one time reads all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,
-            "split": splits,
+            "split": blocks.num_splits,
             "head": problem.kv_heads,
             "tile": row_tiles(problem),
         },
@@ -243,39 +268,7 @@ def decode(
     )
     parts = Results(*run(gmem))
     if several:
-        return decode_combine.combine(plan, parts, sinks)
-    o = parts.o[:, :, 0, : plan.rows, : problem.v_head_dim]
-    return Outputs(*_by_query(plan, o, parts.lse[:, :, 0, : plan.rows]))
-
-
-def _by_group(plan: Plan, q):
-    """[B, T, N, ...] -> [B, K, T * group, ...]; without copy where there is one query."""
-    problem = plan.problem
-    q = q.reshape(problem.batch, problem.q_len, problem.kv_heads, problem.group, *q.shape[3:])
-    return jnp.moveaxis(q, 1, 2).reshape(problem.batch, problem.kv_heads, plan.rows, *q.shape[4:])
-
-
-def _by_query(plan: Plan, o, lse):
-    """(o [B, T, N, Hv], lse [B, N, T]) of rows [B, K, T * group, ...]."""
-    problem = plan.problem
-    shape = (problem.batch, problem.kv_heads, problem.q_len, problem.group)
-    o = jnp.moveaxis(o.reshape(*shape, o.shape[-1]), 2, 1)
-    lse = jnp.swapaxes(lse.reshape(shape), 2, 3)
+        return decode_combine.combine(plan, parts, operands.sinks)
     heads = (problem.batch, problem.q_heads, problem.q_len)
-    return o.reshape(problem.batch, problem.q_len, problem.q_heads, -1), lse.reshape(heads)
-
-
-def _query_of_rows(plan: Plan):
-    """int32: the query of every row; padding has the last one's."""
-    row = np.arange(plan.whole_rows, dtype=np.int32)
-    return jnp.asarray(np.minimum(row // plan.problem.group, plan.problem.q_len - 1))
-
-
-def _per_row(plan: Plan, x):
-    """[B, N] -> f32[B, K, rows of whole tiles], or None."""
-    if x is None:
-        return None
-    problem = plan.problem
-    x = x.reshape(problem.batch, problem.kv_heads, 1, problem.group)
-    x = jnp.broadcast_to(x, (*x.shape[:2], problem.q_len, problem.group))
-    return pad_axis(x.reshape(*x.shape[:2], plan.rows), 2, plan.whole_rows)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    return Outputs(parts.o.reshape(o_shape), parts.lse.reshape(heads))

@@ -13,22 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf
 
 from ...core import softmax
-from ...core.integers import round_up
 from ...core.problem import Outputs
-from .decode_plan import Plan, Results
+from .decode_plan import JOINING_THREADS, Plan, Results
 from .memory import float32, launch
+from .registers import at, elements, i32_constant
 
 # Shares that are joined in straight-line code: their loads wait for one another no longer than one
 # does. A kernel of 128 of them took 20 s to compile.
 AT_ONCE = 32
-THREADS = 128  # of the one warpgroup that joins a row, one element or more each
-
-
-def columns(v_head_dim: int) -> int:
-    """Of a row of the partial O: the threads of a warpgroup share it evenly."""
-    return round_up(v_head_dim, THREADS)
 
 
 class Joined(NamedTuple):
@@ -52,21 +48,24 @@ class Combine:
     def __call__(self, o, lse, sinks, out_o, out_lse):
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
-        query, q_head = lax.div(row, group), head * group + lax.rem(row, group)
-        at = lambda ref, split: ref.at[batch, head, split, row]
-        part = lambda first, count: _part([(at(o, first + i), at(lse, first + i)) for i in count])
+        in_group = lax.rem(row, group)
+        query, q_head = lax.div(row, group), head * group + in_group
+        at = lambda split: (batch, head, split)
+        share = lambda n: (o.at[(*at(n), query, in_group)], lse.at[(*at(n), in_group, query)])
+        part = lambda first, count: _part([share(first + i) for i in count])
         first = (splits - 1) % AT_ONCE + 1
         found = part(0, range(first))
         if splits > first:
             more = lambda i, found: _join(found, part(first + i * AT_ONCE, range(AT_ONCE)))
             found = lax.fori_loop(0, (splits - first) // AT_ONCE, more, found)
         if sinks is not None:  # one more share, which has no values
-            sink = sinks[batch, q_head]
+            sink = sinks[batch, q_head] * softmax.LOG2E
             found = _join(found, Joined(sink, jnp.where(sink == -jnp.inf, 0.0, 1.0), None))
         empty = found.sums == 0.0
         sums = jnp.where(empty, 1.0, found.sums)
         joined = found.most + jnp.log(sums) * softmax.LOG2E
-        out_o[batch, query, q_head] = (found.o * (1.0 / sums)).astype(out_o.dtype)
+        result = (found.o * (1.0 / sums)).astype(out_o.dtype)
+        _store(result, out_o.at[batch, query, q_head], self.plan.interpret)
         out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
 
 
@@ -101,7 +100,35 @@ def _or_none(lse):
 
 def _load(ref):
     size = ref.shape[0]
-    return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS))
+    return plgpu.load(
+        ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // JOINING_THREADS)
+    )
+
+
+def _store(row, target, interpret: bool):
+    """The first columns of a row, as many as `target` has."""
+    columns = target.shape[0]
+    if columns == row.shape[0]:
+        target[...] = row
+    elif interpret:
+        target[...] = row[:columns]
+    else:
+        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=row.shape[0] // JOINING_THREADS)
+        plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(_store_body)(row, target)
+
+
+def _store_body(_, row, target):
+    columns, (places,) = i32_constant(target.type.shape[0]), row.layout.thread_idxs(row.shape)
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    register = row.registers.flat[0]
+    first = arith.index_cast(i32, places[0])
+    for e in range(elements(register)):
+        column = arith.addi(first, i32_constant(e))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
+        branch = scf.IfOp(inside)
+        with ir.InsertionPoint(branch.then_block):
+            memref.store(at(register, e), target, [arith.index_cast(index, column)])
+            scf.yield_([])
 
 
 def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
@@ -110,14 +137,14 @@ def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
     Args:
         plan: of the decode kernel.
         parts: what it wrote.
-        sinks: f32[B, N], base 2, or None.
+        sinks: f32[B, N], natural, or None.
 
     Returns:
         Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
     """
     problem = plan.problem
     heads = (problem.batch, problem.q_heads, problem.q_len)
-    o_shape = (problem.batch, problem.q_len, problem.q_heads, parts.o.shape[-1])
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
     run = launch(
         Combine(plan),
         out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads)),
@@ -127,5 +154,4 @@ def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,
     )
-    o, lse = run(parts.o, parts.lse, sinks)
-    return Outputs(o[..., : problem.v_head_dim], lse)
+    return Outputs(*run(parts.o, parts.lse, sinks))

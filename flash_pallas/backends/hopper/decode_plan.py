@@ -5,44 +5,51 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
 from ...core.decode import DecodeProblem
-from .decode_blocks import DecodeBlocks, piece_rows, row_tiles
+from .decode_blocks import DecodeBlocks, piece_rows
 from .forward_blocks import native_head_dims
-from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
-from .products import LENGTH_MULTIPLE, Products
+from .memory import WARPGROUP_ROWS, Ring, float32, row_buffer, swizzles, tile_buffer
+from .packed_rows import PackedRows
+from .products import Products
+
+JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
 
 
 class Gmem(NamedTuple):
     """Operands in device memory; row r of a key head is head r % group of query r // group."""
 
-    q: Any  # [B, K, rows up to a multiple of 8, H]
+    q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
     kv_lengths: Any  # int32[B]
     q_offset: Any  # int32[B], or None: the last query is the last key
-    query: Any  # int32[rows of whole tiles], the query of a row
     page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
-    slopes: Any = None  # f32[B, K, rows of whole tiles]
-    sinks: Any = None  # f32[B, K, rows of whole tiles], base 2; where there is one split
+    slopes: Any = None  # f32[B, K, group]
+    sinks: Any = None  # f32[B, K, group], natural; where there is one split
+    k_scale: Any = None  # f32[1, K], f32[B, K] or f32[num_pages, K], of a cache in eight bits
+    v_scale: Any = None  # likewise
 
 
 class Results(NamedTuple):
-    """Results in device memory: of each split, or with one split the final ones."""
+    """Results in device memory: of each split, or with one split the final ones in q's dtype."""
 
-    o: Any  # [B, K, splits, rows up to a multiple of 8, columns], f32 or in q's dtype
-    lse: Any  # f32[B, K, splits, rows of whole tiles], base 2, EMPTY_ROW where no key is visible
+    o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
+    lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
 
 
 class Smem(NamedTuple):
     """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
 
     q: Any  # [64, H]
-    ring: Any  # ((k [stages, block_kv, H], v [stages, block_kv, Hv]), (o [64, Hv], lse f32[64]))
+    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [64, Hv], lse f32[64]))
+    raw: Any  # blocks of K and V [stages, ...] in eight bits; or None
+    scales: Any  # f32[2, slots, pieces], of the pages of the blocks in k and v; or None
 
     @property
     def k(self):
@@ -68,27 +75,35 @@ class Smem(NamedTuple):
 class Barriers(NamedTuple):
     """mbarriers: k and v one per stage; a full one gets one arrival of each copy."""
 
-    q_full: Any
     k_full: Any
     k_empty: Any
     v_full: Any
     v_empty: Any
-    v_arrived: Any  # the block of V whose end is to be cleared
+    v_arrived: Any  # the block of V whose end is to be cleared; or None
+    raw_full: Any  # of blocks of K and V in eight bits; or None
 
 
 class Keys(NamedTuple):
-    """The blocks that a CTA reads, [start, stop), of which [full_start, full_stop) need no mask."""
+    """The blocks that a CTA reads: its n-th is first + n * step, from n = 0 to stop.
 
-    start: Any
+    Of these [full_start, full_stop) need no mask.
+    """
+
+    first: Any
+    step: int
     full_start: Any
     full_stop: Any
     stop: Any
     length: Any  # keys of the sequence
     position: Any  # of query 0
 
+    def block(self, n):
+        """Which block of keys the n-th is."""
+        return self.first + n * self.step
+
     def zones(self, windowed: bool):
         """(low, high, masked) of each part."""
-        left = ((self.start, self.full_start, True),) * windowed
+        left = ((jnp.int32(0), self.full_start, True),) * windowed
         rest = (self.full_start, self.full_stop, False), (self.full_stop, self.stop, True)
         return left + rest
 
@@ -107,6 +122,11 @@ class Cta:
     head: Any  # of K and V
     tile: Any  # of rows
     split: Any
+
+
+def combined_columns(v_head_dim: int) -> int:
+    """Of a row of a share's O: the threads of a warpgroup divide it evenly."""
+    return ints.round_up(v_head_dim, JOINING_THREADS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,19 +154,24 @@ class Plan:
         return self.problem.q_len * self.problem.group
 
     @property
-    def stored_rows(self) -> int:
-        """`rows` as arrays have them for TMA."""
-        return ints.round_up(self.rows, LENGTH_MULTIPLE)
-
-    @property
-    def whole_rows(self) -> int:
-        """`rows` in whole tiles."""
-        return row_tiles(self.problem) * WARPGROUP_ROWS
+    def several(self) -> bool:
+        """The kernel writes shares that a second one joins."""
+        return self.blocks.num_splits > 1
 
     @property
     def head_dims(self) -> tuple[int, int]:
         """Of Q and K and of V, as tiles have them."""
         return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
+
+    @property
+    def slots(self) -> int:
+        """Of the rings that products read."""
+        return self.blocks.widened if self.problem.quantised else self.blocks.stages
+
+    @property
+    def page_scales(self) -> bool:
+        """Scales differ from page to page."""
+        return "page_scales" in self.problem.features
 
     @property
     def piece_rows(self) -> int:
@@ -158,6 +183,54 @@ class Plan:
         """Copies of one block of K or V."""
         return self.blocks.block_kv // self.piece_rows
 
+    def packed(self, tile) -> PackedRows:
+        """The rows of a tile."""
+        first = tile * WARPGROUP_ROWS
+        return PackedRows(self.problem.q_len, self.problem.group, first, self.interpret)
+
+    def by_key_head(self, x, axis: int):
+        """x with [N] at `axis` as [K, group]; None is None. No copy."""
+        if x is None:
+            return None
+        heads = self.problem.kv_heads, self.problem.group
+        return x.reshape(*x.shape[:axis], *heads, *x.shape[axis + 1 :])
+
+    def result_shapes(self) -> Results:
+        """What the launch returns."""
+        problem = self.problem
+        lead, last = (problem.batch, problem.kv_heads), (problem.q_len, problem.group)
+        if self.several:
+            lead = (*lead, self.blocks.num_splits)
+            o = float32((*lead, *last, combined_columns(self.head_dims[1])))
+        else:
+            shape = (problem.batch, problem.q_len, *lead[1:], problem.group, problem.v_head_dim)
+            o = jax.ShapeDtypeStruct(shape, problem.dtype)
+        return Results(o, float32((*lead, *last[::-1])))
+
+    def results(self, cta: Cta) -> Results:
+        """Where the CTA's rows go: o [T, group, columns] and lse [group, T]."""
+        if self.several:
+            return Results(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
+        return Results(cta.out.o.at[cta.batch, :, cta.head], cta.out.lse.at[cta.batch, cta.head])
+
+    def copied(self, x) -> tuple:
+        """The array of the cache that 16-bit blocks are copied from: none where they are made."""
+        return () if self.problem.quantised else (x,)
+
+    def q_swizzle(self, gmem: Gmem) -> int:
+        """Of Q in shared memory, in bytes: that of K, with which it is multiplied."""
+        return self.products.swizzle(self.head_dims[0], *self.copied(gmem.k))
+
+    def wide_swizzle(self, kind: int) -> int:
+        """Of blocks that were widened, of K (0) or V (1), in bytes."""
+        summed = self.blocks.block_kv if kind else 0
+        return self.products.swizzle(self.head_dims[kind], summed_rows=summed)
+
+    def raw_swizzle(self, kind: int) -> int:
+        """Of blocks in eight bits, in bytes."""
+        width = (self.problem.head_dim, self.problem.v_head_dim)[kind]
+        return swizzles(self.head_dims[kind], self.problem.kv_dtype, width)[0]
+
     def queries(self, tile):
         """(first, last) query of a tile of rows."""
         if self.rows <= WARPGROUP_ROWS:
@@ -167,41 +240,63 @@ class Plan:
         most = self.problem.q_len - 1
         return ints.floor_div(first, group), ints.minimum(ints.floor_div(last, group), most)
 
+    @property
+    def guesses(self) -> bool:
+        """A CTA knows its first blocks before it knows the length."""
+        return self.blocks.guesses and self.problem.spec.window_left is None
+
+    def guessed(self, cta: Cta):
+        """Of its first `stages` blocks those that there is room for, whatever the length."""
+        if not self.guesses:
+            return jnp.int32(0)
+        room = -(-self.problem.kv_len // self.blocks.block_kv)
+        return lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+
     def keys(self, cta: Cta) -> Keys:
-        """The CTA's share of the blocks that its rows see; shares differ by at most one block."""
-        block, window = self.blocks.block_kv, self.problem.spec.window_left
+        """Every so manieth of the blocks that its rows see, so that all CTAs read neighbours."""
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
-        before = jnp.int32(0)
-        low = full_low = before
-        if window is not None:
-            low = ints.floor_div(position + (first - window), block)
-            full_low = ints.ceil_div(position + (last - window), block)
-        high = ints.ceil_div(lax.min(length, position + (last + 1)), block)
-        full_high = ints.floor_div(lax.min(length, position + (first + 1)), block)
-        count = lax.max(high - low, before)
-        share = lambda n: low + lax.div(count * n, jnp.int32(self.blocks.num_splits))
-        start, stop = share(cta.split), share(cta.split + 1)
-        full_start = ints.clip(full_low, start, stop)
-        full_stop = ints.clip(full_high, full_start, stop)
-        return Keys(start, full_start, full_stop, stop, length, position)
+        mask = self.problem.spec.mask
+        seen = mask.kv_blocks(position + first, last - first + 1, length, self.blocks.block_kv)
+        block = cta.split if mask.left is None else seen.start + cta.split
+        return Keys(
+            first=block,
+            step=self.blocks.num_splits,
+            full_start=self._uses(block, seen.full_start),
+            full_stop=self._uses(block, seen.full_stop),
+            stop=self._uses(block, seen.stop),
+            length=length,
+            position=position,
+        )
+
+    def _uses(self, block, end):
+        """How many of block, block + num_splits, ... lie before `end`."""
+        return ints.ceil_div(jnp.int32(end - block), self.blocks.num_splits)
 
     def scratch(self, gmem: Gmem, out: Results):
         """Shared memory and barriers."""
-        head_dim, v_head_dim = self.head_dims
-        block, stages, products = self.blocks.block_kv, self.blocks.stages, self.products
-        barrier = lambda arrivals, slots: plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
-        k = products.buffer((stages, block, head_dim), gmem.q, gmem.k)
-        v = products.buffer((stages, block, v_head_dim), gmem.v, summed_rows=block)
-        o = tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype)
-        staging = (o, row_buffer((WARPGROUP_ROWS,)))
-        smem = Smem(
-            q=products.buffer((WARPGROUP_ROWS, head_dim), gmem.q, gmem.k),
-            ring=plgpu.RefUnion((k, v), staging),
+        (head_dim, v_head_dim), slots = self.head_dims, self.slots
+        block, products = self.blocks.block_kv, self.products
+        barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+        k = products.buffer((slots, block, head_dim), *self.copied(gmem.k))
+        v = products.buffer((slots, block, v_head_dim), *self.copied(gmem.v), summed_rows=block)
+        staging = (
+            tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype),
+            row_buffer((WARPGROUP_ROWS,)),
         )
-        full = barrier(self.pieces, stages)
-        empty = barrier(1, stages)
-        arrived = barrier(self.pieces, 1)
-        return smem, Barriers(barrier(1, 1), full, empty, full, empty, arrived)
+        q = products.buffer((WARPGROUP_ROWS, head_dim), *self.copied(gmem.k))
+        empty = barrier(1, slots)
+        if not self.problem.quantised:
+            full = barrier(self.pieces, slots)
+            smem = Smem(q, plgpu.RefUnion((k, v), staging), None, None)
+            return smem, Barriers(full, empty, full, empty, barrier(self.pieces, 1), None)
+        stages, full = self.blocks.stages, barrier(1, slots)
+        raw = tuple(
+            tile_buffer((stages, block, width), self.problem.kv_dtype, self.raw_swizzle(kind))
+            for kind, width in enumerate(self.head_dims)
+        )
+        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
+        smem = Smem(q, plgpu.RefUnion((k, v), staging), raw, scales)
+        return smem, Barriers(full, empty, full, empty, None, (barrier(self.pieces, stages),) * 2)

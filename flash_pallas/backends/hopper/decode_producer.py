@@ -11,32 +11,41 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import clearing
 from .decode_plan import Cta, Keys, Plan
-from .memory import WARPGROUP_ROWS, rows_of
+from .memory import rows_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Loads Q, and blocks of K and V from the first to the last."""
+    """Loads blocks of K and V from the first to the last."""
 
     plan: Plan
 
     def __call__(self, cta: Cta):
         """All blocks of this CTA."""
+        guessed = self.plan.guessed(cta)
+        pl.when(guessed > 0)(lambda: self.guess(cta, guessed))
         keys = self.plan.keys(cta)
-        rows = pl.ds(cta.tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        source = rows_of(cta.gmem.q, (cta.batch, cta.head, rows), cta.smem.q)
-        plgpu.copy_gmem_to_smem(source, cta.smem.q, cta.bars.q_full.at[0])
 
-        def load(j, places):
+        def load(n, places):
             # The ids of the next block's pages arrive while this block waits for its slot.
-            following = self.places(cta, j + 1)
-            self.load(cta, keys, j, places)
+            following = self.places(cta, keys.block(n + 1))
+            self.load(cta, keys, guessed, n, places)
             return following
 
-        lax.fori_loop(keys.start, keys.stop, load, self.places(cta, keys.start))
-        used = keys.stop - keys.start
-        cta.k.drain(used)
-        cta.v.drain(used)
+        lax.fori_loop(jnp.int32(0), keys.stop, load, self.places(cta, keys.block(0)))
+        cta.k.drain(keys.stop)
+        cta.v.drain(keys.stop)
+
+    def guess(self, cta: Cta, count):
+        """Start on the first blocks of K. Sequences are seldom so short that they have none there.
+
+        The length takes as long to arrive as a block.
+        """
+
+        @pl.loop(jnp.int32(0), count)
+        def _(n):
+            block = cta.split + n * self.plan.blocks.num_splits
+            self.copy_k(cta, n, block, self.places(cta, block))
 
     def places(self, cta: Cta, j) -> tuple:
         """First index into the cache of every piece of a block: batch entry or page."""
@@ -56,13 +65,21 @@ class Producer:
         """Of a piece of a block."""
         return j * self.plan.blocks.block_kv + piece * self.plan.piece_rows
 
-    def load(self, cta: Cta, keys: Keys, j, places: tuple):
-        """The j-th block of K and of V."""
-        use, block = j - keys.start, self.plan.blocks.block_kv
-        slot = cta.k.slot(use)
-        cta.k.wait_empty(use)
-        self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], j, places)
-        cta.v.wait_empty(use)
+    def copy_k(self, cta: Cta, n, block, places: tuple):
+        """A block of K into the slot of the n-th."""
+        slot = cta.k.slot(n)
+        self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], block, places)
+
+    def load(self, cta: Cta, keys: Keys, guessed, n, places: tuple):
+        """The n-th block of K, unless it was guessed, and of V."""
+        j, block, slot = keys.block(n), self.plan.blocks.block_kv, cta.v.slot(n)
+
+        @pl.when(n >= guessed)
+        def _():
+            cta.k.wait_empty(n)
+            self.copy_k(cta, n, j, places)
+
+        cta.v.wait_empty(n)
         v, full = cta.smem.v.at[slot], cta.bars.v_full.at[slot]
         valid = keys.length - j * block
         whole = lambda: self.copy(cta, cta.gmem.v, v, full, j, places)

@@ -163,6 +163,27 @@ def lane_sums(tile, interpret: bool):
     return run(tile)
 
 
+def _scale_columns_body(_, tile, *scales):
+    registers, each = tile.registers.copy(), tile.shape[1] // len(scales)
+    for index, _, col in coordinates(tile.shape, tile.layout):
+        scale = splat(scales[col // each])
+        register = registers[index]
+        both = vector.broadcast(register.type, scale)
+        registers[index] = arith.mulf(register, both)
+    return fragmented(registers, tile.layout)
+
+
+def scale_columns(tile, scales, interpret: bool):
+    """The tile times one scalar for each of so many equal parts of its columns, of 8 or more."""
+    if interpret:
+        return tile * jnp.repeat(jnp.stack(scales), tile.shape[1] // len(scales))[None]
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA, *(plgpu.Layout.WG_SPLAT,) * len(scales)),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
+    )(_scale_columns_body)
+    return run(tile, *scales)
+
+
 def _warp_grew(old, new, slack):
     """i32, uniform over a warp: 1 if some row's maximum grew by more than `slack`."""
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math
+from jaxlib.mlir.dialects import arith, math
 
 from ...core import dropout
 from .inline import WGMMA
@@ -22,14 +22,9 @@ from .registers import (
     filled,
     fragmented,
     i32_constant,
+    opaque,
     splat,
 )
-
-
-def _opaque(x):
-    """The same i32, of which the compiler knows nothing: sums with it stay where they are used."""
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
 def _thread_origin(shape, layout):
@@ -40,7 +35,7 @@ def _thread_origin(shape, layout):
 
 def _positions_body(shape, axis, _, start):
     layout = WGMMA.to_mgpu()
-    base = _opaque(arith.addi(splat(start), _thread_origin(shape, layout)[axis]))
+    base = opaque(arith.addi(splat(start), _thread_origin(shape, layout)[axis]))
     registers = filled(
         shape,
         layout,
@@ -67,7 +62,7 @@ def positions(shape, axis: int, start, interpret: bool):
 def _distance_body(shape, _, shift):
     layout, f32 = WGMMA.to_mgpu(), ir.F32Type.get()
     row0, col0 = _thread_origin(shape, layout)
-    base = arith.sitofp(f32, _opaque(arith.addi(splat(shift), arith.subi(row0, col0))))
+    base = arith.sitofp(f32, opaque(arith.addi(splat(shift), arith.subi(row0, col0))))
     registers = filled(
         shape,
         layout,

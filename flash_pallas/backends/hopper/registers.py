@@ -27,6 +27,12 @@ def f32_constant(x: float):
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), x))
 
 
+def opaque(x):
+    """The same i32, of which the compiler knows nothing: sums with it stay where they are used."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+
+
 def elements(register) -> int:
     """How many elements a register holds."""
     return ir.VectorType(register.type).shape[0]

@@ -1,0 +1,135 @@
+"""The producer warpgroup of the decode kernel for caches of eight bits.
+
+Blocks arrive as they lie in memory, several ahead. The producer, whose threads would otherwise
+wait, makes them 16-bit blocks in the rings that the compute warpgroup reads, so that one is the
+same for all caches. A key is its number times a scale, by which products are multiplied later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import clearing
+from .decode_plan import Cta, Keys, Plan
+from .decode_producer import Producer
+from .memory import Ring
+from .widening import widen
+
+
+@dataclasses.dataclass(frozen=True)
+class WideningProducer:
+    """Loads and widens blocks of K and V from the first to the last."""
+
+    plan: Plan
+
+    @property
+    def source(self) -> Producer:
+        """Who knows where blocks lie."""
+        return Producer(self.plan)
+
+    def __call__(self, cta: Cta):
+        """All blocks of this CTA."""
+        plan, places, ahead = self.plan, self.source.places, self.plan.blocks.stages
+        guessed = plan.guessed(cta)
+        if plan.guesses:
+            self.begin(cta, cta.split, guessed)
+            keys = plan.keys(cta)
+        else:
+            keys = plan.keys(cta)
+            self.begin(cta, keys.first, lax.min(keys.stop, jnp.int32(ahead)))
+
+        def step(n, state):
+            # Ids of pages are loaded a block before they are used, and so are scales.
+            coming, own, scales = state
+            following = (
+                places(cta, keys.block(n + ahead + 1)),
+                self.own_places(cta, keys.block(n + 2)),
+                self.scales(cta, keys, keys.block(n + 1), own),
+            )
+            for kind in range(2):
+                self.widen(cta, keys, kind, n, scales)
+                again = functools.partial(
+                    self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
+                )
+                pl.when(n + ahead < keys.stop)(again)
+            return following
+
+        first, own = (places(cta, keys.block(n)) for n in (0, 1))
+        scales = self.scales(cta, keys, keys.block(0), first)
+        own = own if plan.page_scales else ()
+        coming = places(cta, keys.block(ahead))
+        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales))
+
+        @pl.loop(keys.stop, guessed)
+        def _(n):  # Blocks that nobody needed arrive all the same.
+            for kind in range(2):
+                self.raw_ring(cta, kind).wait_full(n)
+
+        cta.k.drain(keys.stop)
+        cta.v.drain(keys.stop)
+
+    def begin(self, cta: Cta, block, count):
+        """Start the copies of the first blocks, from this one on."""
+
+        @pl.loop(jnp.int32(0), count)
+        def _(n):
+            own = block + n * self.plan.blocks.num_splits
+            for kind in range(2):
+                self.fetch(cta, kind, n, own, self.source.places(cta, own))
+
+    def fetch(self, cta: Cta, kind: int, n, block, places: tuple):
+        """Start the copy of a block of K (kind 0) or V (kind 1), the n-th."""
+        slot = self.raw_ring(cta, kind).slot(n)
+        source = (cta.gmem.k, cta.gmem.v)[kind]
+        tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
+        self.source.copy(cta, source, tile, barrier, block, places)
+
+    def widen(self, cta: Cta, keys: Keys, kind: int, use, scales: tuple):
+        """Make a block of K or V one that products read."""
+        block = self.plan.blocks.block_kv
+        raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
+        raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
+        tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
+        swizzles = self.plan.raw_swizzle(kind), self.plan.wide_swizzle(kind)
+        raw_ring.wait_full(use)
+        ring.wait_empty(use)
+        widen(raw, tile, swizzles, self.plan.interpret)
+        if kind == 1 and self.plan.problem.kv_dtype.name != "int8":
+            # A weight of 0 times a NaN is a NaN.
+            valid = keys.length - keys.block(use) * block
+            clear = lambda: clearing.clear_from(tile, valid, swizzles[1], self.plan.interpret)
+            pl.when(valid < block)(clear)
+        for i in range(self.plan.pieces if self.plan.page_scales else 0):
+            cta.smem.scales[kind, ring.slot(use), i] = scales[kind][i]
+        # Behind its barrier, every thread has read what the next copy overwrites.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring.full.at[ring.slot(use)])
+
+    def raw_ring(self, cta: Cta, kind: int) -> Ring:
+        """Of blocks as they arrive; nobody else reads them."""
+        return Ring(cta.bars.raw_full[kind], None, self.plan.blocks.stages)
+
+    def own_places(self, cta: Cta, j) -> tuple:
+        """Pages of the pieces of the j-th block, if they have scales of their own."""
+        return self.source.places(cta, j) if self.plan.page_scales else ()
+
+    def scales(self, cta: Cta, keys: Keys, j, places: tuple) -> tuple:
+        """(of K, of V) of each piece of the j-th block, if pages have scales of their own."""
+        if not self.plan.page_scales:
+            return ()
+
+        def scale(of, i, page):
+            if of is None:
+                return jnp.float32(1.0)
+            found = of[page if of.shape[0] > 1 else 0, cta.head]
+            # That of a page beyond the end may be NaN, as its keys may.
+            return lax.select(self.source.first_key(j, i) < keys.length, found, jnp.float32(1.0))
+
+        kinds = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(tuple(scale(of, i, page) for i, page in enumerate(places)) for of in kinds)
