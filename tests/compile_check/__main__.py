@@ -15,7 +15,7 @@ import jax
 
 from .device import Tools, compile_for_h200, dump_to, find_tools
 from .report import Report, take
-from .rows import Row, rows
+from .rows import Row, rows, suite_rows
 
 COLUMNS = "{:<28} {:>4} {:<9} {:<21} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
 HEADER = COLUMNS.format(
@@ -51,11 +51,16 @@ def line(row: Row, report: Report, allowed: int) -> str:
     )
 
 
-def run(only: str, tools: Tools) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compiles and prints all rows whose name contains `only`; their records and all faults."""
+def run(
+    only: str, tools: Tools, suite: str | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compiles and prints all rows whose name contains `only`; their records and all faults.
+
+    The rows are those that ship, or all cells of a suite of the benchmarks.
+    """
     records, faults = [], []
     with tempfile.TemporaryDirectory() as name, dump_to(Path(name), tools):
-        for row in rows():
+        for row in rows() if suite is None else suite_rows(suite):
             if only not in str(row):
                 continue
             reports, wrong = check(row, Path(name))
@@ -75,6 +80,7 @@ def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile_check", description=__doc__)
     parser.add_argument("--only", default="", help="rows whose name contains this text")
+    parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # there is no GPU to look for
@@ -82,7 +88,7 @@ def main() -> int:
     tools = find_tools()
     print(f"ptxas {tools.version()} ({tools.ptxas}), for sm_90a; nvdisasm: {tools.nvdisasm}")
     print(HEADER)
-    records, faults = run(arguments.only, tools)
+    records, faults = run(arguments.only, tools, arguments.suite)
     if not records and not faults:
         faults.append(f"no row's name contains {arguments.only!r}")
     if arguments.json:

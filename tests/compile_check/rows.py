@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.suites import SUITES, Shape
 from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
@@ -139,7 +140,7 @@ class Row:
         path: "forward", "backward", "deterministic backward" or "decode", and perhaps ALONE.
         head_dim: of q, k and v.
         dtype: "bfloat16", "float16" or "float32".
-        mask: one of MASKS, of LONG_MASKS or of MODIFIERS.
+        mask: one of MASKS, of LONG_MASKS or of MODIFIERS; or a cell of a suite.
         function, arguments: what to compile.
         most_registers: that each thread may have at launch.
     """
@@ -170,15 +171,30 @@ class Row:
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
     causal, length, traced = (MASKS | LONG_MASKS)[mask]
+    shape = Shape(BATCH, length, Q_HEADS, KV_HEADS, head_dim)
+    return _of_shape(path, shape, dtype, mask, causal, traced)
+
+
+def suite_rows(suite: str) -> Iterator[Row]:
+    """Forward and backward of every cell of a suite of the benchmarks: none of them may spill."""
+    for cell in SUITES[suite]:
+        for path in ("forward", "backward"):
+            yield _of_shape(path, cell.shape, "bfloat16", cell.label, cell.causal)
+
+
+def _of_shape(
+    path: str, shape: Shape, dtype: str, mask: str, causal: bool, traced: bool = False
+) -> Row:
+    head_dim = shape.head_dim
     spec = AttentionSpec(
         scale=head_dim**-0.5,
         mask=Mask(right=0) if causal else Mask(),
         deterministic=path == "deterministic backward",
     )
-    q = jax.ShapeDtypeStruct((BATCH, length, Q_HEADS, head_dim), dtype)
-    kv = jax.ShapeDtypeStruct((BATCH, length, KV_HEADS, head_dim), dtype)
-    offset = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if traced else None
-    per_row = jax.ShapeDtypeStruct((BATCH, Q_HEADS, length), jnp.float32)
+    q = jax.ShapeDtypeStruct((shape.batch, shape.q_len, shape.q_heads, head_dim), dtype)
+    kv = jax.ShapeDtypeStruct((shape.batch, shape.kv_len, shape.kv_heads, head_dim), dtype)
+    offset = jax.ShapeDtypeStruct((shape.batch,), jnp.int32) if traced else None
+    per_row = jax.ShapeDtypeStruct((shape.batch, shape.q_heads, shape.q_len), jnp.float32)
     operands = Operands(q, kv, kv, offset)
     backend = HopperBackend(trades_registers=False if path.endswith(ALONE) else None)
     blocks = backend.blocks(describe(operands, spec), None)
