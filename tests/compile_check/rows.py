@@ -15,6 +15,7 @@ from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.blocks import trades_registers
+from flash_pallas.backends.hopper.fused_blocks import FusedBlocks
 from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import (
@@ -29,7 +30,7 @@ from ..cases import Case
 from ..hopper_cases import ON_DEVICE
 from .report import MOST_REGISTERS
 
-BATCH, LENGTH, Q_HEADS, KV_HEADS = 2, 2048, 8, 4
+BATCH, LENGTH, Q_HEADS, KV_HEADS = 3, 2048, 8, 4  # a GPU's multiprocessors are all busy
 
 # How a call masks: (causal, length of q and k, q_offset traced).
 MASKS = {
@@ -41,6 +42,9 @@ MASKS = {
 
 # Likewise: from these lengths on, the forward of head dim 128 has tiles of its own.
 LONG_MASKS = {"long": (False, 4096, False), "long_causal": (True, 8192, False)}
+
+# One sequence, for which there are more multiprocessors than tiles and key blocks.
+SMALL_MASKS = {"small": (False, 512, False), "small_causal": (True, 512, False)}
 
 # Of tests/hopper_cases.py: modifiers where registers are tightest.
 MODIFIERS = (
@@ -58,6 +62,8 @@ MODIFIERS = (
     "dropout_causal_128",
     "mask_mod_prefix_128",
     "bias_1NTS",
+    "bias_shared_32",
+    "bias_shared_16",
     "long_bias",
     "long_bias_pairs",
     "d16_bias",
@@ -65,6 +71,7 @@ MODIFIERS = (
     "d80_causal",
     "long_score_mod",
     "many_entries",
+    "few_queries",
     "d192_128",
     "everything_128",
     "float32_bias",
@@ -72,8 +79,9 @@ MODIFIERS = (
     "float32_everything",
     "float32_everything_128",
 )
-# Decoding: fields of DecodeSpec. One query, or 16 where there is a window. All of them at head dim
-# 128; at 64 and 256 the plainest and the fullest. Caches of eight bits are named by their dtype.
+# Decoding: fields of DecodeSpec. One query, or as many as TOKENS says: 4 of a group of 4 are
+# columns of the products, 16 are rows. All of them at head dim 128; at 64 and 256 the plainest and
+# the fullest. Caches of eight bits are named by their dtype.
 DECODE_BATCH, DECODE_LENGTH = 2, 8192
 DECODES = {
     "contiguous": {},
@@ -83,8 +91,11 @@ DECODES = {
     "window": {"window_left": 1000},
     "modifiers": {"page_size": 64, "window_left": 1000, "softcap": 30.0},
     "int8": {"num_splits": 1},
-    "float8_e4m3fn_pages": {"page_size": 64},  # with scales of their own
+    "int8_modifiers": {"num_splits": 1, "window_left": 1000, "softcap": 30.0},
+    "int8_pages": {"page_size": 64},  # with scales of their own
+    "float8_e4m3fn_pages": {"page_size": 64},
 }
+TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
@@ -93,7 +104,7 @@ CASES = {case.name: case for case in ON_DEVICE}
 ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "causal"): 12,
     ("flash_pallas_backward_fused", 64, "ragged"): 8,
-    ("flash_pallas_backward_fused", 64, "offset"): 24,
+    ("flash_pallas_backward_fused", 64, "small_causal"): 24,
     ("flash_pallas_forward", 128, "document_128"): 4,
     ("flash_pallas_forward", 128, "document_window_128"): 4,
     ("flash_pallas_forward", 128, "alibi_causal_128"): 4,
@@ -114,6 +125,7 @@ ALLOWED_WITHOUT_PRODUCER = {
     ("flash_pallas_forward", 64, "full"): 32,
     ("flash_pallas_forward", 64, "causal"): 32,
     ("flash_pallas_forward", 64, "ragged"): 4,
+    ("flash_pallas_forward", 128, "full"): 4,  # 0 with a batch of 2, 4 or 8: they divide by shifts
     ("flash_pallas_forward", 128, "long"): 16,
     ("flash_pallas_forward", 128, "packed_128"): 56,
     ("flash_pallas_forward", 128, "document_128"): 100,
@@ -170,8 +182,8 @@ class Row:
 
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
-    causal, length, traced = (MASKS | LONG_MASKS)[mask]
-    shape = Shape(BATCH, length, Q_HEADS, KV_HEADS, head_dim)
+    causal, length, traced = (MASKS | LONG_MASKS | SMALL_MASKS)[mask]
+    shape = Shape(1 if mask in SMALL_MASKS else BATCH, length, Q_HEADS, KV_HEADS, head_dim)
     return _of_shape(path, shape, dtype, mask, causal, traced)
 
 
@@ -213,6 +225,8 @@ def _modifier_rows(case: Case) -> Iterator[Row]:
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
     backend, spec, operands = HopperBackend(), call.spec, call.operands
     blocks = backend.blocks(call.problem, None)
+    if isinstance(blocks.backward, FusedBlocks):  # as with more key blocks than these few
+        blocks = backend.blocks(call.problem, {"fused": {"parts": 1}})
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     per_row = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
     forms, do = jax.tree.map(shape, operands), shape(x.do)
@@ -228,7 +242,7 @@ def _decode_row(head_dim: int, name: str) -> Row:
     """One of DECODES."""
     entries, cached = DECODE_BATCH, DECODE_LENGTH
     spec = decode.DecodeSpec(head_dim**-0.5, **DECODES[name])
-    q_len = 1 if spec.window_left is None else 16
+    q_len = TOKENS.get(name, 1)
     shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
     page_size, per_entry = spec.page_size, shape(jnp.int32, entries)
     stored = next((dtype for dtype in decode.QUANTISED if name.startswith(dtype)), jnp.bfloat16)
@@ -236,7 +250,7 @@ def _decode_row(head_dim: int, name: str) -> Row:
     if page_size is not None:
         kv = shape(stored, entries * cached // page_size, page_size, 8, head_dim)
         table = shape(jnp.int32, entries, cached // page_size)
-    side = shape(jnp.float32, entries, 32) if name == "modifiers" else None
+    side = shape(jnp.float32, entries, 32) if name.endswith("modifiers") else None
     q = shape(jnp.bfloat16, entries, q_len, 32, head_dim)
     offset = None if spec.window_left is None else per_entry
     operands = decode.DecodeOperands(q, kv, kv, per_entry, offset, table, side, side)
@@ -258,6 +272,13 @@ def _rows_without_producer() -> Iterator[Row]:
         yield _row(path + ALONE, head_dim, "bfloat16", mask)
 
 
+def _rows_of_other_lengths() -> Iterator[Row]:
+    for mask in LONG_MASKS:
+        yield _row("forward", 128, "bfloat16", mask)
+    sizes = itertools.product((64, 128), ("forward", "backward"), SMALL_MASKS)
+    yield from (_row(path, head_dim, "bfloat16", mask) for head_dim, path, mask in sizes)
+
+
 def rows() -> Iterator[Row]:
     """All rows; masks other than full and causal in bfloat16 alone, whose code is the same."""
     for name in MODIFIERS:
@@ -270,13 +291,12 @@ def rows() -> Iterator[Row]:
             # Head dim 256 has one backward, which is deterministic.
             if path == "backward" and head_dim < 256:
                 yield _row("deterministic backward", head_dim, dtype, mask)
-    for mask in LONG_MASKS:
-        yield _row("forward", 128, "bfloat16", mask)
+    yield from _rows_of_other_lengths()
     if trades_registers():
         yield from _rows_without_producer()
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):
         for mask in ("full", "causal"):
             yield _row(path, head_dim, "float32", mask)
     for head_dim, name in itertools.product((64, 128, 256), DECODES):
-        if head_dim == 128 or name in ("contiguous", "modifiers"):
+        if head_dim == 128 or name == "contiguous" or name.endswith("modifiers"):
             yield _decode_row(head_dim, name)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.suites import SUITES
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.blocks import trades_registers
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
@@ -95,7 +96,14 @@ def test_sass_is_counted(tmp_path):
 
 def test_rows_are_distinct_and_cover_the_kernels():
     names = [str(row) for row in rows.rows()]
-    assert len(names) == len(set(names)) == 124 + 12 * trades_registers()
+    assert len(names) == len(set(names)) == 142 + 12 * trades_registers()
+
+
+def test_no_kernel_of_a_suite_may_spill():
+    found = list(rows.suite_rows("quick"))
+    assert len(found) == 2 * len(SUITES["quick"])
+    kernels = {name for name, *_ in rows.ALLOWED_SPILLS}
+    assert not any(row.allowed_spills(kernel) for row in found for kernel in kernels)
 
 
 @pytest.mark.compile

@@ -1,0 +1,96 @@
+"""Compiling many rows, in several processes, and what is found of each."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .device import Tools, compile_for_h200, dump_to
+from .report import Report, take
+from .rows import Row, rows, suite_rows
+
+COLUMNS = "{:<28} {:>4} {:<9} {:<21} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
+HEADER = COLUMNS.format(
+    *("kernel", "dim", "dtype", "mask", "regs", "stack", "spills", "allowed", "smem", "remarks")
+)
+
+
+def check(row: Row, folder: Path) -> tuple[list[Report], list[str]]:
+    """Compiles one row; its kernels' reports, and what is wrong with the row as a whole."""
+    try:
+        compile_for_h200(row.function, *row.arguments)
+    except Exception as error:  # whatever stage refuses it, the row has failed and the rest goes on
+        lines = str(error).strip().splitlines() or [""]
+        return take(folder), [f"{row}: {type(error).__name__}: {lines[0][:300]}"]
+    reports = take(folder)
+    return reports, [] if reports else [f"{row}: compiled, but ptxas reported no kernel"]
+
+
+def line(row: Row, report: Report, allowed: int) -> str:
+    """One line of the table."""
+    highest = report.highest_register
+    return COLUMNS.format(
+        report.kernel,
+        row.head_dim,
+        row.dtype,
+        row.mask,
+        report.launch_registers if highest is None else f"R{highest}",
+        report.stack,
+        report.spill_stores,
+        allowed,
+        report.smem,
+        " ".join(report.remarks) or "-",
+    )
+
+
+# What of a row is found: its number, the records of its kernels, and what is wrong with it.
+Found = tuple[int, list[dict[str, Any]], list[str]]
+
+
+def run(only: str, tools: Tools, suite: str | None, share: tuple[int, int]) -> list[Found]:
+    """Compiles and prints rows whose name contains `only`: those that ship, or a suite's cells.
+
+    Args:
+        only: part of a name.
+        tools: that compile.
+        suite: of the benchmarks.
+        share: (i, n): every n-th of the rows, from the i-th on.
+    """
+    jax.config.update("jax_platforms", "cpu")  # there is no GPU to look for
+    found = []
+    chosen = [row for row in (suite_rows(suite) if suite else rows()) if only in str(row)]
+    with tempfile.TemporaryDirectory() as name, dump_to(Path(name), tools):
+        for number, row in list(enumerate(chosen))[share[0] :: share[1]]:
+            reports, faults = check(row, Path(name))
+            records = []
+            for report in reports:
+                allowed = row.allowed_spills(report.kernel)
+                bad = report.faults(allowed, row.most_registers)
+                faults += [f"{report.kernel} ({row}): {fault}" for fault in bad]
+                print(line(row, report, allowed), flush=True)
+                about = {"path": row.path, "head_dim": row.head_dim}
+                about |= {"dtype": row.dtype, "mask": row.mask, "allowed_spills": allowed}
+                records.append(about | dataclasses.asdict(report) | {"faults": bad})
+            found.append((number, records, faults))
+    return found
+
+
+def run_all(only: str, tools: Tools, suite: str | None, workers: int) -> list[Found]:
+    """`run` in as many processes, in the order of the rows.
+
+    `run` lies in a module of its own as processes that are spawned cannot find what __main__ has.
+    """
+    shares = [(i, workers) for i in range(workers)]
+    part = functools.partial(run, only, tools, suite)
+    if workers == 1:
+        return part(shares[0])
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=apart) as pool:
+        return sorted(found for each in pool.map(part, shares) for found in each)
