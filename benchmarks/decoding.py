@@ -139,22 +139,25 @@ GROUPS: tuple[Group, ...] = (
         Sizes(1, 32768),
         (
             _ONE,
-            *(_blocks(16, stages=n) for n in (2, 4)),
-            *(_blocks(16, stages=n, guesses=False) for n in (2, 3)),
-            *(_blocks(n, stages=2) for n in (32, 33)),
+            *(_blocks(16, stages=n) for n in (3, 4)),
+            _blocks(16, guesses=False),
+            *(_blocks(n) for n in (32, 33)),
+            _blocks(16, stages=3, upright=False),
         ),
     ),
-    Group("blocks", Sizes(1, 131072), (_ONE, *(_blocks(n, stages=2) for n in (16, 33)))),
-    Group("blocks", Sizes(16, 8192), (_ONE, _blocks(1, stages=2), _blocks(2, stages=2))),
+    Group("blocks", Sizes(1, 131072), (_ONE, *(_blocks(n, stages=3) for n in (16, 33)))),
+    Group(
+        "blocks", Sizes(16, 8192), (_ONE, _blocks(1, stages=3), _blocks(1, stages=3, upright=False))
+    ),
     Group(
         "blocks",
         Sizes(1, 32768, coarse=True),
         (
             Call(cache="int8"),
             *(_blocks(n, "int8") for n in (16, 33)),
-            _blocks(32, "int8", stages=2),
+            _blocks(32, "int8", stages=3),
             _blocks(16, "int8", stages=6),
-            _blocks(16, "int8", stages=6, widened=2),
+            _blocks(32, "int8", upright=False),
         ),
     ),
     Group(
@@ -162,9 +165,9 @@ GROUPS: tuple[Group, ...] = (
         Sizes(16, 8192, coarse=True),
         (
             Call(cache="int8"),
-            _blocks(1, "int8"),
-            _blocks(1, "int8", stages=6, widened=2),
-            _blocks(2, "int8", stages=2),
+            _blocks(1, "int8", stages=8),
+            _blocks(2, "int8", stages=3),
+            _blocks(2, "int8", upright=False),
         ),
     ),
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks
+from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks, takes_upright
 from flash_pallas.core import decode, softmax
 
 from . import checks
@@ -37,6 +37,7 @@ class Step:
     window: int | None = None
     softcap: float | None = None
     sides: tuple[str, ...] = ()
+    upright: bool = True  # where the kernel has a choice
     cache: str | None = None  # dtype of a cache in eight bits
     scaled: str = ""  # "heads", or "rows": sequences or pages have their own scales
 
@@ -125,6 +126,8 @@ STEPS = (
     Step("joined_in_turns", (250, 0), num_splits=35, N=2, sides=("sinks",)),
     Step("four_tokens", (127, 129), T=4, N=8, K=2),
     Step("four_tokens_one_split", (1, 130), T=4, num_splits=1, sides=("sinks",)),
+    Step("sixteen_tokens", (129, 256), T=16, N=4),
+    Step("queries_as_rows", (127, 129), upright=False, num_splits=1),
     Step("two_tiles_of_rows", (200,), T=16, N=8, window=50, num_splits=2),
     Step("queries_before_keys", (200, 100), T=4, offset=(-2, 150)),
     Step("window", (200, 133), T=4, window=70, sides=("sinks",), num_splits=2),
@@ -137,7 +140,16 @@ STEPS = (
     Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
     Step("pages_of_256", (500, 255), S=512, page_size=256, block_kv=128, num_splits=2),
     Step("int8", (127, 130), N=8, K=2, cache="int8", scaled="heads"),
-    Step("int8_pages_of_16", (200, 77), K=2, page_size=16, cache="int8", scaled="rows"),
+    Step(
+        "int8_pages_of_16",
+        (200, 77),
+        K=2,
+        page_size=16,
+        cache="int8",
+        scaled="rows",
+        dtype="float16",
+    ),
+    Step("int8_as_rows", (200, 77), page_size=32, cache="int8", scaled="rows", upright=False),
     Step("int8_unscaled", (200,), N=2, H=96, Hv=32, dtype="float16", num_splits=1, cache="int8"),
     Step("float8", (250, 0), K=2, H=128, num_splits=1, cache="float8_e4m3fn", scaled="rows"),
     Step(
@@ -177,7 +189,8 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
     given, whole = step.operands()
     problem = decode.describe(given, step.spec)
     assert backend.unsupported_decode(problem) is None
-    blocks = DecodeBlocks(step.block_kv, stages, step.num_splits)
+    upright = step.upright and takes_upright(problem)
+    blocks = DecodeBlocks(step.block_kv, stages, step.num_splits, upright=upright)
     found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole
 

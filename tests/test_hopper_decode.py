@@ -82,6 +82,26 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
     assert set(found) <= {"reshape"}, found
 
 
+@pytest.mark.parametrize(
+    ("changes", "upright", "stages"),
+    [
+        ({"H": 128, "Hv": 128}, True, 2),
+        ({"H": 128, "Hv": 128, "T": 4}, True, 2),
+        ({"H": 128, "Hv": 128, "T": 5}, False, 3),
+        ({"H": 256, "Hv": 256}, True, 3),
+        ({"Hv": 96}, False, 5),
+        ({"H": 128, "Hv": 128, "cache": "int8"}, True, 4),
+        ({"H": 96, "Hv": 128, "cache": "int8"}, False, 4),
+        ({"page_size": 64, "cache": "int8", "scaled": "rows"}, True, 8),
+    ],
+)
+def test_which_queries_are_columns(changes, upright, stages):
+    step = dataclasses.replace(Step("any", (1,)), **changes)
+    problem = decode.describe(step.operands()[0], step.spec)
+    found = BACKEND.decode_blocks(problem)
+    assert (found.upright, found.stages) == (upright, stages)
+
+
 def test_hopper_needs_a_gpu():
     q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
     message = "backend='hopper': needs an NVIDIA GPU of compute capability 9.0"
@@ -92,7 +112,7 @@ def test_hopper_needs_a_gpu():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": "float16", "page_size": 16, "scaled": "rows"}, "by no scales of pages"),
+        ({"dtype": "float16", "T": 5, "page_size": 16, "scaled": "rows"}, "by no scales of pages"),
         ({"H": 16}, "a cache with head dim 16: pad it to 32"),
         ({"Hv": 80}, "a cache with head dim 80: pad it to 96"),
         ({"dtype": "float32"}, "not float32"),

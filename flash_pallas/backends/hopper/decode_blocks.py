@@ -17,26 +17,37 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
+LEAST_COLUMNS = 8  # of a result of wgmma
+UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
+# In flight on each of two CTAs that share a multiprocessor. H200, head dim 128, S=32k, us: two
+# stages of 32 KB 33.6, three 33.6, four 33.7; B=16 119.9, three 120.3; int8, three of 16 KB 20.5,
+# four 20.4, and at B=16 67.1, 67.1 and six 69.1.
+UPRIGHT_BYTES = 65_536
 ALIGNED = 1024  # bytes to a multiple of which buffers start
 NARROWEST_RAW = 32  # bytes of a row of a tile for TMA
 SCALE_BYTES = 1024  # that those of the pages of a block take at most
 MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
-LONE_RATE = 0.7  # of two CTAs, one widens eight bits while the other computes; of one, neither
+# Of two CTAs one makes eight bits 16 while the other multiplies, of one neither: int8, H200, S=32k,
+# 16 ranges 27.8 us and 32 20.4; B=16, S=8k, one range 89.3 and two 67.1.
+LONE_RATE = 0.7
 NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeBlocks:
-    """The decode kernel: 64 rows of (query, head of a group), a range of keys per CTA.
+    """The decode kernel: the (query, head of a group) of a key head, a range of keys per CTA.
 
     Attributes:
-        block_kv: keys per step, a multiple of 16 up to 256.
+        block_kv: keys per step, a multiple of 16 up to 256; of 64 if upright.
         stages: blocks of K and of V in flight. Little's law asks for 4 TB/s times about 1 us of
             latency over 132 multiprocessors, 32 KB, on each; two or three times that also covers
             what a step does before it gives its slot back.
         num_splits: ranges that the keys of a sequence are read in.
-        widened: of a cache in eight bits, blocks of K and of V made 16-bit ones at one time.
+        widened: of a cache in eight bits that is not upright, blocks of K and of V made 16-bit ones
+            at one time.
         guesses: the first blocks are copied before the length is known, where there is no window.
+        upright: queries are columns of the products, as many as needed; else rows, always 64. See
+            `takes_upright`.
     """
 
     block_kv: int = 64
@@ -44,10 +55,13 @@ class DecodeBlocks:
     num_splits: int = 1
     widened: int = 1
     guesses: bool = True
+    upright: bool = False
 
     def __post_init__(self):
         if self.block_kv not in range(16, 257, 16):
             raise ValueError(f"block_kv of decode is {self.block_kv!r}: a multiple of 16 up to 256")
+        if self.upright and self.block_kv % WARPGROUP_ROWS:
+            raise ValueError(f"block_kv of decode is {self.block_kv!r}: upright, a multiple of 64")
         if self.stages < 1:
             raise ValueError(f"stages of decode is {self.stages!r}: at least 1")
         if not 1 <= self.num_splits <= MAX_SPLITS:
@@ -57,20 +71,63 @@ class DecodeBlocks:
         """Shared memory without barriers. Results are staged where K and V were."""
         head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
         itemsize, block = problem.dtype.itemsize, self.block_kv * (head_dim + v_head_dim)
-        streamed, held = self.stages * block * itemsize, WARPGROUP_ROWS * head_dim * itemsize
-        if problem.quantised:
-            streamed = self.widened * block * itemsize
-            held += self.stages * block * problem.kv_dtype.itemsize
-        if "page_scales" in problem.features:
+        rows = tile_rows(problem, self.upright)
+        held, streamed = rows * head_dim * itemsize, self.streamed_bytes(problem)
+        if self.upright:
+            held += rows * self.block_kv * itemsize + 2 * ALIGNED
+        elif problem.quantised:
+            held, streamed = held + streamed, self.widened * block * itemsize
+        if not self.upright and "page_scales" in problem.features:
             held += SCALE_BYTES
-        staged = WARPGROUP_ROWS * v_head_dim * (4 if self.num_splits > 1 else itemsize)
-        return held + max(streamed, round_up(staged + 4 * WARPGROUP_ROWS, ALIGNED))
+        staged = rows * v_head_dim * (4 if self.num_splits > 1 else itemsize)
+        return held + max(streamed, round_up(staged + 4 * rows, ALIGNED))
+
+    def streamed_bytes(self, problem: DecodeProblem) -> int:
+        """Of all stages of K and V, as they lie in the cache."""
+        columns = sum(native_head_dims(problem.head_dim, problem.v_head_dim))
+        return self.stages * self.block_kv * columns * problem.kv_dtype.itemsize
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
         """How many run on a multiprocessor at one time."""
         each = self.smem_bytes(problem) + BARRIER_BYTES + RESERVED_BYTES
-        few = _takes_few_registers(problem) and self.block_kv <= 64
-        return 2 if few and 2 * each <= SMEM_PER_SM else 1
+        return 2 if self._takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
+
+    def _takes_few_registers(self, problem: DecodeProblem) -> bool:
+        """At most 128 per thread, so that two CTAs of 256 threads share a multiprocessor.
+
+        Upright, 16 rows: head dim 128 87, with everything 96, head dim 256 123; in eight bits 127,
+        with everything 133, with scales of four pages a block 151, head dim 256 225. Not so: head
+        dim 128 124, with softcap 128, with a window 141, with slopes 157; head dim 256 204; 128
+        keys at head dim 64 130.
+        """
+        if self.upright and not problem.quantised:
+            return True
+        narrow = max(problem.head_dim, problem.v_head_dim) <= 128
+        positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
+        return narrow and not positions and (self.upright or self.block_kv <= 64)
+
+
+def takes_upright(problem: DecodeProblem) -> bool:
+    """Queries can be columns of the products, and should be.
+
+    Keys and columns of V are then the 64 rows of wgmma. A block of 64 keys at head dim 128 takes
+    154 instructions of each scheduler for 8 queries, 221 for 16 and 347 for 32, with 53, 87 and 141
+    registers, of which two CTAs have 128; queries as rows always take 313. H200, B=16, S=8k: one
+    token of groups of four 119.9 us instead of 122.1, 16 tokens (64 columns) 133.5 instead of
+    126.0. In eight bits, which else the producer widens, int8 67.1 instead of 102.9. There the
+    order in which K and V lie in registers asks for head dims of 64, 128 or 256.
+    """
+    widths = native_head_dims(problem.head_dim, problem.v_head_dim)
+    if problem.q_len * problem.group > UPRIGHT_ROWS or widths[1] % WARPGROUP_ROWS:
+        return False
+    return not problem.quantised or all(width in (64, 128, 256) for width in widths)
+
+
+def tile_rows(problem: DecodeProblem, upright: bool) -> int:
+    """Rows of Q in shared memory: columns of a product come in eights, its rows in 64."""
+    if not upright:
+        return WARPGROUP_ROWS
+    return round_up(min(problem.q_len * problem.group, WARPGROUP_ROWS), LEAST_COLUMNS)
 
 
 def row_tiles(problem: DecodeProblem) -> int:
@@ -89,8 +146,12 @@ def unsupported(problem: DecodeProblem) -> str | None:
     widest = max(problem.head_dim, problem.v_head_dim)
     if problem.dtype.name not in ("bfloat16", "float16"):
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
-    if problem.dtype.name == "float16" and "page_scales" in problem.features:
-        return "multiplies float16 weights by no scales of pages: cast q to bfloat16"
+    scaled = "page_scales" in problem.features
+    if problem.dtype.name == "float16" and scaled and not takes_upright(problem):
+        return (
+            f"multiplies float16 weights of more than {UPRIGHT_ROWS} queries and heads of a group, "
+            "or of narrow heads, by no scales of pages: cast q to bfloat16"
+        )
     if widest > NATIVE_HEAD_DIMS[-1]:
         return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
     if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
@@ -108,33 +169,27 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 
 def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
-    """16 KB of K per step, and as many stages as two CTAs have room for, else one.
+    """16 KB of K per step, and stages that leave a multiprocessor room for two CTAs, else for one.
 
     Two CTAs share a multiprocessor where registers allow: the copies of one go on while the other
-    starts, ends or computes. At head dim 128 each has 16 KB of Q and three stages of 32 KB; or four
-    of 16 KB of eight bits and 32 KB for a block of K and of V in 16.
+    starts, ends or computes. At head dim 128 each has 4 KB of Q and two stages of 32 KB, or four of
+    eight bits. Not upright it has 16 KB of Q and three stages; or four of eight bits and 32 KB for
+    a block of K and of V in 16.
     """
+    upright = takes_upright(problem)
     # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
     narrow = max(problem.head_dim, problem.v_head_dim) <= 64
     keys, most = (128, 3) if narrow and not problem.quantised else (64, MOST_STAGES)
     # Partial results are staged in float32, the larger case.
-    deep = [DecodeBlocks(block_kv=keys, stages=n, num_splits=2) for n in range(most, 0, -1)]
+    sizes = {"block_kv": keys, "num_splits": 2, "upright": upright}
+    deep = [DecodeBlocks(stages=n, **sizes) for n in range(most, 0, -1)]
     fitting = [b for b in deep if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]
-    shared = [b for b in fitting if b.stages > 2 and b.ctas_per_sm(problem) > 1]
+    shared = [b for b in fitting if b.ctas_per_sm(problem) > 1 and b.stages > 2 - upright]
+    if upright:
+        shared = [b for b in shared if b.streamed_bytes(problem) <= UPRIGHT_BYTES]
     blocks = (shared or fitting)[0]
     splits = problem.spec.num_splits or choose_splits(problem, blocks, num_sms)
     return dataclasses.replace(blocks, num_splits=splits)
-
-
-def _takes_few_registers(problem: DecodeProblem) -> bool:
-    """At most 128 per thread, so that two CTAs of 256 threads share a multiprocessor.
-
-    Head dim 128: 124, with softcap 128, with a window 141, with slopes 157. Head dim 256: 204. With
-    128 keys at head dim 64, 130: see `ctas_per_sm`.
-    """
-    narrow = max(problem.head_dim, problem.v_head_dim) <= 128
-    positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
-    return narrow and not positions
 
 
 def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) -> int:
@@ -146,7 +201,7 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
     on some), 33 34.4 (two on each), 48 38.3, 128 39.2; B=16, S=8k, 1 range 123, 2 125, 3 135.
     A window shortens what is read.
 
-    int8, before loads came first when widening: 16 ranges 44.0, 32 33.3; at B=16, 1 159, 2 114.
+    Upright, 16 ranges 33.6, 32 33.8, 33 34.0; B=16, 1 range 119.9, 2 122.8.
     """
     slots = num_sms * blocks.ctas_per_sm(problem)
     tiles = problem.batch * problem.kv_heads * row_tiles(problem)

@@ -12,8 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
 from ...core.decode import DecodeProblem
-from .decode_blocks import DecodeBlocks, piece_rows
+from . import inline
+from .decode_blocks import DecodeBlocks, piece_rows, tile_rows
 from .forward_blocks import native_head_dims
+from .inline_columns import WARPS
 from .memory import WARPGROUP_ROWS, Ring, float32, row_buffer, swizzles, tile_buffer
 from .packed_rows import PackedRows
 from .products import Products
@@ -46,10 +48,13 @@ class Results(NamedTuple):
 class Smem(NamedTuple):
     """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
 
-    q: Any  # [64, H]
-    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [64, Hv], lse f32[64]))
-    raw: Any  # blocks of K and V [stages, ...] in eight bits; or None
-    scales: Any  # f32[2, slots, pieces], of the pages of the blocks in k and v; or None
+    q: Any  # [rows, H], of as many rows as Plan.tile_rows says
+    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse f32[rows]))
+    raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
+    scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
+    p: Any = None  # [queries, block_kv] weights, where queries are columns
+    across: Any = None  # f32[WARPS, queries] that the warps exchange, likewise
+    q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
 
     @property
     def k(self):
@@ -79,8 +84,8 @@ class Barriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    v_arrived: Any  # the block of V whose end is to be cleared; or None
-    raw_full: Any  # of blocks of K and V in eight bits; or None
+    v_arrived: Any = None  # the block of V whose end the producer clears
+    raw_full: Any = None  # of blocks of K and V in eight bits, that the producer widens
 
 
 class Keys(NamedTuple):
@@ -146,7 +151,8 @@ class Plan:
     @property
     def products(self) -> Products:
         """How 16-bit operands lie in memory."""
-        return Products(self.problem.dtype, self.interpret)
+        dtype = jnp.dtype(jnp.float16) if self.in_registers else self.problem.dtype
+        return Products(dtype, self.interpret)
 
     @property
     def rows(self) -> int:
@@ -154,8 +160,13 @@ class Plan:
         return self.problem.q_len * self.problem.group
 
     @property
+    def tile_rows(self) -> int:
+        """Of Q in shared memory."""
+        return tile_rows(self.problem, self.blocks.upright)
+
+    @property
     def several(self) -> bool:
-        """The kernel writes shares that a second one joins."""
+        """The keys of a sequence are read in several ranges."""
         return self.blocks.num_splits > 1
 
     @property
@@ -164,9 +175,19 @@ class Plan:
         return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
 
     @property
+    def in_registers(self) -> bool:
+        """A cache in eight bits is made float16 by who multiplies it."""
+        return self.problem.quantised and self.blocks.upright
+
+    @property
+    def in_memory(self) -> bool:
+        """A cache in eight bits is widened by the producer."""
+        return self.problem.quantised and not self.blocks.upright
+
+    @property
     def slots(self) -> int:
         """Of the rings that products read."""
-        return self.blocks.widened if self.problem.quantised else self.blocks.stages
+        return self.blocks.widened if self.in_memory else self.blocks.stages
 
     @property
     def page_scales(self) -> bool:
@@ -186,7 +207,9 @@ class Plan:
     def packed(self, tile) -> PackedRows:
         """The rows of a tile."""
         first = tile * WARPGROUP_ROWS
-        return PackedRows(self.problem.q_len, self.problem.group, first, self.interpret)
+        layout = inline.COLS if self.blocks.upright else inline.ROWS
+        sizes = self.problem.q_len, self.problem.group
+        return PackedRows(*sizes, first, self.interpret, self.tile_rows, layout)
 
     def by_key_head(self, x, axis: int):
         """x with [N] at `axis` as [K, group]; None is None. No copy."""
@@ -275,28 +298,37 @@ class Plan:
         """How many of block, block + num_splits, ... lie before `end`."""
         return ints.ceil_div(jnp.int32(end - block), self.blocks.num_splits)
 
-    def scratch(self, gmem: Gmem, out: Results):
+    def scratch(self, gmem: Gmem, out: Results) -> tuple[Smem, Barriers]:
         """Shared memory and barriers."""
         (head_dim, v_head_dim), slots = self.head_dims, self.slots
-        block, products = self.blocks.block_kv, self.products
+        block, products, rows = self.blocks.block_kv, self.products, self.tile_rows
         barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
         k = products.buffer((slots, block, head_dim), *self.copied(gmem.k))
         v = products.buffer((slots, block, v_head_dim), *self.copied(gmem.v), summed_rows=block)
-        staging = (
-            tile_buffer((WARPGROUP_ROWS, v_head_dim), out.o.dtype),
-            row_buffer((WARPGROUP_ROWS,)),
-        )
-        q = products.buffer((WARPGROUP_ROWS, head_dim), *self.copied(gmem.k))
-        empty = barrier(1, slots)
-        if not self.problem.quantised:
-            full = barrier(self.pieces, slots)
-            smem = Smem(q, plgpu.RefUnion((k, v), staging), None, None)
-            return smem, Barriers(full, empty, full, empty, barrier(self.pieces, 1), None)
-        stages, full = self.blocks.stages, barrier(1, slots)
-        raw = tuple(
-            tile_buffer((stages, block, width), self.problem.kv_dtype, self.raw_swizzle(kind))
+        ring = self.raw(slots) if self.in_registers else (k, v)
+        staging = tile_buffer((rows, v_head_dim), out.o.dtype), row_buffer((rows,))
+        q = products.buffer((rows, head_dim), *self.copied(gmem.k))
+        smem = Smem(q, plgpu.RefUnion(ring, staging))
+        empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
+        if self.blocks.upright:
+            q_scale = row_buffer((rows,)) if self.in_registers else None
+            p, across = products.buffer((rows, block)), row_buffer((WARPS, rows))
+            smem = smem._replace(p=p, across=across, q_scale=q_scale)
+            return smem, Barriers(copied, empty, copied, empty)
+        if not self.in_memory:
+            return smem, Barriers(copied, empty, copied, empty, barrier(self.pieces, 1))
+        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
+        smem = smem._replace(raw=self.raw(self.blocks.stages), scales=scales)
+        full = barrier(1, slots)
+        return smem, Barriers(full, empty, full, empty, None, (copied,) * 2)
+
+    def raw(self, stages: int) -> tuple:
+        """Blocks of K and of V in eight bits."""
+        return tuple(
+            tile_buffer(
+                (stages, self.blocks.block_kv, width),
+                self.problem.kv_dtype,
+                self.raw_swizzle(kind),
+            )
             for kind, width in enumerate(self.head_dims)
         )
-        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
-        smem = Smem(q, plgpu.RefUnion((k, v), staging), raw, scales)
-        return smem, Barriers(full, empty, full, empty, None, (barrier(self.pieces, stages),) * 2)

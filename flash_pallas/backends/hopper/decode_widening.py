@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import clearing
+from .decode_pages import Pages
 from .decode_plan import Cta, Keys, Plan
 from .decode_producer import Producer
 from .memory import Ring
@@ -29,13 +30,13 @@ class WideningProducer:
     plan: Plan
 
     @property
-    def source(self) -> Producer:
+    def pages(self) -> Pages:
         """Who knows where blocks lie."""
-        return Producer(self.plan)
+        return Pages(self.plan)
 
     def __call__(self, cta: Cta):
         """All blocks of this CTA."""
-        plan, places, ahead = self.plan, self.source.places, self.plan.blocks.stages
+        plan, places, ahead = self.plan, self.pages.places, self.plan.blocks.stages
         guessed = plan.guessed(cta)
         if plan.guesses:
             self.begin(cta, cta.split, guessed)
@@ -81,14 +82,14 @@ class WideningProducer:
         def _(n):
             own = block + n * self.plan.blocks.num_splits
             for kind in range(2):
-                self.fetch(cta, kind, n, own, self.source.places(cta, own))
+                self.fetch(cta, kind, n, own, self.pages.places(cta, own))
 
     def fetch(self, cta: Cta, kind: int, n, block, places: tuple):
         """Start the copy of a block of K (kind 0) or V (kind 1), the n-th."""
         slot = self.raw_ring(cta, kind).slot(n)
         source = (cta.gmem.k, cta.gmem.v)[kind]
         tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
-        self.source.copy(cta, source, tile, barrier, block, places)
+        Producer(self.plan).copy(cta, source, tile, barrier, block, places)
 
     def widen(self, cta: Cta, keys: Keys, kind: int, use, scales: tuple):
         """Make a block of K or V one that products read."""
@@ -117,19 +118,8 @@ class WideningProducer:
 
     def own_places(self, cta: Cta, j) -> tuple:
         """Pages of the pieces of the j-th block, if they have scales of their own."""
-        return self.source.places(cta, j) if self.plan.page_scales else ()
+        return self.pages.places(cta, j) if self.plan.page_scales else ()
 
     def scales(self, cta: Cta, keys: Keys, j, places: tuple) -> tuple:
         """(of K, of V) of each piece of the j-th block, if pages have scales of their own."""
-        if not self.plan.page_scales:
-            return ()
-
-        def scale(of, i, page):
-            if of is None:
-                return jnp.float32(1.0)
-            found = of[page if of.shape[0] > 1 else 0, cta.head]
-            # That of a page beyond the end may be NaN, as its keys may.
-            return lax.select(self.source.first_key(j, i) < keys.length, found, jnp.float32(1.0))
-
-        kinds = cta.gmem.k_scale, cta.gmem.v_scale
-        return tuple(tuple(scale(of, i, page) for i, page in enumerate(places)) for of in kinds)
+        return self.pages.scales(cta, keys, j, places) if self.plan.page_scales else ()

@@ -36,12 +36,16 @@ class PackedRows:
         group: heads that share a key head.
         first: number of the tile's first row, traced; may be None where there is one tile.
         interpret: run by the interpreter.
+        size: rows of the tile, padding included, where numbers of all rows are made.
+        layout: of those numbers.
     """
 
     queries: int
     group: int
     first: Any
     interpret: bool
+    size: int = WARPGROUP_ROWS
+    layout: Any = inline.ROWS
 
     @property
     def total(self) -> int:
@@ -63,13 +67,13 @@ class PackedRows:
 
         Args:
             source: [queries, group, columns] in device memory, a row a multiple of 16 bytes.
-            tile: [64, at least columns] in shared memory; 0 where source has nothing.
+            tile: [rows, at least columns] in shared memory; 0 where source has nothing.
             swizzle: of the tile, in bytes.
         """
         if self.interpret:
             tile[...] = jnp.zeros(tile.shape, tile.dtype)
             columns = pl.ds(0, source.shape[-1])
-            self._each(lambda i, at: _set(tile, (i, columns), source[at]))
+            self.each(lambda i, at: _set(tile, (i, columns), source[at]))
             return
         refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype))
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -80,7 +84,7 @@ class PackedRows:
         if self.interpret:
             width = min(tile.shape[-1], target.shape[-1])
             columns = pl.ds(0, width)
-            self._each(lambda i, at: _set(target, (*at, columns), tile[i, columns]))
+            self.each(lambda i, at: _set(target, (*at, columns), tile[i, columns]))
             return
         refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -89,34 +93,40 @@ class PackedRows:
     def store_values(self, values, target):
         """Copy one number a row, f32[64] in shared memory, to [group, queries] in device memory."""
         if self.interpret:
-            self._each(lambda i, at: _set(target, at[::-1], values[i]))
+            self.each(lambda i, at: _set(target, at[::-1], values[i]))
             return
         refs = plgpu.RefType(), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
         run(functools.partial(_store_values_body, self))(values, target, self.start)
 
     def query(self):
-        """int32[64]: the query of every row, in inline.ROWS; padding has the last one's."""
+        """int32[size]: the query of every row; padding has the last one's."""
         if self.interpret:
             return self._place()[0]
-        run = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=_of_rows(jnp.int32))
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WG_SPLAT,), return_type=self._numbers(jnp.int32)
+        )
         return run(functools.partial(_query_body, self))(self.start)
 
     def per_head(self, source):
-        """f32[64] of f32[group] in device memory: the number of every row's head."""
+        """f32[size] of f32[group] in device memory: the number of every row's head."""
         if self.interpret:
             return source[...][self._place()[1]]
         run = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=_of_rows(jnp.float32)
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=self._numbers(jnp.float32),
         )
         return run(functools.partial(_per_head_body, self))(source, self.start)
 
+    def _numbers(self, dtype):
+        return plgpu.ShapeDtypeStruct((self.size,), dtype, self.layout)
+
     def _place(self):
-        """int32[64] twice: the (query, head) of every row, for the interpreter."""
-        row = lax.min(self.start + jnp.arange(WARPGROUP_ROWS, dtype=jnp.int32), self.total - 1)
+        """int32[size] twice: the (query, head) of every row, for the interpreter."""
+        row = lax.min(self.start + jnp.arange(self.size, dtype=jnp.int32), self.total - 1)
         return lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
 
-    def _each(self, copy):
+    def each(self, copy):
         """copy(i, (query, head)) for every row i that exists."""
         for i in range(self.most):
             row = self.start + i
@@ -128,10 +138,6 @@ def _set(ref, at, value):
     ref[at] = value
 
 
-def _of_rows(dtype):
-    return plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), dtype, inline.ROWS)
-
-
 def _thread():
     """i32: of the warpgroup. Unknown to the compiler, which else keeps what `load` and `store` make
     of it alive through the loop between them: 130 registers where two CTAs have room with 128.
@@ -139,14 +145,15 @@ def _thread():
     return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP)))
 
 
-class _Pieces:
+class Pieces:
     """Which pieces of a tile in shared memory this thread moves."""
 
     def __init__(self, rows: PackedRows, tile, array, first) -> None:
         self.rows, self.tile, self.array, self.first = rows, tile, array, splat(first)
         self.element = tile.type.element_type
         self.width = PIECE_BYTES * 8 // self.element.width  # elements of a piece
-        _, self.across, _, self.columns = tile.type.shape
+        outer, self.across, inner, self.columns = tile.type.shape
+        self.tile_rows = outer * inner
         self.of_row = self.across * self.columns // self.width
         self.type = ir.VectorType.get((self.width,), self.element)
         self.thread = _thread()
@@ -175,6 +182,34 @@ class _Pieces:
         found = outer, arith.divui(piece, at(in_row)), inner, column
         return [arith.index_cast(index, x) for x in found]
 
+    def loaded(self):
+        """(row, piece, numbers of the array or zeros) of all pieces of the tile."""
+        element = self.array.type.element_type
+        kind, zero = ir.VectorType.get((self.width,), element), ir.FloatAttr.get(element, 0.0)
+        zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, zero))
+        for start, row, piece in self.places(self.tile_rows):
+            found = zeros
+            if start < self.rows.most:
+                branch = scf.IfOp(self.exists(row, piece), [kind], has_else=True)
+                with ir.InsertionPoint(branch.then_block):
+                    pointer = self.in_array(row, piece)
+                    scf.yield_([llvm.load(kind, pointer, alignment=PIECE_BYTES)])
+                otherwise: Any = branch.else_block  # there is one; the type says perhaps
+                with ir.InsertionPoint(otherwise):
+                    scf.yield_([zeros])
+                found = branch.results[0]
+            yield row, piece, found
+
+    def where_tile_has(self, row, store):
+        """Call `store`, for threads whose row is one of the tile."""
+        if self.tile_rows * self.of_row % WARPGROUP == 0:
+            store()
+            return
+        less, last = arith.CmpIPredicate.ult, i32_constant(self.tile_rows)
+        with ir.InsertionPoint(scf.IfOp(arith.cmpi(less, row, last)).then_block):
+            store()
+            scf.yield_([])
+
     def in_array(self, row, piece):
         """Pointer to the piece in device memory."""
         (of_query, of_head, _), _ = self.array.type.get_strides_and_offset()
@@ -192,25 +227,14 @@ class _Pieces:
 
 
 def _load_body(rows: PackedRows, _, source, tile, first):
-    pieces = _Pieces(rows, tile, source, first)
-    zero = ir.FloatAttr.get(pieces.element, 0.0)
-    zeros = arith.constant(pieces.type, ir.DenseElementsAttr.get_splat(pieces.type, zero))
-    for start, row, piece in pieces.places(WARPGROUP_ROWS):
-        found = zeros
-        if start < rows.most:
-            branch = scf.IfOp(pieces.exists(row, piece), [pieces.type], has_else=True)
-            with ir.InsertionPoint(branch.then_block):
-                pointer = pieces.in_array(row, piece)
-                scf.yield_([llvm.load(pieces.type, pointer, alignment=PIECE_BYTES)])
-            otherwise: Any = branch.else_block  # there is one; the type says perhaps
-            with ir.InsertionPoint(otherwise):
-                scf.yield_([zeros])
-            found = branch.results[0]
-        vector.store(found, tile, pieces.in_tile(row, piece))
+    pieces = Pieces(rows, tile, source, first)
+    for row, piece, found in pieces.loaded():
+        put = functools.partial(vector.store, found, tile, pieces.in_tile(row, piece))
+        pieces.where_tile_has(row, put)
 
 
 def _store_body(rows: PackedRows, _, tile, target, first):
-    pieces = _Pieces(rows, tile, target, first)
+    pieces = Pieces(rows, tile, target, first)
     for _, row, piece in pieces.places(rows.most):
         branch = scf.IfOp(pieces.exists(row, piece))
         with ir.InsertionPoint(branch.then_block):
@@ -235,14 +259,15 @@ def _store_values_body(rows: PackedRows, _, values, target, first):
 
 
 def _each_row(rows: PackedRows, first, dtype, value):
-    """A tile's column of value(row), in inline.ROWS."""
-    layout, shape = inline.ROWS.to_mgpu(), (WARPGROUP_ROWS,)
+    """value(row) of all rows of a tile, in its layout."""
+    layout, shape = rows.layout.to_mgpu(), (rows.size,)
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     i32, last = ir.IntegerType.get_signless(32), i32_constant(rows.total - 1)
     for index, (row,) in zip(np.ndindex(*registers.shape), layout.thread_idxs(shape), strict=True):
         row = arith.addi(splat(first), arith.index_cast(i32, row))
-        found = value(arith.minui(row, last))
-        registers[index] = vector.broadcast(ir.VectorType.get((1,), dtype), found)
+        each = [arith.addi(row, i32_constant(e)) for e in range(layout.vector_length)]
+        found = [value(arith.minui(x, last)) for x in each]
+        registers[index] = vector.from_elements(ir.VectorType.get((len(each),), dtype), found)
     return registers, layout
 
 

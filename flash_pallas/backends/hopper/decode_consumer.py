@@ -1,0 +1,142 @@
+"""What the compute warpgroup of the decode kernel does, whichever way its tiles lie."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import scores, softmax
+from ...core.scores import TileInputs
+from .decode_plan import Cta, Keys, Plan
+from .register_tile import RegisterTile
+
+
+class Held(NamedTuple):
+    """What is known of the rows of queries before the first block; one number each, or none."""
+
+    position: Any  # int32 of their queries
+    first: Any  # int32 the first key that they see, or None: key 0
+    last: Any  # int32 the last one
+    slope: Any  # f32, or None
+    k_scale: Any  # f32 that scores are multiplied by, or None
+    v_scale: Any  # f32 that outputs are multiplied by, or None
+
+
+class Folded(NamedTuple):
+    """What the warpgroup carries from block to block, beside the output."""
+
+    m: Any  # f32, one a row of queries: the running maximum, base 2
+    l: Any  # f32, several a row: running sums, each of one thread's own weights
+    pages: Any = None  # what is known of the pages to come, where that is needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(abc.ABC):
+    """Folds the blocks of a CTA into its rows of queries; the methods are its phases."""
+
+    plan: Plan
+
+    def __call__(self, cta: Cta):
+        """From the load of Q to the store of O and the log-sum-exp."""
+        self.load_q(cta)
+        keys = self.plan.keys(cta)
+        held = self.hold(cta, keys)
+        self.settle(cta, keys)
+
+        def fold(o_acc):
+            step = functools.partial(self.step, cta, keys, held, o_acc)
+            done = self.start(cta, keys)
+            for low, high, masked in keys.zones(self.plan.problem.spec.window_left is not None):
+                done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
+            o = self.output(cta, keys, o_acc)
+            self.store(cta, held, o, done)
+
+        pl.run_scoped(fold, plgpu.ACC(self.output_shape, jnp.float32))
+
+    def load_q(self, cta: Cta):
+        """The rows of the tile, zeros where it has more than there are."""
+        source = cta.gmem.q.at[cta.batch, :, cta.head]
+        self.plan.packed(cta.tile).load(source, cta.smem.q, self.plan.q_swizzle(cta.gmem))
+        plgpu.commit_smem()
+
+    def hold(self, cta: Cta, keys: Keys) -> Held:
+        """Positions, limits, slopes and scales of the rows."""
+        rows = self.plan.packed(cta.tile)
+        position = rows.query() + keys.position
+        slopes = cta.gmem.slopes
+        slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
+        limits = self.plan.problem.spec.mask.keys_of(position, keys.length)
+        return Held(position, *limits, slope, *self.scales(cta))
+
+    def scales(self, cta: Cta) -> tuple:
+        """(of K, of V), where each has one for all of its pages."""
+        if self.plan.page_scales:
+            return None, None
+        entry = lambda x: cta.batch if x.shape[0] > 1 else 0
+        both = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
+
+    def sink(self, cta: Cta):
+        """The logit of each row's sink, base 2, or None."""
+        sinks = cta.gmem.sinks
+        if sinks is None:
+            return None
+        packed = self.plan.packed(cta.tile)
+        return packed.per_head(sinks.at[cta.batch, cta.head]) * softmax.LOG2E
+
+    def seen_logits(self, held: Held, s, first, position, spread):
+        """core.scores.Logits of scaled products with keys from `first` on, before any is hidden.
+
+        Args:
+            held: of the rows.
+            s: the products, f32.
+            first: number of the first key.
+            position: () -> int32 numbers of the keys, spread over the tile.
+            spread: (x, shape) -> one number of every query spread over the tile.
+        """
+        bias = None
+        if held.slope is not None:
+            distance = lax.abs(spread(held.position, s.shape) - position())
+            distance = lax.convert_element_type(distance, jnp.float32)
+            bias = distance * spread(-held.slope, s.shape)
+        tile = RegisterTile(0, first, s.shape, interpret=self.plan.interpret)
+        return scores.logits(self.plan.problem.spec.attention, tile, s, TileInputs(bias=bias))
+
+    def publish(self, cta: Cta, swizzle: int):
+        """Write what is staged, O with this swizzle and the log-sum-exp, to device memory."""
+        plgpu.commit_smem()
+        packed, (target, lse_target) = self.plan.packed(cta.tile), self.plan.results(cta)
+        packed.store(cta.smem.o, target, swizzle)
+        packed.store_values(cta.smem.lse, lse_target)
+
+    @property
+    @abc.abstractmethod
+    def output_shape(self) -> tuple[int, int]:
+        """Of the accumulator of O."""
+
+    @abc.abstractmethod
+    def settle(self, cta: Cta, keys: Keys):
+        """Wait for blocks that were guessed in vain: results are staged where they arrive."""
+
+    @abc.abstractmethod
+    def start(self, cta: Cta, keys: Keys) -> Folded:
+        """No key seen."""
+
+    @abc.abstractmethod
+    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, folded: Folded, *, masked: bool):
+        """Fold the block of this use in."""
+
+    @abc.abstractmethod
+    def output(self, cta: Cta, keys: Keys, o_acc):
+        """O when all blocks are in it, and nothing reads their slots any more."""
+
+    @abc.abstractmethod
+    def store(self, cta: Cta, held: Held, o, folded: Folded):
+        """Divide by the sums and write O and the log-sum-exp of this share of the keys."""

@@ -1,0 +1,114 @@
+"""The decode kernel's tiles with queries as rows: for many of them, 64 at a time.
+
+The products of a block of 64 keys at head dim 128 take a seventh of the time in which a
+multiprocessor's share of the bandwidth brings the block, and the softmax about a fifth, however
+many of the 64 rows are padding.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import softmax
+from . import inline, inline_modifiers
+from .decode_consumer import Consumer, Folded, Held
+from .decode_plan import Cta, Keys
+from .forward_scores import per_row
+from .memory import WARPGROUP_ROWS, swizzles
+
+
+class RowConsumer(Consumer):
+    """S = Q K^T and O = P V; what rows have lies in inline.ROWS."""
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """[rows, columns of V]."""
+        return WARPGROUP_ROWS, self.plan.head_dims[1]
+
+    def settle(self, cta: Cta, keys: Keys):
+        """See Consumer. After the loop over keys it would take 130 registers."""
+        if self.plan.guesses and not self.plan.problem.quantised:
+            lax.fori_loop(keys.stop, self.plan.guessed(cta), lambda n, _: cta.k.wait_full(n), None)
+
+    def start(self, cta: Cta, keys: Keys) -> Folded:
+        """See Consumer; eight sums a row."""
+        sums = jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32)
+        return Folded(
+            plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), inline.ROWS),
+            plgpu.layout_cast(sums, inline.WGMMA),
+        )
+
+    def scaled(self, cta: Cta, kind: int, use, x):
+        """The scores with a block's keys (kind 0), or their weights (1), by scales of its pages."""
+        if not self.plan.page_scales:
+            return x
+        slot = (cta.k, cta.v)[kind].slot(use)
+        scales = [cta.smem.scales[kind, slot, i] for i in range(self.plan.pieces)]
+        return inline.scale_columns(x, scales, self.plan.interpret)
+
+    def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, folded: Folded, *, masked: bool):
+        """QK^T of a block, softmax and PV, one after the other.
+
+        PV beside the next QK^T would take 138 registers at head dim 128. This takes 128, with which
+        a second CTA finds room, and that one computes while this one waits.
+        """
+        cta.k.wait_full(use)
+        s = self.scaled(cta, 0, use, self.products(cta, use))
+        cta.k.release(use)
+        first = keys.block(use) * self.plan.blocks.block_kv
+        x, log2_scale = self.logits(held, s, first, masked)
+        m = jnp.maximum(folded.m, x.max(axis=1) * log2_scale)
+        # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
+        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
+        alpha = jnp.exp2(folded.m - finite)
+        p = jnp.exp2(x * log2_scale - per_row(finite, x.shape))
+        own = inline.lane_sums(p, self.plan.interpret)
+        l = folded.l * per_row(alpha, folded.l.shape) + own
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        o_acc[...] = o * per_row(alpha, o.shape)
+        cta.v.wait_full(use)
+        p = self.plan.products.split(self.scaled(cta, 1, use, p))
+        self.plan.products.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
+        plgpu.wgmma_wait(0)
+        cta.v.release(use)
+        return Folded(m, l)
+
+    def products(self, cta: Cta, use):
+        """QK^T of a block."""
+
+        def product(s_acc):
+            k = cta.smem.k.at[cta.k.slot(use)]
+            self.plan.products.multiply(s_acc, cta.smem.q, k, transposed=True)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
+        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+
+    def logits(self, held: Held, s, first, masked: bool):
+        """(x, log2_scale) of the products s with the keys from `first` on; -inf where hidden."""
+        if held.k_scale is not None:
+            s = s * held.k_scale
+        position = lambda: inline_modifiers.positions(s.shape, 1, first, self.plan.interpret)
+        found = self.seen_logits(held, s, first, position, per_row)
+        x = found.x
+        if masked:
+            low = None if held.first is None else held.first - first
+            x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
+        return x, found.log2_scale
+
+    def output(self, cta: Cta, keys: Keys, o_acc):
+        """See Consumer; each step has waited for its own product."""
+        return plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+
+    def store(self, cta: Cta, held: Held, o, folded: Folded):
+        """See Consumer."""
+        inverse, lse = softmax.finish(folded.m, folded.l.sum(axis=1), self.sink(cta))
+        if held.v_scale is not None:
+            inverse = inverse * held.v_scale
+        o = o * per_row(inverse, o.shape)
+        cta.smem.o[...] = o.astype(cta.smem.o.dtype)
+        cta.smem.lse[...] = lse
+        self.publish(cta, swizzles(cta.smem.o.shape[1], cta.smem.o.dtype)[0])
