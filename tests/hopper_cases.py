@@ -79,6 +79,8 @@ MODIFIERS = (
     _small("lengths_causal_split", q_lengths=(60,), kv_lengths=(48,), causal=True, poison=True,
            deterministic=True),
     _small("bias_1NTS", bias="1NTS", B=2),
+    _small("bias_shared_32", bias="1NTS", B=2, H=32, T=150),
+    _small("bias_shared_16", bias="11TS", B=4, K=2, H=16, sinks=True),
     _small("bias_BNTS_128", bias="BNTS", H=128, N=1),
     _small("bias_B1TS_causal", bias="B1TS", causal=True, N=2, **_SQUARE),
     _small("bias_1N1S", bias="1N1S", B=2, N=1),
@@ -163,6 +165,9 @@ FORWARD_BLOCKS = (
     (_small("long_jump_causal_128", maxima="jump", T=400, S=400, N=1, H=128, causal=True),
      LONG_BLOCKS),
     (_small("long_ragged_128", T=200, S=231, N=2, H=128), LONG_BLOCKS),
+    (_small("one_warpgroup_128", T=130, H=128, N=1, causal=True), {"warpgroups": 1}),
+    (_small("packed_rows", T=40, S=104, B=2, kv_lengths=(100, 31), q_lengths=(40, 9), sinks=True,
+            causal=True, q_offset=-5, poison=True), {"packed": True}),
 )  # fmt: skip
 
 
@@ -193,8 +198,11 @@ FUSED_BLOCKS = (
     ),
     (_several_tiles("staggered", K=2, causal=True), {"stagger": True}),
     (_several_tiles("staggered_group", S=264, window=(90, 0)), {"stagger": True}),
+    (_several_tiles("parts_128", H=128, causal=True), {"parts": 3}),
+    # Of the second key block's one tile, one of two parts has nothing.
+    (_several_tiles("parts_without_tiles", K=2, causal=True), {"parts": 2}),
 )
-SECTIONS = _small("sections", T=104, K=2, B=3, H=32, causal=True)
+SECTIONS = _small("sections", T=104, S=104, N=3, K=3, B=3, H=32, causal=True)
 
 # Three tiles of keys for pairs of CTAs, and more members than a ring has slots.
 PAIRS = (
@@ -248,6 +256,11 @@ ON_DEVICE = (
     _case("long", T=4096, S=4096, N=1, K=1, H=128, causal=True),
     _case("long_full", T=4096, S=4100, N=2, K=1, H=128),
     _case("long_rising", T=4160, S=4160, N=1, K=1, H=128, maxima="rising"),
+    # Of a multiprocessor's worth of tiles and more; what is smaller has tiles of its own.
+    _case("many_tiles", T=700, S=700, B=4, N=8, K=2, H=128),
+    _case("many_tiles_d64", T=700, S=700, B=4, N=8, K=2, causal=True),
+    _case("few_queries", T=16, S=4000, N=8, K=2, H=128, causal=True, q_offset=3984),
+    _case("few_queries_in_tiles", T=150, S=3000, B=2, N=4, K=2, causal=True, q_offset=2850),
     _case("tall", T=1999, S=130, H=128, causal=True, q_offset=-300),
     _case("wide", T=65, S=3001, H=64, causal=True, q_offset=2936),
     _case("many_heads", T=200, S=200, B=4, N=32, K=4, H=64, causal=True),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.score_blocks import Sums
 from flash_pallas.backends.hopper.scores_cta import SECTION_TILES, BiasTiles
 from flash_pallas.core.mask import Mask
@@ -58,3 +60,42 @@ def test_only_a_plain_16_bit_bias_is_kept():
     ):
         assert not other.keep_bias
         assert other.cluster == 1
+
+
+def _fused(batch: int, head_dim: int, shape=(1, 1, 256, 256), override=None, **given):
+    x = jax.ShapeDtypeStruct((batch, 256, 1, head_dim), jnp.bfloat16)
+    given = {"bias": jax.ShapeDtypeStruct(shape, jnp.bfloat16)} | given
+    spec = AttentionSpec(scale=1.0, mask=given.pop("mask", Mask()), deterministic=False)
+    problem = describe(Operands(x, x, x, None)._replace(**given), spec)
+    backend = HopperBackend(trades_registers=True)
+    return backend.blocks(problem, override and {"fused": override}).backward
+
+
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "cluster"),
+    [(128, 16, 4), (6, 16, 2), (128, 32, 2), (128, 64, 2), (3, 64, 1), (1, 32, 1), (8, 128, 1)],
+)
+def test_clusters_of_entries_that_share_a_bias(batch, head_dim, cluster):
+    assert _fused(batch, head_dim).bias_cluster == cluster
+
+
+def test_entries_that_differ_share_no_bias():
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    for given in (
+        {"bias": jax.ShapeDtypeStruct((4, 1, 256, 256), jnp.bfloat16)},
+        {"bias": jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.float32)},
+        {"bias": jax.ShapeDtypeStruct((1, 1, 1, 256), jnp.bfloat16)},
+        {"kv_lengths": lengths},
+        {"q_offset": lengths},
+        {"mask": Mask(right=0)},
+    ):
+        assert _fused(4, 64, **given).bias_cluster == 1
+        with pytest.raises(ValueError, match=r"bias_cluster.*pass 'bias_cluster': 1"):
+            _fused(4, 64, override={"bias_cluster": 2}, **given)
+
+
+@pytest.mark.parametrize("size", [3, 8, 16])
+def test_a_cluster_divides_the_batch(size):
+    with pytest.raises(ValueError, match="2, 4 or 8"):
+        _fused(4, 64, override={"bias_cluster": size})
+    assert _fused(8, 64, override={"bias_cluster": 8}).bias_cluster == 8

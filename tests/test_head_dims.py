@@ -87,5 +87,5 @@ def test_parts_of_float32_are_padded():
 def test_narrow_heads_take_wide_tiles_of_queries(head_dim):
     x = jax.ShapeDtypeStruct((1, 64, 1, head_dim), jnp.bfloat16)
     problem = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
-    with pytest.raises(ValueError, match=r"'block_q'.*64: 128 for head dims up to 16"):
+    with pytest.raises(ValueError, match=r"'block_q': 64.*must be 128 for head dims up to 16"):
         HopperBackend().blocks(problem, {"fused": {"block_q": 64}})

@@ -57,8 +57,8 @@ def test_compute_warpgroups_that_load(case):
 
 
 @pytest.mark.interpret
-def test_sections_of_the_batch(monkeypatch):
-    """Two batch entries at one time, then the third alone."""
+def test_sections_of_heads_and_batch(monkeypatch):
+    """Two of nine pairs of a head and a batch entry at one time; the ninth alone."""
     monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)

@@ -19,6 +19,7 @@ from .candidates import candidates
 from .decode import decode
 from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
+from .forward_packed import forward_packed
 from .products import Products
 from .stand_ins import UNSUPPORTED
 
@@ -48,6 +49,16 @@ class HopperBackend:
         """A warpgroup of the kernels only loads."""
         return trades_registers() if self.trades_registers is None else self.trades_registers
 
+    @property
+    def multiprocessors(self) -> int:
+        """That a kernel has."""
+        return self.num_sms or _num_sms()
+
+    @property
+    def partitionable(self) -> bool:
+        """Not under the interpreter, whose callbacks the partitioner would drop."""
+        return not self.interpret
+
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason()):
@@ -76,15 +87,17 @@ class HopperBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
-        return choose_blocks(problem, override, self.producer)
+        return choose_blocks(problem, override, self.producer, self.multiprocessors)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """Tile sizes worth timing; see candidates.py."""
-        return candidates(problem, self.producer)
+        return candidates(problem, self.producer, self.multiprocessors)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
+        if blocks.forward.packed:
+            return forward_packed(problem, operands, self.multiprocessors, self.interpret)
         native = native_problem(problem)
         products = Products(problem.dtype, self.interpret)
         q, k = (products.operand(x, native.head_dim) for x in (operands.q, operands.k))
@@ -93,7 +106,7 @@ class HopperBackend:
             native,
             blocks.forward,
             operands._replace(q=q, k=k, v=v),
-            self.num_sms or _num_sms(),
+            self.multiprocessors,
             self.interpret,
         )
         most = None if out.max_log2 is None else out.max_log2[:, :, : problem.q_len]
@@ -123,7 +136,7 @@ class HopperBackend:
 
     def decode_blocks(self, problem: DecodeProblem) -> decode_blocks.DecodeBlocks:
         """Tile sizes and the number of splits; see decode_blocks.py."""
-        return decode_blocks.choose_decode(problem, self.num_sms or _num_sms())
+        return decode_blocks.choose_decode(problem, self.multiprocessors)
 
     def decode(
         self, spec: DecodeSpec, blocks: decode_blocks.DecodeBlocks, operands: DecodeOperands

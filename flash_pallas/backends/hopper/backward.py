@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ...core import padding
 from ...core.problem import Cotangents, Grads, Operands, Problem
 from .arrays import BackwardArrays
@@ -39,13 +41,18 @@ def backward(
         do = padding.cleared_queries(operands, cotangents.do)
         operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
     arrays = BackwardArrays.of(native, operands, cotangents, _summed_rows(native, blocks))
+    extra = {}
     if fused:
-        grads = backward_fused(native, blocks, operands, arrays, inside, interpret)
+        if "bias" not in wanted:
+            blocks = dataclasses.replace(blocks, bias_cluster=1)
+        *grads, dbias = backward_fused(native, blocks, operands, arrays, inside, interpret)
+        if dbias is not None:
+            extra, wanted = {"bias": dbias}, wanted - {"bias"}
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
     producer = (blocks if fused else blocks.dq).producer
-    extra = score_grads(native, operands, arrays, wanted, producer, interpret)
+    extra |= score_grads(native, operands, arrays, wanted, producer, interpret)
     dq_, dk, dv = map(Products(problem.dtype).joined, grads)
     return Grads(
         dq_[:, : problem.q_len, :, : problem.head_dim],

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...core.problem import Problem
 from .fused_blocks import FUSED_HEAD_DIMS, choose_fused
+from .fused_parts import choose_parts
 from .split_blocks import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
 
 
@@ -20,15 +21,17 @@ class SplitBlocks:
     dq: DqBlocks
 
 
-def choose_backward(problem: Problem) -> dict[str, Any]:
+def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
     """Tiles of each kernel that runs: of "fused", or of "dkv" and "dq"."""
     widest = max(problem.head_dim, problem.v_head_dim)
     fused = None
     atomics = not problem.spec.deterministic and problem.dtype != np.float32
     if atomics and widest <= FUSED_HEAD_DIMS[-1]:
-        fused = choose_fused(native_problem(problem, fused=True))
+        native = native_problem(problem, fused=True)
+        fused = choose_fused(native)
     if fused is not None:
-        return {"fused": fused}
+        parts = 1 if fused.sums_bias else choose_parts(native, fused, num_sms)
+        return {"fused": dataclasses.replace(fused, parts=parts)}
     native = native_problem(problem, fused=False)
     return {"dkv": choose_dkv(native), "dq": choose_dq(native)}
 

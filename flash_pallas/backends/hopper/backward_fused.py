@@ -15,7 +15,8 @@ In which order the two warpgroups run (3) to (5) is in fused_finish.py.
 dK and dV stay in registers for the whole walk. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add. The
 order of those adds differs from run to run, and with it the last bits of dQ; backward_dkv.py and
-backward_dq.py are the deterministic pair.
+backward_dq.py are the deterministic pair. The gradient of a bias may be added up here too:
+fused_bias.py.
 
     K, V            one slot each, loaded once; dK and dV are staged in them at the end
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
@@ -36,13 +37,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
-from . import inline, recompute
+from . import cluster, inline, recompute
 from .arrays import BackwardArrays
-from .fused_blocks import FusedBlocks, entries_at_once
-from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch
+from .fused_bias import BiasSums, Sums
+from .fused_blocks import FusedBlocks, pairs_at_once
+from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzles_of_k_and_v
 from .fused_finish import Alternating, Finish, Together
+from .fused_parts import summed
 from .fused_producer import Feeder, Producer
-from .memory import WARPGROUP_ROWS, Ring, launch, rows_of, warpgroup_rows
+from .memory import WARPGROUP_ROWS, Ring, float32, launch, rows_of, warpgroup_rows
 from .query_walk import QueryWalk
 from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs
@@ -72,25 +75,33 @@ class Fused:
         """What loads and adds dQ."""
         return Producer(self.problem, self.blocks, self.interpret)
 
-    def __call__(self, dq, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
-        entries = entries_at_once(self.problem)
-        batch = lax.axis_index("section") * entries + lax.axis_index("entry")
-        work = functools.partial(self.work, (dq, gmem, dk, dv), smem, bars, batch)
-        if self.problem.batch % entries == 0:
+    def __call__(self, sums: Sums, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
+        size, total = self.blocks.bias_cluster, self.problem.batch * self.problem.kv_heads
+        pairs = pairs_at_once(self.problem, size)
+        within = lax.axis_index("pair") * size + cluster.rank(size)
+        pair = lax.axis_index("section") * pairs + within
+        work = functools.partial(self.work, (sums, gmem, dk, dv), smem, bars, pair)
+        if total % pairs == 0:
             work()
         else:  # the last section is smaller
-            pl.when(batch < self.problem.batch)(work)
+            pl.when(pair < total)(work)
 
-    def work(self, arrays, smem: Smem, bars: Barriers, batch):
+    def work(self, arrays, smem: Smem, bars: Barriers, pair):
         """Everything that a CTA does."""
-        dq, gmem, dk, dv = arrays
-        block = lax.axis_index("kv")
+        sums, gmem, dk, dv = arrays
+        entries = jnp.int32(self.problem.batch)
+        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
+        block, parts = lax.axis_index("kv"), self.blocks.parts
         at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
-        loops = {"mask_all": self.blocks.mask_all, "stagger": self.blocks.stagger}
+        loops = {"mask_all": self.blocks.mask_all, "shift": block if self.blocks.stagger else 0}
         walk = QueryWalk.of(self.problem, gmem, at, *size, **loops)
+        if parts > 1:
+            part = lax.axis_index("part")
+            walk, dk, dv = walk.cut(part, parts), dk.at[part], dv.at[part]
         cta = Cta(
             gmem=gmem,
-            dq=dq,
+            dq=sums.dq,
+            dbias=sums.bias,
             dk=dk,
             dv=dv,
             smem=smem,
@@ -98,14 +109,26 @@ class Fused:
             q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
             do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
             batch=batch,
-            kv_head=lax.axis_index("head"),
+            kv_head=kv_head,
             kv_start=block * self.blocks.block_kv,
             walk=dataclasses.replace(walk, opaque=self.blocks.alternate),
             wg=lax.axis_index("wg"),
         )
+        if parts == 1:
+            self.run(cta)
+        else:
+            pl.when(walk.total > 0)(lambda: self.run(cta))
+            pl.when((walk.total == 0) & (cta.wg < WARPGROUPS))(lambda: self.store_nothing(cta))
+
+    def run(self, cta: Cta):
+        """All warpgroups."""
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
         if self.blocks.producer:
             pl.when(cta.wg == WARPGROUPS)(lambda: self.producer(cta))
+        if self.blocks.sums_bias:
+            swizzle = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)[0]
+            add = BiasSums(self.problem, self.blocks, swizzle, self.interpret)
+            pl.when(cta.wg == WARPGROUPS + 1)(lambda: add(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
@@ -114,19 +137,43 @@ class Fused:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
             cta = Feeder(self.producer).start(cta)
-        keys, head_dim = warpgroup_rows(cta.wg), self.problem.head_dim
-        accumulator = plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
+        dk, dv = dk * self.problem.spec.scale, recompute.gained(self.problem, dv)
+        (self.store if self.blocks.parts == 1 else self.store_part)(cta, dk, dv)
+
+    def store(self, cta: Cta, dk, dv):
+        """This warpgroup's keys of the results."""
+        keys = warpgroup_rows(cta.wg)
         cta.meet()  # both warpgroups have read K for the last time
-        cta.smem.k[keys] = (dk * self.problem.spec.scale).astype(self.problem.dtype)
-        cta.smem.v[keys] = recompute.gained(self.problem, dv).astype(self.problem.dtype)
+        cta.smem.k[keys] = dk.astype(self.problem.dtype)
+        cta.smem.v[keys] = dv.astype(self.problem.dtype)
         plgpu.commit_smem()
-        rows = pl.ds(cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        at = (cta.batch, rows, cta.kv_head)
-        dk_at, dv_at = (rows_of(out, at, cta.smem.k) for out in (cta.dk, cta.dv))
+        dk_at, dv_at = (rows_of(x, self.own_keys(cta), cta.smem.k) for x in (cta.dk, cta.dv))
         plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], dk_at, commit_group=False)
         plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], dv_at)
         plgpu.wait_smem_to_gmem(0)
+        if self.blocks.sums_bias:
+            cta.sums.drain(cta.walk.total)  # nobody reads dS of this CTA any more
+
+    def store_part(self, cta: Cta, dk, dv):
+        """This warpgroup's keys of what one part of the walk adds to the results, in float32.
+
+        Straight from registers: four threads write the 32 bytes of a sector.
+        """
+        at = self.own_keys(cta)
+        cta.dk[at], cta.dv[at] = dk, dv
+        plgpu.wait_smem_to_gmem(0)  # dQ's adds, where there is no producer
+
+    def store_nothing(self, cta: Cta):
+        """What a part without tiles adds."""
+        tile = jnp.zeros((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
+        self.store_part(cta, *[plgpu.layout_cast(tile, inline.WGMMA)] * 2)
+
+    def own_keys(self, cta: Cta):
+        """(batch entry, keys of this warpgroup, key head) of dK and dV."""
+        rows = pl.ds(cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        return cta.batch, rows, cta.kv_head
 
     def walk(self, cta: Cta, dk_acc, dv_acc):
         """Every query tile of every head of the group; masked tiles are a loop of their own."""
@@ -236,46 +283,61 @@ def backward_fused(
     clears: bool,
     interpret: bool,
 ):
-    """Launch; returns (dq, dk, dv) in the dtypes and shapes of `arrays`, dq as wide as it runs.
+    """Launch.
 
-    `clears`: padding may hold NaN; otherwise it holds 0.
+    Args:
+        problem: with the head dims that run.
+        blocks: tile sizes.
+        operands: of the call.
+        arrays: what a backward reads.
+        clears: padding may hold NaN; otherwise it holds 0.
+        interpret: run by the interpreter.
+
+    Returns:
+        (dq, dk, dv, dbias): in the dtypes and shapes of `arrays`, dq as wide as it runs; dbias in
+        those of the bias, or None without blocks.bias_cluster.
     """
     dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
-    entries = entries_at_once(problem)
+    pairs = pairs_at_once(problem, blocks.bias_cluster)
     given = arrays.for_rows(problem, operands, 1, tile)
     if clears:
         given = given.with_padding(operands, *tile)
+    key_blocks = pl.cdiv(problem.kv_len, blocks.block_kv)
+    of_k, of_v = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (arrays.k, arrays.v))
+    if blocks.parts > 1:  # whole tiles, as what writes them knows no ends
+        keys = (problem.batch, key_blocks * blocks.block_kv, problem.kv_heads, problem.head_dim)
+        of_k = of_v = float32((blocks.parts, *keys))
     run = functools.partial(
         launch,
-        out=(
-            jax.ShapeDtypeStruct(arrays.k.shape, dtype),
-            jax.ShapeDtypeStruct(arrays.v.shape, dtype),
-        ),
+        out=(of_k, of_v),
         scratch=scratch(problem, blocks, arrays, interpret),
-        # Some batch entries fastest, so that CTAs that run together add to different tiles of dQ
-        # (key blocks fastest: 0.94x if causal), but no more than L2 keeps.
+        # Some batch entries and heads fastest: CTAs that run together add to different tiles of dQ
+        # (key blocks fastest: 0.94x if causal) and the longest causal walks start first; but no
+        # more than L2 keeps. Of four axes the first two become one, of 65,535 at most.
         grid={
-            "head": problem.kv_heads,
-            "section": pl.cdiv(problem.batch, entries),
-            "kv": pl.cdiv(problem.kv_len, blocks.block_kv),
-            "entry": entries,
+            "section": pl.cdiv(problem.batch * problem.kv_heads, pairs),
+            "kv": key_blocks,
+            **({"part": blocks.parts} if blocks.parts > 1 else {}),
+            "pair": pairs // blocks.bias_cluster,
         },
-        threads=WARPGROUPS + blocks.producer,
+        cluster=cluster.axes(blocks.bias_cluster),
+        threads=WARPGROUPS + blocks.producer + blocks.sums_bias,
         name="flash_pallas_backward_fused",
         interpret=interpret,
     )
 
     def accumulate(refs):
-        dq, dk, dv = refs
-        dk[...], dv[...] = run(functools.partial(Fused(problem, blocks, interpret), dq))(given)
+        sums, dk, dv = refs
+        dk[...], dv[...] = run(functools.partial(Fused(problem, blocks, interpret), sums))(given)
 
     # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
-    # (1.00x). Only dQ's zeros are written; those of dK and dV are overwritten, and XLA drops them.
-    dq, dk, dv = pl.run_state(accumulate)(
+    # (1.00x). Only the zeros of sums are written; dK and dV are overwritten, and XLA drops theirs.
+    sums, dk, dv = pl.run_state(accumulate)(
         (
-            jnp.zeros((*arrays.q.shape[:3], problem.head_dim), jnp.float32),
-            jnp.zeros(arrays.k.shape, dtype),
-            jnp.zeros(arrays.v.shape, dtype),
+            Sums.zeros(problem, blocks, arrays),
+            *(jnp.zeros(x.shape, x.dtype) for x in (of_k, of_v)),
         )
     )
-    return (dq * problem.spec.scale).astype(dtype), dk, dv
+    if blocks.parts > 1:
+        dk, dv = (summed(x, like) for x, like in ((dk, arrays.k), (dv, arrays.v)))
+    return (sums.dq * problem.spec.scale).astype(dtype), dk, dv, sums.of_bias(problem)

@@ -12,7 +12,8 @@ from . import backward_blocks, forward_blocks
 from .backward_blocks import SplitBlocks, choose_backward
 from .forward_blocks import ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
-from .fused_blocks import FusedBlocks
+from .forward_packed import described, packs
+from .fused_blocks import FusedBlocks, may_sum_bias
 from .memory import SMEM_LIMIT
 
 
@@ -35,7 +36,7 @@ def trades_registers() -> bool:
 
 
 def choose_blocks(
-    problem: Problem, override: dict[str, Any] | None, producer: bool = True
+    problem: Problem, override: dict[str, Any] | None, producer: bool, num_sms: int
 ) -> HopperBlocks:
     """The tuned tile sizes, with fields replaced by `override`.
 
@@ -43,16 +44,18 @@ def choose_blocks(
         problem: the shapes.
         producer: of the blocks that are chosen: a warpgroup of its own loads, which takes
             `trades_registers`.
+        num_sms: multiprocessors that the tiles are to keep busy.
         override: for each kernel that runs (`"forward"`, `"fused"`, `"dkv"`, `"dq"`), a dict of the
             fields to replace, such as `{"forward": {"block_kv": 64}}`.
 
     Raises:
         ValueError: an unknown kernel or field, or tiles that do not fit.
     """
-    chosen: dict[str, Any] = {"forward": choose_forward(problem)}
-    chosen |= choose_backward(problem)
+    chosen: dict[str, Any] = {"forward": choose_forward(problem, num_sms)}
+    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packs(problem, num_sms))
+    chosen |= choose_backward(problem, num_sms)
     if not producer:
-        chosen = {name: dataclasses.replace(b, producer=False) for name, b in chosen.items()}
+        chosen = {name: _without_producer(b) for name, b in chosen.items()}
         chosen["forward"] = without_producer(chosen["forward"], problem)
     for kernel, fields in (override or {}).items():
         if kernel not in chosen:
@@ -64,13 +67,18 @@ def choose_blocks(
             size = forward_blocks.native_problem(problem)
         else:
             size = backward_blocks.native_problem(problem, fused=kernel == "fused")
-        chosen[kernel] = _replaced(kernel, chosen[kernel], fields, size)
+        chosen[kernel] = _replaced(kernel, chosen[kernel], fields, size, problem)
     if "fused" in chosen:
         return HopperBlocks(chosen["forward"], chosen["fused"])
     return HopperBlocks(chosen["forward"], SplitBlocks(chosen["dkv"], chosen["dq"]))
 
 
-def _replaced(kernel: str, blocks, fields, size):
+def _without_producer(blocks):
+    alone = {"bias_cluster": 1} if isinstance(blocks, FusedBlocks) else {}
+    return dataclasses.replace(blocks, producer=False, **alone)
+
+
+def _replaced(kernel: str, blocks, fields, size, problem: Problem):
     names = {field.name for field in dataclasses.fields(blocks)}
     if not isinstance(fields, dict) or not names.issuperset(fields):
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}")
@@ -86,18 +94,35 @@ def _replaced(kernel: str, blocks, fields, size):
             raise ValueError(
                 f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of {unit} up to 256"
             )
-    if isinstance(replaced, FusedBlocks) and not replaced.runs(size.head_dim):
+    if isinstance(replaced, ForwardBlocks) and replaced.packed and described(problem) is None:
         raise ValueError(
-            f"blocks[{kernel!r}]['block_q'] is {replaced.block_q}: 128 for head dims up to 16"
+            "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
         )
-    if isinstance(replaced, FusedBlocks) and replaced.alternate and not replaced.may_alternate:
-        raise ValueError(
-            f"blocks[{kernel!r}] is {fields!r}: warpgroups that alternate take ds_stages=2 and no "
-            "late_dp; pass 'alternate': False too"
-        )
+    if isinstance(replaced, FusedBlocks) and (reason := _refused(replaced, size)):
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
     if replaced.smem_bytes(size) > SMEM_LIMIT - 1024:  # the barriers take less than 1 KB
         raise ValueError(
             f"blocks[{kernel!r}] needs {replaced.smem_bytes(size)} bytes of shared memory and "
             f"there are {SMEM_LIMIT}: use fewer stages or smaller blocks"
         )
     return replaced
+
+
+def _refused(blocks: FusedBlocks, size) -> str | None:
+    """Why the fused backward cannot run with these blocks."""
+    if not blocks.runs(size.head_dim):
+        return "'block_q' must be 128 for head dims up to 16"
+    if blocks.alternate and not blocks.may_alternate:
+        return (
+            "warpgroups that alternate take at least two stages, do_stages and ds_stages and no "
+            "late_dp; pass 'alternate': False too"
+        )
+    if blocks.sums_bias and not (blocks.producer and may_sum_bias(size, blocks.bias_cluster)):
+        return (
+            "'bias_cluster' may be 2, 4 or 8 with a producer warpgroup and a bias in 16 bits with "
+            "both axes, without a mask or another modifier, that as many batch entries share or a "
+            "multiple; pass 'bias_cluster': 1"
+        )
+    if blocks.sums_bias and blocks.parts > 1:
+        return "CTAs that add up the gradient of a bias share no walks; pass 'bias_cluster': 1"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ...core.problem import Problem
@@ -17,6 +18,7 @@ _FORWARD = (
     {"warpgroups": 3, "block_kv": 64},
     {"warpgroups": 3, "block_kv": 128},
     {"persistent": False},
+    {"packed": False},
 )
 _FUSED = (
     {"alternate": False, "polynomials": 0.0},
@@ -25,6 +27,7 @@ _FUSED = (
     {"block_q": 64},
     {"block_q": 64, "stages": 4, "do_stages": 4},
     {"stages": 3, "do_stages": 3},
+    {"parts": 1},
 )
 _DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
 _DQ = (
@@ -38,26 +41,27 @@ _DQ = (
 CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
 
 
-def candidates(problem: Problem, producer: bool) -> dict[str, list[dict[str, Any]]]:
+def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list[dict[str, Any]]]:
     """For each kernel of a call, tile sizes that it can run with; those of the rules come first.
 
-    `producer` is that of `choose_blocks`.
+    `producer` and `num_sms` are those of `choose_blocks`.
     """
-    chosen = _by_kernel(problem, None, producer)
+    by_kernel = functools.partial(_by_kernel, problem, producer, num_sms)
+    chosen = by_kernel(None)
     found = {}
     for kernel, blocks in chosen.items():
         tried = [blocks]
         for change in CHANGES[kernel]:
             try:
-                tried.append(_by_kernel(problem, {kernel: change}, producer)[kernel])
+                tried.append(by_kernel({kernel: change})[kernel])
             except ValueError:  # they do not fit, or the kernel cannot take them
                 continue
         found[kernel] = [dataclasses.asdict(b) for b in dict.fromkeys(tried)]
     return found
 
 
-def _by_kernel(problem: Problem, override: dict[str, Any] | None, producer: bool):
-    blocks = choose_blocks(problem, override, producer)
+def _by_kernel(problem: Problem, producer: bool, num_sms: int, override: dict[str, Any] | None):
+    blocks = choose_blocks(problem, override, producer, num_sms)
     backward = blocks.backward
     if isinstance(backward, SplitBlocks):
         return {"forward": blocks.forward, "dkv": backward.dkv, "dq": backward.dq}

@@ -59,6 +59,12 @@ def empty_barrier(size: int, warpgroups: int, slots: int):
     )
 
 
+def arrive(barrier, interpret: bool):
+    """Every warp of this warpgroup has come here; for one arrival at a barrier of the cluster."""
+    inline.warpgroup_barrier(interpret)
+    plgpu.barrier_arrive(barrier)
+
+
 def release(size: int, ring: Ring, n, interpret: bool):
     """Consumer: this warpgroup has read the n-th fill."""
     if size > 1:

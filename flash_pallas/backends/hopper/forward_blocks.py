@@ -29,6 +29,8 @@ class ForwardBlocks:
             with new ones only where a sum of some of a row's exceeds 2 to this; 0: never. See
             `speculation` for where that is possible.
         producer: a warpgroup of its own loads; else the last compute warpgroup does.
+        packed: the kernels of decode.py run instead, with tiles of their own; see forward_packed.py
+            for what that takes.
     """
 
     warpgroups: int = 2
@@ -39,6 +41,7 @@ class ForwardBlocks:
     polynomials: float = 0.0
     speculates: float = 0.0
     producer: bool = True
+    packed: bool = False
 
     @property
     def compute_registers(self) -> int:
@@ -118,10 +121,10 @@ def native_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-def choose_forward(problem: Problem) -> ForwardBlocks:
+def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
     """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
     native = native_problem(problem)
-    blocks = _for_head_dims(native)
+    blocks = _for_lengths(_for_head_dims(native), native, num_sms)
     asked = _modifiers(native)
     if "softcap" in asked and native.dtype != np.float32:
         blocks = dataclasses.replace(blocks, polynomials=0.5)
@@ -209,6 +212,39 @@ def _for_head_dims(problem: Problem) -> ForwardBlocks:
     if v_head_dim > 128:
         return ForwardBlocks(block_kv=64, lazy_rescale=8.0)
     return ForwardBlocks(speculates=SPECULATES)
+
+
+def _for_lengths(blocks: ForwardBlocks, problem: Problem, num_sms: int) -> ForwardBlocks:
+    """With fewer warpgroups, where tiles of 64 rows are few or those of 192 cover too much.
+
+    H200, tiles for one warpgroup against the usual: T=512, 16 heads, of dim 128 1.32, of 64 1.88;
+    two batch entries of 256 queries 1.28; 16 queries to 8k keys, 32 heads, 1.31. At head dim 64,
+    32 heads, T=512, 256 tiles of 64 rows, one warpgroup is still faster than two: 1.54 and 1.39.
+    """
+    measured = blocks in (TUNED[64, 64], TUNED[128, 128])
+    if not measured or not _is_plain(problem) or problem.spec.max_logit:
+        return blocks
+    fewer = lambda n: dataclasses.replace(blocks, warpgroups=n)
+    tiles = problem.batch * problem.q_heads * -(-problem.q_len // WARPGROUP_ROWS)
+    if problem.q_len <= WARPGROUP_ROWS or tiles <= num_sms:
+        return fewer(1)
+    if blocks.warpgroups == 3 and _pairs(problem, blocks) > THIRD_GAINS * _pairs(problem, fewer(2)):
+        return fewer(2)
+    return blocks
+
+
+# Two warpgroups take so many times as long for a pair of a query and a key as three. H200, head dim
+# 64: 1.5 times the pairs (T=256) 1.51 times as fast, 1.35 (512, causal) 1.13, 1.33 (1k, causal)
+# 1.13; by wall clock 1.125 (512 and 1k) 0.94 and 0.90, 1.11 (2k, causal) 0.96.
+THIRD_GAINS = 1.25
+
+
+def _pairs(problem: Problem, blocks: ForwardBlocks) -> int:
+    """Of a query and a key in the tiles that a head goes through."""
+    mask, rows, offset = problem.spec.mask, blocks.tile_rows, problem.spec.q_offset
+    starts = range(0, problem.q_len, rows)
+    found = (mask.kv_blocks(s + offset, rows, problem.kv_len, blocks.block_kv) for s in starts)
+    return sum((x.stop - x.start) * rows * blocks.block_kv for x in found)
 
 
 def wants_narrow_tiles(problem: Problem) -> bool:

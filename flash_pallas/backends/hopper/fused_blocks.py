@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...core import integers as ints
 from ...core.problem import Problem
 from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
 from .side_inputs import SideInputs
@@ -22,10 +23,14 @@ class FusedBlocks:
         late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
         stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
         alternate: the warpgroups take turns at the tensor cores; see fused_finish.py. Takes two
-            slots for dS and no late_dp.
+            slots or more of everything, and no late_dp.
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
+        parts: CTAs that share the walk of a key block, whose dK and dV are added up afterwards; see
+            fused_parts.py. Takes one loop, as with mask_all.
+        bias_cluster: CTAs of as many batch entries that add up the gradient of a bias which they
+            share, where that is wanted: fused_bias.py. 1: backward_scores.py does.
     """
 
     block_q: int = 64
@@ -39,9 +44,26 @@ class FusedBlocks:
     late_handover: bool = False
     polynomials: float = 0.0
     producer: bool = True
+    parts: int = 1
+    bias_cluster: int = 1
 
     block_kv = 2 * WARPGROUP_ROWS
-    compute_registers, producer_registers = 240, 24
+    producer_registers, summing_registers = 24, 40
+
+    @property
+    def compute_registers(self) -> int:
+        """Of a thread; a further warpgroup takes some."""
+        return 224 if self.sums_bias else 240
+
+    @property
+    def sums_bias(self) -> bool:
+        """This kernel adds up the gradient of a bias."""
+        return self.bias_cluster > 1
+
+    @property
+    def received_rows(self) -> int:
+        """Keys, of as many CTAs as there are others in the cluster."""
+        return self.block_kv - self.block_kv // self.bias_cluster
 
     @property
     def dq_by_rows(self) -> bool:
@@ -60,8 +82,11 @@ class FusedBlocks:
 
     @property
     def may_alternate(self) -> bool:
-        """There are slots enough for dS, and dP^T is issued with S^T."""
-        return self.ds_stages == 2 and not self.late_dp
+        """There are slots enough for two tiles, and dP^T is issued with S^T.
+
+        With one for dO, a warpgroup would wait in its turn for what the other has yet to read.
+        """
+        return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not self.late_dp
 
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory without barriers, for the head dim that runs."""
@@ -70,6 +95,8 @@ class FusedBlocks:
         keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
         rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
+        if self.sums_bias:
+            side += 2 * self.received_rows * self.block_q
         rows_dq, columns_dq = self.dq_tile(head_dim)
         return 2 * (tiles + keys) + 8 * rows_dq * columns_dq + rows + side
 
@@ -79,16 +106,19 @@ class FusedBlocks:
 AT_ONCE_BYTES = 16 << 20
 
 
-def entries_at_once(problem: Problem) -> int:
-    """Batch entries worked on at one time: Q, dO and the float32 dQ of a head of each stay in L2.
+def pairs_at_once(problem: Problem, cluster: int = 1) -> int:
+    """Pairs of a key head and a batch entry that are worked on at one time; whole clusters of CTAs.
 
-    As many for every section of the batch, but for the last.
+    Q, dO and the float32 dQ of a query head of each stay in L2. All sections of the pairs are as
+    large, but for the last.
     """
     most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
-    sections = -(-problem.batch // most)
-    return -(-problem.batch // sections)
+    pairs = problem.kv_heads * problem.batch
+    sections = -(-pairs // most)
+    return ints.round_up(-(-pairs // sections), cluster)
 
 
+CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
 FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200, against warpgroups that meet in every step: alternating ones are 1.11 times as fast at
@@ -125,6 +155,24 @@ MODIFIED = {
     64: FusedBlocks(block_q=64, mask_all=True, alternate=True, stages=4, do_stages=4),
     128: FusedBlocks(block_q=64, mask_all=True, alternate=True),
 }
+# bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
+# backward_scores.py: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
+# Larger clusters are slower at 64 and 32, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs.
+# Alternating warpgroups that hand over late are 1.03 of those that meet at 64, with polynomials
+# 0.98 to 1.03 of that; at 32 they are 0.96, with spills. Without the sum 1.09 at 64, staggered.
+BIASED = {
+    16: FusedBlocks(block_q=128, mask_all=True, bias_cluster=4),
+    32: FusedBlocks(block_q=128, mask_all=True, bias_cluster=2),
+    64: FusedBlocks(
+        stages=3,
+        do_stages=3,
+        mask_all=True,
+        alternate=True,
+        late_handover=True,
+        polynomials=0.25,
+        bias_cluster=2,
+    ),
+}
 # Where alternating is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
 # dropout at 64 0.98, with score_mod at 128 0.67.
 MEETING = {
@@ -140,9 +188,13 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
     spec = problem.spec
     first = _table(problem)[problem.head_dim]
+    sizes = (size for size in (*CLUSTERS[::-1], 1) if size <= first.bias_cluster)
+    cluster = next(size for size in sizes if may_sum_bias(problem, size))
+    first = dataclasses.replace(first, bias_cluster=cluster)
     if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
-    fewer = dataclasses.replace(_together(first), stages=2, do_stages=1, ds_stages=1)
+    alone = dataclasses.replace(_together(first), bias_cluster=1)
+    fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, fewer, SMALLEST)
     fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
     return next(filter(fits, candidates), None)
@@ -153,6 +205,8 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     side = SideInputs(problem, q_axis=1)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
     drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
+    if tiles and _only_a_bias(problem) and head_dim in BIASED:
+        return BIASED
     if tiles or "bias" in features or (drops and head_dim == 64) or (mods and head_dim == 128):
         return MEETING
     if drops or mods or spec.softcap or spec.mask_mod:
@@ -160,6 +214,31 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     ragged = problem.kv_len % FusedBlocks.block_kv != 0
     masked = ragged or not spec.mask.is_trivial or {"kv_lengths", "kv_segments"} & features
     return MASKED if masked else PLAIN
+
+
+def may_sum_bias(problem: Problem, cluster: int) -> bool:
+    """Clusters of so many CTAs can add up the gradient of the bias, or one CTA is a cluster.
+
+    All CTAs of a cluster take the same steps with the same tiles of a bias in 16 bits, and dS is
+    the gradient of what the bias was added to.
+    """
+    if cluster == 1:
+        return True
+    kind = SideInputs(problem, q_axis=1).kind(problem.bias_shape)
+    if kind != "tile" or not _only_a_bias(problem):
+        return False
+    sharing = problem.batch // problem.bias_shape[0]
+    return cluster in CLUSTERS and sharing % cluster == 0
+
+
+def _only_a_bias(problem: Problem) -> bool:
+    """A bias in 16 bits is all that modifies the scores."""
+    spec = problem.spec
+    modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
+    if modified or problem.mask_shape is not None or not spec.mask.is_trivial:
+        return False
+    small = problem.bias_shape is not None and problem.bias_dtype.itemsize == 2
+    return small and problem.features - {"sinks"} == {"bias"}
 
 
 def _together(blocks: FusedBlocks) -> FusedBlocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from . import cluster
 from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
 from .memory import Ring, row_buffer, tile_buffer
@@ -33,6 +35,8 @@ class Smem(NamedTuple):
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
     side: Streamed  # with Q
+    received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
+    arrived: Any = None  # an mbarrier, of what is received
 
 
 class Barriers(NamedTuple):
@@ -50,6 +54,9 @@ class Barriers(NamedTuple):
     dq_full: Any  # one per warpgroup
     dq_empty: Any  # one per warpgroup
     arrived: Any = None  # a tile that has padding to be cleared
+    summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup
+    summed_empty: Any = None  # and added up, by each CTA of the cluster
+    receives: Any = None  # each CTA of the cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Cta:
 
     gmem: BackwardArrays
     dq: Any  # f32[B, T, N, D], accumulated into
+    dbias: Any  # f32[Bb, Nb, S, T], up to whole tiles, accumulated into; None without bias_cluster
     dk: Any
     dv: Any
     smem: Smem
@@ -69,6 +77,12 @@ class Cta:
     kv_start: Any
     walk: QueryWalk
     wg: Any
+
+    @property
+    def sums(self) -> Ring:
+        """The slots of dS as those see them who add up dS of a cluster."""
+        bars = self.bars
+        return Ring(bars.summed_full, bars.summed_empty, self.smem.ds.shape[0])
 
     def anew(self) -> Cta:
         """With a warpgroup index from which nothing is hoisted.
@@ -109,6 +123,11 @@ def scratch(
     block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, side = plgpu.Barrier, SideInputs(problem, q_axis=1)
     of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
+    received = None
+    if blocks.sums_bias:
+        received = tile_buffer((blocks.received_rows, block_q), dtype, of_k)
+        if interpret:  # where whole tiles of float32 are added
+            received = plgpu.SMEM((block_kv, block_q), jnp.float32)
     smem = Smem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
@@ -119,11 +138,15 @@ def scratch(
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         side=side.buffers(blocks.stages, block_kv, block_q),
+        received=received,
+        arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
     )
+    of_cluster = functools.partial(cluster.empty_barrier, blocks.bias_cluster)
+    sums = blocks.sums_bias
     bars = Barriers(
         kv_full=bar(num_arrivals=2),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
-        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
+        q_empty=cluster.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
@@ -137,6 +160,9 @@ def scratch(
         dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
+        summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
+        summed_empty=of_cluster(1, blocks.ds_stages) if sums else None,
+        receives=of_cluster(1, 1) if sums else None,
     )
     return smem, bars
 

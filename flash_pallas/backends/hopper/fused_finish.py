@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from . import inline
+from . import cluster, inline
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta
 from .memory import warpgroup_rows
@@ -66,6 +66,20 @@ class Finish(abc.ABC):
         target = cta.dq.at[cta.dq_part(tile, self.blocks, self.head_dim, cta.wg)]
         plgpu.copy_smem_to_gmem(cta.smem.dq.at[cta.wg], target, reduction_op="add")
 
+    def await_sums(self, cta: Cta, n):
+        """Wait until dS of the n-th tile may be written, if dS of a cluster is added up."""
+        if self.blocks.sums_bias:
+            cta.sums.wait_empty(n)
+
+    def tell_sums(self, cta: Cta, n):
+        """This warpgroup's part of dS of the n-th tile has been written."""
+        if self.blocks.sums_bias:
+            plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
+
+    def release_q(self, cta: Cta, n):
+        """Q of the n-th tile has been read, and the bias, which a cluster loads together."""
+        cluster.release(self.blocks.bias_cluster, cta.q, n, self.interpret)
+
     @abc.abstractmethod
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """The products of the n-th tile, from P^T and dS^T in 16 bits."""
@@ -91,9 +105,11 @@ class Together(Finish):
         ds_slot = ints.remainder(n, self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
             cta.meet()  # both have read the previous dS
+        self.await_sums(cta, n)
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
+        self.tell_sums(cta, n)
         cta.meet()  # both have written dS
 
         def products(dq_acc):
@@ -108,7 +124,7 @@ class Together(Finish):
         plgpu.commit_smem()
         self.add_dq(cta, n)
         plgpu.wgmma_wait(0)
-        cta.q.release(n)
+        self.release_q(cta, n)
 
     def start(self, cta: Cta):
         """Nothing to do."""
@@ -137,8 +153,10 @@ class Alternating(Finish):
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """dQ, dV and dK of the n-th tile; dQ of warpgroup 0 is that of the tile before."""
         slot = self.slot(n)
+        self.await_sums(cta, n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
+        self.tell_sums(cta, n)
         plgpu.barrier_arrive(cta.bars.ds_ready.at[slot])
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, self.interpret)
@@ -160,7 +178,7 @@ class Alternating(Finish):
             self.hand_over(cta, of_dq)
         plgpu.wgmma_wait(0)
         cta.do.release(n)
-        cta.q.release(n)
+        self.release_q(cta, n)
 
     def start(self, cta: Cta):
         """Warpgroup 1 waits for the first products of the other."""

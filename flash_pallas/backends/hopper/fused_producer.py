@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from . import cluster
 from .clearing import WARP, WARPGROUP, Loader, Padding
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta, swizzles_of_k_and_v
@@ -78,7 +79,8 @@ class Producer:
         side = SideInputs(self.problem, q_axis=1)
         if side.copies:
             where = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
-            side.load(cta.gmem.side, cta.smem.side, slot, full, where)
+            shared = cluster.multicast(self.blocks.bias_cluster)
+            side.load(cta.gmem.side, cta.smem.side, slot, full, where, shared)
 
     def load_do(self, cta: Cta, n, place):
         """dO and delta of the n-th tile, which has this place."""

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
+from ...core import manual_axes
 
 WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
 SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
@@ -146,7 +147,7 @@ def launch(
         options |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
     if interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
-    return plgpu.kernel(
+    call = plgpu.kernel(
         kernel,
         out_type=out,
         scratch_types=scratch,
@@ -158,6 +159,7 @@ def launch(
         kernel_name=name,
         **options,
     )
+    return manual_axes.untyped(call)
 
 
 def float32(shape):

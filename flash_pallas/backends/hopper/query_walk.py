@@ -30,6 +30,7 @@ class QueryWalk:
         shift: which tile of a head comes first, counted from its first one, unless masks is "some".
         opaque: ptxas is not to know where the loop begins. It peels off the first step of the fused
             kernel whose warpgroups alternate, and then ends every wgmma at once (C7512).
+        part: (the first tile, how many) where another CTA has the others; None: all are its own.
     """
 
     start: Any
@@ -42,6 +43,7 @@ class QueryWalk:
     masks: str
     shift: Any = 0
     opaque: bool = False
+    part: tuple[Any, Any] | None = None
 
     @classmethod
     def of(
@@ -53,7 +55,7 @@ class QueryWalk:
         block_q: int,
         *,
         mask_all: bool,
-        stagger: bool = False,
+        shift: Any = 0,
     ) -> QueryWalk:
         """Of a CTA. At least one tile per head, which is then wholly masked.
 
@@ -64,7 +66,7 @@ class QueryWalk:
             kv_rows: keys of a block.
             block_q: queries of a tile.
             mask_all: one loop masks all tiles, if any tile is masked.
-            stagger: start at another tile for every key block.
+            shift: start so many tiles after the first; takes one loop.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -88,7 +90,8 @@ class QueryWalk:
         masks = "all" if mask_all else "some"
         if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
             masks = "none"
-        if stagger and masks == "some":
+        shifted = not (ints.is_static(shift) and shift == 0)
+        if shifted and masks == "some":
             raise ValueError("stagger of the fused backward with this mask: only with mask_all")
         full_start = ints.minimum(full_start, stop)
         ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
@@ -98,8 +101,7 @@ class QueryWalk:
             # window, grouped queries and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         start, full_start, full_stop, stop = ends
-        group, shift = problem.group, block if stagger else 0
-        return cls(start, full_start, full_stop, stop, offset, kv_len, group, masks, shift)
+        return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift)
 
     @property
     def per_head(self):
@@ -108,11 +110,22 @@ class QueryWalk:
 
     @property
     def total(self):
-        """Tiles of the group."""
-        return jnp.int32(self.per_head * self.group)
+        """Tiles of this CTA: of the group, or of its part of them."""
+        return jnp.int32(self.per_head * self.group) if self.part is None else self.part[1]
+
+    def cut(self, index, parts: int) -> QueryWalk:
+        """One of so many parts of the walk, as long as the others but for one tile; maybe empty."""
+        if parts == 1:
+            return self
+        if self.masks == "some":
+            raise ValueError("parts of the fused backward with this mask: only with mask_all")
+        first, end = (lax.div(self.total * i, jnp.int32(parts)) for i in (index, index + 1))
+        return dataclasses.replace(self, part=(first, end - first))
 
     def __getitem__(self, n):
         """(head of the group, query block) of the n-th tile."""
+        if self.part is not None:
+            n = n + self.part[0]
         if self.group == 1:
             return 0, self.block(n)
         return lax.div(n, jnp.int32(self.per_head)), self.block(

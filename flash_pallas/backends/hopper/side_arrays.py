@@ -61,15 +61,22 @@ def _dropout_keys(problem: Problem, q_axis: int, operands: Operands):
     """(of rows, of columns): hashed once here, not in every tile that they take part in."""
     if operands.dropout_keys is None:
         return None, None
+    calls, (q_places, kv_places) = operands.dropout_keys[..., None], _places(problem, operands)
+    q_keys, kv_keys = dropout.row_keys(calls, q_places), dropout.column_keys(kv_places)
+    as_int32 = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    return tuple(map(as_int32, (q_keys, kv_keys)[:: -1 if q_axis else 1]))
+
+
+def _places(problem: Problem, operands: Operands):
+    """What dropout takes for positions: of queries [B or 1, 1, T] and of keys [1, 1, S], padded."""
+    if operands.q_places is not None:
+        pad = lambda x: pad_axis(x, 1, within_reach(x.shape[1]))[:, None]
+        return pad(operands.q_places), pad(operands.kv_places[:1])
     offset = problem.spec.q_offset
     if operands.q_offset is not None:
         offset = operands.q_offset[:, None, None]
     index = lambda length: jnp.arange(within_reach(length), dtype=jnp.int32)[None, None]
-    calls = operands.dropout_keys[..., None]
-    q_keys = dropout.row_keys(calls, index(problem.q_len) + offset)
-    kv_keys = dropout.column_keys(index(problem.kv_len))
-    as_int32 = lambda x: lax.bitcast_convert_type(x, jnp.int32)
-    return tuple(map(as_int32, (q_keys, kv_keys)[:: -1 if q_axis else 1]))
+    return index(problem.q_len) + offset, index(problem.kv_len)
 
 
 def _prepared(x):

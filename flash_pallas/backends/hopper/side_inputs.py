@@ -133,7 +133,9 @@ class SideInputs:
 
     # --- the producer ----------------------------------------------------------------------------
 
-    def load(self, gmem: Gmem, smem: Streamed, slot, barrier, place: Place):
+    def load(
+        self, gmem: Gmem, smem: Streamed, slot, barrier, place: Place, shared: str | None = None
+    ):
         """Start the copies of one stage; each arrives once on `barrier` (full.at[slot]).
 
         Args:
@@ -142,6 +144,7 @@ class SideInputs:
             slot: of the ring.
             barrier: to arrive on.
             place: of the tile; its row_start and rows are those of all warpgroups together.
+            shared: `collective_axes` of a bias.
         """
         if self.has_segments:
             source = gmem.column_segments.at[place.batch, pl.ds(place.column_start, place.columns)]
@@ -152,7 +155,9 @@ class SideInputs:
         for name, shape in (("bias", self.problem.bias_shape), ("mask", self.problem.mask_shape)):
             if name in self.streams:
                 source = self.source(getattr(gmem, name), shape, place)
-                plgpu.copy_gmem_to_smem(source, getattr(smem, name).at[slot], barrier)
+                target = getattr(smem, name).at[slot]
+                axes = shared if name == "bias" else None
+                plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
 
     def keys_at(self, ref, place: Place, start, length: int):
         """Where dropout's keys of one tile's rows or columns lie."""

@@ -1,0 +1,113 @@
+"""The gradient of a bias inside the fused backward: dS added up over batch entries that share it.
+
+The CTAs of a cluster work on the same keys and queries of as many batch entries, one tile after the
+other. dS^T of each lies in shared memory anyway, in 16 bits, for dQ = dS K. A further warpgroup of
+every CTA owns a part of the keys. It sends the parts of the others to them, gets its own from them,
+adds up in float32 and adds that to the sum in device memory, a float32 array as large as the bias.
+
+    ds          the slots of fused_finish.py; a slot may be written again once all CTAs of the
+                cluster have added up what they got from it (summed_empty)
+    received    one slot; others may write to it once all have added up the tile before
+
+Against computing S and dP once more (backward_scores.py) this saves two of seven products and half
+of the exponentials. The order of the last additions differs from run to run.
+
+The interpreter cannot reach the shared memory of a neighbour. There every CTA adds the whole tile
+of its own batch entry, with the same barriers, whose races are found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import integers as ints
+from ...core.problem import Problem
+from . import cluster, inline_exchange
+from .arrays import BackwardArrays
+from .fused_blocks import FusedBlocks
+from .fused_cta import Cta
+from .side_inputs import SideInputs
+
+
+class Sums(NamedTuple):
+    """What CTAs add to in device memory."""
+
+    dq: Any  # f32[B, T8, N, D]
+    bias: Any  # f32[Bb, Nb, S, T], up to whole tiles; None without bias_cluster
+
+    @classmethod
+    def zeros(cls, problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays) -> Sums:
+        """Before the launch."""
+        dq, bias = jnp.zeros((*arrays.q.shape[:3], problem.head_dim), jnp.float32), None
+        if blocks.sums_bias:
+            entries, heads = problem.bias_shape[:2]
+            keys = ints.round_up(problem.kv_len, blocks.block_kv)
+            queries = ints.round_up(problem.q_len, blocks.block_q)
+            bias = jnp.zeros((entries, heads, keys, queries), jnp.float32)
+        return cls(dq, bias)
+
+    def of_bias(self, problem: Problem):
+        """The gradient of the bias, in its shape and dtype."""
+        if self.bias is None:
+            return None
+        whole = self.bias[:, :, : problem.kv_len, : problem.q_len]
+        return whole.swapaxes(2, 3).astype(problem.bias_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasSums:
+    """The warpgroup that adds up.
+
+    Attributes:
+        problem: what is computed.
+        blocks: tile sizes.
+        swizzle: of dS in shared memory, in bytes.
+        interpret: run by the interpreter.
+    """
+
+    problem: Problem
+    blocks: FusedBlocks
+    swizzle: int
+    interpret: bool
+
+    def __call__(self, cta: Cta):
+        """All tiles of this CTA."""
+        plgpu.set_max_registers(self.blocks.summing_registers, action="decrease")
+        if not self.interpret:
+            inline_exchange.init(cta.smem.arrived)
+        cluster.arrive(cta.bars.receives, self.interpret)
+        plgpu.barrier_wait(cta.bars.receives)
+
+        @pl.loop(jnp.int32(0), cta.walk.total)
+        def _(n):
+            cta.sums.wait_full(n)
+            self.add(cta, n)
+            cluster.release(self.blocks.bias_cluster, cta.sums, n, self.interpret)
+            plgpu.barrier_wait(cta.sums.empty.at[cta.sums.slot(n)])
+
+    def add(self, cta: Cta, n):
+        """This CTA's part of the n-th tile, of all CTAs."""
+        smem, target = cta.smem, self.target(cta, n)
+        tile, size = smem.ds.at[cta.sums.slot(n)], self.blocks.bias_cluster
+        if self.interpret:
+            smem.received[...] = tile[...].astype(jnp.float32)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.received, target, reduction_op="add")
+            plgpu.wait_smem_to_gmem(0)
+            return
+        exchange = inline_exchange.Exchange(size, self.swizzle, cluster.rank(size))
+        exchange(tile, smem.received, smem.arrived, lax.rem(n, jnp.int32(2)))
+        exchange.add(tile, smem.received, target)
+
+    def target(self, cta: Cta, n):
+        """Where the sum of the n-th tile lies."""
+        place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
+        entry, head = SideInputs(self.problem, q_axis=1).entry(self.problem.bias_shape, place)
+        keys, queries = pl.ds(place.row_start, place.rows), pl.ds(place.column_start, place.columns)
+        return cta.dbias.at[entry, head, keys, queries]
