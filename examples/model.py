@@ -12,6 +12,7 @@ from flax import nnx
 
 from flash_pallas import KVCache, flash_attention
 from flash_pallas.nn.nnx import FlashAttention
+from flash_pallas.parallel import ContextParallel
 
 VOCABULARY = 256
 
@@ -58,7 +59,12 @@ ATTENTIONS = {
 class Block(nnx.Module):
     """Pre-norm attention, then a pre-norm gated MLP."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        context_parallel: ContextParallel | None = None,
+    ):
         width, hidden, dtype = config.d_model, 4 * config.d_model, config.dtype
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
         # Scaled down by depth, so that the sum of all MLPs does not outgrow the embedding.
@@ -77,6 +83,7 @@ class Block(nnx.Module):
             dtype=dtype,
             backend=config.backend,
             attention=ATTENTIONS[config.attention],
+            context_parallel=context_parallel,
             rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
@@ -84,11 +91,14 @@ class Block(nnx.Module):
         self.up = linear(width, hidden)
         self.down = linear(hidden, width, kernel_init=small)
 
-    def __call__(self, x, cache=None, new_lengths=None):
-        """x and the result: [batch, length, d_model]; with a cache the result and the new cache."""
+    def __call__(self, x, cache=None, new_lengths=None, **packed):
+        """x and the result: [batch, length, d_model]; with a cache the result and the new cache.
+
+        Without one, `packed` may be the segment_ids and positions of packed documents.
+        """
         normed = self.attention_norm(x)
         if cache is None:
-            attended = self.attention(normed)
+            attended = self.attention(normed, **packed)
         else:
             attended, cache = self.attention(normed, cache=cache, new_lengths=new_lengths)
         x = x + attended
@@ -100,11 +110,16 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        width = config.d_model
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        context_parallel: ContextParallel | None = None,
+    ):
+        width, block = config.d_model, functools.partial(Block, config, rngs, context_parallel)
         self.cache_sizes = config.kv_heads, config.head_dim, config.dtype
         self.embed = nnx.Embed(VOCABULARY, width, dtype=config.dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([block() for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(width, dtype=config.dtype, rngs=rngs)
         self.logits = nnx.Linear(width, VOCABULARY, use_bias=False, dtype=config.dtype, rngs=rngs)
 

@@ -42,6 +42,7 @@ def flash_attention(
     dropout_rate: float = 0.0,
     dropout_seed: int | Array | None = None,
     broadcast_dropout: bool = False,
+    shard_axes: tuple[Any, Any] | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     deterministic: bool = False,
@@ -52,7 +53,8 @@ def flash_attention(
     """Exact attention, softmax(scale * q @ k^T) @ v, in memory linear in T and S.
 
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differentiable once, in reverse mode; works
-    under jit, vmap, scan, checkpoint (see `save_attention`) and shard_map.
+    under jit, vmap, scan, checkpoint (see `save_attention`) and shard_map, and on arrays that are
+    sharded over batch and heads, each shard where it lies.
 
     A score is made in this order: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
     A query that sees no key returns zeros, has zero gradients and never makes a NaN;
@@ -90,6 +92,8 @@ def flash_attention(
         dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
             depends on it, batch entry, head and positions alone: not on backend, tiles or vmap.
         broadcast_dropout: drop the same for every batch entry and head.
+        shard_axes: inside `jax.shard_map`, the mesh axes that cut the first batch dimension and the
+            heads, each a name, a tuple or None: dropout, and b and n of mods, count in the whole.
         score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
             batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
         mask_mod: (b, n, i, j) -> bool, likewise; True is visible.
@@ -107,7 +111,7 @@ def flash_attention(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit together, or a value out of range.
+        ValueError: shapes that do not fit, a value out of range, a sharded sequence axis.
         UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
         NotImplementedError: a dtype that no backend takes; a second derivative.
 
@@ -136,6 +140,7 @@ def flash_attention(
         dropout_rate=dropout_rate,
         dropout_seed=dropout_seed,
         broadcast_dropout=broadcast_dropout,
+        shard_axes=shard_axes,
         score_mod=score_mod,
         mask_mod=mask_mod,
         deterministic=deterministic,
@@ -144,7 +149,7 @@ def flash_attention(
     return _run(q, k, v, backend, blocks, arguments)[0]
 
 
-def _same_arguments(function):
+def same_arguments(function):
     """Gives `function`, a (q, k, v, **options), the signature of `flash_attention`."""
     signature = inspect.signature(flash_attention)
     returned = inspect.signature(function).return_annotation
@@ -161,7 +166,7 @@ def _same_arguments(function):
     return checked
 
 
-@_same_arguments
+@same_arguments
 def flash_attention_with_lse(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"]]:
@@ -195,7 +200,7 @@ def flash_attention_with_lse(
     return _run(q, k, v, backend, blocks, Arguments(**options))[:2]
 
 
-@_same_arguments
+@same_arguments
 def flash_attention_with_max_logit(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"], Float[Array, "*B N T"]]:
@@ -230,7 +235,7 @@ def flash_attention_with_max_logit(
     return _run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
 
 
-@_same_arguments
+@same_arguments
 def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
     """Which backend and which tiles `flash_attention` would use here, and why not the others.
 
@@ -328,23 +333,13 @@ def dot_product_attention(
         query,
         key,
         value,
-        bias=_of_rank(bias, rank),
-        mask=_of_rank(mask, rank),
+        bias=validate.of_rank(bias, rank),
+        mask=validate.of_rank(mask, rank),
         causal=is_causal,
         window=local_window_size,
         scale=scale,
-        q_lengths=_of_rank(query_seq_lengths, rank - 3),
-        kv_lengths=_of_rank(key_value_seq_lengths, rank - 3),
+        q_lengths=validate.of_rank(query_seq_lengths, rank - 3),
+        kv_lengths=validate.of_rank(key_value_seq_lengths, rank - 3),
         backend="auto" if implementation is None else implementation,
     )
     return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
-
-
-def _of_rank(x, rank: int):
-    """x with axes of 1 in front up to this rank, or without one where it has one too many."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if x.ndim == rank + 1 and x.shape[0] == 1:
-        return x[0]
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)

@@ -38,6 +38,7 @@ class Arguments:
     dropout_rate: Any = 0.0
     dropout_seed: Any = None
     broadcast_dropout: bool = False
+    shard_axes: Any = None
     score_mod: Any = None
     mask_mod: Any = None
     deterministic: bool = False
@@ -55,6 +56,7 @@ class Sizes:
     q_heads: int
     kv_heads: int
     dtype: Any
+    first: tuple[Any, Any] = (0, 0)  # numbers of entry 0 and head 0 in the whole arrays
 
     @property
     def batch(self) -> int:
@@ -294,8 +296,7 @@ def dropout_rate(value) -> float:
     """The share of weights dropped."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError("dropout_rate is traced, but it must be static: list it in static_argnames")
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not is_number:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"dropout_rate must be a Python number, got {value!r}")
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_rate is {value}: it must be in [0, 1)")
@@ -324,7 +325,8 @@ def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
     else:
         seed = int(seed)
     batch, heads = (1, 1) if shared else (sizes.batch, sizes.q_heads)
-    keys = dropout.call_keys(dropout.seed_words(seed), batch, heads)
+    words, first = dropout.seed_words(seed), (0, 0) if shared else sizes.first
+    keys = dropout.call_keys(words, batch, heads, first)
     return jnp.broadcast_to(keys, (sizes.batch, sizes.q_heads))
 
 
@@ -336,7 +338,7 @@ def mod(name: str, function, sizes: Sizes):
         raise TypeError(f"{name} must be a function, got {function!r}")
     dtype = sizes.score_dtype if name == "score_mod" else None
     try:
-        return mods.trace(function, sizes.batch, sizes.q_heads, dtype)
+        return mods.trace(function, sizes.batch, sizes.q_heads, dtype, sizes.first)
     except mods.NotElementwise as error:
         raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
 

@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
 
 from .core.decode import DecodeOperands
 
@@ -35,7 +36,7 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
         shared = {name: getattr(operands, name) for name in SHARED}
         # A gradient comes in its operand's own entries: those of an inner fold would be repeated.
         inner = wanted.isdisjoint(SHARED) and _inner_is_cheaper(
-            axis_size, batch, shared, is_batched[0]
+            axis_size, batch, shared, is_batched[0], tie=_may_be_cut(operands.q)
         )
         fold = _Fold(axis_size, batch, inner)
         one = {
@@ -52,7 +53,7 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
     return folding
 
 
-def _inner_is_cheaper(size: int, batch: int, shared, is_batched) -> bool:
+def _inner_is_cheaper(size: int, batch: int, shared, is_batched, tie: bool) -> bool:
     """Whether the members' own biases and masks are smaller than the copies of the shared ones."""
     outer_bytes = inner_bytes = 0
     for name, x in shared.items():
@@ -63,7 +64,12 @@ def _inner_is_cheaper(size: int, batch: int, shared, is_batched) -> bool:
             inner_bytes += batch * nbytes // x.shape[1]
         elif len(x) > 1:
             outer_bytes += size * nbytes
-    return inner_bytes < outer_bytes
+    return tie if inner_bytes == outer_bytes else inner_bytes < outer_bytes
+
+
+def _may_be_cut(q) -> bool:
+    """The partitioner may cut the batch: it stays so only if it is the outer of two folded axes."""
+    return AxisType.Auto in jax.typeof(q).sharding.mesh.axis_types
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ first key and q_offset = S - T the last query with the last key.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import arguments as checks
+from . import sharding
 from .arguments import Arguments
 from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 
@@ -75,7 +77,8 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     check_dtypes(q, k, v)
     _check_shapes(q, k, v)
     batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
-    sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype)
+    first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
+    sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
     q, scale = positive_scale(q, checks.scale(arguments.scale, head_dim))
     fold = lambda x: x if len(batch_shape) == 1 else x.reshape(-1, *x.shape[-3:])
     fold = fold if sizes.batch else lambda x: x.reshape(0, *x.shape[-3:])
@@ -241,3 +244,13 @@ def check_sizes(q, k, v):
         raise ValueError(
             f"q has head_dim {q[2]} and k head_dim {k[2]}: they must be equal (v may differ)"
         )
+
+
+def of_rank(x, rank: int):
+    """x with axes of 1 in front up to this rank, or without one where it has one too many."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.ndim == rank + 1 and x.shape[0] == 1:
+        return x[0]
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)

@@ -1,6 +1,6 @@
 """Differentiation, batching and sharding types of attention: once, for every backend.
 
-    custom_vjp( first order only( fold vmapped axes into the batch( backend ) ) )
+    custom_vjp( first order only( fold vmapped axes into the batch( per shard( backend ) ) ) )
 
 The residuals are Q, K, V, O and the log-sum-exp (and the caller's own side inputs), so memory stays
 linear in the length. Both outputs carry names for rematerialisation policies.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from . import batching
+from . import batching, sharding
 from .backends.base import Backend
 from .core import manual_axes, padding, softmax
 from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, Outputs
@@ -46,20 +46,24 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
         keys, both differentiable once, in reverse mode; and, if spec.max_logit, the largest logit
         of every row [B, N, T], which is not differentiated, else None.
     """
-    # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands.
-    operands = manual_axes.spread(operands, manual_axes.varying(operands))
-    return _attend(backend, spec, blocks, operands)
+
+    def local(operands):
+        # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands.
+        operands = manual_axes.spread(operands, manual_axes.varying(operands))
+        return _attend(backend, spec, blocks, operands)
+
+    return sharding.over_explicit_axes(local, operands, spec.max_logit)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(backend, spec, blocks, operands):
-    return _public(_forward(backend, spec, blocks)(operands))
+    return _public(forward_of(backend, spec, blocks)(operands))
 
 
 def _attend_fwd(backend, spec, blocks, primals):
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
-    out = _forward(backend, spec, blocks)(operands)
+    out = forward_of(backend, spec, blocks)(operands)
     out = out._replace(
         o=checkpoint_name(out.o, SAVED_NAMES[0]),
         lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
@@ -73,13 +77,13 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     do, dlse, _ = cotangents
     do = jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    delta = _delta(operands, o, do, dlse, lse_log2)
+    delta = delta_of(operands, o, do, dlse, lse_log2)
     given = Cotangents(lse_log2, do, delta)
-    grads = _backward(backend, spec, blocks, wanted.names)(operands, given)
+    grads = backward_of(backend, spec, blocks, wanted.names)(operands, given)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
         grads = padding.cleared(operands, grads)
-    sinks = None if operands.sinks is None else _sink_gradient(operands.sinks, lse_log2, delta)
+    sinks = None if operands.sinks is None else sink_gradient(operands.sinks, lse_log2, delta)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
     return (
@@ -121,7 +125,7 @@ def _public(out: Outputs):
     return out.o, softmax.natural(out.lse_log2), most
 
 
-def _delta(operands, o, do, dlse, lse_log2):
+def delta_of(operands, o, do, dlse, lse_log2):
     """What the Jacobian of the softmax subtracts from dP: rowsum(o * do) - dlse, [B, N, T].
 
     `dlse` is the cotangent of the natural logarithm, None for zero. The gradient of lse with
@@ -138,32 +142,34 @@ def _delta(operands, o, do, dlse, lse_log2):
     return delta - jnp.where(lse_log2 >= softmax.EMPTY_ROW / 2, 0.0, dlse)
 
 
-def _sink_gradient(sinks, lse_log2, delta):
+def sink_gradient(sinks, lse_log2, delta):
     """[B, N]: a sink is a logit without a value, so its dP is 0."""
     weight = jnp.exp2(sinks.astype(lse_log2.dtype)[..., None] * softmax.LOG2E - lse_log2)
     return -jnp.sum(weight * delta, axis=-1).astype(sinks.dtype)
 
 
 @lru_cache(maxsize=1024)
-def _forward(backend, spec, blocks):
-    """operands -> Outputs, wrapped as the module's docstring says."""
+def forward_of(backend, spec, blocks):
+    """operands -> Outputs: the backend's forward, wrapped as the module's docstring says."""
 
     def forward(operands):
         outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
         return manual_axes.spread(outputs, manual_axes.varying(operands))
 
-    return partial(_first_order_only, batching.fold_vmap(forward))
+    cut = sharding.per_shard(forward, backend.partitionable)
+    return partial(_first_order_only, batching.fold_vmap(cut))
 
 
 @lru_cache(maxsize=1024)
-def _backward(backend, spec, blocks, wanted):
-    """(operands, Cotangents) -> Grads, wrapped likewise."""
+def backward_of(backend, spec, blocks, wanted):
+    """(operands, Cotangents) -> Grads, wrapped likewise; `wanted` as in `Backend.backward`."""
 
     def backward(operands, cotangents):
         grads = backend.backward(spec, blocks, operands, cotangents, wanted)
         return manual_axes.spread(grads, manual_axes.varying(operands))
 
-    return partial(_first_order_only, batching.fold_vmap(backward, wanted))
+    cut = sharding.per_shard(backward, backend.partitionable)
+    return partial(_first_order_only, batching.fold_vmap(cut, wanted))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

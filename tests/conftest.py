@@ -11,7 +11,7 @@ if not ON_GPU:
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores.
 os.environ["NPROC"] = "16"
-FLAGS = ["--xla_force_host_platform_device_count=4"]
+FLAGS = ["--xla_force_host_platform_device_count=8"]
 if ON_GPU:
     FLAGS.append("--xla_gpu_autotune_level=0")  # tuning the oracle's products took 15 s a case
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
@@ -37,7 +37,25 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def devices():
-    """Four devices: those that XLA pretends to have on a CPU."""
+    """Four devices of those that XLA pretends to have on a CPU."""
+    return cpu_devices()[:4]
+
+
+@pytest.fixture
+def quickly():
+    """Without optimisation, where compiling is most of what a test does."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def eight_devices():
+    """All of them."""
+    return cpu_devices()
+
+
+def cpu_devices():
     found = jax.devices("cpu")
-    assert len(found) == 4, "XLA_FLAGS was set after jax started"
+    assert len(found) == 8, "XLA_FLAGS was set after jax started"
     return found

@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import pathlib
+import re
+import socket
 import subprocess
 import sys
 
@@ -25,16 +27,26 @@ TINY = {
     "max-bytes": 100_000,
     "sample-bytes": 20,
 }
+LONG = {name: x for name, x in TINY.items() if name != "sample-bytes"} | {"steps": 2, "seq-len": 64}
 
 
 def run(script, *arguments, cwd):
     """Its output; the examples import flash_pallas from this checkout, warnings are errors."""
+    return finished(start(script, *arguments, cwd=cwd))
+
+
+def start(script, *arguments, cwd):
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=cwd, **pipes)
+
+
+def finished(process):
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return output
 
 
 def train(tmp_path, *more):
@@ -72,6 +84,30 @@ def test_training_writes_its_files(tmp_path):
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (tmp_path / "out" / "sample.txt").read_bytes()
     assert sample.startswith(b"def ") and len(sample) == len(b"def ") + TINY["sample-bytes"]
+
+
+def test_long_documents_on_many_devices_and_in_two_processes(tmp_path):
+    """Four devices of one process, and a ring of two processes with one device each."""
+    flags = [part for name, value in LONG.items() for part in (f"--{name}", value)]
+    script = "train_long_context.py"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    together = [*flags, "--cpu-devices", 1, "--coordinator", f"localhost:{port}", "--processes", 2]
+    both = [start(script, *together, "--process", i, cwd=tmp_path) for i in (0, 1)]
+    first, second = map(finished, both)
+    alone = run(script, *flags, cwd=tmp_path)
+    assert "4 devices in 1 processes: {'data': 2, 'context': 2}" in alone
+    assert "2 devices in 2 processes: {'data': 1, 'context': 2}" in first
+    assert "bits/byte" not in second
+    size, local = (
+        int(x.replace(",", "")) for x in re.findall(r"([\d,]+) parameters, ([\d,]+)", alone)[0]
+    )
+    assert local == size / 4
+    bits = lambda text: [float(x) for x in re.findall(r"([\d.]+) bits/byte", text)]
+    # Printed to four digits, of which the last may be rounded either way.
+    np.testing.assert_allclose(bits(first), bits(alone), rtol=0.0, atol=1.5e-4)
+    assert all(0 < x < 12 for x in bits(alone))  # A uniform guess costs 8 bits.
 
 
 @pytest.mark.slow

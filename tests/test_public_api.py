@@ -15,6 +15,7 @@ import pytest
 import flash_pallas as fp
 from flash_pallas import api, cache, decode, tuning
 from flash_pallas.core import rope
+from flash_pallas.parallel import context, layout, setting
 
 NAMES = [
     "Explanation",
@@ -69,9 +70,19 @@ def test_classes_are_documented(name):
     assert inspect.getdoc(getattr(fp, name))
 
 
-@pytest.mark.parametrize(
-    ("module", "at_least"), [(api, 10), (decode, 8), (cache, 10), (rope, 3), (tuning, 4)]
-)
+EXAMPLES = [
+    (api, 10),
+    (cache, 10),
+    (context, 4),
+    (decode, 8),
+    (layout, 8),
+    (rope, 3),
+    (setting, 6),
+    (tuning, 4),
+]
+
+
+@pytest.mark.parametrize(("module", "at_least"), EXAMPLES)
 def test_examples(module, at_least):
     results = doctest.testmod(module)
     assert results.attempted >= at_least and results.failed == 0

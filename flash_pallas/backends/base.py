@@ -17,6 +17,11 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def partitionable(self) -> bool:
+        """XLA's partitioner may run it on parts of the batch and of the heads; see sharding.py."""
+        ...
+
     def unsupported(self, problem: Problem) -> str | None:
         """None if this backend runs `problem` here; else one sentence saying why not."""
         ...

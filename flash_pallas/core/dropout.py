@@ -28,18 +28,20 @@ def gain(rate: float) -> float:
     return LEVELS / (LEVELS - threshold(rate))
 
 
-def call_keys(seed, batch: int, heads: int):
+def call_keys(seed, batch: int, heads: int, first=(0, 0)):
     """uint32[batch, heads]: the seed of each (batch entry, head) of a call.
 
     Args:
         seed: uint32[words].
         batch: entries of the batch; 1 shares the mask between them all.
         heads: likewise.
+        first: number of the first entry and of the first head, int or int32.
     """
     state = jnp.uint32(0x243F6A88)
     for i in range(seed.shape[0]):
         state = mix(mix(state) ^ seed[i])
-    entries, members = jnp.arange(batch, dtype=jnp.uint32), jnp.arange(heads, dtype=jnp.uint32)
+    count = lambda size, start: jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(start, jnp.uint32)
+    entries, members = count(batch, first[0]), count(heads, first[1])
     per_entry = mix(mix(state) ^ entries)
     return mix(mix(per_entry)[:, None] ^ members[None, :])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 
 def varying(*trees) -> frozenset[str]:
@@ -25,3 +26,18 @@ def spread(tree, axes: frozenset[str]):
 def _spread(x, axes):
     missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def untyped(call):
+    """`call`, which sees arguments that vary over no axis: Pallas refuses others within warps."""
+
+    def run(*args):
+        if not varying(args):
+            return call(*args)
+        bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(args)]
+        bare = jax.tree.unflatten(jax.tree.structure(args), bare)
+        closed, results = jax.make_jaxpr(call, return_shape=True)(*bare)
+        found = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(results), found)
+
+    return run

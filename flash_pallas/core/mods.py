@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from . import manual_axes
 from .elementwise import ELEMENTWISE, Tape, fill
 
 
@@ -50,7 +51,7 @@ class Mod:
         return self.step(tile, params, score)
 
 
-def trace(function: Callable, batch: int, heads: int, score_dtype=None):
+def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0, 0)):
     """(Mod, [B, N] arrays of the values it needs) of a user's function.
 
     Args:
@@ -59,6 +60,7 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None):
         batch: entries of the (flattened) batch.
         heads: query heads.
         score_dtype: dtype of scores, for a score_mod.
+        first: numbers of the first entry and of the first head, int or int32.
 
     Raises:
         NotElementwise: the part that depends on score, i or j is not elementwise arithmetic.
@@ -82,7 +84,11 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None):
             tiled.update(results)
             rest.append(equation)
     needed = _needed(rest, result, tiled)
-    arrays = _evaluate_known(tape, known, needed, (b, n), (batch, heads))
+    numbers = [
+        jnp.arange(size, dtype=jnp.int32) + start
+        for size, start in zip((batch, heads), first, strict=True)
+    ]
+    arrays = _evaluate_known(tape, known, needed, (b, n), numbers)
     mod = _mod(rest, needed, (score, i, j, result), [x.dtype for x in arrays])
     return mod, tuple(_storable(x) for x in arrays)
 
@@ -110,14 +116,16 @@ def _needed(rest, result, tiled) -> list:
     return list(found)
 
 
-def _evaluate_known(tape: Tape, known, needed, indices, sizes) -> list:
+def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> list:
     """The needed values for every batch entry and head, [B, N] each."""
 
     def one(b, n):
         values = dict(tape.constants) | dict(zip(indices, (b, n), strict=True))
         read = lambda x: x.val if isinstance(x, Literal) else values[x]
         for primitive, params, operands, results in known:
-            _bind(values, primitive, params, [read(x) for x in operands], results)
+            given = [read(x) for x in operands]
+            given = manual_axes.spread(given, manual_axes.varying(given))
+            _bind(values, primitive, params, given, results)
         found = [values[x] for x in needed]
         for x in found:
             if jnp.shape(x):
@@ -128,7 +136,7 @@ def _evaluate_known(tape: Tape, known, needed, indices, sizes) -> list:
                 )
         return [jnp.asarray(x) for x in found]
 
-    b, n = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
+    b, n = numbers
     return jax.vmap(lambda b: jax.vmap(lambda n: one(b, n))(n))(b)
 
 

@@ -64,6 +64,9 @@ class Operands(NamedTuple):
     alibi_slopes: Any = None  # f32[B, N]
     sinks: Any = None  # f32[B, N], natural logits
     dropout_keys: Any = None  # uint32[B, N], see core/dropout.py
+    # What dropout takes for positions where these are parts of longer sequences; None: as all do.
+    q_places: Any = None  # int32[B, T]
+    kv_places: Any = None  # int32[B, S], every entry has the same
     score_params: tuple = ()  # [B, N] each: what score_mod captured, see core/mods.py
     mask_params: tuple = ()  # [B, N] each: what mask_mod captured
 

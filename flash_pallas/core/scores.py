@@ -29,9 +29,9 @@ class TileInputs(NamedTuple):
     slope: Any = None  # of ALiBi
     score_params: tuple = ()  # scalars
     mask_params: tuple = ()  # scalars
-    dropout_key: Any = None  # uint32 scalar; or, in its place, for a Tile with `kept`:
-    q_keys: Any = None  # int32, one per query: the bits of dropout.row_keys
-    kv_keys: Any = None  # int32, one per key: the bits of dropout.column_keys
+    dropout_key: Any = None  # uint32 scalar; or, in its place:
+    q_keys: Any = None  # int32 or uint32, one per query: the bits of dropout.row_keys
+    kv_keys: Any = None  # likewise, one per key: the bits of dropout.column_keys
 
 
 class Logits(NamedTuple):

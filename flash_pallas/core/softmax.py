@@ -19,6 +19,11 @@ LN2 = math.log(2.0)
 EMPTY_ROW = 1e30
 
 
+def sum_dtype(dtype):
+    """In which numbers of this dtype are summed, whatever the rules of promotion."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 def finish(m, l, sink_log2=None):
     """(1 / l, lse_log2) of finished rows; a row with no key gets (0, EMPTY_ROW).
 

@@ -90,8 +90,10 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
         raise ValueError(f"With a cache, inputs are [batch, length, features], got rank {rank}.")
     if not layer.causal:
         raise ValueError("A cache needs causal=True: what comes later is not there yet.")
-    if layer.attention is not flash_attention:
-        raise ValueError("A cache is read by flash_decode: leave attention= as it is.")
+    if layer.attention is not flash_attention or layer.context_parallel is not None:
+        raise ValueError(
+            "A cache is read by flash_decode: leave attention= and context_parallel= as they are."
+        )
     said = [name for name, x in given._asdict().items() if x is not None]
     said = [name for name in said if name != "positions"]
     said += ["inputs_kv"] * cross + ["dropout"] * (dropout_key is not None)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..api import flash_attention
+
 
 class CallArguments(NamedTuple):
     """What a call of a layer may say beside its inputs; None is not said."""
@@ -75,6 +77,30 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
         "backend": layer.backend,
     }
     return always | {name: x for name, x in optional.items() if x is not None}
+
+
+def attention(layer):
+    """What the layer calls for attention.
+
+    Raises:
+        ValueError: fields that contradict each other.
+    """
+    if layer.context_parallel is None:
+        return layer.attention
+    if layer.attention is not flash_attention:
+        raise ValueError("context_parallel replaces attention=: set only one of them.")
+    return layer.context_parallel.attend
+
+
+def in_context(layer, given: CallArguments, length: int) -> CallArguments:
+    """`given` with the positions that context parallelism has where none are given."""
+    if layer.context_parallel is None or layer.rope_theta is None:
+        return given
+    at = layer.context_parallel.positions(length)
+    own = at if given.positions is None else given.positions
+    return given._replace(
+        positions=own, kv_positions=at if given.kv_positions is None else given.kv_positions
+    )
 
 
 def truth(mask, rank: int):

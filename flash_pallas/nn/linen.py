@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..core import rope
+from ..parallel import ContextParallel
 from . import _cached, _heads, _options
 
 try:
@@ -57,6 +58,8 @@ class FlashAttention(nn.Module):
         backend: as in flash_attention.
         deterministic_backward: gradients are bit-identical from run to run.
         num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
+        context_parallel: a `flash_pallas.parallel.ContextParallel`, which names the mesh axis that
+            cuts the sequences; None where they are whole.
         attention: replaces flash_attention; called as
             attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
             keywords of flash_attention that are asked for.
@@ -87,6 +90,7 @@ class FlashAttention(nn.Module):
     backend: str = "auto"
     deterministic_backward: bool = False
     num_splits: int | str = "auto"
+    context_parallel: ContextParallel | None = None
     attention: Callable[..., jax.Array] = flash_attention
 
     @nn.compact
@@ -167,11 +171,12 @@ class FlashAttention(nn.Module):
             attended, cache = _cached.attend(self, cache, qkv, new, slopes, sinks)
             return out(attended), cache
         _cached.check_absent(new)
+        given = _options.in_context(self, given, inputs.shape[-2])
         query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
         options = _options.keywords(self, given, query.ndim, slopes, sinks, dropout_key)
-        return out(self.attention(query, key, value, **options))
+        return out(_options.attention(self)(query, key, value, **options))
 
     def _sinks(self):
         if not self.use_sinks:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..core import rope
+from ..parallel import ContextParallel
 from . import _cached, _heads, _options
 
 try:
@@ -64,6 +65,7 @@ class FlashAttention(nnx.Module):
         backend: str = "auto",
         deterministic_backward: bool = False,
         num_splits: int | str = "auto",
+        context_parallel: ContextParallel | None = None,
         attention: Callable[..., jax.Array] = flash_attention,
         rngs: nnx.Rngs,
     ):
@@ -99,6 +101,8 @@ class FlashAttention(nnx.Module):
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
             num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
+            context_parallel: a `flash_pallas.parallel.ContextParallel`, which names the mesh axis
+                that cuts the sequences; None where they are whole.
             attention: replaces flash_attention; called as
                 attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
                 keywords of flash_attention that are asked for.
@@ -116,6 +120,7 @@ class FlashAttention(nnx.Module):
         self.deterministic, self.precision = deterministic, precision
         self.backend, self.deterministic_backward = backend, deterministic_backward
         self.attention, self.num_splits = attention, num_splits
+        self.context_parallel = context_parallel
 
         heads = _heads.resolve(self, in_features)
         self.slopes = _options.alibi(alibi, num_heads)
@@ -208,11 +213,12 @@ class FlashAttention(nnx.Module):
             attended, cache = _cached.attend(self, cache, qkv, new, self.slopes, sinks)
             return self.out(attended), cache
         _cached.check_absent(new)
+        given = _options.in_context(self, given, inputs.shape[-2])
         query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
         options = _options.keywords(self, given, query.ndim, self.slopes, sinks, dropout_key)
-        return self.out(self.attention(query, key, value, **options))
+        return self.out(_options.attention(self)(query, key, value, **options))
 
     def set_view(self, deterministic: bool | None = None):
         """What `nnx.view` calls.

@@ -35,6 +35,7 @@ class XlaBackend:
     """The fallback that runs everywhere."""
 
     name = "xla"
+    partitionable = True
 
     def unsupported(self, problem: Problem) -> str | None:
         """None: it takes every problem."""

@@ -67,6 +67,9 @@ class Tiles:
         if operands.q_segments is not None:
             changes["q_segments"] = pad(operands.q_segments, 1, block_q, -1)
             changes["kv_segments"] = pad(operands.kv_segments, 1, block_kv, -2)
+        if operands.q_places is not None:
+            changes["q_places"] = pad(operands.q_places, 1, block_q, 0)
+            changes["kv_places"] = pad(operands.kv_places, 1, block_kv, 0)
         if operands.q_offset is None:
             changes["q_offset"] = jnp.full((1,), spec.q_offset, jnp.int32)
         if operands.alibi_slopes is not None:
@@ -241,6 +244,11 @@ class Tiles:
         ids = lambda x, block, size: (
             None if x is None else lax.dynamic_slice_in_dim(x, block * size, size, 1)[:, None]
         )
+        q_keys = kv_keys = None
+        if sides.q_places is not None:
+            calls = sides.dropout_keys[..., None]
+            q_keys = dropout.row_keys(calls, ids(sides.q_places, q_block, block_q))
+            kv_keys = dropout.column_keys(ids(sides.kv_places, kv_block, block_kv))
         return TileInputs(
             bias=self._cut(sides.bias, q_block, kv_block),
             mask=self._cut(sides.mask, q_block, kv_block),
@@ -250,6 +258,8 @@ class Tiles:
             score_params=sides.score_params,
             mask_params=sides.mask_params,
             dropout_key=sides.dropout_keys,
+            q_keys=q_keys,
+            kv_keys=kv_keys,
         )
 
     def _cut(self, x, q_block, kv_block):

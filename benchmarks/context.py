@@ -1,0 +1,243 @@
+"""Context parallelism: what is timed, and what the interconnect allows."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flash_pallas
+from flash_pallas.parallel import context_parallel_attention, from_zigzag, to_zigzag
+
+from . import cupti, flops, gate, suites
+
+AXIS = "context"
+ALONE = "one GPU"
+
+
+class Kind(NamedTuple):
+    """One way to cut a sequence; none is attention on one device."""
+
+    strategy: str | None
+    layout: str = "contiguous"
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return ALONE if self.strategy is None else f"{self.strategy} {self.layout}"
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(None),
+        Kind("ring", "zigzag"),
+        Kind("ring", "contiguous"),
+        Kind("all_gather", "zigzag"),
+        Kind("ulysses", "contiguous"),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all calls of a run have in common.
+
+    Attributes:
+        sizes: query heads, key heads and head dim; one sequence, bfloat16, causal.
+        mesh: its only axis is AXIS.
+        backend: of flash_pallas.
+    """
+
+    sizes: tuple[int, int, int]
+    mesh: jax.sharding.Mesh
+    backend: str
+
+    @classmethod
+    def of(cls, devices, sizes, backend: str) -> Setting:
+        """On these devices."""
+        types = (AxisType.Auto,)
+        mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=types, devices=devices)
+        return cls(tuple(sizes), mesh, backend)
+
+    @property
+    def devices(self) -> int:
+        """How many."""
+        return self.mesh.size
+
+    def shape(self, length: int) -> suites.Shape:
+        """Of a sequence so long."""
+        return suites.Shape(1, length, *self.sizes)
+
+    def sharding(self, kind: Kind):
+        """Of q, k, v and do."""
+        if kind.strategy is None:
+            return jax.sharding.SingleDeviceSharding(self.mesh.devices.flat[0])
+        return NamedSharding(self.mesh, P(None, AXIS))
+
+    def like(self, kind: Kind, length: int) -> gate.Inputs:
+        """Shapes of q, k, v and do, and how they are cut."""
+        bare = gate.input_shapes(self.shape(length))
+        put = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding(kind))
+        return gate.Inputs(*(put(x.shape, x.dtype) for x in bare))
+
+    def draw(self, kind: Kind, length: int) -> gate.Inputs:
+        """Standard normal arrays, made where they lie."""
+        make = functools.partial(gate.random_inputs, self.shape(length))
+        return jax.jit(make, out_shardings=self.sharding(kind))()
+
+    def step(self, kind: Kind) -> Callable[..., Any]:
+        """(q, k, v, do) -> (o, (dq, dk, dv))."""
+        if kind.strategy is None:
+            attend = flash_pallas.flash_attention
+        else:
+            attend = functools.partial(
+                context_parallel_attention,
+                mesh=self.mesh,
+                axis=AXIS,
+                strategy=kind.strategy,
+                layout=kind.layout,
+            )
+
+        def forward_and_backward(q, k, v, do):
+            call = functools.partial(attend, causal=True, backend=self.backend)
+            o, pullback = jax.vjp(call, q, k, v)
+            return o, pullback(do)
+
+        return jax.jit(forward_and_backward)
+
+    def moved(self, kind: Kind, inputs: gate.Inputs) -> gate.Inputs:
+        """Arrays in order, as a kind wants them."""
+        there = lambda x: to_zigzag(x, self.devices) if kind.layout == "zigzag" else x
+        return gate.Inputs(*(jax.device_put(there(x), self.sharding(kind)) for x in inputs))
+
+    def named(self, kind: Kind, results) -> dict[str, Any]:
+        """Results of a step by the names of the gate, in order, on the first device."""
+        back = lambda x: from_zigzag(x, self.devices) if kind.layout == "zigzag" else x
+        o, gradients = results
+        first = self.mesh.devices.flat[0]
+        alone = [back(jax.device_put(jax.device_get(x), first)) for x in (o, *gradients)]
+        return dict(zip(("o", *gate.BACKWARD), alone, strict=True))
+
+    def flops(self, length: int) -> int:
+        """Of one step, forward and backward."""
+        shape = self.shape(length)
+        return sum(flops.attention_flops(shape, True, d) for d in ("forward", "backward"))
+
+
+class Workshop:
+    """Programs in the making: lowered when they are announced, then compiled beside one another."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._pool = concurrent.futures.ThreadPoolExecutor()
+        self._steps: dict[tuple[Kind, int], concurrent.futures.Future] = {}
+
+    def step(self, kind: Kind, length: int) -> concurrent.futures.Future:
+        """The executable of a step; asked for twice, made once."""
+        if (kind, length) not in self._steps:
+            like = self._setting.like(kind, length)
+            self._steps[kind, length] = self.other(self._setting.step(kind), *like)
+        return self._steps[kind, length]
+
+    def other(self, function, *like) -> concurrent.futures.Future:
+        """The executable of a jitted function; whoever asks for it gets the failure."""
+        try:
+            lowered = function.lower(*like)
+        except Exception as error:
+            failed: concurrent.futures.Future = concurrent.futures.Future()
+            failed.set_exception(error)
+            return failed
+        return self._pool.submit(lowered.compile)
+
+
+def said(error: Exception) -> str:
+    """In a row."""
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def balance(kind: Kind, devices: int) -> float:
+    """The mean device's share of the busiest one's causal work."""
+    if kind.strategy in ("ring", "all_gather") and kind.layout == "contiguous":
+        return devices / (2 * devices - 1)
+    return 1.0
+
+
+def bound(kind: Kind, devices: int, compute_ms: float, sending_ms: float) -> float:
+    """The share of so many times one GPU's speed that the interconnect allows at best.
+
+    A ring's keys travel while others are used. What is gathered or exchanged must be there before
+    anything is computed, and results follow after.
+
+    Args:
+        kind: how the sequence is cut.
+        devices: how many.
+        compute_ms: of a step at one GPU's speed, divided among all.
+        sending_ms: of its collectives alone.
+    """
+    busiest = compute_ms / balance(kind, devices)
+    if kind.strategy == "ring":
+        return compute_ms / max(busiest, sending_ms)
+    return compute_ms / (busiest + sending_ms)
+
+
+def overlap(intervals: list[cupti.Interval]) -> dict[str, float]:
+    """Of a step's device work: milliseconds, the mean of the devices.
+
+    Returns:
+        sending: while a kernel of NCCL runs, `hidden` of them beside one of attention; attention;
+        other: neither of the two, but something; whole: from the first to the last.
+    """
+    devices = sorted({i.device for i in intervals})
+    names = ("sending", "hidden", "attention", "other", "whole")
+    sums = dict.fromkeys(names, 0.0)
+    for device in devices:
+        mine = [i for i in intervals if i.device == device]
+        nccl = [i for i in mine if "nccl" in i.name.lower()]
+        ours = [i for i in mine if "flash_pallas" in i.name or "mosaic_gpu" in i.name]
+        sending, attention, either = map(cupti.busy_ns, (nccl, ours, nccl + ours))
+        sums["sending"] += sending
+        sums["attention"] += attention
+        sums["hidden"] += sending + attention - either
+        sums["other"] += cupti.busy_ns(mine) - either
+        sums["whole"] += max(i.end_ns for i in mine) - min(i.start_ns for i in mine)
+    return {name: total / len(devices) / 1e6 for name, total in sums.items()}
+
+
+def planned_bytes(executable) -> dict[str, int]:
+    """XLA's plan of a program's memory on one device."""
+    plan = executable.memory_analysis()
+    found = {
+        "argument_bytes": plan.argument_size_in_bytes,
+        "output_bytes": plan.output_size_in_bytes,
+        "temp_bytes": plan.temp_size_in_bytes,
+    }
+    return found | {"planned_bytes": sum(found.values()) - plan.alias_size_in_bytes}
+
+
+def longest(intervals: list[cupti.Interval]) -> dict[str, float]:
+    """Milliseconds of the six kernels that took most, by name, on all devices together."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for start, end, name, _ in intervals:
+        sums[name[:80]] += (end - start) / 1e6
+    return dict(sorted(sums.items(), key=lambda item: -item[1])[:6])
+
+
+def fitting(plans: dict[int, int], available: float, multiple: int) -> int:
+    """The length whose plan fills the memory, by the line through those of the longest two.
+
+    Args:
+        plans: bytes by length.
+        available: bytes.
+        multiple: of it.
+    """
+    (short, less), (long, more) = sorted(plans.items())[-2:]
+    slope = (more - less) / (long - short)
+    return int((available - (less - slope * short)) / slope) // multiple * multiple

@@ -1,0 +1,17 @@
+"""Attention to sequences that are cut over devices: context parallelism."""
+
+from .context import context_parallel_attention as context_parallel_attention
+from .context import sharded_attention as sharded_attention
+from .layout import from_zigzag as from_zigzag
+from .layout import to_zigzag as to_zigzag
+from .layout import zigzag_positions as zigzag_positions
+from .setting import ContextParallel as ContextParallel
+
+__all__ = [
+    "ContextParallel",
+    "context_parallel_attention",
+    "from_zigzag",
+    "sharded_attention",
+    "to_zigzag",
+    "zigzag_positions",
+]

@@ -1,0 +1,302 @@
+"""The public functions: attention to sequences that are cut over a mesh axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .. import dispatch, validate
+from ..arguments import Arguments
+from ..core import dropout
+from . import gathered, ring
+from .layout import names_of
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+STRATEGIES = ("ring", "all_gather", "ulysses")
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def context_parallel_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axis: str | tuple[str, ...],
+    strategy: str = "ring",
+    layout: str = "contiguous",
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
+    q_segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    dropout_seed: int | Array | None = None,
+    return_lse: bool = False,
+    **options: Any,
+):
+    """`flash_attention` to a sequence that is cut over a mesh axis, by `jax.shard_map`.
+
+    Ring attention (https://arxiv.org/abs/2310.01889) or another strategy, with the result of
+    `flash_attention` on whole arrays up to rounding. Differentiable once, in reverse mode.
+
+    Args:
+        q: queries [B, T, N, H], whole. If the devices of `axis` do not divide T, the arrays are
+            padded, which copies them; in zigzag layout T must be a multiple of twice the devices.
+        k: keys [B, S, K, H], with S = T.
+        v: values [B, S, K, Hv].
+        mesh: of the devices.
+        axis: the mesh axis that cuts the sequence, or a tuple of such.
+        strategy: "ring" sends keys from device to device, while others are used; memory for one
+            device's keys twice. "all_gather" has them all on every device. "ulysses" gives every
+            device some of the heads and the whole sequence; N is a multiple of the devices.
+        layout: how the sequences of q, k, v and ids lie: "contiguous" is in order, "zigzag" as
+            `to_zigzag` puts them. With a causal mask only that gives every device of a ring as much
+            to do.
+        batch_axis: the mesh axes that cut the batch.
+        head_axis: the mesh axes that cut the heads, those of k and v too.
+        q_segment_ids: as in `flash_attention`.
+        kv_segment_ids: likewise.
+        sinks: likewise, one per head.
+        dropout_seed: likewise.
+        return_lse: also return the log-sum-exp.
+        **options: those of `sharded_attention`: causal, window, scale, softcap, dropout_rate and so
+            on.
+
+    Returns:
+        o [B, T, N, Hv] in q's dtype and in the layout of q, cut as q is; with return_lse the pair
+        of it and lse [B, N, T] in float32.
+
+    Raises:
+        TypeError: and others, as `flash_attention` lists them.
+        ValueError: lengths or heads that the devices do not divide, or unknown names.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flash_pallas.parallel import context_parallel_attention
+        >>> mesh = jax.make_mesh((1,), ("context",))
+        >>> x = jnp.ones((2, 16, 4, 8))
+        >>> context_parallel_attention(x, x, x, mesh=mesh, axis="context", causal=True).shape
+        (2, 16, 4, 8)
+    """
+    parameters = inspect.signature(sharded_attention).parameters
+    unknown = set(options) - set(parameters) | set(options) & {"shard_axes"}
+    if unknown:
+        raise TypeError(
+            f"context_parallel_attention() got unexpected arguments {', '.join(sorted(unknown))}: "
+            "it takes those of sharded_attention; padding is a segment id of -1"
+        )
+    q, k, v = (validate.as_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
+    _check_lengths(q, k)
+    length, shards = q.shape[1], math.prod(mesh.shape[name] for name in names_of(axis))
+    uneven = bool(length % shards) and layout == "contiguous"
+    if uneven:
+        if q_segment_ids is None and kv_segment_ids is None:
+            q_segment_ids = kv_segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
+        q, k, v = (_lengthened(x, shards, 0) for x in (q, k, v))
+        q_segment_ids, kv_segment_ids = (
+            None if x is None else _lengthened(x, shards, -1)
+            for x in (q_segment_ids, kv_segment_ids)
+        )
+    given = {
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "sinks": sinks,
+        "dropout_seed": dropout_seed,
+    }
+    if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
+        given["dropout_seed"] = dropout.seed_words(dropout_seed)
+    given = {name: x for name, x in given.items() if x is not None}
+    static = {"strategy": strategy, "layout": layout, "return_lse": return_lse, **options}
+    static = {name: tuple(x) if isinstance(x, list) else x for name, x in static.items()}
+    cuts = _Cuts(mesh, axis, batch_axis, head_axis)
+    found = _on_devices(cuts, tuple(sorted(static.items())), q, k, v, given)
+    return jax.tree.map(partial(_shortened, length), found) if uneven else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cuts:
+    """Which axes of a mesh cut what."""
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    sequence: Any
+    batch: Any
+    heads: Any
+
+    def spec(self, name: str) -> PartitionSpec:
+        """Of an array of this name; of q, k, v and o where it has none."""
+        return {
+            "q_segment_ids": PartitionSpec(self.batch, self.sequence),
+            "kv_segment_ids": PartitionSpec(self.batch, self.sequence),
+            "sinks": PartitionSpec(self.heads),
+            "dropout_seed": PartitionSpec(),
+            "lse": PartitionSpec(self.batch, self.heads, self.sequence),
+        }.get(name, PartitionSpec(self.batch, self.sequence, self.heads))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _on_devices(cuts: _Cuts, options, q, k, v, given):
+    """`sharded_attention` on every device. Jitted, or a call by itself would run bit by bit."""
+    static = dict(options)
+    rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in given}
+    place = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
+    local = jax.shard_map(
+        lambda q, k, v, given: sharded_attention(q, k, v, **place, **static, **given),
+        mesh=cuts.mesh,
+        in_specs=(rows, rows, rows, specs),
+        out_specs=(rows, cuts.spec("lse")) if static["return_lse"] else rows,
+    )
+    if AxisType.Explicit in cuts.mesh.axis_types:  # Here shard_map moves nothing by itself.
+        put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(cuts.mesh, spec))
+        q, k, v = (put(x, rows) for x in (q, k, v))
+        given = {name: put(x, specs[name]) for name, x in given.items()}
+    return local(q, k, v, given)
+
+
+def sharded_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    axis: str | tuple[str, ...],
+    strategy: str = "ring",
+    layout: str = "contiguous",
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    q_segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    broadcast_dropout: bool = False,
+    shard_axes: tuple[Any, Any] | None = None,
+    deterministic: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+):
+    """`context_parallel_attention` for use inside `jax.shard_map`: on one device's part.
+
+    Args:
+        q: queries of this device, [B, T, N, H].
+        k: keys of this device, [B, T, K, H].
+        v: values of this device, [B, T, K, Hv].
+        axis: the mesh axis that cuts the sequence, or a tuple of such.
+        strategy: as in `context_parallel_attention`.
+        layout: likewise.
+        causal: as in `flash_attention`, in positions of the whole sequence, as are the others.
+        window: likewise.
+        scale: likewise.
+        q_segment_ids: likewise, of this device, [B, T].
+        kv_segment_ids: likewise.
+        softcap: likewise.
+        sinks: likewise, of this device's heads, [N].
+        dropout_rate: likewise: what is dropped is what `flash_attention` drops.
+        dropout_seed: likewise.
+        broadcast_dropout: likewise.
+        shard_axes: likewise.
+        deterministic: likewise.
+        precision: likewise.
+        backend: likewise.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        o [B, T, N, Hv] in q's dtype, of this device's queries; with return_lse the pair of it and
+        lse [B, N, T] in float32.
+
+    Raises:
+        TypeError: and others, as `context_parallel_attention` lists them.
+    """
+    _check("strategy", strategy, STRATEGIES)
+    _check("layout", layout, LAYOUTS)
+    zigzag, shards = layout == "zigzag", lax.axis_size(axis)
+    q, k, v = (validate.as_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
+    _check_lengths(q, k)
+    if zigzag:
+        _check_zigzag(q)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "softcap": softcap,
+        "sinks": sinks,
+        "dropout_rate": dropout_rate,
+        "dropout_seed": dropout_seed,
+        "broadcast_dropout": broadcast_dropout,
+        "shard_axes": shard_axes,
+        "deterministic": deterministic,
+        "precision": precision,
+    }
+    if strategy == "ring":
+        o, lse = _ring(q, k, v, axis, zigzag, backend, Arguments(**options))
+    else:
+        strategies = {
+            "all_gather": gathered.all_gather_attention,
+            "ulysses": gathered.ulysses_attention,
+        }
+        options["backend"] = backend
+        o, lse = strategies[strategy](q, k, v, axis, shards, zigzag, options)
+    return (o, lse) if return_lse else o
+
+
+def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> Any:
+    """(o, lse) of the ring."""
+    dispatch.check_name(backend)
+    call = validate.canonicalize(q, k, v, arguments)
+    plan = Plan(lax.axis_size(axis), q.shape[1], zigzag, call.spec.mask)
+    return ring.attend(ring.Ring(axis, plan, call.spec, backend), call.operands)
+
+
+def _check(name: str, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}")
+
+
+def _lengthened(x, shards: int, value: int):
+    """x [B, T, ...] with T a multiple of the shards."""
+    after = [(0, 0)] * x.ndim
+    after[1] = (0, -x.shape[1] % shards)
+    return jnp.pad(x, after, constant_values=value)
+
+
+def _shortened(length: int, x):
+    """o [B, T, N, H] or lse [B, N, T] of so many queries; whole, where types say how it is cut."""
+    axis = 1 if x.ndim == 4 else 2
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[axis] is not None:
+        spec = [None if i == axis else name for i, name in enumerate(sharding.spec)]
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+def _check_lengths(q, k):
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"q has shape {q.shape} and k {k.shape}: context parallelism wants [batch, length, "
+            "heads, head_dim]; fold several batch dimensions into one"
+        )
+    if q.shape[1] != k.shape[1] or not q.shape[1]:
+        raise ValueError(
+            f"there are {q.shape[1]} queries and {k.shape[1]} keys: it must be as many of both"
+        )
+
+
+def _check_zigzag(q):
+    if q.shape[1] % 2:
+        raise ValueError(
+            f"a device has {q.shape[1]} tokens and layout is 'zigzag': it must be an even number"
+        )

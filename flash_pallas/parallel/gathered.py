@@ -1,0 +1,89 @@
+"""Context parallelism by moving everything at once: keys to all devices, or heads between them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..api import flash_attention_with_lse
+from .layout import from_zigzag, names_of, to_zigzag
+
+
+def all_gather_attention(
+    q, k, v, axis, shards: int, zigzag: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(o, lse) of this device's queries to the keys of all devices, which are gathered.
+
+    Memory for keys is that of the whole sequence. The gradients of k and v are summed by a
+    reduce-scatter, the transpose of the gathering.
+    """
+    length = q.shape[1]
+    gather = lambda x: _ordered(lax.all_gather(x, axis, axis=1, tiled=True), shards, zigzag)
+    k, v = gather(k), gather(v)
+    q_ids, kv_ids = options["q_segment_ids"], options["kv_segment_ids"]
+    kv_ids = None if kv_ids is None else gather(kv_ids)
+    me = lax.axis_index(axis)
+    size = length // 2 if zigzag else length
+    chunks = (me, 2 * shards - 1 - me) if zigzag else (me,)
+    found = []
+    for number, chunk in enumerate(chunks):
+        rows = slice(number * size, (number + 1) * size)
+        given = options | {
+            "q_offset": (chunk * size).astype(jnp.int32),
+            "q_segment_ids": None if q_ids is None else q_ids[:, rows],
+            "kv_segment_ids": kv_ids,
+        }
+        found.append(flash_attention_with_lse(q[:, rows], k, v, **given))
+    o, lse = zip(*found, strict=True)
+    return jnp.concatenate(o, axis=1), jnp.concatenate(lse, axis=2)
+
+
+def ulysses_attention(
+    q, k, v, axis, shards: int, zigzag: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(o, lse) by all-to-all: each device attends with some of the heads to the whole sequence.
+
+    DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509).
+
+    Raises:
+        ValueError: the heads cannot be divided between the devices.
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % shards:
+        raise ValueError(
+            f"strategy is 'ulysses' and there are {heads} query heads for {shards} devices: they "
+            "must be a multiple; take strategy='ring' or 'all_gather'"
+        )
+    repeats = shards // math.gcd(kv_heads, shards)
+    k, v = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
+    to_heads = lambda x: _ordered(
+        lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True), shards, zigzag
+    )
+    given = dict(options)
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        if given[name] is not None:
+            whole = lax.all_gather(given[name], axis, axis=1, tiled=True)
+            given[name] = _ordered(whole, shards, zigzag)
+    if given["sinks"] is not None:
+        size = heads // shards
+        given["sinks"] = lax.dynamic_slice_in_dim(given["sinks"], lax.axis_index(axis) * size, size)
+    batch_axes, head_axes = given["shard_axes"] or (None, None)
+    given["shard_axes"] = batch_axes, (*names_of(head_axes), *names_of(axis))
+    o, lse = flash_attention_with_lse(to_heads(q), to_heads(k), to_heads(v), **given)
+    to_sequence = lambda x, sequence, head: lax.all_to_all(
+        _as_laid_out(x, shards, zigzag, sequence), axis, sequence, head, tiled=True
+    )
+    return to_sequence(o, 1, 2), to_sequence(lse, 2, 1)
+
+
+def _ordered(x, shards: int, zigzag: bool):
+    """x [B, T, ...] of the whole sequence, in order."""
+    return from_zigzag(x, shards) if zigzag else x
+
+
+def _as_laid_out(x, shards: int, zigzag: bool, axis: int):
+    """The reverse."""
+    return to_zigzag(x, shards, axis) if zigzag else x

@@ -1,0 +1,269 @@
+"""Ring attention: keys and values travel from device to device, queries stay where they are.
+
+Ring attention (https://arxiv.org/abs/2310.01889). Every step computes attention to the keys at hand
+while the next ones are on their way, and joins it to what was found before through the log-sum-exp,
+in float32. The backward goes round once more: with the final log-sum-exp and delta the gradients of
+all steps are independent, and those of keys and values travel with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from .. import dispatch, vjp
+from ..core import manual_axes, softmax
+from ..core.problem import AttentionSpec, Cotangents, Operands, describe
+from .layout import local_positions, names_of
+from .plan import Piece, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """What is static of a call.
+
+    Attributes:
+        axis: the mesh axis, or a tuple of them.
+        plan: who computes what.
+        spec: of the whole attention.
+        backend: its name, or "auto".
+    """
+
+    axis: Any
+    plan: Plan
+    spec: AttentionSpec
+    backend: str
+
+
+class _Keys(NamedTuple):
+    """What travels."""
+
+    k: Any
+    v: Any
+    segments: Any  # of keys; None without
+
+
+class _Sums(NamedTuple):
+    """Attention to the keys so far."""
+
+    o: Any  # f32[B, T, N, Hv]
+    lse_log2: Any  # f32[B, N, T]
+
+
+def attend(ring: Ring, operands: Operands):
+    """(o [B, T, N, Hv], natural lse [B, N, T]) of this device's queries to all keys.
+
+    Inside `jax.shard_map`. Of the operands, all but sinks are this device's parts.
+    """
+    axes = manual_axes.varying(operands)
+    # Outside shard_map's check of types no value has axes, and none must be given one.
+    axes = axes | frozenset(names_of(ring.axis)) if axes else axes
+    return _attend(ring, manual_axes.spread(operands, axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: Ring, operands: Operands):
+    o, lse_log2 = _forward(ring, operands)
+    return o, softmax.natural(lse_log2)
+
+
+def _attend_fwd(ring: Ring, operands: Operands):
+    o, lse_log2 = _forward(ring, operands)
+    o = checkpoint_name(o, vjp.SAVED_NAMES[0])
+    lse_log2 = checkpoint_name(lse_log2, vjp.SAVED_NAMES[1])
+    return (o, softmax.natural(lse_log2)), (operands, o, lse_log2)
+
+
+def _attend_bwd(ring: Ring, residuals, cotangents):
+    operands, o, lse_log2 = residuals
+    do, dlse = cotangents
+    delta = vjp.delta_of(operands, o, do, dlse, lse_log2)
+    dq, dk, dv = _backward(ring, operands, Cotangents(lse_log2, do, delta))
+    none = operands._replace(**dict.fromkeys(Operands._fields))
+    sinks = operands.sinks
+    dsinks = None if sinks is None else vjp.sink_gradient(sinks, lse_log2, delta)
+    none = none._replace(score_params=(), mask_params=())
+    return (none._replace(q=dq, k=dk, v=dv, sinks=dsinks),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _forward(ring: Ring, operands: Operands):
+    """(o in q's dtype, lse_log2)."""
+    q, v = operands.q, operands.v
+    dtype = softmax.sum_dtype(q.dtype)
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+    sums = _Sums(
+        jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(rows, softmax.EMPTY_ROW, dtype)
+    )
+    sums = _like(operands, sums)
+    keys = _Keys(operands.k, operands.v, operands.kv_segments)
+    for step in range(ring.plan.last_step + 1):
+        # Sent before the keys at hand are used, so that the copy runs beside the kernel.
+        arriving = _rotated(ring, keys) if step < ring.plan.last_step else None
+        fold = lambda wrapped, sums, keys, step=step: _fold(
+            ring, step, wrapped, operands, sums, keys
+        )
+        sums = _either(ring, step, fold, sums, keys)
+        keys = arriving
+    if operands.sinks is not None:
+        sink_log2 = jnp.broadcast_to(operands.sinks.astype(dtype)[..., None], rows) * softmax.LOG2E
+        sums = _Sums(*_merged(_Sums(sums.o[None], sums.lse_log2[None]), sink_log2))
+    return sums.o.astype(q.dtype), sums.lse_log2
+
+
+def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums, keys):
+    """`sums` with what one step adds."""
+    for piece in ring.plan.pieces(step, wrapped):
+        spec, part = _part(ring, step, wrapped, piece, operands, keys)
+        chosen, blocks = _chosen(ring, spec, part)
+        out = vjp.forward_of(chosen, spec, blocks)(part)
+        half = _halves(operands.q.shape[1], piece.rows)
+        mine = _Sums(sums.o[:, half], sums.lse_log2[:, :, half])
+        both = _Sums(
+            jnp.stack([mine.o, out.o.astype(mine.o.dtype)]),
+            jnp.stack([mine.lse_log2, out.lse_log2]),
+        )
+        found = _merged(both)
+        sums = _Sums(
+            _replaced(sums.o, found.o, 1, piece.rows),
+            _replaced(sums.lse_log2, found.lse_log2, 2, piece.rows),
+        )
+    return sums
+
+
+def _merged(parts: _Sums, sink_log2=None) -> _Sums:
+    """Attention to all keys from that to several parts of them, stacked."""
+    last = lambda x: jnp.swapaxes(x, -1, -2)  # [.., N, T] to [.., T, N]
+    sink_log2 = None if sink_log2 is None else last(sink_log2)
+    o, lse_log2 = softmax.merge(parts.o, last(parts.lse_log2), sink_log2)
+    return _Sums(o, last(lse_log2))
+
+
+def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
+    """(dq, dk, dv) in the dtypes of the operands."""
+    dtype = cotangents.lse_log2.dtype
+    zeros = lambda x: _like(operands, jnp.zeros(x.shape, dtype))
+    dq: Any = zeros(operands.q)
+    travelling: Any = None
+    keys = _Keys(operands.k, operands.v, operands.kv_segments)
+    last = ring.plan.last_step
+    for step in range(last + 1):
+        arriving = _rotated(ring, keys) if step < last else None
+        start = (dq, zeros(operands.k), zeros(operands.v))
+        gradients = lambda wrapped, sums, keys, step=step: _gradients(
+            ring, step, wrapped, operands, cotangents, sums, keys
+        )
+        dq, *own = _either(ring, step, gradients, start, keys)
+        # Theirs were sent on in the step before: this one's kernels ran meanwhile.
+        own = own if travelling is None else jax.tree.map(jnp.add, own, travelling)
+        travelling = _rotated(ring, own, -last if step == last else 1)
+        keys = arriving
+    found = zip((dq, *travelling), (operands.q, operands.k, operands.v), strict=True)
+    return tuple(g.astype(x.dtype) for g, x in found)
+
+
+def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotangents, sums, keys):
+    """(dq, dk, dv) with what one step adds."""
+    dq, dk, dv = sums
+    for piece in ring.plan.pieces(step, wrapped):
+        spec, part = _part(ring, step, wrapped, piece, operands, keys)
+        chosen, blocks = _chosen(ring, spec, part)
+        half = _halves(operands.q.shape[1], piece.rows)
+        of_rows = Cotangents(
+            cotangents.lse_log2[:, :, half], cotangents.do[:, half], cotangents.delta[:, :, half]
+        )
+        grads = vjp.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
+        cols = _halves(keys.k.shape[1], piece.cols)
+        add = lambda x, g, part, half: _replaced(x, x[:, part] + g.astype(x.dtype), 1, half)
+        dq = add(dq, grads.q, half, piece.rows)
+        dk = add(dk, grads.k, cols, piece.cols)
+        dv = add(dv, grads.v, cols, piece.cols)
+    return dq, dk, dv
+
+
+def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands, keys: _Keys):
+    """(spec, operands) of one piece."""
+    rows = _halves(operands.q.shape[1], piece.rows)
+    cols = _halves(keys.k.shape[1], piece.cols)
+    spec = dataclasses.replace(ring.spec, mask=piece.mask, q_offset=piece.offset)
+    offset, ahead = None, step - ring.plan.shards if wrapped else step
+    if piece.far:
+        distance = ring.plan.far_distance(ahead, lax.axis_index(ring.axis))
+        offset = jnp.full(operands.q.shape[:1], piece.far * distance, jnp.int32)
+    segments = operands.q_segments
+    part = Operands(
+        operands.q[:, rows],
+        keys.k[:, cols],
+        keys.v[:, cols],
+        q_offset=offset,
+        q_segments=None if segments is None else segments[:, rows],
+        kv_segments=None if keys.segments is None else keys.segments[:, cols],
+    )
+    if spec.dropout_rate:
+        part = _with_places(ring, ahead, operands, part, (rows, cols))
+    return spec, manual_axes.spread(part, manual_axes.varying(part))
+
+
+def _with_places(ring: Ring, ahead: int, operands: Operands, part: Operands, cut) -> Operands:
+    """`part` with what dropout needs: weights are dropped by positions in the whole sequence."""
+    plan, me, batch = ring.plan, lax.axis_index(ring.axis), len(operands.q)
+    places = (
+        local_positions(device, plan.length, plan.shards, plan.zigzag)[None, half]
+        for device, half in zip((me, me - ahead), cut, strict=True)
+    )
+    q_places, kv_places = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in places)
+    keys = operands.dropout_keys
+    return part._replace(dropout_keys=keys, q_places=q_places, kv_places=kv_places)
+
+
+def _chosen(ring: Ring, spec: AttentionSpec, part: Operands):
+    problem = describe(part, spec)
+    backend = dispatch.select(problem, ring.backend)
+    return backend, backend.blocks(problem, None)
+
+
+def _either(ring: Ring, step: int, fold, sums, keys):
+    """fold(wrapped, sums, keys), as it is for this device; nothing where no device has to."""
+    has = [bool(ring.plan.pieces(step, wrapped)) for wrapped in (False, True)]
+    if step == 0:
+        return fold(False, sums, keys)
+    if not any(has):
+        return sums
+    return lax.cond(
+        lax.axis_index(ring.axis) >= step, partial(fold, False), partial(fold, True), sums, keys
+    )
+
+
+def _rotated(ring: Ring, tree, shift: int = 1):
+    """Every device's arrays, sent on to the device `shift` places behind it."""
+    size = ring.plan.shards
+    if not shift % size:
+        return tree
+    there = [(i, (i + shift) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, there), tree)
+
+
+def _halves(length: int, half: int | None) -> slice:
+    return slice(None) if half is None else slice(half * length // 2, (half + 1) * length // 2)
+
+
+def _replaced(x, part, axis: int, half: int | None):
+    """x with one half of an axis, or all of it, exchanged."""
+    if half is None:
+        return part
+    halves = jnp.split(x, 2, axis)
+    halves[half] = part
+    return jnp.concatenate(halves, axis)
+
+
+def _like(operands: Operands, tree):
+    """Constants typed by shard_map as the operands are."""
+    return manual_axes.spread(tree, manual_axes.varying(operands))

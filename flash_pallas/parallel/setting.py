@@ -1,0 +1,119 @@
+"""Context parallelism as a layer is told of it: one value beside those that say what to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .context import context_parallel_attention, sharded_attention
+from .layout import local_positions, names_of, zigzag_positions
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """How the sequences of a layer are cut over devices; its field `context_parallel`.
+
+    The layer may run under `jax.jit` on whole arrays, or inside a `jax.shard_map` over `axis`, on
+    one device's part of them. Whatever depends on places counts them in the whole sequence: causal
+    masks, windows, dropout, and rotary positions unless the call gives others.
+
+    Attributes:
+        axis: the mesh axis that cuts the sequence, or a tuple of such.
+        strategy: as in `context_parallel_attention`.
+        layout: of the sequences that the layer gets, likewise: "contiguous", or "zigzag" as
+            `to_zigzag` puts them.
+        batch_axis: the mesh axes that cut the batch. An axis that cuts it and is not named costs a
+            gathering of it.
+        head_axis: the mesh axes that cut the heads.
+        mesh: None is that of `jax.set_mesh`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from flash_pallas.nn.nnx import FlashAttention
+        >>> from flash_pallas.parallel import ContextParallel
+        >>> layer = FlashAttention(
+        ...     4, 64, causal=True, context_parallel=ContextParallel("context"), rngs=nnx.Rngs(0)
+        ... )
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("context",))):
+        ...     print(layer(jnp.ones((2, 16, 64))).shape)
+        (2, 16, 64)
+    """
+
+    axis: str | tuple[str, ...]
+    strategy: str = "ring"
+    layout: str = "contiguous"
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    def attend(self, q, k, v, **options: Any):
+        """Attention of q [B, T, N, H] to k and v [B, T, K, H].
+
+        Args:
+            q: queries, whole or of this device.
+            k: keys, likewise.
+            v: values, likewise.
+            **options: of `flash_attention`, those that `sharded_attention` has too.
+
+        Returns:
+            o [B, T, N, H], cut as q is.
+
+        Raises:
+            ValueError: an option that cannot be honoured, or no mesh.
+        """
+        refused = sorted(set(options) - set(inspect.signature(sharded_attention).parameters))
+        if refused:
+            raise ValueError(
+                f"context_parallel and {', '.join(refused)}: attention to a sequence that is cut "
+                "over devices takes causal, window, scale, softcap, segment ids (negative ones are "
+                "padding), sinks and dropout"
+            )
+        how = {"axis": self.axis, "strategy": self.strategy, "layout": self.layout}
+        if self._inside:
+            axes = (self.batch_axis, self.head_axis)
+            return sharded_attention(q, k, v, shard_axes=axes, **how, **options)
+        axes = {"batch_axis": self.batch_axis, "head_axis": self.head_axis}
+        return context_parallel_attention(q, k, v, mesh=self._mesh, **axes, **how, **options)
+
+    def positions(self, length: int):
+        """int32[length]: the positions of the tokens of a call, for RoPE.
+
+        Args:
+            length: of the sequences, or inside `jax.shard_map` of this device's part of them.
+
+        Raises:
+            ValueError: no mesh, or a length that the zigzag layout cannot have.
+        """
+        zigzag = self.layout == "zigzag"
+        if self._inside:
+            return local_positions(
+                lax.axis_index(self.axis), length, lax.axis_size(self.axis), zigzag
+            )
+        if not zigzag:
+            return jnp.arange(length, dtype=jnp.int32)
+        shards = math.prod(self._mesh.shape[name] for name in names_of(self.axis))
+        return jnp.asarray(zigzag_positions(length, shards))
+
+    @property
+    def _inside(self) -> bool:
+        """The axis is one of a `jax.shard_map` around."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return set(names_of(self.axis)) <= set(manual)
+
+    @property
+    def _mesh(self):
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        missing = [name for name in names_of(self.axis) if name not in mesh.axis_names]
+        if missing:
+            raise ValueError(
+                f"context_parallel has axis {self.axis!r} and the mesh has {mesh.axis_names}: call "
+                "the layer under jax.set_mesh(mesh), or pass ContextParallel(..., mesh=mesh)"
+            )
+        return mesh

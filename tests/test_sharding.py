@@ -1,0 +1,233 @@
+"""Attention under jit of arrays that are sharded over batch and heads: per shard, and the same."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flash_pallas as fp
+from flash_pallas import validate, vjp
+from flash_pallas.arguments import Arguments
+from flash_pallas.backends.hopper import HopperBackend
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+B, T, S, N, H = 4, 9, 12, 8, 8
+ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
+TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def inputs(kv_heads, *extra):
+    return (
+        draw(*extra, B, T, N, H, seed=0),
+        draw(*extra, B, S, kv_heads, H, seed=1),
+        draw(*extra, B, S, kv_heads, H, seed=2),
+    )
+
+
+def sides(bias_batch=1, bias_heads=N):
+    """Operands with gradients that shards share, and some without."""
+    ids = np.sort(np.random.default_rng(3).integers(-1, 2, (B, S)), axis=1)
+    return {
+        "bias": draw(bias_batch, bias_heads, 1, S, seed=4),
+        "sinks": draw(N, seed=5),
+        "alibi_slopes": draw(N, seed=6),
+        "q_segment_ids": jnp.asarray(ids[:, :T], jnp.int32),
+        "kv_segment_ids": jnp.asarray(ids, jnp.int32),
+        "kv_lengths": jnp.array([12, 1, 5, 7], jnp.int32),
+    }
+
+
+def gradient(q, k, v, side, **options):
+    """(o, gradients of q, k, v and what of `side` has any); the cotangents are not symmetric."""
+
+    def loss(q, k, v, learned):
+        o, lse = fp.flash_attention_with_lse(q, k, v, **options, **{**side, **learned})
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0)), o
+
+    learned = {n: x for n, x in side.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    (_, o), grads = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, learned)
+    return o, grads
+
+
+def compare(call, args, specs, mesh):
+    """Results of `call` on sharded arguments and on whole ones, which are close.
+
+    No shard of q, k or v is gathered or sent; gradients of small operands may be.
+    """
+    jitted = jax.jit(call)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    sharded = jax.tree.map(put, args, specs)
+    compiled = jitted.lower(*sharded).compile()
+    found, expected = compiled(*sharded), jitted(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, **ATOL)
+    assert moved(compiled.as_text()) < B // 2 * S * H  # the smallest shard of k
+    return found, expected
+
+
+def moved(text: str) -> int:
+    """Elements of the largest array that is gathered or sent."""
+    names = r"(?:all-gather|all-to-all|collective-permute)(?:-start)?\("
+    shapes = re.findall(rf"= \(?\w+\[([\d,]*)\]\S* {names}", text)
+    return max([int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes], default=0)
+
+
+BATCH, HEADS, BOTH = P("x"), P(None, None, "y"), P("x", None, "y")
+LAYOUTS = {
+    "batch over both axes": (2, P(("y", "x")), P(("y", "x")), (2, 2)),
+    "both": (2, BOTH, BOTH, (2, 2)),
+    "one key head": (1, BOTH, BATCH, (2, 2)),
+    "fewer key heads than shards": (2, HEADS, P(), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_shards_compute_what_the_whole_does(devices, types, layout):
+    kv_heads, q_spec, kv_spec, shape = layout
+    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2, devices=devices)
+    side = sides()
+    rows = P(q_spec[0])
+    specs = {n: rows if n.endswith(("ids", "lengths")) else P() for n in side}
+    call = partial(gradient, causal=True, dropout_rate=0.3, dropout_seed=7)
+    args, specs = (*inputs(kv_heads), side), (q_spec, kv_spec, kv_spec, specs)
+    (o, _), (whole, _) = compare(call, args, specs, mesh)
+    # The very same weights are dropped: a kept one would differ by far more than rounding does.
+    np.testing.assert_array_equal(o == 0.0, whole == 0.0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("bias_heads", [1, N])
+def test_a_bias_shared_by_parts_of_the_batch(devices, shape, bias_heads):
+    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    bias = draw(2, 1, bias_heads, 1, S, seed=8)
+
+    def call(q, k, v, bias):
+        def loss(q, k, v, bias):
+            q, k, v = (x.reshape(2, 2, *x.shape[1:]) for x in (q, k, v))
+            return jnp.sum(jnp.sin(fp.flash_attention(q, k, v, bias=bias)))
+
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    compare(call, (*inputs(4), bias), (BOTH, BOTH, BOTH, P()), mesh)
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_vmap_scan_and_checkpoint_of_sharded_arrays(devices, types):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(types,) * 2, devices=devices)
+
+    def call(q, k, v):
+        attend = jax.vmap(partial(fp.flash_attention, causal=True))
+        layer = lambda x, _: (x + attend(jnp.sin(x), k, v), None)
+        layer = jax.checkpoint(layer, policy=fp.save_attention)
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, q, None, length=2)[0]))
+
+    compare(jax.grad(call, (0, 1, 2)), inputs(4, 3), (P(None, *BOTH),) * 3, mesh)
+
+
+def test_specs_of_jit_and_a_context_of_auto_axes(devices):
+    """The mesh is in no type of an argument where jit alone is told of it."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    spec = NamedSharding(mesh, BOTH)
+    attend = jax.jit(fp.flash_attention, in_shardings=(spec,) * 3)
+    args = inputs(4)
+    text = attend.lower(*args).compile().as_text()
+    assert moved(text) == 0
+    assert f"[{B // 2},{T},{N // 2},{H}]" in text
+    np.testing.assert_allclose(attend(*args), fp.flash_attention(*args), **ATOL)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_sharded_sequence_is_refused(devices, name):
+    specs = {"q": (P(None, "x"), P(), P()), "k": (P(), P(None, "x"), P(None, "x"))}[name]
+    message = f"sequence axis of {name} is sharded over .*'x'.*context_parallel_attention"
+    for types, error in (
+        (AxisType.Explicit, ValueError),
+        (AxisType.Auto, jax.errors.JaxRuntimeError),
+    ):
+        mesh = jax.make_mesh((4,), ("x",), axis_types=(types,), devices=devices)
+        args = [jnp.ones((2, 8, 4, 8))] * 3
+        args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+        for call in (fp.flash_attention, jax.jit(fp.flash_attention)):
+            with pytest.raises(error, match=message):
+                call(*args)
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_a_sharded_sequence_is_gathered_where_that_is_asked_for(devices, types):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(TYPES[types],) * 2, devices=devices)
+    move = {"auto": jax.lax.with_sharding_constraint, "explicit": jax.sharding.reshard}[types]
+    args, whole = inputs(4), NamedSharding(mesh, P("x"))
+    cut = [jax.device_put(x[:, :8], NamedSharding(mesh, P("x", "y"))) for x in args]
+    found = jax.jit(lambda *cut: fp.flash_attention(*(move(x, whole) for x in cut)))(*cut)
+    np.testing.assert_allclose(found, fp.flash_attention(*(x[:, :8] for x in args)), **ATOL)
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), (("x", "y"), None), (None, ("y", "x"))], ids=str)
+def test_dropout_and_mods_inside_shard_map_count_in_the_whole(devices, axes):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    slopes = draw(B, N, seed=9)
+    attend = partial(
+        fp.flash_attention,
+        dropout_rate=0.5,
+        dropout_seed=3,
+        score_mod=lambda score, b, n, i, j: score * slopes[b, n],
+    )
+    args, spec = inputs(8), P(axes[0], None, axes[1])
+    local = partial(attend, shard_axes=axes)
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))(*args)
+    np.testing.assert_allclose(found, attend(*args), **ATOL)
+
+
+@pytest.mark.parametrize("axes", ["x", ("x",), ("nowhere", None)], ids=str)
+def test_bad_shard_axes(axes):
+    with pytest.raises(ValueError, match="shard_axes is"):
+        fp.flash_attention(*inputs(4), shard_axes=axes)
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_the_hopper_kernels_lower_for_shards(devices, types):
+    """Pallas refuses types that vary, and the partitioner constants: xla would show neither."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(types,) * 2, devices=devices)
+    sharding = NamedSharding(mesh, BOTH)
+    x = jax.ShapeDtypeStruct((4, 128, 4, 64), jnp.bfloat16, sharding=sharding)
+    backend = HopperBackend(num_sms=132)
+
+    def loss(q, k, v):
+        call = validate.canonicalize(q, k, v, Arguments(causal=True))
+        blocks = backend.blocks(call.problem, None)
+        o, _, _ = vjp.attend(backend, call.spec, blocks, call.operands)
+        return jnp.sum(o.astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("CustomSPMDPartitioning") == (2 if types == AxisType.Auto else 0)
+    assert ("mosaic_gpu" in text) == (types == AxisType.Explicit)
+
+
+def test_gradients_that_shards_share_in_16_bits(devices):
+    """They are summed in float32: each of the two parts, and the sum, is rounded once."""
+    mesh = jax.make_mesh((1, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    args = [x.astype(jnp.bfloat16) for x in inputs(2)]
+    loss = lambda q, k, v: jnp.sum(jnp.sin(fp.flash_attention(q, k, v).astype(jnp.float32)))
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    found = jax.jit(jax.grad(loss, (1, 2)))(*map(put, args, (HEADS, P(), P())))
+    expected = jax.grad(loss, (1, 2))(*args)
+    rounding = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == jnp.bfloat16
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        # Parts may be larger than their sum, but not than the largest there is.
+        assert np.abs(a - b).max() <= 4 * rounding * np.abs(b).max()
