@@ -21,8 +21,10 @@ _NO_MORE_RECORDS = 12
 _FLUSH_FORCED = 1
 
 # In the records of these three kinds, in every version from CUDA 11 to 13.5, `kind` is the first
-# field and the start and end times (uint64 nanoseconds) are at the same offsets.
+# field, and the start and end times (uint64 nanoseconds) are at the same offsets; the number of the
+# device (uint32) is where it is since CUDA 8.
 _START, _END, _KERNEL_NAME = 16, 24, 104
+_DEVICE = {"kernel": 40, "memcpy": 32, "memset": 32}
 _BUFFER_BYTES = 8 << 20
 
 _REQUESTED = ctypes.CFUNCTYPE(
@@ -42,6 +44,7 @@ class Interval(NamedTuple):
     start_ns: int
     end_ns: int
     name: str
+    device: int = 0
 
 
 class CuptiError(RuntimeError):
@@ -55,7 +58,7 @@ def busy_ns(intervals: list[Interval]) -> int:
     charged twice.
     """
     total, reached = 0, 0
-    for start, end, _ in sorted(intervals):
+    for start, end, *_ in sorted(intervals):
         total += max(end - max(start, reached), 0)
         reached = max(reached, end)
     return total
@@ -139,7 +142,8 @@ def parse(address: int) -> Interval | None:
     name = kind
     if kind == "kernel":
         name = (ctypes.c_char_p.from_address(address + _KERNEL_NAME).value or b"?").decode()
-    return Interval(start, end, name)
+    device = ctypes.c_uint32.from_address(address + _DEVICE[kind]).value
+    return Interval(start, end, name, device)
 
 
 def _load() -> ctypes.CDLL:

@@ -27,6 +27,7 @@ def render(results: dict[str, Any]) -> str:
         "features": _features_table,
         "decode": _decode_table,
         "overhead": _overhead_table,
+        "parallel": _parallel_tables,
     }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
@@ -135,7 +136,7 @@ def _memory_table(results: dict[str, Any]) -> str:
     body = []
     for length in lengths:
         entries = [_gibibytes(cells.get((length, provider))) for provider in providers]
-        body.append([f"{length // 1024}k" if length % 1024 == 0 else str(length), *entries])
+        body.append([_thousands(length), *entries])
     return _grid(["T", *providers], body) + _reasons(rows)
 
 
@@ -189,6 +190,75 @@ def _overhead_table(results: dict[str, Any]) -> str:
             line += [device, f"{wall} ({graphs})", launches]
         body.append(line)
     return _grid(head, body) + _reasons(rows)
+
+
+def _parallel_tables(results: dict[str, Any]) -> str:
+    """Steps; what was sent beside attention; the longest sequences; which runs these are."""
+    of = lambda what: [row for row in results["rows"] if row["what"] == what]
+    percent = lambda x: "-" if x is None else f"{100 * x:.1f}"
+    number = lambda x, digits=1: "-" if x is None else f"{x:.{digits}f}"
+    memory = lambda x: "-" if x is None else f"{x / 2**30:.2f}"
+    where = lambda row: [str(row["gpus"]), _thousands(row["q_len"]), row["kind"]]
+    head = ["GPUs", "T", "", "ms (rounds)", "TFLOP/s of each", "% of one GPU", "% reckoned"]
+    head += ["GiB sent", "ms of sending alone", "GiB of arguments and results", "GiB beside"]
+    steps = []
+    for row in of("step"):
+        if row["refused"] is None:
+            held = [row["argument_bytes"] + row["output_bytes"], row["temp_bytes"]]
+            shares = [percent(row["share"]), percent(row["bound"])]
+            sent = [memory(row["sent_bytes"]), number(row["sending_ms"], 2)]
+            ms = "-" if row["ms"] is None else f"{row['ms']:.1f} ({row['rounds']})"
+            speed = [ms, number(row["tflops"], 0)]
+            steps.append([*where(row), *speed, *shares, *sent, *map(memory, held)])
+    found = [_grid(head, steps)]
+    head = ["GPUs", "T", "", "ms from first to last", "attention", "sending", "% beside attention"]
+    body = []
+    for row in of("overlap"):
+        ms = [number(row[name], 2) for name in ("whole", "attention", "sending")]
+        body.append([*where(row), *ms, percent(row["hidden"] / row["sending"])])
+    found += [_grid(head, body)] if body else []
+    body = []
+    for row in of("longest"):
+        plan = row["refused"] or memory(row["planned_bytes"])
+        body.append([*where(row), plan])
+    head = ["GPUs", "longest T by XLA's plan, not run", "", "GiB of each"]
+    found += [_grid(head, body)] if body else []
+    found += [_shares(of("step")), *_rates(of("collective"))]
+    for rates in _unique(run["rates"] for run in results["runs"]):
+        found.append(f"Sending alone: {rates}.")
+    for run in results["runs"]:
+        found.append(f"{run['gpus']} GPUs: {run['date']}, commit `{(run['commit'] or '?')[:12]}`.")
+    refused = [row | {"provider": row["kind"]} for row in of("step")]
+    refused += [row | {"provider": f"{row['name']} of {row['of']}"} for row in of("collective")]
+    return "\n\n".join(found) + _reasons(refused)
+
+
+def _shares(steps: list[dict[str, Any]]) -> str:
+    """What the shares of a step are of."""
+    of = {r["q_len"]: r["share_of"] for r in steps if r["share"] is not None}
+    others = [f", but at {_thousands(of[n])} for {_thousands(n)}" for n in of if of[n] != n]
+    return (
+        "% of one GPU: TFLOP/s of each against one GPU's in the same run at the same "
+        f"T{''.join(others)}. % reckoned: what even work and sending leave of that, if all work "
+        "went at one GPU's speed, and sending beside attention in a ring only; an estimate, not a "
+        "bound, as both can go faster."
+    )
+
+
+def _rates(rows: list[dict[str, Any]]) -> list[str]:
+    """GB/s that every GPU sends, of messages that took at least 20 microseconds."""
+    rows = [row for row in rows if row["refused"] is None]
+    found = []
+    for gpus, name in _unique((row["gpus"], row["name"]) for row in rows):
+        mine = [r for r in rows if (r["gpus"], r["name"]) == (gpus, name) and r["ms"] > 0.02]
+        mine.sort(key=lambda row: row["sent_bytes"])
+        rates = (f"{row['gb_per_s']:.0f} of {row['sent_bytes'] / 1e6:.0f} MB" for row in mine)
+        found.append(f"{name} ({gpus} GPUs) {', '.join(_unique(rates))}")
+    return [f"GB/s that a GPU sends: {'; '.join(found)}."] if found else []
+
+
+def _thousands(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _of_other_commits(results: dict[str, Any]) -> str:

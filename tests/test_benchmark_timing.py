@@ -23,11 +23,12 @@ def test_busy_time_is_a_union():
     assert cupti.busy_ns([]) == 0
 
 
-def _record(kind: int, start: int, end: int, name: bytes | None = None):
+def _record(kind: int, start: int, end: int, name: bytes | None = None, device: int = 0):
     """An activity record as cupti_activity.h lays it out, and the string that it points to."""
     text = ctypes.create_string_buffer(name) if name else None
     address = ctypes.addressof(text) if text else 0
-    return struct.pack("<I12xQQ72xQ", kind, start, end, address), text
+    devices = (0, device) if name else (device, 0)  # of copies, and of kernels
+    return struct.pack("<I12xQQI4xI60xQ", kind, start, end, *devices, address), text
 
 
 class FakeCupti:
@@ -78,14 +79,19 @@ class FakeCupti:
 
 
 def test_recorder_reads_kernels_memsets_and_copies(monkeypatch):
-    kernel, text = _record(10, 1000, 3000, b"attention")
-    fake = FakeCupti([kernel, _record(2, 500, 800)[0], _record(1, 0, 100)[0], _record(4, 0, 9)[0]])
+    kernel, text = _record(10, 1000, 3000, b"attention", device=3)
+    memset, _ = _record(2, 500, 800, device=2)
+    fake = FakeCupti([kernel, memset, _record(1, 0, 100)[0], _record(4, 0, 9)[0]])
     monkeypatch.setattr(cupti, "_load", lambda: fake)
     recorder = cupti.Recorder()
     for _ in range(2):
         with recorder.record() as intervals:
             assert fake.enabled == {1, 2, 10}
-        assert intervals == [(1000, 3000, "attention"), (500, 800, "memset"), (0, 100, "memcpy")]
+        assert intervals == [
+            (1000, 3000, "attention", 3),
+            (500, 800, "memset", 2),
+            (0, 100, "memcpy", 0),
+        ]
         assert not fake.enabled
     assert text.value == b"attention"
 
@@ -167,7 +173,7 @@ def test_kineto_reads_device_events_only():
         {"ph": "X", "cat": "cuda_runtime", "ts": 0, "dur": 99, "name": "launch"},
         {"ph": "M", "name": "process_name"},
     ]
-    assert timing.KinetoTimer.intervals(events) == [(1500, 3500, "k"), (4000, 5000, "m")]
+    assert timing.KinetoTimer.intervals(events) == [(1500, 3500, "k", 0), (4000, 5000, "m", 0)]
 
 
 def test_a_timer_that_loses_work_is_not_chosen(monkeypatch):

@@ -119,7 +119,7 @@ def test_no_producer_where_registers_are_not_traded(head_dim, monkeypatch):
 
 
 def test_modifiers_take_two_warpgroups_without_a_producer():
-    x = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((4, 4096, 8, 64), jnp.bfloat16)
     alone = HopperBackend(trades_registers=False)
     warpgroups = lambda **given: (
         alone.blocks(
@@ -127,13 +127,15 @@ def test_modifiers_take_two_warpgroups_without_a_producer():
         ).forward.warpgroups
     )
     assert warpgroups() == 3
-    assert warpgroups(bias=jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bfloat16)) == 2
+    assert warpgroups(bias=jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.bfloat16)) == 2
 
 
-def test_alternating_warpgroups_take_two_slots():
+@pytest.mark.parametrize("slots", ["stages", "do_stages", "ds_stages"])
+def test_alternating_warpgroups_take_two_slots(slots):
+    """With one, each would wait for the other for ever."""
     x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
     described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
-    with pytest.raises(ValueError, match=r"'ds_stages': 1.*ds_stages=2.*'alternate': False"):
-        HopperBackend().blocks(described, {"fused": {"ds_stages": 1}})
-    chosen = HopperBackend().blocks(described, {"fused": {"ds_stages": 1, "alternate": False}})
+    with pytest.raises(ValueError, match=rf"'{slots}': 1.*two stages.*'alternate': False"):
+        HopperBackend().blocks(described, {"fused": {slots: 1}})
+    chosen = HopperBackend().blocks(described, {"fused": {slots: 1, "alternate": False}})
     assert not chosen.backward.alternate

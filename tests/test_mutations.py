@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from .cases import CASES, FEATURES
-from .hopper_cases import MAXIMA, MODIFIERS, WITHOUT_PRODUCER
+from .hopper_cases import FUSED_BLOCKS, MAXIMA, MODIFIERS, WITHOUT_PRODUCER
 from .hopper_decode_cases import STEPS
 from .mutations import MUTATIONS, ROOT
 
@@ -28,7 +28,9 @@ def test_the_line_is_there(mutation):
     text = (Path(__file__).parent / file).read_text()
     function, _, case = name.partition("[")
     assert not name or f"def {function}(" in text
-    names = {c.name for c in (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER, *STEPS)}
+    own_blocks = (case for case, _ in FUSED_BLOCKS)
+    cases = (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER, *STEPS, *own_blocks)
+    names = {c.name for c in cases}
     assert not case or case.removesuffix("]") in names
 
 

@@ -143,7 +143,7 @@ BAD = {
     "mask": ({}, {"mask": jnp.ones((1, 1, 4, 4))}, ValueError, "with a cache takes no mask"),
     "keys": ({}, {"inputs_kv": jnp.ones((1, 4, FEATURES))}, ValueError, "takes no inputs_kv"),
     "ids": ({}, {"segment_ids": jnp.ones((1, 4), int)}, ValueError, "takes no segment_ids"),
-    "function": ({"attention": lambda *x, **y: x[0]}, {}, ValueError, "leave attention= as it is"),
+    "function": ({"attention": lambda *x, **y: x[0]}, {}, ValueError, "leave attention= and"),
     "ring": ({}, {"cache": RingCache.empty(1, 9, 2, 8, "float32")}, ValueError, r"window=\(8, 0\)"),
     "nothing": ({}, {"cache": None, "page_table": 1}, ValueError, "page_table without a cache"),
     "pages of a ring": (

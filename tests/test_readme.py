@@ -35,6 +35,7 @@ def blocks():
         yield pytest.param(line, *match.groups(), id=f"{heading}, line {line}")
 
 
+@pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize(("line", "code", "printed"), list(blocks()))
 def test_code_prints_what_the_readme_says(line, code, printed, capsys):
     # Leading newlines make a traceback name the line of README.md.
@@ -74,7 +75,7 @@ def test_the_table_of_features_is_what_the_backends_answer():
     assert feature_table.in_readme() == feature_table.table(), hint
 
 
-@pytest.mark.parametrize("suite", ["h200", "memory", "decode"])
+@pytest.mark.parametrize("suite", ["h200", "memory", "decode", "parallel", "parallel_scheduler"])
 def test_generated_tables_have_their_markers(suite):
     pattern = f"<!-- table:{suite} -->\n.*?<!-- end -->"
     assert len(re.findall(pattern, (ROOT / "README.md").read_text(), re.DOTALL)) == 1

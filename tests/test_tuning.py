@@ -359,6 +359,12 @@ def test_the_real_timer_times_what_compiles(monkeypatch):
     assert after.blocks == Tunable().blocks(after.problem, found.blocks)
 
 
+def test_what_gives_any_result_is_timed():
+    step = lambda x: (x + 1.0, jnp.tanh(x))
+    program = jax.jit(lambda x: tuning._repeated(step, x, 5)).lower(jnp.ones((2, 3))).compile()
+    assert "tanh" in program.as_text()
+
+
 def test_repeated_calls_wait_for_one_another():
     # Each result depends on the one before, and every one of them is computed.
     called = []
