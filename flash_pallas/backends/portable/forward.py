@@ -1,0 +1,280 @@
+"""Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
+
+A block of four warps owns a tile of queries of one head and folds the key blocks they see into O,
+which stays in registers. Shared memory has room for one tile of K and one of V: V is on its way
+while S is computed, and the next K while O is.
+
+    S = Q K^T, softmax in registers, O += P V
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core import bounds, dropout, scores, softmax
+from ...core import integers as ints
+from ...core.problem import Operands, Outputs, Problem
+from ...core.tile import Limits
+from ..hopper import inline, register_tile
+from ..hopper.memory import launch
+from ..hopper.register_tile import RegisterTile
+from ..hopper.side_arrays import Gmem
+from . import walk
+from .blocks import TileSizes, widths
+from .inputs import Held, Inputs, Place
+from .products import Products
+from .tiles import Copies, Copy, buffer
+
+
+class Arrays(NamedTuple):
+    """In device memory."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    q_offset: Any = None  # int32[B], where problem.traced_offset
+    q_lengths: Any = None  # int32[B]
+    bounds: Any = None  # int32[B, query blocks, 2], where arrays decide which keys are read
+    side: Gmem = Gmem()
+
+
+class Out(NamedTuple):
+    """Results in device memory; R is T rounded up to tiles."""
+
+    o: Any  # [B, T, N, Hv]
+    lse: Any  # f32[B, N, R], base 2
+    most: Any  # f32[B, N, R], or None
+
+
+class Smem(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # [rows, the wider head dim], in the end O
+    k: Any  # [columns, H]
+    v: Any  # [columns, Hv]
+
+
+class Rows(NamedTuple):
+    """What is known of each query after some key blocks."""
+
+    o: Any  # f32[rows, Hv], relative to m
+    m: Any  # f32[rows], largest logit, base 2
+    l: Any  # f32[rows, 8], parts of the sum of exp2(logit - m)
+
+
+class Cta(NamedTuple):
+    """One block of threads and its tile."""
+
+    gmem: Arrays
+    out: Out
+    smem: Smem
+    batch: Any
+    head: Any
+    kv_head: Any
+    block: Any
+    position: Any  # of the first query
+    kv_length: Any  # keys there are
+    held: Held
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One launch; the methods are the phases of a block."""
+
+    problem: Problem
+    tile: TileSizes
+    interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How tiles are multiplied."""
+        return Products(self.interpret)
+
+    @property
+    def copies(self) -> Copies:
+        """How tiles are moved."""
+        return Copies(self.interpret)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What modifiers read."""
+        return Inputs(self.problem, 0, self.interpret)
+
+    def __call__(self, gmem: Arrays, out: Out, smem: Smem):
+        cta = self.place(gmem, out, smem)
+        lengths = gmem.side.kv_lengths
+        at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
+        traced = None if lengths is None else cta.kv_length
+        blocks = walk.key_blocks(self.problem, at, cta.position, tile, gmem.bounds, traced)
+        q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
+        q = gmem.q.at[cta.batch, :, cta.head]
+        own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
+        self.copies.start(own)
+        self.copies.start(self.load(cta, "k", blocks.start, blocks.stop))
+        self.copies.arrived(own, pending=1)
+        held = self.inputs.hold(gmem.side, self.at(cta, 0))
+        step = functools.partial(self.step, cta._replace(held=held), blocks.stop)
+        rows = walk.fold(blocks, step, self.no_keys())
+        self.copies.arrived()
+        self.finish(cta, rows)
+
+    def place(self, gmem: Arrays, out: Out, smem: Smem) -> Cta:
+        """Where this block is."""
+        batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
+        if self.problem.spec.mask.right is not None:  # the longest rows first
+            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        offset = self.problem.spec.q_offset if gmem.q_offset is None else gmem.q_offset[batch]
+        lengths = gmem.side.kv_lengths
+        return Cta(
+            gmem=gmem,
+            out=out,
+            smem=smem,
+            batch=batch,
+            head=head,
+            kv_head=lax.div(head, jnp.int32(self.problem.group)),
+            block=block,
+            position=block * self.tile.rows + offset,
+            kv_length=self.problem.kv_len if lengths is None else lengths[batch],
+            held=Held(),
+        )
+
+    def load(self, cta: Cta, name: str, block, stop) -> Copy:
+        """Of a block of K or V; nothing from `stop` on."""
+        source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
+        limit = jnp.where(block < stop, jnp.int32(cta.kv_length), jnp.int32(0))
+        return Copy(source, getattr(cta.smem, name), block * self.tile.columns, limit)
+
+    def at(self, cta: Cta, kv_block) -> Place:
+        """The tile of scores of a key block."""
+        first = cta.block * self.tile.rows, kv_block * self.tile.columns
+        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
+
+    def no_keys(self) -> Rows:
+        """Before the first key block."""
+        rows, (_, v_width) = self.tile.rows, widths(self.problem)
+        lowest = jnp.full((rows,), -jnp.inf, jnp.float32)
+        if not self.interpret:
+            lowest = plgpu.layout_cast(lowest, inline.ROWS)
+        zeros = self.products.zeros
+        return Rows(zeros(rows, v_width), lowest, zeros(rows, inline.LANE_COLS))
+
+    # --- a key block -----------------------------------------------------------------------------
+
+    def step(self, cta: Cta, stop, kv_block, rows: Rows, *, masked: bool) -> Rows:
+        """Fold one key block in."""
+        k, v = (self.load(cta, name, kv_block, stop) for name in ("k", "v"))
+        inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
+        self.copies.arrived(k)
+        self.copies.start(v)
+        zeros = self.products.zeros(self.tile.rows, self.tile.columns)
+        s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
+        self.copies.arrived(v)
+        self.copies.start(self.load(cta, "k", kv_block + 1, stop))
+        p, rows = self.softmax(cta, kv_block, inputs, s, rows, masked=masked)
+        return rows._replace(o=self.products.add(rows.o, p, cta.smem.v))
+
+    def softmax(self, cta: Cta, kv_block, inputs, s, rows: Rows, *, masked: bool):
+        """(weights in 16 bits after dropout, rows) of a tile of products."""
+        spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
+        limits = Limits()
+        if masked:
+            ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
+            limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
+        x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+        m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
+        # A row that has seen no key is relative to 0: exp2(-inf), where -inf - -inf is a NaN.
+        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+        alpha = jnp.exp2(rows.m - finite)
+        p = jnp.exp2(x * log2_scale - _per_row(finite, x.shape))
+        sums = rows.l * _per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.interpret)
+        if spec.dropout_rate:
+            p = jnp.where(scores.kept(spec, tile, inputs), p, jnp.zeros_like(p))
+        return p.astype(self.problem.dtype), Rows(rows.o * _per_row(alpha, rows.o.shape), m, sums)
+
+    def score_tile(self, cta: Cta, kv_block) -> RegisterTile:
+        """Where a key block's scores lie."""
+        start, shape = kv_block * self.tile.columns, (self.tile.rows, self.tile.columns)
+        return RegisterTile(cta.position, start, shape, interpret=self.interpret)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, cta: Cta, rows: Rows):
+        """Divide by the sums and write O, the log-sum-exp and the largest logit."""
+        spec, sinks = self.problem.spec, cta.gmem.side.sinks
+        sink = None
+        if sinks is not None:
+            sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], rows.m.shape, ())
+            sink = sink if self.interpret else plgpu.layout_cast(sink, inline.ROWS)
+        inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1), sink)
+        if spec.dropout_rate:
+            inverse = inverse * dropout.gain(spec.dropout_rate)
+        first = cta.block * self.tile.rows
+        own = pl.ds(first, self.tile.rows)
+        self.copies.put(rows.o * _per_row(inverse, rows.o.shape), cta.smem.q)
+        self.copies.meet()
+        target = cta.out.o.at[cta.batch, :, cta.head]
+        self.copies.store(cta.smem.q, target, first, self.problem.q_len)
+        cta.out.lse[cta.batch, cta.head, own] = lse
+        if cta.out.most is not None:
+            cta.out.most[cta.batch, cta.head, own] = rows.m
+
+
+def _per_row(x, shape):
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
+    """Launch.
+
+    Args:
+        problem: of the operands.
+        tile: sizes.
+        operands: padding that segment ids mark is 0 in v; head dims are multiples of 8.
+        interpret: run by the interpreter.
+    """
+    width, v_width = widths(problem)
+    blocks = pl.cdiv(problem.q_len, tile.rows)
+    rows = blocks * tile.rows
+    per_row = jax.ShapeDtypeStruct((problem.batch, problem.q_heads, rows), jnp.float32)
+    shape = (problem.batch, rows if interpret else problem.q_len, problem.q_heads)
+    out = Out(
+        o=jax.ShapeDtypeStruct((*shape, problem.v_head_dim), problem.dtype),
+        lse=per_row,
+        most=per_row if problem.spec.max_logit else None,
+    )
+    smem = Smem(
+        q=buffer((tile.rows, max(width, v_width)), problem.dtype),
+        k=buffer((tile.columns, width), problem.dtype),
+        v=buffer((tile.columns, v_width), problem.dtype),
+    )
+    run = launch(
+        Forward(problem, tile, interpret),
+        out=(out,),
+        scratch=(smem,),
+        grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
+        threads=1,
+        name="flash_pallas_portable_forward",
+        interpret=interpret,
+    )
+    dynamic = bounds.is_dynamic(problem)
+    (found,) = run(
+        Arrays(
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            q_offset=operands.q_offset,
+            q_lengths=operands.q_lengths,
+            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns) if dynamic else None,
+            side=Inputs(problem, 0, interpret).arrays(operands),
+        )
+    )
+    most = None if found.most is None else found.most[:, :, : problem.q_len]
+    return Outputs(found.o[:, : problem.q_len], found.lse[:, :, : problem.q_len], most)

@@ -1,0 +1,238 @@
+"""What modifiers of scores read beside Q, K and V: straight from device memory into registers.
+
+Values of rows (queries, or keys where scores are transposed) are read once and held; those of
+columns and of single elements are read at every tile, before its products, which hide the latency.
+A bias or mask in the accumulator's layout is read in pieces of 8 neighbouring elements a row, whole
+sectors of float32; where scores are transposed it is read as it lies, element by element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ...core.problem import Problem
+from ...core.scores import TileInputs
+from ..hopper import inline, side_arrays
+from ..hopper.registers import coordinates, fragmented, i32_constant, pair, splat
+from ..hopper.side_arrays import Gmem
+
+
+class Place(NamedTuple):
+    """Where a tile lies; starts are indices, not positions."""
+
+    batch: Any
+    head: Any
+    row_start: Any
+    column_start: Any
+    shape: tuple[int, int]
+
+    @property
+    def rows(self):
+        """The slice of its rows."""
+        return pl.ds(self.row_start, self.shape[0])
+
+    @property
+    def columns(self):
+        """The slice of its columns."""
+        return pl.ds(self.column_start, self.shape[1])
+
+
+class Held(NamedTuple):
+    """Registers that last as long as the rows of a tile and its head."""
+
+    segments: Any = None  # int32[rows]
+    keys: Any = None  # int32[rows], of dropout
+    bias: Any = None  # f32[rows] or f32 scalar
+    mask: Any = None  # likewise
+    scalars: TileInputs = TileInputs()
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """How one kernel reads them.
+
+    Attributes:
+        problem: what is computed.
+        q_axis: which axis of its tiles runs over queries; 0: rows are queries.
+        interpret: run by the interpreter.
+    """
+
+    problem: Problem
+    q_axis: int
+    interpret: bool
+
+    def arrays(self, operands) -> Gmem:
+        """The operands as a kernel reads them; vectors are padded beyond the last tile."""
+        return side_arrays.gmem(self.problem, self.q_axis, operands)
+
+    def hold(self, gmem: Gmem, place: Place) -> Held:
+        """What does not depend on place.column_start."""
+        scalar = lambda x: None if x is None else x[place.batch, place.head]
+        keys = scalar(gmem.dropout_keys)
+        return Held(
+            segments=self._vector(gmem.row_segments, (place.batch,), place.rows, 0),
+            keys=self._keys(gmem.row_keys, place, place.rows, 0),
+            bias=self._held(gmem.bias, self.problem.bias_shape, place),
+            mask=self._held(gmem.mask, self.problem.mask_shape, place),
+            scalars=TileInputs(
+                slope=scalar(gmem.slopes),
+                score_params=tuple(map(scalar, gmem.score_params)),
+                mask_params=tuple(map(scalar, gmem.mask_params)),
+                dropout_key=None if keys is None else lax.convert_element_type(keys, jnp.uint32),
+            ),
+        )
+
+    def read(self, held: Held, gmem: Gmem, place: Place, *, ids: bool = True) -> TileInputs:
+        """What the modifiers read at one tile.
+
+        Args:
+            held: from `hold`.
+            gmem: from `arrays`.
+            place: of the tile.
+            ids: segment ids hide something of it.
+        """
+        by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
+        column_ids = None
+        if ids:
+            column_ids = self._vector(gmem.column_segments, (place.batch,), place.columns, 1)
+        q_ids, kv_ids = by_axis(held.segments if ids else None, column_ids)
+        column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
+        q_keys, kv_keys = by_axis(held.keys, column_keys)
+        bias = self._wide(held.bias, gmem.bias, self.problem.bias_shape, place)
+        mask = self._wide(held.mask, gmem.mask, self.problem.mask_shape, place)
+        return held.scalars._replace(
+            q_segments=q_ids,
+            kv_segments=kv_ids,
+            q_keys=q_keys,
+            kv_keys=kv_keys,
+            bias=bias,
+            mask=None if mask is None else mask != 0.0,
+        )
+
+    def _kind(self, shape) -> str | None:
+        """Of a bias or mask: None, "scalar", "rows", "columns" or "tile"."""
+        if shape is None:
+            return None
+        row_axis = 2 + self.q_axis
+        many_rows, many_columns = shape[row_axis] > 1, shape[5 - row_axis] > 1
+        if many_columns:
+            return "tile" if many_rows else "columns"
+        return "rows" if many_rows else "scalar"
+
+    def _entry(self, shape, place: Place):
+        """(batch entry, head) of a bias or mask that may be shared between several."""
+        repeat = self.problem.batch // shape[0]
+        entry = lax.div(place.batch, jnp.int32(repeat)) if shape[0] > 1 else 0
+        return entry, place.head if shape[1] > 1 else 0
+
+    def _vector(self, ref, at, elements, axis: int):
+        """One value for each row (axis 0) or column (1) of a tile, or None."""
+        if ref is None:
+            return None
+        return load_vector(ref.at[(*at, elements)], axis)
+
+    def _keys(self, ref, place: Place, elements, axis: int):
+        if ref is None:
+            return None
+        shared = ref.shape[0] == 1 and ref.shape[1] == 1
+        at = (0, 0) if shared else (place.batch, place.head)
+        return self._vector(ref, at, elements, axis)
+
+    def _held(self, ref, shape, place: Place):
+        kind = self._kind(shape)
+        if kind == "scalar":
+            return ref[(*self._entry(shape, place), 0)]
+        if kind == "rows":
+            return self._vector(ref, self._entry(shape, place), place.rows, 0)
+        return None
+
+    def _wide(self, held, ref, shape, place: Place):
+        """A bias or mask over a tile, f32."""
+        kind = self._kind(shape)
+        if kind is None:
+            return None
+        if kind in ("rows", "scalar"):
+            return lax.broadcast_in_dim(held, place.shape, (0,) if kind == "rows" else ())
+        at = self._entry(shape, place)
+        if kind == "columns":
+            found = self._vector(ref, at, place.columns, 1)
+            return lax.broadcast_in_dim(found, place.shape, (1,))
+        return load_tile(ref.at[at], place, self.q_axis, self.interpret).astype(jnp.float32)
+
+
+def load_vector(ref, axis: int):
+    """A vector in device memory, one element for each row (axis 0) or column (1) of a tile."""
+    layout = inline.COLS if axis else inline.ROWS
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load_tile(ref, place: Place, q_axis: int, interpret: bool):
+    """A tile of [T, S] in device memory, in its dtype; what lies beyond an end may be anything."""
+    starts = place.row_start, place.column_start
+    if interpret:
+        index = [jnp.int32(s) + jnp.arange(n) for s, n in zip(starts, place.shape, strict=True)]
+        q_index, kv_index = index[::-1] if q_axis else index
+        found = jnp.take(jnp.take(ref[...], q_index, axis=0, mode="clip"), kv_index, 1, mode="clip")
+        return found.T if q_axis else found
+    scalar = plgpu.Layout.WG_SPLAT
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct(place.shape, ref.dtype, inline.WGMMA),
+    )(functools.partial(_load_body, place.shape, q_axis))
+    return run(ref, *map(jnp.int32, starts))
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+class _Axis:
+    """Addresses along one axis of an array, kept inside it."""
+
+    def __init__(self, size: int, stride: int, first, step: int) -> None:
+        self.last, self.stride, self.first, self.found = size - step, stride, first, {}
+
+    def offset(self, index: int):
+        """i64: elements from the array's start to the index after the first one."""
+        if index not in self.found:
+            i64 = ir.IntegerType.get_signless(64)
+            inside = arith.minsi(arith.addi(self.first, i32_constant(index)), i32_constant(self.last))
+            inside = arith.extsi(i64, inside)
+            self.found[index] = arith.muli(inside, arith.constant(i64, self.stride))
+        return self.found[index]
+
+
+def _load_body(shape, q_axis: int, _, ref, row_start, column_start):
+    layout, i32 = inline.WGMMA.to_mgpu(), ir.IntegerType.get_signless(32)
+    element = ref.type.element_type
+    row, column = (arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+    starts = arith.addi(splat(row_start), row), arith.addi(splat(column_start), column)
+    strides, _ = ref.type.get_strides_and_offset()
+    order = (1, 0) if q_axis else (0, 1)
+    step = (1, 1) if q_axis else (1, 2)  # two neighbours at once where they lie side by side
+    rows, columns = (
+        _Axis(ref.type.shape[order[i]], strides[order[i]], starts[i], step[i]) for i in (0, 1)
+    )
+    base = mgpu.utils.memref_ptr(ref)
+
+    def load(kind, row, column):
+        offset = arith.addi(rows.offset(row), columns.offset(column))
+        return llvm.load(kind, mgpu.utils.getelementptr(base, [offset], element))
+
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for index, row, column in coordinates(shape, layout):
+        if q_axis:
+            registers[index] = pair(load(element, row, column), load(element, row, column + 1))
+        else:
+            registers[index] = load(ir.VectorType.get((2,), element), row, column)
+    return fragmented(registers, layout)

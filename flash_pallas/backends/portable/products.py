@@ -1,0 +1,196 @@
+"""Products of tiles: `mma.sync` on fragments that `ldmatrix` reads from shared memory.
+
+The accumulator of m16n8k16 lies in registers as that of wgmma does, one warp to 16 rows of 64, so
+everything in backends/mosaic works on it. Its 16-bit form is the left operand of the next product
+as it is: element for element the same lanes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from ..hopper import inline
+from ..hopper.registers import at, coordinates, fragmented, i32_constant, pair
+from .tiles import UNIT, UNIT_ELEMENTS, columns_of, shared_address, thread
+
+STEP = 16  # summed elements of one mma
+WARPGROUP_ROWS = 64  # rows of an accumulator that four warps have, 16 each
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """How a block multiplies.
+
+    Attributes:
+        interpret: run by the interpreter.
+    """
+
+    interpret: bool
+
+    def zeros(self, rows: int, columns: int):
+        """An accumulator."""
+        zeros = jnp.zeros((rows, columns), jnp.float32)
+        return zeros if self.interpret else plgpu.layout_cast(zeros, inline.WGMMA)
+
+    def add(self, accumulator, a, b, *, transposed: bool = False):
+        """accumulator + a @ b, or a @ b^T.
+
+        Args:
+            accumulator: f32[rows, columns] in registers, rows a multiple of 64.
+            a: [rows, summed] of 16 bits: a tile in shared memory, or in registers as `accumulator`.
+            b: a tile in shared memory: [summed, columns], or if `transposed` [columns, summed].
+            transposed: see b.
+        """
+        in_registers = not hasattr(a, "at") or isinstance(a, jnp.ndarray)
+        if self.interpret:
+            b = _values(b)
+            a = a if in_registers else _values(a)[:, : b.shape[1 if transposed else 0]]
+            return accumulator + _dot(a, b, transposed=transposed)
+        of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
+        run = plgpu.inline_mgpu(
+            arg_types=(inline.WGMMA, of_a, plgpu.RefType()),
+            return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
+        )(functools.partial(_add_body, transposed))
+        return run(accumulator, a, b)
+
+
+def _values(tile):
+    return tile[...][:, : columns_of(tile)]
+
+
+def _dot(a, b, *, transposed: bool):
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(
+        a, b, dimensions, precision="highest", preferred_element_type=jnp.float32
+    )
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fragments:
+    """Four 8 x 8 matrices of a tile in shared memory at a time, lane l giving the address of a row.
+
+    Attributes:
+        address: i32 of this lane's row and unit in the first four matrices.
+        pitch: bytes of a row.
+        transposed: each matrix on the way into registers.
+    """
+
+    address: Any
+    pitch: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, tile, *, transposed: bool, units_first: bool, by_warp: bool):
+        """Matrices in the order that a fragment wants them.
+
+        Args:
+            tile: [rows, columns] in shared memory.
+            transposed: each matrix on the way.
+            units_first: the second of the four lies beside the first, and the third below it; else
+                the other way round.
+            by_warp: warp w reads 16 rows further down than warp w - 1.
+        """
+        pitch = 2 * tile.type.shape[1]
+        me = thread()
+        lane = arith.remui(me, i32_constant(32))
+        matrix, row = arith.divui(lane, i32_constant(8)), arith.remui(lane, i32_constant(8))
+        odd, high = arith.remui(matrix, i32_constant(2)), arith.divui(matrix, i32_constant(2))
+        below, beside = (high, odd) if units_first else (odd, high)
+        row = arith.addi(row, arith.muli(below, i32_constant(8)))
+        if by_warp:
+            warp = arith.divui(me, i32_constant(32))
+            row = arith.addi(row, arith.muli(warp, i32_constant(16)))
+        offset = arith.addi(
+            arith.muli(row, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
+        )
+        return cls(arith.addi(shared_address(tile), offset), pitch, transposed)
+
+    def load(self, row: int, column: int):
+        """Four registers of two elements each, from this row and column on."""
+        i32 = ir.IntegerType.get_signless(32)
+        four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        offset = row * self.pitch + column // UNIT_ELEMENTS * UNIT
+        found = llvm.inline_asm(
+            four,
+            [self.address],
+            f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if self.transposed else ''}.shared.b16 "
+            f"{{$0, $1, $2, $3}}, [$4+{offset}];",
+            "=r,=r,=r,=r,r",
+            has_side_effects=True,
+        )
+        return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+
+
+def _left(a):
+    """(row of a warpgroup's 64, column) -> the left fragment of an mma."""
+    if not hasattr(a, "registers"):
+        fragments = _Fragments.of(a, transposed=False, units_first=False, by_warp=True)
+        return fragments.load
+    i32 = ir.IntegerType.get_signless(32)
+    held = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
+
+    def fragment(row, column):
+        places = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
+        return [llvm.bitcast(i32, held[place]) for place in places]
+
+    return fragment
+
+
+def _right(b, transposed: bool):
+    """(first summed element, first column) -> right fragments of two neighbouring mmas."""
+    if transposed:  # columns of the product are rows of the tile
+        fragments = _Fragments.of(b, transposed=False, units_first=True, by_warp=False)
+        return lambda k, column: fragments.load(column, k)
+    return _Fragments.of(b, transposed=True, units_first=False, by_warp=False).load
+
+
+def _add_body(transposed: bool, _, accumulator, a, b):
+    left, right = _left(a), _right(b, transposed)
+    rows, columns = accumulator.shape
+    summed = b.type.shape[1] - UNIT_ELEMENTS if transposed else b.type.shape[0]
+    kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
+    layout = accumulator.layout
+    held = {
+        (row, column): accumulator.registers[index]
+        for index, row, column in coordinates(accumulator.shape, layout)
+    }
+    for k in range(0, summed, STEP):
+        lefts = [left(row, k) for row in range(0, rows, WARPGROUP_ROWS)]
+        for column in range(0, columns, 16):
+            first, second, third, fourth = right(k, column)
+            for beside, of_b in ((0, (first, second)), (8, (third, fourth))):
+                for i, of_a in enumerate(lefts):
+                    _step(held, (i * WARPGROUP_ROWS, column + beside), of_a, of_b, kind)
+    registers = accumulator.registers.copy()
+    for index, row, column in coordinates(accumulator.shape, layout):
+        registers[index] = held[row, column]
+    return fragmented(registers, layout)
+
+
+def _step(held, place, of_a, of_b, kind: str):
+    """One mma into the accumulator's registers of rows `row` and `row + 8`."""
+    row, column = place
+    places = (row, column), (row + 8, column)
+    before = [at(held[place], e) for place in places for e in (0, 1)]
+    f32 = ir.F32Type.get()
+    found = llvm.inline_asm(
+        ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+        [*of_a, *of_b, *before],
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effects=False,
+    )
+    values = [llvm.extractvalue(f32, found, [i]) for i in range(4)]
+    held[places[0]], held[places[1]] = pair(*values[:2]), pair(*values[2:])

@@ -1,0 +1,280 @@
+"""Tiles in shared memory, the copies that fill and empty them, and what orders these.
+
+A row of a tile is padded by 16 bytes, so that the eight rows that `ldmatrix` reads at once lie in
+different banks: a row of a multiple of 32 bytes and 16 more is an odd number of units of 16 bytes.
+Copies are `cp.async` of 16 bytes, which writes zeros where it is told to read nothing: rows past an
+end, whatever lies there, and columns that the array does not have.
+
+Under the interpreter a tile is NaN from `start` to `arrived`, so a read that comes too early, or of
+a tile that is already being filled again, is a NaN in the result. Warps that overtake each other it
+cannot show; the barrier that keeps them together is in `arrived` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from ..hopper import inline
+from ..hopper.registers import at, coordinates, i32_constant, splat
+
+THREADS = 128  # of a block: one warpgroup
+UNIT = 16  # bytes that a thread copies at once
+UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
+
+
+def buffer(shape, dtype):
+    """Shared memory for tiles [..., rows, columns], columns a multiple of 16."""
+    *outer, columns = shape
+    if columns % 16:
+        raise AssertionError(f"{shape=}: columns must be a multiple of 16")
+    return plgpu.SMEM((*outer, columns + UNIT_ELEMENTS), dtype)
+
+
+def buffer_bytes(*shape: int) -> int:
+    """Of a `buffer` of this shape."""
+    *outer, columns = shape
+    total = 2 * (columns + UNIT_ELEMENTS)
+    for size in outer:
+        total *= size
+    return total
+
+
+def columns_of(tile) -> int:
+    """Without the padding of its rows."""
+    return tile.shape[-1] - UNIT_ELEMENTS
+
+
+class Copy(NamedTuple):
+    """Rows `first` to `first + rows of the tile` of an array, zeros from `limit` on.
+
+    Attributes:
+        source: [length, columns] in device memory; columns a multiple of 8, not above the tile's.
+        tile: [rows, columns] in shared memory, of `buffer`.
+        first: row of the array, int32.
+        limit: int32, at most the array's length; rows from there on are not read.
+    """
+
+    source: Any
+    tile: Any
+    first: Any
+    limit: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies between device memory and tiles, by all threads of a block.
+
+    Attributes:
+        interpret: run by the interpreter.
+    """
+
+    interpret: bool
+
+    def start(self, *copies: Copy):
+        """Start copies, which together are one group for `arrived`.
+
+        Every warp has read what was in the tiles before: the last `arrived` or `meet` came after.
+        """
+        if self.interpret:
+            for copy in copies:
+                copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
+            return
+        for copy in copies:
+            _call(_start_body, copy.source, copy.tile, copy.first, copy.limit)
+        plgpu.inline_mgpu()(_commit_body)()
+
+    def arrived(self, *copies: Copy, pending: int = 0):
+        """Wait until all but the newest `pending` groups have arrived, for every thread.
+
+        Args:
+            copies: those of the groups that now arrive, as they were started.
+            pending: groups that were started after them.
+        """
+        if self.interpret:
+            for copy in copies:
+                _fill(copy)
+            return
+        plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
+
+    def meet(self):
+        """All warps have come here."""
+        inline.warpgroup_barrier(self.interpret)
+
+    def put(self, values, tile):
+        """Write an f32 tile in registers to [rows, columns] in shared memory, in 16 bits."""
+        values = values.astype(tile.dtype)
+        if self.interpret:
+            tile[:, pl.ds(0, values.shape[1])] = values
+            return
+        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType()))
+        run(_put_body)(values, tile)
+
+    def store(self, tile, target, first, limit):
+        """Copy a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
+
+        Under the interpreter the array has all rows of the tile.
+        """
+        if self.interpret:
+            rows, columns = tile.shape[0], target.shape[1]
+            target[pl.ds(first, rows)] = tile[:, pl.ds(0, columns)]
+            return
+        _call(_store_body, target, tile, first, limit)
+
+
+def _call(body, array, tile, first, limit):
+    scalar = plgpu.Layout.WG_SPLAT
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))(body)
+    run(array, tile, jnp.int32(first), jnp.int32(limit))
+
+
+def _fill(copy: Copy):
+    rows, columns = copy.tile.shape[0], copy.source.shape[1]
+    row = jnp.int32(copy.first) + jnp.arange(rows, dtype=jnp.int32)
+    found = jnp.take(copy.source[...], row, axis=0, mode="clip")
+    found = jnp.where((row < copy.limit)[:, None], found, jnp.zeros_like(found))
+    widths = ((0, 0), (0, copy.tile.shape[1] - columns))
+    copy.tile[...] = jnp.pad(found, widths)
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+def thread():
+    """i32: of the block."""
+    return arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS))
+
+
+def shared_address(ref):
+    """i32: where a ref of shared memory starts."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def _add(x, y: int):
+    return arith.addi(x, i32_constant(y)) if y else x
+
+
+class _Units:
+    """The units of 16 bytes of a tile that a thread copies."""
+
+    def __init__(self, array, tile, first, limit) -> None:
+        self.first, self.limit = splat(first), splat(limit)
+        self.rows, self.pitch = tile.type.shape
+        self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
+        self.columns = array.type.shape[1]
+        (stride, unit), _ = array.type.get_strides_and_offset()
+        assert unit == 1, "rows must be contiguous"
+        self.row_bytes = 2 * stride
+        i64 = ir.IntegerType.get_signless(64)
+        self.array = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
+        self.tile = shared_address(tile)
+
+    def each(self):
+        """(row, unit of the row, whether the tile has it or None) of this thread's units."""
+        me, total = thread(), self.rows * self.per_row
+        count = i32_constant(self.per_row)
+        column, own_row = arith.remui(me, count), arith.divui(me, count)
+        for start in range(0, total, THREADS):
+            if THREADS % self.per_row == 0:
+                row = _add(own_row, start // self.per_row)
+            else:
+                unit = _add(me, start)
+                row, column = arith.divui(unit, count), arith.remui(unit, count)
+            exists = None
+            if start + THREADS > total:
+                exists = _less(_add(me, start), i32_constant(total))
+            yield row, column, exists
+
+    def inside(self, row, column):
+        """i1: the array has it, below the limit."""
+        found = _less(arith.addi(self.first, row), self.limit)
+        if self.columns < self.pitch - UNIT_ELEMENTS:
+            held = i32_constant(self.columns // UNIT_ELEMENTS)
+            found = arith.andi(found, _less(column, held))
+        return found
+
+    def in_array(self, row, column):
+        """i64: its address in device memory."""
+        i64 = ir.IntegerType.get_signless(64)
+        constant = lambda x: arith.constant(i64, x)
+        row = arith.extsi(i64, arith.addi(self.first, row))
+        found = arith.addi(self.array, arith.muli(row, constant(self.row_bytes)))
+        return arith.addi(found, arith.muli(arith.extui(i64, column), constant(UNIT)))
+
+    def in_tile(self, row, column):
+        """i32: its address in shared memory."""
+        found = arith.addi(self.tile, arith.muli(row, i32_constant(2 * self.pitch)))
+        return arith.addi(found, arith.muli(column, i32_constant(UNIT)))
+
+
+def _less(x, y):
+    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+
+
+def _where(condition, run):
+    """Emit run(), for threads for which the i1 holds; None: for all."""
+    if condition is None:
+        run()
+        return
+    with ir.InsertionPoint(scf.IfOp(condition).then_block):
+        run()
+        scf.yield_([])
+
+
+def _assembly(code: str, constraints: str, *operands):
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)
+
+
+def _start_body(_, source, tile, first, limit):
+    units = _Units(source, tile, first, limit)
+    for row, column, exists in units.each():
+        size = arith.select(units.inside(row, column), i32_constant(UNIT), i32_constant(0))
+        operands = units.in_tile(row, column), units.in_array(row, column), size
+        code = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {UNIT}, $2;"
+        _where(exists, functools.partial(_assembly, code, "r,l,r", *operands))
+
+
+def _commit_body(_):
+    _assembly("cp.async.commit_group;", "")
+
+
+def _wait_body(pending: int, _):
+    _assembly(f"cp.async.wait_group {pending};", "")
+    mgpu.utils.warpgroup_barrier()
+
+
+def _store_body(_, target, tile, first, limit):
+    units, i32 = _Units(target, tile, first, limit), ir.IntegerType.get_signless(32)
+    four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    for row, column, exists in units.each():
+        inside = units.inside(row, column)
+        inside = inside if exists is None else arith.andi(inside, exists)
+        with ir.InsertionPoint(scf.IfOp(inside).then_block):
+            source = units.in_tile(row, column)
+            code, constraints = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r"
+            found = llvm.inline_asm(four, [source], code, constraints, has_side_effects=True)
+            values = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+            code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+            _assembly(code, "l,r,r,r,r", units.in_array(row, column), *values)
+            scf.yield_([])
+
+
+def _put_body(_, values, tile):
+    i32 = ir.IntegerType.get_signless(32)
+    _, pitch = tile.type.shape
+    row, column = (arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape))))
+    origin = arith.addi(arith.muli(row, i32_constant(2 * pitch)), arith.muli(column, i32_constant(2)))
+    origin = arith.addi(shared_address(tile), origin)
+    for index, row, column in coordinates(values.shape, values.layout):
+        offset = 2 * (row * pitch + column)
+        pair = llvm.bitcast(i32, values.registers[index])
+        _assembly(f"st.shared.b32 [$0+{offset}], $1;", "r,r", origin, pair)
