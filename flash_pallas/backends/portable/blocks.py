@@ -115,7 +115,9 @@ def _overridden(name, fields, chosen, head_dims, shared) -> TileSizes:
         )
     known = {field.name for field in dataclasses.fields(TileSizes)}
     if unknown := sorted(set(fields) - known):
-        raise ValueError(f"blocks[{name!r}] has unknown fields {unknown}: there are {sorted(known)}")
+        raise ValueError(
+            f"blocks[{name!r}] has unknown fields {unknown}: there are {sorted(known)}"
+        )
     tile = dataclasses.replace(chosen[name], **fields)
     if tile.rows not in (64, 128) or tile.columns not in (16, 32, 64, 128):
         raise ValueError(

@@ -20,18 +20,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import bounds, dropout, scores, softmax
-from ...core import integers as ints
 from ...core.problem import Operands, Outputs, Problem
 from ...core.tile import Limits
-from ..hopper import inline, register_tile
-from ..hopper.memory import launch
-from ..hopper.register_tile import RegisterTile
-from ..hopper.side_arrays import Gmem
+from ..mosaic import inline, register_tile
+from ..mosaic.launch import launch
+from ..mosaic.register_tile import RegisterTile
+from ..mosaic.side_arrays import Gmem
 from . import walk
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place
 from .products import Products
 from .tiles import Copies, Copy, buffer
+
+# O is rescaled where a row's maximum grew by more, in base 2: weights stay below 2**8, which float16
+# holds too, and most steps save a multiplication per element of O.
+SLACK = 8.0
 
 
 class Arrays(NamedTuple):
@@ -189,15 +192,23 @@ class Forward:
             ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
             limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
         x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
-        m = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
+        most = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
+        slack = 0.0 if spec.max_logit else SLACK  # 0: m is the largest logit
+        m, grew = inline.lazy_max(rows.m, most, slack, self.interpret)
         # A row that has seen no key is relative to 0: exp2(-inf), where -inf - -inf is a NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
-        alpha = jnp.exp2(rows.m - finite)
         p = jnp.exp2(x * log2_scale - _per_row(finite, x.shape))
-        sums = rows.l * _per_row(alpha, rows.l.shape) + inline.lane_sums(p, self.interpret)
+        sums = inline.lane_sums(p, self.interpret)
         if spec.dropout_rate:
             p = jnp.where(scores.kept(spec, tile, inputs), p, jnp.zeros_like(p))
-        return p.astype(self.problem.dtype), Rows(rows.o * _per_row(alpha, rows.o.shape), m, sums)
+        p = p.astype(self.problem.dtype)
+
+        def rescaled():
+            alpha = jnp.exp2(rows.m - finite)
+            return rows.o * _per_row(alpha, rows.o.shape), rows.l * _per_row(alpha, rows.l.shape)
+
+        o, l = lax.cond(grew > 0, rescaled, lambda: (rows.o, rows.l))
+        return p, Rows(o, m, l + sums)
 
     def score_tile(self, cta: Cta, kv_block) -> RegisterTile:
         """Where a key block's scores lie."""
@@ -272,7 +283,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             v=operands.v,
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
-            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns) if dynamic else None,
+            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns)
+            if dynamic
+            else None,
             side=Inputs(problem, 0, interpret).arrays(operands),
         )
     )

@@ -19,13 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from ...core.problem import Problem
 from ...core.scores import TileInputs
-from ..hopper import inline, side_arrays
-from ..hopper.registers import coordinates, fragmented, i32_constant, pair, splat
-from ..hopper.side_arrays import Gmem
+from ..mosaic import inline, side_arrays
+from ..mosaic.registers import coordinates, fragmented, i32_constant, pair, splat
+from ..mosaic.side_arrays import Gmem
 
 
 class Place(NamedTuple):
@@ -206,7 +206,9 @@ class _Axis:
         """i64: elements from the array's start to the index after the first one."""
         if index not in self.found:
             i64 = ir.IntegerType.get_signless(64)
-            inside = arith.minsi(arith.addi(self.first, i32_constant(index)), i32_constant(self.last))
+            inside = arith.minsi(
+                arith.addi(self.first, i32_constant(index)), i32_constant(self.last)
+            )
             inside = arith.extsi(i64, inside)
             self.found[index] = arith.muli(inside, arith.constant(i64, self.stride))
         return self.found[index]

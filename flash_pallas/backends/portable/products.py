@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ..hopper import inline
-from ..hopper.registers import at, coordinates, fragmented, i32_constant, pair
+from ..mosaic import inline
+from ..mosaic.registers import at, coordinates, fragmented, i32_constant, pair
 from .tiles import UNIT, UNIT_ELEMENTS, columns_of, shared_address, thread
 
 STEP = 16  # summed elements of one mma

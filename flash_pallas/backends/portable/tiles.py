@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from ..hopper import inline
-from ..hopper.registers import at, coordinates, i32_constant, splat
+from ..mosaic import inline
+from ..mosaic.registers import coordinates, i32_constant, splat
 
 THREADS = 128  # of a block: one warpgroup
 UNIT = 16  # bytes that a thread copies at once
@@ -158,12 +158,19 @@ def shared_address(ref):
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
-def _add(x, y: int):
-    return arith.addi(x, i32_constant(y)) if y else x
+class _Unit(NamedTuple):
+    """16 bytes that a thread copies, at constant offsets from addresses that it has anyway."""
+
+    tile: Any  # i32, address in shared memory
+    tile_offset: int
+    array: Any  # i64, address in device memory
+    array_offset: int
+    inside: Any  # i1: the array has it, below the limit
+    exists: Any  # i1: the tile has it; None: it does
 
 
 class _Units:
-    """The units of 16 bytes of a tile that a thread copies."""
+    """The units of a tile that a thread copies."""
 
     def __init__(self, array, tile, first, limit) -> None:
         self.first, self.limit = splat(first), splat(limit)
@@ -178,41 +185,50 @@ class _Units:
         self.tile = shared_address(tile)
 
     def each(self):
-        """(row, unit of the row, whether the tile has it or None) of this thread's units."""
-        me, total = thread(), self.rows * self.per_row
-        count = i32_constant(self.per_row)
-        column, own_row = arith.remui(me, count), arith.divui(me, count)
+        """All of this thread's units."""
+        me, total, count = thread(), self.rows * self.per_row, i32_constant(self.per_row)
+        if THREADS % self.per_row == 0:  # they lie below each other
+            row, column = arith.divui(me, count), arith.remui(me, count)
+            yield from self._below(row, column, range(0, total, THREADS))
+            return
         for start in range(0, total, THREADS):
-            if THREADS % self.per_row == 0:
-                row = _add(own_row, start // self.per_row)
-            else:
-                unit = _add(me, start)
-                row, column = arith.divui(unit, count), arith.remui(unit, count)
+            unit = arith.addi(me, i32_constant(start))
+            row, column = arith.divui(unit, count), arith.remui(unit, count)
+            yield from self._below(row, column, [start], at=start)
+
+    def _below(self, row, column, starts, at: int = 0):
+        """Units of the rows (start - at) / units of a row after `row`, for each start."""
+        index = arith.addi(self.first, row)
+        tile = _sum(self.tile, (row, 2 * self.pitch), (column, UNIT))
+        array = _sum(self.array, (index, self.row_bytes), (column, UNIT))
+        left = arith.subi(self.limit, index)  # rows below the limit
+        if self.columns < self.pitch - UNIT_ELEMENTS:
+            held = _less(column, i32_constant(self.columns // UNIT_ELEMENTS))
+            left = arith.select(held, left, i32_constant(0))
+        total = self.rows * self.per_row
+        for start in starts:
+            down = (start - at) // self.per_row
             exists = None
             if start + THREADS > total:
-                exists = _less(_add(me, start), i32_constant(total))
-            yield row, column, exists
+                exists = _less(thread(), i32_constant(total - start))
+            yield _Unit(
+                tile=tile,
+                tile_offset=down * 2 * self.pitch,
+                array=array,
+                array_offset=down * self.row_bytes,
+                inside=_less(i32_constant(down), left),
+                exists=exists,
+            )
 
-    def inside(self, row, column):
-        """i1: the array has it, below the limit."""
-        found = _less(arith.addi(self.first, row), self.limit)
-        if self.columns < self.pitch - UNIT_ELEMENTS:
-            held = i32_constant(self.columns // UNIT_ELEMENTS)
-            found = arith.andi(found, _less(column, held))
-        return found
 
-    def in_array(self, row, column):
-        """i64: its address in device memory."""
-        i64 = ir.IntegerType.get_signless(64)
-        constant = lambda x: arith.constant(i64, x)
-        row = arith.extsi(i64, arith.addi(self.first, row))
-        found = arith.addi(self.array, arith.muli(row, constant(self.row_bytes)))
-        return arith.addi(found, arith.muli(arith.extui(i64, column), constant(UNIT)))
-
-    def in_tile(self, row, column):
-        """i32: its address in shared memory."""
-        found = arith.addi(self.tile, arith.muli(row, i32_constant(2 * self.pitch)))
-        return arith.addi(found, arith.muli(column, i32_constant(UNIT)))
+def _sum(base, *terms):
+    """base + x * factor of each term, in the type of the base; x is i32."""
+    for x, factor in terms:
+        if x.type != base.type:
+            x = arith.extsi(base.type, x)
+        factor = arith.constant(base.type, factor)
+        base = arith.addi(base, arith.muli(x, factor))
+    return base
 
 
 def _less(x, y):
@@ -235,12 +251,12 @@ def _assembly(code: str, constraints: str, *operands):
 
 
 def _start_body(_, source, tile, first, limit):
-    units = _Units(source, tile, first, limit)
-    for row, column, exists in units.each():
-        size = arith.select(units.inside(row, column), i32_constant(UNIT), i32_constant(0))
-        operands = units.in_tile(row, column), units.in_array(row, column), size
-        code = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {UNIT}, $2;"
-        _where(exists, functools.partial(_assembly, code, "r,l,r", *operands))
+    for unit in _Units(source, tile, first, limit).each():
+        size = arith.select(unit.inside, i32_constant(UNIT), i32_constant(0))
+        to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
+        code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
+        operands = unit.tile, unit.array, size
+        _where(unit.exists, functools.partial(_assembly, code, "r,l,r", *operands))
 
 
 def _commit_body(_):
@@ -253,26 +269,29 @@ def _wait_body(pending: int, _):
 
 
 def _store_body(_, target, tile, first, limit):
-    units, i32 = _Units(target, tile, first, limit), ir.IntegerType.get_signless(32)
+    i32 = ir.IntegerType.get_signless(32)
     four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    for row, column, exists in units.each():
-        inside = units.inside(row, column)
-        inside = inside if exists is None else arith.andi(inside, exists)
+    for unit in _Units(target, tile, first, limit).each():
+        inside = unit.inside if unit.exists is None else arith.andi(unit.inside, unit.exists)
         with ir.InsertionPoint(scf.IfOp(inside).then_block):
-            source = units.in_tile(row, column)
-            code, constraints = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r"
-            found = llvm.inline_asm(four, [source], code, constraints, has_side_effects=True)
+            code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{unit.tile_offset}];"
+            constraints = "=r,=r,=r,=r,r"
+            found = llvm.inline_asm(four, [unit.tile], code, constraints, has_side_effects=True)
             values = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
-            code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-            _assembly(code, "l,r,r,r,r", units.in_array(row, column), *values)
+            code = f"st.global.v4.b32 [$0+{unit.array_offset}], {{$1, $2, $3, $4}};"
+            _assembly(code, "l,r,r,r,r", unit.array, *values)
             scf.yield_([])
 
 
 def _put_body(_, values, tile):
     i32 = ir.IntegerType.get_signless(32)
     _, pitch = tile.type.shape
-    row, column = (arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape))))
-    origin = arith.addi(arith.muli(row, i32_constant(2 * pitch)), arith.muli(column, i32_constant(2)))
+    row, column = (
+        arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))
+    )
+    origin = arith.addi(
+        arith.muli(row, i32_constant(2 * pitch)), arith.muli(column, i32_constant(2))
+    )
     origin = arith.addi(shared_address(tile), origin)
     for index, row, column in coordinates(values.shape, values.layout):
         offset = 2 * (row * pitch + column)

@@ -1,0 +1,55 @@
+"""What both backward kernels read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...core.integers import round_up
+from ...core.padding import pad_axis
+from ...core.problem import Cotangents, Operands, Problem
+from ...core.softmax import EMPTY_ROW
+from ..mosaic.side_arrays import Gmem
+
+ROW_MULTIPLE = 128  # of lse and delta: the widest tile of queries
+
+
+class BackwardArrays(NamedTuple):
+    """In device memory. R is T rounded up; what is added has EMPTY_ROW, so that its P is 0."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    do: Any  # [B, T, N, Hv]
+    lse: Any  # f32[B, N, R], base 2
+    delta: Any  # f32[B, N, R]
+    q_offset: Any = None  # int32[B], where problem.traced_offset
+    q_lengths: Any = None  # int32[B]
+    bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
+    side: Gmem = Gmem()
+
+    @classmethod
+    def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
+        """Without bounds and what modifiers read, which each kernel has its own of."""
+        rows = round_up(operands.q.shape[1], ROW_MULTIPLE)
+        return cls(
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            do=cotangents.do,
+            lse=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
+            delta=pad_axis(cotangents.delta, 2, rows),
+            q_offset=operands.q_offset,
+            q_lengths=operands.q_lengths,
+        )
+
+    def offset(self, problem: Problem, batch):
+        """Position of query 0 of a batch entry."""
+        return problem.spec.q_offset if self.q_offset is None else self.q_offset[batch]
+
+    def q_length(self, problem: Problem, batch):
+        """Queries of a batch entry."""
+        return problem.q_len if self.q_lengths is None else self.q_lengths[batch]
+
+    def kv_length(self, problem: Problem, batch):
+        """Keys of a batch entry."""
+        return problem.kv_len if self.side.kv_lengths is None else self.side.kv_lengths[batch]

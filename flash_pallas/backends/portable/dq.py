@@ -1,0 +1,201 @@
+"""dQ: a block owns queries of one head and folds the key blocks they see into dQ, in registers.
+
+    S = Q K^T, dP = dO V^T, dS = P (dP - delta), dQ += dS K
+
+The same bits in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ...core import bounds
+from ...core.mask import BlockRange
+from ...core.problem import Operands, Problem
+from ...core.tile import Limits
+from ..mosaic import recompute
+from ..mosaic.launch import launch
+from ..mosaic.register_tile import RegisterTile
+from . import walk
+from .backward_arrays import BackwardArrays
+from .blocks import TileSizes, widths
+from .inputs import Held, Inputs, Place, load_vector
+from .products import Products
+from .stream import SLOTS, Stream, Tiles
+from .tiles import Copies, Copy, buffer
+
+
+class Smem(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # [rows, H], in the end dQ
+    do: Any  # [rows, Hv]
+    k: Any  # [SLOTS, columns, H]
+    v: Any  # [columns, Hv]
+
+
+class Rows(NamedTuple):
+    """What is known of the queries."""
+
+    lse: Any  # f32[rows], base 2
+    delta: Any  # f32[rows]
+    held: Held
+
+
+class Cta(NamedTuple):
+    """One block of threads and its queries."""
+
+    gmem: BackwardArrays
+    smem: Smem
+    batch: Any
+    head: Any
+    block: Any
+    position: Any  # of the first query
+    blocks: BlockRange  # of keys
+    stream: Any = None
+    rows: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dq:
+    """One launch; the methods are the phases of a block."""
+
+    problem: Problem
+    tile: TileSizes
+    interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How tiles are multiplied."""
+        return Products(self.interpret)
+
+    @property
+    def copies(self) -> Copies:
+        """How tiles are moved."""
+        return Copies(self.interpret)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What modifiers read."""
+        return Inputs(self.problem, 0, self.interpret)
+
+    def __call__(self, gmem: BackwardArrays, dq, smem: Smem):
+        cta = self.place(gmem, smem)
+        first = cta.block * self.tile.rows
+        limit = gmem.q_length(self.problem, cta.batch)
+        of = lambda array: array.at[cta.batch, :, cta.head]
+        own = Copy(of(gmem.q), smem.q, first, limit), Copy(of(gmem.do), smem.do, first, limit)
+        stream = Stream(self.copies, smem.k, smem.v, functools.partial(self.tiles, cta))
+        self.copies.start(*own)
+        stream.start(cta.blocks.start)
+        rows = self.rows(cta)
+        self.copies.arrived(*own, pending=2)
+        cta = cta._replace(stream=stream, rows=rows)
+        zeros = self.products.zeros(self.tile.rows, widths(self.problem)[0])
+        found = walk.fold(cta.blocks, functools.partial(self.step, cta), zeros)
+        stream.end()
+        self.copies.put(found * self.problem.spec.scale, smem.q)
+        self.copies.meet()
+        self.copies.store(smem.q, of(dq), first, self.problem.q_len)
+
+    def place(self, gmem: BackwardArrays, smem: Smem) -> Cta:
+        """Where this block is."""
+        batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
+        if self.problem.spec.mask.right is not None:  # the longest rows first
+            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        position = block * self.tile.rows + gmem.offset(self.problem, batch)
+        length = None if gmem.side.kv_lengths is None else gmem.side.kv_lengths[batch]
+        tile = self.tile.rows, self.tile.columns
+        at = batch, block
+        blocks = walk.key_blocks(self.problem, at, position, tile, gmem.bounds, length)
+        return Cta(gmem, smem, batch, head, block, position, blocks)
+
+    def tiles(self, cta: Cta, block) -> Tiles:
+        """Of a key block; nothing is read from the last one on."""
+        kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
+        of = lambda array: array.at[cta.batch, :, kv_head]
+        length = cta.gmem.kv_length(self.problem, cta.batch)
+        limit = jnp.where(block < cta.blocks.stop, jnp.int32(length), jnp.int32(0))
+        return Tiles(of(cta.gmem.k), of(cta.gmem.v), block * self.tile.columns, limit)
+
+    def rows(self, cta: Cta) -> Rows:
+        """What is read of the queries once."""
+        own = cta.batch, cta.head, pl.ds(cta.block * self.tile.rows, self.tile.rows)
+        return Rows(
+            lse=load_vector(cta.gmem.lse.at[own], 0),
+            delta=load_vector(cta.gmem.delta.at[own], 0),
+            held=self.inputs.hold(cta.gmem.side, self.at(cta, 0)),
+        )
+
+    def at(self, cta: Cta, block) -> Place:
+        """The tile of scores of a key block."""
+        first = cta.block * self.tile.rows, block * self.tile.columns
+        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
+
+    def step(self, cta: Cta, block, dq, *, masked: bool):
+        """dQ with one key block's share."""
+        n, zeros = block - cta.blocks.start, self.products.zeros(*self.at(cta, block).shape)
+        inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
+        cta.stream.begin(n, block, block + 1)
+        s = self.products.add(zeros, cta.smem.q, cta.stream.slot(n), transposed=True)
+        cta.stream.second_arrived(block)
+        dp = self.products.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
+        cta.stream.second_read(block + 1)
+        ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
+        return self.products.add(dq, ds.astype(self.problem.dtype), cta.stream.slot(n))
+
+    def score_gradients(self, cta: Cta, block, inputs, products, *, masked: bool):
+        """dS of one tile, f32."""
+        s, dp = products
+        shape, gmem = s.shape, cta.gmem
+        start = block * self.tile.columns
+        tile = RegisterTile(cta.position, start, shape, interpret=self.interpret)
+        limits = Limits()
+        if masked:
+            ragged = self.problem.kv_len % self.tile.columns or gmem.side.kv_lengths is not None
+            length = gmem.kv_length(self.problem, cta.batch)
+            limits = tile.limits(self.problem.spec.mask, length if ragged else None)
+        w = recompute.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
+        delta = tile.per_q(cta.rows.delta)
+        return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
+
+
+def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):
+    """Launch; dQ [B, T, N, H]."""
+    width, v_width = widths(problem)
+    blocks = pl.cdiv(problem.q_len, tile.rows)
+    shape = arrays.q.shape
+    if interpret:
+        shape = (shape[0], blocks * tile.rows, *shape[2:])
+    smem = Smem(
+        q=buffer((tile.rows, width), problem.dtype),
+        do=buffer((tile.rows, v_width), problem.dtype),
+        k=buffer((SLOTS, tile.columns, width), problem.dtype),
+        v=buffer((tile.columns, v_width), problem.dtype),
+    )
+    run = launch(
+        Dq(problem, tile, interpret),
+        out=jax.ShapeDtypeStruct(shape, problem.dtype),
+        scratch=(smem,),
+        grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
+        threads=1,
+        name="flash_pallas_portable_dq",
+        interpret=interpret,
+    )
+    dynamic = bounds.is_dynamic(problem)
+    found = run(
+        arrays._replace(
+            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns)
+            if dynamic
+            else None,
+            side=Inputs(problem, 0, interpret).arrays(operands),
+        )
+    )
+    return found[:, : problem.q_len]
