@@ -20,6 +20,7 @@ RANKS = {
     "backends.xla": 2,
     "backends.mosaic": 2,
     "backends.hopper": 3,
+    "backends.portable": 3,
     "dispatch": 4,
     "batching": 1,
     "sharding": 1,

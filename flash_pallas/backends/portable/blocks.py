@@ -1,4 +1,4 @@
-"""Tile sizes: the largest that fit in shared memory, twice where that is possible."""
+"""Tile sizes of the three kernels."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ...core.integers import round_up
 from ...core.problem import Problem
 from .tiles import buffer_bytes
 
-# Shared memory of one block at most, and of all blocks of a multiprocessor, by compute capability
-# (CUDA C++ Programming Guide 13.0, table of technical specifications). Each block takes 1 KB more.
+# Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
+# of technical specifications). A multiprocessor has 1 KB more, and keeps that for each block on it.
 SHARED_MEMORY = {
-    "8.0": (163 * 1024, 164 * 1024),
-    "8.6": (99 * 1024, 100 * 1024),
-    "8.9": (99 * 1024, 100 * 1024),
-    "9.0": (227 * 1024, 228 * 1024),
-    "10.0": (227 * 1024, 228 * 1024),
-    "10.3": (227 * 1024, 228 * 1024),
-    "12.0": (99 * 1024, 100 * 1024),
-    "12.1": (99 * 1024, 100 * 1024),
+    "8.0": 163 * 1024,
+    "8.6": 99 * 1024,
+    "8.9": 99 * 1024,
+    "9.0": 227 * 1024,
+    "10.0": 227 * 1024,
+    "10.3": 227 * 1024,
+    "12.0": 99 * 1024,
+    "12.1": 99 * 1024,
 }
-SMALLEST = "8.6"  # what runs everywhere
-RESERVED = 1024  # bytes of shared memory that a block takes beside its own
+SMALLEST = 99 * 1024  # what every one of them has
+RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
 WIDEST = 256  # head dim
 
 
@@ -48,16 +48,19 @@ class PortableBlocks:
     dq: TileSizes
 
 
-def choose_blocks(
-    problem: Problem, override: dict[str, Any] | None, shared: tuple[int, int]
-) -> PortableBlocks:
-    """Tile sizes for this much shared memory, with fields of `override` put in.
+def choose_blocks(problem: Problem, override: dict[str, Any] | None, shared: int) -> PortableBlocks:
+    """Tile sizes, which fit on every GPU, with fields of `override` put in.
+
+    Args:
+        problem: what is computed.
+        override: by kernel, fields of TileSizes.
+        shared: bytes of shared memory that a block may have.
 
     Raises:
         ValueError: an unknown kernel or field, or sizes that the kernels cannot take.
     """
     head_dims = widths(problem)
-    chosen = {name: _choose(name, head_dims, shared) for name in KERNELS}
+    chosen = _choose(head_dims)
     for name, fields in (override or {}).items():
         chosen[name] = _overridden(name, fields, chosen, head_dims, shared)
     return PortableBlocks(**chosen)
@@ -81,37 +84,26 @@ def backward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
     return own + buffer_bytes(2, tile.columns, width) + buffer_bytes(tile.columns, v_width)
 
 
-# Shared memory of each kernel, and its tiles from the most wanted on. The columns of a product go
-# through shared memory once per 64 rows, so many rows are wanted first; 128 of them hold the
-# accumulator and the scores of 64 columns in 255 registers up to head dim 128.
-_MANY = [TileSizes(128, n) for n in (64, 32)]
-_FEW = [TileSizes(64, n) for n in (64, 32, 16)]
-KERNELS = {
-    "forward": (forward_bytes, _MANY + _FEW),
-    "dkv": (backward_bytes, _FEW),
-    "dq": (backward_bytes, _FEW),
+# Tiles by the largest head dim: those without spills, causal or not (compile report, A100). What
+# streams by is read from shared memory once for every 64 rows, so the forward has 128 where they
+# and the accumulator fit in 255 registers. With 64 columns at head dim 128 it spills 8 to 60 bytes,
+# and dK/dV 12 to 64.
+_TILES = {
+    64: {"forward": TileSizes(128, 64), "dkv": TileSizes(64, 64), "dq": TileSizes(64, 64)},
+    128: {"forward": TileSizes(128, 32), "dkv": TileSizes(64, 32), "dq": TileSizes(64, 32)},
+    WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
 }
+_BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
-def _choose(name: str, head_dims: tuple[int, int], shared: tuple[int, int]) -> TileSizes:
-    size, tiles = KERNELS[name]
-    if max(head_dims) > 128:  # an accumulator of 64 rows takes half of the registers
-        tiles = [tile for tile in tiles if tile.rows == 64]
-        tiles = [tile for tile in tiles if tile.columns < 64 or name == "forward"]
-    for blocks in (2, 1):  # of a multiprocessor
-        for tile in tiles:
-            taken = size(tile, head_dims)
-            if blocks == 2 and tile.columns < 32:
-                continue
-            if taken <= shared[0] and blocks * (taken + RESERVED) <= shared[1]:
-                return tile
-    raise AssertionError(f"no tile of {name} for {head_dims=} in {shared=}")
+def _choose(head_dims: tuple[int, int]) -> dict[str, TileSizes]:
+    return dict(next(tiles for widest, tiles in _TILES.items() if max(head_dims) <= widest))
 
 
-def _overridden(name, fields, chosen, head_dims, shared) -> TileSizes:
-    if name not in KERNELS:
+def _overridden(name, fields, chosen, head_dims, shared: int) -> TileSizes:
+    if name not in _BYTES:
         raise ValueError(
-            f"blocks names {name!r}: backend 'portable' knows the kernels {sorted(KERNELS)}"
+            f"blocks names {name!r}: backend 'portable' knows the kernels {sorted(_BYTES)}"
         )
     known = {field.name for field in dataclasses.fields(TileSizes)}
     if unknown := sorted(set(fields) - known):
@@ -123,10 +115,10 @@ def _overridden(name, fields, chosen, head_dims, shared) -> TileSizes:
         raise ValueError(
             f"blocks[{name!r}] is {tile}: rows must be 64 or 128, columns 16, 32, 64 or 128"
         )
-    taken = KERNELS[name][0](tile, head_dims)
-    if taken > shared[0]:
+    taken = _BYTES[name](tile, head_dims)
+    if taken > shared - RESERVED:
         raise ValueError(
             f"blocks[{name!r}] is {tile}, which takes {taken} bytes of shared memory of "
-            f"{shared[0]}: pass fewer rows or columns"
+            f"{shared - RESERVED}: pass fewer rows or columns"
         )
     return tile

@@ -19,19 +19,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ...core import bounds
-from ...core.mask import BlockRange
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic import inline_modifiers, recompute
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
-from . import walk
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes, widths
 from .inputs import Inputs, Place, load_vector
 from .products import Products
 from .stream import SLOTS, Stream, Tiles
 from .tiles import Copies, Copy, buffer
+from .walk import Step, Steps, query_blocks
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
 
@@ -60,15 +59,8 @@ class Cta(NamedTuple):
     batch: Any
     kv_head: Any
     block: Any
-    blocks: BlockRange  # of queries
+    steps: Steps  # through blocks of queries of all heads of the group
     stream: Any = None
-
-
-class Step(NamedTuple):
-    """One tile: a query head of the group, and a block of queries."""
-
-    member: Any
-    block: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +98,13 @@ class Dkv:
         own = Copy(of(gmem.k), smem.k, first, limit), Copy(of(gmem.v), smem.v, first, limit)
         stream = Stream(self.copies, smem.q, smem.do, functools.partial(self.tiles, cta))
         self.copies.start(*own)
-        stream.start(Step(jnp.int32(0), cta.blocks.start))
+        stream.start()
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream)
         zeros = functools.partial(self.products.zeros, self.tile.rows)
         sums = Sums(*map(zeros, widths(self.problem)))
         sums = Sums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
-        sums = lax.fori_loop(
-            jnp.int32(0), jnp.int32(self.problem.group), functools.partial(self.member, cta), sums
-        )
+        sums = cta.steps.fold(functools.partial(self.step, cta), sums)
         stream.end()
         self.finish(cta, out, sums)
 
@@ -123,26 +113,18 @@ class Dkv:
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "kv"))
         position = block * self.tile.rows - gmem.offset(self.problem, batch)
         tile, at = (self.tile.columns, self.tile.rows), (batch, block)
-        blocks = walk.query_blocks(self.problem, at, position, tile, gmem.bounds)
-        return Cta(gmem, smem, batch, head, block, blocks)
+        blocks = query_blocks(self.problem, at, position, tile, gmem.bounds)
+        return Cta(gmem, smem, batch, head, block, Steps.of(blocks, self.problem.group))
 
-    def tiles(self, cta: Cta, step: Step) -> Tiles:
-        """Of one step; nothing is read beyond the last one."""
+    def tiles(self, cta: Cta, n) -> Tiles:
+        """Of the n-th step."""
+        step = cta.steps[n]
         last = jnp.int32(self.problem.group - 1)
-        head = cta.kv_head * self.problem.group + lax.min(jnp.int32(step.member), last)
+        head = cta.kv_head * self.problem.group + lax.min(step.member, last)
         of = lambda array: array.at[cta.batch, :, head]
-        exists = (step.block < cta.blocks.stop) & (step.member < self.problem.group)
         length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
-        limit = jnp.where(exists, length, jnp.int32(0))
+        limit = jnp.where(step.exists, length, jnp.int32(0))
         return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
-
-    # --- a query head ----------------------------------------------------------------------------
-
-    def member(self, cta: Cta, member, sums: Sums) -> Sums:
-        """The sums with one query head's share."""
-        place = self.at(cta, Step(member, 0))
-        held = self.inputs.hold(cta.gmem.side, place)
-        return walk.fold(cta.blocks, functools.partial(self.step, cta, held, member), sums)
 
     def at(self, cta: Cta, step: Step) -> Place:
         """The tile of scores of a step."""
@@ -150,28 +132,24 @@ class Dkv:
         first = cta.block * self.tile.rows, step.block * self.tile.columns
         return Place(cta.batch, head, *first, (self.tile.rows, self.tile.columns))
 
-    def following(self, cta: Cta, step: Step) -> Step:
-        """The next step; that of a head that does not exist after the last."""
-        wraps = step.block + 1 >= cta.blocks.stop
-        block = jnp.where(wraps, jnp.int32(cta.blocks.start), jnp.int32(step.block + 1))
-        return Step(step.member + wraps.astype(jnp.int32), block)
+    # --- a tile ----------------------------------------------------------------------------------
 
-    def step(self, cta: Cta, held, member, block, sums: Sums, *, masked: bool) -> Sums:
+    def step(self, cta: Cta, n, sums: Sums, *, masked: bool) -> Sums:
         """The sums with one tile's share."""
-        this = Step(member, block)
-        following, place = self.following(cta, this), self.at(cta, this)
-        n = member * (cta.blocks.stop - cta.blocks.start) + block - cta.blocks.start
+        place = self.at(cta, cta.steps[n])
+        held = self.inputs.hold(cta.gmem.side, place)
         inputs = self.inputs.read(held, cta.gmem.side, place, ids=masked)
         rows = place.batch, place.head, place.columns
-        lse, delta = (load_vector(x.at[rows], 1) for x in (cta.gmem.lse, cta.gmem.delta))
+        lse = load_vector(cta.gmem.lse.at[rows], 1)
         zeros = self.products.zeros(*place.shape)
-        cta.stream.begin(n, this, following)
+        cta.stream.begin(n)
         q = cta.stream.slot(n)
         s = self.products.add(zeros, cta.smem.k, q, transposed=True)
-        tile = self.score_tile(cta, block)
+        delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
+        tile = self.score_tile(cta, place)
         limits = tile.limits(self.problem.spec.mask) if masked else Limits()
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
-        cta.stream.second_arrived(this)
+        cta.stream.second_arrived(n)
         dk, dv, ds = sums.dk, sums.dv, None
         if dk is not None:
             dp = self.products.add(zeros, cta.smem.v, cta.smem.do, transposed=True)
@@ -180,16 +158,15 @@ class Dkv:
         if dv is not None:
             p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
             dv = self.products.add(dv, p, cta.smem.do)
-        cta.stream.second_read(following)
+        cta.stream.second_read(n)
         if dk is not None:
             dk = self.products.add(dk, ds, q)
         return Sums(dk, dv)
 
-    def score_tile(self, cta: Cta, block) -> RegisterTile:
+    def score_tile(self, cta: Cta, place: Place) -> RegisterTile:
         """Where the scores of a block of queries lie."""
-        start = block * self.tile.columns + cta.gmem.offset(self.problem, cta.batch)
-        first, shape = cta.block * self.tile.rows, (self.tile.rows, self.tile.columns)
-        return RegisterTile(start, first, shape, q_axis=1, interpret=self.interpret)
+        start = place.column_start + cta.gmem.offset(self.problem, cta.batch)
+        return RegisterTile(start, place.row_start, place.shape, q_axis=1, interpret=self.interpret)
 
     # --- the end ---------------------------------------------------------------------------------
 

@@ -17,19 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ...core import bounds
-from ...core.mask import BlockRange
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic import recompute
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
-from . import walk
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place, load_vector
 from .products import Products
 from .stream import SLOTS, Stream, Tiles
 from .tiles import Copies, Copy, buffer
+from .walk import Steps, key_blocks
 
 
 class Smem(NamedTuple):
@@ -58,7 +57,7 @@ class Cta(NamedTuple):
     head: Any
     block: Any
     position: Any  # of the first query
-    blocks: BlockRange  # of keys
+    steps: Steps  # through blocks of keys
     stream: Any = None
     rows: Any = None
 
@@ -94,12 +93,12 @@ class Dq:
         own = Copy(of(gmem.q), smem.q, first, limit), Copy(of(gmem.do), smem.do, first, limit)
         stream = Stream(self.copies, smem.k, smem.v, functools.partial(self.tiles, cta))
         self.copies.start(*own)
-        stream.start(cta.blocks.start)
+        stream.start()
         rows = self.rows(cta)
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
         zeros = self.products.zeros(self.tile.rows, widths(self.problem)[0])
-        found = walk.fold(cta.blocks, functools.partial(self.step, cta), zeros)
+        found = cta.steps.fold(functools.partial(self.step, cta), zeros)
         stream.end()
         self.copies.put(found * self.problem.spec.scale, smem.q)
         self.copies.meet()
@@ -114,16 +113,17 @@ class Dq:
         length = None if gmem.side.kv_lengths is None else gmem.side.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
         at = batch, block
-        blocks = walk.key_blocks(self.problem, at, position, tile, gmem.bounds, length)
-        return Cta(gmem, smem, batch, head, block, position, blocks)
+        blocks = key_blocks(self.problem, at, position, tile, gmem.bounds, length)
+        return Cta(gmem, smem, batch, head, block, position, Steps.of(blocks))
 
-    def tiles(self, cta: Cta, block) -> Tiles:
-        """Of a key block; nothing is read from the last one on."""
+    def tiles(self, cta: Cta, n) -> Tiles:
+        """Of the n-th step."""
+        step = cta.steps[n]
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         of = lambda array: array.at[cta.batch, :, kv_head]
         length = cta.gmem.kv_length(self.problem, cta.batch)
-        limit = jnp.where(block < cta.blocks.stop, jnp.int32(length), jnp.int32(0))
-        return Tiles(of(cta.gmem.k), of(cta.gmem.v), block * self.tile.columns, limit)
+        limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
+        return Tiles(of(cta.gmem.k), of(cta.gmem.v), step.block * self.tile.columns, limit)
 
     def rows(self, cta: Cta) -> Rows:
         """What is read of the queries once."""
@@ -139,15 +139,16 @@ class Dq:
         first = cta.block * self.tile.rows, block * self.tile.columns
         return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
 
-    def step(self, cta: Cta, block, dq, *, masked: bool):
+    def step(self, cta: Cta, n, dq, *, masked: bool):
         """dQ with one key block's share."""
-        n, zeros = block - cta.blocks.start, self.products.zeros(*self.at(cta, block).shape)
+        block = cta.steps[n].block
+        zeros = self.products.zeros(*self.at(cta, block).shape)
         inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
-        cta.stream.begin(n, block, block + 1)
+        cta.stream.begin(n)
         s = self.products.add(zeros, cta.smem.q, cta.stream.slot(n), transposed=True)
-        cta.stream.second_arrived(block)
+        cta.stream.second_arrived(n)
         dp = self.products.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
-        cta.stream.second_read(block + 1)
+        cta.stream.second_read(n)
         ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
         return self.products.add(dq, ds.astype(self.problem.dtype), cta.stream.slot(n))
 

@@ -26,14 +26,14 @@ from ..mosaic import inline, register_tile
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.side_arrays import Gmem
-from . import walk
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place
 from .products import Products
 from .tiles import Copies, Copy, buffer
+from .walk import Steps, key_blocks
 
-# O is rescaled where a row's maximum grew by more, in base 2: weights stay below 2**8, which float16
-# holds too, and most steps save a multiplication per element of O.
+# O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
+# float16 holds, and most steps save a multiplication per element of O.
 SLACK = 8.0
 
 
@@ -85,7 +85,8 @@ class Cta(NamedTuple):
     block: Any
     position: Any  # of the first query
     kv_length: Any  # keys there are
-    held: Held
+    held: Held = Held()
+    steps: Any = None  # through blocks of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +117,16 @@ class Forward:
         lengths = gmem.side.kv_lengths
         at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
         traced = None if lengths is None else cta.kv_length
-        blocks = walk.key_blocks(self.problem, at, cta.position, tile, gmem.bounds, traced)
+        blocks = key_blocks(self.problem, at, cta.position, tile, gmem.bounds, traced)
+        cta = cta._replace(steps=Steps.of(blocks))
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
         q = gmem.q.at[cta.batch, :, cta.head]
         own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
         self.copies.start(own)
-        self.copies.start(self.load(cta, "k", blocks.start, blocks.stop))
+        self.copies.start(self.load(cta, "k", 0))
         self.copies.arrived(own, pending=1)
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
-        step = functools.partial(self.step, cta._replace(held=held), blocks.stop)
-        rows = walk.fold(blocks, step, self.no_keys())
+        rows = cta.steps.fold(functools.partial(self.step, cta._replace(held=held)), self.no_keys())
         self.copies.arrived()
         self.finish(cta, rows)
 
@@ -146,14 +147,14 @@ class Forward:
             block=block,
             position=block * self.tile.rows + offset,
             kv_length=self.problem.kv_len if lengths is None else lengths[batch],
-            held=Held(),
         )
 
-    def load(self, cta: Cta, name: str, block, stop) -> Copy:
-        """Of a block of K or V; nothing from `stop` on."""
+    def load(self, cta: Cta, name: str, n) -> Copy:
+        """Of K or V in the n-th step."""
+        step = cta.steps[n]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
-        limit = jnp.where(block < stop, jnp.int32(cta.kv_length), jnp.int32(0))
-        return Copy(source, getattr(cta.smem, name), block * self.tile.columns, limit)
+        limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
+        return Copy(source, getattr(cta.smem, name), step.block * self.tile.columns, limit)
 
     def at(self, cta: Cta, kv_block) -> Place:
         """The tile of scores of a key block."""
@@ -171,16 +172,17 @@ class Forward:
 
     # --- a key block -----------------------------------------------------------------------------
 
-    def step(self, cta: Cta, stop, kv_block, rows: Rows, *, masked: bool) -> Rows:
+    def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
         """Fold one key block in."""
-        k, v = (self.load(cta, name, kv_block, stop) for name in ("k", "v"))
+        k, v = (self.load(cta, name, n) for name in ("k", "v"))
+        kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
         self.copies.arrived(k)
         self.copies.start(v)
         zeros = self.products.zeros(self.tile.rows, self.tile.columns)
         s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
         self.copies.arrived(v)
-        self.copies.start(self.load(cta, "k", kv_block + 1, stop))
+        self.copies.start(self.load(cta, "k", n + 1))
         p, rows = self.softmax(cta, kv_block, inputs, s, rows, masked=masked)
         return rows._replace(o=self.products.add(rows.o, p, cta.smem.v))
 

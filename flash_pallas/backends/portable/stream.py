@@ -39,7 +39,7 @@ class Stream(NamedTuple):
         copies: how tiles are moved.
         first: [SLOTS, rows, columns] in shared memory.
         second: [rows, columns] in shared memory.
-        tiles: the Tiles of a step, given what names it.
+        tiles: the Tiles of the n-th step, of which nothing is read if there is no such step.
     """
 
     copies: Copies
@@ -51,32 +51,32 @@ class Stream(NamedTuple):
         """Where the first array's tile of the n-th step lies."""
         return self.first.at[lax.bitwise_and(jnp.int32(n), jnp.int32(SLOTS - 1))]
 
-    def _first(self, n, step) -> Copy:
-        found = self.tiles(step)
+    def _first(self, n) -> Copy:
+        found = self.tiles(n)
         return Copy(found.first, self.slot(n), found.row, found.limit)
 
-    def _second(self, step) -> Copy:
-        found = self.tiles(step)
+    def _second(self, n) -> Copy:
+        found = self.tiles(n)
         return Copy(found.second, self.second, found.row, found.limit)
 
-    def start(self, step):
+    def start(self):
         """Before the loop: the tiles of step 0."""
-        self.copies.start(self._first(0, step))
-        self.copies.start(self._second(step))
+        self.copies.start(self._first(0))
+        self.copies.start(self._second(0))
 
-    def begin(self, n, step, following):
+    def begin(self, n):
         """The first tile of the n-th step has arrived; that of the next is on its way."""
-        self.copies.arrived(self._first(n, step), pending=1)
-        self.copies.start(self._first(n + 1, following))
+        self.copies.arrived(self._first(n), pending=1)
+        self.copies.start(self._first(n + 1))
 
-    def second_arrived(self, step):
+    def second_arrived(self, n):
         """So has the second."""
-        self.copies.arrived(self._second(step), pending=1)
+        self.copies.arrived(self._second(n), pending=1)
 
-    def second_read(self, following):
+    def second_read(self, n):
         """Nobody needs it any more; the next one is on its way."""
         self.copies.meet()
-        self.copies.start(self._second(following))
+        self.copies.start(self._second(n + 1))
 
     def end(self):
         """After the loop: what was started for a step that does not exist."""

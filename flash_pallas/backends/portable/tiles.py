@@ -24,7 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from ..mosaic import inline
-from ..mosaic.registers import coordinates, i32_constant, splat
+from ..mosaic.registers import coordinates, i32_constant, opaque, splat
 
 THREADS = 128  # of a block: one warpgroup
 UNIT = 16  # bytes that a thread copies at once
@@ -149,8 +149,10 @@ def _fill(copy: Copy):
 
 
 def thread():
-    """i32: of the block."""
-    return arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS))
+    """i32: of the block. Unknown to the compiler, so that addresses made of it are made again in
+    every step: those of all copies and products of a step would take 20 to 40 registers.
+    """
+    return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
 
 
 def shared_address(ref):

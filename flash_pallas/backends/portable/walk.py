@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +41,10 @@ def query_blocks(problem: Problem, at, position, tile, bounds) -> BlockRange:
     block_q, rows = tile
     whole = ints.round_up(problem.q_len, block_q)
     found = problem.spec.mask.q_blocks(position, rows, whole, block_q)
-    return _bounded(problem, found, bounds, at)
+    found = _bounded(problem, found, bounds, at)
+    if problem.spec.mask.left is None and "kv_segments" not in problem.features:
+        return found._replace(full_stop=found.stop)  # the band has no lower edge: no third loop
+    return found
 
 
 def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
@@ -55,9 +58,61 @@ def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
     return BlockRange(start, full_start, full_stop, stop)
 
 
-def fold(blocks: BlockRange, step, carry: Any):
-    """step(block, carry, masked=) for each of them in turn; the last carry."""
-    for low, high, masked in blocks.zones():
-        body = functools.partial(step, masked=masked)
-        carry = lax.fori_loop(jnp.int32(low), jnp.int32(high), body, carry)
-    return carry
+class Step(NamedTuple):
+    """One tile of scores: a query head of a group, and a block."""
+
+    member: Any
+    block: Any
+    exists: Any
+
+
+class Steps(NamedTuple):
+    """Blocks that all heads of a group go through, numbered from 0 on.
+
+    What needs a mask is a loop of its own, and so is what needs none; each goes through all heads,
+    for a loop around these loops would cost registers: 60 at head dim 256.
+
+    Attributes:
+        zones: (low, high, masked) of consecutive blocks.
+        group: heads.
+    """
+
+    zones: list
+    group: int = 1
+
+    @classmethod
+    def of(cls, blocks: BlockRange, group: int = 1) -> Steps:
+        """Without zones that are known to be empty."""
+        return cls([zone for zone in blocks.zones() if zone[0] is not zone[1]], group)
+
+    def _starts(self) -> list:
+        """The number of the first step of each zone, and of the last one's end."""
+        starts = [jnp.int32(0)]
+        for low, high, _ in self.zones:
+            length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(0))
+            starts.append(starts[-1] + length * self.group)
+        return starts
+
+    def __getitem__(self, n) -> Step:
+        """The n-th; also of numbers past the end, where it does not exist."""
+        starts, n = self._starts(), jnp.int32(n)
+        exists = n < starts[-1]
+        if self.group == 1 or not self.zones:
+            first = jnp.int32(self.zones[0][0]) if self.zones else n
+            return Step(jnp.int32(0), first + n, exists)
+        found = jnp.int32(0), jnp.int32(0)
+        for start, stop, (low, high, _) in reversed(
+            list(zip(starts[:-1], starts[1:], self.zones, strict=True))
+        ):
+            length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(1))
+            member = lax.div(n - start, length)
+            here = member, jnp.int32(low) + n - start - member * length
+            found = tuple(jnp.where(n < stop, *x) for x in zip(here, found, strict=True))
+        return Step(*found, exists)
+
+    def fold(self, step, carry: Any):
+        """step(n, carry, masked=) for each of them in turn; the last carry."""
+        starts = self._starts()
+        for start, stop, (_, _, masked) in zip(starts[:-1], starts[1:], self.zones, strict=True):
+            carry = lax.fori_loop(start, stop, functools.partial(step, masked=masked), carry)
+        return carry

@@ -1,0 +1,14 @@
+"""Compute capability 8.0 and above: Mosaic GPU kernels on `mma.sync`, `ldmatrix` and `cp.async`.
+
+backend.py                 what the rest of the package sees
+blocks.py                  tile sizes
+forward.py                 O and the log-sum-exp
+dkv.py dq.py               gradients; backward_arrays.py stream.py: what both have in common
+walk.py                    which blocks a tile goes through
+inputs.py                  what modifiers of scores read
+tiles.py products.py       shared memory, copies, products
+"""
+
+from __future__ import annotations
+
+from .backend import PortableBackend as PortableBackend

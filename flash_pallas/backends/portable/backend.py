@@ -1,0 +1,174 @@
+"""The portable kernels as a backend: what they take, and how arrays are padded for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core import padding
+from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
+from ...core.integers import round_up
+from ...core.padding import pad_axis
+from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from ..mosaic.stand_ins import UNSUPPORTED
+from ..xla import XlaBackend
+from . import blocks as tiles
+from .backward_arrays import BackwardArrays
+from .blocks import PortableBlocks, choose_blocks
+from .dkv import dkv
+from .dq import dq
+from .forward import forward
+
+DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+HEAD_DIM_MULTIPLE = 8  # copies of 16 bytes
+MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableBackend:
+    """Kernels for compute capability 8.0 and above.
+
+    Attributes:
+        interpret: run on CPU under the Mosaic GPU interpreter (for tests).
+        capability: to choose tile sizes for; None asks the device.
+    """
+
+    interpret: bool = False
+    capability: str | None = None
+    name = "portable"
+
+    @property
+    def partitionable(self) -> bool:
+        """Not under the interpreter, whose callbacks the partitioner would drop."""
+        return not self.interpret
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that a block may have."""
+        return tiles.SHARED_MEMORY.get(self.capability or _capability(), tiles.SMALLEST)
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why these kernels cannot run `problem` here, or None."""
+        if not self.interpret and (reason := _device_reason()):
+            return reason
+        if problem.dtype not in DTYPES:
+            return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
+        widest = max(problem.head_dim, problem.v_head_dim)
+        if widest > tiles.WIDEST:
+            return f"takes head dims up to {tiles.WIDEST}, not {widest}"
+        if problem.batch > MAX_GRID:
+            return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
+        if problem.bias_dtype == np.float64:
+            return "takes no float64 bias: cast it to float32"
+        for name in ("score_mod", "mask_mod"):
+            mod = getattr(problem.spec, name)
+            if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):
+                return f"cannot compile {', '.join(primitives)} of {name}"
+        return None
+
+    def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
+        """Tile sizes of the kernels that would run; see blocks.py."""
+        return choose_blocks(problem, override, self.shared_memory)
+
+    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
+        """None: nobody has timed others on a GPU yet."""
+        return {}
+
+    def forward(self, spec: AttentionSpec, blocks: PortableBlocks, operands: Operands) -> Outputs:
+        """Attention; see core.problem.Outputs."""
+        problem = describe(operands, spec)
+        out = forward(describe_padded(problem), blocks.forward, _padded(operands), self.interpret)
+        return out._replace(o=out.o[..., : problem.v_head_dim])
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        blocks: PortableBlocks,
+        operands: Operands,
+        cotangents: Cotangents,
+        wanted: frozenset[str],
+    ) -> Grads:
+        """Gradients, the same bits in every run.
+
+        Those of what is `wanted` beside q, k and v are computed by the xla backend, in blocks.
+        """
+        problem = describe(operands, spec)
+        extra = self._extra(problem, operands, cotangents, wanted)
+        do = padding.cleared_queries(operands, cotangents.do)
+        cotangents = cotangents._replace(do=pad_axis(do, 3, _head_dim(problem.v_head_dim)))
+        padded, operands = describe_padded(problem), _padded(operands)
+        arrays = BackwardArrays.of(operands, cotangents)
+        dk, dv = dkv(padded, blocks.dkv, operands, arrays, self.interpret)
+        return Grads(
+            dq(padded, blocks.dq, operands, arrays, self.interpret)[..., : problem.head_dim],
+            dk[..., : problem.head_dim],
+            dv[..., : problem.v_head_dim],
+            **extra,
+        )
+
+    def _extra(self, problem, operands, cotangents, wanted) -> dict[str, Any]:
+        if not wanted:
+            return {}
+        xla = XlaBackend()
+        blocks = xla.blocks(problem, None)
+        found = xla.backward(problem.spec, blocks, operands, cotangents, wanted)
+        return {name: getattr(found, name) for name in wanted}
+
+    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
+        """It has no decode kernel yet."""
+        return "has no kernel for decoding"
+
+    def decode_blocks(self, problem: DecodeProblem) -> Any:
+        """Never called: `unsupported_decode` has a reason."""
+        raise AssertionError("the portable backend does not decode")
+
+    def decode(self, spec: DecodeSpec, blocks: Any, operands: DecodeOperands) -> Outputs:
+        """Never called, likewise."""
+        raise AssertionError("the portable backend does not decode")
+
+
+def _head_dim(size: int) -> int:
+    return round_up(size, HEAD_DIM_MULTIPLE)
+
+
+def describe_padded(problem: Problem) -> Problem:
+    """With head dims that can be copied in units of 16 bytes."""
+    return dataclasses.replace(
+        problem, head_dim=_head_dim(problem.head_dim), v_head_dim=_head_dim(problem.v_head_dim)
+    )
+
+
+def _padded(operands: Operands) -> Operands:
+    """Head dims as in `describe_padded`, and zeros for what segment ids mark as padding.
+
+    What lies beyond lengths is not read.
+    """
+    if operands.q_segments is not None:
+        operands = padding.cleared(operands)
+    width, v_width = (_head_dim(x.shape[3]) for x in (operands.q, operands.v))
+    return operands._replace(
+        q=pad_axis(operands.q, 3, width),
+        k=pad_axis(operands.k, 3, width),
+        v=pad_axis(operands.v, 3, v_width),
+    )
+
+
+def _capability() -> str:
+    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+
+
+def _device_reason() -> str | None:
+    if jax.default_backend() != "gpu":
+        return (
+            "needs an NVIDIA GPU of compute capability 8.0 or above; "
+            f"the default backend is {jax.default_backend()}"
+        )
+    if (capability := _capability()) not in tiles.SHARED_MEMORY:
+        return (
+            f"needs one of compute capabilities {', '.join(tiles.SHARED_MEMORY)}, not {capability}"
+        )
+    return None
