@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flash_pallas.backends.hopper.memory import Ring, launch, tile_buffer
+from flash_pallas.backends.hopper.memory import Ring, tile_buffer
+from flash_pallas.backends.mosaic.launch import launch
 
 COLUMNS = 128
 SUM = "XLA sum"

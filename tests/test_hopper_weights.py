@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.hopper import inline_weights
-from flash_pallas.backends.hopper.inline_cap import SMALL, Cap, is_large
-from flash_pallas.backends.hopper.inline_weights import Powers
+from flash_pallas.backends.mosaic import inline_weights
+from flash_pallas.backends.mosaic.inline_cap import SMALL, Cap, is_large
+from flash_pallas.backends.mosaic.inline_weights import Powers
 
 from .checks import TANH_ERROR
 from .hopper_cases import MODIFIERS

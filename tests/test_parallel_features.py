@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 
 from flash_pallas import dispatch, validate
 from flash_pallas.arguments import Arguments
-from flash_pallas.backends.hopper import HopperBackend, side_arrays
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.mosaic import side_arrays
 from flash_pallas.core.problem import describe
 from flash_pallas.parallel import context_parallel_attention, from_zigzag, to_zigzag
 

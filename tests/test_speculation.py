@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.hopper import HopperBackend, inline
+from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.forward_blocks import MOST_HALF, SPECULATES
+from flash_pallas.backends.mosaic import inline
 
 from .cases import Case
 from .hopper_cases import FORWARD_BLOCKS, MAXIMA

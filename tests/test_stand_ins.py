@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from flash_pallas.backends.hopper import stand_ins
+from flash_pallas.backends.mosaic import stand_ins
 from flash_pallas.core import elementwise
 
 SHAPE = (8, 16)

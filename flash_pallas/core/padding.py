@@ -3,7 +3,7 @@
 A weight of 0 times a NaN is a NaN, so what padding holds is replaced by 0 before a product sums
 over it. A product that does not needs no such care: a NaN in Q or K stays in scores that are hidden
 or discarded. `cleared` costs one copy of each array; kernels that clear tiles in shared memory need
-`valid_queries` and `valid_keys` alone.
+`valid_queries` and `valid_keys` alone. Padding is made by `pad_axis`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def discarded(operands: Operands, out: Outputs) -> Outputs:
     rows = valid[:, None]
     most = None if out.max_log2 is None else jnp.where(rows, out.max_log2, -jnp.inf)
     return Outputs(_clear(valid, out.o), jnp.where(rows, out.lse_log2, EMPTY_ROW), most)
+
+
+def pad_axis(x, axis: int, size: int, value: float = 0):
+    """x grown to `size` along one axis; x itself where it already has that size."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=jnp.asarray(value, x.dtype))
 
 
 def _valid(x, lengths, segments):

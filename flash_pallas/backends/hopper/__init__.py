@@ -6,10 +6,11 @@ backward.py backward_blocks.py arrays.py   which kernels make a backward, and wh
 backward_fused.py fused_*.py               all gradients of head dims up to 128, dQ by atomic adds
 backward_dkv.py dkv_cta.py backward_dq.py  the deterministic backward, and that of wider heads
 backward_scores.py score*.py               gradients of bias, ALiBi slopes and score_mod's arrays
-recompute.py key_walk.py query_walk.py     what the backward kernels share
-side_*.py register_tile.py                 what modifiers of scores read
-inline*.py registers.py stand_ins.py        what is written into kernels, register by register
+key_walk.py query_walk.py                  what the backward kernels share
+side_inputs.py                             what modifiers of scores read
+inline_columns.py inline_exchange.py       what is written into kernels, register by register
 memory.py blocks.py                        what all kernels share
+../mosaic                                  what they share with other GPUs: registers, P, launches
 """
 
 from __future__ import annotations

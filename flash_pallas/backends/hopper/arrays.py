@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from ...core import bounds, padding
 from ...core.integers import round_up
+from ...core.padding import pad_axis
 from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
 from .clearing import Padding
-from .memory import pad_axis
 from .products import Products
 from .side_inputs import Gmem, SideInputs
 

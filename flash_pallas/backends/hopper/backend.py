@@ -12,6 +12,7 @@ import numpy as np
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from ..mosaic.stand_ins import UNSUPPORTED
 from . import decode_blocks
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks, trades_registers
@@ -21,7 +22,6 @@ from .forward import forward
 from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
 from .forward_packed import forward_packed
 from .products import Products
-from .stand_ins import UNSUPPORTED
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16), np.dtype(jnp.float32))
 WIDEST_FLOAT32 = 128  # head dim: its two parts fill shared memory as 256 does in 16 bits

@@ -31,16 +31,17 @@ from ...core import scores
 from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
 from ...core.tile import Limits
-from . import inline, recompute
+from ..mosaic import inline, recompute
+from ..mosaic.launch import WARPGROUP_ROWS, launch
+from ..mosaic.recompute import Weights
+from ..mosaic.register_tile import RegisterTile
 from .arrays import BackwardArrays
 from .dkv_cta import Barriers, Cta, Smem, scratch
 from .dkv_loads import Loads
 from .key_walk import mask_everywhere
-from .memory import WARPGROUP_ROWS, Ring, launch, rows_of
+from .memory import Ring, rows_of
 from .products import Products
 from .query_walk import QueryWalk
-from .recompute import Weights
-from .register_tile import RegisterTile
 from .side_inputs import Held, SideInputs
 from .split_blocks import DkvBlocks
 

@@ -27,13 +27,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
-from . import inline, recompute
+from ..mosaic import inline, recompute
+from ..mosaic.launch import WARPGROUP_ROWS, launch
+from ..mosaic.register_tile import RegisterTile
 from .arrays import BackwardArrays
 from .dq_loads import Barriers, Cta, Loads, Smem
 from .key_walk import KeyWalk, mask_everywhere
-from .memory import WARPGROUP_ROWS, Ring, launch, row_buffer, rows_of, warpgroup_rows
+from .memory import Ring, row_buffer, rows_of, warpgroup_rows
 from .products import Products
-from .register_tile import RegisterTile
 from .side_inputs import Held, SideInputs
 from .split_blocks import DqBlocks
 

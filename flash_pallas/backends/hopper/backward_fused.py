@@ -37,7 +37,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
-from . import cluster, inline, recompute
+from ..mosaic import inline, recompute
+from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
+from ..mosaic.register_tile import RegisterTile
+from . import cluster
 from .arrays import BackwardArrays
 from .fused_bias import BiasSums, Sums
 from .fused_blocks import FusedBlocks, pairs_at_once
@@ -45,9 +48,8 @@ from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzles_of_k_a
 from .fused_finish import Alternating, Finish, Together
 from .fused_parts import summed
 from .fused_producer import Feeder, Producer
-from .memory import WARPGROUP_ROWS, Ring, float32, launch, rows_of, warpgroup_rows
+from .memory import Ring, rows_of, warpgroup_rows
 from .query_walk import QueryWalk
-from .register_tile import RegisterTile
 from .side_inputs import Held, Place, SideInputs
 
 

@@ -27,11 +27,13 @@ from ...core import scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
-from . import cluster, inline, recompute
+from ..mosaic import inline, recompute
+from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
+from ..mosaic.register_tile import RegisterTile
+from . import cluster
 from .arrays import BackwardArrays
-from .memory import WARPGROUP_ROWS, float32, launch, rows_of, warpgroup_rows
+from .memory import rows_of, warpgroup_rows
 from .products import Products
-from .register_tile import RegisterTile
 from .score_blocks import ScoreBlocks, Sums
 from .scores_cta import LOADED, BiasTiles, Cta, Step, Steps, divide, scratch
 from .side_inputs import Place, SideInputs

@@ -19,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
 
-from .memory import pad_axis, tile_transforms
-from .registers import i32_constant, splat
-from .side_arrays import within_reach
+from ...core.padding import pad_axis
+from ..mosaic.registers import i32_constant, splat
+from ..mosaic.side_arrays import within_reach
+from .memory import tile_transforms
 
 PIECE_BYTES = 16  # of one store
 WARP, WARPGROUP = 32, 128  # threads

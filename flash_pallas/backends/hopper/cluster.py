@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import inline
+from ..mosaic import inline
 from .memory import Ring
 
 AXIS = "neighbour"

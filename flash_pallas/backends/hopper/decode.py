@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from ...core.decode import DecodeOperands, DecodeProblem
 from ...core.problem import Outputs
+from ..mosaic.launch import launch
 from . import decode_combine
 from .decode_blocks import DecodeBlocks, row_tiles
 from .decode_columns import ColumnConsumer
@@ -28,7 +29,7 @@ from .decode_plan import Cta, Gmem, Plan, Results
 from .decode_producer import Producer
 from .decode_rows import RowConsumer
 from .decode_widening import WideningProducer
-from .memory import Ring, launch
+from .memory import Ring
 
 
 @dataclasses.dataclass(frozen=True)

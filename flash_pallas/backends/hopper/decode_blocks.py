@@ -7,8 +7,9 @@ import math
 
 from ...core.decode import MAX_SPLITS, DecodeProblem
 from ...core.integers import round_up
+from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_blocks import BARRIER_BYTES, NATIVE_HEAD_DIMS, native_head_dims
-from .memory import SMEM_LIMIT, WARPGROUP_ROWS, swizzles
+from .memory import SMEM_LIMIT, swizzles
 from .products import LENGTH_MULTIPLE, Products
 
 SMEM_PER_SM = 233_472  # bytes of a multiprocessor

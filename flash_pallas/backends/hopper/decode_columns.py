@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import softmax
-from . import clearing, inline, inline_columns, inline_modifiers
+from ..mosaic import inline, inline_modifiers
+from . import clearing, inline_columns
 from .decode_consumer import Consumer, Folded, Held
 from .decode_pages import Pages
 from .decode_plan import Cta, Keys

@@ -18,9 +18,9 @@ from jaxlib.mlir.dialects import arith, memref, scf
 
 from ...core import softmax
 from ...core.problem import Outputs
+from ..mosaic.launch import float32, launch
+from ..mosaic.registers import at, elements, i32_constant
 from .decode_plan import JOINING_THREADS, Plan, Results
-from .memory import float32, launch
-from .registers import at, elements, i32_constant
 
 # Shares that are joined in straight-line code: their loads wait for one another no longer than one
 # does. A kernel of 128 of them took 20 s to compile.

@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import scores, softmax
 from ...core.scores import TileInputs
+from ..mosaic.register_tile import RegisterTile
 from .decode_plan import Cta, Keys, Plan
-from .register_tile import RegisterTile
 
 
 class Held(NamedTuple):

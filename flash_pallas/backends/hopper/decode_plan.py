@@ -12,11 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
 from ...core.decode import DecodeProblem
-from . import inline
+from ..mosaic import inline
+from ..mosaic.launch import WARPGROUP_ROWS, float32
 from .decode_blocks import DecodeBlocks, piece_rows, tile_rows
 from .forward_blocks import native_head_dims
 from .inline_columns import WARPS
-from .memory import WARPGROUP_ROWS, Ring, float32, row_buffer, swizzles, tile_buffer
+from .memory import Ring, row_buffer, swizzles, tile_buffer
 from .packed_rows import PackedRows
 from .products import Products
 

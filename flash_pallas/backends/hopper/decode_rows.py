@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import softmax
-from . import inline, inline_modifiers
+from ..mosaic import inline, inline_modifiers
+from ..mosaic.launch import WARPGROUP_ROWS
 from .decode_consumer import Consumer, Folded, Held
 from .decode_plan import Cta, Keys
 from .forward_scores import per_row
-from .memory import WARPGROUP_ROWS, swizzles
+from .memory import swizzles
 
 
 class RowConsumer(Consumer):

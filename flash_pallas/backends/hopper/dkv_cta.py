@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from .arrays import BackwardArrays
-from .memory import WARPGROUP_ROWS, Ring, row_buffer
+from .memory import Ring, row_buffer
 from .products import Products
 from .query_walk import QueryWalk
 from .side_inputs import SideInputs, Streamed

@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from .dkv_cta import Cta
-from .memory import WARPGROUP_ROWS, Ring, rows_of
+from .memory import Ring, rows_of
 from .side_inputs import Place, SideInputs
 from .split_blocks import DkvBlocks
 

@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from .arrays import BackwardArrays
 from .key_walk import KeyWalk
-from .memory import WARPGROUP_ROWS, Ring, rows_of
+from .memory import Ring, rows_of
 from .side_inputs import Place, SideInputs, Streamed
 from .split_blocks import DqBlocks
 

@@ -35,7 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import bounds, padding
 from ...core.problem import Operands, Outputs, Problem
-from . import inline
+from ..mosaic import inline
+from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from .blocks import ForwardBlocks
 from .clearing import Padding
 from .forward_feeder import Feeder
@@ -43,7 +44,7 @@ from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Logits, Scores, per_row
 from .forward_store import store
-from .memory import WARPGROUP_ROWS, Ring, float32, launch
+from .memory import Ring
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
 from .turns import Turns

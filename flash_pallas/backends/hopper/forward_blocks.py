@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 
 from ...core.problem import Problem
-from .memory import SMEM_LIMIT, WARPGROUP_ROWS, vector_bytes
+from ..mosaic.launch import WARPGROUP_ROWS
+from .memory import SMEM_LIMIT, vector_bytes
 from .side_inputs import SideInputs
 
 BARRIER_BYTES = 1024  # more than the barriers of any kernel take

@@ -15,13 +15,14 @@ from ...core import integers as ints
 from ...core.mask import Mask
 from ...core.problem import Problem
 from ...core.tile import Limits
+from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.register_tile import RegisterTile
 from . import side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
 from .forward_blocks import speculation
-from .memory import WARPGROUP_ROWS, Ring, row_buffer
+from .memory import Ring, row_buffer
 from .products import Products
-from .register_tile import RegisterTile
 from .schedule import Assignment, QueryTile
 from .side_inputs import SideInputs
 from .tile_queue import SLOTS, TileQueue

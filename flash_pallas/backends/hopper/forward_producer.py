@@ -10,10 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..mosaic.launch import WARPGROUP_ROWS
 from .blocks import ForwardBlocks
 from .clearing import Loader
 from .forward_plan import Cta, Plan, Work
-from .memory import WARPGROUP_ROWS, Ring, rows_of
+from .memory import Ring, rows_of
 from .side_inputs import Place
 
 

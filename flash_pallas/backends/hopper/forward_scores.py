@@ -14,11 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from . import inline, inline_cap, inline_weights, register_tile
+from ..mosaic import inline, inline_cap, inline_weights, register_tile
+from ..mosaic.inline_cap import Cap
+from ..mosaic.inline_weights import Drop, Powers
+from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_plan import Cta, Plan, Rows, Work
-from .inline_cap import Cap
-from .inline_weights import Drop, Powers
-from .memory import WARPGROUP_ROWS, warpgroup_rows
+from .memory import warpgroup_rows
 from .side_inputs import Held, Place
 
 # Of logits in base 2, so that 2**logit needs no maximum to be relative to.

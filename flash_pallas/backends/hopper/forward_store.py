@@ -6,9 +6,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_plan import Cta, Rows, Work
 from .forward_scores import Scores, per_row
-from .memory import WARPGROUP_ROWS, rows_of
+from .memory import rows_of
 
 
 def store(scores: Scores, cta: Cta, work: Work, o, rows: Rows):

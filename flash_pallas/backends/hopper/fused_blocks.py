@@ -6,7 +6,8 @@ import dataclasses
 
 from ...core import integers as ints
 from ...core.problem import Problem
-from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
+from ..mosaic.launch import WARPGROUP_ROWS
+from .memory import MOST_SMEM, vector_bytes
 from .side_inputs import SideInputs
 
 

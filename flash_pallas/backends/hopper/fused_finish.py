@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from . import cluster, inline
+from ..mosaic import inline
+from . import cluster
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta
 from .memory import warpgroup_rows

@@ -11,10 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
+from ..mosaic.inline import COLS, WGMMA
+from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.registers import at, coordinates, elements, fragmented, i32_constant, pair, splat
 from .clearing import WARP, WARPGROUP
-from .inline import COLS, WGMMA
-from .memory import WARPGROUP_ROWS, tile_transforms
-from .registers import at, coordinates, elements, fragmented, i32_constant, pair, splat
+from .memory import tile_transforms
 from .widening import pointer
 
 WARPS = WARPGROUP // WARP

@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from ..mosaic.registers import at, i32_constant, splat
 from .clearing import WARPGROUP
 from .memory import tile_transforms
-from .registers import at, i32_constant, splat
 
 PIECE = 8  # bytes that a thread reads at once; adding them up, two threads fill a sector of L2
 UNIT = 16  # bytes that a swizzle moves together

@@ -1,30 +1,20 @@
-"""Shared memory, launches and the small vocabulary the kernels are written in."""
+"""Shared memory: how much there is, tiles as TMA and wgmma want them, rings."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from ...core import manual_axes
+from ..mosaic.launch import WARPGROUP_ROWS
 
-WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
 SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
 MOST_SMEM = SMEM_LIMIT - 1024  # the barriers take less than 1 KB
 SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
-
-COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True,  # ex2.approx.ftz: 2 ulp, far below the rounding of P to 16 bits
-    # Every hazard inside a warpgroup is ordered by wgmma waits, commit_smem or an mbarrier below;
-    # Mosaic's own barriers around each shared-memory access cost 13 BAR.SYNC in the forward.
-    unsafe_no_auto_barriers=True,
-    reduction_scratch_bytes=0,
-)
 
 
 class Ring(NamedTuple):
@@ -123,45 +113,3 @@ def rows_of(ref, at, tile):
         return ref.at[at]
     zero = at[0] * 0  # traced: JAX refuses a static slice past the array's end
     return ref.at[(*at, pl.ds(zero, tile.shape[-1]))]
-
-
-def pad_axis(x, axis: int, size: int, value: float = 0):
-    """x grown to `size` along one axis; x itself where it already has that size."""
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    return jnp.pad(x, widths, constant_values=jnp.asarray(value, x.dtype))
-
-
-def launch(
-    kernel, *, out, scratch, grid: dict[str, int], cluster=None, threads: int, name: str, interpret
-):
-    """plgpu.kernel with this package's settings; `threads` warpgroups named "wg".
-
-    `kernel` is called with the operands, the outputs and the scratch records, in that order. `grid`
-    and `cluster` give the size of each axis by its name. The last axis of the grid is the fastest.
-    With a cluster, the grid is one of clusters.
-    """
-    options: dict[str, Any] = {}
-    if cluster:
-        options |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
-    if interpret:
-        options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
-    call = plgpu.kernel(
-        kernel,
-        out_type=out,
-        scratch_types=scratch,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=threads,
-        thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
-        kernel_name=name,
-        **options,
-    )
-    return manual_axes.untyped(call)
-
-
-def float32(shape):
-    """ShapeDtypeStruct of float32."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

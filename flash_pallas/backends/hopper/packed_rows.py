@@ -21,10 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from . import inline
+from ..mosaic import inline
+from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.registers import fragmented, i32_constant, opaque, splat
 from .clearing import PIECE_BYTES, WARPGROUP
-from .memory import WARPGROUP_ROWS, tile_transforms
-from .registers import fragmented, i32_constant, opaque, splat
+from .memory import tile_transforms
 
 
 @dataclasses.dataclass(frozen=True)

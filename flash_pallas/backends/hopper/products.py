@@ -22,7 +22,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.integers import round_up
-from .memory import pad_axis, swizzles, tile_buffer
+from ...core.padding import pad_axis
+from .memory import swizzles, tile_buffer
 
 LENGTH_MULTIPLE = 8  # rows of a swizzled TMA tile: an array's length must be a multiple of it
 

@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, scf, vector
 
+from ..mosaic.registers import at, i32_constant
 from .memory import tile_transforms
 from .packed_rows import PackedRows, Pieces
-from .registers import at, i32_constant
 from .widening import pointer
 
 LARGEST_BITS = 13  # floor(log2) of a row's largest number

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_blocks import wants_narrow_tiles
-from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
+from .memory import MOST_SMEM, vector_bytes
 from .side_inputs import SideInputs
 
 ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts

@@ -10,10 +10,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from . import cluster
 from .arrays import BackwardArrays
 from .key_walk import KeyWalk
-from .memory import WARPGROUP_ROWS, Ring, row_buffer, tile_buffer
+from .memory import Ring, row_buffer, tile_buffer
 from .products import Products
 from .query_walk import QueryWalk
 from .score_blocks import ScoreBlocks, Sums

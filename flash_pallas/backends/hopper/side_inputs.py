@@ -23,10 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
-from . import inline, side_arrays
-from .memory import WARPGROUP_ROWS, row_buffer, tile_buffer, vector_bytes
-from .side_arrays import MASK_DTYPE
-from .side_arrays import Gmem as Gmem
+from ..mosaic import inline, side_arrays
+from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.side_arrays import MASK_DTYPE
+from ..mosaic.side_arrays import Gmem as Gmem
+from .memory import row_buffer, tile_buffer, vector_bytes
 
 
 class Streamed(NamedTuple):

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_blocks import wants_narrow_tiles
-from .memory import MOST_SMEM, WARPGROUP_ROWS, vector_bytes
+from .memory import MOST_SMEM, vector_bytes
 from .side_inputs import SideInputs
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each

@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
+from ..mosaic.registers import i32_constant
 from .clearing import WARPGROUP
-from .registers import i32_constant
 from .schedule import Assignment
 
 SLOTS = 2  # that of the tile before last has been read: its reader has since released its Q

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from . import inline
+from ..mosaic import inline
 
 FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
 

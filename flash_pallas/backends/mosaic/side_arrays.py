@@ -9,9 +9,9 @@ from jax import lax
 
 from ...core import dropout
 from ...core.integers import round_up
+from ...core.padding import pad_axis
 from ...core.problem import Operands, Problem
 from ...core.softmax import LOG2E
-from .memory import pad_axis
 
 LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
 MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
