@@ -44,7 +44,7 @@ gpu_device_info {{
   shared_memory_per_core: {smem_per_multiprocessor}
   l2_cache_size: {l2_cache}
   device_memory_size: {memory}
-  memory_bandwidth: {bandwidth}
+  memory_bandwidth: {bandwidth}000000000
   device_address_bits: 64
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
@@ -61,7 +61,7 @@ device_description_str: "{name}"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU to compile for; of its figures a kernel gets to see `major`, `minor` and `smem` only.
+    """A GPU to compile for. Mosaic GPU asks for `major`, `minor` and `smem` only.
 
     Attributes:
         name: as the driver gives it.
@@ -70,7 +70,7 @@ class Target:
         threads: that one multiprocessor holds.
         smem: bytes of shared memory that one block may ask for.
         l2_cache, memory: bytes.
-        bandwidth: of the memory, in bytes per second.
+        bandwidth: of the memory, in GB/s.
         clock: GHz.
     """
 
@@ -114,16 +114,15 @@ class Target:
         )
 
 
-KB, MB, GB, GB_PER_S = 2**10, 2**20, 2**30, 10**9
+KB, MB, GB = 2**10, 2**20, 2**30
 # multiprocessors, threads, shared memory; L2 cache, memory, bandwidth, clock
-H200 = Target("NVIDIA H200", 9, 0, 132, 2048, 227 * KB, 50 * MB, 141 * GB, 4800 * GB_PER_S, 1.98)
-A100 = Target("NVIDIA A100", 8, 0, 108, 2048, 163 * KB, 40 * MB, 80 * GB, 2039 * GB_PER_S, 1.41)
-A10 = Target("NVIDIA A10", 8, 6, 72, 1536, 99 * KB, 6 * MB, 24 * GB, 600 * GB_PER_S, 1.695)
-L40S = Target("NVIDIA L40S", 8, 9, 142, 1536, 99 * KB, 96 * MB, 48 * GB, 864 * GB_PER_S, 2.52)
-B200 = Target("NVIDIA B200", 10, 0, 148, 2048, 227 * KB, 126 * MB, 192 * GB, 8000 * GB_PER_S, 1.965)
+H200 = Target("NVIDIA H200", 9, 0, 132, 2048, 227 * KB, 50 * MB, 141 * GB, 4800, 1.98)
+A100 = Target("NVIDIA A100", 8, 0, 108, 2048, 163 * KB, 40 * MB, 80 * GB, 2039, 1.41)
+A10 = Target("NVIDIA A10", 8, 6, 72, 1536, 99 * KB, 6 * MB, 24 * GB, 600, 1.695)
+L40S = Target("NVIDIA L40S", 8, 9, 142, 1536, 99 * KB, 96 * MB, 48 * GB, 864, 2.52)
+B200 = Target("NVIDIA B200", 10, 0, 148, 2048, 227 * KB, 126 * MB, 192 * GB, 8000, 1.965)
 RTX_5090 = Target(
-    *("NVIDIA GeForce RTX 5090", 12, 0, 170, 1536, 99 * KB),
-    *(96 * MB, 32 * GB, 1792 * GB_PER_S, 2.407),
+    "NVIDIA GeForce RTX 5090", 12, 0, 170, 1536, 99 * KB, 96 * MB, 32 * GB, 1792, 2.407
 )
 TARGETS = {
     "h200": H200,
