@@ -190,6 +190,8 @@ class Run:
         """A row for each kind: what ran beside what in one step."""
         try:
             recorder = cupti.Recorder()
+            with recorder.record():  # there may be a library and no GPU
+                pass
         except (OSError, cupti.CuptiError) as error:
             print(f"no profile: {error}", flush=True)
             return

@@ -1,6 +1,9 @@
-"""Compiles every Hopper kernel to machine code for sm_90a on a machine without a GPU.
+"""Compiles every kernel to machine code on a machine without a GPU: for an H200, or another target.
 
-    python -m tests.compile_check [--only TEXT] [--json FILE]
+    python -m tests.compile_check [--target NAME] [--only TEXT] [--json FILE]
+
+Targets are those of `device.TARGETS`, from compute capability 8.0 to 12.0. All of them compile with
+jax 0.11.2 and 0.12.0.1 and ptxas 13.5. A process compiles for one of them.
 
 Rows "without producer" are what jaxlib 0.12 runs. With 0.12 installed all rows are, and nvJitLink
 compiles them in place of ptxas: the package nvidia-nvjitlink must be there.
@@ -11,6 +14,11 @@ an nvdisasm on PATH or in the CUDA wheels (package nvidia-cuda-nvdisasm) it is t
 that an instruction names (R237), and --json has counts of instructions; without one Mosaic GPU
 complains once per kernel that it could not run it, and nothing else is lost.
 
-The exit status is 1 if a kernel fails to compile, spills more than `rows.ALLOWED_SPILLS`, has its
-wgmma serialised or its setmaxnreg ignored, or if ptxas reported no kernel at all.
+LLVM ends the process where a target lacks an instruction that Mosaic GPU asked LLVM for, such as
+fence.proxy.async (plgpu.commit_smem) before 9.0: the culprit is the row after the last one printed
+by that process. An instruction in inline assembly is a fault of its row.
+
+The exit status is 1 if a kernel fails to compile, is compiled for another architecture than the
+target's, asks for more shared memory than the target has, spills more than `rows.ALLOWED_SPILLS`,
+has its wgmma serialised or its setmaxnreg ignored, or if ptxas reported no kernel at all.
 """

@@ -10,28 +10,38 @@ import time
 from pathlib import Path
 
 from .checking import HEADER, run_all
-from .device import find_tools
+from .device import H200, TARGETS, find_tools
 
 
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile_check", description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, default="h200", help="what to compile for")
     parser.add_argument("--only", default="", help="rows whose name contains this text")
     parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
+    target = TARGETS[arguments.target]
+    if arguments.suite and target != H200:
+        parser.error("the cells of a suite are calls of the Hopper kernels: --target h200")
     started = time.monotonic()
     tools = find_tools()
-    print(f"ptxas {tools.version()} ({tools.ptxas}), for sm_90a; nvdisasm: {tools.nvdisasm}")
+    print(f"ptxas {tools.version()} ({tools.ptxas}); nvdisasm: {tools.nvdisasm}")
+    print(f"for {target.name}, {target.architecture}")
     print(HEADER)
-    found = run_all(arguments.only, tools, arguments.suite, arguments.workers)
+    found = run_all(target, arguments.only, tools, arguments.suite, arguments.workers)
     records = [record for _, each, _ in found for record in each]
     faults = [fault for _, _, each in found for fault in each]
     if not records and not faults:
         faults.append(f"no row's name contains {arguments.only!r}")
     if arguments.json:
-        figures = {"ptxas": tools.version(), "kernels": records, "faults": faults}
+        figures = {
+            "ptxas": tools.version(),
+            "target": target.name,
+            "kernels": records,
+            "faults": faults,
+        }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"{len(records)} kernels in {time.monotonic() - started:.0f} s, {len(faults)} faults")
     for fault in faults:

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import multiprocessing
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from .device import Tools, compile_for_h200, dump_to
+from .device import H200, Target, Tools, compile_for, dump_to
+from .probe import probe_rows
 from .report import Report, take
 from .rows import Row, rows, suite_rows
 
@@ -22,10 +24,15 @@ HEADER = COLUMNS.format(
 )
 
 
-def check(row: Row, folder: Path) -> tuple[list[Report], list[str]]:
+def rows_of(target: Target) -> Iterator[Row]:
+    """Every kernel that a call can reach on this GPU; the probe where there is none."""
+    return rows() if target == H200 else probe_rows()
+
+
+def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[str]]:
     """Compiles one row; its kernels' reports, and what is wrong with the row as a whole."""
     try:
-        compile_for_h200(row.function, *row.arguments)
+        compile_for(target, row.function, *row.arguments)
     except Exception as error:  # whatever stage refuses it, the row has failed and the rest goes on
         lines = str(error).strip().splitlines() or [""]
         return take(folder), [f"{row}: {type(error).__name__}: {lines[0][:300]}"]
@@ -54,10 +61,13 @@ def line(row: Row, report: Report, allowed: int) -> str:
 Found = tuple[int, list[dict[str, Any]], list[str]]
 
 
-def run(only: str, tools: Tools, suite: str | None, share: tuple[int, int]) -> list[Found]:
+def run(
+    target: Target, only: str, tools: Tools, suite: str | None, share: tuple[int, int]
+) -> list[Found]:
     """Compiles and prints rows whose name contains `only`: those that ship, or a suite's cells.
 
     Args:
+        target: to compile for.
         only: part of a name.
         tools: that compile.
         suite: of the benchmarks.
@@ -65,14 +75,14 @@ def run(only: str, tools: Tools, suite: str | None, share: tuple[int, int]) -> l
     """
     jax.config.update("jax_platforms", "cpu")  # there is no GPU to look for
     found = []
-    chosen = [row for row in (suite_rows(suite) if suite else rows()) if only in str(row)]
+    chosen = [row for row in (suite_rows(suite) if suite else rows_of(target)) if only in str(row)]
     with tempfile.TemporaryDirectory() as name, dump_to(Path(name), tools):
         for number, row in list(enumerate(chosen))[share[0] :: share[1]]:
-            reports, faults = check(row, Path(name))
+            reports, faults = check(target, row, Path(name))
             records = []
             for report in reports:
                 allowed = row.allowed_spills(report.kernel)
-                bad = report.faults(allowed, row.most_registers)
+                bad = report.faults(target, allowed, row.most_registers)
                 faults += [f"{report.kernel} ({row}): {fault}" for fault in bad]
                 print(line(row, report, allowed), flush=True)
                 about = {"path": row.path, "head_dim": row.head_dim}
@@ -82,13 +92,15 @@ def run(only: str, tools: Tools, suite: str | None, share: tuple[int, int]) -> l
     return found
 
 
-def run_all(only: str, tools: Tools, suite: str | None, workers: int) -> list[Found]:
+def run_all(
+    target: Target, only: str, tools: Tools, suite: str | None, workers: int
+) -> list[Found]:
     """`run` in as many processes, in the order of the rows.
 
     `run` lies in a module of its own as processes that are spawned cannot find what __main__ has.
     """
     shares = [(i, workers) for i in range(workers)]
-    part = functools.partial(run, only, tools, suite)
+    part = functools.partial(run, target, only, tools, suite)
     if workers == 1:
         return part(shares[0])
     apart = multiprocessing.get_context("spawn")

@@ -1,7 +1,7 @@
-"""An H200 that can be compiled for but not run on.
+"""GPUs that can be compiled for but not run on.
 
 XLA, the Mosaic GPU pipeline and ptxas all run as they would beside the card; what they need to know
-of it is in the topology description below.
+of it is in the topology description that `Target` writes.
 """
 
 from __future__ import annotations
@@ -21,32 +21,30 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-SMEM_LIMIT = 232_448  # bytes that one block may ask for: 227 KB
-
-_H200 = f"""
+_DESCRIPTION = """
 gpu_device_info {{
-  name: "NVIDIA H200"
+  name: "{name}"
   device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
-  platform_version: "Compute Capability 9.0"
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  platform_version: "Compute Capability {major}.{minor}"
   driver_version: "13.0.0"
   runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.12.0"
-  core_count: 132
+  core_count: {multiprocessors}
   fpus_per_core: 128
-  clock_rate_ghz: 1.98
+  clock_rate_ghz: {clock}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {threads}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {SMEM_LIMIT}
-  shared_memory_per_core: 233472
-  l2_cache_size: 52428800
-  device_memory_size: 151397597184
-  memory_bandwidth: 4800000000000
+  shared_memory_per_block_optin: {smem}
+  shared_memory_per_core: {smem_per_multiprocessor}
+  l2_cache_size: {l2_cache}
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}000000000
   device_address_bits: 64
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
@@ -57,8 +55,83 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
-device_description_str: "NVIDIA H200"
+device_description_str: "{name}"
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU to compile for. Mosaic GPU asks for `major`, `minor` and `smem` only.
+
+    Attributes:
+        name: as the driver gives it.
+        major, minor: compute capability.
+        multiprocessors: how many of them.
+        threads: that one multiprocessor holds.
+        smem: bytes of shared memory that one block may ask for.
+        l2_cache, memory: bytes.
+        bandwidth: of the memory, in GB/s.
+        clock: GHz.
+    """
+
+    name: str
+    major: int
+    minor: int
+    multiprocessors: int
+    threads: int
+    smem: int
+    l2_cache: int
+    memory: int
+    bandwidth: int
+    clock: float
+
+    @property
+    def smem_per_multiprocessor(self) -> int:
+        """Of each block's shared memory the system keeps 1 KB, so that one block never has all."""
+        return self.smem + 1024
+
+    @property
+    def accelerated(self) -> bool:
+        """Compiled with the features that are this capability's alone, the "a" of sm_90a.
+
+        Mosaic GPU writes PTX for them wherever LLVM knows such a target (GetSmVersion in
+        jaxlib/mosaic/gpu/target.cc), which is from 9.0 on. ptxas must be told the same: asked for
+        sm_120 it refuses PTX for sm_120a.
+        """
+        return self.major >= 9
+
+    @property
+    def architecture(self) -> str:
+        """What ptxas calls it."""
+        return f"sm_{self.major}{self.minor}{'a' if self.accelerated else ''}"
+
+    def description(self) -> str:
+        """The text form of XLA's GpuTargetConfigProto."""
+        return _DESCRIPTION.format(
+            extension="feature_extension: ACCELERATED_FEATURES" if self.accelerated else "",
+            smem_per_multiprocessor=self.smem_per_multiprocessor,
+            **dataclasses.asdict(self),
+        )
+
+
+KB, MB, GB = 2**10, 2**20, 2**30
+# multiprocessors, threads, shared memory; L2 cache, memory, bandwidth, clock
+H200 = Target("NVIDIA H200", 9, 0, 132, 2048, 227 * KB, 50 * MB, 141 * GB, 4800, 1.98)
+A100 = Target("NVIDIA A100", 8, 0, 108, 2048, 163 * KB, 40 * MB, 80 * GB, 2039, 1.41)
+A10 = Target("NVIDIA A10", 8, 6, 72, 1536, 99 * KB, 6 * MB, 24 * GB, 600, 1.695)
+L40S = Target("NVIDIA L40S", 8, 9, 142, 1536, 99 * KB, 96 * MB, 48 * GB, 864, 2.52)
+B200 = Target("NVIDIA B200", 10, 0, 148, 2048, 227 * KB, 126 * MB, 192 * GB, 8000, 1.965)
+RTX_5090 = Target(
+    "NVIDIA GeForce RTX 5090", 12, 0, 170, 1536, 99 * KB, 96 * MB, 32 * GB, 1792, 2.407
+)
+TARGETS = {
+    "h200": H200,
+    "a100": A100,
+    "a10": A10,
+    "l40s": L40S,
+    "b200": B200,
+    "rtx5090": RTX_5090,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +211,43 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def compile_for_h200(function: Callable, *arguments: Any) -> None:
-    """Compiles `function` for one H200.
+_architectures: set[str] = set()  # that this process has compiled for: one at most
+
+
+def compile_for(target: Target, function: Callable, *arguments: Any) -> None:
+    """Compiles `function` for one GPU of this kind.
+
+    Lowering asks jax.extend.backend.get_default_device() which compute capability it writes for
+    (`_infer_arch` in jax/experimental/mosaic/gpu/utils.py; 9.0 where that is a CPU), hence the
+    target's device as the default one. It asks jax.local_devices() how much shared memory there is
+    (`_launch` in core.py; 227 KB where that is a CPU), hence the limit, which goes down only.
 
     Args:
+        target: one of TARGETS.
         function: what users would jit.
         *arguments: pytrees of jax.ShapeDtypeStruct.
 
     Raises:
+        RuntimeError: this process has compiled for another architecture. jaxlib keeps the first
+            kernel's compute capability for the ptxas of all that follow (GetPassPipeline in
+            jaxlib/mosaic/gpu/custom_call.cc), without a word where the second one is lower.
         Exception: whatever tracing, lowering, XLA or ptxas raises.
     """
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1")
+    from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
+
+    others = _architectures - {target.architecture}
+    if others:
+        raise RuntimeError(
+            f"{target.name} is {target.architecture}, but this process compiles for {others}: "
+            "start another one"
+        )
+    _architectures.add(target.architecture)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target.description(), topology="1x1x1"
+    )
+    (device,) = topology.devices
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     there = NamedSharding(mesh, PartitionSpec())
     place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there)
-    jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+    with jax.default_device(device), artificial_shared_memory_limit(target.smem):
+        jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()

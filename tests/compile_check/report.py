@@ -7,7 +7,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from .device import SMEM_LIMIT
+from .device import Target
 
 # ptxas' remarks on warpgroup instructions. C7519 tells of a harmless fence and is not listed.
 SERIALISED = ("C7510", "C7512", "C7513", "C7518", "C7520")  # wgmma runs one after the other
@@ -16,6 +16,7 @@ REGISTERS_IGNORED = "C7504"  # setmaxnreg has no effect: every warpgroup gets 16
 MOST_REGISTERS = 255  # that a thread may have
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_ARCHITECTURE = re.compile(r"Compiling entry function '\w+' for '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _REMARK = re.compile(r"\((C\d{4})\)")
 _SMEM = re.compile(r"smem_scratch_bytes=(\d+)")
@@ -32,6 +33,7 @@ class Report:
 
     Attributes:
         kernel: its name.
+        architecture: what ptxas compiled it for, such as "sm_90a".
         launch_registers: registers per thread at launch; warpgroups trade them afterwards.
         stack, spill_stores, spill_loads: bytes per thread.
         remarks: codes of ptxas' remarks (C7512, ...), each once.
@@ -41,6 +43,7 @@ class Report:
     """
 
     kernel: str
+    architecture: str
     launch_registers: int
     stack: int
     spill_stores: int
@@ -50,10 +53,13 @@ class Report:
     highest_register: int | None = None
     instructions: dict[str, int] | None = None
 
-    def faults(self, allowed_spills: int, most_registers: int = MOST_REGISTERS) -> list[str]:
+    def faults(
+        self, target: Target, allowed_spills: int, most_registers: int = MOST_REGISTERS
+    ) -> list[str]:
         """Why this kernel must not be shipped; empty if it may.
 
         Args:
+            target: what it should have been compiled for.
             allowed_spills: bytes of spill stores per thread that are known and accepted.
             most_registers: with more at launch, fewer blocks fit on a multiprocessor than planned.
         """
@@ -64,16 +70,18 @@ class Report:
             faults.append(f"spills {self.spill_stores} bytes, {allowed_spills} allowed")
         if self.launch_registers > most_registers:
             faults.append(f"{self.launch_registers} registers, {most_registers} allowed")
-        if self.smem > SMEM_LIMIT:
-            faults.append(f"{self.smem} bytes of shared memory, {SMEM_LIMIT} exist")
+        if self.smem > target.smem:
+            faults.append(f"{self.smem} bytes of shared memory, {target.smem} exist")
+        if self.architecture != target.architecture:
+            faults.append(f"compiled for {self.architecture}, not {target.architecture}")
         return faults
 
 
-def _one(pattern: re.Pattern, text: str, source: Path) -> tuple[int, ...]:
+def _one(pattern: re.Pattern, text: str, source: Path) -> tuple[str, ...]:
     found = pattern.search(text)
     if found is None:
         raise ValueError(f"{source} does not say {pattern.pattern!r}: ptxas changed its words?")
-    return tuple(int(group) for group in found.groups())
+    return found.groups()
 
 
 def _kernel(path: Path) -> str:
@@ -100,12 +108,14 @@ def read(ptxas: Path, resources: Path) -> Report:
         ValueError: a file lacks a figure that is printed for every kernel.
     """
     text = ptxas.read_text()
-    (registers,) = _one(_REGISTERS, text, ptxas)
-    stack, stores, loads = _one(_SPILLS, text, ptxas)
-    (smem,) = _one(_SMEM, resources.read_text(), resources)
+    (architecture,) = _one(_ARCHITECTURE, text, ptxas)
+    (registers,) = map(int, _one(_REGISTERS, text, ptxas))
+    stack, stores, loads = map(int, _one(_SPILLS, text, ptxas))
+    (smem,) = map(int, _one(_SMEM, resources.read_text(), resources))
     highest, instructions = _sass(ptxas.with_suffix(".sass_ctrl"))
     return Report(
         kernel=_kernel(ptxas),
+        architecture=architecture,
         launch_registers=registers,
         stack=stack,
         spill_stores=stores,

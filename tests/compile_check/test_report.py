@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import multiprocessing
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,9 +18,8 @@ from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.blocks import trades_registers
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
-from . import __main__ as command
-from . import compare, report, rows
-from .device import compile_for_h200, dump_to, find_tools
+from . import checking, compare, probe, report, rows
+from .device import A100, H200, TARGETS, compile_for, dump_to, find_tools
 
 CLEAN = """
 ptxas info    : 0 bytes gmem
@@ -41,40 +47,50 @@ def _remark(code: str, text: str) -> str:
 def test_clean_kernel_has_no_fault(tmp_path):
     kernel = _read(tmp_path, CLEAN)
     assert (kernel.kernel, kernel.launch_registers, kernel.smem) == ("k", 168, 197632)
-    assert kernel.faults(0) == []
+    assert kernel.faults(H200, 0) == []
 
 
 @pytest.mark.parametrize("code", report.SERIALISED)
 def test_serialised_wgmma_is_a_fault(tmp_path, code):
     text = _remark(code, "Potential Performance Loss: wgmma.mma_async are serialized")
-    assert _read(tmp_path, text).faults(1000) == [f"wgmma serialised ({code})"]
+    assert _read(tmp_path, text).faults(H200, 1000) == [f"wgmma serialised ({code})"]
 
 
 def test_ignored_setmaxnreg_is_a_fault(tmp_path):
     text = _remark("C7504", "'setmaxnreg' ignored to maintain compatibility")
-    assert _read(tmp_path, text).faults(1000) == ["setmaxnreg ignored (C7504)"]
+    assert _read(tmp_path, text).faults(H200, 1000) == ["setmaxnreg ignored (C7504)"]
 
 
 def test_harmless_remark_is_shown_but_no_fault(tmp_path):
     kernel = _read(tmp_path, _remark("C7519", "warpgroup.arrive is injected"))
-    assert (kernel.remarks, kernel.faults(0)) == (("C7519",), [])
+    assert (kernel.remarks, kernel.faults(H200, 0)) == (("C7519",), [])
 
 
 def test_spills_are_held_against_the_allowance(tmp_path):
     kernel = _read(tmp_path, SPILLS)
-    assert kernel.faults(72) == []
-    assert kernel.faults(71) == ["spills 72 bytes, 71 allowed"]
+    assert kernel.faults(H200, 72) == []
+    assert kernel.faults(H200, 71) == ["spills 72 bytes, 71 allowed"]
 
 
 def test_too_many_registers_are_a_fault(tmp_path):
     kernel = _read(tmp_path, CLEAN)
-    assert kernel.faults(0, kernel.launch_registers) == []
-    assert kernel.faults(0, 128) == [f"{kernel.launch_registers} registers, 128 allowed"]
+    assert kernel.faults(H200, 0, kernel.launch_registers) == []
+    assert kernel.faults(H200, 0, 128) == [f"{kernel.launch_registers} registers, 128 allowed"]
 
 
 def test_too_much_shared_memory_is_a_fault(tmp_path):
     kernel = _read(tmp_path, CLEAN, RESOURCES.replace("197632", "232449"))
-    assert kernel.faults(0) == ["232449 bytes of shared memory, 232448 exist"]
+    assert kernel.faults(H200, 0) == ["232449 bytes of shared memory, 232448 exist"]
+
+
+def test_shared_memory_is_that_of_the_target(tmp_path):
+    kernel = _read(tmp_path, CLEAN.replace("sm_90a", "sm_80"))
+    assert kernel.faults(A100, 0) == ["197632 bytes of shared memory, 166912 exist"]
+
+
+def test_other_architecture_is_a_fault(tmp_path):
+    kernel = _read(tmp_path, CLEAN.replace("sm_90a", "sm_90"))
+    assert kernel.faults(H200, 0) == ["compiled for sm_90, not sm_90a"]
 
 
 def test_report_without_figures_is_an_error(tmp_path):
@@ -114,12 +130,12 @@ def test_rows_compile_or_say_why_not(tmp_path):
     make = lambda f: rows.Row("forward", 64, "float32", "full", f, (spec,))
     forward = next(row for row in rows.rows() if str(row) == "forward 64 bfloat16 full")
     with dump_to(tmp_path, find_tools()):
-        (kernel,), wrong = command.check(forward, tmp_path)
+        (kernel,), wrong = checking.check(H200, forward, tmp_path)
         assert (kernel.kernel, wrong) == ("flash_pallas_forward", [])
-        assert kernel.faults(forward.allowed_spills(kernel.kernel)) == []
-        reports, wrong = command.check(make(lambda x: x + 1), tmp_path)
+        assert kernel.faults(H200, forward.allowed_spills(kernel.kernel)) == []
+        reports, wrong = checking.check(H200, make(lambda x: x + 1), tmp_path)
         assert reports == [] and wrong[0].endswith("ptxas reported no kernel")
-        reports, wrong = command.check(make(lambda x: x + jnp.zeros(3)), tmp_path)
+        reports, wrong = checking.check(H200, make(lambda x: x + jnp.zeros(3)), tmp_path)
         assert reports == [] and "TypeError" in wrong[0]
 
 
@@ -131,9 +147,44 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
     backend = HopperBackend(trades_registers=True)
     blocks = backend.blocks(describe(operands, spec), None)
     with dump_to(tmp_path, find_tools()):
-        compile_for_h200(lambda o: backend.forward(spec, blocks, o), operands)
+        compile_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
     (kernel,) = report.take(tmp_path)
     assert (report.REGISTERS_IGNORED in kernel.remarks) != trades_registers()
+
+
+def _probed(target):
+    """Of the probe: its report, and what is wrong if it takes more shared memory than there is."""
+    (row,) = probe.probe_rows()
+    greedy = functools.partial(probe.probe, unused=target.smem)
+    with tempfile.TemporaryDirectory() as name, dump_to(Path(name), find_tools()):
+        (kernel,), wrong = checking.check(target, row, Path(name))
+        assert wrong == []
+        none, wrong = checking.check(target, replace(row, function=greedy), Path(name))
+    assert none == []
+    return kernel, wrong
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", TARGETS)
+def test_probe_compiles_for_every_target(name):
+    """In a process of its own, as each compiles for one architecture only."""
+    target = TARGETS[name]
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=apart) as pool:
+        kernel, wrong = pool.submit(_probed, target).result()
+    assert (kernel.kernel, kernel.architecture) == ("probe", target.architecture)
+    assert kernel.launch_registers > 0 and kernel.spill_stores == 0
+    assert kernel.smem == 2 * probe.K * (probe.M + probe.N)
+    assert kernel.faults(target, 0) == []
+    assert len(wrong) == 1 and wrong[0].endswith(f"> max_smem_bytes={target.smem}")
+
+
+@pytest.mark.compile
+def test_process_compiles_for_one_architecture():
+    spec = jax.ShapeDtypeStruct((8,), jnp.float32)
+    compile_for(H200, jnp.negative, spec)
+    with pytest.raises(RuntimeError, match="start another one"):
+        compile_for(A100, jnp.negative, spec)
 
 
 def _record(**instructions):
