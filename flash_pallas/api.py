@@ -102,8 +102,8 @@ def flash_attention(
             float32, which hopper refuses. "high", which None means, is three products of bfloat16
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
             on xla. "default" is that on hopper, and what XLA does (TF32 on GPUs) on xla.
-        backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
-            raises.
+        backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
+            this one or raises.
         blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
 
     Returns:
@@ -311,7 +311,7 @@ def dot_product_attention(
         query_seq_lengths: [B]; queries from there on return zeros.
         key_value_seq_lengths: [B]; keys from there on are hidden.
         local_window_size: (left, right), both included, or an int for both.
-        implementation: None or "auto", "hopper" or "xla": `backend` of `flash_attention`.
+        implementation: None, "auto", "hopper", "portable" or "xla": `backend` of `flash_attention`.
         return_residual: also return the log-sum-exp.
 
     Returns:

@@ -79,8 +79,8 @@ def flash_decode(
             or per sequence and head [B, K], or with `page_table` per page and head [P, K]; None is
             1. `append_kv` divides by the same numbers.
         v_scale: likewise, of the values.
-        backend: "auto" takes the fastest that can run the call; "hopper" or "xla" takes this one or
-            raises.
+        backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
+            this one or raises.
         return_lse: also return the log-sum-exp.
 
     Returns:

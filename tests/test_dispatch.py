@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -91,12 +92,42 @@ def test_explain(registry):
     assert "asked for" in fp.explain(Q, Q, Q, backend="xla").reasons["picky"]
 
 
-def test_hopper_comes_first_and_refuses_a_cpu():
-    assert list(dispatch.BACKENDS) == ["hopper", "xla"]
+def test_hopper_comes_first_and_kernels_refuse_a_cpu():
+    assert list(dispatch.BACKENDS) == ["hopper", "portable", "xla"]
     if jax.default_backend() == "cpu":
-        with pytest.raises(fp.UnsupportedByBackend, match=r"compute capability 9\.0.*cpu"):
-            fp.flash_attention(Q, Q, Q, backend="hopper")
-        assert "compute capability" in fp.explain(Q, Q, Q).reasons["hopper"]
+        for name, capability in (("hopper", r"9\.0"), ("portable", r"8\.0")):
+            with pytest.raises(
+                fp.UnsupportedByBackend, match=f"compute capability {capability}.*cpu"
+            ):
+                fp.flash_attention(Q, Q, Q, backend=name)
+            assert "compute capability" in fp.explain(Q, Q, Q).reasons[name]
+
+
+def test_a_backend_that_must_be_named(monkeypatch):
+    """ "auto" passes it over, and nobody is sent to it."""
+    shy = Picky()
+    object.__setattr__(shy, "by_name_only", "it is shy")
+    monkeypatch.setattr(dispatch, "BACKENDS", {"picky": shy, "xla": XlaBackend()})
+    assert dispatch.select(problem(), "auto").name == "xla"
+    assert dispatch.select(problem(), "picky").name == "picky"
+    assert fp.explain(Q, Q, Q).reasons["picky"] == "it is shy"
+
+
+@pytest.mark.parametrize(
+    ("capability", "hopper", "portable"),
+    [("9.0", None, None), ("8.0", "9.0", None), ("8.9", "9.0", None), ("12.0", "9.0", None),
+     ("7.5", "9.0", "8.0")],
+)  # fmt: skip
+def test_which_gpus_the_kernels_take(capability, hopper, portable, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    described = problem()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    for name, reason in (("hopper", hopper), ("portable", portable)):
+        found = dispatch.BACKENDS[name].unsupported(described)
+        assert (found is None) == (reason is None) and (reason or "") in (found or "")
+    chosen = "hopper" if capability == "9.0" else "xla"
+    assert dispatch.select(described, "auto").name == chosen
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

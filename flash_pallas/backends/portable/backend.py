@@ -40,6 +40,10 @@ class PortableBackend:
     interpret: bool = False
     capability: str | None = None
     name = "portable"
+    by_name_only = (
+        "it runs where backend='portable' asks for it: its kernels have been compiled for GPUs and "
+        "interpreted on a CPU, but not yet run on a GPU"
+    )
 
     @property
     def partitionable(self) -> bool:

@@ -35,6 +35,7 @@ class XlaBackend:
     """The fallback that runs everywhere."""
 
     name = "xla"
+    by_name_only = None
     partitionable = True
 
     def unsupported(self, problem: Problem) -> str | None:
