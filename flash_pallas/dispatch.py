@@ -17,8 +17,8 @@ from .backends.xla import XlaBackend
 from .core.decode import DecodeProblem
 from .core.problem import Problem
 
-# In order of preference: "auto" takes the first that can run a problem and need not be named, and xla
-# can run them all.
+# In order of preference: "auto" takes the first that can run a problem and need not be named, and
+# xla can run them all.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (HopperBackend(), PortableBackend(), XlaBackend())
 }

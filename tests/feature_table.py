@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
 
 README = Path(__file__).parent.parent / "README.md"
@@ -83,9 +84,11 @@ def _runs(backend, example: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """The lines between the markers. Hopper is asked as if there were one."""
-    backends = HopperBackend(interpret=True), XlaBackend()
-    lines = ["| | argument | gradient | Hopper | xla |", "| --- | --- | --- | --- | --- |"]
+    """The lines between the markers. Backends for GPUs are asked as if there were one."""
+    backends = HopperBackend(interpret=True), PortableBackend(interpret=True), XlaBackend()
+    names = [backend.name for backend in backends]
+    columns = ["", "argument", "gradient", *names]
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     for what, argument, gradient, example in ROWS:
         runs = [_runs(backend, example) for backend in backends]
         lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")

@@ -46,6 +46,10 @@ def _case(name: str) -> str:
     return f"test_forward_backward.py::test_xla_with_many_small_blocks[{name}]"
 
 
+def _portable(name: str) -> str:
+    return f"test_portable_interpreted.py::test_kernels[{name}]"
+
+
 _RING = "test_parallel_features.py::test_strategies"
 
 MUTATIONS = (
@@ -285,6 +289,32 @@ MUTATIONS = (
              "2 * self.shards - 1 - 2 * me + ahead",
              "2 * self.shards - 2 * me + ahead",
              "test_parallel.py::test_the_plan_of_a_ring_computes_every_visible_pair_once"),
+    Mutation("portable, copies", "backends/portable/stream.py",
+             "self.copies.arrived(self._second(n), pending=1)", "pass", _portable("mask_B1TS")),
+    Mutation("portable, copies", "backends/portable/forward.py",
+             "self.copies.arrived(v)", "self.copies.arrived()", _portable("mask_B1TS")),
+    Mutation("portable, copies", "backends/portable/stream.py", "self.slot(n), found.row",
+             "self.slot(0), found.row", _portable("mask_B1TS")),
+    Mutation("portable, segments", "backends/portable/walk.py",
+             "return BlockRange(start, start, start, stop)",
+             "return BlockRange(start, start, stop, stop)", _portable("packed_causal")),
+    Mutation("portable, window", "backends/portable/walk.py",
+             "found = _bounded(problem, found, bounds, at)\n    if problem.spec.mask.left is None",
+             "found = _bounded(problem, found, bounds, at)\n    if problem.spec.mask.left != 0",
+             _portable("window")),
+    Mutation("portable, lengths", "backends/portable/dkv.py",
+             "jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))", "values",
+             _portable("kv_lengths_zero_128")),
+    Mutation("portable, ragged ends", "backends/portable/forward.py",
+             "cta.kv_length if ragged else None", "None", _portable("sinks")),
+    Mutation("portable, heads", "backends/portable/dkv.py",
+             "head = cta.kv_head * self.problem.group + step.member\n        first",
+             "head = cta.kv_head * self.problem.group\n        first", _portable("alibi")),
+    Mutation("portable, bias", "backends/portable/inputs.py",
+             "return entry, place.head if shape[1] > 1 else 0", "return entry, 0",
+             _portable("bias_1NTS")),
+    Mutation("portable, dropout", "backends/portable/dkv.py",
+             "recompute.gained(self.problem, sums.dv)", "sums.dv", _portable("dropout")),
 )  # fmt: skip
 
 

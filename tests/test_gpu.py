@@ -23,6 +23,11 @@ def test_kernels(case):
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
+@pytest.mark.parametrize("case", [c for c in ON_DEVICE if c.dtype != "float32"], ids=str)
+def test_portable_kernels(case):
+    checks.assert_matches_oracle(checks.bind("portable"), case, kernels=True)
+
+
 @pytest.mark.parametrize(
     ("case", "blocks"), FORWARD_BLOCKS, ids=[case.name for case, _ in FORWARD_BLOCKS]
 )

@@ -16,8 +16,11 @@ class Backend(Protocol):
     """One implementation of attention and its gradient."""
 
     name: str
-    by_name_only: str | None
-    """Why "auto" passes it over even where it can run, as a sentence; None: it does not."""
+
+    @property
+    def by_name_only(self) -> str | None:
+        """Why "auto" passes it over even where it can run, as a sentence; None: it does not."""
+        ...
 
     @property
     def partitionable(self) -> bool:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
-from ..mosaic.side_arrays import Gmem
-
-ROW_MULTIPLE = 128  # of lse and delta: the widest tile of queries
+from ..mosaic.side_arrays import Gmem, within_reach
 
 
 class BackwardArrays(NamedTuple):
-    """In device memory. R is T rounded up; what is added has EMPTY_ROW, so that its P is 0."""
+    """In device memory. No tile reaches past R; what is added to T has EMPTY_ROW: its P is 0."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -30,7 +27,7 @@ class BackwardArrays(NamedTuple):
     @classmethod
     def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
         """Without bounds and what modifiers read, which each kernel has its own of."""
-        rows = round_up(operands.q.shape[1], ROW_MULTIPLE)
+        rows = within_reach(operands.q.shape[1])
         return cls(
             q=operands.q,
             k=operands.k,

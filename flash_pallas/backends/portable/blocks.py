@@ -24,6 +24,7 @@ SHARED_MEMORY = {
 SMALLEST = 99 * 1024  # what every one of them has
 RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
 WIDEST = 256  # head dim
+MOST_COLUMNS = 256  # side_arrays.LONGEST_TILE: vectors are padded for no longer tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ _TILES = {
     128: {"forward": TileSizes(128, 32), "dkv": TileSizes(64, 32), "dq": TileSizes(64, 32)},
     WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
 }
-_BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
+BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
 def _choose(head_dims: tuple[int, int]) -> dict[str, TileSizes]:
@@ -101,9 +102,9 @@ def _choose(head_dims: tuple[int, int]) -> dict[str, TileSizes]:
 
 
 def _overridden(name, fields, chosen, head_dims, shared: int) -> TileSizes:
-    if name not in _BYTES:
+    if name not in BYTES:
         raise ValueError(
-            f"blocks names {name!r}: backend 'portable' knows the kernels {sorted(_BYTES)}"
+            f"blocks names {name!r}: backend 'portable' knows the kernels {sorted(BYTES)}"
         )
     known = {field.name for field in dataclasses.fields(TileSizes)}
     if unknown := sorted(set(fields) - known):
@@ -111,11 +112,12 @@ def _overridden(name, fields, chosen, head_dims, shared: int) -> TileSizes:
             f"blocks[{name!r}] has unknown fields {unknown}: there are {sorted(known)}"
         )
     tile = dataclasses.replace(chosen[name], **fields)
-    if tile.rows not in (64, 128) or tile.columns not in (16, 32, 64, 128):
+    if tile.rows not in (64, 128) or tile.columns % 16 or not 0 < tile.columns <= MOST_COLUMNS:
         raise ValueError(
-            f"blocks[{name!r}] is {tile}: rows must be 64 or 128, columns 16, 32, 64 or 128"
+            f"blocks[{name!r}] is {tile}: rows must be 64 or 128, columns a multiple of 16 up to "
+            f"{MOST_COLUMNS}"
         )
-    taken = _BYTES[name](tile, head_dims)
+    taken = BYTES[name](tile, head_dims)
     if taken > shared - RESERVED:
         raise ValueError(
             f"blocks[{name!r}] is {tile}, which takes {taken} bytes of shared memory of "

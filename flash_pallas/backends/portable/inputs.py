@@ -136,7 +136,7 @@ class Inputs:
         entry = lax.div(place.batch, jnp.int32(repeat)) if shape[0] > 1 else 0
         return entry, place.head if shape[1] > 1 else 0
 
-    def _vector(self, ref, at, elements, axis: int):
+    def _vector(self, ref, at, elements, axis: int) -> Any:
         """One value for each row (axis 0) or column (1) of a tile, or None."""
         if ref is None:
             return None

@@ -106,8 +106,8 @@ class Steps(NamedTuple):
         ):
             length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(1))
             member = lax.div(n - start, length)
-            here = member, jnp.int32(low) + n - start - member * length
-            found = tuple(jnp.where(n < stop, *x) for x in zip(here, found, strict=True))
+            block = jnp.int32(low) + n - start - member * length
+            found = jnp.where(n < stop, member, found[0]), jnp.where(n < stop, block, found[1])
         return Step(*found, exists)
 
     def fold(self, step, carry: Any):

@@ -1,0 +1,107 @@
+"""What the portable backend takes, its tile sizes, and the order of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flash_pallas.backends.portable import PortableBackend, blocks
+from flash_pallas.backends.portable.blocks import TileSizes
+from flash_pallas.backends.portable.walk import Steps
+from flash_pallas.core.mask import BlockRange
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
+
+ANYWHERE = PortableBackend(interpret=True, capability="8.6")
+
+
+def problem(head_dim=64, v_head_dim=None, dtype=jnp.bfloat16, batch=1):
+    q = jax.ShapeDtypeStruct((batch, 256, 2, head_dim), dtype)
+    v = jax.ShapeDtypeStruct((batch, 256, 2, v_head_dim or head_dim), dtype)
+    return describe(Operands(q, q, v), AttentionSpec(scale=1.0))
+
+
+@pytest.mark.parametrize("capability", blocks.SHARED_MEMORY)
+@pytest.mark.parametrize("head_dims", [(8, 8), (64, 64), (72, 40), (128, 128), (192, 128),
+                                       (64, 256), (256, 256)])  # fmt: skip
+def test_tiles_fit(capability, head_dims):
+    found = PortableBackend(interpret=True, capability=capability).blocks(problem(*head_dims), None)
+    for name, tile in vars(found).items():
+        size = blocks.BYTES[name](tile, blocks.widths(problem(*head_dims)))
+        assert size <= blocks.SHARED_MEMORY[capability] - blocks.RESERVED
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"fused": {}}, "'fused': backend 'portable' knows the kernels"),
+        ({"dq": {"width": 3}}, r"blocks\['dq'\] has unknown fields \['width'\]"),
+        ({"forward": {"rows": 96}}, "rows must be 64 or 128"),
+        ({"forward": {"columns": 20}}, "columns a multiple of 16"),
+        ({"forward": {"columns": 256}}, "bytes of shared memory of 100352: pass fewer"),
+    ],
+)
+def test_tiles_that_cannot_be(override, message):
+    with pytest.raises(ValueError, match=message):
+        ANYWHERE.blocks(problem(128), override)
+
+
+def test_tiles_of_the_caller():
+    found = ANYWHERE.blocks(problem(64), {"dq": {"columns": 32}})
+    assert found.dq == TileSizes(found.dq.rows, 32)
+    assert dataclasses.replace(found, dq=None) == dataclasses.replace(
+        ANYWHERE.blocks(problem(64), None), dq=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (problem(dtype=jnp.float32), "takes bfloat16 and float16, not float32: cast"),
+        (problem(264), "takes head dims up to 256, not 264"),
+        (problem(batch=70_000), "takes batches up to 65535, not 70000: split the batch"),
+    ],
+)
+def test_what_it_refuses(described, message):
+    assert message in ANYWHERE.unsupported(described)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    "zones",
+    [
+        [(0, 2, False), (2, 3, True)],
+        [(1, 1, True), (1, 4, False), (4, 6, True)],
+        [(2, 3, True), (3, 3, False), (3, 5, True)],
+        [(4, 4, True), (4, 4, False)],
+    ],
+)
+def test_steps_go_through_every_zone_with_every_head(zones, group):
+    """In the order in which the loops do, which is what the next copy is asked for by."""
+    expected = [
+        (member, block, masked)
+        for low, high, masked in zones
+        for member in range(group)
+        for block in range(low, high)
+    ]
+    steps = Steps([(jnp.int32(low), jnp.int32(high), masked) for low, high, masked in zones], group)
+    found = []
+
+    def note(n, count, masked):
+        found.append(masked)
+        return count + 1
+
+    with jax.disable_jit():
+        total = steps.fold(note, 0)
+    assert total == len(expected) and found == [masked for *_, masked in expected]
+    for n, (member, block, _) in enumerate(expected):
+        step = steps[n]
+        assert (int(step.member), int(step.block), bool(step.exists)) == (member, block, True)
+    assert not any(bool(steps[n].exists) for n in range(total, total + 4))
+
+
+def test_a_zone_without_blocks_has_no_loop():
+    stop = jnp.int32(7)
+    assert Steps.of(BlockRange(0, 0, stop, stop)).zones == [(0, stop, False)]
