@@ -227,6 +227,10 @@ PROVIDERS: dict[str, Provider] = {
         _partial(flash_pallas_attention, backend="hopper", deterministic=True),
         directions=("backward",),
     ),
+    "flash_pallas_portable": Provider(
+        "this package, kernels for compute capability 8.0 and above",
+        _partial(flash_pallas_attention, backend="portable"),
+    ),
     "flash_pallas_xla": Provider(
         "this package's fallback for every device", _partial(flash_pallas_attention, backend="xla")
     ),
