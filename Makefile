@@ -10,11 +10,12 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test lint demo compile-check compile-check-0.12 test-gpu bench clean
+.PHONY: help test test-0.12 lint demo compile-check compile-check-0.12 test-gpu bench clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
 	@echo "make test           lint and every test that needs no GPU"
+	@echo "make test-0.12      a part of them with jax 0.12"
 	@echo "make compile-check  compile every Hopper kernel to SASS, without a GPU"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
@@ -45,6 +46,19 @@ compile-check-0.12:
 	$(VENV)-0.12/bin/python -m pytest -q -m compile tests/compile_check
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
+
+# What depends on the version of jax most, with 0.12: tracing, transformations, Flax, kernels.
+ON_0.12 := tests/core tests/test_public_api.py tests/test_dispatch.py tests/test_vjp.py \
+	tests/test_transforms.py tests/test_nn.py tests/test_nn_layer.py tests/test_validate.py \
+	tests/test_xla.py tests/test_sharding.py tests/test_portable.py
+INTERPRETED_0.12 := tests/test_hopper_interpreted.py tests/test_hopper_decode.py \
+	tests/test_portable_interpreted.py
+
+test-0.12:
+	@VENV=$(VENV)-0.12 CONSTRAINTS=.ci/constraints-0.12.txt bash .ci/setup compile dev
+	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(ON_0.12)
+	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(INTERPRETED_0.12) \
+		-k "causal_128 or d64 or everything or contiguous"
 
 test-gpu:
 	@$(SETUP) dev cuda13
