@@ -246,7 +246,7 @@ def _less(x, y):
     return arith.cmpi(arith.CmpIPredicate.slt, x, y)
 
 
-def _where(condition, run):
+def where(condition, run):
     """Emit run(), for threads for which the i1 holds; None: for all."""
     if condition is None:
         run()
@@ -267,7 +267,7 @@ def _start_body(_, source, tile, first, limit):
         to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
         code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
         operands = unit.tile, unit.array, size
-        _where(unit.exists, functools.partial(_assembly, code, "r,l,r", *operands))
+        where(unit.exists, functools.partial(_assembly, code, "r,l,r", *operands))
 
 
 def _commit_body(_):
