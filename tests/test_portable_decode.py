@@ -77,7 +77,10 @@ def test_pages_that_sequences_share():
     ("changes", "reason"),
     [
         ({"cache": "int8"}, "reads caches in the dtype of q, bfloat16, not in int8"),
-        ({"cache": "float8_e4m3fn"}, "reads caches in the dtype of q, .*, not in float8_e4m3fn"),
+        (
+            {"cache": "float8_e4m3fn"},
+            "reads caches in the dtype of q, bfloat16, not in float8_e4m3fn",
+        ),
         ({"dtype": "float32"}, "decodes bfloat16 and float16, not float32"),
         ({"H": 264}, "takes head dims up to 256, not 264"),
         ({"Hv": 320}, "takes head dims up to 256, not 320"),
@@ -87,9 +90,7 @@ def test_pages_that_sequences_share():
 def test_what_is_refused(changes, reason):
     step = dataclasses.replace(Step("any", (1,)), **changes)
     found = BACKEND.unsupported_decode(decode.describe(step.operands()[0], step.spec))
-    assert found is not None
-    with pytest.raises(fp.UnsupportedByBackend, match=reason):
-        raise fp.UnsupportedByBackend(found)
+    assert found is not None and reason in found
 
 
 def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):

@@ -1,7 +1,7 @@
 """Compute capability 8.0 and above: Mosaic GPU kernels on `mma.sync`, `ldmatrix` and `cp.async`.
 
 backend.py                 what the rest of the package sees
-blocks.py                  tile sizes
+blocks.py limits.py        tile sizes; what operands have to be like
 forward.py                 O and the log-sum-exp
 decode.py                  a few queries against a cache; decode_blocks.py how it is cut,
                            decode_rows.py queries and results

@@ -21,10 +21,11 @@ from . import decode_blocks
 from .backward_arrays import BackwardArrays
 from .blocks import PortableBlocks, choose_blocks
 from .decode import decode
-from .decode_blocks import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID, PortableDecodeBlocks
+from .decode_blocks import PortableDecodeBlocks
 from .dkv import dkv
 from .dq import dq
 from .forward import forward
+from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
 

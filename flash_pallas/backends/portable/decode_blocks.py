@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-import numpy as np
-
 from ...core.decode import MAX_SPLITS, DecodeProblem
 from ...core.integers import round_up
 from . import blocks as tiles
+from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
 from .products import WARPGROUP_ROWS
 
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-HEAD_DIM_MULTIPLE = 8  # copies of 16 bytes
-MAX_GRID = 65_535  # CUDA's limit on the third grid dimension, which is batch entries times ranges
 BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
 
@@ -59,6 +54,7 @@ def unsupported(problem: DecodeProblem) -> str | None:
             return f"takes head dims up to {tiles.WIDEST}, not {width}"
         if whole := -width % HEAD_DIM_MULTIPLE:
             return f"would have to copy a cache with head dim {width}: pad it to {width + whole}"
+    # Both are the third grid dimension.
     if problem.batch * (problem.spec.num_splits or 1) > MAX_GRID:
         return f"takes batches times num_splits up to {MAX_GRID}: split the batch"
     return None

@@ -108,7 +108,7 @@ class Steps(NamedTuple):
             member = lax.div(n - start, length)
             here = member, jnp.int32(low) + n - start - member * length
             found = tuple(jnp.where(n < stop, *x) for x in zip(here, found, strict=True))
-        return Step(*found, exists)
+        return Step(found[0], found[1], exists)
 
     def fold(self, step, carry: Any):
         """step(n, carry, masked=) for each of them in turn; the last carry."""
