@@ -1,8 +1,11 @@
 """Compute capability 8.0 and above: Mosaic GPU kernels on `mma.sync`, `ldmatrix` and `cp.async`.
 
 backend.py                 what the rest of the package sees
-blocks.py                  tile sizes
+blocks.py limits.py        tile sizes; what operands have to be like
 forward.py                 O and the log-sum-exp
+decode.py                  a few queries against a cache; decode_blocks.py how it is cut,
+                           decode_rows.py queries and results
+online.py                  softmax of rows whose keys come block by block
 dkv.py dq.py               gradients; backward_arrays.py stream.py: what both have in common
 walk.py                    which blocks a tile goes through
 inputs.py                  what modifiers of scores read

@@ -6,26 +6,28 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ...core import padding
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
+from ...core.decode import describe as describe_decode
 from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from ..mosaic.stand_ins import UNSUPPORTED
 from ..xla import XlaBackend
 from . import blocks as tiles
+from . import decode_blocks
 from .backward_arrays import BackwardArrays
 from .blocks import PortableBlocks, choose_blocks
+from .decode import decode
+from .decode_blocks import PortableDecodeBlocks
 from .dkv import dkv
 from .dq import dq
 from .forward import forward
+from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
 
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-HEAD_DIM_MULTIPLE = 8  # copies of 16 bytes
-MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
+MULTIPROCESSORS = 108  # of an A100, where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +37,12 @@ class PortableBackend:
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter (for tests).
         capability: to choose tile sizes for; None asks the device.
+        multiprocessors: to spread the keys of a cache over; None asks the device.
     """
 
     interpret: bool = False
     capability: str | None = None
+    multiprocessors: int | None = None
     name = "portable"
     by_name_only = (
         "it runs where backend='portable' asks for it: its kernels have been compiled for GPUs and "
@@ -123,16 +127,20 @@ class PortableBackend:
         return {name: getattr(found, name) for name in wanted}
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """It has no decode kernel yet."""
-        return "has no kernel for decoding"
+        """Why the decode kernel cannot run `problem` here, or None."""
+        if not self.interpret and (reason := _device_reason()):
+            return reason
+        return decode_blocks.unsupported(problem)
 
-    def decode_blocks(self, problem: DecodeProblem) -> Any:
-        """Never called: `unsupported_decode` has a reason."""
-        raise AssertionError("the portable backend does not decode")
+    def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
+        """Tile sizes and the number of ranges; see decode_blocks.py."""
+        return decode_blocks.choose(problem, self.multiprocessors or _multiprocessors())
 
-    def decode(self, spec: DecodeSpec, blocks: Any, operands: DecodeOperands) -> Outputs:
-        """Never called, likewise."""
-        raise AssertionError("the portable backend does not decode")
+    def decode(
+        self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
+    ) -> Outputs:
+        """Attention of a few queries to a cache; see decode.py."""
+        return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 
 def _head_dim(size: int) -> int:
@@ -163,6 +171,10 @@ def _padded(operands: Operands) -> Operands:
 
 def _capability() -> str:
     return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+
+
+def _multiprocessors() -> int:
+    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
 def _device_reason() -> str | None:

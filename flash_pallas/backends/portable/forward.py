@@ -28,13 +28,10 @@ from ..mosaic.register_tile import RegisterTile
 from ..mosaic.side_arrays import Gmem
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place
+from .online import SLACK, Online, Rows, per_row
 from .products import Products
 from .tiles import Copies, Copy, buffer
 from .walk import Steps, key_blocks
-
-# O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
-# float16 holds, and most steps save a multiplication per element of O.
-SLACK = 8.0
 
 
 class Arrays(NamedTuple):
@@ -63,14 +60,6 @@ class Smem(NamedTuple):
     q: Any  # [rows, the wider head dim], in the end O
     k: Any  # [columns, H]
     v: Any  # [columns, Hv]
-
-
-class Rows(NamedTuple):
-    """What is known of each query after some key blocks."""
-
-    o: Any  # f32[rows, Hv], relative to m
-    m: Any  # f32[rows], largest logit, base 2
-    l: Any  # f32[rows, 8], parts of the sum of exp2(logit - m)
 
 
 class Cta(NamedTuple):
@@ -108,6 +97,11 @@ class Forward:
         return Copies(self.interpret)
 
     @property
+    def online(self) -> Online:
+        """How rows change from block to block."""
+        return Online(self.interpret, 0.0 if self.problem.spec.max_logit else SLACK)
+
+    @property
     def inputs(self) -> Inputs:
         """What modifiers read."""
         return Inputs(self.problem, 0, self.interpret)
@@ -126,7 +120,8 @@ class Forward:
         self.copies.start(self.load(cta, "k", 0))
         self.copies.arrived(own, pending=1)
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
-        rows = cta.steps.fold(functools.partial(self.step, cta._replace(held=held)), self.no_keys())
+        no_keys = self.online.no_keys(self.tile.rows, widths(self.problem)[1])
+        rows = cta.steps.fold(functools.partial(self.step, cta._replace(held=held)), no_keys)
         self.copies.arrived()
         self.finish(cta, rows)
 
@@ -161,15 +156,6 @@ class Forward:
         first = cta.block * self.tile.rows, kv_block * self.tile.columns
         return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
 
-    def no_keys(self) -> Rows:
-        """Before the first key block."""
-        rows, (_, v_width) = self.tile.rows, widths(self.problem)
-        lowest = jnp.full((rows,), -jnp.inf, jnp.float32)
-        if not self.interpret:
-            lowest = plgpu.layout_cast(lowest, inline.ROWS)
-        zeros = self.products.zeros
-        return Rows(zeros(rows, v_width), lowest, zeros(rows, inline.LANE_COLS))
-
     # --- a key block -----------------------------------------------------------------------------
 
     def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
@@ -194,23 +180,13 @@ class Forward:
             ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
             limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
         x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
-        most = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
-        slack = 0.0 if spec.max_logit else SLACK  # 0: m is the largest logit
-        m, grew = inline.lazy_max(rows.m, most, slack, self.interpret)
-        # A row that has seen no key is relative to 0: exp2(-inf), where -inf - -inf is a NaN.
-        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
-        p = jnp.exp2(x * log2_scale - _per_row(finite, x.shape))
-        sums = inline.lane_sums(p, self.interpret)
-        if spec.dropout_rate:
-            p = jnp.where(scores.kept(spec, tile, inputs), p, jnp.zeros_like(p))
-        p = p.astype(self.problem.dtype)
 
-        def rescaled():
-            alpha = jnp.exp2(rows.m - finite)
-            return rows.o * _per_row(alpha, rows.o.shape), rows.l * _per_row(alpha, rows.l.shape)
+        def narrowed(p):
+            if spec.dropout_rate:
+                p = jnp.where(scores.kept(spec, tile, inputs), p, jnp.zeros_like(p))
+            return p.astype(self.problem.dtype)
 
-        o, l = lax.cond(grew > 0, rescaled, lambda: (rows.o, rows.l))
-        return p, Rows(o, m, l + sums)
+        return self.online.weighed(rows, x, log2_scale, narrowed)
 
     def score_tile(self, cta: Cta, kv_block) -> RegisterTile:
         """Where a key block's scores lie."""
@@ -231,17 +207,13 @@ class Forward:
             inverse = inverse * dropout.gain(spec.dropout_rate)
         first = cta.block * self.tile.rows
         own = pl.ds(first, self.tile.rows)
-        self.copies.put(rows.o * _per_row(inverse, rows.o.shape), cta.smem.q)
+        self.copies.put(rows.o * per_row(inverse, rows.o.shape), cta.smem.q)
         self.copies.meet()
         target = cta.out.o.at[cta.batch, :, cta.head]
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
         cta.out.lse[cta.batch, cta.head, own] = lse
         if cta.out.most is not None:
             cta.out.most[cta.batch, cta.head, own] = rows.m
-
-
-def _per_row(x, shape):
-    return lax.broadcast_in_dim(x, shape, (0,))
 
 
 def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:

@@ -166,7 +166,7 @@ class Inputs:
             return lax.broadcast_in_dim(held, place.shape, (0,) if kind == "rows" else ())
         at = self._entry(shape, place)
         if kind == "columns":
-            found = self._vector(ref, at, place.columns, 1)
+            found = load_vector(ref.at[(*at, place.columns)], 1)
             return lax.broadcast_in_dim(found, place.shape, (1,))
         return load_tile(ref.at[at], place, self.q_axis, self.interpret).astype(jnp.float32)
 

@@ -58,9 +58,10 @@ class Copy(NamedTuple):
 
     Attributes:
         source: [length, columns] in device memory; columns a multiple of 8, not above the tile's.
+            Or [outer, inner, columns], whose row r is [r // inner, r % inner].
         tile: [rows, columns] in shared memory, of `buffer`.
         first: row of the array, int32.
-        limit: int32, at most the array's length; rows from there on are not read.
+        limit: int32; rows from there on are not read. Rows of the tile below it exist.
     """
 
     source: Any
@@ -137,9 +138,9 @@ def _call(body, array, tile, first, limit):
 
 
 def _fill(copy: Copy):
-    rows, columns = copy.tile.shape[0], copy.source.shape[1]
+    rows, columns = copy.tile.shape[0], copy.source.shape[-1]
     row = jnp.int32(copy.first) + jnp.arange(rows, dtype=jnp.int32)
-    found = jnp.take(copy.source[...], row, axis=0, mode="clip")
+    found = jnp.take(copy.source[...].reshape(-1, columns), row, axis=0, mode="clip")
     found = jnp.where((row < copy.limit)[:, None], found, jnp.zeros_like(found))
     widths = ((0, 0), (0, copy.tile.shape[1] - columns))
     copy.tile[...] = jnp.pad(found, widths)
@@ -178,10 +179,10 @@ class _Units:
         self.first, self.limit = splat(first), splat(limit)
         self.rows, self.pitch = tile.type.shape
         self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
-        self.columns = array.type.shape[1]
-        (stride, unit), _ = array.type.get_strides_and_offset()
+        *_, self.inner, self.columns = array.type.shape
+        (*strides, unit), _ = array.type.get_strides_and_offset()
         assert unit == 1, "rows must be contiguous"
-        self.row_bytes = 2 * stride
+        self.row_bytes = [2 * stride for stride in strides]
         i64 = ir.IntegerType.get_signless(64)
         self.array = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
         self.tile = shared_address(tile)
@@ -189,7 +190,7 @@ class _Units:
     def each(self):
         """All of this thread's units."""
         me, total, count = thread(), self.rows * self.per_row, i32_constant(self.per_row)
-        if THREADS % self.per_row == 0:  # they lie below each other
+        if THREADS % self.per_row == 0 and len(self.row_bytes) == 1:  # they lie below each other
             row, column = arith.divui(me, count), arith.remui(me, count)
             yield from self._below(row, column, range(0, total, THREADS))
             return
@@ -202,7 +203,7 @@ class _Units:
         """Units of the rows (start - at) / units of a row after `row`, for each start."""
         index = arith.addi(self.first, row)
         tile = _sum(self.tile, (row, 2 * self.pitch), (column, UNIT))
-        array = _sum(self.array, (index, self.row_bytes), (column, UNIT))
+        array = _sum(self.array, *self._row(index), (column, UNIT))
         left = arith.subi(self.limit, index)  # rows below the limit
         if self.columns < self.pitch - UNIT_ELEMENTS:
             held = _less(column, i32_constant(self.columns // UNIT_ELEMENTS))
@@ -217,10 +218,18 @@ class _Units:
                 tile=tile,
                 tile_offset=down * 2 * self.pitch,
                 array=array,
-                array_offset=down * self.row_bytes,
+                array_offset=down * self.row_bytes[-1],
                 inside=_less(i32_constant(down), left),
                 exists=exists,
             )
+
+    def _row(self, index):
+        """(index, bytes) whose products lead to a row of the array."""
+        if len(self.row_bytes) == 1:
+            return ((index, self.row_bytes[0]),)
+        inner = i32_constant(self.inner)
+        places = arith.divui(index, inner), arith.remui(index, inner)
+        return zip(places, self.row_bytes, strict=True)
 
 
 def _sum(base, *terms):
@@ -237,7 +246,7 @@ def _less(x, y):
     return arith.cmpi(arith.CmpIPredicate.slt, x, y)
 
 
-def _where(condition, run):
+def where(condition, run):
     """Emit run(), for threads for which the i1 holds; None: for all."""
     if condition is None:
         run()
@@ -258,7 +267,7 @@ def _start_body(_, source, tile, first, limit):
         to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
         code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
         operands = unit.tile, unit.array, size
-        _where(unit.exists, functools.partial(_assembly, code, "r,l,r", *operands))
+        where(unit.exists, functools.partial(_assembly, code, "r,l,r", *operands))
 
 
 def _commit_body(_):

@@ -1,0 +1,325 @@
+"""The decode kernel: a few queries against a range of keys.
+
+A block of four warps owns one range of the keys of one key head, for 64 rows of queries and heads
+of the group, so that a key is read once for all of them. It goes through them as forward.py does:
+V is on its way while S is computed, and the next K while O is. Each range's O and log-sum-exp go to
+device memory in float32, and `softmax.merge` joins them, with the sinks.
+
+Ranges are interleaved: the n-th block of a range is `num_splits` blocks after the one before, so
+ranges of one sequence are equally long whatever its length is, and read neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ...core import integers as ints
+from ...core import scores, softmax
+from ...core.decode import DecodeOperands, DecodeProblem
+from ...core.mask import BlockRange
+from ...core.padding import pad_axis
+from ...core.problem import Outputs
+from ...core.scores import TileInputs
+from ..mosaic import inline, inline_modifiers
+from ..mosaic.launch import float32, launch
+from ..mosaic.register_tile import RegisterTile
+from . import decode_rows
+from .decode_blocks import PortableDecodeBlocks, row_tiles, widths
+from .inputs import load_vector
+from .online import Online, Rows, per_row
+from .products import Products
+from .tiles import Copies, Copy, buffer
+from .walk import Steps
+
+
+class Arrays(NamedTuple):
+    """In device memory; R is the rows of a key head, rounded up to tiles."""
+
+    q: Any  # [B, T, K, group, H]
+    k: Any  # [B, S, K, H], or [num_pages, page_size, K, H]
+    v: Any  # [B, S, K, Hv], or [num_pages, page_size, K, Hv]
+    kv_lengths: Any  # int32[B]
+    q_offset: Any  # int32[B], or None: the last query is the last key
+    page_table: Any  # int32[B, max_pages], or None: the cache is contiguous
+    slopes: Any  # f32[B, K, R], or None
+
+
+class Out(NamedTuple):
+    """Results of each range, without sinks."""
+
+    o: Any  # f32[num_splits, B, K, T * group, Hv]
+    lse: Any  # f32[num_splits, B, K, R], base 2; EMPTY_ROW: no key seen
+
+
+class Smem(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # [rows, H]
+    k: Any  # [columns, H]
+    v: Any  # [columns, Hv]
+
+
+class Held(NamedTuple):
+    """What is known of each row before the first key; None: nothing."""
+
+    position: Any  # int32, of its query
+    first: Any  # int32, the first key that it sees, or None: key 0
+    last: Any  # int32, the last one
+    slope: Any  # f32, or None
+
+
+class Cta(NamedTuple):
+    """One block of threads, its rows and its keys."""
+
+    gmem: Arrays
+    out: Out
+    smem: Smem
+    batch: Any
+    head: Any  # of K and V
+    first_row: Any
+    split: Any
+    length: Any  # keys of the sequence
+    position: Any  # of query 0
+    first_block: Any = None
+    steps: Any = None  # their n-th goes through block first_block + n * num_splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """One launch; the methods are the phases of a block."""
+
+    problem: DecodeProblem
+    blocks: PortableDecodeBlocks
+    interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How tiles are multiplied."""
+        return Products(self.interpret)
+
+    @property
+    def copies(self) -> Copies:
+        """How tiles are moved."""
+        return Copies(self.interpret)
+
+    @property
+    def online(self) -> Online:
+        """How rows change from block to block."""
+        return Online(self.interpret)
+
+    @property
+    def total(self) -> int:
+        """Rows of a key head."""
+        return self.problem.q_len * self.problem.group
+
+    def __call__(self, gmem: Arrays, out: Out, smem: Smem):
+        cta = self.seen(self.place(gmem, out, smem))
+        own = Copy(gmem.q.at[cta.batch, :, cta.head], smem.q, cta.first_row, self.total)
+        self.copies.start(own)
+        self.copies.start(*self.load(cta, "k", 0))
+        self.copies.arrived(own, pending=1)
+        held = self.hold(cta)
+        no_keys = self.online.no_keys(self.blocks.rows, widths(self.problem)[1])
+        rows = cta.steps.fold(functools.partial(self.step, cta, held), no_keys)
+        self.copies.arrived()
+        self.finish(cta, rows)
+
+    def place(self, gmem: Arrays, out: Out, smem: Smem) -> Cta:
+        """Where this block is."""
+        batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
+        room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
+        length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
+        return Cta(
+            gmem=gmem,
+            out=out,
+            smem=smem,
+            batch=batch,
+            head=head,
+            first_row=tile * self.blocks.rows,
+            split=split,
+            length=length,
+            position=length - self.problem.q_len if offset is None else offset[batch],
+        )
+
+    def seen(self, cta: Cta) -> Cta:
+        """With the blocks that its rows see of its range."""
+        mask, group = self.problem.spec.mask, self.problem.group
+        first, last = 0, self.problem.q_len - 1  # query of the tile
+        if self.total > self.blocks.rows:
+            last_row = cta.first_row + (self.blocks.rows - 1)
+            first = ints.floor_div(cta.first_row, group)
+            last = ints.minimum(ints.floor_div(last_row, group), last)
+        position, number = cta.position + first, last - first + 1
+        start, full_start, full_stop, stop = mask.kv_blocks(
+            position, number, cta.length, self.blocks.columns
+        )
+        block = cta.split + start
+        uses = lambda end: ints.ceil_div(jnp.int32(end) - block, self.blocks.num_splits)
+        none = jnp.int32(0)
+        low = none if mask.left is None else uses(full_start)
+        steps = Steps.of(BlockRange(none, low, uses(full_stop), uses(stop)))
+        return cta._replace(first_block=block, steps=steps)
+
+    def first_key(self, cta: Cta, n):
+        """Of the block of the n-th step."""
+        block = cta.first_block + n * self.blocks.num_splits
+        return block * self.blocks.columns
+
+    def load(self, cta: Cta, name: str, n) -> tuple[Copy, ...]:
+        """Of the block of K or V in the n-th step, one for each piece of it that lies in one page.
+
+        Pages are multiples of 16 keys, and so are pieces. Their ids are read where they are needed:
+        32 of them are a line of the L1 cache, through which copies of keys do not go.
+        """
+        source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
+        first, exists = self.first_key(cta, n), cta.steps[n].exists
+        limit = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0))
+        page_size, table = self.problem.spec.page_size, cta.gmem.page_table
+        if page_size is None:
+            return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit),)
+        found, rows = [], math.gcd(self.blocks.columns, page_size)
+        for below in range(0, self.blocks.columns, rows):
+            key = jnp.int32(first + below)
+            entry = lax.div(key, jnp.int32(page_size))
+            # What lies beyond the table's end, or in an entry that was never set, is not read.
+            page = table[cta.batch, lax.min(entry, jnp.int32(table.shape[1] - 1))]
+            page = lax.clamp(jnp.int32(0), page, jnp.int32(source.shape[0] - 1))
+            row = key - entry * page_size
+            piece = tile if rows == self.blocks.columns else tile.at[pl.ds(below, rows)]
+            found.append(Copy(source.at[page, :, cta.head], piece, row, limit - key + row))
+        return tuple(found)
+
+    def hold(self, cta: Cta) -> Held:
+        """Positions, limits and slopes of the rows."""
+        rows, group = self.blocks.rows, self.problem.group
+        query = decode_rows.queries(cta.first_row, rows, group, self.total, self.interpret)
+        position, slope = query + cta.position, None
+        if cta.gmem.slopes is not None:
+            own = pl.ds(cta.first_row, rows)
+            slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
+        return Held(position, *self.problem.spec.mask.keys_of(position, cta.length), slope)
+
+    # --- a block of keys -------------------------------------------------------------------------
+
+    def step(self, cta: Cta, held: Held, n, rows: Rows, *, masked: bool) -> Rows:
+        """Fold one block in."""
+        k, v = (self.load(cta, name, n) for name in ("k", "v"))
+        self.copies.arrived(*k)
+        self.copies.start(*v)
+        zeros = self.products.zeros(self.blocks.rows, self.blocks.columns)
+        s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
+        self.copies.arrived(*v)
+        self.copies.start(*self.load(cta, "k", n + 1))
+        x, log2_scale = self.logits(held, self.first_key(cta, n), s, masked=masked)
+        narrowed = lambda p: p.astype(self.problem.dtype)
+        p, rows = self.online.weighed(rows, x, log2_scale, narrowed)
+        return rows._replace(o=self.products.add(rows.o, p, cta.smem.v))
+
+    def logits(self, held: Held, first, s, *, masked: bool):
+        """(x, log2_scale) of products with the keys from `first` on; -inf where hidden."""
+        bias = None
+        if held.slope is not None:
+            key = inline_modifiers.positions(s.shape, 1, first, self.interpret)
+            distance = lax.abs(per_row(held.position, s.shape) - key)
+            distance = lax.convert_element_type(distance, jnp.float32)
+            bias = distance * per_row(-held.slope, s.shape)
+        tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
+        found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
+        x = found.x
+        if masked:
+            low = None if held.first is None else held.first - first
+            x = inline.hide_outside(x, low, held.last - first, self.interpret)
+        return x, found.log2_scale
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, cta: Cta, rows: Rows):
+        """Divide by the sums and write O and the log-sum-exp of this range."""
+        inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1))
+        at = cta.split, cta.batch, cta.head
+        o = rows.o * per_row(inverse, rows.o.shape)
+        decode_rows.store(o, cta.out.o.at[at], cta.first_row, self.interpret)
+        cta.out.lse[(*at, pl.ds(cta.first_row, self.blocks.rows))] = lse
+
+
+def decode(
+    problem: DecodeProblem, blocks: PortableDecodeBlocks, operands: DecodeOperands, interpret: bool
+) -> Outputs:
+    """Launch, and join the ranges.
+
+    Args:
+        problem: one that decode_blocks.unsupported has nothing against.
+        blocks: tile sizes and the number of ranges.
+        operands: as core.decode has them; page ids need not be in range.
+        interpret: run by the interpreter.
+
+    Returns:
+        Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
+    """
+    heads, tiles = (problem.kv_heads, problem.group), row_tiles(problem)
+    rows, (width, v_width) = tiles * blocks.rows, widths(problem)
+    lead, total = (blocks.num_splits, problem.batch, problem.kv_heads), problem.q_len * heads[1]
+    out = Out(
+        o=float32((*lead, rows if interpret else total, problem.v_head_dim)),
+        lse=float32((*lead, rows)),
+    )
+    smem = Smem(
+        q=buffer((blocks.rows, width), problem.dtype),
+        k=buffer((blocks.columns, width), problem.dtype),
+        v=buffer((blocks.columns, v_width), problem.dtype),
+    )
+    run = launch(
+        Decode(problem, blocks, interpret),
+        out=(out,),
+        scratch=(smem,),
+        # Heads last: what runs at one time reads all heads of a key, which are neighbours.
+        grid={
+            "batch": problem.batch,
+            "split": blocks.num_splits,
+            "head": problem.kv_heads,
+            "tile": tiles,
+        },
+        threads=1,
+        name="flash_pallas_portable_decode",
+        interpret=interpret,
+    )
+    (found,) = run(
+        Arrays(
+            q=operands.q.reshape(*operands.q.shape[:2], *heads, problem.head_dim),
+            k=operands.k,
+            v=operands.v,
+            kv_lengths=operands.kv_lengths,
+            q_offset=operands.q_offset,
+            page_table=operands.page_table,
+            slopes=_of_rows(problem, operands.alibi_slopes, rows),
+        )
+    )
+    return _joined(problem, Out(found.o[..., :total, :], found.lse[..., :total]), operands.sinks)
+
+
+def _of_rows(problem: DecodeProblem, x, rows: int):
+    """f32[B, K, rows] of [B, N]: the number of every row's head; None is None."""
+    if x is None:
+        return None
+    sizes = problem.batch, problem.kv_heads, problem.q_len, problem.group
+    spread = jnp.broadcast_to(x.reshape(*sizes[:2], 1, sizes[3]), sizes)
+    return pad_axis(spread.reshape(*sizes[:2], -1), 2, rows)
+
+
+def _joined(problem: DecodeProblem, parts: Out, sinks) -> Outputs:
+    """Of the results of all ranges those of all keys."""
+    p, sink_log2 = problem, _of_rows(problem, sinks, parts.lse.shape[-1])
+    if sink_log2 is not None:
+        sink_log2 = sink_log2 * softmax.LOG2E
+    o, lse = softmax.merge(parts.o, parts.lse, sink_log2)
+    o = o.reshape(p.batch, p.kv_heads, p.q_len, p.group, p.v_head_dim).transpose(0, 2, 1, 3, 4)
+    lse = lse.reshape(p.batch, p.kv_heads, p.q_len, p.group).transpose(0, 1, 3, 2)
+    o = o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim).astype(p.dtype)
+    return Outputs(o, lse.reshape(p.batch, p.q_heads, p.q_len))

@@ -1,0 +1,76 @@
+"""Tiles and ranges of keys of the decode kernel, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...core.decode import MAX_SPLITS, DecodeProblem
+from ...core.integers import round_up
+from . import blocks as tiles
+from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
+from .products import WARPGROUP_ROWS
+
+BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
+MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
+
+# Keys per step by the largest head dim. With 64 of head dim 256 a block would ask for 99 KB of
+# shared memory, all that some GPUs have.
+_COLUMNS = {128: 64, tiles.WIDEST: 32}
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableDecodeBlocks:
+    """How a call is cut.
+
+    Attributes:
+        columns: keys of a step, 16, 32 or 64.
+        num_splits: ranges that the keys of a sequence are read in.
+        rows: (query, head of a group) of a block of four warps.
+    """
+
+    columns: int
+    num_splits: int
+    rows: int = WARPGROUP_ROWS
+
+
+def widths(problem: DecodeProblem) -> tuple[int, int]:
+    """Columns of tiles of Q and K, and of V and O."""
+    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
+
+
+def row_tiles(problem: DecodeProblem) -> int:
+    """Tiles that the queries and heads of one key head fill."""
+    return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Why the kernel does not take this problem on any GPU, or None."""
+    if problem.dtype not in DTYPES:
+        return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
+    if problem.quantised:
+        return f"reads caches in the dtype of q, {problem.dtype}, not in {problem.kv_dtype}"
+    for width in (problem.head_dim, problem.v_head_dim):
+        if width > tiles.WIDEST:
+            return f"takes head dims up to {tiles.WIDEST}, not {width}"
+        if whole := -width % HEAD_DIM_MULTIPLE:
+            return f"would have to copy a cache with head dim {width}: pad it to {width + whole}"
+    # Both are the third grid dimension.
+    if problem.batch * (problem.spec.num_splits or 1) > MAX_GRID:
+        return f"takes batches times num_splits up to {MAX_GRID}: split the batch"
+    return None
+
+
+def choose(problem: DecodeProblem, multiprocessors: int) -> PortableDecodeBlocks:
+    """As many ranges as give each multiprocessor two blocks; a window shortens what is read."""
+    columns = next(n for widest, n in _COLUMNS.items() if max(widths(problem)) <= widest)
+    splits = problem.spec.num_splits or _splits(problem, multiprocessors)
+    return PortableDecodeBlocks(columns, splits)
+
+
+def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
+    visible = problem.kv_len
+    if problem.spec.window_left is not None:
+        visible = min(visible, problem.spec.window_left + problem.q_len)
+    each = problem.batch * problem.kv_heads * row_tiles(problem)
+    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors // each)
+    return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))

@@ -1,0 +1,76 @@
+"""The softmax of rows of queries whose keys come block by block, in registers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..mosaic import inline
+from .products import Products
+
+# O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
+# float16 holds, and most steps save a multiplication per element of O.
+SLACK = 8.0
+
+
+class Rows(NamedTuple):
+    """What is known of each query after some key blocks."""
+
+    o: Any  # f32[rows, Hv], relative to m
+    m: Any  # f32[rows], largest logit, base 2
+    l: Any  # f32[rows, 8], parts of the sum of exp2(logit - m)
+
+
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """How rows change from block to block.
+
+    Attributes:
+        interpret: run by the interpreter.
+        slack: see SLACK; 0: m is the largest logit.
+    """
+
+    interpret: bool
+    slack: float = SLACK
+
+    def no_keys(self, rows: int, columns: int) -> Rows:
+        """Before the first key block; O has so many columns."""
+        lowest = jnp.full((rows,), -jnp.inf, jnp.float32)
+        if not self.interpret:
+            lowest = plgpu.layout_cast(lowest, inline.ROWS)
+        zeros = Products(self.interpret).zeros
+        return Rows(zeros(rows, columns), lowest, zeros(rows, inline.LANE_COLS))
+
+    def weighed(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]):
+        """(weights, rows to which their product with V is to be added).
+
+        Args:
+            rows: so far.
+            x: of core.scores.Logits, with -inf where hidden.
+            log2_scale: likewise.
+            narrowed: from weights in float32 to what V is multiplied by.
+        """
+        most = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
+        m, grew = inline.lazy_max(rows.m, most, self.slack, self.interpret)
+        # A row that has seen no key is relative to 0: exp2(-inf), where -inf - -inf is a NaN.
+        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+        p = jnp.exp2(x * log2_scale - per_row(finite, x.shape))
+        sums = inline.lane_sums(p, self.interpret)
+        p = narrowed(p)
+
+        def rescaled():
+            alpha = jnp.exp2(rows.m - finite)
+            return rows.o * per_row(alpha, rows.o.shape), rows.l * per_row(alpha, rows.l.shape)
+
+        o, l = lax.cond(grew > 0, rescaled, lambda: (rows.o, rows.l))
+        return p, Rows(o, m, l + sums)
+
+
+def per_row(x, shape):
+    """One value of each row, spread over a tile."""
+    return lax.broadcast_in_dim(x, shape, (0,))

@@ -1,0 +1,133 @@
+"""The portable decode kernel on CPU: right for every kind of cache, and no tile read too early."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flash_pallas as fp
+from flash_pallas import dispatch
+from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.backends.portable.decode_blocks import PortableDecodeBlocks
+from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.core import decode, softmax
+
+from .hopper_decode_cases import STEPS, Step, assert_matches_oracle
+from .interpreter import race_checked
+
+BACKEND = PortableBackend(interpret=True, capability="8.0", multiprocessors=2)
+
+SHARED = (
+    *("no_key_and_one", "around_two_blocks", "lengths_out_of_range", "more_splits_than_blocks"),
+    *("four_tokens_one_split", "two_tiles_of_rows", "queries_before_keys", "window", "modifiers"),
+    *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
+)
+CASES = (
+    *(step for step in STEPS if step.name in SHARED),
+    Step("around_a_block", (63, 64, 65), N=2, num_splits=1),
+    Step("head_dim_72", (65, 130), H=72, Hv=72, N=2, num_splits=1, sides=("sinks",)),
+    Step("head_dim_128", (200,), T=3, N=6, K=2, H=128, Hv=128, dtype="float16"),
+    Step("odd_group_of_pages", (200, 77), T=3, N=10, K=2, page_size=32, window=70, softcap=3.0),
+)
+
+
+def run(step: Step, operands, num_splits: int):
+    """Outputs with blocks of the size that the backend takes."""
+    problem = decode.describe(operands, step.spec)
+    assert BACKEND.unsupported_decode(problem) is None
+    blocks = dataclasses.replace(BACKEND.decode_blocks(problem), num_splits=num_splits)
+    return jax.jit(lambda x: BACKEND.decode(step.spec, blocks, x))(operands)
+
+
+def assert_right(step: Step, num_splits: int):
+    """Free of races, and as near to the oracle as it has to be."""
+    given, whole = step.operands()
+    with race_checked():
+        found = run(step, given, num_splits)
+        assert found.o.dtype == jnp.dtype(step.dtype) and found.lse_log2.dtype == jnp.float32
+    assert_matches_oracle(step, whole, (found.o, softmax.natural(found.lse_log2)))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("step", CASES, ids=str)
+def test_decode_kernel(step):
+    assert_right(step, min(step.num_splits, 3))
+
+
+@pytest.mark.interpret
+def test_pages_that_sequences_share():
+    step = Step("shared", (130, 130), N=2, page_size=64, num_splits=1)
+    given, whole = step.operands()
+    table = np.array(given.page_table)
+    table[1, 1:] = table[0, 1:]  # both read the second page and the last key
+    both = [np.array(x) for x in whole[1:3]]
+    for x in both:
+        x[1, 64:] = x[0, 64:]
+    with race_checked():
+        found = run(step, given._replace(page_table=table), 1)
+    whole = whole._replace(k=both[0], v=both[1])
+    assert_matches_oracle(step, whole, (found.o, softmax.natural(found.lse_log2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cache": "int8"}, "reads caches in the dtype of q, bfloat16, not in int8"),
+        (
+            {"cache": "float8_e4m3fn"},
+            "reads caches in the dtype of q, bfloat16, not in float8_e4m3fn",
+        ),
+        ({"dtype": "float32"}, "decodes bfloat16 and float16, not float32"),
+        ({"H": 264}, "takes head dims up to 256, not 264"),
+        ({"Hv": 320}, "takes head dims up to 256, not 320"),
+        ({"H": 70}, "a cache with head dim 70: pad it to 72"),
+    ],
+)
+def test_what_is_refused(changes, reason):
+    step = dataclasses.replace(Step("any", (1,)), **changes)
+    found = BACKEND.unsupported_decode(decode.describe(step.operands()[0], step.spec))
+    assert found is not None and reason in found
+
+
+def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
+    backends = {"portable": BACKEND, "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    assert fp.explain_decode(q, k, k).backend == "portable"
+    eight = k.astype(jnp.int8)
+    found = fp.explain_decode(q, eight, eight)
+    assert found.backend == "xla" and "not in int8" in found.reasons["portable"]
+
+
+def test_it_needs_a_gpu():
+    step = Step("any", (1,))
+    problem = decode.describe(step.operands()[0], step.spec)
+    found = PortableBackend().unsupported_decode(problem)
+    assert found is not None and "needs an NVIDIA GPU" in found
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "changes", "splits"),
+    [
+        (1, 32768, {}, 27),
+        (1, 2048, {}, 8),
+        (1, 200, {}, 1),
+        (16, 8192, {}, 2),
+        (128, 8192, {}, 1),
+        (1, 32768, {"num_splits": 3}, 3),
+        (1, 32768, {"window_left": 1000}, 3),
+    ],
+)
+def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
+    step = Step("any", (1,))
+    spec = dataclasses.replace(step.spec, **{"num_splits": None, **changes})
+    problem = dataclasses.replace(
+        decode.describe(step.operands()[0], spec),
+        **{"batch": batch, "kv_len": length, "q_heads": 32, "kv_heads": 8, "head_dim": 128},
+    )
+    backend = PortableBackend(interpret=True, capability="8.0")
+    assert backend.decode_blocks(problem) == PortableDecodeBlocks(columns=64, num_splits=splits)
