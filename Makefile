@@ -16,7 +16,7 @@ help:
 	@echo "make demo           train a small transformer on the standard library's source"
 	@echo "make test           lint and every test that needs no GPU"
 	@echo "make test-0.12      a part of them with jax 0.12"
-	@echo "make compile-check  compile every Hopper kernel to SASS, without a GPU"
+	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
@@ -39,6 +39,9 @@ compile-check:
 	@VENV=$(VENV)-cuda bash .ci/setup compile
 	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check
 	$(VENV)-cuda/bin/python -m tests.compile_check
+	$(VENV)-cuda/bin/python -m tests.compile_check --target a100 --only "64 bfloat16 full" "64 bfloat16 causal" "128 bfloat16 full" "128 bfloat16 causal"
+	$(VENV)-cuda/bin/python -m tests.compile_check --target rtx5090 --only "128 bfloat16 causal"
+	$(VENV)-cuda/bin/python -m tests.compile_check --target b200 --only "128 bfloat16 causal"
 
 # A part of it with jax 0.12, whose compiler is another: the loops over masked and whole tiles.
 compile-check-0.12:

@@ -1,9 +1,11 @@
 """Compiles every kernel to machine code on a machine without a GPU: for an H200, or another target.
 
-    python -m tests.compile_check [--target NAME] [--only TEXT] [--json FILE]
+    python -m tests.compile_check [--target NAME] [--backend NAME] [--only TEXT ...] [--json FILE]
 
 Targets are those of `device.TARGETS`, from compute capability 8.0 to 12.0. All of them compile with
-jax 0.11.2 and 0.12.0.1 and ptxas 13.5. A process compiles for one of them.
+jax 0.11.2 and 0.12.0.1 and ptxas 13.5. A process compiles for one of them. For an H200 that is what
+`rows` lists, the Hopper kernels; for every other target, and with `--backend portable`, it is
+`portable_rows`.
 
 Rows "without producer" are what jaxlib 0.12 runs. With 0.12 installed all rows are, and nvJitLink
 compiles them in place of ptxas: the package nvidia-nvjitlink must be there.
@@ -19,6 +21,7 @@ fence.proxy.async (plgpu.commit_smem) before 9.0: the culprit is the row after t
 by that process. An instruction in inline assembly is a fault of its row.
 
 The exit status is 1 if a kernel fails to compile, is compiled for another architecture than the
-target's, asks for more shared memory than the target has, spills more than `rows.ALLOWED_SPILLS`,
-has its wgmma serialised or its setmaxnreg ignored, or if ptxas reported no kernel at all.
+target's, asks for more shared memory than the target has, spills more than ALLOWED_SPILLS of `rows`
+or `portable_rows`, has its wgmma serialised or its setmaxnreg ignored, or if ptxas reported no
+kernel at all.
 """

@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from .checking import HEADER, run_all
+import jax
+
+from .checking import BACKENDS, HEADER, Choice, run_all
 from .device import H200, TARGETS, find_tools
 
 
@@ -17,20 +19,30 @@ def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile_check", description=__doc__)
     parser.add_argument("--target", choices=TARGETS, default="h200", help="what to compile for")
-    parser.add_argument("--only", default="", help="rows whose name contains this text")
+    parser.add_argument("--backend", choices=BACKENDS, help="whose kernels, on an H200: hopper's")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="rows whose name contains one of these",
+    )
     parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     target = TARGETS[arguments.target]
-    if arguments.suite and target != H200:
+    if arguments.backend == "hopper" and target != H200:
+        parser.error("the Hopper kernels are compiled for --target h200")
+    if arguments.suite and (target != H200 or arguments.backend == "portable"):
         parser.error("the cells of a suite are calls of the Hopper kernels: --target h200")
+    choice = Choice(tuple(arguments.only), arguments.suite, arguments.backend)
     started = time.monotonic()
     tools = find_tools()
     print(f"ptxas {tools.version()} ({tools.ptxas}); nvdisasm: {tools.nvdisasm}")
     print(f"for {target.name}, {target.architecture}")
     print(HEADER)
-    found = run_all(target, arguments.only, tools, arguments.suite, arguments.workers)
+    found = run_all(target, choice, tools, arguments.workers)
     records = [record for _, each, _ in found for record in each]
     faults = [fault for _, _, each in found for fault in each]
     if not records and not faults:
@@ -38,6 +50,7 @@ def main() -> int:
     if arguments.json:
         figures = {
             "ptxas": tools.version(),
+            "jax": jax.__version__,
             "target": target.name,
             "kernels": records,
             "faults": faults,

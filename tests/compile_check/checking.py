@@ -14,19 +14,40 @@ from typing import Any
 import jax
 
 from .device import H200, Target, Tools, compile_for, dump_to
-from .probe import probe_rows
+from .portable_rows import portable_rows
 from .report import Report, take
 from .rows import Row, rows, suite_rows
 
-COLUMNS = "{:<28} {:>4} {:<9} {:<21} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
+BACKENDS = ("hopper", "portable")
+
+COLUMNS = "{:<29} {:>4} {:<9} {:<24} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
 HEADER = COLUMNS.format(
     *("kernel", "dim", "dtype", "mask", "regs", "stack", "spills", "allowed", "smem", "remarks")
 )
 
 
-def rows_of(target: Target) -> Iterator[Row]:
-    """Every kernel that a call can reach on this GPU; the probe where there is none."""
-    return rows() if target == H200 else probe_rows()
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which rows.
+
+    Attributes:
+        only: parts of names, of which a row's has one or more; none: all rows.
+        suite: of the benchmarks, whose cells they are; None: those that ship.
+        backend: one of BACKENDS; None: that which the target's calls reach.
+    """
+
+    only: tuple[str, ...] = ()
+    suite: str | None = None
+    backend: str | None = None
+
+    def rows(self, target: Target) -> Iterator[Row]:
+        """Those of this GPU."""
+        hopper = (self.backend or BACKENDS[target != H200]) == "hopper"
+        found = portable_rows(target)
+        if hopper:
+            found = suite_rows(self.suite) if self.suite else rows()
+        wanted = lambda name: not self.only or any(part in name for part in self.only)
+        return (row for row in found if wanted(str(row)))
 
 
 def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[str]]:
@@ -61,21 +82,18 @@ def line(row: Row, report: Report, allowed: int) -> str:
 Found = tuple[int, list[dict[str, Any]], list[str]]
 
 
-def run(
-    target: Target, only: str, tools: Tools, suite: str | None, share: tuple[int, int]
-) -> list[Found]:
-    """Compiles and prints rows whose name contains `only`: those that ship, or a suite's cells.
+def run(target: Target, choice: Choice, tools: Tools, share: tuple[int, int]) -> list[Found]:
+    """Compiles and prints rows.
 
     Args:
         target: to compile for.
-        only: part of a name.
+        choice: which of its rows.
         tools: that compile.
-        suite: of the benchmarks.
         share: (i, n): every n-th of the rows, from the i-th on.
     """
     jax.config.update("jax_platforms", "cpu")  # there is no GPU to look for
     found = []
-    chosen = [row for row in (suite_rows(suite) if suite else rows_of(target)) if only in str(row)]
+    chosen = list(choice.rows(target))
     with tempfile.TemporaryDirectory() as name, dump_to(Path(name), tools):
         for number, row in list(enumerate(chosen))[share[0] :: share[1]]:
             reports, faults = check(target, row, Path(name))
@@ -92,15 +110,13 @@ def run(
     return found
 
 
-def run_all(
-    target: Target, only: str, tools: Tools, suite: str | None, workers: int
-) -> list[Found]:
+def run_all(target: Target, choice: Choice, tools: Tools, workers: int) -> list[Found]:
     """`run` in as many processes, in the order of the rows.
 
     `run` lies in a module of its own as processes that are spawned cannot find what __main__ has.
     """
     shares = [(i, workers) for i in range(workers)]
-    part = functools.partial(run, target, only, tools, suite)
+    part = functools.partial(run, target, choice, tools)
     if workers == 1:
         return part(shares[0])
     apart = multiprocessing.get_context("spawn")

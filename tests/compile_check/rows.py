@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -149,12 +149,14 @@ class Row:
     """One call of the backend.
 
     Attributes:
-        path: "forward", "backward", "deterministic backward" or "decode", and perhaps ALONE.
-        head_dim: of q, k and v.
+        path: "forward", "backward", "deterministic backward" or "decode", and perhaps ALONE; or one
+            of portable_rows.
+        head_dim: of q and k.
         dtype: "bfloat16", "float16" or "float32".
         mask: one of MASKS, of LONG_MASKS or of MODIFIERS; or a cell of a suite.
         function, arguments: what to compile.
         most_registers: that each thread may have at launch.
+        allowed: as ALLOWED_SPILLS; None: one of the tables of this module.
     """
 
     path: str
@@ -164,6 +166,7 @@ class Row:
     function: Callable
     arguments: tuple[Any, ...]
     most_registers: int = MOST_REGISTERS
+    allowed: Mapping[tuple[str, int, str], int] | None = None
 
     @property
     def producer(self) -> bool:
@@ -175,10 +178,13 @@ class Row:
 
     def allowed_spills(self, kernel: str) -> int:
         """Bytes that this kernel may spill in this row; entries for MASKS are those of 16 bits."""
+        key = (kernel, self.head_dim, self.mask)
+        if self.allowed is not None:
+            return self.allowed.get(key, 0)
         if self.dtype == "float32" and self.mask in MASKS:
             return 0
         allowed = ALLOWED_SPILLS if self.producer else ALLOWED_WITHOUT_PRODUCER
-        return allowed.get((kernel, self.head_dim, self.mask), 0)
+        return allowed.get(key, 0)
 
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:

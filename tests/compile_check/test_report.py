@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import multiprocessing
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.suites import SUITES
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.blocks import trades_registers
+from flash_pallas.backends.portable import blocks as tiles
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
-from . import checking, compare, probe, report, rows
+from . import checking, compare, portable_rows, report, rows
 from .device import A100, H200, TARGETS, compile_for, dump_to, find_tools
 
 CLEAN = """
@@ -29,6 +29,7 @@ ptxas info    : Function properties for k_mosaic_gpu_kernel
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
 SPILLS = CLEAN.replace("0 bytes spill stores", "72 bytes spill stores")
+FORWARD = "flash_pallas_portable_forward"
 RESOURCES = "Resources(smem_scratch_bytes=197632, tmem_scratch_cols=0, barrier_counts={})"
 
 
@@ -122,6 +123,36 @@ def test_no_kernel_of_a_suite_may_spill():
     assert not any(row.allowed_spills(kernel) for row in found for kernel in kernels)
 
 
+def test_portable_rows_are_distinct_and_of_every_tile():
+    names = [str(row) for row in portable_rows.portable_rows(A100)]
+    assert len(names) == len(set(names))
+    smallest = lambda head_dims: next(n for n in tiles._TILES if max(head_dims) <= n)
+    assert {smallest(each) for each in portable_rows.HEAD_DIMS} == set(tiles._TILES)
+
+
+def test_portable_allowances_are_of_rows():
+    """None outlives its row."""
+    there = {(row.head_dim, row.mask) for row in portable_rows.portable_rows(A100)}
+    assert {(width, mask) for _, width, mask in portable_rows.ALLOWED_SPILLS} <= there
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_portable_tiles_fit(name):
+    target = TARGETS[name]
+    shared = tiles.SHARED_MEMORY[f"{target.major}.{target.minor}"]
+    assert shared == target.smem
+    for most, kernels in tiles._TILES.items():
+        for kernel, tile in kernels.items():
+            assert tiles._BYTES[kernel](tile, (most, most)) <= shared - tiles.RESERVED
+
+
+def test_backend_of_a_target():
+    path = lambda *choice: next(checking.Choice(*choice[1:]).rows(choice[0])).path
+    assert path(H200) == "forward" == path(H200, (), "quick")
+    assert path(H200, (), None, "portable") == path(A100) == "portable forward"
+    assert not list(checking.Choice(("no such row",)).rows(A100))
+
+
 @pytest.mark.compile
 @pytest.mark.slow
 def test_rows_compile_or_say_why_not(tmp_path):
@@ -152,29 +183,40 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
     assert (report.REGISTERS_IGNORED in kernel.remarks) != trades_registers()
 
 
-def _probed(target):
-    """Of the probe: its report, and what is wrong if it takes more shared memory than there is."""
-    (row,) = probe.probe_rows()
-    greedy = functools.partial(probe.probe, unused=target.smem)
+def _greedy(target):
+    """A kernel that asks for more shared memory than there is."""
+
+    def kernel(x, out, _):
+        out[...] = x[...]
+
+    form = jax.ShapeDtypeStruct((128,), jnp.float32)
+    scratch = [plgpu.SMEM((target.smem + 1,), jnp.int8)]
+    run = plgpu.kernel(kernel, out_type=form, scratch_types=scratch)
+    return rows.Row("greedy", 0, "float32", "none", run, (form,))
+
+
+def _compiled(target):
+    """The row of the smallest portable kernel, its report, and what is wrong with a greedy one."""
+    row = next(portable_rows.portable_rows(target))
     with tempfile.TemporaryDirectory() as name, dump_to(Path(name), find_tools()):
         (kernel,), wrong = checking.check(target, row, Path(name))
         assert wrong == []
-        none, wrong = checking.check(target, replace(row, function=greedy), Path(name))
+        none, wrong = checking.check(target, _greedy(target), Path(name))
     assert none == []
     return kernel, wrong
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", TARGETS)
-def test_probe_compiles_for_every_target(name):
+def test_portable_forward_compiles_for_every_target(name):
     """In a process of its own, as each compiles for one architecture only."""
     target = TARGETS[name]
     apart = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=apart) as pool:
-        kernel, wrong = pool.submit(_probed, target).result()
-    assert (kernel.kernel, kernel.architecture) == ("probe", target.architecture)
-    assert kernel.launch_registers > 0 and kernel.spill_stores == 0
-    assert kernel.smem == 2 * probe.K * (probe.M + probe.N)
+        kernel, wrong = pool.submit(_compiled, target).result()
+    assert (kernel.kernel, kernel.architecture) == (FORWARD, target.architecture)
+    tile = tiles._TILES[64]["forward"]
+    assert kernel.smem == tiles.forward_bytes(tile, (16, 16))
     assert kernel.faults(target, 0) == []
     assert len(wrong) == 1 and wrong[0].endswith(f"> max_smem_bytes={target.smem}")
 

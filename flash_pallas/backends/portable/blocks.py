@@ -25,6 +25,7 @@ SMALLEST = 99 * 1024  # what every one of them has
 RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
 WIDEST = 256  # head dim
 MOST_COLUMNS = 256  # side_arrays.LONGEST_TILE: vectors are padded for no longer tiles
+FEWEST_COLUMNS = 16  # of a tile: one mma sums as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def choose_blocks(problem: Problem, override: dict[str, Any] | None, shared: int
         ValueError: an unknown kernel or field, or sizes that the kernels cannot take.
     """
     head_dims = widths(problem)
-    chosen = _choose(head_dims)
+    chosen = _choose(problem)
     for name, fields in (override or {}).items():
         chosen[name] = _overridden(name, fields, chosen, head_dims, shared)
     return PortableBlocks(**chosen)
@@ -97,8 +98,26 @@ _TILES = {
 BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
-def _choose(head_dims: tuple[int, int]) -> dict[str, TileSizes]:
-    return dict(next(tiles for widest, tiles in _TILES.items() if max(head_dims) <= widest))
+def _choose(problem: Problem) -> dict[str, TileSizes]:
+    limit = max(widths(problem))
+    chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
+    if not _crowded(problem):
+        return chosen
+    half = lambda tile: dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
+    return {name: half(tile) for name, tile in chosen.items()}
+
+
+def _crowded(problem: Problem) -> bool:
+    """A bias or mask meets another modifier.
+
+    Either takes as many registers as the scores do, beside its addresses. At head dims 64 and 128
+    that leaves room for the band and little else: with all columns, a bias and a mask, or a bias
+    with segment ids and dropout, cost dK/dV spills of 8 to 96 bytes, and every modifier at once the
+    forward 96 to 184.
+    """
+    spec = problem.spec
+    count = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
+    return bool(problem.features & {"bias", "mask"}) and len(problem.features) + count > 1
 
 
 def _overridden(name, fields, chosen, head_dims, shared: int) -> TileSizes:

@@ -1,0 +1,107 @@
+"""What is compiled of the portable backend: its three kernels at every head dim that has tiles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.suites import Shape
+from flash_pallas import validate
+from flash_pallas.arguments import Arguments
+from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.core.mask import Mask
+from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
+
+from ..cases import Case
+from .device import Target
+from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row
+
+# Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
+SQUARE = (16, 32, 64, 72, 96, 128, 256)
+HEAD_DIMS = (*((width, width) for width in SQUARE), (192, 128))
+
+# As in rows.MASKS, and a band with two edges: three loops over key blocks.
+MASKS = {
+    "full": (Mask(), LENGTH),
+    "causal": (Mask(right=0), LENGTH),
+    "ragged": (Mask(), LENGTH - 40),
+    "window": (Mask(left=500, right=0), LENGTH),
+}
+FLOAT16 = ((64, 64), (128, 128))
+PATHS = ("forward", "backward")
+
+# Of tests/hopper_cases.py, beside rows.MODIFIERS: a bias or mask that meets another modifier, and
+# head dim 256, whose backward has the fewest registers left.
+MORE_MODIFIERS = (
+    "mask_bias",
+    "bias_padded",
+    "everything",
+    "padded_256",
+    "bias_256",
+    "softcap_256",
+    "alibi_256",
+    "dropout_256",
+)
+
+# Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask): the most of any
+# target; 0 for all others. ptxas 13.5. At head dim 256 dQ or dK alone has 128 registers of 255, and
+# no tile is smaller than 64 x 16.
+ALLOWED_SPILLS = {
+    ("flash_pallas_portable_dkv", 64, "q_lengths"): 8,
+    ("flash_pallas_portable_dq", 256, "ragged"): 8,
+    ("flash_pallas_portable_dq", 256, "bias_256"): 24,
+    ("flash_pallas_portable_dk", 256, "softcap_256"): 8,
+    ("flash_pallas_portable_dq", 256, "softcap_256"): 8,
+    ("flash_pallas_portable_dq", 256, "alibi_256"): 8,
+    ("flash_pallas_portable_dq", 256, "dropout_256"): 8,
+}
+
+
+def portable_rows(target: Target) -> Iterator[Row]:
+    """Forward and backward of the backend on this GPU.
+
+    Gradients of biases, slopes and captured arrays are the xla backend's: no kernel of ours.
+    """
+    backend = PortableBackend(capability=f"{target.major}.{target.minor}")
+    for (head_dims, mask), path in itertools.product(itertools.product(HEAD_DIMS, MASKS), PATHS):
+        yield _plain(backend, path, head_dims, "bfloat16", mask)
+        if head_dims in FLOAT16:
+            yield _plain(backend, path, head_dims, "float16", mask)
+    for case in (CASES[name] for name in (*MODIFIERS, *MORE_MODIFIERS)):
+        if case.dtype != "float32":
+            yield from _modified(backend, case)
+
+
+def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str) -> Row:
+    (width, v_width), (mask, length) = head_dims, MASKS[name]
+    shape = Shape(BATCH, length, Q_HEADS, KV_HEADS, width)
+    of = lambda heads, columns: jax.ShapeDtypeStruct((BATCH, length, heads, columns), dtype)
+    q, k, v = of(Q_HEADS, width), of(KV_HEADS, width), of(KV_HEADS, v_width)
+    spec = AttentionSpec(scale=shape.head_dim**-0.5, mask=mask)
+    named = (path, width, dtype, name)
+    return _row(backend, named, spec, Operands(q, k, v, None), of(Q_HEADS, v_width))
+
+
+def _modified(backend, case: Case) -> Iterator[Row]:
+    x = case.inputs()
+    arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
+    call = validate.canonicalize(x.q, x.k, x.v, arguments)
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+    operands, do = jax.tree.map(shape, call.operands), shape(x.do)
+    for path in PATHS:
+        yield _row(backend, (path, case.H, case.dtype, case.name), call.spec, operands, do)
+
+
+def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
+    path, *about = named
+    blocks = backend.blocks(describe(operands, spec), None)
+    if path == "forward":
+        run, arguments = (lambda o: backend.forward(spec, blocks, o)), (operands,)
+    else:
+        per_row = jax.ShapeDtypeStruct((do.shape[0], do.shape[2], do.shape[1]), jnp.float32)
+        run = lambda *a: backend.backward(spec, blocks, *a, wanted=frozenset())
+        arguments = (operands, Cotangents(per_row, do, per_row))
+    return Row("portable " + path, *about, run, arguments, allowed=ALLOWED_SPILLS)

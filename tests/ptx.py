@@ -1,0 +1,296 @@
+"""Runs what a portable kernel writes as PTX: all threads of a block at once, in numpy.
+
+The interpreter runs the plain meaning of each inlined piece, so an address that is wrong there is
+seen on a GPU only. Here the pieces themselves run: `Machine` stands for the modules of MLIR that
+they are written with, a value is one number per thread, and each instruction does what the PTX ISA
+(9.0, sections on ldmatrix, mma.m16n8k16 and cp.async) says, at real addresses. A read of what does
+not exist, or at an address that is not aligned, fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from flash_pallas.backends.mosaic import registers
+from flash_pallas.backends.mosaic.inline import WGMMA
+
+THREADS, WARP = 128, 32
+SHARED, GLOBAL = 1 << 10, 1 << 40  # where the first array lies
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+class Memory:
+    """Arrays at addresses, with room that belongs to none between them."""
+
+    def __init__(self, start: int) -> None:
+        self.end, self.arrays = start, []
+
+    def add(self, array: np.ndarray) -> int:
+        """The address of a contiguous array, whose elements `read` and `write` then reach."""
+        address = self.end
+        self.arrays.append((address, array.reshape(-1).view(np.uint8)))
+        self.end = address + -(-array.nbytes // 1024) * 1024 + 4096
+        return address
+
+    def _at(self, address: int, size: int) -> np.ndarray:
+        if address % min(size, 16):
+            raise AssertionError(f"{size} bytes at {address:#x}: not aligned")
+        for start, data in self.arrays:
+            if start <= address and address + size <= start + data.size:
+                return data[address - start : address - start + size]
+        raise AssertionError(f"{size} bytes at {address:#x}: there is no array")
+
+    def read(self, address, size: int) -> np.ndarray:
+        """Bytes."""
+        return self._at(int(address), size)
+
+    def write(self, address, data: np.ndarray) -> None:
+        """The same."""
+        self._at(int(address), data.size)[:] = data
+
+
+class _Type:
+    """Of a memref."""
+
+    def __init__(self, array: np.ndarray, kind) -> None:
+        self.shape, self.element_type = list(array.shape), kind
+        self.strides = [stride // array.itemsize for stride in array.strides]
+
+    def get_strides_and_offset(self):
+        return self.strides, 0
+
+
+class _Ref:
+    """A memref: a view of an array that lies in one of the memories."""
+
+    def __init__(self, view: np.ndarray, base: np.ndarray, address: int, kind) -> None:
+        self.type = _Type(view, kind)
+        offset = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        self.address = address + offset
+
+
+class Layout:
+    """WGMMA's registers, where its own would emit code for a thread's first element."""
+
+    tiling = WGMMA.to_mgpu().tiling
+    registers_shape = staticmethod(WGMMA.to_mgpu().registers_shape)
+
+    @staticmethod
+    def thread_idxs(shape):
+        """Of the first element alone: lane l of warp w has row 16 w + l / 4, column 2 (l % 4)."""
+        lane, warp = np.arange(THREADS) % WARP, np.arange(THREADS) // WARP
+        yield 16 * warp + lane // 4, 2 * (lane % 4)
+
+
+class Tile:
+    """A FragmentedArray: register -> [threads, 2]."""
+
+    def __init__(self, registers: np.ndarray, shape, kind=None) -> None:
+        self.registers, self.shape, self.layout, self.mlir_dtype = registers, shape, Layout(), kind
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Tile:
+        """In the registers that hold it."""
+        found = np.empty(Layout.registers_shape(values.shape), dtype=object)
+        rows, columns = next(Layout.thread_idxs(values.shape))
+        for index, row, column in registers.coordinates(values.shape, Layout):
+            found[index] = np.stack(
+                [values[rows + row, columns + column + e] for e in (0, 1)], axis=1
+            )
+        return cls(found, values.shape)
+
+    def values(self, dtype=np.float32) -> np.ndarray:
+        """Out of them."""
+        found = np.empty(self.shape, dtype)
+        rows, columns = next(Layout.thread_idxs(self.shape))
+        for index, row, column in registers.coordinates(self.shape, Layout):
+            for e in (0, 1):
+                found[rows + row, columns + column + e] = self.registers[index][:, e]
+        return found
+
+
+def _unsigned(x) -> np.ndarray:
+    return np.ascontiguousarray(np.broadcast_to(x, (THREADS,)))
+
+
+class Machine:
+    """A block of threads; its attributes replace the modules that inlined code is written with."""
+
+    def __init__(self) -> None:
+        self.shared, self.device, self.active = Memory(SHARED), Memory(GLOBAL), [True]
+        self.pending: list = []
+        self.arith = types.SimpleNamespace(
+            addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
+            remui=np.remainder, andi=np.logical_and, select=np.where, minsi=np.minimum,
+            minui=np.minimum, cmpi=lambda kind, x, y: kind(x, y),
+            extsi=lambda kind, x: x, extui=lambda kind, x: x, index_cast=lambda kind, x: x,
+            constant=lambda kind, x: np.int64(x),
+            CmpIPredicate=types.SimpleNamespace(
+                slt=np.less, ult=np.less, ne=np.not_equal, eq=np.equal
+            ),
+        )  # fmt: skip
+        kind = lambda name: types.SimpleNamespace(get=lambda *_: name)
+        self.ir = types.SimpleNamespace(
+            IntegerType=types.SimpleNamespace(get_signless=lambda bits: f"i{bits}"),
+            Type=types.SimpleNamespace(parse=lambda text: text),
+            F32Type=kind("f32"), BF16Type=_BFloat16, InsertionPoint=self._only,
+            VectorType=types.SimpleNamespace(get=lambda shape, of: (shape[0], of)),
+        )  # fmt: skip
+        self.scf = types.SimpleNamespace(
+            IfOp=lambda condition: types.SimpleNamespace(then_block=condition),
+            yield_=lambda values: None,
+        )
+        self.llvm = types.SimpleNamespace(
+            ptrtoint=lambda kind, x: np.int64(x), inline_asm=self._run, bitcast=_bits,
+            extractvalue=lambda kind, found, at: found[at[0]], load=self._load,
+        )  # fmt: skip
+        utils = types.SimpleNamespace(
+            thread_idx=lambda: np.arange(THREADS, dtype=np.int64),
+            memref_ptr=lambda ref: ref.address,
+            warpgroup_barrier=lambda: None,
+            getelementptr=lambda base, at, kind: base + at[0] * kind.itemsize,
+        )
+        self.mgpu = types.SimpleNamespace(utils=utils)
+
+    def install(self, monkeypatch, *modules: Any) -> None:
+        """Puts this machine in the place of MLIR in these modules."""
+        plain = {
+            "i32_constant": np.int64,
+            "splat": lambda x: x,
+            "opaque": lambda x: x,
+            "at": lambda register, e: register[:, e],
+            "pair": lambda *values: np.stack(values, axis=1),
+            "fragmented": lambda found, layout, *_: Tile(found, self.shape),
+        }
+        own = {name: getattr(self, name) for name in ("arith", "ir", "scf", "llvm", "mgpu")}
+        for module in modules:
+            for name, value in (own | plain).items():
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
+
+    shape: tuple[int, int] = (0, 0)  # of what `fragmented` makes
+
+    def array(self, values: np.ndarray, view=None, *, shared: bool = False) -> _Ref:
+        """A ref of values, or of view(values), put into memory; later writes change `values`."""
+        address = (self.shared if shared else self.device).add(values)
+        kind = _BFloat16() if values.dtype == BFLOAT16 else values.dtype
+        return _Ref(values if view is None else view(values), values, address, kind)
+
+    # --- what instructions do --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _only(self, condition):
+        self.active.append(np.logical_and(self.active[-1], condition))
+        yield
+        self.active.pop()
+
+    def _threads(self):
+        return np.flatnonzero(np.broadcast_to(self.active[-1], (THREADS,)))
+
+    def _run(self, kind, operands, code: str, constraints: str, has_side_effects: bool):
+        del kind, constraints, has_side_effects
+        operands = [_unsigned(x) for x in operands]
+        name = re.match(r"[a-z.]+[a-z0-9]*", code).group()
+        offsets = {int(n): int(add or 0) for n, add in re.findall(r"\[\$(\d+)\+?(-?\d+)?\]", code)}
+        for run, start in (
+            (self._copy, "cp.async.cg"),
+            (self._arrive, "cp.async.wait"),
+            (self._commit, "cp.async.commit"),
+            (self._matrices, "ldmatrix"),
+            (self._multiply, "mma.sync"),
+            (self._store, "st."),
+            (self._read, "ld.shared"),
+        ):
+            if name.startswith(start):
+                return run(code, operands, offsets)
+        raise AssertionError(f"an instruction that nobody told of: {code}")
+
+    def _copy(self, code, operands, offsets):
+        to, of, size = operands
+        for t in self._threads():
+            data = np.zeros(16, np.uint8)
+            data[: size[t]] = self.device.read(of[t] + offsets[1], 16)[: size[t]] if size[t] else 0
+            self.pending.append((to[t] + offsets[0], data.copy()))
+
+    def _commit(self, code, operands, offsets):
+        return None
+
+    def _arrive(self, code, operands, offsets):
+        for address, data in self.pending:
+            self.shared.write(address, data)
+        self.pending.clear()
+
+    def _matrices(self, code, operands, offsets):
+        """ldmatrix.x4: lane 8 j + i has the address of row i of matrix j."""
+        (address,), (offset,) = operands, offsets.values()
+        found = np.empty((4, THREADS, 2), np.uint16)
+        lane = np.arange(WARP)
+        for warp in range(THREADS // WARP):
+            own = slice(warp * WARP, (warp + 1) * WARP)
+            rows = [self.shared.read(x + offset, 16).view(np.uint16) for x in address[own]]
+            for j in range(4):
+                matrix = np.stack(rows[8 * j : 8 * j + 8])
+                matrix = matrix.T if ".trans" in code else matrix
+                found[j, own] = np.stack(
+                    [matrix[lane // 4, 2 * (lane % 4) + e] for e in (0, 1)], axis=1
+                )
+        return [x.view(np.uint32)[:, 0] for x in found]
+
+    def _multiply(self, code, operands, offsets):
+        """mma.m16n8k16: in lane 4 g + t, rows g and g + 8, columns 2 t and 2 t + 1, and so on."""
+        dtype = BFLOAT16 if "bf16" in code else np.dtype(np.float16)
+        of_a, of_b, c = operands[:4], operands[4:6], operands[6:]
+        found = np.empty((4, THREADS), np.float32)
+        lane = np.arange(WARP)
+        g, t = lane // 4, 2 * (lane % 4)
+        for warp in range(THREADS // WARP):
+            own = slice(warp * WARP, (warp + 1) * WARP)
+            halves = lambda x: x[own, None].view(dtype).astype(np.float32)
+            a, b = np.empty((16, 16), np.float32), np.empty((16, 8), np.float32)
+            for i, register in enumerate(of_a):
+                for e in (0, 1):
+                    a[g + 8 * (i % 2), t + e + 8 * (i // 2)] = halves(register)[:, e]
+            for i, register in enumerate(of_b):
+                for e in (0, 1):
+                    b[t + e + 8 * i, g] = halves(register)[:, e]
+            product = a @ b
+            for i in range(4):
+                found[i, own] = c[i][own] + product[g + 8 * (i // 2), t + i % 2]
+        return list(found)
+
+    def _store(self, code, operands, offsets):
+        memory = self.shared if "shared" in code else self.device
+        address, *values = operands
+        for thread in self._threads():
+            data = np.array([x[thread] for x in values], np.uint32).view(np.uint8)
+            memory.write(address[thread] + offsets[0], data)
+
+    def _read(self, code, operands, offsets):
+        (address,), (offset,) = operands, offsets.values()
+        found = np.zeros((4, THREADS), np.uint32)
+        for thread in self._threads():
+            found[:, thread] = self.shared.read(address[thread] + offset, 16).view(np.uint32)
+        return list(found)
+
+    def _load(self, kind, address):
+        size, kind = kind if isinstance(kind, tuple) else (1, kind)
+        dtype = BFLOAT16 if isinstance(kind, _BFloat16) else kind
+        data = [self.device.read(x, size * dtype.itemsize).view(dtype) for x in _unsigned(address)]
+        return np.stack(data) if size > 1 else np.concatenate(data)
+
+
+class _BFloat16:
+    """Stands for ir.BF16Type."""
+
+    itemsize = 2
+
+
+def _bits(kind, register):
+    """A register of two halves as one of 32 bits, or as it is."""
+    return np.ascontiguousarray(register).view(np.uint32)[:, 0]
