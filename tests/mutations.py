@@ -313,6 +313,16 @@ MUTATIONS = (
              _portable("bias_1NTS")),
     Mutation("portable, dropout", "backends/portable/dkv.py",
              "recompute.gained(self.problem, sums.dv)", "sums.dv", _portable("dropout")),
+    Mutation("portable, PTX", "backends/portable/products.py",
+             "(high, odd) if units_first else (odd, high)", "(odd, high)",
+             "test_portable_ptx.py::test_products"),
+    Mutation("portable, PTX", "backends/portable/tiles.py", "tile_offset=down * 2 * self.pitch",
+             "tile_offset=down * self.pitch", "test_portable_ptx.py::test_copies_fill_a_tile"),
+    Mutation("portable, PTX", "backends/portable/tiles.py",
+             "left = arith.subi(self.limit, index)", "left = self.limit",
+             "test_portable_ptx.py::test_copies_fill_a_tile"),
+    Mutation("portable, PTX", "backends/portable/inputs.py", "self.last, self.stride",
+             "self.stride, self.last", "test_portable_ptx.py::test_a_bias_in_registers"),
 )  # fmt: skip
 
 

@@ -163,6 +163,7 @@ class Machine:
         plain = {
             "i32_constant": np.int64,
             "splat": lambda x: x,
+            "_sum": lambda base, *terms: base + sum(x * factor for x, factor in terms),
             "opaque": lambda x: x,
             "at": lambda register, e: register[:, e],
             "pair": lambda *values: np.stack(values, axis=1),
@@ -251,14 +252,13 @@ class Machine:
         g, t = lane // 4, 2 * (lane % 4)
         for warp in range(THREADS // WARP):
             own = slice(warp * WARP, (warp + 1) * WARP)
-            halves = lambda x: x[own, None].view(dtype).astype(np.float32)
             a, b = np.empty((16, 16), np.float32), np.empty((16, 8), np.float32)
             for i, register in enumerate(of_a):
-                for e in (0, 1):
-                    a[g + 8 * (i % 2), t + e + 8 * (i // 2)] = halves(register)[:, e]
+                for e, half in enumerate(_halves(register[own], dtype)):
+                    a[g + 8 * (i % 2), t + e + 8 * (i // 2)] = half
             for i, register in enumerate(of_b):
-                for e in (0, 1):
-                    b[t + e + 8 * i, g] = halves(register)[:, e]
+                for e, half in enumerate(_halves(register[own], dtype)):
+                    b[t + e + 8 * i, g] = half
             product = a @ b
             for i in range(4):
                 found[i, own] = c[i][own] + product[g + 8 * (i // 2), t + i % 2]
@@ -289,6 +289,11 @@ class _BFloat16:
     """Stands for ir.BF16Type."""
 
     itemsize = 2
+
+
+def _halves(register, dtype):
+    """Both elements of registers of 32 bits, each one number per thread."""
+    return register[:, None].view(dtype).astype(np.float32).T
 
 
 def _bits(kind, register):

@@ -225,8 +225,8 @@ def test_linen_scan_over_layers():
             )
             return scan(fp_linen.FlashAttention(**MODERN, name="layer"), x, None)[0]
 
-    # Two layers and a sum of squares make the largest error a matter of few numbers: with a batch of 2
-    # that of one leaf is 0.6 to 3.4 times the plain version's, as the compiler rounds; of 8, 2.4.
+    # Two layers and a sum of squares make the largest error a matter of few numbers: with a batch
+    # of 2 a leaf's is 0.6 to 3.4 times the plain version's, as the compiler rounds; of 8, to 2.4.
     x = normal(0, 8, LENGTH, FEATURES)
     boxed = Stack().init(jax.random.key(1), x)
     specs = linen.get_partition_spec(boxed)["params"]["layer"]
