@@ -77,10 +77,7 @@ def test_pages_that_sequences_share():
     ("changes", "reason"),
     [
         ({"cache": "int8"}, "reads caches in the dtype of q, bfloat16, not in int8"),
-        (
-            {"cache": "float8_e4m3fn"},
-            "reads caches in the dtype of q, bfloat16, not in float8_e4m3fn",
-        ),
+        ({"cache": "float8_e4m3fn"}, "in the dtype of q, bfloat16, not in float8_e4m3fn"),
         ({"dtype": "float32"}, "decodes bfloat16 and float16, not float32"),
         ({"H": 264}, "takes head dims up to 256, not 264"),
         ({"Hv": 320}, "takes head dims up to 256, not 320"),
@@ -129,5 +126,16 @@ def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
         decode.describe(step.operands()[0], spec),
         **{"batch": batch, "kv_len": length, "q_heads": 32, "kv_heads": 8, "head_dim": 128},
     )
-    backend = PortableBackend(interpret=True, capability="8.0")
+    backend = PortableBackend(interpret=True, capability="8.0")  # of 108 multiprocessors
     assert backend.decode_blocks(problem) == PortableDecodeBlocks(columns=64, num_splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "columns"),
+    [("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("9.0", 256, 64)],
+)
+def test_two_blocks_share_a_multiprocessor(capability, head_dim, columns):
+    step = Step("any", (1,), H=head_dim, Hv=head_dim)
+    problem = decode.describe(step.operands()[0], step.spec)
+    backend = PortableBackend(interpret=True, capability=capability)
+    assert backend.decode_blocks(problem).columns == columns

@@ -134,7 +134,8 @@ class PortableBackend:
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Tile sizes and the number of ranges; see decode_blocks.py."""
-        return decode_blocks.choose(problem, self.multiprocessors or _multiprocessors())
+        multiprocessors = self.multiprocessors or _multiprocessors()
+        return decode_blocks.choose(problem, multiprocessors, self.shared_memory)
 
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands

@@ -9,13 +9,12 @@ from ...core.integers import round_up
 from . import blocks as tiles
 from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
 from .products import WARPGROUP_ROWS
+from .tiles import buffer_bytes
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
 
-# Keys per step by the largest head dim. With 64 of head dim 256 a block would ask for 99 KB of
-# shared memory, all that some GPUs have.
-_COLUMNS = {128: 64, tiles.WIDEST: 32}
+MOST_COLUMNS, LEAST_COLUMNS = 64, 32  # keys of a step: a tile of K or of V is always on its way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class PortableDecodeBlocks:
     """How a call is cut.
 
     Attributes:
-        columns: keys of a step, 16, 32 or 64.
+        columns: keys of a step, 32 or 64.
         num_splits: ranges that the keys of a sequence are read in.
         rows: (query, head of a group) of a block of four warps.
     """
@@ -60,14 +59,34 @@ def unsupported(problem: DecodeProblem) -> str | None:
     return None
 
 
-def choose(problem: DecodeProblem, multiprocessors: int) -> PortableDecodeBlocks:
-    """As many ranges as give each multiprocessor two blocks; a window shortens what is read."""
-    columns = next(n for widest, n in _COLUMNS.items() if max(widths(problem)) <= widest)
+def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> PortableDecodeBlocks:
+    """Blocks of which two share a multiprocessor, and ranges enough for that.
+
+    Args:
+        problem: what is computed.
+        multiprocessors: of the GPU.
+        shared: bytes of shared memory that a block may have.
+    """
     splits = problem.spec.num_splits or _splits(problem, multiprocessors)
-    return PortableDecodeBlocks(columns, splits)
+    return PortableDecodeBlocks(_columns(problem, shared), splits)
+
+
+def _columns(problem: DecodeProblem, shared: int) -> int:
+    """The most with which two blocks share a multiprocessor.
+
+    With 64 columns of head dim 128 they take 104 KB, more than some GPUs have; of head dim
+    256, 200 KB. Registers are no reason for less: 64 at head dim 256 take 252 to 255, no spills.
+    """
+    width, v_width = widths(problem)
+    most = buffer_bytes(WARPGROUP_ROWS, width)
+    most += buffer_bytes(MOST_COLUMNS, width) + buffer_bytes(MOST_COLUMNS, v_width)
+    # A multiprocessor has what one block may have and what is kept for it.
+    both = BLOCKS_PER_MULTIPROCESSOR * (most + tiles.RESERVED) <= shared + tiles.RESERVED
+    return MOST_COLUMNS if both else LEAST_COLUMNS
 
 
 def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
+    """A window shortens what is read."""
     visible = problem.kv_len
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)
