@@ -49,6 +49,7 @@ compile-check-0.12:
 	$(VENV)-0.12/bin/python -m pytest -q -m compile tests/compile_check
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
+	$(VENV)-0.12/bin/python -m tests.compile_check --target a100 --only "128 bfloat16 causal"
 
 # What depends on the version of jax most, with 0.12: tracing, transformations, Flax, kernels.
 ON_0.12 := tests/core tests/test_public_api.py tests/test_dispatch.py tests/test_vjp.py \
