@@ -268,7 +268,8 @@ class Machine:
         memory = self.shared if "shared" in code else self.device
         address, *values = operands
         for thread in self._threads():
-            data = np.array([x[thread] for x in values], np.uint32).view(np.uint8)
+            data = np.array([x[thread] for x in values]).view(np.uint8)
+            assert data.size == 4 * len(values), code
             memory.write(address[thread] + offsets[0], data)
 
     def _read(self, code, operands, offsets):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flash_pallas.backends.mosaic import inline
-from flash_pallas.backends.portable import inputs, products, tiles
+from flash_pallas.backends.portable import decode_rows, inputs, products, tiles
 from flash_pallas.backends.portable.tiles import UNIT_ELEMENTS
 
 from .ptx import BFLOAT16, Layout, Machine, Tile
@@ -20,7 +20,7 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    found.install(monkeypatch, tiles, products, inputs)
+    found.install(monkeypatch, tiles, products, inputs, decode_rows)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS))
     return found
@@ -116,6 +116,20 @@ def test_a_bias_in_registers(machine, dtype, q_axis, start):
     whole = bias[1].T if q_axis else bias[1]
     part = whole[start[0] : start[0] + 64, start[1] : start[1] + 48].astype(np.float32)
     np.testing.assert_array_equal(found[: part.shape[0], : part.shape[1]], part)
+
+
+@pytest.mark.parametrize("columns", [72, 128])
+@pytest.mark.parametrize("first", [0, 64])
+def test_partial_results_of_decoding(machine, columns, first):
+    """float32 straight from registers; rows and columns that the array does not have are not."""
+    values = draw(6, 64, 128, dtype=np.float32)
+    target = np.zeros((2, 90, columns), np.float32)
+    ref = machine.array(target, lambda x: x[1])
+    decode_rows._store_body(None, Tile.of(values), ref, np.int64(first))
+    expected = np.zeros_like(target)
+    count = min(64, 90 - first)
+    expected[1, first : first + count] = values[:count, :columns]
+    np.testing.assert_array_equal(target, expected)
 
 
 def test_layouts_agree():
