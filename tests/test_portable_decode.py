@@ -132,7 +132,7 @@ def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "columns"),
-    [("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("9.0", 256, 64)],
+    [("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("10.0", 256, 32)],
 )
 def test_two_blocks_share_a_multiprocessor(capability, head_dim, columns):
     step = Step("any", (1,), H=head_dim, Hv=head_dim)

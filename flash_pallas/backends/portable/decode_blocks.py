@@ -15,6 +15,7 @@ BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
 
 MOST_COLUMNS, LEAST_COLUMNS = 64, 32  # keys of a step: a tile of K or of V is always on its way
+WIDE = 128  # above this head dim 64 columns spill: of head dim 256, 64 to 704 bytes on a B200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +73,13 @@ def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> Portabl
 
 
 def _columns(problem: DecodeProblem, shared: int) -> int:
-    """The most with which two blocks share a multiprocessor.
-
-    With 64 columns of head dim 128 they take 104 KB, more than some GPUs have; of head dim
-    256, 200 KB. Registers are no reason for less: 64 at head dim 256 take 252 to 255, no spills.
-    """
+    """The most with which two blocks share a multiprocessor: of head dim 128, 64 take 104 KB."""
     width, v_width = widths(problem)
     most = buffer_bytes(WARPGROUP_ROWS, width)
     most += buffer_bytes(MOST_COLUMNS, width) + buffer_bytes(MOST_COLUMNS, v_width)
     # A multiprocessor has what one block may have and what is kept for it.
     both = BLOCKS_PER_MULTIPROCESSOR * (most + tiles.RESERVED) <= shared + tiles.RESERVED
-    return MOST_COLUMNS if both else LEAST_COLUMNS
+    return MOST_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
 def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
