@@ -94,7 +94,7 @@ def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
     backends = {"portable": BACKEND, "xla": XlaBackend()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
-    assert fp.explain_decode(q, k, k).backend == "portable"
+    assert fp.explain_decode(q, k, k, backend="portable").backend == "portable"
     eight = k.astype(jnp.int8)
     found = fp.explain_decode(q, eight, eight)
     assert found.backend == "xla" and "not in int8" in found.reasons["portable"]
