@@ -48,8 +48,8 @@ MORE_MODIFIERS = (
 )
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
-# others. ptxas 13.5. At head dim 256 dQ or dK alone has 128 registers of 255, and no tile is smaller
-# than 64 x 16.
+# others. ptxas 13.5. At head dim 256 dQ or dK alone takes 128 registers of 255, and no tile is
+# smaller than 64 x 16.
 ALLOWED_SPILLS = {
     ("flash_pallas_portable_dkv", 64, "q_lengths"): 8,
     ("flash_pallas_portable_dq", 256, "ragged"): 8,
