@@ -67,6 +67,8 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_dq", 256, "ragged"): 44,
         ("flash_pallas_portable_dq", 256, "bias_256"): 64,
         ("flash_pallas_portable_dq", 256, "softcap_256"): 48,
+        ("flash_pallas_portable_dq", 256, "alibi_256"): 48,
+        ("flash_pallas_portable_dq", 256, "dropout_256"): 40,
     },
     # A forward of 64 x 64 spills nowhere at head dim 128, but reads K and V twice as often, and the
     # other targets do without.
