@@ -12,7 +12,7 @@ import numpy as np
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ..mosaic.stand_ins import UNSUPPORTED
+from ..mosaic.refusals import refusal
 from . import decode_blocks
 from .backward import backward
 from .blocks import HopperBlocks, choose_blocks, trades_registers
@@ -25,7 +25,6 @@ from .products import Products
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16), np.dtype(jnp.float32))
 WIDEST_FLOAT32 = 128  # head dim: its two parts fill shared memory as 256 does in 16 bits
-MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
 H200_SMS = 132  # assumed where there is no GPU to ask: H100 SXM and H200
 
 
@@ -76,15 +75,7 @@ class HopperBackend:
             )
         if widest > NATIVE_HEAD_DIMS[-1]:
             return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
-        if problem.batch > MAX_GRID:
-            return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
-        if problem.bias_dtype == np.float64:
-            return "takes no float64 bias: cast it to float32"
-        for name in ("score_mod", "mask_mod"):
-            mod = getattr(problem.spec, name)
-            if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):
-                return f"cannot compile {', '.join(primitives)} of {name}"
-        return None
+        return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""

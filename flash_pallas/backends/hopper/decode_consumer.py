@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import scores, softmax
 from ...core.scores import TileInputs
+from ..mosaic import register_tile
 from ..mosaic.register_tile import RegisterTile
 from .decode_plan import Cta, Keys, Plan
 
@@ -103,9 +104,8 @@ class Consumer(abc.ABC):
         """
         bias = None
         if held.slope is not None:
-            distance = lax.abs(spread(held.position, s.shape) - position())
-            distance = lax.convert_element_type(distance, jnp.float32)
-            bias = distance * spread(-held.slope, s.shape)
+            query = spread(held.position, s.shape)
+            bias = register_tile.alibi(query, position(), spread(-held.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.plan.interpret)
         return scores.logits(self.plan.problem.spec.attention, tile, s, TileInputs(bias=bias))
 

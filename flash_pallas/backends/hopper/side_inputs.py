@@ -79,13 +79,7 @@ class SideInputs:
 
     def kind(self, shape) -> str | None:
         """Of a bias or mask of this shape: None, "scalar", "rows", "columns" or "tile"."""
-        if shape is None:
-            return None
-        row_axis = 2 + self.q_axis
-        many_rows, many_columns = shape[row_axis] > 1, shape[5 - row_axis] > 1
-        if many_columns:
-            return "tile" if many_rows else "columns"
-        return "rows" if many_rows else "scalar"
+        return side_arrays.kind(shape, self.q_axis)
 
     def buffers(self, stages: int, rows: int, columns: int) -> Streamed:
         """Shared memory for `rows` rows of all warpgroups together and `columns` columns."""
@@ -177,9 +171,7 @@ class SideInputs:
 
     def entry(self, shape, place: Place):
         """(batch entry, head) of a bias or mask that may be shared between several."""
-        repeat = self.problem.batch // shape[0]
-        entry = lax.div(place.batch, jnp.int32(repeat)) if shape[0] > 1 else 0
-        return entry, place.head if shape[1] > 1 else 0
+        return side_arrays.entry(self.problem, shape, place.batch, place.head)
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
@@ -203,18 +195,11 @@ class SideInputs:
 
     def hold_head(self, held: Held, gmem: Gmem, place: Place) -> Held:
         """`held` with what belongs to place.head."""
-        scalar = lambda x: None if x is None else x[place.batch, place.head]
-        keys = scalar(gmem.dropout_keys)
         return held._replace(
             keys=held.keys if self.q_axis else self.held_keys(gmem, place),
             bias=self.held(gmem.bias, self.problem.bias_shape, place),
             mask=self.held(gmem.mask, self.problem.mask_shape, place),
-            scalars=TileInputs(
-                slope=scalar(gmem.slopes),
-                score_params=tuple(map(scalar, gmem.score_params)),
-                mask_params=tuple(map(scalar, gmem.mask_params)),
-                dropout_key=None if keys is None else lax.convert_element_type(keys, jnp.uint32),
-            ),
+            scalars=side_arrays.scalars(gmem, place.batch, place.head),
         )
 
     def held(self, ref, shape, place: Place):

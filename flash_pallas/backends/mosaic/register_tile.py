@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import lax
 
 from ...core import dropout, scores
 from ...core.problem import AttentionSpec
@@ -62,6 +63,18 @@ class RegisterTile(Tile):
         of_queries, of_keys = self.per_q(q_keys), self.per_kv(kv_keys)
         rows, columns = (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
         return inline_modifiers.kept(rows, columns, dropout.threshold(rate))
+
+
+def alibi(position, key, falls):
+    """What ALiBi adds to scores whose rows have positions and slopes of their own, f32.
+
+    Args:
+        position: int32, of each element's query.
+        key: int32, of each element's key.
+        falls: f32, minus the slope of each element's head.
+    """
+    distance = lax.abs(position - key)
+    return lax.convert_element_type(distance, jnp.float32) * falls
 
 
 def logits(

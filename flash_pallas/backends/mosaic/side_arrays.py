@@ -11,6 +11,7 @@ from ...core import dropout
 from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import Operands, Problem
+from ...core.scores import TileInputs
 from ...core.softmax import LOG2E
 
 LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
@@ -54,6 +55,39 @@ def gmem(problem: Problem, q_axis: int, operands: Operands) -> Gmem:
         column_keys=column_keys,
         score_params=operands.score_params,
         mask_params=operands.mask_params,
+    )
+
+
+def kind(shape, q_axis: int) -> str | None:
+    """Of a bias or mask of this shape, or None: "scalar", "rows", "columns" or "tile".
+
+    It says what a tile of scores reads of it whose rows are queries (q_axis 0) or keys (1).
+    """
+    if shape is None:
+        return None
+    row_axis = 2 + q_axis
+    many_rows, many_columns = shape[row_axis] > 1, shape[5 - row_axis] > 1
+    if many_columns:
+        return "tile" if many_rows else "columns"
+    return "rows" if many_rows else "scalar"
+
+
+def entry(problem: Problem, shape, batch, head):
+    """(batch entry, head) of a bias or mask that may be shared between several."""
+    repeat = problem.batch // shape[0]
+    found = lax.div(batch, jnp.int32(repeat)) if shape[0] > 1 else 0
+    return found, head if shape[1] > 1 else 0
+
+
+def scalars(arrays: Gmem, batch, head) -> TileInputs:
+    """What a tile reads that is one number for each batch entry and head."""
+    scalar = lambda x: None if x is None else x[batch, head]
+    keys = scalar(arrays.dropout_keys)
+    return TileInputs(
+        slope=scalar(arrays.slopes),
+        score_params=tuple(map(scalar, arrays.score_params)),
+        mask_params=tuple(map(scalar, arrays.mask_params)),
+        dropout_key=None if keys is None else lax.convert_element_type(keys, jnp.uint32),
     )
 
 

@@ -9,7 +9,7 @@ online.py                  softmax of rows whose keys come block by block
 dkv.py dq.py               gradients; backward_arrays.py stream.py: what both have in common
 walk.py                    which blocks a tile goes through
 inputs.py                  what modifiers of scores read
-tiles.py products.py       shared memory, copies, products
+tiles.py products.py       shared memory, copies, products; kernel.py: every kernel has them
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 
 from ...core import padding
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
@@ -14,7 +13,7 @@ from ...core.decode import describe as describe_decode
 from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ..mosaic.stand_ins import UNSUPPORTED
+from ..mosaic.refusals import refusal
 from ..xla import XlaBackend
 from . import blocks as tiles
 from . import decode_blocks
@@ -25,7 +24,7 @@ from .decode_blocks import PortableDecodeBlocks
 from .dkv import dkv
 from .dq import dq
 from .forward import forward
-from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
+from .limits import DTYPES, HEAD_DIM_MULTIPLE
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
 
@@ -68,15 +67,7 @@ class PortableBackend:
         widest = max(problem.head_dim, problem.v_head_dim)
         if widest > tiles.WIDEST:
             return f"takes head dims up to {tiles.WIDEST}, not {widest}"
-        if problem.batch > MAX_GRID:
-            return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
-        if problem.bias_dtype == np.float64:
-            return "takes no float64 bias: cast it to float32"
-        for name in ("score_mod", "mask_mod"):
-            mod = getattr(problem.spec, name)
-            if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):
-                return f"cannot compile {', '.join(primitives)} of {name}"
-        return None
+        return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""

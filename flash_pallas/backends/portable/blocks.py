@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ...core.decode import DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
 from .tiles import buffer_bytes
@@ -68,7 +69,7 @@ def choose_blocks(problem: Problem, override: dict[str, Any] | None, shared: int
     return PortableBlocks(**chosen)
 
 
-def widths(problem: Problem) -> tuple[int, int]:
+def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
     """Columns of tiles of Q and K, and of V and O."""
     return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
 

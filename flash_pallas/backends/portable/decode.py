@@ -27,15 +27,16 @@ from ...core.mask import BlockRange
 from ...core.padding import pad_axis
 from ...core.problem import Outputs
 from ...core.scores import TileInputs
-from ..mosaic import inline, inline_modifiers
+from ..mosaic import inline, inline_modifiers, register_tile
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
 from . import decode_rows
-from .decode_blocks import PortableDecodeBlocks, row_tiles, widths
+from .blocks import widths
+from .decode_blocks import PortableDecodeBlocks, row_tiles
 from .inputs import load_vector
+from .kernel import Kernel
 from .online import Online, Rows, per_row
-from .products import Products
-from .tiles import Copies, Copy, buffer
+from .tiles import Copy, buffer
 from .walk import Steps
 
 
@@ -92,22 +93,12 @@ class Cta(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode:
+class Decode(Kernel):
     """One launch; the methods are the phases of a block."""
 
     problem: DecodeProblem
     blocks: PortableDecodeBlocks
     interpret: bool
-
-    @property
-    def products(self) -> Products:
-        """How tiles are multiplied."""
-        return Products(self.interpret)
-
-    @property
-    def copies(self) -> Copies:
-        """How tiles are moved."""
-        return Copies(self.interpret)
 
     @property
     def online(self) -> Online:
@@ -227,9 +218,8 @@ class Decode:
         bias = None
         if held.slope is not None:
             key = inline_modifiers.positions(s.shape, 1, first, self.interpret)
-            distance = lax.abs(per_row(held.position, s.shape) - key)
-            distance = lax.convert_element_type(distance, jnp.float32)
-            bias = distance * per_row(-held.slope, s.shape)
+            query = per_row(held.position, s.shape)
+            bias = register_tile.alibi(query, key, per_row(-held.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
         found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x

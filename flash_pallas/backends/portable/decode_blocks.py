@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.decode import MAX_SPLITS, DecodeProblem
-from ...core.integers import round_up
+from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.refusals import MAX_GRID
 from . import blocks as tiles
-from .limits import DTYPES, HEAD_DIM_MULTIPLE, MAX_GRID
-from .products import WARPGROUP_ROWS
+from .blocks import widths
+from .limits import DTYPES, HEAD_DIM_MULTIPLE
 from .tiles import buffer_bytes
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
@@ -31,11 +32,6 @@ class PortableDecodeBlocks:
     columns: int
     num_splits: int
     rows: int = WARPGROUP_ROWS
-
-
-def widths(problem: DecodeProblem) -> tuple[int, int]:
-    """Columns of tiles of Q and K, and of V and O."""
-    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
 
 
 def row_tiles(problem: DecodeProblem) -> int:

@@ -27,9 +27,9 @@ from ..mosaic.register_tile import RegisterTile
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes, widths
 from .inputs import Inputs, Place, load_vector
-from .products import Products
+from .kernel import Kernel
 from .stream import SLOTS, Stream, Tiles
-from .tiles import Copies, Copy, buffer
+from .tiles import Copy, buffer
 from .walk import Step, Steps, query_blocks
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
@@ -64,7 +64,7 @@ class Cta(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dkv:
+class Dkv(Kernel):
     """One launch; the methods are the phases of a block.
 
     Attributes:
@@ -75,16 +75,6 @@ class Dkv:
     tile: TileSizes
     wanted: tuple[str, ...]
     interpret: bool
-
-    @property
-    def products(self) -> Products:
-        """How tiles are multiplied."""
-        return Products(self.interpret)
-
-    @property
-    def copies(self) -> Copies:
-        """How tiles are moved."""
-        return Copies(self.interpret)
 
     @property
     def inputs(self) -> Inputs:

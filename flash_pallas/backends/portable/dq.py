@@ -25,9 +25,9 @@ from ..mosaic.register_tile import RegisterTile
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place, load_vector
-from .products import Products
+from .kernel import Kernel
 from .stream import SLOTS, Stream, Tiles
-from .tiles import Copies, Copy, buffer
+from .tiles import Copy, buffer
 from .walk import Steps, key_blocks
 
 
@@ -63,22 +63,12 @@ class Cta(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dq:
+class Dq(Kernel):
     """One launch; the methods are the phases of a block."""
 
     problem: Problem
     tile: TileSizes
     interpret: bool
-
-    @property
-    def products(self) -> Products:
-        """How tiles are multiplied."""
-        return Products(self.interpret)
-
-    @property
-    def copies(self) -> Copies:
-        """How tiles are moved."""
-        return Copies(self.interpret)
 
     @property
     def inputs(self) -> Inputs:

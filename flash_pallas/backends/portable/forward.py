@@ -28,9 +28,9 @@ from ..mosaic.register_tile import RegisterTile
 from ..mosaic.side_arrays import Gmem
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place
+from .kernel import Kernel
 from .online import SLACK, Online, Rows, per_row
-from .products import Products
-from .tiles import Copies, Copy, buffer
+from .tiles import Copy, buffer
 from .walk import Steps, key_blocks
 
 
@@ -79,22 +79,12 @@ class Cta(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class Forward(Kernel):
     """One launch; the methods are the phases of a block."""
 
     problem: Problem
     tile: TileSizes
     interpret: bool
-
-    @property
-    def products(self) -> Products:
-        """How tiles are multiplied."""
-        return Products(self.interpret)
-
-    @property
-    def copies(self) -> Copies:
-        """How tiles are moved."""
-        return Copies(self.interpret)
 
     @property
     def online(self) -> Online:

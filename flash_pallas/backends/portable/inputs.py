@@ -78,19 +78,12 @@ class Inputs:
 
     def hold(self, gmem: Gmem, place: Place) -> Held:
         """What does not depend on place.column_start."""
-        scalar = lambda x: None if x is None else x[place.batch, place.head]
-        keys = scalar(gmem.dropout_keys)
         return Held(
             segments=self._vector(gmem.row_segments, (place.batch,), place.rows, 0),
             keys=self._keys(gmem.row_keys, place, place.rows, 0),
             bias=self._held(gmem.bias, self.problem.bias_shape, place),
             mask=self._held(gmem.mask, self.problem.mask_shape, place),
-            scalars=TileInputs(
-                slope=scalar(gmem.slopes),
-                score_params=tuple(map(scalar, gmem.score_params)),
-                mask_params=tuple(map(scalar, gmem.mask_params)),
-                dropout_key=None if keys is None else lax.convert_element_type(keys, jnp.uint32),
-            ),
+            scalars=side_arrays.scalars(gmem, place.batch, place.head),
         )
 
     def read(self, held: Held, gmem: Gmem, place: Place, *, ids: bool = True) -> TileInputs:
@@ -120,21 +113,8 @@ class Inputs:
             mask=None if mask is None else mask != 0.0,
         )
 
-    def _kind(self, shape) -> str | None:
-        """Of a bias or mask: None, "scalar", "rows", "columns" or "tile"."""
-        if shape is None:
-            return None
-        row_axis = 2 + self.q_axis
-        many_rows, many_columns = shape[row_axis] > 1, shape[5 - row_axis] > 1
-        if many_columns:
-            return "tile" if many_rows else "columns"
-        return "rows" if many_rows else "scalar"
-
     def _entry(self, shape, place: Place):
-        """(batch entry, head) of a bias or mask that may be shared between several."""
-        repeat = self.problem.batch // shape[0]
-        entry = lax.div(place.batch, jnp.int32(repeat)) if shape[0] > 1 else 0
-        return entry, place.head if shape[1] > 1 else 0
+        return side_arrays.entry(self.problem, shape, place.batch, place.head)
 
     def _vector(self, ref, at, elements, axis: int) -> Any:
         """One value for each row (axis 0) or column (1) of a tile, or None."""
@@ -150,7 +130,7 @@ class Inputs:
         return self._vector(ref, at, elements, axis)
 
     def _held(self, ref, shape, place: Place):
-        kind = self._kind(shape)
+        kind = side_arrays.kind(shape, self.q_axis)
         if kind == "scalar":
             return ref[(*self._entry(shape, place), 0)]
         if kind == "rows":
@@ -159,7 +139,7 @@ class Inputs:
 
     def _wide(self, held, ref, shape, place: Place):
         """A bias or mask over a tile, f32."""
-        kind = self._kind(shape)
+        kind = side_arrays.kind(shape, self.q_axis)
         if kind is None:
             return None
         if kind in ("rows", "scalar"):

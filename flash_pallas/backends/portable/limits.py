@@ -9,4 +9,3 @@ from .tiles import UNIT_ELEMENTS
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units
-MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension

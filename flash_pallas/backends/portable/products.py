@@ -18,11 +18,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ..mosaic import inline
+from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.registers import at, coordinates, fragmented, i32_constant, pair
 from .tiles import UNIT, UNIT_ELEMENTS, columns_of, shared_address, thread
 
 STEP = 16  # summed elements of one mma
-WARPGROUP_ROWS = 64  # rows of an accumulator that four warps have, 16 each
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""What every kernel here works with."""
+
+from __future__ import annotations
+
+from .products import Products
+from .tiles import Copies
+
+
+class Kernel:
+    """Base of the dataclasses whose methods are the phases of a block.
+
+    Attributes:
+        interpret: run by the interpreter.
+    """
+
+    interpret: bool
+
+    @property
+    def products(self) -> Products:
+        """How tiles are multiplied."""
+        return Products(self.interpret)
+
+    @property
+    def copies(self) -> Copies:
+        """How tiles are moved."""
+        return Copies(self.interpret)
