@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,6 +45,14 @@ KINDS = {
         Kind("ulysses", "contiguous"),
     )
 }
+
+# Options beside causal that every strategy is checked with; "documents" packs that many.
+FEATURES = {
+    "dropout": {"dropout_rate": 0.1, "dropout_seed": 7},
+    "window and softcap": {"window": (700, 0), "softcap": 20.0},
+    "packed documents": {"documents": 5},
+}
+ERROR_FACTORS = {"o": 2.0} | dict.fromkeys(gate.BACKWARD, 3.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +102,9 @@ class Setting:
         make = functools.partial(gate.random_inputs, self.shape(length))
         return jax.jit(make, out_shardings=self.sharding(kind))()
 
-    def step(self, kind: Kind) -> Callable[..., Any]:
-        """(q, k, v, do) -> (o, (dq, dk, dv))."""
+    def step(self, kind: Kind, **options: Any) -> Callable[..., Any]:
+        """(q, k, v, do) -> (o, (dq, dk, dv)), with these options beside a causal mask."""
+        options = {"causal": True, "backend": self.backend} | options
         if kind.strategy is None:
             attend = flash_pallas.flash_attention
         else:
@@ -107,16 +117,15 @@ class Setting:
             )
 
         def forward_and_backward(q, k, v, do):
-            call = functools.partial(attend, causal=True, backend=self.backend)
-            o, pullback = jax.vjp(call, q, k, v)
+            o, pullback = jax.vjp(functools.partial(attend, **options), q, k, v)
             return o, pullback(do)
 
         return jax.jit(forward_and_backward)
 
-    def moved(self, kind: Kind, inputs: gate.Inputs) -> gate.Inputs:
+    def moved(self, kind: Kind, arrays) -> list[jax.Array]:
         """Arrays in order, as a kind wants them."""
         there = lambda x: to_zigzag(x, self.devices) if kind.layout == "zigzag" else x
-        return gate.Inputs(*(jax.device_put(there(x), self.sharding(kind)) for x in inputs))
+        return [jax.device_put(there(x), self.sharding(kind)) for x in arrays]
 
     def named(self, kind: Kind, results) -> dict[str, Any]:
         """Results of a step by the names of the gate, in order, on the first device."""
@@ -125,6 +134,27 @@ class Setting:
         first = self.mesh.devices.flat[0]
         alone = [back(jax.device_put(jax.device_get(x), first)) for x in (o, *gradients)]
         return dict(zip(("o", *gate.BACKWARD), alone, strict=True))
+
+    def feature_error(self, kind: Kind, name: str, length: int) -> float:
+        """Of a call with a feature, as a share of what is allowed: 1 is twice (gradients: three
+        times) the root mean square error of plain jnp attention in bfloat16."""
+        alone = KINDS[ALONE]
+        inputs = self.draw(alone, length)
+        options = dict(FEATURES[name])
+        here = lambda x: self.moved(kind, [x])[0]
+        if (documents := options.pop("documents", None)) is not None:
+            ids = jnp.arange(length)[None] * documents // length
+            options |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+        wide = (x.astype(jnp.float32) for x in inputs)
+        on_xla = self.step(alone, backend="xla", **options)
+        exact, plain = (self.named(alone, on_xla(*arrays)) for arrays in (wide, inputs))
+        moved = {n: here(x) if n.endswith("segment_ids") else x for n, x in options.items()}
+        found = self.named(kind, self.step(kind, **moved)(*self.moved(kind, inputs)))
+        rms = lambda x, y: float(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32) - y))))
+        return max(
+            rms(found[n], exact[n]) / (factor * rms(plain[n], exact[n]))
+            for n, factor in ERROR_FACTORS.items()
+        )
 
     def flops(self, length: int) -> int:
         """Of one step, forward and backward."""

@@ -82,6 +82,20 @@ class Run:
                 self.refused[kind] = f"wrong result: {self.used[kind]:.3g} times the allowed error"
         print(f"gate: { {k.name: self.refused.get(k, self.used.get(k)) for k in self.kinds} }")
 
+    def judge_features(self) -> None:
+        """A row for each kind and feature: how far it is from one device's result in float32."""
+        length = GATE_LENGTH * self.setting.devices
+        for kind, name in itertools.product(self.kinds, context.FEATURES):
+            if kind.strategy is None or kind in self.refused:
+                continue
+            fields: dict[str, Any] = {"kind": kind.name, "q_len": length, "feature": name}
+            fields |= dict.fromkeys(("refused", "gate"))
+            try:
+                fields["gate"] = self.setting.feature_error(kind, name, length)
+            except Exception as error:  # One's failure must not cost the others their numbers.
+                fields["refused"] = context.said(error)
+            self.row("feature", **fields)
+
     def send(self, length: int, measured: bool = True) -> None:
         """What is sent at this length, and in what time, measured or at published rates."""
         listed = {
@@ -302,6 +316,8 @@ def run(arguments) -> dict[str, Any]:
         return found
 
     this.judge()
+    if arguments.features:
+        this.judge_features()
     done = []
     for length, following in itertools.zip_longest(lengths, lengths[1:]):
         if time.monotonic() - begin > arguments.time_limit:
@@ -336,6 +352,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest-alone", type=int, default=2**17, help="that one GPU computes")
     parser.add_argument("--profile", type=int, default=2**17, help="the length that is profiled")
     parser.add_argument("--memory", type=float, default=141, help="of a GPU, GB; 0: do not ask")
+    parser.add_argument("--features", action="store_true", help="check dropout, windows, documents")
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; no length after")
     parser.add_argument("--rates", choices=RATES, default="measured")
     parser.add_argument("--backend", default="hopper")

@@ -223,6 +223,9 @@ def _parallel_tables(results: dict[str, Any]) -> str:
         body.append([*where(row), plan])
     head = ["GPUs", "longest T by XLA's plan, not run", "", "GiB of each"]
     found += [_grid(head, body)] if body else []
+    body = [[*where(row), row["feature"], number(row["gate"], 2)] for row in of("feature")]
+    head = ["GPUs", "T", "", "feature", "error, of what is allowed"]
+    found += [_grid(head, body)] if body else []
     found += [_shares(of("step")), *_rates(of("collective"))]
     for rates in _unique(run["rates"] for run in results["runs"]):
         found.append(f"Sending alone: {rates}.")
@@ -230,6 +233,7 @@ def _parallel_tables(results: dict[str, Any]) -> str:
         found.append(f"{run['gpus']} GPUs: {run['date']}, commit `{(run['commit'] or '?')[:12]}`.")
     refused = [row | {"provider": row["kind"]} for row in of("step")]
     refused += [row | {"provider": f"{row['name']} of {row['of']}"} for row in of("collective")]
+    refused += [row | {"provider": f"{row['kind']}, {row['feature']}"} for row in of("feature")]
     return "\n\n".join(found) + _reasons(refused)
 
 

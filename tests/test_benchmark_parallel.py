@@ -114,6 +114,17 @@ def test_the_longest_sequence_lies_on_a_line():
     assert context.fitting({8: 999, 16: 100 + 16, 32: 100 + 32}, 1000, 64) == 896
 
 
+@pytest.mark.parametrize("name", context.FEATURES)
+def test_a_feature_that_is_wrong_is_seen(monkeypatch, setting, name):
+    kind = KINDS["ring zigzag"]
+    assert 0 < setting.feature_error(kind, name, 64) <= 1
+    step = lambda self, kind, real=Setting.step, **options: (
+        real(self, kind) if kind.strategy else real(self, kind, **options)
+    )
+    monkeypatch.setattr(Setting, "step", step)  # the ring forgets it
+    assert setting.feature_error(kind, name, 64) > 1
+
+
 @pytest.mark.usefixtures("quickly")
 def test_a_run_to_its_tables(monkeypatch, tmp_path, devices):
     monkeypatch.setattr(run_parallel, "GATE_LENGTH", 16)
@@ -126,7 +137,7 @@ def test_a_run_to_its_tables(monkeypatch, tmp_path, devices):
     kinds = "one GPU,ring zigzag,ulysses contiguous"
     flags = ["--out", str(out), "--kinds", kinds, "--sizes", "4,2,8", "--backend", "xla"]
     flags += ["--lengths", "32,64", "--seconds", "0", "--memory", "0", "--gpus", "2"]
-    run_parallel.run(run_parallel.parse([*flags, "--profile", "64"]))
+    run_parallel.run(run_parallel.parse([*flags, "--profile", "64", "--features"]))
     found = results.load(out)
     steps = [row for row in found["rows"] if row["what"] == "step" and row["q_len"] == 64]
     rows = {row["kind"]: row for row in steps}
@@ -138,8 +149,10 @@ def test_a_run_to_its_tables(monkeypatch, tmp_path, devices):
     timed = [row for row in found["rows"] if row["what"] == "collective" and row["q_len"] == 64]
     assert timed and all(row["refused"] is None and row["gb_per_s"] > 0 for row in timed)
     assert ring["sending_ms"] > 0 and 0 < ring["bound"] <= 1
+    features = {row["feature"]: row["gate"] for row in found["rows"] if row["what"] == "feature"}
+    assert features.keys() == context.FEATURES.keys() and all(0 < g <= 1 for g in features.values())
     table = tables.render(found)
-    assert "| 2 | 64 | ring zigzag |" in table
+    assert "| 2 | 64 | ring zigzag |" in table and "| ring zigzag | dropout |" in table
     assert "- ulysses contiguous: wrong result" in table
     assert f"Sending alone: {collectives.RATES['measured']}." in table
 
