@@ -3,8 +3,8 @@
 One causal forward and backward of a sequence that is cut over the GPUs of a host, by every strategy
 side by side; wall time, as the GPUs of a step wait for each other. Every strategy must first pass
 the gate. Collectives are timed alone at the very sizes that the programs use (or reckoned, `--rates
-published`), and CUPTI says how much of them ran beside attention. Runs on different numbers of GPUs
-are parts of one file.
+published`), and CUPTI says how much of them ran beside attention. Runs on different numbers of GPUs,
+or of other lengths, are parts of one file.
 """
 
 from __future__ import annotations
@@ -274,20 +274,26 @@ _IN_HEAD = ("gpus", "what", "q_len", "kind")
 
 
 def merged(path: pathlib.Path, found: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """`found` with the rows of runs on other numbers of GPUs that the file has.
+    """`found` with the rows that the file has of other lengths, or other numbers of GPUs.
+
+    Each of its runs says which lengths are left of it.
 
     Raises:
         ValueError: they were taken on another kind of device.
     """
+    lengths = sorted({row["q_len"] for row in found["rows"]})
     ran = {name: found[name] for name in ("date", "commit", "versions")}
-    ran |= {"gpus": gpus, "rates": found["method"]["rates"]}
+    ran |= {"gpus": gpus, "rates": found["method"]["rates"], "lengths": lengths}
     rows, runs = found["rows"], [ran]
     if path.exists():
         old = results.load(path)
         if old["device"] != found["device"]:
             raise ValueError(f"{path} is of {old['device']}, not {found['device']}")
-        rows = [row for row in old["rows"] if row["gpus"] != gpus] + rows
-        runs = [run for run in old["runs"] if run["gpus"] != gpus] + runs
+        stays = lambda row_gpus, length: row_gpus != gpus or length not in lengths
+        rows = [row for row in old["rows"] if stays(row["gpus"], row["q_len"])] + rows
+        for run in old["runs"]:
+            left = [length for length in run["lengths"] if stays(run["gpus"], length)]
+            runs += [run | {"lengths": left}] if left else []
     by_gpus = lambda x: x["gpus"]
     return found | {"rows": sorted(rows, key=by_gpus), "runs": sorted(runs, key=by_gpus)}
 

@@ -227,10 +227,15 @@ def _parallel_tables(results: dict[str, Any]) -> str:
     head = ["GPUs", "T", "", "feature", "error, of what is allowed"]
     found += [_grid(head, body)] if body else []
     found += [_shares(of("step")), *_rates(of("collective"))]
-    for rates in _unique(run["rates"] for run in results["runs"]):
-        found.append(f"Sending alone: {rates}.")
+    timed = {(row["gpus"], row["q_len"]) for row in of("step")}
+    sent = [run for run in results["runs"] if timed & {(run["gpus"], n) for n in run["lengths"]}]
+    for rates in _unique(run["rates"] for run in sent):
+        gpus = _unique(str(run["gpus"]) for run in sent if run["rates"] == rates)
+        found.append(f"Sending alone, {' and '.join(gpus)} GPUs: {rates}.")
     for run in results["runs"]:
-        found.append(f"{run['gpus']} GPUs: {run['date']}, commit `{(run['commit'] or '?')[:12]}`.")
+        lengths = ", ".join(map(_thousands, run["lengths"]))
+        commit = (run["commit"] or "?")[:12]
+        found.append(f"{run['gpus']} GPUs, T = {lengths}: {run['date']}, commit `{commit}`.")
     refused = [row | {"provider": row["kind"]} for row in of("step")]
     refused += [row | {"provider": f"{row['name']} of {row['of']}"} for row in of("collective")]
     refused += [row | {"provider": f"{row['kind']}, {row['feature']}"} for row in of("feature")]

@@ -154,7 +154,7 @@ def test_a_run_to_its_tables(monkeypatch, tmp_path, devices):
     table = tables.render(found)
     assert "| 2 | 64 | ring zigzag |" in table and "| ring zigzag | dropout |" in table
     assert "- ulysses contiguous: wrong result" in table
-    assert f"Sending alone: {collectives.RATES['measured']}." in table
+    assert f"Sending alone, 2 GPUs: {collectives.RATES['measured']}." in table
 
 
 def test_no_rate_where_xla_left_some_out(monkeypatch, setting):
@@ -189,14 +189,15 @@ def test_memory_is_filled(monkeypatch, setting):
     assert ("ring zigzag", 4096 * 24) in asked  # does not fit
 
 
-def test_runs_on_other_numbers_of_gpus_are_kept(tmp_path):
+def test_runs_of_others_are_kept(tmp_path):
     path = tmp_path / "parallel.json"
-    for gpus, ms in ((4, 1.0), (2, 2.0), (4, 3.0)):
-        row = {"what": "step", "gpus": gpus, "ms": ms}
-        found = results.header("parallel", {"summary": "", "rates": str(gpus)}) | {"rows": [row]}
+    for gpus, length, ms in ((4, 32, 1.0), (2, 32, 2.0), (4, 32, 3.0), (4, 64, 4.0)):
+        row = {"what": "step", "gpus": gpus, "q_len": length, "ms": ms}
+        found = results.header("parallel", {"summary": "", "rates": str(ms)}) | {"rows": [row]}
         results.save(path, run_parallel.merged(path, found, gpus))
     found = results.load(path)
-    assert [(row["gpus"], row["ms"]) for row in found["rows"]] == [(2, 2.0), (4, 3.0)]
-    assert [(run["gpus"], run["rates"]) for run in found["runs"]] == [(2, "2"), (4, "4")]
+    assert [row["ms"] for row in found["rows"]] == [2.0, 3.0, 4.0]
+    runs = [(run["gpus"], run["lengths"], run["rates"]) for run in found["runs"]]
+    assert sorted(runs) == [(2, [32], "2.0"), (4, [32], "3.0"), (4, [64], "4.0")]
     with pytest.raises(ValueError, match="is of"):
         run_parallel.merged(path, found | {"device": "another"}, 2)
