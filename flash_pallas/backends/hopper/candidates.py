@@ -27,6 +27,7 @@ _FUSED = (
     {"block_q": 64},
     {"block_q": 64, "stages": 4, "do_stages": 4},
     {"stages": 3, "do_stages": 3},
+    {"stages": 2, "do_stages": 2},
     {"parts": 1},
 )
 _DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
