@@ -17,8 +17,7 @@ from .backends.xla import XlaBackend
 from .core.decode import DecodeProblem
 from .core.problem import Problem
 
-# In order of preference: "auto" takes the first that can run a problem and need not be named, and
-# xla can run them all.
+# In order of preference: "auto" takes the first that can run a problem, and xla can run them all.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (HopperBackend(), PortableBackend(), XlaBackend())
 }
@@ -46,7 +45,7 @@ def select(problem: Problem | DecodeProblem, name: str) -> Backend:
             raise UnsupportedByBackend(f"backend={name!r}: {reason}; {_way_out(problem, name)}")
         return BACKENDS[name]
     for backend in BACKENDS.values():
-        reason = _passed_over(backend, problem)
+        reason = _refusal(backend, problem)
         if reason is None:
             return backend
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
@@ -166,7 +165,7 @@ def explanation(
         else f"{chosen.name!r} can run and is preferred"
     )
     reasons = {
-        other.name: _passed_over(other, problem) or not_needed
+        other.name: _refusal(other, problem) or not_needed
         for other in BACKENDS.values()
         if other is not chosen
     }
@@ -201,13 +200,8 @@ def _refusal(backend: Backend, problem: Problem | DecodeProblem) -> str | None:
     return backend.unsupported(problem)
 
 
-def _passed_over(backend: Backend, problem: Problem | DecodeProblem) -> str | None:
-    """Why "auto" does not take it, or None."""
-    return _refusal(backend, problem) or backend.by_name_only
-
-
 def _way_out(problem: Problem | DecodeProblem, name: str) -> str:
-    able = [b.name for b in BACKENDS.values() if b.name != name and not _passed_over(b, problem)]
+    able = [b.name for b in BACKENDS.values() if b.name != name and not _refusal(b, problem)]
     return f"backend='auto' or {able[0]!r} can run this call"
 
 

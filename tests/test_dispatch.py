@@ -103,22 +103,15 @@ def test_hopper_comes_first_and_kernels_refuse_a_cpu():
             assert "compute capability" in fp.explain(Q, Q, Q).reasons[name]
 
 
-def test_a_backend_that_must_be_named(monkeypatch):
-    """ "auto" passes it over, and nobody is sent to it."""
-    shy = Picky()
-    object.__setattr__(shy, "by_name_only", "it is shy")
-    monkeypatch.setattr(dispatch, "BACKENDS", {"picky": shy, "xla": XlaBackend()})
-    assert dispatch.select(problem(), "auto").name == "xla"
-    assert dispatch.select(problem(), "picky").name == "picky"
-    assert fp.explain(Q, Q, Q).reasons["picky"] == "it is shy"
-
-
 @pytest.mark.parametrize(
-    ("capability", "hopper", "portable"),
-    [("9.0", None, None), ("8.0", "9.0", None), ("8.9", "9.0", None), ("12.0", "9.0", None),
-     ("7.5", "9.0", "8.0")],
-)  # fmt: skip
-def test_which_gpus_the_kernels_take(capability, hopper, portable, monkeypatch):
+    ("capability", "chosen", "hopper", "portable"),
+    [
+        ("9.0", "hopper", None, None),
+        *((of, "portable", "9.0", None) for of in ("8.0", "8.6", "8.9", "10.0", "10.3", "12.0")),
+        ("7.5", "xla", "9.0", "8.0"),
+    ],
+)
+def test_which_gpus_the_kernels_take(capability, chosen, hopper, portable, monkeypatch):
     device = types.SimpleNamespace(compute_capability=capability)
     described = problem()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -126,7 +119,6 @@ def test_which_gpus_the_kernels_take(capability, hopper, portable, monkeypatch):
     for name, reason in (("hopper", hopper), ("portable", portable)):
         found = dispatch.BACKENDS[name].unsupported(described)
         assert (found is None) == (reason is None) and (reason or "") in (found or "")
-    chosen = "hopper" if capability == "9.0" else "xla"
     assert dispatch.select(described, "auto").name == chosen
 
 

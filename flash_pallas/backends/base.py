@@ -18,11 +18,6 @@ class Backend(Protocol):
     name: str
 
     @property
-    def by_name_only(self) -> str | None:
-        """Why "auto" passes it over even where it can run, as a sentence; None: it does not."""
-        ...
-
-    @property
     def partitionable(self) -> bool:
         """XLA's partitioner may run it on parts of the batch and of the heads; see sharding.py."""
         ...

@@ -42,7 +42,6 @@ class HopperBackend:
     num_sms: int | None = None
     trades_registers: bool | None = None
     name = "hopper"
-    by_name_only = None
 
     @property
     def producer(self) -> bool:

@@ -43,10 +43,6 @@ class PortableBackend:
     capability: str | None = None
     multiprocessors: int | None = None
     name = "portable"
-    by_name_only = (
-        "it runs where backend='portable' asks for it: its kernels have been compiled for GPUs and "
-        "interpreted on a CPU, but not yet run on a GPU"
-    )
 
     @property
     def partitionable(self) -> bool:

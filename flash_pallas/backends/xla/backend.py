@@ -35,7 +35,6 @@ class XlaBackend:
     """The fallback that runs everywhere."""
 
     name = "xla"
-    by_name_only = None
     partitionable = True
 
     def unsupported(self, problem: Problem) -> str | None:
