@@ -36,10 +36,12 @@ class TileSizes:
     Attributes:
         rows: of a block of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
         columns: that stream by, a multiple of 16.
+        slots: 1 or 2 tiles of K and as many of V in the forward (key_stream.py); 1 elsewhere.
     """
 
     rows: int
     columns: int
+    slots: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
 def forward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
     """Q, whose room O takes in the end, K and V."""
     own = buffer_bytes(tile.rows, max(head_dims))
-    return own + sum(buffer_bytes(tile.columns, width) for width in head_dims)
+    return own + sum(buffer_bytes(tile.slots, tile.columns, width) for width in head_dims)
 
 
 def backward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..mosaic import inline
+from . import row_sums
 from .products import Products
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
@@ -23,7 +24,7 @@ class Rows(NamedTuple):
 
     o: Any  # f32[rows, Hv], relative to m
     m: Any  # f32[rows], largest logit, base 2
-    l: Any  # f32[rows, 8], parts of the sum of exp2(logit - m)
+    l: Any  # f32[rows], the sum of exp2(logit - m); see row_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Online:
         if not self.interpret:
             lowest = plgpu.layout_cast(lowest, inline.ROWS)
         zeros = Products(self.interpret).zeros
-        return Rows(zeros(rows, columns), lowest, zeros(rows, inline.LANE_COLS))
+        return Rows(zeros(rows, columns), lowest, row_sums.none(rows, self.interpret))
 
     def weighed(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]):
         """(weights, rows to which their product with V is to be added).
@@ -60,12 +61,12 @@ class Online:
         # A row that has seen no key is relative to 0: exp2(-inf), where -inf - -inf is a NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
         p = jnp.exp2(x * log2_scale - per_row(finite, x.shape))
-        sums = inline.lane_sums(p, self.interpret)
+        sums = row_sums.parts(p, self.interpret)
         p = narrowed(p)
 
         def rescaled():
             alpha = jnp.exp2(rows.m - finite)
-            return rows.o * per_row(alpha, rows.o.shape), rows.l * per_row(alpha, rows.l.shape)
+            return rows.o * per_row(alpha, rows.o.shape), rows.l * alpha
 
         o, l = lax.cond(grew > 0, rescaled, lambda: (rows.o, rows.l))
         return p, Rows(o, m, l + sums)
