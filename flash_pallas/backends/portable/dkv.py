@@ -94,7 +94,7 @@ class Dkv(Kernel):
         zeros = functools.partial(self.products.zeros, self.tile.rows)
         sums = Sums(*map(zeros, widths(self.problem)))
         sums = Sums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
-        sums = cta.steps.fold(functools.partial(self.step, cta), sums)
+        sums = cta.steps.fold(functools.partial(self.step, cta), sums, self.interpret)
         stream.end()
         self.finish(cta, out, sums)
 

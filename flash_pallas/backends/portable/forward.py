@@ -115,7 +115,7 @@ class Forward(Kernel):
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
         cta = cta._replace(held=held, stream=stream)
         no_keys = self.online.no_keys(self.tile.rows, widths(self.problem)[1])
-        rows = cta.steps.fold(functools.partial(self.step, cta), no_keys)
+        rows = cta.steps.fold(functools.partial(self.step, cta), no_keys, self.interpret)
         stream.end()
         self.finish(cta, rows)
 
@@ -154,6 +154,7 @@ class Forward(Kernel):
 
     def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
         """Fold one key block in."""
+        n = inline.unknown(n, self.interpret)
         kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
         cta.stream.begin(n)
