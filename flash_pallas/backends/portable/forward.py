@@ -30,7 +30,7 @@ from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place
 from .kernel import Kernel
 from .key_stream import KeyStream
-from .online import SLACK, Online, Rows, per_row
+from .online import LOWEST, SLACK, Online, Rows, per_row
 from .tiles import Copy, buffer
 from .walk import Steps, key_blocks
 
@@ -154,7 +154,7 @@ class Forward(Kernel):
 
     def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
         """Fold one key block in."""
-        n = inline.unknown(n, self.interpret)
+        n = inline.unknown(n, self.interpret)  # or LLVM carries sums with n from step to step
         kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
         cta.stream.begin(n)
@@ -205,7 +205,8 @@ class Forward(Kernel):
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
         cta.out.lse[cta.batch, cta.head, own] = lse
         if cta.out.most is not None:
-            cta.out.most[cta.batch, cta.head, own] = rows.m
+            none = jnp.full_like(rows.m, -jnp.inf)
+            cta.out.most[cta.batch, cta.head, own] = jnp.where(rows.m == LOWEST, none, rows.m)
 
 
 def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
