@@ -28,7 +28,7 @@ def f32_constant(x: float):
 
 
 def opaque(x):
-    """The same i32 or i64, of which the compiler knows nothing: sums with it stay where they are."""
+    """The same i32 or i64, of which LLVM knows nothing: sums with it stay where they are."""
     wide = x.type == ir.IntegerType.get_signless(64)
     code, constraints = ("mov.b64 $0, $1;", "=l,l") if wide else ("mov.b32 $0, $1;", "=r,r")
     return llvm.inline_asm(x.type, [x], code, constraints, has_side_effects=True)

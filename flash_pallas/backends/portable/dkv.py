@@ -85,7 +85,9 @@ class Dkv(Kernel):
         cta = self.place(gmem, smem)
         first, limit = cta.block * self.tile.rows, gmem.kv_length(self.problem, cta.batch)
         of = lambda array: array.at[cta.batch, :, cta.kv_head]
-        own = Copy(of(gmem.k), smem.k, first, limit), Copy(of(gmem.v), smem.v, first, limit)
+        own = [Copy(of(gmem.k), smem.k, first, limit)]
+        if "dk" in self.wanted:  # dP wants V
+            own.append(Copy(of(gmem.v), smem.v, first, limit))
         stream = Stream(self.copies, smem.q, smem.do, functools.partial(self.tiles, cta))
         self.copies.start(*own)
         stream.start()

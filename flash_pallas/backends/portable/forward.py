@@ -264,9 +264,9 @@ def grid(problem: Problem, blocks: int) -> dict[str, int]:
     """The axes of the launch, the last one the fastest.
 
     Query blocks of one head read the same keys, so they start together. Where their lengths differ,
-    those of all heads start longest first instead: head by head, the last head's longest block would
-    start when hardly any other work is left. With 64 heads of 32 blocks on 264 places it would end
-    60 steps of 256 after the others.
+    those of all heads start longest first instead. Head by head, the last head's longest block
+    would start when hardly any work is left: with 4 x 16 heads of 32 blocks on 264 places it would
+    end 60 steps of 256 after the others.
     """
     mask, heads = problem.spec.mask, {"head": problem.q_heads}
     if mask.right is not None and mask.left is None:

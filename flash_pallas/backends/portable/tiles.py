@@ -205,7 +205,7 @@ class _Units:
         tile = _sum(self.tile, (row, 2 * self.pitch), (column, UNIT))
         # All of the offset first: the start of an array is the same for all threads and need not
         # take two registers of each of them through the loop (8 bytes of the forward's spills).
-        zero = arith.constant(self.array.type, 0)
+        zero = arith.constant(ir.IntegerType.get_signless(64), 0)
         offset = opaque(_sum(zero, *self._row(index), (column, UNIT)))
         array = arith.addi(self.array, offset)
         left = arith.subi(self.limit, index)  # rows below the limit
