@@ -265,8 +265,8 @@ def grid(problem: Problem, blocks: int) -> dict[str, int]:
 
     Query blocks of one head read the same keys, so they start together. Where their lengths differ,
     those of all heads start longest first instead. Head by head, the last head's longest block
-    would start when hardly any work is left: with 4 x 16 heads of 32 blocks on 264 places it would
-    end 60 steps of 256 after the others.
+    starts when hardly any work is left: 4 x 16 heads of 32 blocks on 264 places then take 296 steps
+    for work of 256 (benchmarks/NOTES.md).
     """
     mask, heads = problem.spec.mask, {"head": problem.q_heads}
     if mask.right is not None and mask.left is None:
