@@ -154,7 +154,6 @@ class Forward(Kernel):
 
     def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
         """Fold one key block in."""
-        n = inline.unknown(n, self.interpret)  # or LLVM carries sums with n from step to step
         kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
         cta.stream.begin(n)
