@@ -11,7 +11,7 @@ import pytest
 from flash_pallas.backends.portable import PortableBackend, blocks
 from flash_pallas.backends.portable.blocks import TileSizes
 from flash_pallas.backends.portable.walk import Steps
-from flash_pallas.core.mask import BlockRange
+from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 ANYWHERE = PortableBackend(interpret=True, capability="8.6")
@@ -40,12 +40,41 @@ def test_tiles_fit(capability, head_dims):
         ({"dq": {"width": 3}}, r"blocks\['dq'\] has unknown fields \['width'\]"),
         ({"forward": {"rows": 96}}, "rows must be 64 or 128"),
         ({"forward": {"columns": 20}}, "columns a multiple of 16"),
+        ({"forward": {"slots": 3}}, "slots must be 1, or 2 of the forward"),
+        ({"dq": {"slots": 2}}, "slots must be 1, or 2 of the forward"),
         ({"forward": {"columns": 256}}, "bytes of shared memory of 100352: pass fewer"),
     ],
 )
 def test_tiles_that_cannot_be(override, message):
     with pytest.raises(ValueError, match=message):
         ANYWHERE.blocks(problem(128), override)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "tile"),
+    [
+        ("8.0", 64, (128, 128)),
+        ("8.6", 64, (128, 64)),  # two blocks of 128 x 128 take more than 100 KB
+        ("8.6", 32, (128, 128)),
+        ("8.9", 128, (128, 64)),
+        ("9.0", 256, (64, 64)),
+        ("8.0", 256, (64, 32)),  # two blocks of 64 x 64 take 202 KB of 164
+        ("12.0", 256, (64, 48)),
+        ("10.0", 128, (128, 32)),
+    ],
+)
+def test_the_forwards_tile_is_what_there_is_room_and_registers_for(capability, head_dim, tile):
+    found = PortableBackend(interpret=True, capability=capability).blocks(problem(head_dim), None)
+    assert (found.forward.rows, found.forward.columns) == tile
+
+
+def test_what_changes_scores_leaves_registers_for_fewer_columns():
+    plain = dataclasses.replace(problem(128), spec=AttentionSpec(scale=1.0, mask=Mask(right=0)))
+    columns = lambda described: ANYWHERE.blocks(described, None).forward.columns
+    spec = dataclasses.replace(plain.spec, softcap=30.0)
+    assert columns(plain) == 2 * columns(dataclasses.replace(plain, spec=spec))
+    window = dataclasses.replace(plain.spec, mask=Mask(left=64, right=0))
+    assert columns(plain) == 2 * columns(dataclasses.replace(plain, spec=window))
 
 
 def test_tiles_of_the_caller():
@@ -94,7 +123,7 @@ def test_steps_go_through_every_zone_with_every_head(zones, group):
         return count + 1
 
     with jax.disable_jit():
-        total = steps.fold(note, 0)
+        total = steps.fold(note, 0, interpret=True)
     assert total == len(expected) and found == [masked for *_, masked in expected]
     for n, (member, block, _) in enumerate(expected):
         step = steps[n]

@@ -38,7 +38,7 @@ def test_other_tiles(name):
     """Sizes that a caller may ask for: everything is as it was."""
     (case,) = (case for case in CASES if case.name == name)
     blocks = {
-        "forward": {"rows": 64, "columns": 48},
+        "forward": {"rows": 64, "columns": 48, "slots": 2},
         "dkv": {"rows": 128, "columns": 16},
         "dq": {"rows": 128, "columns": 32},
     }

@@ -25,6 +25,7 @@ from .registers import (
     fragmented,
     i32_constant,
     of_some_lane,
+    opaque,
     splat,
 )
 
@@ -290,3 +291,22 @@ def warpgroup_barrier(interpret: bool):
     """Every warp of the warpgroup has come here."""
     if not interpret:
         plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
+
+
+def _unknown_body(_, x):
+    return mgpu.FragmentedArray.splat(opaque(splat(x)), (), is_signed=True)
+
+
+def unknown(x, interpret: bool):
+    """The same int32, of which the compiler knows nothing.
+
+    As the end of a loop it keeps one of a few steps, or of one, from being unrolled.
+    """
+    x = jnp.int32(x)
+    if interpret:
+        return x
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )(_unknown_body)
+    return run(x)

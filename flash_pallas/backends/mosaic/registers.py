@@ -28,9 +28,10 @@ def f32_constant(x: float):
 
 
 def opaque(x):
-    """The same i32, of which the compiler knows nothing: sums with it stay where they are used."""
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+    """The same i32 or i64, of which LLVM knows nothing: sums with it stay where they are."""
+    wide = x.type == ir.IntegerType.get_signless(64)
+    code, constraints = ("mov.b64 $0, $1;", "=l,l") if wide else ("mov.b32 $0, $1;", "=r,r")
+    return llvm.inline_asm(x.type, [x], code, constraints, has_side_effects=True)
 
 
 def elements(register) -> int:

@@ -49,11 +49,6 @@ class PortableBackend:
         """Not under the interpreter, whose callbacks the partitioner would drop."""
         return not self.interpret
 
-    @property
-    def shared_memory(self) -> int:
-        """Bytes that a block may have."""
-        return tiles.SHARED_MEMORY.get(self.capability or _capability(), tiles.SMALLEST)
-
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason()):
@@ -67,7 +62,7 @@ class PortableBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
-        return choose_blocks(problem, override, self.shared_memory)
+        return choose_blocks(problem, override, self.capability or _capability())
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """None: nobody has timed others on a GPU yet."""
@@ -122,7 +117,8 @@ class PortableBackend:
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Tile sizes and the number of ranges; see decode_blocks.py."""
         multiprocessors = self.multiprocessors or _multiprocessors()
-        return decode_blocks.choose(problem, multiprocessors, self.shared_memory)
+        shared = tiles.shared_memory(self.capability or _capability())
+        return decode_blocks.choose(problem, multiprocessors, shared)
 
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands

@@ -27,6 +27,9 @@ RESERVED = 1024  # bytes that are kept for each block; a block that asks for the
 WIDEST = 256  # head dim
 MOST_COLUMNS = 256  # side_arrays.LONGEST_TILE: vectors are padded for no longer tiles
 FEWEST_COLUMNS = 16  # of a tile: one mma sums as many
+# From 10.0 on additions of two neighbours are one instruction on pairs of registers. On 10.0 the
+# forward then spills 120 to 320 bytes with the tiles of _PLAIN; on 12.0 it spills none.
+PAIRS = "10."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +39,12 @@ class TileSizes:
     Attributes:
         rows: of a block of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
         columns: that stream by, a multiple of 16.
+        slots: 1 or 2 tiles of K and as many of V in the forward (key_stream.py); 1 elsewhere.
     """
 
     rows: int
     columns: int
+    slots: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,22 +56,29 @@ class PortableBlocks:
     dq: TileSizes
 
 
-def choose_blocks(problem: Problem, override: dict[str, Any] | None, shared: int) -> PortableBlocks:
-    """Tile sizes, which fit on every GPU, with fields of `override` put in.
+def choose_blocks(
+    problem: Problem, override: dict[str, Any] | None, capability: str
+) -> PortableBlocks:
+    """Tile sizes, with fields of `override` put in.
 
     Args:
         problem: what is computed.
         override: by kernel, fields of TileSizes.
-        shared: bytes of shared memory that a block may have.
+        capability: of the GPU, such as "8.0".
 
     Raises:
         ValueError: an unknown kernel or field, or sizes that the kernels cannot take.
     """
     head_dims = widths(problem)
-    chosen = _choose(problem)
+    chosen, shared = _choose(problem, capability), shared_memory(capability)
     for name, fields in (override or {}).items():
         chosen[name] = _overridden(name, fields, chosen, head_dims, shared)
     return PortableBlocks(**chosen)
+
+
+def shared_memory(capability: str) -> int:
+    """Bytes that a block may have."""
+    return SHARED_MEMORY.get(capability, SMALLEST)
 
 
 def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
@@ -77,7 +89,7 @@ def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
 def forward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
     """Q, whose room O takes in the end, K and V."""
     own = buffer_bytes(tile.rows, max(head_dims))
-    return own + sum(buffer_bytes(tile.columns, width) for width in head_dims)
+    return own + sum(buffer_bytes(tile.slots, tile.columns, width) for width in head_dims)
 
 
 def backward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
@@ -87,26 +99,59 @@ def backward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
     return own + buffer_bytes(2, tile.columns, width) + buffer_bytes(tile.columns, v_width)
 
 
-# Tiles by the largest head dim: those without spills, causal or not (compile report; on 10.0, where
-# kernels take more registers, the causal forward of 128 spills 96 bytes and dK of 256 has 8). What
-# streams by is read from shared memory once for every 64 rows, so the forward has 128 where they
-# and the accumulator fit in 255 registers. With 64 columns at head dim 128 it spills 8 to 60 bytes,
-# and dK/dV 12 to 64.
+# Tiles by the largest head dim: those without spills with any modifiers, causal or not (compile
+# report), on every GPU. What streams by is read from shared memory once for every 64 rows, so the
+# forward has 128 where they and the accumulator fit in 255 registers.
 _TILES = {
     64: {"forward": TileSizes(128, 64), "dkv": TileSizes(64, 64), "dq": TileSizes(64, 64)},
     128: {"forward": TileSizes(128, 32), "dkv": TileSizes(64, 32), "dq": TileSizes(64, 32)},
     WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
 }
+# The forward's where nothing but a mask or lengths changes scores: 3 to 9 % faster on an H200 than
+# those above (benchmarks/NOTES.md). The first of which a multiprocessor holds two blocks, else the
+# first that fits: four warps alone are one for each scheduler, and nothing runs while it waits.
+_PLAIN = {
+    64: (TileSizes(128, 128), TileSizes(128, 64)),
+    128: (TileSizes(128, 64),),
+    192: (TileSizes(64, 64), TileSizes(64, 48)),
+    WIDEST: (TileSizes(64, 64), TileSizes(64, 48), TileSizes(64, 32)),
+}
 BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
-def _choose(problem: Problem) -> dict[str, TileSizes]:
+def _choose(problem: Problem, capability: str) -> dict[str, TileSizes]:
     limit = max(widths(problem))
     chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
+    if _is_plain(problem) and not capability.startswith(PAIRS):
+        tiles = next(tiles for widest, tiles in _PLAIN.items() if limit <= widest)
+        chosen["forward"] = _roomy(problem, tiles, shared_memory(capability))
     if not _crowded(problem):
         return chosen
     half = lambda tile: dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
     return {name: half(tile) for name, tile in chosen.items()}
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Scores are those of Q and K, but for what a mask or lengths hide.
+
+    A window's tiles are masked at both ends, which is wasted work where they are wide, and a third
+    loop over keys: 28 bytes of spills with 128 columns on 9.0, 160 with 64 at head dim 128.
+    """
+    spec = problem.spec
+    changed = (spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None)
+    if any(x is not None for x in (*changed, spec.mask.left)):
+        return False
+    return not problem.features & {"bias", "mask", "alibi_slopes", "q_segments", "kv_lengths"}
+
+
+def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileSizes:
+    """The first of which two blocks find room, else the first of which one does."""
+    for blocks in (2, 1):
+        for tile in tiles:
+            taken = forward_bytes(tile, widths(problem)) + 2 * RESERVED
+            if blocks * taken <= shared + RESERVED:
+                return tile
+    raise AssertionError(f"{problem}: a block must have {shared} bytes of shared memory or fewer")
 
 
 def _crowded(problem: Problem) -> bool:
@@ -133,6 +178,8 @@ def _overridden(name, fields, chosen, head_dims, shared: int) -> TileSizes:
             f"blocks[{name!r}] has unknown fields {unknown}: there are {sorted(known)}"
         )
     tile = dataclasses.replace(chosen[name], **fields)
+    if tile.slots not in ((1, 2) if name == "forward" else (1,)):
+        raise ValueError(f"blocks[{name!r}] is {tile}: slots must be 1, or 2 of the forward")
     if tile.rows not in (64, 128) or tile.columns % 16 or not 0 < tile.columns <= MOST_COLUMNS:
         raise ValueError(
             f"blocks[{name!r}] is {tile}: rows must be 64 or 128, columns a multiple of 16 up to "

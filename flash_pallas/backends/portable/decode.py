@@ -30,7 +30,7 @@ from ...core.scores import TileInputs
 from ..mosaic import inline, inline_modifiers, register_tile
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
-from . import decode_rows
+from . import decode_rows, row_sums
 from .blocks import widths
 from .decode_blocks import PortableDecodeBlocks, row_tiles
 from .inputs import load_vector
@@ -118,7 +118,7 @@ class Decode(Kernel):
         self.copies.arrived(own, pending=1)
         held = self.hold(cta)
         no_keys = self.online.no_keys(self.blocks.rows, widths(self.problem)[1])
-        rows = cta.steps.fold(functools.partial(self.step, cta, held), no_keys)
+        rows = cta.steps.fold(functools.partial(self.step, cta, held), no_keys, self.interpret)
         self.copies.arrived()
         self.finish(cta, rows)
 
@@ -232,7 +232,7 @@ class Decode(Kernel):
 
     def finish(self, cta: Cta, rows: Rows):
         """Divide by the sums and write O and the log-sum-exp of this range."""
-        inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1))
+        inverse, lse = softmax.finish(rows.m, row_sums.joined(rows.l, self.interpret))
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
         decode_rows.store(o, cta.out.o.at[at], cta.first_row, self.interpret)

@@ -85,7 +85,9 @@ class Dkv(Kernel):
         cta = self.place(gmem, smem)
         first, limit = cta.block * self.tile.rows, gmem.kv_length(self.problem, cta.batch)
         of = lambda array: array.at[cta.batch, :, cta.kv_head]
-        own = Copy(of(gmem.k), smem.k, first, limit), Copy(of(gmem.v), smem.v, first, limit)
+        own = [Copy(of(gmem.k), smem.k, first, limit)]
+        if "dk" in self.wanted:  # dP wants V
+            own.append(Copy(of(gmem.v), smem.v, first, limit))
         stream = Stream(self.copies, smem.q, smem.do, functools.partial(self.tiles, cta))
         self.copies.start(*own)
         stream.start()
@@ -94,7 +96,7 @@ class Dkv(Kernel):
         zeros = functools.partial(self.products.zeros, self.tile.rows)
         sums = Sums(*map(zeros, widths(self.problem)))
         sums = Sums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
-        sums = cta.steps.fold(functools.partial(self.step, cta), sums)
+        sums = cta.steps.fold(functools.partial(self.step, cta), sums, self.interpret)
         stream.end()
         self.finish(cta, out, sums)
 

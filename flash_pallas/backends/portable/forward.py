@@ -1,8 +1,7 @@
 """Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
 
 A block of four warps owns a tile of queries of one head and folds the key blocks they see into O,
-which stays in registers. Shared memory has room for one tile of K and one of V: V is on its way
-while S is computed, and the next K while O is.
+which stays in registers. When tiles of K and V are on their way: key_stream.py.
 
     S = Q K^T, softmax in registers, O += P V
 """
@@ -26,10 +25,12 @@ from ..mosaic import inline, register_tile
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.side_arrays import Gmem
+from . import row_sums
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place
 from .kernel import Kernel
-from .online import SLACK, Online, Rows, per_row
+from .key_stream import KeyStream
+from .online import LOWEST, SLACK, Online, Rows, per_row
 from .tiles import Copy, buffer
 from .walk import Steps, key_blocks
 
@@ -58,8 +59,8 @@ class Smem(NamedTuple):
     """Shared memory."""
 
     q: Any  # [rows, the wider head dim], in the end O
-    k: Any  # [columns, H]
-    v: Any  # [columns, Hv]
+    k: Any  # [slots, columns, H]
+    v: Any  # [slots, columns, Hv]
 
 
 class Cta(NamedTuple):
@@ -76,6 +77,7 @@ class Cta(NamedTuple):
     kv_length: Any  # keys there are
     held: Held = Held()
     steps: Any = None  # through blocks of keys
+    stream: Any = None  # of their tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +108,15 @@ class Forward(Kernel):
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
         q = gmem.q.at[cta.batch, :, cta.head]
         own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
+        stream = KeyStream(self.copies, smem.k, smem.v, functools.partial(self.load, cta))
         self.copies.start(own)
-        self.copies.start(self.load(cta, "k", 0))
+        stream.start()
         self.copies.arrived(own, pending=1)
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
+        cta = cta._replace(held=held, stream=stream)
         no_keys = self.online.no_keys(self.tile.rows, widths(self.problem)[1])
-        rows = cta.steps.fold(functools.partial(self.step, cta._replace(held=held)), no_keys)
-        self.copies.arrived()
+        rows = cta.steps.fold(functools.partial(self.step, cta), no_keys, self.interpret)
+        stream.end()
         self.finish(cta, rows)
 
     def place(self, gmem: Arrays, out: Out, smem: Smem) -> Cta:
@@ -134,12 +138,12 @@ class Forward(Kernel):
             kv_length=self.problem.kv_len if lengths is None else lengths[batch],
         )
 
-    def load(self, cta: Cta, name: str, n) -> Copy:
-        """Of K or V in the n-th step."""
+    def load(self, cta: Cta, name: str, n, tile) -> Copy:
+        """Of K or V in the n-th step, to a tile in shared memory."""
         step = cta.steps[n]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
         limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
-        return Copy(source, getattr(cta.smem, name), step.block * self.tile.columns, limit)
+        return Copy(source, tile, step.block * self.tile.columns, limit)
 
     def at(self, cta: Cta, kv_block) -> Place:
         """The tile of scores of a key block."""
@@ -150,17 +154,14 @@ class Forward(Kernel):
 
     def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
         """Fold one key block in."""
-        k, v = (self.load(cta, name, n) for name in ("k", "v"))
         kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
-        self.copies.arrived(k)
-        self.copies.start(v)
+        cta.stream.begin(n)
         zeros = self.products.zeros(self.tile.rows, self.tile.columns)
-        s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
-        self.copies.arrived(v)
-        self.copies.start(self.load(cta, "k", n + 1))
+        s = self.products.add(zeros, cta.smem.q, cta.stream.slot("k", n), transposed=True)
+        cta.stream.second(n)
         p, rows = self.softmax(cta, kv_block, inputs, s, rows, masked=masked)
-        return rows._replace(o=self.products.add(rows.o, p, cta.smem.v))
+        return rows._replace(o=self.products.add(rows.o, p, cta.stream.slot("v", n)))
 
     def softmax(self, cta: Cta, kv_block, inputs, s, rows: Rows, *, masked: bool):
         """(weights in 16 bits after dropout, rows) of a tile of products."""
@@ -192,7 +193,7 @@ class Forward(Kernel):
         if sinks is not None:
             sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], rows.m.shape, ())
             sink = sink if self.interpret else plgpu.layout_cast(sink, inline.ROWS)
-        inverse, lse = softmax.finish(rows.m, rows.l.sum(axis=1), sink)
+        inverse, lse = softmax.finish(rows.m, row_sums.joined(rows.l, self.interpret), sink)
         if spec.dropout_rate:
             inverse = inverse * dropout.gain(spec.dropout_rate)
         first = cta.block * self.tile.rows
@@ -203,7 +204,8 @@ class Forward(Kernel):
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
         cta.out.lse[cta.batch, cta.head, own] = lse
         if cta.out.most is not None:
-            cta.out.most[cta.batch, cta.head, own] = rows.m
+            none = jnp.full_like(rows.m, -jnp.inf)
+            cta.out.most[cta.batch, cta.head, own] = jnp.where(rows.m == LOWEST, none, rows.m)
 
 
 def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
@@ -227,14 +229,14 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
     )
     smem = Smem(
         q=buffer((tile.rows, max(width, v_width)), problem.dtype),
-        k=buffer((tile.columns, width), problem.dtype),
-        v=buffer((tile.columns, v_width), problem.dtype),
+        k=buffer((tile.slots, tile.columns, width), problem.dtype),
+        v=buffer((tile.slots, tile.columns, v_width), problem.dtype),
     )
     run = launch(
         Forward(problem, tile, interpret),
         out=(out,),
         scratch=(smem,),
-        grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
+        grid=grid(problem, blocks),
         threads=1,
         name="flash_pallas_portable_forward",
         interpret=interpret,
@@ -255,3 +257,17 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
     )
     most = None if found.most is None else found.most[:, :, : problem.q_len]
     return Outputs(found.o[:, : problem.q_len], found.lse[:, :, : problem.q_len], most)
+
+
+def grid(problem: Problem, blocks: int) -> dict[str, int]:
+    """The axes of the launch, the last one the fastest.
+
+    Query blocks of one head read the same keys, so they start together. Where their lengths differ,
+    those of all heads start longest first instead. Head by head, the last head's longest block
+    starts when hardly any work is left: 4 x 16 heads of 32 blocks on 264 places then take 296 steps
+    for work of 256 (benchmarks/NOTES.md).
+    """
+    mask, heads = problem.spec.mask, {"head": problem.q_heads}
+    if mask.right is not None and mask.left is None:
+        return {"batch": problem.batch, "q": blocks, **heads}
+    return {"batch": problem.batch, **heads, "q": blocks}

@@ -11,19 +11,24 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..mosaic import inline
+from . import row_sums
 from .products import Products
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
 # float16 holds, and most steps save a multiplication per element of O.
 SLACK = 8.0
 
+# The largest logit before the first key. -inf would have to be told from a number in every step, as
+# -inf - -inf is a NaN: 8 instructions, and 4 registers with 128 rows. No sum tells the two apart.
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
 
 class Rows(NamedTuple):
     """What is known of each query after some key blocks."""
 
     o: Any  # f32[rows, Hv], relative to m
-    m: Any  # f32[rows], largest logit, base 2
-    l: Any  # f32[rows, 8], parts of the sum of exp2(logit - m)
+    m: Any  # f32[rows], largest logit, base 2; LOWEST where none was seen
+    l: Any  # f32[rows], the sum of exp2(logit - m); see row_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +45,11 @@ class Online:
 
     def no_keys(self, rows: int, columns: int) -> Rows:
         """Before the first key block; O has so many columns."""
-        lowest = jnp.full((rows,), -jnp.inf, jnp.float32)
+        lowest = jnp.full((rows,), LOWEST, jnp.float32)
         if not self.interpret:
             lowest = plgpu.layout_cast(lowest, inline.ROWS)
         zeros = Products(self.interpret).zeros
-        return Rows(zeros(rows, columns), lowest, zeros(rows, inline.LANE_COLS))
+        return Rows(zeros(rows, columns), lowest, row_sums.none(rows, self.interpret))
 
     def weighed(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]):
         """(weights, rows to which their product with V is to be added).
@@ -57,15 +62,13 @@ class Online:
         """
         most = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
         m, grew = inline.lazy_max(rows.m, most, self.slack, self.interpret)
-        # A row that has seen no key is relative to 0: exp2(-inf), where -inf - -inf is a NaN.
-        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
-        p = jnp.exp2(x * log2_scale - per_row(finite, x.shape))
-        sums = inline.lane_sums(p, self.interpret)
+        p = jnp.exp2(x * log2_scale - per_row(m, x.shape))
+        sums = row_sums.parts(p, self.interpret)
         p = narrowed(p)
 
         def rescaled():
-            alpha = jnp.exp2(rows.m - finite)
-            return rows.o * per_row(alpha, rows.o.shape), rows.l * per_row(alpha, rows.l.shape)
+            alpha = jnp.exp2(rows.m - m)
+            return rows.o * per_row(alpha, rows.o.shape), rows.l * alpha
 
         o, l = lax.cond(grew > 0, rescaled, lambda: (rows.o, rows.l))
         return p, Rows(o, m, l + sums)

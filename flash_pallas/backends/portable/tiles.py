@@ -203,7 +203,11 @@ class _Units:
         """Units of the rows (start - at) / units of a row after `row`, for each start."""
         index = arith.addi(self.first, row)
         tile = _sum(self.tile, (row, 2 * self.pitch), (column, UNIT))
-        array = _sum(self.array, *self._row(index), (column, UNIT))
+        # All of the offset first: the start of an array is the same for all threads and need not
+        # take two registers of each of them through the loop (8 bytes of the forward's spills).
+        zero = arith.constant(ir.IntegerType.get_signless(64), 0)
+        offset = opaque(_sum(zero, *self._row(index), (column, UNIT)))
+        array = arith.addi(self.array, offset)
         left = arith.subi(self.limit, index)  # rows below the limit
         if self.columns < self.pitch - UNIT_ELEMENTS:
             held = _less(column, i32_constant(self.columns // UNIT_ELEMENTS))

@@ -1,0 +1,74 @@
+"""Sums of the rows of a tile: a thread adds up its own columns, and lanes meet after the last tile.
+
+A row's columns lie in four lanes. A part per row takes half the registers of inline.lane_sums,
+whose parts are those of even and of odd columns: 4 of 8 with 128 rows, where the forward has none
+to spare (60 bytes of spills became 20: head dim 128, causal, 64 keys, sm_80).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ..mosaic.inline import ROWS, WGMMA
+from ..mosaic.registers import at, coordinates, fragmented
+
+
+def none(rows: int, interpret: bool):
+    """Of no tile."""
+    zeros = jnp.zeros((rows,), jnp.float32)
+    return zeros if interpret else plgpu.layout_cast(zeros, ROWS)
+
+
+def parts(tile, interpret: bool):
+    """f32[rows]: in each lane the sum of its own columns; under the interpreter of all columns."""
+    if interpret:
+        return tile.sum(axis=1)
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape[:1], jnp.float32, ROWS),
+    )(_parts_body)
+    return run(tile)
+
+
+def joined(sums, interpret: bool):
+    """f32[rows], the sums of what each lane has."""
+    if interpret:
+        return sums
+    run = plgpu.inline_mgpu(
+        arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, ROWS)
+    )(_joined_body)
+    return run(sums)
+
+
+def _parts_body(_, tile):
+    layout, found = ROWS.to_mgpu(), {}
+    for index, row, _ in coordinates(tile.shape, tile.layout):
+        register = tile.registers[index]
+        found.setdefault(row, []).extend(at(register, e) for e in (0, 1))
+    registers = np.empty(layout.registers_shape(tile.shape[:1]), dtype=object)
+    strides = layout.tiling.tile_strides((1,))
+    for index in np.ndindex(*registers.shape):
+        row = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        registers[index] = _single(functools.reduce(arith.addf, found[row]))
+    return fragmented(registers, layout)
+
+
+def _joined_body(_, sums):
+    registers = sums.registers.copy()
+    for index in np.ndindex(*registers.shape):
+        total = at(registers[index], 0)
+        for distance in (1, 2):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        registers[index] = _single(total)
+    return fragmented(registers, sums.layout)
+
+
+def _single(x):
+    return vector.broadcast(ir.VectorType.get((1,), x.type), x)
