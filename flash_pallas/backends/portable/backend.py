@@ -24,6 +24,8 @@ from .decode_blocks import PortableDecodeBlocks
 from .dkv import dkv
 from .dq import dq
 from .forward import forward
+from .fused import fused
+from .fused_blocks import FusedSizes
 from .limits import DTYPES, HEAD_DIM_MULTIPLE
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
@@ -53,11 +55,6 @@ class PortableBackend:
         """Not under the interpreter, whose callbacks the partitioner would drop."""
         return not self.interpret
 
-    @property
-    def shared_memory(self) -> int:
-        """Bytes that a block may have."""
-        return tiles.SHARED_MEMORY.get(self.capability or _capability(), tiles.SMALLEST)
-
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason()):
@@ -71,7 +68,7 @@ class PortableBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
         """Tile sizes of the kernels that would run; see blocks.py."""
-        return choose_blocks(problem, override, self.shared_memory)
+        return choose_blocks(problem, override, self.capability or _capability())
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """None: nobody has timed others on a GPU yet."""
@@ -91,7 +88,7 @@ class PortableBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients, the same bits in every run.
+        """Gradients; which kernels run is in `blocks`.
 
         Those of what is `wanted` beside q, k and v are computed by the xla backend, in blocks.
         """
@@ -101,9 +98,15 @@ class PortableBackend:
         cotangents = cotangents._replace(do=pad_axis(do, 3, _head_dim(problem.v_head_dim)))
         padded, operands = describe_padded(problem), _padded(operands)
         arrays = BackwardArrays.of(operands, cotangents)
-        dk, dv = dkv(padded, blocks.dkv, operands, arrays, self.interpret)
+        given = operands, arrays, self.interpret
+        tile = blocks.backward
+        if isinstance(tile, FusedSizes):
+            of_q, dk, dv = fused(padded, tile, *given)
+        else:
+            dk, dv = dkv(padded, tile.dkv, *given)
+            of_q = dq(padded, tile.dq, *given)
         return Grads(
-            dq(padded, blocks.dq, operands, arrays, self.interpret)[..., : problem.head_dim],
+            of_q[..., : problem.head_dim],
             dk[..., : problem.head_dim],
             dv[..., : problem.v_head_dim],
             **extra,
@@ -126,7 +129,8 @@ class PortableBackend:
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Tile sizes and the number of ranges; see decode_blocks.py."""
         multiprocessors = self.multiprocessors or _multiprocessors()
-        return decode_blocks.choose(problem, multiprocessors, self.shared_memory)
+        shared = tiles.shared_memory(self.capability or _capability())
+        return decode_blocks.choose(problem, multiprocessors, shared)
 
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
