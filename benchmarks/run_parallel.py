@@ -3,8 +3,8 @@
 One causal forward and backward of a sequence that is cut over the GPUs of a host, by every strategy
 side by side; wall time, as the GPUs of a step wait for each other. Every strategy must first pass
 the gate. Collectives are timed alone at the very sizes that the programs use (or reckoned, `--rates
-published`), and CUPTI says how much of them ran beside attention. Runs on different numbers of GPUs,
-or of other lengths, are parts of one file.
+published`), and CUPTI says how much of them ran beside attention. Runs on different numbers of
+GPUs, or of other lengths, are parts of one file.
 """
 
 from __future__ import annotations

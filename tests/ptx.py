@@ -207,6 +207,8 @@ class Machine:
             (self._multiply, "mma.sync"),
             (self._store, "st."),
             (self._read, "ld.shared"),
+            (self._read_floats, "ld.global"),
+            (self._add, "red.global.add"),
         ):
             if name.startswith(start):
                 return run(code, operands, offsets)
@@ -279,6 +281,23 @@ class Machine:
             found[:, thread] = self.shared.read(address[thread] + offset, 16).view(np.uint32)
         return list(found)
 
+    def _add(self, code, operands, offsets):
+        """red.global.add of one float32 or of several that lie side by side."""
+        address, *values = operands
+        assert len(values) == _count(code), code
+        for thread in self._threads():
+            place = address[thread] + offsets[0]
+            before = self.device.read(place, 4 * len(values)).view(np.float32)
+            after = before + np.array([x[thread] for x in values], np.float32)
+            self.device.write(place, after.view(np.uint8))
+
+    def _read_floats(self, code, operands, offsets):
+        (address,), (offset,), count = operands, offsets.values(), _count(code)
+        found = np.zeros((count, THREADS), np.float32)
+        for thread in self._threads():
+            found[:, thread] = self.device.read(address[thread] + offset, 4 * count).view("f4")
+        return list(found) if count > 1 else found[0]
+
     def _load(self, kind, address):
         size, kind = kind if isinstance(kind, tuple) else (1, kind)
         dtype = BFLOAT16 if isinstance(kind, _BFloat16) else kind
@@ -290,6 +309,12 @@ class _BFloat16:
     """Stands for ir.BF16Type."""
 
     itemsize = 2
+
+
+def _count(code: str) -> int:
+    """Elements of an instruction on a vector, or 1."""
+    found = re.search(r"\.v(\d)\.", code)
+    return int(found.group(1)) if found else 1
 
 
 def _halves(register, dtype):

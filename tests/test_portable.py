@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.portable import PortableBackend, blocks
-from flash_pallas.backends.portable.blocks import TileSizes
+from flash_pallas.backends.portable.blocks import PortableBlocks, SplitSizes, TileSizes
+from flash_pallas.backends.portable.fused_blocks import FusedSizes
 from flash_pallas.backends.portable.walk import Steps
 from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
@@ -17,37 +18,80 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
 ANYWHERE = PortableBackend(interpret=True, capability="8.6")
 
 
-def problem(head_dim=64, v_head_dim=None, dtype=jnp.bfloat16, batch=1):
+def problem(head_dim=64, v_head_dim=None, dtype=jnp.bfloat16, batch=1, **spec):
     q = jax.ShapeDtypeStruct((batch, 256, 2, head_dim), dtype)
     v = jax.ShapeDtypeStruct((batch, 256, 2, v_head_dim or head_dim), dtype)
-    return describe(Operands(q, q, v), AttentionSpec(scale=1.0))
+    return describe(Operands(q, q, v), AttentionSpec(scale=1.0, **spec))
+
+
+def kernels(found: PortableBlocks):
+    """Sizes of each kernel that runs."""
+    if isinstance(found.backward, FusedSizes):
+        return {"forward": found.forward, "fused": found.backward}
+    return {"forward": found.forward, "dkv": found.backward.dkv, "dq": found.backward.dq}
 
 
 @pytest.mark.parametrize("capability", blocks.SHARED_MEMORY)
 @pytest.mark.parametrize("head_dims", [(8, 8), (64, 64), (72, 40), (128, 128), (192, 128),
                                        (64, 256), (256, 256)])  # fmt: skip
-def test_tiles_fit(capability, head_dims):
-    found = PortableBackend(interpret=True, capability=capability).blocks(problem(*head_dims), None)
-    for name, tile in vars(found).items():
-        size = blocks.BYTES[name](tile, blocks.widths(problem(*head_dims)))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_fit(capability, head_dims, deterministic):
+    described = problem(*head_dims, deterministic=deterministic)
+    found = PortableBackend(interpret=True, capability=capability).blocks(described, None)
+    for name, tile in kernels(found).items():
+        size = blocks.bytes_of(name, tile, described)
         assert size <= blocks.SHARED_MEMORY[capability] - blocks.RESERVED
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "deterministic", "expected"),
+    [
+        ("8.0", 64, False, (128, 128, 2, 1)),
+        ("8.6", 64, False, (128, 64, 1, 1)),
+        ("8.0", 128, False, (128, 64, 2, 1)),
+        ("9.0", 128, False, (128, 64, 2, 4)),
+        ("12.0", 128, False, (64, 64, 1, 4)),
+        ("8.0", 256, False, (64, 64, 1, 1)),
+        ("9.0", 256, False, (64, 64, 2, 4)),
+        ("8.6", 256, False, None),
+        ("9.0", 128, True, None),
+    ],
+)
+def test_which_backward_runs(capability, head_dim, deterministic, expected):
+    """The fused one where it may add dQ up in any order and shared memory has room."""
+    backend = PortableBackend(interpret=True, capability=capability)
+    found = backend.blocks(problem(head_dim, deterministic=deterministic), None).backward
+    if expected is None:
+        assert isinstance(found, SplitSizes)
+    else:
+        assert isinstance(found, FusedSizes)
+        assert (found.rows, found.columns, found.slots, found.vector) == expected
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"fused": {}}, "'fused': backend 'portable' knows the kernels"),
-        ({"dq": {"width": 3}}, r"blocks\['dq'\] has unknown fields \['width'\]"),
+        ({"dq": {}}, "'dq': on the portable backend this call runs the kernels 'forward', 'fused'"),
+        ({"fused": {"width": 3}}, r"blocks\['fused'\] has unknown fields \['width'\]"),
+        ({"fused": {"columns": 96}}, "rows and columns must be 64 or 128"),
+        ({"fused": {"slots": 3}}, "slots must be 1 or 2"),
+        ({"fused": {"vector": 4}}, "vector must be 1 before compute capability 9.0"),
+        ({"fused": {"heads": 0}}, "heads must be at least 1"),
+        ({"fused": {"rows": 128}}, "bytes of shared memory of 100352: pass fewer"),
         ({"forward": {"rows": 96}}, "rows must be 64 or 128"),
         ({"forward": {"columns": 20}}, "columns a multiple of 16"),
         ({"forward": {"slots": 3}}, "slots must be 1, or 2 of the forward"),
-        ({"dq": {"slots": 2}}, "slots must be 1, or 2 of the forward"),
         ({"forward": {"columns": 256}}, "bytes of shared memory of 100352: pass fewer"),
     ],
 )
 def test_tiles_that_cannot_be(override, message):
     with pytest.raises(ValueError, match=message):
         ANYWHERE.blocks(problem(128), override)
+
+
+def test_slots_of_the_forward_alone():
+    with pytest.raises(ValueError, match="slots must be 1, or 2 of the forward"):
+        ANYWHERE.blocks(problem(128, deterministic=True), {"dq": {"slots": 2}})
 
 
 @pytest.mark.parametrize(
@@ -78,11 +122,11 @@ def test_what_changes_scores_leaves_registers_for_fewer_columns():
 
 
 def test_tiles_of_the_caller():
-    found = ANYWHERE.blocks(problem(64), {"dq": {"columns": 32}})
-    assert found.dq == TileSizes(found.dq.rows, 32)
-    assert dataclasses.replace(found, dq=None) == dataclasses.replace(
-        ANYWHERE.blocks(problem(64), None), dq=None
-    )
+    described = problem(64, deterministic=True)
+    found = kernels(ANYWHERE.blocks(described, {"dq": {"columns": 32}}))
+    assert found == kernels(ANYWHERE.blocks(described, None)) | {
+        "dq": TileSizes(found["dq"].rows, 32)
+    }
 
 
 @pytest.mark.parametrize(

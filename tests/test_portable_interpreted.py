@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.portable import PortableBackend
@@ -28,19 +32,67 @@ CASES = [
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case):
+    assert_right(case)
+
+
+# Whose deterministic backward runs too; all of those that are so anyway do.
+SPLIT = (
+    *("d64", "d64_ragged", "d128_causal", "d256", "d80_padded_narrow_values", "window_causal_128"),
+    *("padded", "kv_lengths", "bias_1NTS", "mask_bias", "softcap_dropout", "alibi", "everything"),
+)
+
+
+def assert_right(case, blocks=None):
+    """Free of races, and as near to the oracle as it has to be."""
     with race_checked():
-        checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
+        checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case, kernels=True)
+
+
+def named(name: str):
+    (case,) = (case for case in CASES if case.name == name)
+    return case
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("mask_all", [False, True])
+def test_keys_past_the_end_weigh_nothing(mask_all):
+    """Their score is 0, which is so far above all others that e to the difference is infinite."""
+    q = jnp.full((1, 64, 1, 64), 30.0, jnp.bfloat16)
+    call = checks.bind(BACKEND, {"fused": {"mask_all": mask_all}})
+    with race_checked():
+        of = lambda q: call(q, -q[:, :40], q[:, :40])[0].astype(jnp.float32).sum()
+        dq = jax.jit(jax.grad(of))(q)
+        assert jnp.isfinite(dq).all()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", SPLIT)
+def test_deterministic_kernels(name):
+    assert_right(dataclasses.replace(named(name), deterministic=True))
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["everything", "packed_causal", "d64"])
 def test_other_tiles(name):
     """Sizes that a caller may ask for: everything is as it was."""
-    (case,) = (case for case in CASES if case.name == name)
     blocks = {
         "forward": {"rows": 64, "columns": 48, "slots": 2},
         "dkv": {"rows": 128, "columns": 16},
         "dq": {"rows": 128, "columns": 32},
     }
-    with race_checked():
-        checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case, kernels=True)
+    assert_right(dataclasses.replace(named(name), deterministic=True), blocks)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rows": 64, "columns": 64, "slots": 1},
+        {"columns": 64, "mask_all": False, "heads": 3},
+        {"mask_all": True, "stagger": True, "heads": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["d64_causal", "everything", "d64_ragged", "window"])
+def test_other_tiles_of_the_fused_backward(name, fields):
+    assert_right(named(name), {"fused": fields})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flash_pallas.backends.mosaic import inline
-from flash_pallas.backends.portable import decode_rows, inputs, products, tiles
+from flash_pallas.backends.portable import decode_rows, dq_sums, inputs, products, tiles
 from flash_pallas.backends.portable.tiles import UNIT_ELEMENTS
 
 from .ptx import BFLOAT16, Layout, Machine, Tile
@@ -19,7 +19,7 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    found.install(monkeypatch, tiles, products, inputs, decode_rows)
+    found.install(monkeypatch, tiles, products, inputs, decode_rows, dq_sums)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS))
     return found
@@ -76,7 +76,7 @@ def test_results_are_written(machine, rows, columns, held):
     """From registers through a tile to rows of one head; nothing else of the array changes."""
     values = draw(1, rows, columns)
     staged, ref = tile(machine, rows, columns)
-    tiles._put_body(None, Tile.of(values), ref)
+    tiles._put_body(None, Tile.of(values), ref, np.int64(0))
     np.testing.assert_array_equal(staged[:, :columns], values)
     target = np.zeros((150, 2, held), BFLOAT16)
     of_head = machine.array(target, lambda x: x[:, 1])
@@ -98,9 +98,72 @@ def test_products(machine, dtype, rows, summed, columns, transposed, in_register
     stored = b.T if transposed else b
     of_b = tile(machine, *stored.shape, stored, dtype)[1]
     machine.shape = rows, columns
-    found = products._add_body(transposed, None, Tile.of(start), of_a, of_b).values()
+    how = products._How(right_transposed=transposed)
+    found = products._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(0)).values()
     exact = start + a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "summed"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(("column", "columns"), [(0, 16), (48, 48), (64, 64)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_with_some_columns(machine, dtype, rows, summed, column, columns, transposed):
+    """Of the right operand; the left one lies in shared memory, or its transpose does."""
+    a, b = draw(2, rows, summed, dtype=dtype), draw(3, summed, 128, dtype=dtype)
+    start = draw(4, rows, columns, dtype=np.float32)
+    stored = a.T if transposed else a
+    of_a = tile(machine, *stored.shape, stored, dtype)[1]
+    of_b = tile(machine, summed, 128, b, dtype)[1]
+    machine.shape = rows, columns
+    how = products._How(left_transposed=transposed)
+    found = products._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(column)).values()
+    exact = start + a.astype(np.float64) @ b[:, column : column + columns].astype(np.float64)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
+
+
+@pytest.mark.parametrize("column", [0, 32])
+def test_part_of_a_tile_is_written(machine, column):
+    """Both halves of its columns by a warpgroup each; neither writes the other's."""
+    values = draw(1, 128, 32)
+    staged, ref = tile(machine, 128, 64)
+    tiles._put_body(None, Tile.of(values), ref, np.int64(column))
+    np.testing.assert_array_equal(staged[:, column : column + 32], values)
+    assert np.isnan(staged[:, 32 - column : 64 - column].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("vector", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "width"), [(64, 128), (128, 64), (64, 96)])
+def test_sums_of_dq(machine, vector, rows, width):
+    """Added by two warpgroups, twice, every float of the buffer once each time; read as a tile."""
+    sums = dq_sums.DqSums(rows, width, vector, interpret=False)
+    values = draw(7, 2, rows, width, dtype=np.float32)
+    buffer = np.ones((3, *sums.tile), np.float32)
+    half = width // 2
+    for once in values:
+        for part in range(2):
+            target = machine.array(buffer, lambda x, part=part: x[1, part])
+            own = Tile.of(once[:, part * half : (part + 1) * half])
+            dq_sums._add_body(vector, None, own, target)
+    machine.shape = rows, width
+    source = machine.array(buffer, lambda x: x[1])
+    found = dq_sums._load_body((rows, width), vector, None, source).values()
+    np.testing.assert_array_equal(found, np.float32(1) + values[0] + values[1])
+    np.testing.assert_array_equal(buffer[[0, 2]], np.ones_like(buffer[[0, 2]]))
+
+
+def test_a_warp_adds_to_consecutive_bytes(machine):
+    """Thread t's element of an instruction follows that of thread t - 1."""
+    for vector in (1, 4):
+        sums = dq_sums.DqSums(64, 64, vector, interpret=False)
+        buffer = np.zeros(sums.tile, np.float32)
+        me = np.arange(128, dtype=np.float32)
+        own = Tile.of(np.zeros((64, 32), np.float32))
+        for index in np.ndindex(own.registers.shape):
+            own.registers[index] = np.stack([me, me], axis=1)
+        dq_sums._add_body(vector, None, own, machine.array(buffer, lambda x: x[0]))
+        expected = np.broadcast_to(np.repeat(me, vector), (16 // vector, 128 * vector))
+        np.testing.assert_array_equal(buffer[0].reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)

@@ -1,4 +1,4 @@
-"""What is compiled of the portable backend: its three kernels at every head dim that has tiles."""
+"""What is compiled of the portable backend: its kernels at every head dim that has tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
 
 from ..cases import Case
-from .device import B200, RTX_5090, Target
+from .device import B200, H200, RTX_5090, Target
 from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row
 
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
@@ -32,7 +32,7 @@ MASKS = {
     "window": (Mask(left=500, right=0), LENGTH),
 }
 FLOAT16 = ((64, 64), (128, 128))
-PATHS = ("forward", "backward")
+PATHS = ("forward", "backward", "deterministic")
 
 # Of tests/hopper_cases.py, beside rows.MODIFIERS: a bias or mask that meets another modifier, and
 # head dim 256, whose backward has the fewest registers left.
@@ -49,8 +49,38 @@ MORE_MODIFIERS = (
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
 # others. ptxas 13.5. At head dim 256 dQ or dK alone takes 128 registers of 255, and no tile is
-# smaller than 64 x 16.
+# smaller than 64 x 16. The fused backward takes all registers there are: dK and dV 128, P and dP 64
+# and more, and ptxas fetches fragments ahead with the rest. With half the keys it spills nothing at
+# head dim 96, and reads 1.4 times as much of shared memory a product.
 ALLOWED_SPILLS = {
+    ("flash_pallas_portable_fused", 64, "window"): 8,
+    ("flash_pallas_portable_fused", 64, "q_lengths"): 12,
+    ("flash_pallas_portable_fused", 64, "bias_padded"): 16,
+    ("flash_pallas_portable_fused", 72, "full"): 28,
+    ("flash_pallas_portable_fused", 72, "causal"): 32,
+    ("flash_pallas_portable_fused", 72, "ragged"): 20,
+    ("flash_pallas_portable_fused", 72, "window"): 16,
+    ("flash_pallas_portable_fused", 80, "d80_causal"): 32,
+    ("flash_pallas_portable_fused", 96, "full"): 36,
+    ("flash_pallas_portable_fused", 96, "causal"): 16,
+    ("flash_pallas_portable_fused", 96, "ragged"): 16,
+    ("flash_pallas_portable_fused", 96, "window"): 16,
+    ("flash_pallas_portable_fused", 128, "window"): 8,
+    ("flash_pallas_portable_fused", 128, "packed_128"): 36,
+    ("flash_pallas_portable_fused", 128, "kv_lengths_zero_128"): 72,
+    ("flash_pallas_portable_fused", 128, "bias_BNTS_128"): 12,
+    ("flash_pallas_portable_fused", 128, "softcap_causal_128"): 72,
+    ("flash_pallas_portable_fused", 128, "dropout_causal_128"): 60,
+    ("flash_pallas_portable_fused", 192, "full"): 12,
+    ("flash_pallas_portable_fused", 192, "causal"): 40,
+    ("flash_pallas_portable_fused", 192, "ragged"): 32,
+    ("flash_pallas_portable_fused", 192, "window"): 16,
+    ("flash_pallas_portable_fused", 192, "d192_128"): 20,
+    ("flash_pallas_portable_fused", 256, "ragged"): 8,
+    ("flash_pallas_portable_fused", 256, "padded_256"): 20,
+    ("flash_pallas_portable_fused", 256, "softcap_256"): 8,
+    ("flash_pallas_portable_fused", 256, "alibi_256"): 8,
+    ("flash_pallas_portable_fused", 256, "dropout_256"): 20,
     ("flash_pallas_portable_dkv", 64, "q_lengths"): 8,
     ("flash_pallas_portable_dq", 256, "ragged"): 8,
     ("flash_pallas_portable_dq", 256, "bias_256"): 24,
@@ -60,10 +90,34 @@ ALLOWED_SPILLS = {
     ("flash_pallas_portable_dq", 256, "dropout_256"): 8,
 }
 
-# The same where it is more. From 10.0 on additions and products of two neighbours are one
-# instruction, whose operands are pairs of registers: a kernel takes 5 to 30 more.
+# The same where it is more. On 9.0 the fused backward adds four floats at a time. From 10.0 on
+# additions and products of two neighbours are one instruction, whose operands are pairs of
+# registers: a kernel takes 5 to 30 more.
 ALLOWED_BY_TARGET = {
+    H200: {
+        ("flash_pallas_portable_fused", 64, "full"): 4,
+        ("flash_pallas_portable_fused", 64, "bias_1NTS"): 8,
+        ("flash_pallas_portable_fused", 64, "mask_bias"): 4,
+        ("flash_pallas_portable_fused", 128, "ragged"): 4,
+        ("flash_pallas_portable_fused", 128, "packed_128"): 48,
+        ("flash_pallas_portable_fused", 128, "document_window_128"): 12,
+        ("flash_pallas_portable_fused", 128, "long_window_128"): 4,
+        ("flash_pallas_portable_fused", 128, "bias_BNTS_128"): 36,
+        ("flash_pallas_portable_fused", 128, "dropout_causal_128"): 88,
+        ("flash_pallas_portable_fused", 128, "mask_mod_prefix_128"): 4,
+        ("flash_pallas_portable_fused", 128, "long_score_mod"): 48,
+        ("flash_pallas_portable_fused", 192, "full"): 24,
+        ("flash_pallas_portable_fused", 192, "window"): 32,
+        ("flash_pallas_portable_fused", 192, "d192_128"): 24,
+        ("flash_pallas_portable_fused", 256, "full"): 12,
+        ("flash_pallas_portable_fused", 256, "causal"): 36,
+        ("flash_pallas_portable_fused", 256, "window"): 24,
+        ("flash_pallas_portable_fused", 256, "bias_256"): 16,
+        ("flash_pallas_portable_fused", 256, "softcap_256"): 28,
+    },
     RTX_5090: {
+        ("flash_pallas_portable_fused", 64, "causal"): 8,
+        ("flash_pallas_portable_fused", 128, "full"): 8,
         ("flash_pallas_portable_dq", 256, "ragged"): 44,
         ("flash_pallas_portable_dq", 256, "bias_256"): 64,
         ("flash_pallas_portable_dq", 256, "softcap_256"): 48,
@@ -128,19 +182,20 @@ def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str
     shape = Shape(BATCH, length, Q_HEADS, KV_HEADS, width)
     of = lambda heads, columns: jax.ShapeDtypeStruct((BATCH, length, heads, columns), dtype)
     q, k, v = of(Q_HEADS, width), of(KV_HEADS, width), of(KV_HEADS, v_width)
-    spec = AttentionSpec(scale=shape.head_dim**-0.5, mask=mask)
+    spec = AttentionSpec(shape.head_dim**-0.5, mask, deterministic=path == "deterministic")
     named = (path, width, dtype, name)
     return _row(backend, named, spec, Operands(q, k, v, None), of(Q_HEADS, v_width))
 
 
 def _modified(backend, case: Case) -> Iterator[Row]:
     x = case.inputs()
-    arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
+    arguments = Arguments(**case.arguments(x))
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     operands, do = jax.tree.map(shape, call.operands), shape(x.do)
     for path in PATHS:
-        yield _row(backend, (path, case.H, case.dtype, case.name), call.spec, operands, do)
+        spec = dataclasses.replace(call.spec, deterministic=path == "deterministic")
+        yield _row(backend, (path, case.H, case.dtype, case.name), spec, operands, do)
 
 
 def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:

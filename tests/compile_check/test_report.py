@@ -144,7 +144,7 @@ def test_portable_tiles_fit(name):
     assert shared == target.smem
     for most, kernels in tiles._TILES.items():
         for kernel, tile in kernels.items():
-            assert tiles.BYTES[kernel](tile, (most, most)) <= shared - tiles.RESERVED
+            assert tiles._BYTES[kernel](tile, (most, most)) <= shared - tiles.RESERVED
 
 
 def test_backend_of_a_target():

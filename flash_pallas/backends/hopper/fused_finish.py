@@ -20,7 +20,6 @@ from . import cluster
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta
 from .memory import warpgroup_rows
-from .turns import FIRST_NAMED_BARRIER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +231,7 @@ class Alternating(Finish):
         if self.interpret:
             plgpu.barrier_wait(cta.bars.turn.at[cta.wg])
         else:
-            inline.named_barrier("sync", cta.wg + FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
+            inline.named_barrier("sync", cta.wg + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
 
     def pass_turn(self, cta: Cta):
         """Let the other warpgroup have the tensor cores."""
@@ -240,4 +239,4 @@ class Alternating(Finish):
         if self.interpret:
             plgpu.barrier_arrive(cta.bars.turn.at[other])
         else:
-            inline.named_barrier("arrive", other + FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
+            inline.named_barrier("arrive", other + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)

@@ -11,8 +11,6 @@ from jax.experimental import pallas as pl
 
 from ..mosaic import inline
 
-FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
-
 
 # bar.sync waits until the previous warpgroup in the round has arrived (256 threads of the two).
 # Worth 5 to 11 % on H200 (head dim 128: 1.086 against 1.014 of cuDNN), 12 to 18 % where steps
@@ -36,10 +34,10 @@ class Turns:
     def wait(self, wg: Any):
         """Wait until the warpgroup before this one has issued its products."""
         if self.warpgroups > 1 and not self.interpret:
-            inline.named_barrier("sync", wg + FIRST_NAMED_BARRIER, 256)
+            inline.named_barrier("sync", wg + inline.FIRST_NAMED_BARRIER, 256)
 
     def give(self, wg: Any):
         """Let the next warpgroup issue."""
         if self.warpgroups > 1 and not self.interpret:
             following = lax.rem(wg + 1, jnp.int32(self.warpgroups))
-            inline.named_barrier("arrive", following + FIRST_NAMED_BARRIER, 256)
+            inline.named_barrier("arrive", following + inline.FIRST_NAMED_BARRIER, 256)

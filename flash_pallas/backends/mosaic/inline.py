@@ -32,6 +32,7 @@ from .registers import (
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
 COLS = WGMMA.reduce(0)  # one value per column
+FIRST_NAMED_BARRIER = 8  # above Mosaic's own, one for each of at most 4 warpgroups
 LANE_COLS = 8  # columns of a WGMMA tile after which a thread's own columns repeat
 
 

@@ -6,10 +6,14 @@ forward.py                 O and the log-sum-exp
 decode.py                  a few queries against a cache; decode_blocks.py how it is cut,
                            decode_rows.py queries and results
 online.py                  softmax of rows whose keys come block by block
-dkv.py dq.py               gradients; backward_arrays.py stream.py: what both have in common
+fused.py                   gradients in one launch; dq_sums.py how it adds dQ up, fused_blocks.py
+                           tile sizes
+dkv.py dq.py               gradients, the same bits in every run
+backward_arrays.py stream.py keys.py    what kernels of gradients have in common
 walk.py                    which blocks a tile goes through
 inputs.py                  what modifiers of scores read
 tiles.py products.py       shared memory, copies, products; kernel.py: every kernel has them
+team.py                    the warpgroups of a block
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from .decode_blocks import PortableDecodeBlocks
 from .dkv import dkv
 from .dq import dq
 from .forward import forward
+from .fused import fused
+from .fused_blocks import FusedSizes
 from .limits import DTYPES, HEAD_DIM_MULTIPLE
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
@@ -82,7 +84,7 @@ class PortableBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients, the same bits in every run.
+        """Gradients; which kernels run is in `blocks`.
 
         Those of what is `wanted` beside q, k and v are computed by the xla backend, in blocks.
         """
@@ -92,9 +94,15 @@ class PortableBackend:
         cotangents = cotangents._replace(do=pad_axis(do, 3, _head_dim(problem.v_head_dim)))
         padded, operands = describe_padded(problem), _padded(operands)
         arrays = BackwardArrays.of(operands, cotangents)
-        dk, dv = dkv(padded, blocks.dkv, operands, arrays, self.interpret)
+        given = operands, arrays, self.interpret
+        tile = blocks.backward
+        if isinstance(tile, FusedSizes):
+            of_q, dk, dv = fused(padded, tile, *given)
+        else:
+            dk, dv = dkv(padded, tile.dkv, *given)
+            of_q = dq(padded, tile.dq, *given)
         return Grads(
-            dq(padded, blocks.dq, operands, arrays, self.interpret)[..., : problem.head_dim],
+            of_q[..., : problem.head_dim],
             dk[..., : problem.head_dim],
             dv[..., : problem.v_head_dim],
             **extra,

@@ -1,4 +1,4 @@
-"""What both backward kernels read."""
+"""What the backward kernels read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the three kernels."""
+"""Tile sizes of the kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from ...core.decode import DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
+from .fused_blocks import FusedSizes, choose_fused, fault, fused_bytes, modifiers
 from .tiles import buffer_bytes
 
 # Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
@@ -48,12 +49,19 @@ class TileSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableBlocks:
-    """Of the three kernels."""
+class SplitSizes:
+    """Of the deterministic backward, which also runs where no tile of the fused one fits."""
 
-    forward: TileSizes
     dkv: TileSizes
     dq: TileSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableBlocks:
+    """Of the kernels that a call and its gradient run."""
+
+    forward: TileSizes
+    backward: FusedSizes | SplitSizes
 
 
 def choose_blocks(
@@ -63,22 +71,38 @@ def choose_blocks(
 
     Args:
         problem: what is computed.
-        override: by kernel, fields of TileSizes.
+        override: by kernel, fields of its sizes.
         capability: of the GPU, such as "8.0".
 
     Raises:
-        ValueError: an unknown kernel or field, or sizes that the kernels cannot take.
+        ValueError: a kernel that does not run, an unknown field, or sizes that it cannot take.
     """
-    head_dims = widths(problem)
-    chosen, shared = _choose(problem, capability), shared_memory(capability)
+    chosen, most = _choose(problem, capability), shared_memory(capability) - RESERVED
+    vector = most_added(capability)
+    if not problem.spec.deterministic and (fused := choose_fused(problem, vector, most)):
+        chosen = {"forward": chosen["forward"], "fused": fused}
     for name, fields in (override or {}).items():
-        chosen[name] = _overridden(name, fields, chosen, head_dims, shared)
-    return PortableBlocks(**chosen)
+        tile = chosen[name] = _overridden(name, fields, chosen)
+        taken = bytes_of(name, tile, problem)
+        reason = fault(tile, vector) if isinstance(tile, FusedSizes) else _fault(name, tile)
+        if reason is None and taken > most:
+            reason = f"takes {taken} bytes of shared memory of {most}: pass fewer rows or columns"
+        if reason:
+            raise ValueError(f"blocks[{name!r}] is {tile}: {reason}")
+    if "fused" in chosen:
+        return PortableBlocks(chosen["forward"], chosen["fused"])
+    return PortableBlocks(chosen["forward"], SplitSizes(chosen["dkv"], chosen["dq"]))
 
 
 def shared_memory(capability: str) -> int:
     """Bytes that a block may have."""
     return SHARED_MEMORY.get(capability, SMALLEST)
+
+
+def most_added(capability: str) -> int:
+    """Floats in device memory that one instruction adds to (PTX ISA 9.0, red)."""
+    major = capability.split(".")[0]
+    return 4 if major.isdecimal() and int(major) >= 9 else 1
 
 
 def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
@@ -116,10 +140,17 @@ _PLAIN = {
     192: (TileSizes(64, 64), TileSizes(64, 48)),
     WIDEST: (TileSizes(64, 64), TileSizes(64, 48), TileSizes(64, 32)),
 }
-BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
+_BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
-def _choose(problem: Problem, capability: str) -> dict[str, TileSizes]:
+def bytes_of(name: str, tile: TileSizes | FusedSizes, problem: Problem) -> int:
+    """Shared memory of a kernel."""
+    if isinstance(tile, FusedSizes):
+        return fused_bytes(tile, problem)
+    return _BYTES[name](tile, widths(problem))
+
+
+def _choose(problem: Problem, capability: str) -> dict[str, Any]:
     limit = max(widths(problem))
     chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
     if _is_plain(problem) and not capability.startswith(PAIRS):
@@ -162,33 +193,26 @@ def _crowded(problem: Problem) -> bool:
     with segment ids and dropout, cost dK/dV spills of 8 to 96 bytes, and every modifier at once the
     forward 96 to 184.
     """
-    spec = problem.spec
-    count = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
-    return bool(problem.features & {"bias", "mask"}) and len(problem.features) + count > 1
+    return bool(problem.features & {"bias", "mask"}) and modifiers(problem) > 1
 
 
-def _overridden(name, fields, chosen, head_dims, shared: int) -> TileSizes:
-    if name not in BYTES:
+def _overridden(name, fields, chosen):
+    if name not in chosen:
         raise ValueError(
-            f"blocks names {name!r}: backend 'portable' knows the kernels {sorted(BYTES)}"
+            f"blocks names {name!r}: on the portable backend this call runs the kernels "
+            f"{', '.join(map(repr, chosen))}"
         )
-    known = {field.name for field in dataclasses.fields(TileSizes)}
+    known = {field.name for field in dataclasses.fields(chosen[name])}
     if unknown := sorted(set(fields) - known):
         raise ValueError(
             f"blocks[{name!r}] has unknown fields {unknown}: there are {sorted(known)}"
         )
-    tile = dataclasses.replace(chosen[name], **fields)
+    return dataclasses.replace(chosen[name], **fields)
+
+
+def _fault(name: str, tile: TileSizes) -> str | None:
     if tile.slots not in ((1, 2) if name == "forward" else (1,)):
-        raise ValueError(f"blocks[{name!r}] is {tile}: slots must be 1, or 2 of the forward")
+        return "slots must be 1, or 2 of the forward"
     if tile.rows not in (64, 128) or tile.columns % 16 or not 0 < tile.columns <= MOST_COLUMNS:
-        raise ValueError(
-            f"blocks[{name!r}] is {tile}: rows must be 64 or 128, columns a multiple of 16 up to "
-            f"{MOST_COLUMNS}"
-        )
-    taken = BYTES[name](tile, head_dims)
-    if taken > shared - RESERVED:
-        raise ValueError(
-            f"blocks[{name!r}] is {tile}, which takes {taken} bytes of shared memory of "
-            f"{shared - RESERVED}: pass fewer rows or columns"
-        )
-    return tile
+        return f"rows must be 64 or 128, columns a multiple of 16 up to {MOST_COLUMNS}"
+    return None

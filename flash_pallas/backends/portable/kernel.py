@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .products import Products
+from .team import Team
 from .tiles import Copies
 
 
@@ -22,5 +23,5 @@ class Kernel:
 
     @property
     def copies(self) -> Copies:
-        """How tiles are moved."""
-        return Copies(self.interpret)
+        """How a warpgroup that is alone moves tiles."""
+        return Copies(self.interpret, Team(self.interpret))

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS
-from ..mosaic.registers import at, coordinates, fragmented, i32_constant, pair
+from ..mosaic.registers import at, coordinates, fragmented, i32_constant, pair, splat
 from .tiles import UNIT, UNIT_ELEMENTS, columns_of, shared_address, thread
 
 STEP = 16  # summed elements of one mma
@@ -55,11 +56,32 @@ class Products:
             a = a if in_registers else _values(a)[:, : b.shape[1 if transposed else 0]]
             return accumulator + _dot(a, b, transposed=transposed)
         of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
-        run = plgpu.inline_mgpu(
-            arg_types=(inline.WGMMA, of_a, plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
-        )(functools.partial(_add_body, transposed))
-        return run(accumulator, a, b)
+        how = _How(right_transposed=transposed)
+        return _run(how, of_a, accumulator, a, b, 0)
+
+    def add_part(self, accumulator, a, b, column, *, transposed: bool = False):
+        """accumulator + a @ some columns of b, or a^T @ them.
+
+        Args:
+            accumulator: f32[rows, columns] in registers, rows a multiple of 64.
+            a: a tile in shared memory: [rows, summed], or if `transposed` [summed, rows].
+            b: a tile in shared memory, [summed, columns and more].
+            column: the first of them, int32, a multiple of 8.
+            transposed: see a.
+        """
+        if self.interpret:
+            a, b = _values(a), b[:, pl.ds(column, accumulator.shape[1])]
+            return accumulator + _dot(a.T if transposed else a, b, transposed=False)
+        how = _How(left_transposed=transposed)
+        return _run(how, plgpu.RefType(), accumulator, a, b, column)
+
+
+def _run(how: _How, of_a, accumulator, a, b, column):
+    run = plgpu.inline_mgpu(
+        arg_types=(inline.WGMMA, of_a, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
+    )(functools.partial(_add_body, how))
+    return run(accumulator, a, b, jnp.int32(column))
 
 
 def _values(tile):
@@ -74,6 +96,13 @@ def _dot(a, b, *, transposed: bool):
 
 
 # --- what is written into the kernel -------------------------------------------------------------
+
+
+class _How(NamedTuple):
+    """What lies transposed in shared memory: [columns, summed], or [summed, rows] on the left."""
+
+    right_transposed: bool = False
+    left_transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +120,9 @@ class _Fragments:
     transposed: bool
 
     @classmethod
-    def of(cls, tile, *, transposed: bool, units_first: bool, by_warp: bool):
+    def of(
+        cls, tile, *, transposed: bool, units_first: bool, warp_down=0, warp_right=0, first=None
+    ):
         """Matrices in the order that a fragment wants them.
 
         Args:
@@ -99,7 +130,9 @@ class _Fragments:
             transposed: each matrix on the way.
             units_first: the second of the four lies beside the first, and the third below it; else
                 the other way round.
-            by_warp: warp w reads 16 rows further down than warp w - 1.
+            warp_down: so many rows further down does warp w read than warp w - 1.
+            warp_right: so many columns further to the right.
+            first: i32, the column that counts as column 0; None: it does.
         """
         pitch = 2 * tile.type.shape[1]
         me = thread()
@@ -108,12 +141,16 @@ class _Fragments:
         odd, high = arith.remui(matrix, i32_constant(2)), arith.divui(matrix, i32_constant(2))
         below, beside = (high, odd) if units_first else (odd, high)
         row = arith.addi(row, arith.muli(below, i32_constant(8)))
-        if by_warp:
-            warp = arith.divui(me, i32_constant(32))
-            row = arith.addi(row, arith.muli(warp, i32_constant(16)))
+        warp = arith.divui(me, i32_constant(32))
+        if warp_down:
+            row = arith.addi(row, arith.muli(warp, i32_constant(warp_down)))
         offset = arith.addi(
             arith.muli(row, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
         )
+        if warp_right:
+            offset = arith.addi(offset, arith.muli(warp, i32_constant(2 * warp_right)))
+        if first is not None:
+            offset = arith.addi(offset, arith.muli(first, i32_constant(2)))
         return cls(arith.addi(shared_address(tile), offset), pitch, transposed)
 
     def load(self, row: int, column: int):
@@ -132,11 +169,13 @@ class _Fragments:
         return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
 
 
-def _left(a):
-    """(row of a warpgroup's 64, column) -> the left fragment of an mma."""
+def _left(a, transposed: bool):
+    """(row of a warpgroup's 64, summed element) -> the left fragment of an mma."""
+    if transposed:  # rows of the product are columns of the tile
+        fragments = _Fragments.of(a, transposed=True, units_first=True, warp_right=16)
+        return lambda row, k: fragments.load(k, row)
     if not hasattr(a, "registers"):
-        fragments = _Fragments.of(a, transposed=False, units_first=False, by_warp=True)
-        return fragments.load
+        return _Fragments.of(a, transposed=False, units_first=False, warp_down=16).load
     i32 = ir.IntegerType.get_signless(32)
     held = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
 
@@ -147,18 +186,19 @@ def _left(a):
     return fragment
 
 
-def _right(b, transposed: bool):
+def _right(b, transposed: bool, first):
     """(first summed element, first column) -> right fragments of two neighbouring mmas."""
     if transposed:  # columns of the product are rows of the tile
-        fragments = _Fragments.of(b, transposed=False, units_first=True, by_warp=False)
+        fragments = _Fragments.of(b, transposed=False, units_first=True)
         return lambda k, column: fragments.load(column, k)
-    return _Fragments.of(b, transposed=True, units_first=False, by_warp=False).load
+    return _Fragments.of(b, transposed=True, units_first=False, first=first).load
 
 
-def _add_body(transposed: bool, _, accumulator, a, b):
-    left, right = _left(a), _right(b, transposed)
+def _add_body(how: _How, _, accumulator, a, b, column):
+    left = _left(a, how.left_transposed)
+    right = _right(b, how.right_transposed, splat(column))
     rows, columns = accumulator.shape
-    summed = b.type.shape[1] - UNIT_ELEMENTS if transposed else b.type.shape[0]
+    summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
     kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
     layout = accumulator.layout
     held = {

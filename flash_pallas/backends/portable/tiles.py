@@ -25,8 +25,9 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 
 from ..mosaic import inline
 from ..mosaic.registers import coordinates, i32_constant, opaque, splat
+from .team import Team
 
-THREADS = 128  # of a block: one warpgroup
+THREADS = 128  # of a warpgroup
 UNIT = 16  # bytes that a thread copies at once
 UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
 
@@ -76,21 +77,24 @@ class Copies:
 
     Attributes:
         interpret: run by the interpreter.
+        team: the warpgroups of the block, which have equal parts of the rows of each tile.
     """
 
     interpret: bool
+    team: Team
 
     def start(self, *copies: Copy):
         """Start copies, which together are one group for `arrived`.
 
         Every warp has read what was in the tiles before: the last `arrived` or `meet` came after.
         """
-        if self.interpret:
-            for copy in copies:
+        for copy in map(self._own, copies):
+            if self.interpret:
                 copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
+            else:
+                _call(_start_body, copy.source, copy.tile, copy.first, copy.limit)
+        if self.interpret:
             return
-        for copy in copies:
-            _call(_start_body, copy.source, copy.tile, copy.first, copy.limit)
         plgpu.inline_mgpu()(_commit_body)()
 
     def arrived(self, *copies: Copy, pending: int = 0):
@@ -101,29 +105,43 @@ class Copies:
             pending: groups that were started after them.
         """
         if self.interpret:
-            for copy in copies:
+            for copy in map(self._own, copies):
                 _fill(copy)
-            return
-        plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
+        else:
+            plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
+        self.meet()
+
+    def _own(self, copy: Copy) -> Copy:
+        down, tile = self.team.rows(copy.tile)
+        return copy._replace(tile=tile, first=copy.first + down)
 
     def meet(self):
         """All warps have come here."""
-        inline.warpgroup_barrier(self.interpret)
+        self.team.meet()
 
-    def put(self, values, tile):
-        """Write an f32 tile in registers to [rows, columns] in shared memory, in 16 bits."""
+    def put(self, values, tile, column=0):
+        """Write an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
+
+        Args:
+            values: f32[rows, up to so many columns] in registers.
+            tile: where to.
+            column: of the tile, where the first one of the values goes.
+        """
         values = values.astype(tile.dtype)
         if self.interpret:
-            tile[:, pl.ds(0, values.shape[1])] = values
+            tile[:, pl.ds(column, values.shape[1])] = values
             return
-        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType()))
-        run(_put_body)(values, tile)
+        scalar = plgpu.Layout.WG_SPLAT
+        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))
+        run(_put_body)(values, tile, jnp.int32(column))
 
     def store(self, tile, target, first, limit):
         """Copy a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
 
         Under the interpreter the array has all rows of the tile.
         """
+        down, tile = self.team.rows(tile)
+        first = first + down
         if self.interpret:
             rows, columns = tile.shape[0], target.shape[1]
             target[pl.ds(first, rows)] = tile[:, pl.ds(0, columns)]
@@ -159,6 +177,12 @@ def thread():
 def shared_address(ref):
     """i32: where a ref of shared memory starts."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def device_address(ref, index, size: int):
+    """i64: where a ref of device memory has its element `index`, an i32, of so many bytes."""
+    i64 = ir.IntegerType.get_signless(64)
+    return _sum(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), (index, size))
 
 
 class _Unit(NamedTuple):
@@ -280,7 +304,6 @@ def _commit_body(_):
 
 def _wait_body(pending: int, _):
     _assembly(f"cp.async.wait_group {pending};", "")
-    mgpu.utils.warpgroup_barrier()
 
 
 def _store_body(_, target, tile, first, limit):
@@ -298,12 +321,13 @@ def _store_body(_, target, tile, first, limit):
             scf.yield_([])
 
 
-def _put_body(_, values, tile):
+def _put_body(_, values, tile, first):
     i32 = ir.IntegerType.get_signless(32)
     _, pitch = tile.type.shape
     row, column = (
         arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))
     )
+    column = arith.addi(column, splat(first))
     origin = arith.addi(
         arith.muli(row, i32_constant(2 * pitch)), arith.muli(column, i32_constant(2))
     )

@@ -59,6 +59,17 @@ def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
     return BlockRange(start, full_start, full_stop, stop)
 
 
+def masked_unless(found: BlockRange, whole) -> BlockRange:
+    """All blocks are masked, unless the traced `whole` holds."""
+    if found.full_start is found.full_stop:
+        return found  # they are anyway
+    full_start = jnp.where(whole, jnp.int32(found.full_start), jnp.int32(found.stop))
+    if found.full_stop is found.stop:  # still no third loop
+        return found._replace(full_start=full_start)
+    full_stop = jnp.where(whole, jnp.int32(found.full_stop), jnp.int32(found.stop))
+    return found._replace(full_start=full_start, full_stop=full_stop)
+
+
 class Step(NamedTuple):
     """One tile of scores: a query head of a group, and a block."""
 
@@ -76,10 +87,13 @@ class Steps(NamedTuple):
     Attributes:
         zones: (low, high, masked) of consecutive blocks.
         group: heads.
+        shift: where there is one zone, which of its blocks comes first, counted from its first one
+            and round; None: that one.
     """
 
     zones: list
     group: int = 1
+    shift: Any = None
 
     @classmethod
     def of(cls, blocks: BlockRange, group: int = 1) -> Steps:
@@ -98,7 +112,7 @@ class Steps(NamedTuple):
         """The n-th; also of numbers past the end, where it does not exist."""
         starts, n = self._starts(), jnp.int32(n)
         exists = n < starts[-1]
-        if self.group == 1 or not self.zones:
+        if (self.group == 1 and self.shift is None) or not self.zones:
             first = jnp.int32(self.zones[0][0]) if self.zones else n
             return Step(jnp.int32(0), first + n, exists)
         found = jnp.int32(0), jnp.int32(0)
@@ -107,7 +121,10 @@ class Steps(NamedTuple):
         ):
             length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(1))
             member = lax.div(n - start, length)
-            block = jnp.int32(low) + n - start - member * length
+            within = n - start - member * length
+            if self.shift is not None:
+                within = lax.rem(within + self.shift, length)
+            block = jnp.int32(low) + within
             found = jnp.where(n < stop, member, found[0]), jnp.where(n < stop, block, found[1])
         return Step(*found, exists)
 

@@ -1,0 +1,113 @@
+"""Tile sizes of the fused backward: what can be chosen, what is chosen, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...core.integers import round_up
+from ...core.problem import Problem
+from .tiles import buffer_bytes
+
+WARPGROUPS = 2
+WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
+AT_ONCE_BYTES = 16 << 20  # of Q, dO and dQ of the heads that are worked on at one time: stay in L2
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedSizes:
+    """Of the fused backward.
+
+    Attributes:
+        rows: keys of a block of eight warps, 64 or 128.
+        columns: queries of a step, 64 or 128.
+        slots: of Q; with two the next tile has a whole step to arrive, with one the time of dQ.
+        vector: floats of dQ that one instruction adds: 1, or from 9.0 on 2 or 4.
+        heads: pairs of a batch entry and a key head whose blocks run side by side.
+        mask_all: where some tile is masked, all are, in one loop.
+        stagger: where there is one loop, blocks of a head start at different queries.
+    """
+
+    rows: int
+    columns: int
+    slots: int
+    vector: int
+    heads: int
+    mask_all: bool
+    stagger: bool
+
+
+# By the largest head dim, the best that fits first: (rows, columns, slots).
+#
+# Bytes of shared memory read and written for each product decide (benchmarks/NOTES.md). At head
+# dim 64 they are 0.84 with 128 queries of those with 64.
+_SHAPES = {
+    64: ((128, 128, 2), (128, 128, 1), (128, 64, 1)),
+    128: ((128, 64, 2), (128, 64, 1), (64, 64, 1)),
+    256: ((64, 64, 2), (64, 64, 1)),
+}
+# Each modifier takes registers; all of them together spill 500 to 700 bytes with the above.
+_SMALLER = {
+    64: ((128, 64, 2), (128, 64, 1)),
+    128: ((64, 64, 2), (64, 64, 1)),
+    256: _SHAPES[256],
+}
+MANY_MODIFIERS = 5
+
+
+def fused_widths(problem: Problem) -> tuple[int, int]:
+    """Columns of tiles of Q and K, and of V and dO."""
+    return round_up(problem.head_dim, WIDTH_UNIT), round_up(problem.v_head_dim, WIDTH_UNIT)
+
+
+def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
+    """Of shared memory."""
+    width, v_width = fused_widths(problem)
+    own = buffer_bytes(tile.rows, width) + buffer_bytes(tile.rows, v_width)
+    passing = buffer_bytes(tile.slots, tile.columns, width) + buffer_bytes(tile.columns, v_width)
+    return own + passing + buffer_bytes(2, tile.rows, tile.columns)
+
+
+def choose_fused(problem: Problem, vector: int, shared: int) -> FusedSizes | None:
+    """What runs without being told; None: no tile fits.
+
+    Args:
+        problem: what is computed.
+        vector: the most floats that one instruction adds.
+        shared: bytes of shared memory that a block may ask for.
+    """
+    limit = max(fused_widths(problem))
+    heads, stagger = _heads_at_once(problem), problem.spec.mask.is_trivial
+    table = _SMALLER if modifiers(problem) >= MANY_MODIFIERS else _SHAPES
+    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    for rows, columns, slots in shapes:
+        tile = FusedSizes(rows, columns, slots, vector, heads, True, stagger)
+        if fused_bytes(tile, problem) <= shared:
+            return tile
+    return None
+
+
+def modifiers(problem: Problem) -> int:
+    """How many there are, beside the band."""
+    spec = problem.spec
+    functions = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
+    return len(problem.features) + functions
+
+
+def _heads_at_once(problem: Problem) -> int:
+    each = 8 * problem.q_len * problem.head_dim * problem.group
+    pairs = problem.kv_heads * problem.batch
+    sections = -(-pairs // max(1, AT_ONCE_BYTES // each))
+    return -(-pairs // sections)
+
+
+def fault(tile: FusedSizes, vector: int) -> str | None:
+    """Why the kernel cannot take these sizes, or None; `vector` is the most that the GPU has."""
+    if tile.rows not in (64, 128) or tile.columns not in (64, 128):
+        return "rows and columns must be 64 or 128"
+    if tile.slots not in (1, 2):
+        return "slots must be 1 or 2"
+    if tile.vector not in (1, 2, 4) or tile.vector > vector:
+        return f"vector must be 1{', 2 or 4' if vector > 1 else ' before compute capability 9.0'}"
+    if tile.heads < 1:
+        return "heads must be at least 1"
+    return None

@@ -1,0 +1,217 @@
+"""What blocks have in common that own keys of one head and let the queries pass that see them.
+
+Scores are transposed, rows are keys. All query heads that share the keys pass by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core.problem import Problem
+from ...core.tile import Limits
+from ..mosaic import inline_modifiers, recompute
+from ..mosaic.recompute import Weights
+from ..mosaic.register_tile import RegisterTile
+from .backward_arrays import BackwardArrays
+from .blocks import TileSizes
+from .inputs import Inputs, Place, load_vector
+from .kernel import Kernel
+from .stream import Tiles
+from .tiles import Copies, Copy
+from .walk import Step, Steps, masked_unless, query_blocks
+
+
+class Sums(NamedTuple):
+    """What a block adds up; None for what it does not."""
+
+    dk: Any  # f32[rows, H], before scaling
+    dv: Any  # f32[rows, Hv], before dropout's gain
+
+
+FIRST = Sums(0, 0)  # column of dK and of dV
+
+
+class Cta(NamedTuple):
+    """One block of threads and its keys."""
+
+    gmem: BackwardArrays
+    smem: Any  # with k and v
+    copies: Copies
+    batch: Any
+    kv_head: Any
+    block: Any
+    steps: Steps  # through blocks of queries of all heads of the group
+    stream: Any = None
+
+    def anew(self) -> Cta:
+        """At a place from which nothing is hoisted: addresses made of it are made in every step."""
+        team = self.copies.team
+        found = lax.optimization_barrier((self.batch, self.kv_head, self.block, team.rank))
+        batch, kv_head, block, rank = found
+        copies = dataclasses.replace(self.copies, team=team._replace(rank=rank))
+        return self._replace(copies=copies, batch=batch, kv_head=kv_head, block=block)
+
+
+class Scores(NamedTuple):
+    """A tile of them, and its way to gradients."""
+
+    tile: RegisterTile
+    weights: Weights
+    delta: Any  # of each query
+
+
+class OwnsKeys(Kernel):
+    """Base of the kernels of dK and dV.
+
+    Attributes:
+        problem: what is computed.
+        tile: rows are keys, columns queries of a step.
+        interpret: run by the interpreter.
+    """
+
+    problem: Problem
+    tile: TileSizes
+
+    @property
+    def inputs(self) -> Inputs:
+        """What modifiers read."""
+        return Inputs(self.problem, 1, self.interpret)
+
+    def place(
+        self, gmem: BackwardArrays, smem, copies: Copies, at, *, hides_ends=False, mask_all=False
+    ) -> Cta:
+        """Where this block is.
+
+        Args:
+            gmem: in device memory.
+            smem: in shared memory.
+            copies: how its team moves tiles.
+            at: (batch entry, key head, block of keys).
+            hides_ends: keys past the end are masked; else what is summed for them is dropped.
+            mask_all: if any tile may be masked, all are, in one loop.
+        """
+        batch, head, block = at
+        first, rows = block * self.tile.rows, self.tile.rows
+        position = first - gmem.offset(self.problem, batch)
+        tile = self.tile.columns, rows
+        blocks = query_blocks(self.problem, (batch, block), position, tile, gmem.bounds)
+        ragged = hides_ends and self.ragged(gmem)
+        if mask_all and (ragged or not self.problem.spec.mask.is_trivial):
+            blocks = blocks._replace(full_start=blocks.stop, full_stop=blocks.stop)
+        elif ragged:
+            all_whole = first + rows <= gmem.kv_length(self.problem, batch)
+            blocks = masked_unless(blocks, all_whole)
+        return Cta(gmem, smem, copies, batch, head, block, Steps.of(blocks, self.problem.group))
+
+    def ragged(self, gmem: BackwardArrays) -> bool:
+        """Some block has keys that do not exist."""
+        return bool(self.problem.kv_len % self.tile.rows) or gmem.side.kv_lengths is not None
+
+    def own(self, cta: Cta) -> tuple[Copy, Copy]:
+        """Of its K and V."""
+        gmem = cta.gmem
+        first, limit = cta.block * self.tile.rows, gmem.kv_length(self.problem, cta.batch)
+        of = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
+        return of(gmem.k, cta.smem.k), of(gmem.v, cta.smem.v)
+
+    def tiles(self, cta: Cta, n) -> Tiles:
+        """Of the n-th step."""
+        step = cta.steps[n]
+        last = jnp.int32(self.problem.group - 1)
+        head = cta.kv_head * self.problem.group + lax.min(step.member, last)
+        of = lambda array: array.at[cta.batch, :, head]
+        length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
+        limit = jnp.where(step.exists, length, jnp.int32(0))
+        return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
+
+    def at(self, cta: Cta, step: Step, part=None) -> Place:
+        """The tile of scores of a step, or a part (first, how many) of its columns."""
+        head = cta.kv_head * self.problem.group + step.member
+        right, columns = part or (0, self.tile.columns)
+        first = cta.block * self.tile.rows, step.block * self.tile.columns + right
+        return Place(cta.batch, head, *first, (self.tile.rows, columns))
+
+    # --- a tile ----------------------------------------------------------------------------------
+
+    def scores(self, cta: Cta, n, place: Place, q, *, masked: bool, hides_ends: bool) -> Scores:
+        """P of a tile. Waits for Q, of which `q` are the tile's rows."""
+        held = self.inputs.hold(cta.gmem.side, place)
+        inputs = self.inputs.read(held, cta.gmem.side, place, ids=masked)
+        rows = place.batch, place.head, place.columns
+        lse = load_vector(cta.gmem.lse.at[rows], 1)
+        cta.stream.begin(n)
+        s = self.products.add(self.zeros(place), cta.smem.k, q, transposed=True)
+        delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
+        tile = self.score_tile(cta, place)
+        limits = Limits()
+        if masked:
+            ends = hides_ends and self.ragged(cta.gmem)
+            length = cta.gmem.kv_length(self.problem, cta.batch)
+            limits = tile.limits(self.problem.spec.mask, length if ends else None)
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
+        return Scores(tile, w, delta)
+
+    def score_gradients(self, cta: Cta, place: Place, scores: Scores, do):
+        """dS of a tile, f32, of which `do` are the rows of dO."""
+        tile, w, delta = scores
+        dp = self.products.add(self.zeros(place), cta.smem.v, do, transposed=True)
+        c = recompute.centred(self.problem, w.kept, dp, tile.per_q(delta))
+        return recompute.pulled(w) * c
+
+    def zeros(self, place: Place):
+        """An accumulator of its scores."""
+        return self.products.zeros(*place.shape)
+
+    def score_tile(self, cta: Cta, place: Place) -> RegisterTile:
+        """Where the scores of a block of queries lie."""
+        start = place.column_start + cta.gmem.offset(self.problem, cta.batch)
+        return RegisterTile(start, place.row_start, place.shape, q_axis=1, interpret=self.interpret)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, cta: Cta, out: Sums, sums: Sums, columns=FIRST):
+        """Write what was added up; 0 for keys beyond a length.
+
+        Args:
+            cta: its k and v are free.
+            out: in device memory.
+            sums: of this warpgroup.
+            columns: the first that it has, of dK and of dV.
+        """
+        dk = None if sums.dk is None else sums.dk * self.problem.spec.scale
+        dv = None if sums.dv is None else recompute.gained(self.problem, sums.dv)
+        first = cta.block * self.tile.rows
+        parts = [(dk, cta.smem.k, out.dk, columns.dk), (dv, cta.smem.v, out.dv, columns.dv)]
+        for values, staging, _, column in parts:
+            if values is not None:
+                cta.copies.put(self.cleared(cta, values), staging, column)
+        cta.copies.meet()
+        for values, staging, target, _ in parts:
+            if values is not None:
+                target = target.at[cta.batch, :, cta.kv_head]
+                cta.copies.store(staging, target, first, self.problem.kv_len)
+
+    def cleared(self, cta: Cta, values):
+        """With 0 in the rows of keys beyond a length."""
+        lengths = cta.gmem.side.kv_lengths
+        if lengths is None:
+            return values
+        start = cta.block * self.tile.rows
+        key = inline_modifiers.positions(values.shape, 0, start, self.interpret)
+        return jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))
+
+
+def outputs(problem: Problem, length: int, wanted=("dk", "dv")) -> Sums:
+    """dK and dV in device memory, of so many keys."""
+    of = lambda columns: jax.ShapeDtypeStruct(
+        (problem.batch, length, problem.kv_heads, columns), problem.dtype
+    )
+    return Sums(
+        dk=of(problem.head_dim) if "dk" in wanted else None,
+        dv=of(problem.v_head_dim) if "dv" in wanted else None,
+    )
