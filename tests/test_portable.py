@@ -46,7 +46,7 @@ def test_tiles_fit(capability, head_dims, deterministic):
 @pytest.mark.parametrize(
     ("capability", "head_dim", "deterministic", "expected"),
     [
-        ("8.0", 64, False, (128, 128, 2, 1)),
+        ("8.0", 64, False, (128, 128, 1, 1)),
         ("8.6", 64, False, (128, 64, 1, 1)),
         ("8.0", 128, False, (128, 64, 2, 1)),
         ("9.0", 128, False, (128, 64, 2, 4)),
