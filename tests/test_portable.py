@@ -167,7 +167,7 @@ def test_steps_go_through_every_zone_with_every_head(zones, group):
         return count + 1
 
     with jax.disable_jit():
-        total = steps.fold(note, 0, interpret=True)
+        total = steps.fold(note, 0, hides_end=False)
     assert total == len(expected) and found == [masked for *_, masked in expected]
     for n, (member, block, _) in enumerate(expected):
         step = steps[n]

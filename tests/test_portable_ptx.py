@@ -47,7 +47,7 @@ def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
     source = draw(0, 200, 3, held)
     found, ref = tile(machine, rows, columns)
     of_head = machine.array(source, lambda x: x[:, 1])
-    tiles._start_body(None, of_head, ref, np.int64(first), np.int64(limit))
+    tiles._start_body(True, None, of_head, ref, np.int64(first), np.int64(limit))
     assert np.isnan(found[:, :columns].astype(np.float32)).all()
     tiles._wait_body(0, None)
     expected = np.zeros((rows, columns), BFLOAT16)
@@ -62,7 +62,7 @@ def test_copies_of_rows_of_two_axes(machine, first):
     source = draw(0, 30, 8, 64)
     found, ref = tile(machine, 64, 64)
     group = machine.array(source, lambda x: x[:, 4:8])
-    tiles._start_body(None, group, ref, np.int64(first), np.int64(100))
+    tiles._start_body(False, None, group, ref, np.int64(first), np.int64(100))
     tiles._wait_body(0, None)
     expected = np.zeros((64, 64), BFLOAT16)
     rows = source[:, 4:8].reshape(-1, 64)[first : min(first + 64, 100)]
@@ -80,7 +80,7 @@ def test_results_are_written(machine, rows, columns, held):
     np.testing.assert_array_equal(staged[:, :columns], values)
     target = np.zeros((150, 2, held), BFLOAT16)
     of_head = machine.array(target, lambda x: x[:, 1])
-    tiles._store_body(None, of_head, ref, np.int64(100), np.int64(150))
+    tiles._store_body(False, None, of_head, ref, np.int64(100), np.int64(150))
     expected = np.zeros_like(target)
     expected[100:150, 1] = values[:50, :held]
     np.testing.assert_array_equal(target, expected)

@@ -67,7 +67,7 @@ class Dkv(OwnsKeys):
         zeros = functools.partial(self.products.zeros, self.tile.rows)
         sums = Sums(*map(zeros, widths(self.problem)))
         sums = Sums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
-        sums = cta.steps.fold(functools.partial(self.step, cta), sums, self.interpret)
+        sums = cta.steps.fold(functools.partial(self.step, cta), sums, hides_end=not self.interpret)
         stream.end()
         self.finish(cta, out, sums)
 

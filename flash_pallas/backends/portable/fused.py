@@ -95,7 +95,7 @@ class Fused(OwnsKeys):
         widths = Sums(*(width // WARPGROUPS for width in fused_widths(self.problem)))
         zeros = functools.partial(self.products.zeros, self.tile.rows)
         sums = Sums(*map(zeros, widths))
-        sums = cta.steps.fold(functools.partial(self.step, cta, dq), sums, self.interpret)
+        sums = cta.steps.fold(functools.partial(self.step, cta, dq), sums, hides_end=False)
         cta.stream.end()
         self.finish(cta, out, sums, Sums(*(team.rank * width for width in widths)))
 
