@@ -118,7 +118,9 @@ class Decode(Kernel):
         self.copies.arrived(own, pending=1)
         held = self.hold(cta)
         no_keys = self.online.no_keys(self.blocks.rows, widths(self.problem)[1])
-        rows = cta.steps.fold(functools.partial(self.step, cta, held), no_keys, hides_end=not self.interpret)
+        rows = cta.steps.fold(
+            functools.partial(self.step, cta, held), no_keys, hides_end=not self.interpret
+        )
         self.copies.arrived()
         self.finish(cta, rows)
 

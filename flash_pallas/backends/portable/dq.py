@@ -88,7 +88,9 @@ class Dq(Kernel):
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
         zeros = self.products.zeros(self.tile.rows, widths(self.problem)[0])
-        found = cta.steps.fold(functools.partial(self.step, cta), zeros, hides_end=not self.interpret)
+        found = cta.steps.fold(
+            functools.partial(self.step, cta), zeros, hides_end=not self.interpret
+        )
         stream.end()
         self.copies.put(found * self.problem.spec.scale, smem.q)
         self.copies.meet()

@@ -115,7 +115,9 @@ class Forward(Kernel):
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
         cta = cta._replace(held=held, stream=stream)
         no_keys = self.online.no_keys(self.tile.rows, widths(self.problem)[1])
-        rows = cta.steps.fold(functools.partial(self.step, cta), no_keys, hides_end=not self.interpret)
+        rows = cta.steps.fold(
+            functools.partial(self.step, cta), no_keys, hides_end=not self.interpret
+        )
         stream.end()
         self.finish(cta, rows)
 
