@@ -127,6 +127,15 @@ ALLOWED_BY_TARGET = {
     # A forward of 64 x 64 spills nowhere at head dim 128, but reads K and V twice as often, and the
     # other targets do without.
     B200: {
+        ("flash_pallas_portable_fused", 72, "full"): 40,
+        ("flash_pallas_portable_fused", 96, "full"): 48,
+        ("flash_pallas_portable_fused", 96, "causal"): 20,
+        ("flash_pallas_portable_fused", 192, "full"): 68,
+        ("flash_pallas_portable_fused", 256, "full"): 56,
+        ("flash_pallas_portable_fused", 256, "causal"): 84,
+        ("flash_pallas_portable_dkv", 128, "causal"): 12,
+        ("flash_pallas_portable_dq", 192, "full"): 8,
+        ("flash_pallas_portable_dq", 256, "causal"): 4,
         ("flash_pallas_portable_forward", 128, "window"): 8,
         ("flash_pallas_portable_forward", 128, "window_causal_128"): 52,
         ("flash_pallas_portable_forward", 128, "document_128"): 192,
