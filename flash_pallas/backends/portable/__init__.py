@@ -5,7 +5,8 @@ blocks.py limits.py        tile sizes; what operands have to be like
 forward.py                 O and the log-sum-exp
 decode.py                  a few queries against a cache; decode_blocks.py how it is cut,
                            decode_rows.py queries and results
-online.py                  softmax of rows whose keys come block by block
+online.py row_sums.py      softmax of rows whose keys come block by block
+key_stream.py              the keys of the forward, on their way
 fused.py                   gradients in one launch; dq_sums.py how it adds dQ up, fused_blocks.py
                            tile sizes
 dkv.py dq.py               gradients, the same bits in every run
