@@ -131,7 +131,7 @@ _TILES = {
     128: {"forward": TileSizes(128, 32), "dkv": TileSizes(64, 32), "dq": TileSizes(64, 32)},
     WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
 }
-# The forward's where nothing but a mask or lengths changes scores: 3 to 9 % faster on an H200 than
+# The forward's where nothing but a causal mask changes scores: 3 to 9 % faster on an H200 than
 # those above (benchmarks/NOTES.md). The first of which a multiprocessor holds two blocks, else the
 # first that fits: four warps alone are one for each scheduler, and nothing runs while it waits.
 _PLAIN = {
@@ -163,7 +163,7 @@ def _choose(problem: Problem, capability: str) -> dict[str, Any]:
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Scores are those of Q and K, but for what a mask or lengths hide.
+    """Scores are those of Q and K, but for what a causal mask hides.
 
     A window's tiles are masked at both ends, which is wasted work where they are wide, and a third
     loop over keys: 28 bytes of spills with 128 columns on 9.0, 160 with 64 at head dim 128.
