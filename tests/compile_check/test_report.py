@@ -216,7 +216,9 @@ def test_portable_forward_compiles_for_every_target(name):
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=apart) as pool:
         kernel, wrong = pool.submit(_compiled, target).result()
     assert (kernel.kernel, kernel.architecture) == (FORWARD, target.architecture)
-    tile = tiles._TILES[64]["forward"]
+    q = jax.ShapeDtypeStruct((1, 512, 1, 16), jnp.bfloat16)
+    problem = describe(Operands(q, q, q, None), AttentionSpec(scale=1.0))
+    tile = tiles.choose_blocks(problem, None, f"{target.major}.{target.minor}").forward
     assert kernel.smem == tiles.forward_bytes(tile, (16, 16))
     assert kernel.faults(target, 0) == []
     assert len(wrong) == 1 and wrong[0].endswith(f"> max_smem_bytes={target.smem}")
