@@ -303,7 +303,7 @@ MUTATIONS = (
              "return BlockRange(start, start, stop, stop)", _portable("packed_causal")),
     Mutation("portable, window", "backends/portable/walk.py",
              'if problem.spec.mask.left is None and "kv_segments"', 'if "kv_segments"',
-             _portable("window")),
+             "test_portable_interpreted.py::test_deterministic_kernels[window_causal_128]"),
     Mutation("portable, lengths", "backends/portable/keys.py",
              "jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))", "values",
              "test_portable_interpreted.py::test_deterministic_kernels[kv_lengths]"),
