@@ -111,6 +111,8 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 64, "packed_causal"): 16,
     ("flash_pallas_forward", 64, "bias_1NTS"): 20,
     ("flash_pallas_backward_fused", 64, "q_lengths"): 36,
+    ("flash_pallas_backward_fused", 64, "many_entries"): 12,
+    ("flash_pallas_backward_fused", 128, "small"): 12,  # with three tiles in flight
     ("flash_pallas_backward_fused", 64, "packed_causal"): 48,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 8,
