@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import gc
+import itertools
 import json
 import pathlib
 import time
@@ -72,7 +73,10 @@ def _rms(x) -> float:
     return float(jnp.sqrt(jnp.mean(jnp.square(x)))) + 1e-12
 
 
-def prepare(group: Group, backend: str) -> tuple[dict[str, Program], dict[str, str], dict]:
+Prepared = tuple[dict[str, Program], dict[str, str], dict]
+
+
+def prepare(group: Group, backend: str = "hopper") -> Prepared:
     """(programs, refusals, gates) by name of variant or peer, compiled beside one another."""
     *qkv, do = group.sizes.arrays()
     gates: dict[str, dict[str, float]] = {}
@@ -103,10 +107,10 @@ def prepare(group: Group, backend: str) -> tuple[dict[str, Program], dict[str, s
 
 
 def run_group(
-    group: Group, timer: timing.Timer, rounds: int, backend: str = "hopper"
+    group: Group, prepared: Prepared, timer: timing.Timer, rounds: int
 ) -> list[dict[str, Any]]:
-    """The rows of one group."""
-    programs, refused, gates = prepare(group, backend)
+    """The rows of one group, of which `prepare` made the programs."""
+    programs, refused, gates = prepared
     shares = {v.name: v.visible(group.sizes) for v in group.variants if v.visible}
     rows = []
     for direction in DIRECTIONS:
@@ -164,6 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", default="", help="groups whose name and shape contain this")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ahead", type=int, default=4, help="groups compiled side by side")
     parser.add_argument("--time-limit", type=float, default=3600)
     parser.add_argument("--refresh", type=pathlib.Path, help="results whose other groups are kept")
     arguments = parser.parse_args()
@@ -178,17 +183,19 @@ def main() -> None:
     found = results.header("features", method) | {"rows": []}
     earlier = results.load(arguments.refresh) if arguments.refresh else {"rows": []}
     begin = time.monotonic()
-    for group in GROUPS:
-        if arguments.only not in f"{group.name} {group.sizes.label}":
-            continue
+    chosen = [g for g in GROUPS if arguments.only in f"{g.name} {g.sizes.label}"]
+    for chunk in itertools.batched(chosen, arguments.ahead):
         if time.monotonic() - begin > arguments.time_limit:
-            print(f"time is up before {group.name} {group.sizes.label}")
+            print(f"time is up before {chunk[0].name} {chunk[0].sizes.label}")
             break
-        rows = run_group(group, timer, arguments.rounds)
-        found["rows"] += rows
-        print("\n".join(map(line, rows)), flush=True)
-        arguments.out.write_text(json.dumps(refreshed(earlier, found), indent=1) + "\n")
-        gc.collect()
+        with concurrent.futures.ThreadPoolExecutor(len(chunk)) as pool:
+            prepared = list(pool.map(prepare, chunk))
+        for group in chunk:
+            rows = run_group(group, prepared.pop(0), timer, arguments.rounds)
+            found["rows"] += rows
+            print("\n".join(map(line, rows)), flush=True)
+            arguments.out.write_text(json.dumps(refreshed(earlier, found), indent=1) + "\n")
+            gc.collect()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -89,7 +90,8 @@ def test_rows_of_a_group(monkeypatch, tmp_path):
 
     monkeypatch.setitem(PEERS, "jax_cudnn", refuse)
     group = features.Group("pair", SMALL, (features.FULL, features.PAIR_BIAS), ("jax_cudnn",))
-    rows = run_features.run_group(group, timing.HostTimer(), 1, "xla")
+    prepared = run_features.prepare(group, "xla")
+    rows = run_features.run_group(group, prepared, timing.HostTimer(), 1)
     assert [(r["name"], r["direction"], r["refused"]) for r in rows] == [
         (name, direction, "Unsupported: not here" if name == "jax_cudnn" else None)
         for direction in ("forward", "backward")
@@ -101,10 +103,14 @@ def test_rows_of_a_group(monkeypatch, tmp_path):
 
 def test_command_line(monkeypatch, tmp_path):
     group = features.Group("tiny", SMALL, (features.CAUSAL,))
-    run = run_features.run_group
-    on_xla = lambda group, timer, rounds: run(group, timer, rounds, "xla")
-    monkeypatch.setattr(run_features, "GROUPS", (group, dataclasses.replace(group, name="other")))
-    monkeypatch.setattr(run_features, "run_group", on_xla)
+    groups = (
+        group,
+        dataclasses.replace(group, name="tiny too"),
+        dataclasses.replace(group, name="other"),
+    )
+    on_xla = functools.partial(run_features.prepare, backend="xla")
+    monkeypatch.setattr(run_features, "GROUPS", groups)
+    monkeypatch.setattr(run_features, "prepare", on_xla)
     monkeypatch.setattr(run_features, "prepare_process", lambda limit: None)
     monkeypatch.setattr(timing, "choose", lambda name, probes: (timing.HostTimer(), {}))
     monkeypatch.setattr(run_features, "probes", dict)
@@ -112,7 +118,9 @@ def test_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["run_features", "--out", str(out), "--only", "tiny"])
     run_features.main()
     found = json.loads(out.read_text())
-    assert found["suite"] == "features" and {row["group"] for row in found["rows"]} == {"tiny"}
+    assert found["suite"] == "features" and [row["group"] for row in found["rows"]] == [
+        name for name in ("tiny", "tiny too") for _ in ("forward", "backward")
+    ]
 
 
 def test_a_run_of_some_groups_keeps_the_others():
