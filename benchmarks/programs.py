@@ -31,9 +31,12 @@ def compile_jax(attention, arrays, do, differentiated) -> Program:
 
     forward = jax.jit(primal).lower(q, k, v, wanted, fixed).compile()
     saved = jax.jit(save).lower(q, k, v, wanted, fixed).compile()
-    _, residuals = jax.eval_shape(save, q, k, v, wanted, fixed)
-    pull = jax.jit(lambda pullback, do: pullback(do)).lower(residuals, do).compile()
-    _, pullback = saved(q, k, v, wanted, fixed)
+    # The pullback is given as its arrays: as a tree it holds functions, which differ between traces
+    # of other threads.
+    residuals, tree = jax.tree.flatten(jax.eval_shape(save, q, k, v, wanted, fixed)[1])
+    pull = jax.jit(lambda arrays, do: jax.tree.unflatten(tree, arrays)(do))
+    pull = pull.lower(residuals, do).compile()
+    pullback = jax.tree.leaves(saved(q, k, v, wanted, fixed)[1])
     return Program(
         {
             "forward": timing.Launch(lambda: forward(q, k, v, wanted, fixed), "jax"),
