@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from ...core.padding import pad_axis
 from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
 from ..mosaic.side_arrays import Gmem, within_reach
+
+LSE, DELTA = range(2)  # of each query: the log-sum-exp in base 2, and sum of O dO
 
 
 class BackwardArrays(NamedTuple):
@@ -17,8 +21,7 @@ class BackwardArrays(NamedTuple):
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     do: Any  # [B, T, N, Hv]
-    lse: Any  # f32[B, N, R], base 2
-    delta: Any  # f32[B, N, R]
+    rows: Any  # f32[B, N, 2, R], see LSE and DELTA
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
@@ -27,14 +30,15 @@ class BackwardArrays(NamedTuple):
     @classmethod
     def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
         """Without bounds and what modifiers read, which each kernel has its own of."""
+        lse, delta = cotangents.lse_log2, cotangents.delta
         rows = within_reach(operands.q.shape[1])
+        lse, delta = pad_axis(lse, 2, rows, EMPTY_ROW), pad_axis(delta, 2, rows)
         return cls(
             q=operands.q,
             k=operands.k,
             v=operands.v,
             do=cotangents.do,
-            lse=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
-            delta=pad_axis(cotangents.delta, 2, rows),
+            rows=jnp.stack([lse, delta], axis=2),
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
         )

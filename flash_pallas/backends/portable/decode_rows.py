@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from ..mosaic import inline
 from ..mosaic.registers import at, coordinates, i32_constant, opaque, splat
-from .tiles import where
+from .threads import where
 
 
 def queries(first, rows: int, group: int, total: int, interpret: bool):

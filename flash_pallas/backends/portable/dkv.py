@@ -13,16 +13,17 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ...core import bounds
 from ...core.problem import Operands, Problem
-from ..mosaic import recompute
+from ..mosaic import inline_modifiers, recompute
 from ..mosaic.launch import launch
-from .backward_arrays import BackwardArrays
+from .backward_arrays import DELTA, LSE, BackwardArrays
 from .blocks import TileSizes, widths
-from .inputs import Inputs
+from .inputs import Inputs, load_vector
 from .keys import Cta, OwnsKeys, Sums, outputs
 from .stream import SLOTS, Stream
 from .tiles import buffer
@@ -74,19 +75,48 @@ class Dkv(OwnsKeys):
     def step(self, cta: Cta, n, sums: Sums, *, masked: bool) -> Sums:
         """The sums with one tile's share."""
         place, q = self.at(cta, cta.steps[n]), cta.stream.slot(n)
-        scores = self.scores(cta, n, place, q, masked=masked, hides_ends=False)
+        of = lambda which: cta.gmem.rows.at[place.batch, place.head, which, place.columns]
+        inputs = self.modifiers(cta, place, masked=masked)
+        lse = load_vector(of(LSE), 1)
+        cta.stream.begin(n)
+        s = self.scores(cta, place, q)
+        delta = load_vector(of(DELTA), 1)  # registers have no room for it before
+        w = self.weights(cta, place, s, lse, inputs, masked=masked, hides_ends=False)
         cta.stream.second_arrived(n)
         dk, dv, ds = sums.dk, sums.dv, None
         if dk is not None:
-            ds = self.score_gradients(cta, place, scores, cta.smem.do)
-            ds = ds.astype(self.problem.dtype)
+            dp = self.weight_gradients(cta, place, cta.smem.do)
+            ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
         if dv is not None:
-            p = recompute.dropped(self.problem, scores.weights).astype(self.problem.dtype)
+            p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
             dv = self.products.add(dv, p, cta.smem.do)
         cta.stream.second_read(n)
         if dk is not None:
             dk = self.products.add(dk, ds, q)
         return Sums(dk, dv)
+
+    def finish(self, cta: Cta, out: Sums, sums: Sums):
+        """Write what was added up, where K and V were; 0 for keys beyond a length."""
+        dk = None if sums.dk is None else sums.dk * self.problem.spec.scale
+        dv = None if sums.dv is None else recompute.gained(self.problem, sums.dv)
+        first = cta.block * self.tile.rows
+        parts = [(dk, cta.smem.k, out.dk), (dv, cta.smem.v, out.dv)]
+        parts = [(values, *places) for values, *places in parts if values is not None]
+        for values, staging, _ in parts:
+            cta.copies.put(self.cleared(cta, values), staging)
+        cta.copies.meet()
+        for _, staging, target in parts:
+            target = target.at[cta.batch, :, cta.kv_head]
+            cta.copies.store(staging, target, first, self.problem.kv_len)
+
+    def cleared(self, cta: Cta, values):
+        """With 0 in the rows of keys beyond a length."""
+        lengths = cta.gmem.side.kv_lengths
+        if lengths is None:
+            return values
+        start = cta.block * self.tile.rows
+        key = inline_modifiers.positions(values.shape, 0, start, self.interpret)
+        return jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))
 
 
 def dkv(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):

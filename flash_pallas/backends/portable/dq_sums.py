@@ -1,7 +1,7 @@
 """dQ as the fused backward adds it up: float32 in device memory, in an order of its own.
 
 Of each tile of queries a warpgroup has half of the columns, and a thread of it the registers of an
-accumulator. A warp's reduction adds consecutive bytes: element f of thread t lies at
+accumulator of `grid`. A warp's reduction adds consecutive bytes: element f of thread t lies at
 [f // vector, t, f % vector], where `vector` floats are one instruction. That is 1 before 9.0. A
 second launch reads the tiles in the same order and writes dQ in 16 bits.
 
@@ -27,8 +27,10 @@ from ...core.problem import Problem
 from ..mosaic import inline
 from ..mosaic.launch import launch
 from ..mosaic.registers import at, coordinates, fragmented, pair
+from .threads import THREADS, device_address, thread
+from .grid import Grid
 from .kernel import Kernel
-from .tiles import THREADS, buffer, device_address, thread
+from .tiles import buffer
 
 PARTS = 2  # of a tile's columns, one for each warpgroup
 
@@ -55,6 +57,11 @@ class DqSums:
         return self.rows, self.width // PARTS
 
     @property
+    def grid(self) -> Grid:
+        """Of the warps that have a part."""
+        return Grid.of(*self.part)
+
+    @property
     def tile(self) -> tuple[int, ...]:
         """A tile in device memory: both parts."""
         rows, columns = self.part
@@ -75,7 +82,7 @@ class DqSums:
         """Add one part.
 
         Args:
-            values: f32[part] as accumulators lie.
+            values: f32[part], an accumulator of `grid`.
             target: a tile in device memory.
             scratch: see there.
             rank: of this warpgroup.
@@ -92,10 +99,10 @@ class DqSums:
         run(values, target)
 
     def load(self, source):
-        """A whole tile, f32[rows, width], as accumulators lie."""
+        """One part of a tile in device memory, an accumulator of `grid`."""
         if self.interpret:
-            return jnp.concatenate([source[i] for i in range(PARTS)], axis=1)
-        shape = self.rows, self.width
+            return source[...]
+        shape = self.grid.label(*self.part)
         run = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(),),
             return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, inline.WGMMA),
@@ -113,8 +120,10 @@ class Narrow(Kernel):
 
     def __call__(self, found, dq, staging):
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
-        tile = self.sums.load(found.at[batch, head, block])
-        self.copies.put(tile * self.problem.spec.scale, staging)
+        for part in range(PARTS):
+            values = self.sums.load(found.at[batch, head, block, part])
+            column = part * self.sums.part[1]
+            self.copies.put(values * self.problem.spec.scale, staging, column, self.sums.grid)
         self.copies.meet()
         target = dq.at[batch, :, head]
         self.copies.store(staging, target, block * self.sums.rows, self.problem.q_len)
@@ -159,26 +168,20 @@ def _add_body(vector: int, _, values, target):
 
 
 def _load_body(shape, vector: int, _, source):
-    layout, (rows, width) = inline.WGMMA.to_mgpu(), shape
-    columns = width // PARTS
+    layout, (rows, columns) = inline.WGMMA.to_mgpu(), shape
     address = device_address(source, thread(), 4 * vector)
-    held: dict[Any, Any] = {}  # pairs by row and column of thread 0
-    for part in range(PARTS):
-        found = _floats(address, rows * columns // THREADS, vector, 4 * rows * columns * part)
-        places = coordinates((rows, columns), layout)
-        for n, (_, row, column) in enumerate(places):
-            held[row, part * columns + column] = pair(*found[2 * n : 2 * n + 2])
+    found = _floats(address, rows * columns // THREADS, vector)
     registers = np.empty(layout.registers_shape(shape), dtype=object)
-    for index, row, column in coordinates(shape, layout):
-        registers[index] = held[row, column]
+    for n, (index, *_) in enumerate(coordinates(shape, layout)):
+        registers[index] = pair(*found[2 * n : 2 * n + 2])
     return fragmented(registers, layout)
 
 
-def _floats(address, count: int, vector: int, start: int) -> list:
-    """So many of a thread's, from this byte on."""
+def _floats(address, count: int, vector: int) -> list:
+    """So many of a thread's."""
     f32, found = ir.F32Type.get(), []
     for n in range(0, count, vector):
-        place = f"[${vector}+{start + 4 * THREADS * n}]"
+        place = f"[${vector}+{4 * THREADS * n}]"
         if vector == 1:
             code, kind = f"ld.global.f32 $0, {place};", f32
         else:

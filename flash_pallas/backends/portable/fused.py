@@ -2,16 +2,16 @@
 
 A block owns keys of one head and goes through the queries that see them. Five products a step:
 
-    (1) S^T  = K Q^T        shared x shared     each warpgroup half of the queries
-    (2) dP^T = V dO^T       shared x shared     likewise
-    (3) dV  += P^T dO       shared x shared     each warpgroup half of the columns
-    (4) dK  += dS^T Q       shared x shared     likewise
-    (5) dQ   = dS K         shared (dS^T read transposed) x shared, likewise
+    (1) S^T  = K Q^T        each warpgroup half of the queries
+    (2) dP^T = V dO^T       likewise
+    (3) dV  += P^T dO       the first warpgroup
+    (4) dK  += dS^T Q       the second one, at the same time: one product whose operands differ
+    (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
 
-What bounds it is reading shared memory: every warp loads its own operands. With P^T and dS^T in
-shared memory a warp's share of a product may have any shape, here 32 rows wherever a block has 128
-keys, so a fragment of the right operand serves two products. The warpgroups meet four times a step:
-when Q has arrived, when dO has, when P and dS are written, and when a tile may be overwritten.
+What bounds it is reading shared memory, where all operands lie: every warp loads its own. So the
+parts of warps are as square as they can be (grid.py), and a warpgroup adds up one array and not
+half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS are
+written; with one slot also when the tile may be overwritten.
 
 The order in which blocks add to a tile of dQ differs from run to run, and with it the last bits of
 dQ (dq_sums.py). dkv.py and dq.py are the deterministic pair.
@@ -28,30 +28,48 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import bounds
+from ...core import bounds, dropout
 from ...core.problem import Operands, Problem
 from ..mosaic import recompute
 from ..mosaic.launch import launch
-from .backward_arrays import BackwardArrays
+from .backward_arrays import DELTA, LSE, BackwardArrays
 from .dq_sums import DqSums, narrowed
-from .fused_blocks import WARPGROUPS, FusedSizes, fused_widths
+from .fused_blocks import WARPGROUPS, FusedSizes, fused_width
+from .grid import Grid
+from .inputs import load_vector
 from .keys import Cta, OwnsKeys, Sums, outputs
-from .stream import Stream
+from .passing import Passing, Slot
 from .team import Team
-from .tiles import Copies, buffer
+from .threads import THREADS
+from .tiles import Copies, Copy, buffer
+from .vectors import Vector
+from .walk import Step
+
+# Of a thread: those of dV or dK, P and dP together, from which on P is not held. ptxas has 255.
+MOST_REGISTERS = 224
+
+
+OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
 
 
 class Smem(NamedTuple):
     """Shared memory."""
 
-    k: Any  # [rows, H], in the end dK
-    v: Any  # [rows, Hv], in the end dV
-    q: Any  # [slots, columns, H]
-    do: Any  # [columns, Hv]
-    p: Any  # [rows, columns]: P^T, without what dropout drops
-    ds: Any  # [rows, columns]: dS^T
+    own: Any  # [2, rows, width]: V and K, in the end dV and dK
+    passing: Slot  # [slots, ...]: dO and Q
+    weights: Any  # [2, rows, columns]: P^T without what dropout drops, and dS^T
     dq: Any = None  # see DqSums.scratch
     met: Any = None  # see Team
+
+    @property
+    def k(self):
+        """The keys."""
+        return self.own.at[OF_K]
+
+    @property
+    def v(self):
+        """Their values."""
+        return self.own.at[OF_V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +83,13 @@ class Fused(OwnsKeys):
     @property
     def dq_sums(self) -> DqSums:
         """Where dQ is added up."""
-        width, _ = fused_widths(self.problem)
+        width = fused_width(self.problem)
         return DqSums(self.tile.columns, width, self.tile.vector, self.interpret)
+
+    @property
+    def grid(self) -> Grid:
+        """Of the warps that add up dV or dK."""
+        return Grid.of(self.tile.rows, fused_width(self.problem))
 
     def __call__(self, dq, gmem: BackwardArrays, out: Sums, smem: Smem):
         section, block, within = (lax.axis_index(name) for name in ("section", "kv", "pair"))
@@ -90,43 +113,94 @@ class Fused(OwnsKeys):
         own = self.own(cta)
         cta = self.with_stream(cta)
         copies.start(*own)
-        cta.stream.start()
-        copies.arrived(*own, pending=2)
-        widths = Sums(*(width // WARPGROUPS for width in fused_widths(self.problem)))
-        zeros = functools.partial(self.products.zeros, self.tile.rows)
-        sums = Sums(*map(zeros, widths))
-        sums = cta.steps.fold(functools.partial(self.step, cta, dq), sums, hides_end=False)
+        cta.stream.start(0)
+        copies.arrived(*own, pending=1)
+        total = self.products.zeros(self.tile.rows, fused_width(self.problem), self.grid)
+        total = cta.steps.fold(functools.partial(self.step, cta, dq), total, hides_end=False)
         cta.stream.end()
-        self.finish(cta, out, sums, Sums(*(team.rank * width for width in widths)))
+        self.finish(cta, out, total)
 
     def with_stream(self, cta: Cta) -> Cta:
-        """With Q and dO passing by."""
-        tiles = functools.partial(self.tiles, cta)
-        return cta._replace(stream=Stream(cta.copies, cta.smem.q, cta.smem.do, tiles))
+        """With queries passing by."""
+        passing = Passing(cta.copies, cta.smem.passing, functools.partial(self.arriving, cta))
+        return cta._replace(stream=passing)
 
-    def step(self, cta: Cta, dq, n, sums: Sums, *, masked: bool) -> Sums:
-        """The five products of a tile."""
+    def arriving(self, cta: Cta, n, slot: Slot) -> tuple[Copy | Vector, ...]:
+        """What is copied for the n-th step; a warpgroup copies LSE or DELTA of its rows."""
+        tiles, step, rank = self.tiles(cta, n), cta.steps[n], cta.copies.team.rank
+        to = lambda source, which: Copy(source, slot.tiles.at[which], tiles.row, tiles.limit)
+        source = cta.gmem.rows.at[cta.batch, self.head(cta, step), rank]
+        count = jnp.where(step.exists, jnp.int32(self.tile.columns), jnp.int32(0))
+        rows = Vector(source, slot.rows.at[rank], tiles.row, count)
+        return to(tiles.first, OF_K), to(tiles.second, OF_V), rows
+
+    def step(self, cta: Cta, dq, n, total, *, masked: bool):
+        """The five products of a tile; dV or dK with its share."""
         cta = self.with_stream(cta.anew())
         team, smem, step = cta.copies.team, cta.smem, cta.steps[n]
-        queries = team.part(self.tile.columns)
-        place, q = self.at(cta, step, queries), cta.stream.slot(n)
-        scores = self.scores(cta, n, place, q.at[pl.ds(*queries)], masked=masked, hides_ends=True)
-        cta.copies.put(recompute.dropped(self.problem, scores.weights), smem.p, queries[0])
-        cta.stream.second_arrived(n)
-        ds = self.score_gradients(cta, place, scores, smem.do.at[pl.ds(*queries)])
-        cta.copies.put(ds, smem.ds, queries[0])
+        slot = self.weigh(cta, n, step, masked=masked)
         cta.copies.meet()
-        of_v = team.rank * sums.dv.shape[1]
-        dv = self.products.add_part(sums.dv, smem.p, smem.do, of_v)
-        cta.stream.second_read(n)
-        of_k = team.rank * sums.dk.shape[1]
-        dk = self.products.add_part(sums.dk, smem.ds, q, of_k)
-        cta.stream.first_read(n)
-        zeros = self.products.zeros(*self.dq_sums.part)
-        part = self.products.add_part(zeros, smem.ds, smem.k, of_k, transposed=True)
-        target = dq.at[cta.batch, place.head, step.block]
-        self.dq_sums.add(part, target, smem.dq, team.rank)
-        return Sums(dk, dv)
+        weights, tile = smem.weights.at[team.rank], slot.tiles.at[team.rank]
+        total = self.products.add_part(total, weights, tile, 0, self.grid)
+        cta.stream.read(n)
+        sums = self.dq_sums
+        zeros = self.products.zeros(*sums.part, sums.grid)
+        column = team.rank * sums.part[1]
+        ds = smem.weights.at[OF_K]
+        part = self.products.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
+        target = dq.at[cta.batch, self.head(cta, step), step.block]
+        sums.add(part, target, smem.dq, team.rank)
+        return total
+
+    def weigh(self, cta: Cta, n, step: Step, *, masked: bool) -> Slot:
+        """P and dS of a warpgroup's queries of a tile, into shared memory; where the tile lies."""
+        first, count = cta.copies.team.part(self.tile.columns)
+        place, weights = self.at(cta, step, (first, count)), cta.smem.weights
+        inputs = self.modifiers(cta, place, masked=masked)
+        cta.stream.begin(n)
+        slot = cta.stream.slot(n)
+        q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
+        of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
+        s = self.scores(cta, place, q)
+        w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked, hides_ends=True)
+        put_p = functools.partial(cta.copies.put, tile=weights.at[OF_V], column=first)
+        if self.rereads:
+            put_p(w.p)
+        dp = self.weight_gradients(cta, place, do)
+        if self.rereads:
+            w = w._replace(p=cta.copies.get(place.shape, weights.at[OF_V], first))
+        else:
+            put_p(recompute.dropped(self.problem, w))
+        ds = self.score_gradients(cta, place, w, dp, of_rows(DELTA))
+        cta.copies.put(ds, weights.at[OF_K], first)
+        return slot
+
+    @property
+    def rereads(self) -> bool:
+        """P is read back in 16 bits for dS: registers have no room for it beside dP.
+
+        Each thread reads what it has written. With more between P and dS it keeps P.
+        """
+        spec, tile = self.problem.spec, self.tile
+        if spec.dropout_rate or spec.softcap is not None or spec.score_mod is not None:
+            return False
+        held = tile.rows * (fused_width(self.problem) + tile.columns)
+        return held >= MOST_REGISTERS * THREADS
+
+    def finish(self, cta: Cta, out: Sums, total):
+        """Write dV and dK where V and K were, and from there; 0 for keys beyond a length.
+
+        For their weights are 0.
+        """
+        spec, team, own = self.problem.spec, cta.copies.team, cta.smem.own
+        gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
+        factor = jnp.where(team.rank == OF_V, jnp.float32(gain), jnp.float32(spec.scale))
+        cta.copies.put(total * factor, own.at[team.rank], 0, self.grid)
+        cta.copies.meet()
+        first = cta.block * self.tile.rows
+        for which, target in ((OF_K, out.dk), (OF_V, out.dv)):
+            target = target.at[cta.batch, :, cta.kv_head]
+            cta.copies.store(own.at[which], target, first, self.problem.kv_len)
 
 
 def fused(
@@ -170,15 +244,14 @@ def fused(
 
 
 def _scratch(kernel: Fused) -> Smem:
-    tile, dtype = kernel.tile, kernel.problem.dtype
-    width, v_width = fused_widths(kernel.problem)
+    tile, dtype, width = kernel.tile, kernel.problem.dtype, fused_width(kernel.problem)
     return Smem(
-        k=buffer((tile.rows, width), dtype),
-        v=buffer((tile.rows, v_width), dtype),
-        q=buffer((tile.slots, tile.columns, width), dtype),
-        do=buffer((tile.columns, v_width), dtype),
-        p=buffer((tile.rows, tile.columns), dtype),
-        ds=buffer((tile.rows, tile.columns), dtype),
+        own=buffer((WARPGROUPS, tile.rows, width), dtype),
+        passing=Slot(
+            tiles=buffer((tile.slots, WARPGROUPS, tile.columns, width), dtype),
+            rows=plgpu.SMEM((tile.slots, WARPGROUPS, tile.columns), jnp.float32),
+        ),
+        weights=buffer((WARPGROUPS, tile.rows, tile.columns), dtype),
         dq=kernel.dq_sums.scratch(),
         met=plgpu.Barrier(num_arrivals=WARPGROUPS) if kernel.interpret else None,
     )

@@ -42,7 +42,7 @@ class FusedSizes:
 # dim 64 they are 0.84 with 128 queries of those with 64, which are 0.91 as fast (H200; causal
 # 0.94). There one slot of Q is 1.03 of two; at 128 0.99 and 0.97, at 256 0.98 and 1.00.
 _SHAPES = {
-    64: ((128, 128, 1), (128, 64, 1)),
+    64: ((128, 128, 2), (128, 128, 1), (128, 64, 1)),
     128: ((128, 64, 2), (128, 64, 1), (64, 64, 1)),
     256: ((64, 64, 2), (64, 64, 1)),
 }
@@ -55,17 +55,17 @@ _SMALLER = {
 MANY_MODIFIERS = 5
 
 
-def fused_widths(problem: Problem) -> tuple[int, int]:
-    """Columns of tiles of Q and K, and of V and dO."""
-    return round_up(problem.head_dim, WIDTH_UNIT), round_up(problem.v_head_dim, WIDTH_UNIT)
+def fused_width(problem: Problem) -> int:
+    """Columns of all tiles of head dims: one product reads those of Q or of dO."""
+    return round_up(max(problem.head_dim, problem.v_head_dim), WIDTH_UNIT)
 
 
 def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
     """Of shared memory."""
-    width, v_width = fused_widths(problem)
-    own = buffer_bytes(tile.rows, width) + buffer_bytes(tile.rows, v_width)
-    passing = buffer_bytes(tile.slots, tile.columns, width) + buffer_bytes(tile.columns, v_width)
-    return own + passing + buffer_bytes(2, tile.rows, tile.columns)
+    width, both = fused_width(problem), WARPGROUPS
+    own = buffer_bytes(both, tile.rows, width) + buffer_bytes(both, tile.rows, tile.columns)
+    passing = buffer_bytes(both, tile.columns, width) + 4 * both * tile.columns
+    return own + tile.slots * passing
 
 
 def choose_fused(problem: Problem, vector: int, shared: int) -> FusedSizes | None:
@@ -76,7 +76,7 @@ def choose_fused(problem: Problem, vector: int, shared: int) -> FusedSizes | Non
         vector: the most floats that one instruction adds.
         shared: bytes of shared memory that a block may ask for.
     """
-    limit = max(fused_widths(problem))
+    limit = fused_width(problem)
     heads, stagger = _heads_at_once(problem), problem.spec.mask.is_trivial
     table = _SMALLER if modifiers(problem) >= MANY_MODIFIERS else _SHAPES
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)

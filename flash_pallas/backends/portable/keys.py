@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...core.integers import round_up
 from ...core.problem import Problem
+from ...core.scores import TileInputs
 from ...core.tile import Limits
-from ..mosaic import inline_modifiers, recompute
+from ..mosaic import recompute
 from ..mosaic.recompute import Weights
 from ..mosaic.register_tile import RegisterTile
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes
-from .inputs import Inputs, Place, load_vector
+from .inputs import Inputs, Place
 from .kernel import Kernel
+from .products import STEP
 from .stream import Tiles
 from .tiles import Copies, Copy
 from .walk import Step, Steps, masked_unless, query_blocks
@@ -31,9 +34,6 @@ class Sums(NamedTuple):
 
     dk: Any  # f32[rows, H], before scaling
     dv: Any  # f32[rows, Hv], before dropout's gain
-
-
-FIRST = Sums(0, 0)  # column of dK and of dV
 
 
 class Cta(NamedTuple):
@@ -55,14 +55,6 @@ class Cta(NamedTuple):
         batch, kv_head, block, rank = found
         copies = dataclasses.replace(self.copies, team=team._replace(rank=rank))
         return self._replace(copies=copies, batch=batch, kv_head=kv_head, block=block)
-
-
-class Scores(NamedTuple):
-    """A tile of them, and its way to gradients."""
-
-    tile: RegisterTile
-    weights: Weights
-    delta: Any  # of each query
 
 
 class OwnsKeys(Kernel):
@@ -122,12 +114,16 @@ class OwnsKeys(Kernel):
     def tiles(self, cta: Cta, n) -> Tiles:
         """Of the n-th step."""
         step = cta.steps[n]
-        last = jnp.int32(self.problem.group - 1)
-        head = cta.kv_head * self.problem.group + lax.min(step.member, last)
+        head = self.head(cta, step)
         of = lambda array: array.at[cta.batch, :, head]
         length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
         limit = jnp.where(step.exists, length, jnp.int32(0))
         return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
+
+    def head(self, cta: Cta, step: Step):
+        """Of the queries of a step, or where there is no such step of others."""
+        last = jnp.int32(self.problem.group - 1)
+        return cta.kv_head * self.problem.group + lax.min(step.member, last)
 
     def at(self, cta: Cta, step: Step, part=None) -> Place:
         """The tile of scores of a step, or a part (first, how many) of its columns."""
@@ -138,72 +134,43 @@ class OwnsKeys(Kernel):
 
     # --- a tile ----------------------------------------------------------------------------------
 
-    def scores(self, cta: Cta, n, place: Place, q, *, masked: bool, hides_ends: bool) -> Scores:
-        """P of a tile. Waits for Q, of which `q` are the tile's rows."""
+    def modifiers(self, cta: Cta, place: Place, *, masked: bool) -> TileInputs:
+        """What they read at a tile."""
         held = self.inputs.hold(cta.gmem.side, place)
-        inputs = self.inputs.read(held, cta.gmem.side, place, ids=masked)
-        rows = place.batch, place.head, place.columns
-        lse = load_vector(cta.gmem.lse.at[rows], 1)
-        cta.stream.begin(n)
-        s = self.products.add(self.zeros(place), cta.smem.k, q, transposed=True)
-        delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
-        tile = self.score_tile(cta, place)
-        limits = Limits()
+        return self.inputs.read(held, cta.gmem.side, place, ids=masked)
+
+    def scores(self, cta: Cta, place: Place, q):
+        """S of a tile before anything is done to it, of which `q` are the rows of Q."""
+        summed = round_up(self.problem.head_dim, STEP)
+        zeros = self.products.zeros(*place.shape)
+        return self.products.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
+
+    def weights(
+        self, cta: Cta, place: Place, s, lse, inputs: TileInputs, *, masked: bool, hides_ends: bool
+    ) -> Weights:
+        """P of a tile from its scores."""
+        tile, limits = self.score_tile(cta, place), Limits()
         if masked:
             ends = hides_ends and self.ragged(cta.gmem)
             length = cta.gmem.kv_length(self.problem, cta.batch)
             limits = tile.limits(self.problem.spec.mask, length if ends else None)
-        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
-        return Scores(tile, w, delta)
+        return recompute.weights(self.problem, tile, s, lse, inputs, limits)
 
-    def score_gradients(self, cta: Cta, place: Place, scores: Scores, do):
-        """dS of a tile, f32, of which `do` are the rows of dO."""
-        tile, w, delta = scores
-        dp = self.products.add(self.zeros(place), cta.smem.v, do, transposed=True)
-        c = recompute.centred(self.problem, w.kept, dp, tile.per_q(delta))
-        return recompute.pulled(w) * c
+    def weight_gradients(self, cta: Cta, place: Place, do):
+        """dP of a tile, of which `do` are the rows of dO."""
+        summed = round_up(self.problem.v_head_dim, STEP)
+        zeros = self.products.zeros(*place.shape)
+        return self.products.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
 
-    def zeros(self, place: Place):
-        """An accumulator of its scores."""
-        return self.products.zeros(*place.shape)
+    def score_gradients(self, cta: Cta, place: Place, w: Weights, dp, delta):
+        """dS of a tile, f32."""
+        delta = self.score_tile(cta, place).per_q(delta)
+        return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
 
     def score_tile(self, cta: Cta, place: Place) -> RegisterTile:
         """Where the scores of a block of queries lie."""
         start = place.column_start + cta.gmem.offset(self.problem, cta.batch)
         return RegisterTile(start, place.row_start, place.shape, q_axis=1, interpret=self.interpret)
-
-    # --- the end ---------------------------------------------------------------------------------
-
-    def finish(self, cta: Cta, out: Sums, sums: Sums, columns=FIRST):
-        """Write what was added up; 0 for keys beyond a length.
-
-        Args:
-            cta: its k and v are free.
-            out: in device memory.
-            sums: of this warpgroup.
-            columns: the first that it has, of dK and of dV.
-        """
-        dk = None if sums.dk is None else sums.dk * self.problem.spec.scale
-        dv = None if sums.dv is None else recompute.gained(self.problem, sums.dv)
-        first = cta.block * self.tile.rows
-        parts = [(dk, cta.smem.k, out.dk, columns.dk), (dv, cta.smem.v, out.dv, columns.dv)]
-        for values, staging, _, column in parts:
-            if values is not None:
-                cta.copies.put(self.cleared(cta, values), staging, column)
-        cta.copies.meet()
-        for values, staging, target, _ in parts:
-            if values is not None:
-                target = target.at[cta.batch, :, cta.kv_head]
-                cta.copies.store(staging, target, first, self.problem.kv_len)
-
-    def cleared(self, cta: Cta, values):
-        """With 0 in the rows of keys beyond a length."""
-        lengths = cta.gmem.side.kv_lengths
-        if lengths is None:
-            return values
-        start = cta.block * self.tile.rows
-        key = inline_modifiers.positions(values.shape, 0, start, self.interpret)
-        return jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))
 
 
 def outputs(problem: Problem, length: int, wanted=("dk", "dv")) -> Sums:

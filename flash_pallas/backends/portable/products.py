@@ -21,7 +21,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.registers import at, coordinates, fragmented, i32_constant, pair, splat
-from .tiles import UNIT, UNIT_ELEMENTS, columns_of, shared_address, thread
+from .threads import WARP, shared_address, thread
+from .grid import WGMMA, Grid
+from .tiles import UNIT, UNIT_ELEMENTS, columns_of
 
 STEP = 16  # summed elements of one mma
 
@@ -36,12 +38,14 @@ class Products:
 
     interpret: bool
 
-    def zeros(self, rows: int, columns: int):
-        """An accumulator."""
-        zeros = jnp.zeros((rows, columns), jnp.float32)
-        return zeros if self.interpret else plgpu.layout_cast(zeros, inline.WGMMA)
+    def zeros(self, rows: int, columns: int, grid: Grid = WGMMA):
+        """An accumulator of a product of this shape."""
+        if self.interpret:
+            return jnp.zeros((rows, columns), jnp.float32)
+        zeros = jnp.zeros(grid.label(rows, columns), jnp.float32)
+        return plgpu.layout_cast(zeros, inline.WGMMA)
 
-    def add(self, accumulator, a, b, *, transposed: bool = False):
+    def add(self, accumulator, a, b, *, transposed: bool = False, summed: int | None = None):
         """accumulator + a @ b, or a @ b^T.
 
         Args:
@@ -49,30 +53,32 @@ class Products:
             a: [rows, summed] of 16 bits: a tile in shared memory, or in registers as `accumulator`.
             b: a tile in shared memory: [summed, columns], or if `transposed` [columns, summed].
             transposed: see b.
+            summed: where b is transposed, so many of its columns, a multiple of 16; None: all.
         """
         in_registers = not hasattr(a, "at") or isinstance(a, jnp.ndarray)
         if self.interpret:
-            b = _values(b)
+            b = _values(b)[:, :summed] if transposed else _values(b)
             a = a if in_registers else _values(a)[:, : b.shape[1 if transposed else 0]]
             return accumulator + _dot(a, b, transposed=transposed)
         of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
-        how = _How(right_transposed=transposed)
+        how = _How(right_transposed=transposed, summed=summed)
         return _run(how, of_a, accumulator, a, b, 0)
 
-    def add_part(self, accumulator, a, b, column, *, transposed: bool = False):
+    def add_part(self, accumulator, a, b, column, grid: Grid, *, transposed: bool = False):
         """accumulator + a @ some columns of b, or a^T @ them.
 
         Args:
-            accumulator: f32[rows, columns] in registers, rows a multiple of 64.
+            accumulator: f32[rows, columns] in registers, rows a multiple of 64, of `grid`.
             a: a tile in shared memory: [rows, summed], or if `transposed` [summed, rows].
             b: a tile in shared memory, [summed, columns and more].
             column: the first of them, int32, a multiple of 8.
+            grid: of the warps.
             transposed: see a.
         """
         if self.interpret:
             a, b = _values(a), b[:, pl.ds(column, accumulator.shape[1])]
             return accumulator + _dot(a.T if transposed else a, b, transposed=False)
-        how = _How(left_transposed=transposed)
+        how = _How(left_transposed=transposed, grid=grid)
         return _run(how, plgpu.RefType(), accumulator, a, b, column)
 
 
@@ -103,6 +109,8 @@ class _How(NamedTuple):
 
     right_transposed: bool = False
     left_transposed: bool = False
+    summed: int | None = None  # None: all that the right operand has
+    grid: Grid = WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,37 +128,31 @@ class _Fragments:
     transposed: bool
 
     @classmethod
-    def of(
-        cls, tile, *, transposed: bool, units_first: bool, warp_down=0, warp_right=0, first=None
-    ):
+    def of(cls, tile, me, *, transposed: bool, units_first: bool, row=None, column=None):
         """Matrices in the order that a fragment wants them.
 
         Args:
             tile: [rows, columns] in shared memory.
+            me: i32, the thread.
             transposed: each matrix on the way.
             units_first: the second of the four lies beside the first, and the third below it; else
                 the other way round.
-            warp_down: so many rows further down does warp w read than warp w - 1.
-            warp_right: so many columns further to the right.
-            first: i32, the column that counts as column 0; None: it does.
+            row: i32, the row that counts as row 0; None: it does.
+            column: likewise.
         """
         pitch = 2 * tile.type.shape[1]
-        me = thread()
-        lane = arith.remui(me, i32_constant(32))
-        matrix, row = arith.divui(lane, i32_constant(8)), arith.remui(lane, i32_constant(8))
+        lane = arith.remui(me, i32_constant(WARP))
+        matrix, within = arith.divui(lane, i32_constant(8)), arith.remui(lane, i32_constant(8))
         odd, high = arith.remui(matrix, i32_constant(2)), arith.divui(matrix, i32_constant(2))
         below, beside = (high, odd) if units_first else (odd, high)
-        row = arith.addi(row, arith.muli(below, i32_constant(8)))
-        warp = arith.divui(me, i32_constant(32))
-        if warp_down:
-            row = arith.addi(row, arith.muli(warp, i32_constant(warp_down)))
+        within = arith.addi(within, arith.muli(below, i32_constant(8)))
+        if row is not None:
+            within = arith.addi(within, row)
         offset = arith.addi(
-            arith.muli(row, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
+            arith.muli(within, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
         )
-        if warp_right:
-            offset = arith.addi(offset, arith.muli(warp, i32_constant(2 * warp_right)))
-        if first is not None:
-            offset = arith.addi(offset, arith.muli(first, i32_constant(2)))
+        if column is not None:
+            offset = arith.addi(offset, arith.muli(column, i32_constant(2)))
         return cls(arith.addi(shared_address(tile), offset), pitch, transposed)
 
     def load(self, row: int, column: int):
@@ -169,13 +171,13 @@ class _Fragments:
         return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
 
 
-def _left(a, transposed: bool):
-    """(row of a warpgroup's 64, summed element) -> the left fragment of an mma."""
-    if transposed:  # rows of the product are columns of the tile
-        fragments = _Fragments.of(a, transposed=True, units_first=True, warp_right=16)
+def _left(a, me, how: _How, row):
+    """(row after a warp's first, summed element) -> the left fragment of an mma."""
+    if how.left_transposed:  # rows of the product are columns of the tile
+        fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
         return lambda row, k: fragments.load(k, row)
     if not hasattr(a, "registers"):
-        return _Fragments.of(a, transposed=False, units_first=False, warp_down=16).load
+        return _Fragments.of(a, me, transposed=False, units_first=False, row=row).load
     i32 = ir.IntegerType.get_signless(32)
     held = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
 
@@ -186,18 +188,20 @@ def _left(a, transposed: bool):
     return fragment
 
 
-def _right(b, transposed: bool, first):
-    """(first summed element, first column) -> right fragments of two neighbouring mmas."""
-    if transposed:  # columns of the product are rows of the tile
-        fragments = _Fragments.of(b, transposed=False, units_first=True)
+def _right(b, me, how: _How, column):
+    """(first summed element, column after a warp's first) -> right fragments of two neighbours."""
+    if how.right_transposed:  # columns of the product are rows of the tile
+        fragments = _Fragments.of(b, me, transposed=False, units_first=True)
         return lambda k, column: fragments.load(column, k)
-    return _Fragments.of(b, transposed=True, units_first=False, first=first).load
+    return _Fragments.of(b, me, transposed=True, units_first=False, column=column).load
 
 
 def _add_body(how: _How, _, accumulator, a, b, column):
-    left = _left(a, how.left_transposed)
-    right = _right(b, how.right_transposed, splat(column))
     rows, columns = accumulator.shape
+    me = thread()
+    down, right = how.grid.starts(me, columns)
+    right = splat(column) if right is None else arith.addi(right, splat(column))
+    left, right = _left(a, me, how, down), _right(b, me, how, right)
     summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
     kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
     layout = accumulator.layout
@@ -205,13 +209,14 @@ def _add_body(how: _How, _, accumulator, a, b, column):
         (row, column): accumulator.registers[index]
         for index, row, column in coordinates(accumulator.shape, layout)
     }
-    for k in range(0, summed, STEP):
-        lefts = [left(row, k) for row in range(0, rows, WARPGROUP_ROWS)]
+    blocks = range(0, rows, WARPGROUP_ROWS)
+    for k in range(0, how.summed or summed, STEP):
+        lefts = [left(how.grid.row(block), k) for block in blocks]
         for column in range(0, columns, 16):
             first, second, third, fourth = right(k, column)
             for beside, of_b in ((0, (first, second)), (8, (third, fourth))):
-                for i, of_a in enumerate(lefts):
-                    _step(held, (i * WARPGROUP_ROWS, column + beside), of_a, of_b, kind)
+                for block, of_a in zip(blocks, lefts, strict=True):
+                    _step(held, (block, column + beside), of_a, of_b, kind)
     registers = accumulator.registers.copy()
     for index, row, column in coordinates(accumulator.shape, layout):
         registers[index] = held[row, column]

@@ -1,8 +1,7 @@
-"""Two arrays whose tiles pass by, in the backward kernels.
+"""Two arrays whose tiles pass by, in the deterministic kernels.
 
-The first is read by the first and by a late product of a step, so its next tile goes to another
-slot; the second is free before that product, which hides the copy of its next tile. Where the first
-has one slot, a product that needs neither has to follow, to hide both copies.
+The first is read by the first and by the last product of a step, so its next tile goes to another
+slot; the second is free before that product, which hides the copy of its next tile.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Stream(NamedTuple):
 
     Attributes:
         copies: how tiles are moved.
-        first: [slots, rows, columns] in shared memory, SLOTS or 1 of them.
+        first: [SLOTS, rows, columns] in shared memory.
         second: [rows, columns] in shared memory.
         tiles: the Tiles of the n-th step, of which nothing is read if there is no such step.
     """
@@ -50,12 +49,7 @@ class Stream(NamedTuple):
 
     def slot(self, n):
         """Where the first array's tile of the n-th step lies."""
-        return self.first.at[lax.bitwise_and(jnp.int32(n), jnp.int32(self.slots - 1))]
-
-    @property
-    def slots(self) -> int:
-        """Of the first array."""
-        return self.first.shape[0]
+        return self.first.at[lax.bitwise_and(jnp.int32(n), jnp.int32(SLOTS - 1))]
 
     def _first(self, n) -> Copy:
         found = self.tiles(n)
@@ -73,25 +67,16 @@ class Stream(NamedTuple):
     def begin(self, n):
         """The first tile of the n-th step has arrived; that of the next is on its way."""
         self.copies.arrived(self._first(n), pending=1)
-        if self.slots > 1:
-            self.copies.start(self._first(n + 1))
+        self.copies.start(self._first(n + 1))
 
     def second_arrived(self, n):
         """So has the second."""
-        self.copies.arrived(self._second(n), pending=self.slots - 1)
+        self.copies.arrived(self._second(n), pending=1)
 
     def second_read(self, n):
         """Nobody needs it any more; the next one is on its way."""
-        if self.slots > 1:
-            self.copies.meet()
-            self.copies.start(self._second(n + 1))
-
-    def first_read(self, n):
-        """Nor the first: where it has one slot, both of the next step are on their way."""
-        if self.slots == 1:
-            self.copies.meet()
-            self.copies.start(self._first(n + 1))
-            self.copies.start(self._second(n + 1))
+        self.copies.meet()
+        self.copies.start(self._second(n + 1))
 
     def end(self):
         """After the loop: what was started for a step that does not exist."""

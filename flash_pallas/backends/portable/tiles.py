@@ -24,10 +24,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from ..mosaic import inline
-from ..mosaic.registers import coordinates, i32_constant, opaque, splat
+from ..mosaic.registers import i32_constant, opaque, splat
+from .grid import WGMMA, Grid, get_body, put_body
 from .team import Team
+from .threads import THREADS, assembly, less, linear, shared_address, thread, where
+from .vectors import Vector, start_body
 
-THREADS = 128  # of a warpgroup
 UNIT = 16  # bytes that a thread copies at once
 UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
 
@@ -83,7 +85,7 @@ class Copies:
     interpret: bool
     team: Team
 
-    def start(self, *copies: Copy):
+    def start(self, *copies: Copy | Vector):
         """Start copies, which together are one group for `arrived`.
 
         Every warp has read what was in the tiles before: the last `arrived` or `meet` came after.
@@ -92,12 +94,13 @@ class Copies:
             if self.interpret:
                 copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
             else:
-                _call(self._body(_start_body), copy.source, copy.tile, copy.first, copy.limit)
+                vector = isinstance(copy, Vector)
+                _call(start_body if vector else self._body(_start_body), *copy)
         if self.interpret:
             return
         plgpu.inline_mgpu()(_commit_body)()
 
-    def arrived(self, *copies: Copy, pending: int = 0):
+    def arrived(self, *copies: Copy | Vector, pending: int = 0):
         """Wait until all but the newest `pending` groups have arrived, for every thread.
 
         Args:
@@ -120,7 +123,9 @@ class Copies:
         """
         return functools.partial(write, self.team.size == 1)
 
-    def _own(self, copy: Copy) -> Copy:
+    def _own(self, copy):
+        if isinstance(copy, Vector):
+            return copy
         down, tile = self.team.rows(copy.tile)
         return copy._replace(tile=tile, first=copy.first + down)
 
@@ -128,21 +133,34 @@ class Copies:
         """All warps have come here."""
         self.team.meet()
 
-    def put(self, values, tile, column=0):
+    def put(self, values, tile, column=0, grid: Grid = WGMMA):
         """Write an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
 
         Args:
             values: f32[rows, up to so many columns] in registers.
             tile: where to.
             column: of the tile, where the first one of the values goes.
+            grid: of whose accumulators `values` is one.
         """
         values = values.astype(tile.dtype)
         if self.interpret:
             tile[:, pl.ds(column, values.shape[1])] = values
             return
+        body = functools.partial(put_body, grid)
         scalar = plgpu.Layout.WG_SPLAT
-        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))
-        run(_put_body)(values, tile, jnp.int32(column))
+        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))(body)
+        run(values, tile, jnp.int32(column))
+
+    def get(self, shape, tile, column=0):
+        """The values of `put`, f32, where every thread has written those that it reads."""
+        if self.interpret:
+            return tile[:, pl.ds(column, shape[1])].astype(jnp.float32)
+        body = functools.partial(get_body, shape, inline.WGMMA.to_mgpu())
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=plgpu.ShapeDtypeStruct(shape, tile.dtype, inline.WGMMA),
+        )(body)
+        return run(tile, jnp.int32(column)).astype(jnp.float32)
 
     def store(self, tile, target, first, limit):
         """Copy a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
@@ -164,7 +182,10 @@ def _call(body, array, tile, first, limit):
     run(array, tile, jnp.int32(first), jnp.int32(limit))
 
 
-def _fill(copy: Copy):
+def _fill(copy: Copy | Vector):
+    if isinstance(copy, Vector):
+        copy.tile[...] = copy.source[pl.ds(copy.first, copy.tile.shape[0])]
+        return
     rows, columns = copy.tile.shape[0], copy.source.shape[-1]
     row = jnp.int32(copy.first) + jnp.arange(rows, dtype=jnp.int32)
     found = jnp.take(copy.source[...].reshape(-1, columns), row, axis=0, mode="clip")
@@ -174,24 +195,6 @@ def _fill(copy: Copy):
 
 
 # --- what is written into the kernel -------------------------------------------------------------
-
-
-def thread():
-    """i32: of the block. Unknown to the compiler, so that addresses made of it are made again in
-    every step: those of all copies and products of a step would take 20 to 40 registers.
-    """
-    return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
-
-
-def shared_address(ref):
-    """i32: where a ref of shared memory starts."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
-
-
-def device_address(ref, index, size: int):
-    """i64: where a ref of device memory has its element `index`, an i32, of so many bytes."""
-    i64 = ir.IntegerType.get_signless(64)
-    return _sum(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), (index, size))
 
 
 class _Unit(NamedTuple):
@@ -236,26 +239,26 @@ class _Units:
     def _below(self, row, column, starts, at: int = 0):
         """Units of the rows (start - at) / units of a row after `row`, for each start."""
         index = arith.addi(self.first, row)
-        tile = _sum(self.tile, (row, 2 * self.pitch), (column, UNIT))
+        tile = linear(self.tile, (row, 2 * self.pitch), (column, UNIT))
         zero = arith.constant(ir.IntegerType.get_signless(64), 0)
-        offset = _sum(zero, *self._row(index), (column, UNIT))
+        offset = linear(zero, *self._row(index), (column, UNIT))
         array = arith.addi(self.array, opaque(offset) if self.hides_offset else offset)
         left = arith.subi(self.limit, index)  # rows below the limit
         if self.columns < self.pitch - UNIT_ELEMENTS:
-            held = _less(column, i32_constant(self.columns // UNIT_ELEMENTS))
+            held = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
             left = arith.select(held, left, i32_constant(0))
         total = self.rows * self.per_row
         for start in starts:
             down = (start - at) // self.per_row
             exists = None
             if start + THREADS > total:
-                exists = _less(thread(), i32_constant(total - start))
+                exists = less(thread(), i32_constant(total - start))
             yield _Unit(
                 tile=tile,
                 tile_offset=down * 2 * self.pitch,
                 array=array,
                 array_offset=down * self.row_bytes[-1],
-                inside=_less(i32_constant(down), left),
+                inside=less(i32_constant(down), left),
                 exists=exists,
             )
 
@@ -268,50 +271,21 @@ class _Units:
         return zip(places, self.row_bytes, strict=True)
 
 
-def _sum(base, *terms):
-    """base + x * factor of each term, in the type of the base; x is i32."""
-    for x, factor in terms:
-        if x.type != base.type:
-            x = arith.extsi(base.type, x)
-        factor = arith.constant(base.type, factor)
-        base = arith.addi(base, arith.muli(x, factor))
-    return base
-
-
-def _less(x, y):
-    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
-
-
-def where(condition, run):
-    """Emit run(), for threads for which the i1 holds; None: for all."""
-    if condition is None:
-        run()
-        return
-    with ir.InsertionPoint(scf.IfOp(condition).then_block):
-        run()
-        scf.yield_([])
-
-
-def _assembly(code: str, constraints: str, *operands):
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)
-
-
 def _start_body(hides_offset: bool, _, source, tile, first, limit):
     for unit in _Units(source, tile, first, limit, hides_offset).each():
         size = arith.select(unit.inside, i32_constant(UNIT), i32_constant(0))
         to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
         code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
         operands = unit.tile, unit.array, size
-        where(unit.exists, functools.partial(_assembly, code, "r,l,r", *operands))
+        where(unit.exists, functools.partial(assembly, code, "r,l,r", *operands))
 
 
 def _commit_body(_):
-    _assembly("cp.async.commit_group;", "")
+    assembly("cp.async.commit_group;", "")
 
 
 def _wait_body(pending: int, _):
-    _assembly(f"cp.async.wait_group {pending};", "")
+    assembly(f"cp.async.wait_group {pending};", "")
 
 
 def _store_body(hides_offset: bool, _, target, tile, first, limit):
@@ -325,22 +299,5 @@ def _store_body(hides_offset: bool, _, target, tile, first, limit):
             found = llvm.inline_asm(four, [unit.tile], code, constraints, has_side_effects=True)
             values = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
             code = f"st.global.v4.b32 [$0+{unit.array_offset}], {{$1, $2, $3, $4}};"
-            _assembly(code, "l,r,r,r,r", unit.array, *values)
+            assembly(code, "l,r,r,r,r", unit.array, *values)
             scf.yield_([])
-
-
-def _put_body(_, values, tile, first):
-    i32 = ir.IntegerType.get_signless(32)
-    _, pitch = tile.type.shape
-    row, column = (
-        arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))
-    )
-    column = arith.addi(column, splat(first))
-    origin = arith.addi(
-        arith.muli(row, i32_constant(2 * pitch)), arith.muli(column, i32_constant(2))
-    )
-    origin = arith.addi(shared_address(tile), origin)
-    for index, row, column in coordinates(values.shape, values.layout):
-        offset = 2 * (row * pitch + column)
-        pair = llvm.bitcast(i32, values.registers[index])
-        _assembly(f"st.shared.b32 [$0+{offset}], $1;", "r,r", origin, pair)

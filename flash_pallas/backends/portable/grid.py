@@ -1,0 +1,124 @@
+"""Which part of a product each warp of a warpgroup has, and its way to shared memory and back.
+
+A warp reads both operands of its part, (rows + columns) x summed elements, so a square part is read
+with the fewest bytes. An accumulator is labelled as wgmma's are, in which warp w has rows 16 w to
+16 w + 16 of each 64; which rows and columns of the product these are is up to whoever writes them
+down. So an accumulator of a Grid has a shape of its own, of as many elements as the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.registers import coordinates, fragmented, i32_constant, splat
+from .threads import WARP, shared_address, thread
+
+WARPS = 4  # of a warpgroup
+MMA = 16  # rows of a product of a warp, and columns of two that are read together
+
+
+class Grid(NamedTuple):
+    """Warps of a warpgroup, `down` of them below each other and the others beside them.
+
+    Attributes:
+        down: 4, 2 or 1.
+        warp_rows: of the product, from one warp to that below.
+        block_rows: of the product, from one 16 rows of a warp to its next.
+    """
+
+    down: int = WARPS
+    warp_rows: int = MMA
+    block_rows: int = WARPGROUP_ROWS
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> Grid:
+        """That which reads the fewest bytes; each warp has neighbouring rows.
+
+        Args:
+            rows: of the product, a multiple of 64.
+            columns: likewise of 16.
+        """
+        fits = [n for n in (4, 2, 1) if columns % (MMA * WARPS // n) == 0]
+        down = min(fits, key=lambda n: rows // n + columns // (WARPS // n))
+        return cls(down, rows // down, MMA)
+
+    @property
+    def across(self) -> int:
+        """Warps beside each other."""
+        return WARPS // self.down
+
+    def label(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the accumulator of a product of this shape."""
+        return rows * self.across, columns // self.across
+
+    def row(self, label: int) -> int:
+        """Of the product, relative to the warp's first, from that of the accumulator."""
+        block, row = divmod(label, WARPGROUP_ROWS)
+        return block * self.block_rows + row
+
+    def starts(self, me, columns: int) -> tuple[Any, Any]:
+        """i32, the first row and column of the warp of thread `me`; None: 0.
+
+        Args:
+            me: i32, of the warpgroup.
+            columns: of the accumulator.
+        """
+        warp, down = arith.divui(me, i32_constant(WARP)), i32_constant(self.down)
+        row = arith.remui(warp, down) if self.across > 1 else warp
+        row = arith.muli(row, i32_constant(self.warp_rows)) if self.down > 1 else None
+        if self.across == 1:
+            return row, None
+        return row, arith.muli(arith.divui(warp, down), i32_constant(columns))
+
+
+WGMMA = Grid()  # accumulators as they are labelled
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+def put_body(grid: Grid, _, values, tile, first):
+    """Write an accumulator of 16 bits to columns `first` on of a tile."""
+    void = ir.Type.parse("!llvm.void")
+    for index, place in _places(grid, values.shape, values.layout, tile, first):
+        address, offset = place
+        register = llvm.bitcast(ir.IntegerType.get_signless(32), values.registers[index])
+        code = f"st.shared.b32 [$0+{offset}], $1;"
+        llvm.inline_asm(void, [address, register], code, "r,r", has_side_effects=True)
+
+
+def get_body(shape, layout, _, tile, first):
+    """What `put_body` has written in the layout WGMMA, each thread its own."""
+    i32, kind = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), tile.type.element_type)
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for index, place in _places(WGMMA, shape, layout, tile, first):
+        address, offset = place
+        code = f"ld.shared.b32 $0, [$1+{offset}];"
+        found = llvm.inline_asm(i32, [address], code, "=r,r", has_side_effects=True)
+        registers[index] = llvm.bitcast(kind, found)
+    return fragmented(registers, layout)
+
+
+def _places(grid: Grid, shape, layout, tile, first):
+    """(index, (address, bytes)) of each register of an accumulator of this shape."""
+    pitch, me = 2 * tile.type.shape[1], thread()
+    lane = arith.remui(me, i32_constant(WARP))
+    down, right = grid.starts(me, shape[1])
+    four = i32_constant(4)
+    row = arith.divui(lane, four)
+    row = row if down is None else arith.addi(row, down)
+    column = arith.addi(
+        arith.muli(arith.remui(lane, four), i32_constant(2)), splat(first)
+    )
+    column = column if right is None else arith.addi(column, right)
+    address = arith.addi(
+        shared_address(tile),
+        arith.addi(arith.muli(row, i32_constant(pitch)), arith.muli(column, i32_constant(2))),
+    )
+    for index, label, column in coordinates(shape, layout):
+        yield index, (address, grid.row(label) * pitch + 2 * column)

@@ -1,0 +1,61 @@
+"""Where threads are, where their data lie and what they run, for code written into a kernel."""
+
+from __future__ import annotations
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from ..mosaic.registers import i32_constant, opaque
+
+THREADS = 128  # of a warpgroup
+WARP = 32
+
+
+def thread():
+    """i32: of the warpgroup. Unknown to the compiler, so that addresses made of it are made again
+    in every step: those of all copies and products of a step would take 20 to 40 registers.
+    """
+    return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
+
+
+def shared_address(ref):
+    """i32: where a ref of shared memory starts."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def device_address(ref, index, size: int):
+    """i64: where a ref of device memory has its element `index`, an i32, of so many bytes."""
+    i64 = ir.IntegerType.get_signless(64)
+    return linear(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), (index, size))
+
+
+def linear(base, *terms):
+    """base + x * factor of each term, in the type of the base; x is i32."""
+    for x, factor in terms:
+        if x.type != base.type:
+            x = arith.extsi(base.type, x)
+        factor = arith.constant(base.type, factor)
+        base = arith.addi(base, arith.muli(x, factor))
+    return base
+
+
+def less(x, y):
+    """i1: x < y."""
+    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+
+
+def where(condition, run):
+    """Emit run(), for threads for which the i1 holds; None: for all."""
+    if condition is None:
+        run()
+        return
+    with ir.InsertionPoint(scf.IfOp(condition).then_block):
+        run()
+        scf.yield_([])
+
+
+def assembly(code: str, constraints: str, *operands):
+    """PTX that has no result."""
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)

@@ -1,0 +1,37 @@
+"""Numbers of the columns of a tile, which are copied to shared memory beside it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from ..mosaic.registers import i32_constant, splat
+from jaxlib.mlir.dialects import arith
+from .threads import assembly, device_address, less, linear, shared_address, thread, where
+
+UNIT_ELEMENTS = 4  # f32 in 16 bytes
+
+
+class Vector(NamedTuple):
+    """Elements `first` to `first + count` of an array, which a warpgroup copies alone.
+
+    Attributes:
+        source: f32[length] in device memory, which starts at a multiple of 16 bytes.
+        tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
+        first: int32, a multiple of 4.
+        count: int32: `size`, or 0: nothing is copied.
+    """
+
+    source: Any
+    tile: Any
+    first: Any
+    count: Any
+
+
+def start_body(_, source, tile, first, count):
+    """Start a copy."""
+    element = arith.muli(thread(), i32_constant(UNIT_ELEMENTS))
+    to = linear(shared_address(tile), (element, 4))
+    of = device_address(source, arith.addi(splat(first), element), 4)
+    run = functools.partial(assembly, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", to, of)
+    where(less(element, splat(count)), run)
