@@ -163,7 +163,7 @@ class Machine:
         plain = {
             "i32_constant": np.int64,
             "splat": lambda x: x,
-            "_sum": lambda base, *terms: base + sum(x * factor for x, factor in terms),
+            "linear": lambda base, *terms: base + sum(x * factor for x, factor in terms),
             "opaque": lambda x: x,
             "at": lambda register, e: register[:, e],
             "pair": lambda *values: np.stack(values, axis=1),
@@ -215,7 +215,8 @@ class Machine:
         raise AssertionError(f"an instruction that nobody told of: {code}")
 
     def _copy(self, code, operands, offsets):
-        to, of, size = operands
+        to, of, *size = operands
+        (size,) = size or (np.full(THREADS, 16),)
         for t in self._threads():
             data = np.zeros(16, np.uint8)
             data[: size[t]] = self.device.read(of[t] + offsets[1], 16)[: size[t]] if size[t] else 0
@@ -275,11 +276,11 @@ class Machine:
             memory.write(address[thread] + offsets[0], data)
 
     def _read(self, code, operands, offsets):
-        (address,), (offset,) = operands, offsets.values()
-        found = np.zeros((4, THREADS), np.uint32)
+        (address,), (offset,), count = operands, offsets.values(), _count(code)
+        found = np.zeros((count, THREADS), np.uint32)
         for thread in self._threads():
-            found[:, thread] = self.shared.read(address[thread] + offset, 16).view(np.uint32)
-        return list(found)
+            found[:, thread] = self.shared.read(address[thread] + offset, 4 * count).view("u4")
+        return list(found) if count > 1 else found[0]
 
     def _add(self, code, operands, offsets):
         """red.global.add of one float32 or of several that lie side by side."""
@@ -300,7 +301,7 @@ class Machine:
 
     def _load(self, kind, address):
         size, kind = kind if isinstance(kind, tuple) else (1, kind)
-        dtype = BFLOAT16 if isinstance(kind, _BFloat16) else kind
+        dtype = _dtype(kind)
         data = [self.device.read(x, size * dtype.itemsize).view(dtype) for x in _unsigned(address)]
         return np.stack(data) if size > 1 else np.concatenate(data)
 
@@ -322,6 +323,13 @@ def _halves(register, dtype):
     return register[:, None].view(dtype).astype(np.float32).T
 
 
+def _dtype(kind):
+    """Of numpy."""
+    return BFLOAT16 if isinstance(kind, _BFloat16) else kind
+
+
 def _bits(kind, register):
-    """A register of two halves as one of 32 bits, or as it is."""
+    """A register of two halves as one of 32 bits, or as it is; or the other way round."""
+    if isinstance(kind, tuple):
+        return np.ascontiguousarray(register)[:, None].view(_dtype(kind[1]))
     return np.ascontiguousarray(register).view(np.uint32)[:, 0]

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from flash_pallas.backends.mosaic import inline
-from flash_pallas.backends.portable import decode_rows, dq_sums, inputs, products, tiles
+from flash_pallas.backends.portable import (
+    decode_rows,
+    dq_sums,
+    grid,
+    inputs,
+    products,
+    threads,
+    tiles,
+    vectors,
+)
+from flash_pallas.backends.portable.grid import WGMMA, Grid
 from flash_pallas.backends.portable.tiles import UNIT_ELEMENTS
 
 from .ptx import BFLOAT16, Layout, Machine, Tile
@@ -19,7 +29,8 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    found.install(monkeypatch, tiles, products, inputs, decode_rows, dq_sums)
+    modules = threads, grid, vectors, tiles, products, inputs, decode_rows, dq_sums
+    found.install(monkeypatch, *modules)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS))
     return found
@@ -76,7 +87,7 @@ def test_results_are_written(machine, rows, columns, held):
     """From registers through a tile to rows of one head; nothing else of the array changes."""
     values = draw(1, rows, columns)
     staged, ref = tile(machine, rows, columns)
-    tiles._put_body(None, Tile.of(values), ref, np.int64(0))
+    grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(0))
     np.testing.assert_array_equal(staged[:, :columns], values)
     target = np.zeros((150, 2, held), BFLOAT16)
     of_head = machine.array(target, lambda x: x[:, 1])
@@ -104,22 +115,102 @@ def test_products(machine, dtype, rows, summed, columns, transposed, in_register
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
 
 
+@pytest.mark.parametrize("summed", [16, 48])
+def test_products_of_some_columns(machine, summed):
+    """Tiles have more of them than are summed: those may be anything."""
+    a, b = draw(2, 64, 64), draw(3, 32, 64)
+    of_a, of_b = (tile(machine, *x.shape, x)[1] for x in (a, b))
+    machine.shape = 64, 32
+    how = products._How(right_transposed=True, summed=summed)
+    start = Tile.of(np.zeros((64, 32), np.float32))
+    found = products._add_body(how, None, start, of_a, of_b, np.int64(0)).values()
+    exact = a[:, :summed].astype(np.float64) @ b[:, :summed].astype(np.float64).T
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
+
+
+def labelled(values, grid: Grid) -> np.ndarray:
+    """Where an accumulator of the grid has the elements of a product."""
+    rows, columns = grid.label(*values.shape)
+    found = np.empty((rows, columns), values.dtype)
+    for row, column in np.ndindex(rows, columns):
+        block, within = divmod(row, 64)
+        warp, own = divmod(within, 16)
+        down, right = warp % grid.down, warp // grid.down
+        down = grid.block_rows * block + grid.warp_rows * down + own
+        found[row, column] = values[down, columns * right + column]
+    return found
+
+
+GRIDS = {(64, 16): 4, (128, 16): 4, (64, 64): 2, (128, 64): 4, (128, 128): 2, (64, 256): 1}
+
+
+def test_parts_of_warps_are_square():
+    for shape, down in GRIDS.items():
+        assert Grid.of(*shape).down == down
+        rows, columns = Grid.of(*shape).label(*shape)
+        assert rows % 64 == columns % 16 == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "summed"), [(64, 128), (128, 64)])
-@pytest.mark.parametrize(("column", "columns"), [(0, 16), (48, 48), (64, 64)])
+@pytest.mark.parametrize("shape", [*GRIDS, (128, 32)], ids=str)
+@pytest.mark.parametrize("summed", [64, 128])
+@pytest.mark.parametrize("column", [0, 48])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_products_with_some_columns(machine, dtype, rows, summed, column, columns, transposed):
-    """Of the right operand; the left one lies in shared memory, or its transpose does."""
-    a, b = draw(2, rows, summed, dtype=dtype), draw(3, summed, 128, dtype=dtype)
+def test_products_of_a_grid(machine, dtype, shape, summed, column, transposed):
+    """With some columns of the right operand; the left one may lie transposed."""
+    (rows, columns), own = shape, Grid.of(*shape)
+    a = draw(2, rows, summed, dtype=dtype)
+    b = draw(3, summed, columns + 48, dtype=dtype)
     start = draw(4, rows, columns, dtype=np.float32)
     stored = a.T if transposed else a
     of_a = tile(machine, *stored.shape, stored, dtype)[1]
-    of_b = tile(machine, summed, 128, b, dtype)[1]
-    machine.shape = rows, columns
-    how = products._How(left_transposed=transposed)
-    found = products._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(column)).values()
+    of_b = tile(machine, *b.shape, b, dtype)[1]
+    machine.shape = own.label(rows, columns)
+    how = products._How(left_transposed=transposed, grid=own)
+    of_start = Tile.of(labelled(start, own))
+    found = products._add_body(how, None, of_start, of_a, of_b, np.int64(column)).values()
     exact = start + a.astype(np.float64) @ b[:, column : column + columns].astype(np.float64)
-    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
+    np.testing.assert_allclose(found, labelled(exact, own), rtol=0, atol=1e-5 * summed)
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+def test_accumulators_of_a_grid_are_written(machine, shape):
+    """Every element to its own place, and to no other."""
+    values, own = draw(1, *shape), Grid.of(*shape)
+    staged, ref = tile(machine, shape[0], shape[1] + 32)
+    grid.put_body(own, None, Tile.of(labelled(values, own)), ref, np.int64(16))
+    np.testing.assert_array_equal(staged[:, 16 : 16 + shape[1]], values)
+    staged[:, 16 : 16 + shape[1]] = np.nan
+    assert np.isnan(staged.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("count", [64, 128])
+@pytest.mark.parametrize("exists", [False, True])
+def test_vectors_are_copied(machine, count, exists):
+    """The elements asked for; none where there is no such step."""
+    source, found = draw(8, 2, 512, dtype=np.float32), np.full((2, count), np.nan, np.float32)
+    of, to = (
+        machine.array(source, lambda x: x[1]),
+        machine.array(found, lambda x: x[1], shared=True),
+    )
+    vectors.start_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
+    tiles._wait_body(0, None)
+    expected = np.full_like(found, np.nan)
+    if exists:
+        expected[1] = source[1, 256 : 256 + count]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("column", [0, 64])
+def test_what_was_written_is_read_back(machine, dtype, column):
+    """Part of a tile, by the threads that wrote it."""
+    values = draw(1, 128, 64, dtype=dtype)
+    _, ref = tile(machine, 128, 128, dtype=dtype)
+    grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
+    machine.shape = values.shape
+    found = grid.get_body(values.shape, Layout(), None, ref, np.int64(column)).values(dtype)
+    np.testing.assert_array_equal(found, values)
 
 
 @pytest.mark.parametrize("column", [0, 32])
@@ -127,7 +218,7 @@ def test_part_of_a_tile_is_written(machine, column):
     """Both halves of its columns by a warpgroup each; neither writes the other's."""
     values = draw(1, 128, 32)
     staged, ref = tile(machine, 128, 64)
-    tiles._put_body(None, Tile.of(values), ref, np.int64(column))
+    grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
     np.testing.assert_array_equal(staged[:, column : column + 32], values)
     assert np.isnan(staged[:, 32 - column : 64 - column].astype(np.float32)).all()
 
@@ -135,7 +226,7 @@ def test_part_of_a_tile_is_written(machine, column):
 @pytest.mark.parametrize("vector", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "width"), [(64, 128), (128, 64), (64, 96)])
 def test_sums_of_dq(machine, vector, rows, width):
-    """Added by two warpgroups, twice, every float of the buffer once each time; read as a tile."""
+    """Added by two warpgroups, twice, every float of the buffer once each time; read as added."""
     sums = dq_sums.DqSums(rows, width, vector, interpret=False)
     values = draw(7, 2, rows, width, dtype=np.float32)
     buffer = np.ones((3, *sums.tile), np.float32)
@@ -143,12 +234,14 @@ def test_sums_of_dq(machine, vector, rows, width):
     for once in values:
         for part in range(2):
             target = machine.array(buffer, lambda x, part=part: x[1, part])
-            own = Tile.of(once[:, part * half : (part + 1) * half])
+            own = Tile.of(labelled(once[:, part * half : (part + 1) * half], sums.grid))
             dq_sums._add_body(vector, None, own, target)
-    machine.shape = rows, width
-    source = machine.array(buffer, lambda x: x[1])
-    found = dq_sums._load_body((rows, width), vector, None, source).values()
-    np.testing.assert_array_equal(found, np.float32(1) + values[0] + values[1])
+    machine.shape = shape = sums.grid.label(rows, half)
+    for part in range(2):
+        source = machine.array(buffer, lambda x, part=part: x[1, part])
+        found = dq_sums._load_body(shape, vector, None, source).values()
+        expected = (np.float32(1) + values[0] + values[1])[:, part * half : (part + 1) * half]
+        np.testing.assert_array_equal(found, labelled(expected, sums.grid))
     np.testing.assert_array_equal(buffer[[0, 2]], np.ones_like(buffer[[0, 2]]))
 
 

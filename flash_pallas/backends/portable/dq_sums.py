@@ -27,9 +27,9 @@ from ...core.problem import Problem
 from ..mosaic import inline
 from ..mosaic.launch import launch
 from ..mosaic.registers import at, coordinates, fragmented, pair
-from .threads import THREADS, device_address, thread
 from .grid import Grid
 from .kernel import Kernel
+from .threads import THREADS, device_address, thread
 from .tiles import buffer
 
 PARTS = 2  # of a tile's columns, one for each warpgroup

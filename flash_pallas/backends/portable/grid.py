@@ -112,9 +112,7 @@ def _places(grid: Grid, shape, layout, tile, first):
     four = i32_constant(4)
     row = arith.divui(lane, four)
     row = row if down is None else arith.addi(row, down)
-    column = arith.addi(
-        arith.muli(arith.remui(lane, four), i32_constant(2)), splat(first)
-    )
+    column = arith.addi(arith.muli(arith.remui(lane, four), i32_constant(2)), splat(first))
     column = column if right is None else arith.addi(column, right)
     address = arith.addi(
         shared_address(tile),

@@ -21,8 +21,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.registers import at, coordinates, fragmented, i32_constant, pair, splat
-from .threads import WARP, shared_address, thread
 from .grid import WGMMA, Grid
+from .threads import WARP, shared_address, thread
 from .tiles import UNIT, UNIT_ELEMENTS, columns_of
 
 STEP = 16  # summed elements of one mma

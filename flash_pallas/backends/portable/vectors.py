@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from ..mosaic.registers import i32_constant, splat
 from jaxlib.mlir.dialects import arith
+
+from ..mosaic.registers import i32_constant, splat
 from .threads import assembly, device_address, less, linear, shared_address, thread, where
 
 UNIT_ELEMENTS = 4  # f32 in 16 bytes
