@@ -115,6 +115,10 @@ class Tile:
         return found
 
 
+# Of the last two operands, for what is told of the others.
+_GUARDED = re.compile(r"\{ \.reg \.pred p; setp\.lt\.s32 p, \$(\d), \$(\d); @p (.*) \}")
+
+
 def _unsigned(x) -> np.ndarray:
     return np.ascontiguousarray(np.broadcast_to(x, (THREADS,)))
 
@@ -195,8 +199,12 @@ class Machine:
         return np.flatnonzero(np.broadcast_to(self.active[-1], (THREADS,)))
 
     def _run(self, kind, operands, code: str, constraints: str, has_side_effects: bool):
-        del kind, constraints, has_side_effects
+        del constraints, has_side_effects
         operands = [_unsigned(x) for x in operands]
+        if found := _GUARDED.fullmatch(code):  # by a comparison of two operands
+            x, y = (operands.pop(int(found[n])) for n in (2, 1))
+            with self._only(y < x):
+                return self._run(kind, operands, found[3], "", True)
         name = re.match(r"[a-z.]+[a-z0-9]*", code).group()
         offsets = {int(n): int(add or 0) for n, add in re.findall(r"\[\$(\d+)\+?(-?\d+)?\]", code)}
         for run, start in (

@@ -162,6 +162,7 @@ class Fused(OwnsKeys):
         q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
         of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
         s = self.scores(cta, place, q)
+        cta.stream.ahead(n)
         w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked, hides_ends=True)
         put_p = functools.partial(cta.copies.put, tile=weights.at[OF_V], column=first)
         if self.rereads:

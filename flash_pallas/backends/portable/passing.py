@@ -54,8 +54,11 @@ class Passing(NamedTuple):
         self.copies.start(*self.of(n, self.slot(n)))
 
     def begin(self, n):
-        """The tile of the n-th step has arrived; with two slots the next is on its way."""
+        """The tile of the n-th step has arrived."""
         self.copies.arrived(*self.of(n, self.slot(n)))
+
+    def ahead(self, n):
+        """With two slots the tile of the next step is on its way, at any time after `begin`."""
         if self.count > 1:
             self.start(n + 1)
 
