@@ -7,13 +7,15 @@ decode.py                  a few queries against a cache; decode_blocks.py how i
                            decode_rows.py queries and results
 online.py row_sums.py      softmax of rows whose keys come block by block
 key_stream.py              the keys of the forward, on their way
-fused.py                   gradients in one launch; dq_sums.py how it adds dQ up, fused_blocks.py
-                           tile sizes
-dkv.py dq.py               gradients, the same bits in every run
-backward_arrays.py stream.py keys.py    what kernels of gradients have in common
+fused.py                   gradients in one launch; passing.py what it loads, dq_sums.py how it adds
+                           dQ up, fused_blocks.py tile sizes
+dkv.py dq.py               gradients, the same bits in every run; stream.py what they load
+backward_arrays.py keys.py what kernels of gradients have in common
 walk.py                    which blocks a tile goes through
 inputs.py                  what modifiers of scores read
 tiles.py products.py       shared memory, copies, products; kernel.py: every kernel has them
+grid.py                    which part of a product each warp has
+vectors.py threads.py      copies of vectors; where threads are and what they run
 team.py                    the warpgroups of a block
 """
 

@@ -20,7 +20,8 @@ class FusedSizes:
     Attributes:
         rows: keys of a block of eight warps, 64 or 128.
         columns: queries of a step, 64 or 128.
-        slots: of Q; with two the next tile has a whole step to arrive, with one the time of dQ.
+        slots: of Q and dO. With two the next tile has most of a step to arrive, and warps meet
+            twice a step; with one it has the time of dQ, and they meet three times.
         vector: floats of dQ that one instruction adds: 1, or from 9.0 on 2 or 4.
         heads: pairs of a batch entry and a key head whose blocks run side by side.
         mask_all: where some tile is masked, all are, in one loop.
@@ -39,8 +40,7 @@ class FusedSizes:
 # By the largest head dim, the best that fits first: (rows, columns, slots).
 #
 # Bytes of shared memory read and written for each product decide (benchmarks/NOTES.md). At head
-# dim 64 they are 0.84 with 128 queries of those with 64, which are 0.91 as fast (H200; causal
-# 0.94). There one slot of Q is 1.03 of two; at 128 0.99 and 0.97, at 256 0.98 and 1.00.
+# dim 64 they are 0.83 with 128 queries of those with 64.
 _SHAPES = {
     64: ((128, 128, 2), (128, 128, 1), (128, 64, 1)),
     128: ((128, 64, 2), (128, 64, 1), (64, 64, 1)),
