@@ -288,6 +288,27 @@ def named_barrier(operation: str, barrier, threads: int):
     run(lax.convert_element_type(barrier, jnp.int32))
 
 
+def _barrier_any_body(barrier, threads, _, bit):
+    i32 = ir.IntegerType.get_signless(32)
+    code = (
+        "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; "
+        f"bar.red.or.pred q, {barrier}, {threads}, p; selp.b32 $0, 1, 0, q; }}"
+    )
+    found = llvm.inline_asm(i32, [splat(bit)], code, "=r,r", has_side_effects=True)
+    return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+
+def barrier_any(barrier: int, threads: int, bit, interpret: bool):
+    """i32: 1 if one of the threads came to this hardware barrier with another bit than 0."""
+    if interpret:
+        return bit
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )(functools.partial(_barrier_any_body, barrier, threads))
+    return run(bit)
+
+
 def warpgroup_barrier(interpret: bool):
     """Every warp of the warpgroup has come here."""
     if not interpret:

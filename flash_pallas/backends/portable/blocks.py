@@ -8,6 +8,7 @@ from typing import Any
 from ...core.decode import DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
+from .folding import Exchange
 from .fused_blocks import FusedSizes, choose_fused, fault, fused_bytes, modifiers
 from .tiles import buffer_bytes
 
@@ -41,11 +42,13 @@ class TileSizes:
         rows: of a block of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
         columns: that stream by, a multiple of 16.
         slots: 1 or 2 tiles of K and as many of V in the forward (key_stream.py); 1 elsewhere.
+        shared_weights: weights go through shared memory (folding.py); in the forward alone.
     """
 
     rows: int
     columns: int
     slots: int = 1
+    shared_weights: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +114,10 @@ def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
 
 
 def forward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
-    """Q, whose room O takes in the end, K and V."""
+    """Q, whose room O takes in the end, K and V, and what weights pass through."""
     own = buffer_bytes(tile.rows, max(head_dims))
+    if tile.shared_weights:
+        own += Exchange.size(tile.rows, tile.columns)
     return own + sum(buffer_bytes(tile.slots, tile.columns, width) for width in head_dims)
 
 

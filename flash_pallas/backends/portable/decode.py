@@ -117,7 +117,8 @@ class Decode(Kernel):
         self.copies.start(*self.load(cta, "k", 0))
         self.copies.arrived(own, pending=1)
         held = self.hold(cta)
-        no_keys = self.online.no_keys(self.blocks.rows, widths(self.problem)[1])
+        zeros = self.products.zeros(self.blocks.rows, widths(self.problem)[1])
+        no_keys = self.online.no_keys(self.blocks.rows, zeros)
         rows = cta.steps.fold(
             functools.partial(self.step, cta, held), no_keys, hides_end=not self.interpret
         )
@@ -212,8 +213,9 @@ class Decode(Kernel):
         self.copies.start(*self.load(cta, "k", n + 1))
         x, log2_scale = self.logits(held, self.first_key(cta, n), s, masked=masked)
         narrowed = lambda p: p.astype(self.problem.dtype)
-        p, rows = self.online.weighed(rows, x, log2_scale, narrowed)
-        return rows._replace(o=self.products.add(rows.o, p, cta.smem.v))
+        found = self.online.weigh(rows, x, log2_scale, narrowed)
+        rows = self.online.rescaled(rows, found)
+        return rows._replace(o=self.products.add(rows.o, found.p, cta.smem.v))
 
     def logits(self, held: Held, first, s, *, masked: bool):
         """(x, log2_scale) of products with the keys from `first` on; -inf where hidden."""

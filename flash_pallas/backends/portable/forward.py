@@ -27,10 +27,12 @@ from ..mosaic.register_tile import RegisterTile
 from ..mosaic.side_arrays import Gmem
 from . import row_sums
 from .blocks import TileSizes, widths
+from .folding import Exchange, OwnRows, SharedWeights
+from .grid import Grid
 from .inputs import Held, Inputs, Place
 from .kernel import Kernel
 from .key_stream import KeyStream
-from .online import LOWEST, SLACK, Online, Rows, per_row
+from .online import LOWEST, SLACK, Online, Rows, Weighed
 from .tiles import Copy, buffer
 from .walk import Steps, key_blocks
 
@@ -61,6 +63,7 @@ class Smem(NamedTuple):
     q: Any  # [rows, the wider head dim], in the end O
     k: Any  # [slots, columns, H]
     v: Any  # [slots, columns, Hv]
+    exchange: Exchange | None  # where weights are shared
 
 
 class Cta(NamedTuple):
@@ -114,7 +117,8 @@ class Forward(Kernel):
         self.copies.arrived(own, pending=1)
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
         cta = cta._replace(held=held, stream=stream)
-        no_keys = self.online.no_keys(self.tile.rows, widths(self.problem)[1])
+        zeros = self.folding(cta).zeros(self.tile.rows, widths(self.problem)[1])
+        no_keys = self.online.no_keys(self.tile.rows, zeros)
         rows = cta.steps.fold(
             functools.partial(self.step, cta), no_keys, hides_end=not self.interpret
         )
@@ -161,12 +165,18 @@ class Forward(Kernel):
         cta.stream.begin(n)
         zeros = self.products.zeros(self.tile.rows, self.tile.columns)
         s = self.products.add(zeros, cta.smem.q, cta.stream.slot("k", n), transposed=True)
-        cta.stream.second(n)
-        p, rows = self.softmax(cta, kv_block, inputs, s, rows, masked=masked)
-        return rows._replace(o=self.products.add(rows.o, p, cta.stream.slot("v", n)))
+        weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
+        return self.folding(cta).fold(cta.stream, n, rows, weigh)
 
-    def softmax(self, cta: Cta, kv_block, inputs, s, rows: Rows, *, masked: bool):
-        """(weights in 16 bits after dropout, rows) of a tile of products."""
+    def folding(self, cta: Cta) -> OwnRows | SharedWeights:
+        """How O is added up."""
+        if cta.smem.exchange is None:
+            return OwnRows(self.interpret)
+        grid = Grid.of(self.tile.rows, widths(self.problem)[1])
+        return SharedWeights(cta.smem.exchange, grid, self.interpret)
+
+    def weigh(self, cta: Cta, kv_block, inputs, s, rows: Rows, *, masked: bool) -> Weighed:
+        """What a tile of products weighs, in 16 bits after dropout."""
         spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
         limits = Limits()
         if masked:
@@ -179,7 +189,7 @@ class Forward(Kernel):
                 p = jnp.where(scores.kept(spec, tile, inputs), p, jnp.zeros_like(p))
             return p.astype(self.problem.dtype)
 
-        return self.online.weighed(rows, x, log2_scale, narrowed)
+        return self.online.weigh(rows, x, log2_scale, narrowed)
 
     def score_tile(self, cta: Cta, kv_block) -> RegisterTile:
         """Where a key block's scores lie."""
@@ -200,7 +210,7 @@ class Forward(Kernel):
             inverse = inverse * dropout.gain(spec.dropout_rate)
         first = cta.block * self.tile.rows
         own = pl.ds(first, self.tile.rows)
-        self.copies.put(rows.o * per_row(inverse, rows.o.shape), cta.smem.q)
+        self.folding(cta).put(rows.o, inverse, cta.smem.q)
         self.copies.meet()
         target = cta.out.o.at[cta.batch, :, cta.head]
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
@@ -233,6 +243,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         q=buffer((tile.rows, max(width, v_width)), problem.dtype),
         k=buffer((tile.slots, tile.columns, width), problem.dtype),
         v=buffer((tile.slots, tile.columns, v_width), problem.dtype),
+        exchange=Exchange.scratch(tile.rows, tile.columns, problem.dtype)
+        if tile.shared_weights
+        else None,
     )
     run = launch(
         Forward(problem, tile, interpret),

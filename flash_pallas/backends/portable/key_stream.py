@@ -61,11 +61,16 @@ class KeyStream(NamedTuple):
             self.copies.arrived(self._tile("k", n))
             self.copies.start(self._tile("v", n))
 
-    def second(self, n):
-        """So has V; nobody needs K any more."""
-        if not self.ahead:
-            self.copies.arrived(self._tile("v", n))
-            self.copies.start(self._tile("k", n + 1))
+    def second(self, n, bit=None):
+        """So has V; nobody needs K any more.
+
+        With a bit warps meet in any case; see Team.meet.
+        """
+        if self.ahead:
+            return None if bit is None else self.copies.meet(bit)
+        found = self.copies.arrived(self._tile("v", n), bit=bit)
+        self.copies.start(self._tile("k", n + 1))
+        return found
 
     def end(self):
         """After the loop: what was started for a step that does not exist."""

@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..mosaic import inline
 from . import row_sums
-from .products import Products
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
 # float16 holds, and most steps save a multiplication per element of O.
@@ -31,6 +30,15 @@ class Rows(NamedTuple):
     l: Any  # f32[rows], the sum of exp2(logit - m); see row_sums
 
 
+class Weighed(NamedTuple):
+    """What a key block weighs."""
+
+    p: Any  # weights
+    m: Any  # f32[rows], what they are relative to
+    sums: Any  # f32[rows], of them; see row_sums
+    grew: Any  # i32, uniform over a warp: 1 if m is another than before in some row
+
+
 @dataclasses.dataclass(frozen=True)
 class Online:
     """How rows change from block to block.
@@ -43,16 +51,15 @@ class Online:
     interpret: bool
     slack: float = SLACK
 
-    def no_keys(self, rows: int, columns: int) -> Rows:
-        """Before the first key block; O has so many columns."""
+    def no_keys(self, rows: int, zeros) -> Rows:
+        """Before the first key block; `zeros` is O."""
         lowest = jnp.full((rows,), LOWEST, jnp.float32)
         if not self.interpret:
             lowest = plgpu.layout_cast(lowest, inline.ROWS)
-        zeros = Products(self.interpret).zeros
-        return Rows(zeros(rows, columns), lowest, row_sums.none(rows, self.interpret))
+        return Rows(zeros, lowest, row_sums.none(rows, self.interpret))
 
-    def weighed(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]):
-        """(weights, rows to which their product with V is to be added).
+    def weigh(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]) -> Weighed:
+        """The weights of a key block.
 
         Args:
             rows: so far.
@@ -64,14 +71,18 @@ class Online:
         m, grew = inline.lazy_max(rows.m, most, self.slack, self.interpret)
         p = jnp.exp2(x * log2_scale - per_row(m, x.shape))
         sums = row_sums.parts(p, self.interpret)
-        p = narrowed(p)
+        return Weighed(narrowed(p), m, sums, grew)
 
-        def rescaled():
-            alpha = jnp.exp2(rows.m - m)
+    @staticmethod
+    def rescaled(rows: Rows, found: Weighed) -> Rows:
+        """Rows to which the product of weights and V is to be added."""
+
+        def relative():
+            alpha = jnp.exp2(rows.m - found.m)
             return rows.o * per_row(alpha, rows.o.shape), rows.l * alpha
 
-        o, l = lax.cond(grew > 0, rescaled, lambda: (rows.o, rows.l))
-        return p, Rows(o, m, l + sums)
+        o, l = lax.cond(found.grew > 0, relative, lambda: (rows.o, rows.l))
+        return Rows(o, found.m, l + found.sums)
 
 
 def per_row(x, shape):

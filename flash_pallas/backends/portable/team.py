@@ -25,8 +25,16 @@ class Team(NamedTuple):
     rank: Any = 0
     met: Any = None
 
-    def meet(self):
-        """All warps of all of them have come here."""
+    def meet(self, bit=None):
+        """All warps of all of them have come here.
+
+        Args:
+            bit: i32, uniform over a warp; where given, 1 if some warp came with one that is not 0.
+        """
+        if bit is not None:
+            if self.size > 1:
+                raise AssertionError("one warpgroup at most agrees on a bit")
+            return inline.barrier_any(inline.FIRST_NAMED_BARRIER, 128, bit, self.interpret)
         if self.size == 1:
             inline.warpgroup_barrier(self.interpret)
         elif self.interpret:
@@ -34,6 +42,7 @@ class Team(NamedTuple):
             plgpu.barrier_wait(self.met)
         else:
             inline.named_barrier("sync", inline.FIRST_NAMED_BARRIER, 128 * self.size)
+        return None
 
     def part(self, count: int):
         """(start, size) of this one's share of so many rows or columns."""

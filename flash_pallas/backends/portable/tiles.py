@@ -100,19 +100,20 @@ class Copies:
             return
         plgpu.inline_mgpu()(_commit_body)()
 
-    def arrived(self, *copies: Copy | Vector, pending: int = 0):
+    def arrived(self, *copies: Copy | Vector, pending: int = 0, bit=None):
         """Wait until all but the newest `pending` groups have arrived, for every thread.
 
         Args:
             copies: those of the groups that now arrive, as they were started.
             pending: groups that were started after them.
+            bit: what is returned is that of Team.meet.
         """
         if self.interpret:
             for copy in map(self._own, copies):
                 _fill(copy)
         else:
             plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
-        self.meet()
+        return self.meet(bit)
 
     def _body(self, write):
         """What writes a copy into the kernel.
@@ -129,9 +130,9 @@ class Copies:
         down, tile = self.team.rows(copy.tile)
         return copy._replace(tile=tile, first=copy.first + down)
 
-    def meet(self):
-        """All warps have come here."""
-        self.team.meet()
+    def meet(self, bit=None):
+        """All warps have come here; see Team.meet."""
+        return self.team.meet(bit)
 
     def put(self, values, tile, column=0, grid: Grid = WGMMA):
         """Write an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
