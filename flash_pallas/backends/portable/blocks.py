@@ -8,8 +8,10 @@ from typing import Any
 from ...core.decode import DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
+from ..mosaic.launch import WARPGROUP_ROWS
 from .folding import Exchange
 from .fused_blocks import FusedSizes, choose_fused, fault, fused_bytes, modifiers
+from .grid import Grid
 from .tiles import buffer_bytes
 
 # Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
@@ -145,6 +147,7 @@ _PLAIN = {
     192: (TileSizes(64, 64), TileSizes(64, 48)),
     WIDEST: (TileSizes(64, 64), TileSizes(64, 48), TileSizes(64, 32)),
 }
+_FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all of them
 _BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
@@ -160,11 +163,25 @@ def _choose(problem: Problem, capability: str) -> dict[str, Any]:
     chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
     if _is_plain(problem) and not capability.startswith(PAIRS):
         tiles = next(tiles for widest, tiles in _PLAIN.items() if limit <= widest)
+        if _shares(problem):
+            tiles = tuple(dataclasses.replace(tile, shared_weights=True) for tile in tiles)
         chosen["forward"] = _roomy(problem, tiles, shared_memory(capability))
+    elif _shares(problem):
+        chosen["forward"] = dataclasses.replace(chosen["forward"], shared_weights=True)
     if not _crowded(problem):
         return chosen
     half = lambda tile: dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
     return {name: half(tile) for name, tile in chosen.items()}
+
+
+def _shares(problem: Problem) -> bool:
+    """O has so many columns that weights go through shared memory.
+
+    Bytes that a warp reads for 64 rows, 64 keys and 256 columns are 58 KB and not 72. With 128
+    columns they would be 44 KB and not 40, of 128 rows.
+    """
+    columns = widths(problem)[1]
+    return columns > _FEW_COLUMNS and Grid.of(WARPGROUP_ROWS, columns).across > 1
 
 
 def _is_plain(problem: Problem) -> bool:

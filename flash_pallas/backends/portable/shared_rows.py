@@ -1,13 +1,13 @@
-"""A number of each row, through shared memory, from the warps that know it to those that need it."""
+"""A number of each row, through shared memory from the warps that know it to those that need it."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
