@@ -40,7 +40,8 @@ class Case:
         alibi: "N" or "BN".
         score_mod, mask_mod: names of tests/mods.py.
         maxima: how those of a row behave from right to left: "rising" by 2**29 every 64 keys, a
-            "jump" by 2**577 that is none again 64 keys further, or "wide", every fifth row far out.
+            "jump" by 2**577 that is none again 64 keys further, "wide", every fifth row far out, or
+            "apart", each 16 of 64 rows by 2**29 at other 64 keys, from left to right.
     """
 
     name: str
@@ -216,6 +217,12 @@ def _lead(recipe: str, q, k):
     """The logits of normal q and k get the maxima that a Case wants; the scale is H**-0.5."""
     if recipe == "wide":
         q[:, ::5] *= 11.0
+        return
+    if recipe == "apart":
+        group, place = (np.arange(n) for n in (q.shape[1], k.shape[1]))
+        for i in range(4):
+            q[..., i] = (group // 16 % 4 == i)[:, None]
+            k[..., i] = (20.0 * (place // 64 == i + 1) * k.shape[-1] ** 0.5)[:, None]
         return
     place = np.arange(k.shape[1])[::-1] // 64
     extra = {"rising": 20.0 * place, "jump": 400.0 * (place == 3) + 20.0 * (place == 5)}[recipe]

@@ -154,6 +154,7 @@ MAXIMA = (
     _small("rising_bias_mask", maxima="rising", S=392, N=1, bias="1NTS", mask="B1TS"),
     _small("jump_128", maxima="jump", S=392, N=1, H=128),
     _small("jump_window", maxima="jump", T=300, S=400, N=1, window=(220, 0), q_offset=100),
+    _small("apart_256", maxima="apart", S=392, N=1, H=256),
     _small("wide_causal_float16", maxima="wide", T=300, S=300, N=1, causal=True, dtype="float16"),
 )  # fmt: skip
 

@@ -161,6 +161,7 @@ class Machine:
             getelementptr=lambda base, at, kind: base + at[0] * kind.itemsize,
         )
         self.mgpu = types.SimpleNamespace(utils=utils)
+        self.vector = types.SimpleNamespace(broadcast=lambda kind, x: x[:, None])
 
     def install(self, monkeypatch, *modules: Any) -> None:
         """Puts this machine in the place of MLIR in these modules."""
@@ -173,7 +174,9 @@ class Machine:
             "pair": lambda *values: np.stack(values, axis=1),
             "fragmented": lambda found, layout, *_: Tile(found, self.shape),
         }
-        own = {name: getattr(self, name) for name in ("arith", "ir", "scf", "llvm", "mgpu")}
+        own = {
+            name: getattr(self, name) for name in ("arith", "ir", "scf", "llvm", "mgpu", "vector")
+        }
         for module in modules:
             for name, value in (own | plain).items():
                 if hasattr(module, name):
@@ -288,6 +291,7 @@ class Machine:
         found = np.zeros((count, THREADS), np.uint32)
         for thread in self._threads():
             found[:, thread] = self.shared.read(address[thread] + offset, 4 * count).view("u4")
+        found = found.view("f4") if code.startswith("ld.shared.f32") else found
         return list(found) if count > 1 else found[0]
 
     def _add(self, code, operands, offsets):

@@ -84,6 +84,14 @@ def test_other_tiles(name):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("fields", [{"slots": 2}, {"rows": 64}], ids=str)
+@pytest.mark.parametrize("name", ["everything", "jump_128", "d80_padded_narrow_values", "sinks"])
+def test_weights_through_shared_memory(name, fields):
+    """Also where O has few columns: everything is as it was."""
+    assert_right(named(name), {"forward": fields | {"shared_weights": True}})
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize(
     "fields",
     [

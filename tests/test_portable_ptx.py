@@ -14,6 +14,7 @@ from flash_pallas.backends.portable import (
     grid,
     inputs,
     products,
+    shared_rows,
     threads,
     tiles,
     vectors,
@@ -29,7 +30,7 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    modules = threads, grid, vectors, tiles, products, inputs, decode_rows, dq_sums
+    modules = threads, grid, vectors, tiles, products, inputs, decode_rows, dq_sums, shared_rows
     found.install(monkeypatch, *modules)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS))
@@ -182,6 +183,30 @@ def test_accumulators_of_a_grid_are_written(machine, shape):
     np.testing.assert_array_equal(staged[:, 16 : 16 + shape[1]], values)
     staged[:, 16 : 16 + shape[1]] = np.nan
     assert np.isnan(staged.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+def test_numbers_of_rows_reach_accumulators_of_a_grid(machine, shape):
+    """Every lane of a row writes the same; each row of an accumulator gets that of its product."""
+    own, layout = Grid.of(*shape), inline.ROWS.to_mgpu()
+    rows = own.label(*shape)[0]
+    numbers = draw(9, shape[0], dtype=np.float32)
+    found = np.full_like(numbers, np.nan)
+    ref = machine.array(found, shared=True)
+    lane = next(Layout.thread_idxs(shape))[0]
+    registers = np.empty(layout.registers_shape(shape[:1]), dtype=object)
+    strides = layout.tiling.tile_strides((1,))
+    at = lambda index: sum(i * stride for i, stride in zip(index, strides, strict=True))
+    for index in np.ndindex(*registers.shape):
+        registers[index] = numbers[lane + at(index)][:, None]
+    values = types.SimpleNamespace(registers=registers, shape=shape[:1], layout=layout)
+    shared_rows._put_body(None, values, ref)
+    np.testing.assert_array_equal(found, numbers)
+    machine.shape = (rows,)
+    read = shared_rows._get_body(own, rows, layout, None, ref).registers
+    expected = labelled(np.repeat(numbers[:, None], shape[1], axis=1), own)[:, 0]
+    for index in np.ndindex(*read.shape):
+        np.testing.assert_array_equal(read[index][:, 0], expected[lane + at(index)])
 
 
 @pytest.mark.parametrize("count", [64, 128])
