@@ -274,6 +274,9 @@ ON_DEVICE = (
     _case("long_bias", T=1000, S=1100, B=3, N=2, K=1, bias="1NTS"),
     # Nine tiles of keys, so that the last pair of CTAs has one; 5, 5 and 3 entries in a sum.
     _case("long_bias_pairs", T=1100, S=1100, B=13, N=1, K=1, H=32, bias="1NTS", causal=True),
+    _case("long_bias_128", T=600, S=700, B=3, N=4, K=2, H=128, bias="11TS", causal=True),
+    _case("long_bias_256", T=300, S=400, B=2, N=2, K=1, H=256, bias="1NTS"),
+    _case("long_bias_columns", T=1000, S=1100, B=2, N=4, K=2, bias="111S", kv_lengths=(700, 1100)),
     _case("long_bias_rows", T=1000, S=1100, B=2, N=2, K=1, H=128, bias="B11S", mask="11T1"),
     _case("long_mask", T=1000, S=1100, B=2, N=2, K=1, H=128, mask="B1TS"),
     _case("long_softcap", T=1500, S=1500, N=2, K=1, H=128, causal=True, softcap=3.0, alibi="N"),

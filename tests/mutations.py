@@ -353,6 +353,21 @@ MUTATIONS = (
              "test_portable_ptx.py::test_copies_fill_a_tile"),
     Mutation("portable, PTX", "backends/portable/inputs.py", "self.last, self.stride",
              "self.stride, self.last", "test_portable_ptx.py::test_a_bias_in_registers"),
+    Mutation("portable, gradient of a bias", "backends/mosaic/bias_tiles.py",
+             "return self.batch + batch, self.head + head", "return self.batch + batch, self.head",
+             _portable("bias_shared_16")),
+    Mutation("portable, gradient of a bias", "backends/portable/passing.py",
+             "self.copies.arrived(*self._of(n)[1])", "self.copies.arrived()",
+             _portable("bias_BNTS_128")),
+    Mutation("portable, gradient of a bias", "backends/portable/score_lines.py",
+             "jnp.where(inside, x, jnp.zeros_like(x))", "x",
+             "test_portable_interpreted.py::"
+             "test_gradients_of_what_modifies_scores[columns_lengths]"),
+    Mutation("portable, gradient of slopes", "backends/portable/score_lines.py",
+             "kv_len = cta.gmem.kv_length(self.problem, cta.batch)", "kv_len = None",
+             _portable("alibi")),
+    Mutation("portable, PTX", "backends/portable/tile_store.py", "i32_constant(width - right)",
+             "i32_constant(width)", "test_portable_ptx.py::test_a_sum_is_written"),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.score_blocks import Sums
-from flash_pallas.backends.hopper.scores_cta import SECTION_TILES, BiasTiles
+from flash_pallas.backends.mosaic.bias_tiles import SECTION_TILES, BiasTiles
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -17,8 +17,8 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (4, 16), (2, 17), (3, 40)])
 def test_every_tile_of_every_sum_has_one_owner(rows, columns):
     sums = 3
-    tiles = BiasTiles(rows, columns, cluster=1)
-    own = tiles[jnp.arange(sums * tiles.clusters, dtype=jnp.int32)]
+    tiles = BiasTiles(rows, columns)
+    own = tiles.at(jnp.arange(sums * tiles.clusters, dtype=jnp.int32))
     at = np.stack([own.part, own.q_block, own.kv_block])
     found = np.unique(at, axis=1)
     np.testing.assert_array_equal(found, np.indices((sums, rows, columns)).reshape(3, -1))
@@ -26,7 +26,7 @@ def test_every_tile_of_every_sum_has_one_owner(rows, columns):
 
 def test_ctas_that_run_together_share_rows_and_columns():
     """132 of 64 x 64 tiles: row by row they would read 64 tiles of keys and 3 of queries."""
-    own = BiasTiles(64, 64, cluster=1)[jnp.arange(132, dtype=jnp.int32)]
+    own = BiasTiles(64, 64).at(jnp.arange(132, dtype=jnp.int32))
     assert len(np.unique(own.kv_block)) == SECTION_TILES
     assert len(np.unique(own.q_block)) == 9
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks, scores_cta
+from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks
+from flash_pallas.backends.mosaic import bias_tiles
 
 from . import checks
 from .hopper_cases import (
@@ -70,7 +71,7 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
     """An odd number of tiles, in sections of one pair, all members in one sum."""
     monkeypatch.setattr(score_blocks, "PAIRS_FROM", 1)
     monkeypatch.setattr(score_blocks, "ENOUGH_CTAS", 1)
-    monkeypatch.setattr(scores_cta, "SECTION_TILES", 2)
+    monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case)
 

@@ -10,6 +10,7 @@ from .cases import CASES, FEATURES
 from .hopper_cases import FUSED_BLOCKS, MAXIMA, MODIFIERS, WITHOUT_PRODUCER
 from .hopper_decode_cases import STEPS
 from .mutations import MUTATIONS, ROOT
+from .test_portable_interpreted import SUMS
 
 README = Path(__file__).parent / "README.md"
 
@@ -29,7 +30,7 @@ def test_the_line_is_there(mutation):
     function, _, case = name.partition("[")
     assert not name or f"def {function}(" in text
     own_blocks = (case for case, _ in FUSED_BLOCKS)
-    cases = (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER, *STEPS, *own_blocks)
+    cases = (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER, *STEPS, *SUMS, *own_blocks)
     names = {c.name for c in cases}
     assert not case or case.removesuffix("]") in names
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.backends.mosaic import bias_tiles
+from flash_pallas.backends.portable import PortableBackend, score_tiles
 
 from . import checks
+from .cases import Case
 from .hopper_cases import INTERPRETED, MAXIMA, MODIFIERS
 from .interpreter import race_checked
 
@@ -19,7 +21,7 @@ BACKEND = PortableBackend(interpret=True, capability="8.0")
 # Cases that differ from others in which Hopper kernels run, and are one kernel here; they all run
 # on a GPU.
 SAME_KERNEL = (
-    *("_split", "document_", "long_", "bias_shared", "softcap_saturated", "softcap_wide"),
+    *("_split", "document_", "long_", "softcap_saturated", "softcap_wide"),
     *("softcap_small", "softcap_straddles", "softcap_scale", "rising_", "whole_key_blocks"),
 )
 CASES = [
@@ -112,3 +114,50 @@ def test_weights_that_registers_have_no_room_for(name):
     """The fused backward reads them back; not where dropout needs them as they were."""
     backend = dataclasses.replace(BACKEND, capability="9.0")
     assert_right(named(name), {"fused": {"columns": 128, "slots": 1}}, backend)
+
+
+def sums(name: str, **fields):
+    """Whose modifiers have gradients; two tiles of queries and of keys, none of them whole."""
+    return Case(name, **({"T": 100, "S": 136, "N": 2, "K": 1, "dtype": "bfloat16"} | fields))
+
+
+# What is summed over, and what else changes the scores.
+SUMS = (
+    sums("full", bias="BNTS", B=2),
+    sums("of_entries_causal", bias="1NTS", B=3, causal=True, T=130, S=130),
+    sums("of_heads_dropout", bias="B1TS", B=2, N=4, K=2, dropout_rate=0.3),
+    sums("of_all_lengths", bias="11TS", B=3, kv_lengths=(100, 0, 136), q_lengths=(9, 70, 100),
+         poison=True),
+    sums("documents_softcap", bias="1NTS", B=2, segments="packed", softcap=3.0, T=130, S=130),
+    sums("columns", bias="111S", B=2, causal=True, q_offset=20),
+    sums("columns_of_heads_window", bias="1N1S", B=2, window=(40, 10), dropout_rate=0.2),
+    sums("columns_lengths", bias="B11S", B=2, kv_lengths=(100, 31), poison=True),
+    sums("rows", bias="11T1", B=2, causal=True, q_offset=-30),
+    sums("rows_of_heads", bias="1NT1", B=2, kv_lengths=(100, 31), alibi="BN"),
+    sums("rows_documents", bias="B1T1", B=2, segments="unsorted", score_mod="per_entry"),
+)  # fmt: skip
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_gradients_of_what_modifies_scores(case):
+    assert_right(case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("case", "blocks"),
+    [
+        (SUMS[1], {"score_tiles": {"rows": 64, "columns": 96, "warpgroups": 1, "slots": 1}}),
+        (SUMS[1], {"score_tiles": {"columns": 64, "keep_bias": True}}),
+        (SUMS[2], {"score_tiles": {"rows": 64, "columns": 32, "slots": 1, "keep_bias": True}}),
+        (SUMS[5], {"score_lines": {"rows": 128, "columns": 48, "slots": 1}}),
+        (SUMS[9], {"score_lines": {"rows": 64, "columns": 16}}),
+    ],
+    ids=str,
+)
+def test_other_tiles_of_sums(monkeypatch, case, blocks):
+    """One block for all members; sections of two tiles."""
+    monkeypatch.setattr(score_tiles, "ENOUGH_BLOCKS", 1)
+    monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
+    assert_right(case, blocks)

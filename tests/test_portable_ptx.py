@@ -16,6 +16,7 @@ from flash_pallas.backends.portable import (
     products,
     shared_rows,
     threads,
+    tile_store,
     tiles,
     vectors,
 )
@@ -30,7 +31,18 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    modules = threads, grid, vectors, tiles, products, inputs, decode_rows, dq_sums, shared_rows
+    modules = (
+        threads,
+        grid,
+        vectors,
+        tiles,
+        products,
+        inputs,
+        decode_rows,
+        dq_sums,
+        shared_rows,
+        tile_store,
+    )
     found.install(monkeypatch, *modules)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS))
@@ -309,6 +321,20 @@ def test_partial_results_of_decoding(machine, columns, first):
     expected = np.zeros_like(target)
     count = min(64, 90 - first)
     expected[1, first : first + count] = values[:count, :columns]
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize(("starts", "columns"), [((0, 0), 64), ((64, 32), 72), ((0, 96), 104)])
+def test_a_sum_is_written(machine, dtype, starts, columns):
+    """Rows and columns that the array has; nothing else of it changes."""
+    values = draw(8, 64, 48, dtype=dtype)
+    target = np.zeros((2, 90, columns), dtype)
+    ref = machine.array(target, lambda x: x[1])
+    tile_store._store_body(dtype.itemsize, None, Tile.of(values), ref, *map(np.int64, starts))
+    expected = np.zeros_like(target)
+    part = expected[1, starts[0] : starts[0] + 64, starts[1] : starts[1] + 48]
+    part[...] = values[: part.shape[0], : part.shape[1]]
     np.testing.assert_array_equal(target, expected)
 
 

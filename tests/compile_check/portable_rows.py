@@ -14,7 +14,13 @@ from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.core.mask import Mask
-from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
+from flash_pallas.core.problem import (
+    EXTRA_GRADS,
+    AttentionSpec,
+    Cotangents,
+    Operands,
+    describe,
+)
 
 from ..cases import Case
 from .device import B200, H200, RTX_5090, Target
@@ -34,14 +40,16 @@ MASKS = {
 FLOAT16 = ((64, 64), (128, 128))
 PATHS = ("forward", "backward", "deterministic")
 
-# Of tests/hopper_cases.py, beside rows.MODIFIERS: a bias or mask that meets another modifier, and
-# head dim 256, whose backward has the fewest registers left.
+# Of tests/hopper_cases.py, beside rows.MODIFIERS: a bias or mask that meets another modifier, head
+# dim 256, whose backward has the fewest registers left, and biases whose gradient is another sum.
 MORE_MODIFIERS = (
     "mask_bias",
     "bias_padded",
     "everything",
     "padded_256",
     "bias_256",
+    "long_bias_128",
+    "bias_1N1S",
     "softcap_256",
     "alibi_256",
     "dropout_256",
@@ -84,6 +92,7 @@ ALLOWED_BY_TARGET = {
     },
     RTX_5090: {
         ("flash_pallas_portable_fused", 128, "everything_128"): 12,
+        ("flash_pallas_portable_scores_tile", 64, "long_bias"): 16,
         ("flash_pallas_portable_dq", 256, "ragged"): 44,
         ("flash_pallas_portable_dq", 256, "bias_256"): 64,
         ("flash_pallas_portable_dq", 256, "softcap_256"): 48,
@@ -104,6 +113,7 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_fused", 256, "softcap_256"): 12,
         ("flash_pallas_portable_fused", 256, "alibi_256"): 8,
         ("flash_pallas_portable_fused", 256, "dropout_256"): 8,
+        ("flash_pallas_portable_scores_tile", 64, "long_bias"): 48,
         ("flash_pallas_portable_dkv", 128, "causal"): 12,
         ("flash_pallas_portable_dq", 192, "full"): 8,
         ("flash_pallas_portable_dq", 256, "causal"): 4,
@@ -137,10 +147,7 @@ ALLOWED_BY_TARGET = {
 
 
 def portable_rows(target: Target) -> Iterator[Row]:
-    """Forward and backward of the backend on this GPU.
-
-    Gradients of biases, slopes and captured arrays are the xla backend's: no kernel of ours.
-    """
+    """Forward and backward of the backend on this GPU, with every gradient that a call has."""
     backend = PortableBackend(capability=f"{target.major}.{target.minor}")
     allowed = ALLOWED_SPILLS | ALLOWED_BY_TARGET.get(target, {})
     for row in _rows(backend):
@@ -180,11 +187,14 @@ def _modified(backend, case: Case) -> Iterator[Row]:
 
 def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
     path, *about = named
-    blocks = backend.blocks(describe(operands, spec), None)
+    problem = describe(operands, spec)
+    blocks = backend.blocks(problem, None)
     if path == "forward":
         run, arguments = (lambda o: backend.forward(spec, blocks, o)), (operands,)
     else:
         per_row = jax.ShapeDtypeStruct((do.shape[0], do.shape[2], do.shape[1]), jnp.float32)
-        run = lambda *a: backend.backward(spec, blocks, *a, wanted=frozenset())
+        # What the scores' modifiers want is the same beside either backward.
+        extra = frozenset(EXTRA_GRADS) & problem.features if path == "backward" else frozenset()
+        run = lambda *a: backend.backward(spec, blocks, *a, wanted=extra)
         arguments = (operands, Cotangents(per_row, do, per_row))
     return Row("portable " + path, *about, run, arguments)

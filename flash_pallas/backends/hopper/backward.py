@@ -6,14 +6,15 @@ import dataclasses
 
 from ...core import padding
 from ...core.problem import Cotangents, Grads, Operands, Problem
+from ..mosaic.score_grads import score_grads
 from .arrays import BackwardArrays
 from .backward_blocks import SplitBlocks, native_problem
 from .backward_dkv import dkv
 from .backward_dq import dq
 from .backward_fused import backward_fused
+from .backward_scores import score_sums
 from .fused_blocks import FusedBlocks
 from .products import Products
-from .score_grads import score_grads
 
 
 def backward(
@@ -52,7 +53,8 @@ def backward(
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
     producer = (blocks if fused else blocks.dq).producer
-    extra |= score_grads(native, operands, arrays, wanted, producer, interpret)
+    launch = lambda *sums: score_sums(native, sums, operands, arrays, producer, interpret)
+    extra |= score_grads(native, operands, wanted, launch)
     dq_, dk, dv = map(Products(problem.dtype).joined, grads)
     return Grads(
         dq_[:, : problem.q_len, :, : problem.head_dim],
@@ -63,7 +65,7 @@ def backward(
 
 
 def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
-    """Of Q's and K's, and of V's and dO's tiles; 0 is for the kernel of score_grads.py."""
+    """Of Q's and K's, and of V's and dO's tiles; 0 is for the kernel of backward_scores.py."""
     if isinstance(blocks, FusedBlocks):
         return (blocks.dq_tile(native.head_dim)[1], 0), (0,)
     rows = (blocks.dkv.block_q, blocks.dq.block_kv, 0)

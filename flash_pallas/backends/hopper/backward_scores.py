@@ -23,19 +23,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic import inline, recompute
+from ..mosaic.bias_tiles import BiasTiles, divide
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from ..mosaic.register_tile import RegisterTile
+from ..mosaic.score_grads import term
 from . import cluster
 from .arrays import BackwardArrays
 from .memory import rows_of, warpgroup_rows
 from .products import Products
 from .score_blocks import ScoreBlocks, Sums
-from .scores_cta import LOADED, BiasTiles, Cta, Step, Steps, divide, scratch
+from .scores_cta import LOADED, Cta, Step, Steps, scratch
 from .side_inputs import Place, SideInputs
 
 
@@ -218,7 +219,7 @@ class Scores:
         if self.sums.axes != "rows":
             return (dz,)
         lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
-        return tuple(lanes(self.term(name, where, dz, dparams)) for name in self.sums.names)
+        return tuple(lanes(term(name, where, dz, dparams)) for name in self.sums.names)
 
     def own_bias(self, cta: Cta):
         """This warpgroup's rows of the tile of the bias that a CTA holds."""
@@ -231,12 +232,6 @@ class Scores:
         if self.sums.axes != "rows" and cta.gmem.side.kv_lengths is None:
             kv_len = None
         return where.limits(self.problem.spec.mask, kv_len)
-
-    def term(self, name, where: RegisterTile, dz, dparams):
-        """What each element adds to the gradient of `name`, of its head and query."""
-        if name == "bias":
-            return dz
-        return scores.slope_pull(where, dz) if name == "alibi_slopes" else dparams[name]
 
     def store_tile(self, cta: Cta, total):
         """One tile of the bias's gradient."""
@@ -293,8 +288,8 @@ def score_sums(
 
     Returns:
         tile: [parts * Bb, N1, T, S up to whole rows of 128 bytes] in the dtype of the bias, f32 if
-        there are several parts; columns: f32[B, N, warpgroups, S up to a multiple of 256]; rows:
-        f32[B, N, T up to whole tiles].
+        there are several parts; columns: f32[B, N, S up to a multiple of 128]; rows: f32[B, N, T up
+        to whole tiles].
     """
     axes, names = sums
     sums = Sums(problem, axes, names)
@@ -310,14 +305,15 @@ def score_sums(
         whole = round_up(problem.kv_len, 128)
         out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
     side, bias = SideInputs(problem, q_axis=0).arrays(operands), None
+    tile = (blocks.block_q, blocks.block_kv)
     if axes == "tile":
         parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]
         # One axis, as the two others of a grid hold no more than 65,535.
-        grid = {"cluster": BiasTiles.of(problem, blocks).clusters * parts * entries * heads}
+        tiles = BiasTiles.of(problem, *tile, blocks.cluster)
+        grid = {"cluster": tiles.clusters * parts * entries * heads}
         bias, side = side.bias, side._replace(bias=None)
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
-    tile = (blocks.block_q, blocks.block_kv)
     given = arrays
     if axes != "tile":  # there the tile is given, and what it does not show is masked
         given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
@@ -331,4 +327,5 @@ def score_sums(
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,
     )
-    return run(given._replace(side=side), bias)
+    found = run(given._replace(side=side), bias)
+    return tuple(x.sum(axis=2) for x in found) if axes == "columns" else found

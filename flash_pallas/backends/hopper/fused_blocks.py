@@ -167,8 +167,8 @@ MODIFIED = {
 # backward_scores.py: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
 # Larger clusters are slower at 64 and 32, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs.
 # Alternating warpgroups that hand over late are 1.03 of those that meet at 64; at 32 they are 0.96,
-# with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials at
-# 64: 0.98, 0.97 and 0.96 (T = 1024, 2048 and 4096).
+# with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials:
+# 0.98, 0.97 and 0.96 at 64 (T = 1024, 2048 and 4096).
 BIASED = {
     16: FusedBlocks(block_q=128, mask_all=True, bias_cluster=4),
     32: FusedBlocks(block_q=128, mask_all=True, bias_cluster=2),

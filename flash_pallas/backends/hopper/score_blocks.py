@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
+from ..mosaic.bias_tiles import BiasTiles, parts_of
 from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_blocks import wants_narrow_tiles
 from .memory import MOST_SMEM, vector_bytes
@@ -91,23 +92,12 @@ class Sums:
             )
         return SideInputs(problem, q_axis=0)
 
-    @property
-    def members(self) -> int:
-        """Batch entries times heads that share one entry of the bias; 1 unless axes is "tile"."""
-        if self.axes != "tile":
-            return 1
-        entries, heads = self.problem.bias_shape[:2]
-        return (self.problem.batch // entries) * (self.problem.q_heads // heads)
-
     def parts(self, blocks: ScoreBlocks) -> int:
         """Into how many sums of their own the members are cut, for the sake of enough CTAs."""
         if self.axes != "tile":
             return 1
-        entries, heads = self.problem.bias_shape[:2]
-        tiles = -(-self.problem.q_len // blocks.block_q) * -(
-            -self.problem.kv_len // blocks.block_kv
-        )
-        return max(1, min(self.members, ENOUGH_CTAS // (entries * heads * tiles)))
+        tiles = BiasTiles.of(self.problem, blocks.block_q, blocks.block_kv).clusters
+        return parts_of(self.problem, tiles, ENOUGH_CTAS)
 
     def smem_bytes(self, blocks: ScoreBlocks) -> int:
         """Shared memory without barriers."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core.problem import Problem
+from ..mosaic.bias_tiles import BiasTile, BiasTiles, Members, bias_place, members_of
 from ..mosaic.launch import WARPGROUP_ROWS
 from . import cluster
 from .arrays import BackwardArrays
@@ -45,7 +45,6 @@ class Barriers(NamedTuple):
     empty: Any
 
 
-SECTION_TILES = 16  # of 128 keys
 LOADED = ("q", "do", "k", "v", "lse", "delta")  # in every step
 
 
@@ -65,78 +64,21 @@ class Steps:
     Attributes:
         first: the tile of step 0.
         total: how many.
-        along: which field of the tile grows by one with every step; "member" stands for all pairs
-            of a batch entry and one of `heads` heads, heads faster.
-        heads: how many heads share the bias.
-        skipped: members before those of this CTA.
+        along: which field of the tile grows by one with every step, "q_block" or "kv_block".
+        members: whose tiles they are, where it is batch entry and head that change.
     """
 
     first: Step
     total: Any
-    along: str
-    heads: int = 1
-    skipped: Any = 0
+    along: str = ""
+    members: Members | None = None
 
     def __getitem__(self, n) -> Step:
         """The n-th tile."""
-        if self.along != "member":
-            return self.first._replace(**{self.along: getattr(self.first, self.along) + n})
-        batch, head = n + self.skipped, 0
-        if self.heads > 1:
-            heads = jnp.int32(self.heads)
-            batch, head = lax.div(batch, heads), lax.rem(batch, heads)
-        return self.first._replace(batch=self.first.batch + batch, head=self.first.head + head)
-
-
-class BiasTile(NamedTuple):
-    """A tile of one sum over members."""
-
-    q_block: Any
-    kv_block: Any
-    part: Any  # which sum, of (parts, entries of the bias, heads of the bias), heads fastest
-
-
-@dataclasses.dataclass(frozen=True)
-class BiasTiles:
-    """The tiles of a bias's gradient in the order in which clusters take them.
-
-    CTAs that run at one time should read the same: those of one sum go through the same members in
-    step. So tiles come first and sums last, in sections of SECTION_TILES key tiles and all queries,
-    row by row: 132 CTAs read 16 tiles of K and V and 8 or 9 of Q and dO in a step.
-
-    Attributes:
-        rows, columns: how many tiles, of queries and, in clusters of `cluster`, of keys.
-    """
-
-    rows: int
-    columns: int
-    cluster: int
-
-    @classmethod
-    def of(cls, problem: Problem, blocks: ScoreBlocks) -> BiasTiles:
-        """The tiles of every sum."""
-        columns = -(-problem.kv_len // (blocks.cluster * blocks.block_kv))
-        return cls(-(-problem.q_len // blocks.block_q), columns, blocks.cluster)
-
-    @property
-    def clusters(self) -> int:
-        """Of one sum."""
-        return self.rows * self.columns
-
-    def __getitem__(self, n) -> BiasTile:
-        """What this CTA of the n-th cluster owns; beyond the last key if there are none left."""
-        part, n = divide(n, self.clusters)
-        wide = SECTION_TILES // self.cluster
-        section, n = divide(n, wide * self.rows)
-        first = section * wide
-        row, column = divide(n, lax.min(jnp.int32(wide), self.columns - first))
-        return BiasTile(row, (first + column) * self.cluster + cluster.rank(self.cluster), part)
-
-
-def divide(a, b):
-    """(quotient, remainder)"""
-    b = jnp.int32(b)
-    return lax.div(a, b), lax.rem(a, b)
+        if self.members is not None:
+            batch, head = self.members[n]
+            return self.first._replace(batch=batch, head=head)
+        return self.first._replace(**{self.along: getattr(self.first, self.along) + n})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +98,10 @@ class Cta:
     @property
     def owned(self) -> BiasTile:
         """The tile of this CTA, where it owns one of the bias."""
-        return BiasTiles.of(self.sums.problem, self.blocks)[lax.axis_index("cluster")]
+        blocks = self.blocks
+        size = blocks.block_q, blocks.block_kv, blocks.cluster
+        tiles = BiasTiles.of(self.sums.problem, *size)
+        return tiles.at(lax.axis_index("cluster"), cluster.rank(blocks.cluster))
 
     @property
     def ring(self) -> Ring:
@@ -179,40 +124,17 @@ class Cta:
         return Steps(Step(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
 
     def members(self) -> Steps:
-        """The batch entries and heads whose sum is the tile of this CTA.
-
-        They are as many for every CTA of a cluster: none if none of their tiles is visible.
-        """
-        problem, blocks, sums, own = self.sums.problem, self.blocks, self.sums, self.owned
-        entries, bias_heads = problem.bias_shape[:2]
-        part = lax.div(own.part, jnp.int32(entries * bias_heads))
-        entry, bias_head = self.bias_place
-        most = -(-sums.members // sums.parts(blocks))
-        total = jnp.int32(most)
-        if sums.parts(blocks) > 1:
-            total = lax.clamp(jnp.int32(0), sums.members - part * most, jnp.int32(most))
-        spec = problem.spec
-        if not problem.traced_offset and not spec.mask.is_trivial:
-            start, keys = own.q_block * blocks.block_q, blocks.cluster * blocks.block_kv
-            found = spec.mask.kv_blocks(start + spec.q_offset, blocks.block_q, problem.kv_len, keys)
-            column = lax.div(own.kv_block, jnp.int32(blocks.cluster))
-            seen = (column >= found.start) & (column < found.stop)
-            total = lax.select(seen, total, jnp.int32(0))
-        heads = problem.q_heads // bias_heads
-        first = Step(
-            batch=entry * (problem.batch // entries),
-            head=bias_head * heads,
-            q_block=own.q_block,
-            kv_block=own.kv_block,
-        )
-        return Steps(first, total, "member", heads, part * most)
+        """The tile of this CTA, of every batch entry and head that shares it."""
+        blocks, own = self.blocks, self.owned
+        size, parts = (blocks.block_q, blocks.block_kv), self.sums.parts(blocks)
+        found = members_of(self.sums.problem, own, parts, size, blocks.cluster)
+        first = Step(found.batch, found.head, own.q_block, own.kv_block)
+        return Steps(first, found.total, members=found)
 
     @property
     def bias_place(self):
         """(entry, head) of the bias that this CTA's sum is about."""
-        entries, heads = self.sums.problem.bias_shape[:2]
-        of_part, head = divide(self.owned.part, heads)
-        return divide(of_part, entries)[1], head
+        return bias_place(self.sums.problem, self.owned)
 
 
 def scratch(sums: Sums, blocks: ScoreBlocks, arrays: BackwardArrays) -> tuple[Smem, Barriers]:

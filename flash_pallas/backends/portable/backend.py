@@ -14,7 +14,6 @@ from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from ..mosaic.refusals import refusal
-from ..xla import XlaBackend
 from . import blocks as tiles
 from . import decode_blocks
 from .backward_arrays import BackwardArrays
@@ -27,6 +26,7 @@ from .forward import forward
 from .fused import fused
 from .fused_blocks import FusedSizes
 from .limits import DTYPES, HEAD_DIM_MULTIPLE
+from .scores import scores
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
 
@@ -84,12 +84,8 @@ class PortableBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients; which kernels run is in `blocks`.
-
-        Those of what is `wanted` beside q, k and v are computed by the xla backend, in blocks.
-        """
+        """Gradients; which kernels run is in `blocks`."""
         problem = describe(operands, spec)
-        extra = self._extra(problem, operands, cotangents, wanted)
         do = padding.cleared_queries(operands, cotangents.do)
         cotangents = cotangents._replace(do=pad_axis(do, 3, _head_dim(problem.v_head_dim)))
         padded, operands = describe_padded(problem), _padded(operands)
@@ -105,16 +101,8 @@ class PortableBackend:
             of_q[..., : problem.head_dim],
             dk[..., : problem.head_dim],
             dv[..., : problem.v_head_dim],
-            **extra,
+            **scores(padded, blocks.scores, operands, arrays, wanted, self.interpret),
         )
-
-    def _extra(self, problem, operands, cotangents, wanted) -> dict[str, Any]:
-        if not wanted:
-            return {}
-        xla = XlaBackend()
-        blocks = xla.blocks(problem, None)
-        found = xla.backward(problem.spec, blocks, operands, cotangents, wanted)
-        return {name: getattr(found, name) for name in wanted}
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Why the decode kernel cannot run `problem` here, or None."""

@@ -12,6 +12,7 @@ from ..mosaic.launch import WARPGROUP_ROWS
 from .folding import Exchange
 from .fused_blocks import FusedSizes, choose_fused, fault, fused_bytes, modifiers
 from .grid import Grid
+from .score_blocks import ScoreBlocks, ScoreLines, ScoreTiles, choose_scores
 from .tiles import buffer_bytes
 
 # Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
@@ -67,6 +68,7 @@ class PortableBlocks:
 
     forward: TileSizes
     backward: FusedSizes | SplitSizes
+    scores: ScoreBlocks = ScoreBlocks()
 
 
 def choose_blocks(
@@ -86,17 +88,18 @@ def choose_blocks(
     vector = most_added(capability)
     if not problem.spec.deterministic and (fused := choose_fused(problem, vector, most)):
         chosen = {"forward": chosen["forward"], "fused": fused}
+    chosen |= choose_scores(problem, most)
     for name, fields in (override or {}).items():
         tile = chosen[name] = _overridden(name, fields, chosen)
         taken = bytes_of(name, tile, problem)
-        reason = fault(tile, vector) if isinstance(tile, FusedSizes) else _fault(name, tile)
+        reason = _fault(name, tile, vector)
         if reason is None and taken > most:
             reason = f"takes {taken} bytes of shared memory of {most}: pass fewer rows or columns"
         if reason:
             raise ValueError(f"blocks[{name!r}] is {tile}: {reason}")
-    if "fused" in chosen:
-        return PortableBlocks(chosen["forward"], chosen["fused"])
-    return PortableBlocks(chosen["forward"], SplitSizes(chosen["dkv"], chosen["dq"]))
+    backward = chosen.get("fused") or SplitSizes(chosen["dkv"], chosen["dq"])
+    scores = ScoreBlocks(chosen.get("score_tiles"), chosen.get("score_lines"))
+    return PortableBlocks(chosen["forward"], backward, scores)
 
 
 def shared_memory(capability: str) -> int:
@@ -151,10 +154,12 @@ _FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all 
 _BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
-def bytes_of(name: str, tile: TileSizes | FusedSizes, problem: Problem) -> int:
+def bytes_of(name: str, tile, problem: Problem) -> int:
     """Shared memory of a kernel."""
     if isinstance(tile, FusedSizes):
         return fused_bytes(tile, problem)
+    if isinstance(tile, ScoreTiles | ScoreLines):
+        return tile.bytes(problem)
     return _BYTES[name](tile, widths(problem))
 
 
@@ -232,7 +237,11 @@ def _overridden(name, fields, chosen):
     return dataclasses.replace(chosen[name], **fields)
 
 
-def _fault(name: str, tile: TileSizes) -> str | None:
+def _fault(name: str, tile, vector: int) -> str | None:
+    if isinstance(tile, FusedSizes):
+        return fault(tile, vector)
+    if isinstance(tile, ScoreTiles | ScoreLines):
+        return tile.fault
     if tile.slots not in ((1, 2) if name == "forward" else (1,)):
         return "slots must be 1, or 2 of the forward"
     if tile.rows not in (64, 128) or tile.columns % 16 or not 0 < tile.columns <= MOST_COLUMNS:

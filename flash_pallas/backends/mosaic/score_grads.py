@@ -1,32 +1,45 @@
-"""From sums of dS to gradients of the operands, in their shapes and dtypes."""
+"""From sums of dS to gradients of the operands, in their shapes and dtypes.
+
+A kernel of each backend adds up dS; `axes` says over what:
+
+    tile     batch entries and heads that share a bias: [parts * Bb, N1, T or more, S or more]
+    columns  queries, for every key: [B, N, S or more]
+    rows     keys, for every query: [B, N, T or more]
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 
+from ...core import scores
 from ...core.problem import Operands, Problem
-from .arrays import BackwardArrays
-from .backward_scores import score_sums
-from .side_inputs import SideInputs
+from . import side_arrays
+from .register_tile import RegisterTile
 
 
 def score_grads(
-    problem: Problem,
-    operands: Operands,
-    arrays: BackwardArrays,
-    wanted: frozenset[str],
-    producer: bool,
-    interpret: bool,
-):
-    """{"bias", "alibi_slopes", "score_params"} of those of core.problem.EXTRA_GRADS in `wanted`."""
-    launch = lambda *sums: score_sums(problem, sums, operands, arrays, producer, interpret)
+    problem: Problem, operands: Operands, wanted: frozenset[str], launch: Callable[..., tuple]
+) -> dict[str, Any]:
+    """{"bias", "alibi_slopes", "score_params"} of those of core.problem.EXTRA_GRADS in `wanted`.
+
+    Args:
+        problem: what is computed.
+        operands: of the call.
+        wanted: names.
+        launch: (axes, names) -> one sum for each name: "bias", "alibi_slopes" or the index of a
+            score_param. Only "rows" has more than one. What it holds of queries and keys that do
+            not exist is not looked at; of keys beyond a length it is 0.
+    """
     grads, by_row = {}, []
     if "bias" in wanted:
-        kind = SideInputs(problem, q_axis=0).kind(problem.bias_shape)
+        kind = side_arrays.kind(problem.bias_shape, q_axis=0)
         if kind == "tile":
             grads["bias"] = _of_tiles(problem, launch("tile", ("bias",))[0])
         elif kind == "columns":
-            found = launch("columns", ("bias",))[0].sum(axis=2)
+            found = launch("columns", ("bias",))[0]
             grads["bias"] = _shared(problem, found[:, :, None, : problem.kv_len])
         else:
             by_row.append("bias")
@@ -37,13 +50,28 @@ def score_grads(
     if by_row or floats:
         names = (*by_row, *floats)
         found = dict(zip(names, launch("rows", names), strict=True))
+        found = {name: x[:, :, : problem.q_len] for name, x in found.items()}
         if "bias" in found:
-            grads["bias"] = _shared(problem, found["bias"][:, :, : problem.q_len, None])
+            grads["bias"] = _shared(problem, found["bias"][..., None])
         if "alibi_slopes" in found:
             grads["alibi_slopes"] = found["alibi_slopes"].sum(axis=2)
         of_head = lambda i, x: found[i].sum(axis=2).astype(x.dtype) if i in found else None
         grads["score_params"] = tuple(of_head(i, x) for i, x in enumerate(params))
     return grads
+
+
+def term(name, tile: RegisterTile, dz, dparams):
+    """What each element of a tile adds to the gradient of `name`, of its head, query and key.
+
+    Args:
+        name: as in `launch` of `score_grads`.
+        tile: where it lies.
+        dz: the gradient of scale * q @ k^T.
+        dparams: what `pull` of core.scores.Logits says of score_params.
+    """
+    if name == "bias":
+        return dz
+    return scores.slope_pull(tile, dz) if name == "alibi_slopes" else dparams[name]
 
 
 def _of_tiles(problem: Problem, found):

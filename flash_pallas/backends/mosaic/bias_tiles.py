@@ -1,0 +1,149 @@
+"""Who adds up which tile of the gradient of a bias that is [.., T, S], and from which scores.
+
+A bias may be shared by batch entries and heads: its members. The sum over them may be cut into
+parts, which are added up afterwards, where there would be too few blocks of threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...core.problem import Problem
+
+SECTION_TILES = 16  # of keys
+
+
+class BiasTile(NamedTuple):
+    """A tile of one sum over members."""
+
+    q_block: Any
+    kv_block: Any
+    part: Any  # which sum, of (parts, entries of the bias, heads of the bias), heads fastest
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasTiles:
+    """The tiles of a bias's gradient in the order in which clusters take them.
+
+    CTAs that run at one time should read the same: those of one sum go through the same members in
+    step. So tiles come first and sums last, in sections of SECTION_TILES key tiles and all queries,
+    row by row: 132 CTAs read 16 tiles of K and V and 8 or 9 of Q and dO in a step.
+
+    Attributes:
+        rows, columns: how many tiles, of queries and, in clusters of `cluster`, of keys.
+        cluster: CTAs with neighbouring keys.
+    """
+
+    rows: int
+    columns: int
+    cluster: int = 1
+
+    @classmethod
+    def of(cls, problem: Problem, block_q: int, block_kv: int, cluster: int = 1) -> BiasTiles:
+        """The tiles of every sum."""
+        columns = -(-problem.kv_len // (cluster * block_kv))
+        return cls(-(-problem.q_len // block_q), columns, cluster)
+
+    @property
+    def clusters(self) -> int:
+        """Of one sum."""
+        return self.rows * self.columns
+
+    def at(self, n, rank: Any = 0) -> BiasTile:
+        """What a CTA of the n-th cluster owns; beyond the last key if there are none left."""
+        part, n = divide(n, self.clusters)
+        wide = SECTION_TILES // self.cluster
+        section, n = divide(n, wide * self.rows)
+        first = section * wide
+        row, column = divide(n, lax.min(jnp.int32(wide), self.columns - first))
+        return BiasTile(row, (first + column) * self.cluster + rank, part)
+
+
+class Members(NamedTuple):
+    """Batch entries and heads that one sum goes through, heads faster.
+
+    Attributes:
+        batch, head: the first that share its entry of the bias.
+        heads: how many heads share it.
+        skipped: members of the parts before this one.
+        total: how many there are in this part.
+    """
+
+    batch: Any
+    head: Any
+    heads: int
+    skipped: Any
+    total: Any
+
+    def __getitem__(self, n) -> tuple[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(batch entry, head) of the n-th."""
+        batch, head = n + self.skipped, 0
+        if self.heads > 1:
+            batch, head = divide(batch, self.heads)
+        return self.batch + batch, self.head + head
+
+
+def members_of(problem: Problem, own: BiasTile, parts: int, size, cluster: int = 1) -> Members:
+    """Those whose sum is a tile.
+
+    They are as many for every CTA of a cluster: none if none of their tiles is visible.
+
+    Args:
+        problem: what is computed.
+        own: the tile.
+        parts: of every sum.
+        size: queries and keys of a tile.
+        cluster: as in BiasTiles.
+    """
+    entries, bias_heads = problem.bias_shape[:2]
+    part = lax.div(own.part, jnp.int32(entries * bias_heads))
+    entry, bias_head = bias_place(problem, own)
+    most = -(-sharing(problem) // parts)
+    total = jnp.int32(most)
+    if parts > 1:
+        total = lax.clamp(jnp.int32(0), sharing(problem) - part * most, jnp.int32(most))
+    spec, (block_q, block_kv) = problem.spec, size
+    if not problem.traced_offset and not spec.mask.is_trivial:
+        start, keys = own.q_block * block_q, cluster * block_kv
+        found = spec.mask.kv_blocks(start + spec.q_offset, block_q, problem.kv_len, keys)
+        column = lax.div(own.kv_block, jnp.int32(cluster))
+        seen = (column >= found.start) & (column < found.stop)
+        total = lax.select(seen, total, jnp.int32(0))
+    heads = problem.q_heads // bias_heads
+    batch = entry * (problem.batch // entries)
+    return Members(batch, bias_head * heads, heads, part * most, total)
+
+
+def bias_place(problem: Problem, own: BiasTile):
+    """(entry, head) of the bias that a sum is about."""
+    entries, heads = problem.bias_shape[:2]
+    of_part, head = divide(own.part, heads)
+    return divide(of_part, entries)[1], head
+
+
+def sharing(problem: Problem) -> int:
+    """Batch entries times heads that share one entry of the bias."""
+    entries, heads = problem.bias_shape[:2]
+    return (problem.batch // entries) * (problem.q_heads // heads)
+
+
+def parts_of(problem: Problem, tiles: int, enough: int) -> int:
+    """Into how many sums of their own the members are cut, for the sake of enough CTAs.
+
+    Args:
+        problem: what is computed.
+        tiles: of one entry and head of the bias.
+        enough: CTAs.
+    """
+    entries, heads = problem.bias_shape[:2]
+    return max(1, min(sharing(problem), enough // (entries * heads * tiles)))
+
+
+def divide(a, b):
+    """(quotient, remainder)"""
+    b = jnp.int32(b)
+    return lax.div(a, b), lax.rem(a, b)

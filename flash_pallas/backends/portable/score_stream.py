@@ -1,0 +1,86 @@
+"""Two pairs of arrays whose tiles pass by, of which each product of a step reads one.
+
+With two slots the tiles of the next step have all of this one to arrive, and warps meet once a
+step. With one slot a pair is copied while the other one is worked on, and they meet three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from .tiles import Copies, Copy
+
+Pair = tuple[Copy, ...]
+
+
+class Passing(NamedTuple):
+    """The order of copies and of what waits for them.
+
+    Attributes:
+        copies: how tiles are moved.
+        slots: of every array, 1 or 2.
+        tiles: (n, slot) -> the copies of the first and of the second pair of the n-th step, which
+            read nothing if there is no such step.
+        several: there may be more than one step.
+    """
+
+    copies: Copies
+    slots: int
+    tiles: Callable[[Any, Any], tuple[Pair, Pair]]
+    several: bool = True
+
+    def slot(self, n):
+        """Where tiles of the n-th step lie."""
+        return lax.bitwise_and(jnp.int32(n), jnp.int32(self.slots - 1))
+
+    @property
+    def groups(self) -> int:
+        """That `start` starts, in the sense of Copies.arrived."""
+        return 1 if self.slots > 1 else 2
+
+    def _of(self, n) -> tuple[Pair, Pair]:
+        return self.tiles(n, self.slot(n))
+
+    def start(self):
+        """Before the loop: the tiles of step 0."""
+        first, second = self._of(0)
+        if self.slots > 1:
+            self.copies.start(*first, *second)
+        else:
+            self.copies.start(*first)
+            self.copies.start(*second)
+
+    def _follow(self, n, *pairs: int):
+        """The same pairs of the next step are on their way."""
+        if self.several:
+            found = self._of(n + 1)
+            self.copies.start(*(copy for i in pairs for copy in found[i]))
+
+    def begin(self, n):
+        """The first pair of the n-th step has arrived."""
+        first, second = self._of(n)
+        if self.slots > 1:
+            self.copies.arrived(*first, *second)
+            self._follow(n, 0, 1)
+        else:
+            self.copies.arrived(*first, pending=1)
+
+    def first_read(self, n):
+        """Nobody needs it any more, and the second pair has arrived."""
+        if self.slots == 1:
+            self.copies.arrived(*self._of(n)[1])
+            self._follow(n, 0)
+
+    def second_read(self, n):
+        """Nor the second pair."""
+        if self.slots == 1 and self.several:
+            self.copies.meet()
+            self._follow(n, 1)
+
+    def end(self):
+        """After the loop: what was started for a step that does not exist."""
+        self.copies.arrived()

@@ -1,0 +1,257 @@
+"""Sums of dS over batch entries and heads: the gradient of a bias that is [.., T, S].
+
+A block owns a tile of the bias and goes through the scores that it was added to, the tiles of all
+its members (mosaic/bias_tiles.py). Two products a step, of which every operand is loaded anew:
+
+    S = Q K^T, dP = dO V^T, dS = P (dP - delta), sums += dS
+
+So copies bound it, and tiles are as large as registers are for the sums. Each warpgroup has all
+rows of some columns, and S and dP of PIECE of them at one time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core.integers import round_up
+from ...core.problem import Operands, Problem
+from ..mosaic import inline
+from ..mosaic.bias_tiles import (
+    BiasTile,
+    BiasTiles,
+    Members,
+    bias_place,
+    members_of,
+    parts_of,
+    sharing,
+)
+from ..mosaic.launch import launch
+from ..mosaic.register_tile import RegisterTile
+from .backward_arrays import DELTA, LSE, BackwardArrays
+from .inputs import Inputs, Place, load_tile, load_vector
+from .score_blocks import ENOUGH_BLOCKS, PIECE, ScoreTiles, widths
+from .score_stream import Passing
+from .score_terms import Given, Terms
+from .team import Team
+from .tile_store import store
+from .tiles import Copies, Copy, buffer
+
+
+class Smem(NamedTuple):
+    """Shared memory."""
+
+    q: Any  # [slots, rows, H]
+    k: Any  # [slots, columns, H]
+    do: Any  # [slots, rows, Hv]
+    v: Any  # [slots, columns, Hv]
+    met: Any = None  # see Team
+
+
+class Cta(NamedTuple):
+    """One block of threads and its tile, as one of its warpgroups sees them."""
+
+    gmem: BackwardArrays
+    bias: Any  # [T, S], of its entry and head
+    smem: Smem
+    team: Team
+    own: BiasTile
+    members: Members
+    passing: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSums(Terms):
+    """One launch; the methods are the phases of a block."""
+
+    problem: Problem
+    tile: ScoreTiles
+    parts: int
+    interpret: bool
+    names = ("bias",)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What modifiers read beside the bias."""
+        problem = dataclasses.replace(
+            self.problem,
+            bias_shape=None,
+            bias_dtype=None,
+            features=self.problem.features - {"bias"},
+        )
+        return Inputs(problem, 0, self.interpret)
+
+    @property
+    def share(self) -> int:
+        """Columns of a warpgroup."""
+        return self.tile.columns // self.tile.warpgroups
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first, how many) of a warpgroup's columns that are in registers at one time."""
+        size = PIECE if self.share % PIECE == 0 else self.share
+        return [(first, size) for first in range(0, self.share, size)]
+
+    def __call__(self, gmem: BackwardArrays, bias, out, smem: Smem):
+        cta = self.place(gmem, bias, smem)
+        copies = Copies(self.interpret, cta.team)
+        several = sharing(self.problem) > 1
+        passing = Passing(copies, self.tile.slots, functools.partial(self.tiles, cta), several)
+        passing.start()
+        cta = cta._replace(passing=passing)
+        kept = None
+        if self.tile.keep_bias:
+            kept = tuple(self.own_bias(cta, self.at(cta, 0, 0, piece)) for piece in self.pieces)
+        zeros = tuple(self.products.zeros(self.tile.rows, size) for _, size in self.pieces)
+        step = functools.partial(self.step, cta, kept)
+        sums = lax.fori_loop(jnp.int32(0), cta.members.total, step, zeros)
+        passing.end()
+        target = out.at[divide_part(cta.own.part, self.problem)]
+        for piece, total in zip(self.pieces, sums, strict=True):
+            place = self.at(cta, 0, 0, piece)
+            store(total, target, (place.row_start, place.column_start), self.interpret)
+
+    def place(self, gmem: BackwardArrays, bias, smem: Smem) -> Cta:
+        """Where this block is."""
+        rank = lax.axis_index("wg") if self.tile.warpgroups > 1 else 0
+        team = Team(self.interpret, self.tile.warpgroups, rank, smem.met)
+        size = self.tile.rows, self.tile.columns
+        own = BiasTiles.of(self.problem, *size).at(lax.axis_index("tile"))
+        members = members_of(self.problem, own, self.parts, size)
+        return Cta(gmem, bias.at[bias_place(self.problem, own)], smem, team, own, members)
+
+    def tiles(self, cta: Cta, n, slot):
+        """Of the n-th step: of Q and K, and of dO and V."""
+        (batch, head), gmem, smem = cta.members[n], cta.gmem, cta.smem
+        exists = n < cta.members.total
+        batch = jnp.where(exists, batch, jnp.int32(0))
+        head = jnp.where(exists, head, jnp.int32(0))
+        kv_head = lax.div(jnp.int32(head), jnp.int32(self.problem.group))
+        until = lambda length: jnp.where(exists, jnp.int32(length), jnp.int32(0))
+        row, column = cta.own.q_block * self.tile.rows, cta.own.kv_block * self.tile.columns
+        q_limit = until(gmem.q_length(self.problem, batch))
+        kv_limit = until(gmem.kv_length(self.problem, batch))
+        of_q = lambda array, tile: Copy(array.at[batch, :, head], tile.at[slot], row, q_limit)
+        of_k = lambda array, tile: Copy(
+            array.at[batch, :, kv_head], tile.at[slot], column, kv_limit
+        )
+        first = of_q(gmem.q, smem.q), of_k(gmem.k, smem.k)
+        return first, (of_q(gmem.do, smem.do), of_k(gmem.v, smem.v))
+
+    def at(self, cta: Cta, batch, head, piece) -> Place:
+        """Some columns of this warpgroup's scores of a member."""
+        first, size = piece
+        column = cta.own.kv_block * self.tile.columns + cta.team.rank * self.share + first
+        row = cta.own.q_block * self.tile.rows
+        return Place(batch, head, row, column, (self.tile.rows, size))
+
+    def own_bias(self, cta: Cta, place: Place):
+        """Of a piece, in its dtype."""
+        return load_tile(cta.bias, place, 0, self.interpret)
+
+    def step(self, cta: Cta, kept, n, sums):
+        """The sums with one member's share."""
+        gmem, smem, passing = cta.gmem, cta.smem, cta.passing
+        batch, head = cta.members[n]
+        place, slot = self.at(cta, batch, head, self.pieces[0]), passing.slot(n)
+        rows = gmem.rows.at[batch, head]
+        lse, delta = (load_vector(rows.at[which, place.rows], 0) for which in (LSE, DELTA))
+        held = self.inputs.hold(gmem.side, place)
+        passing.begin(n)
+        product = functools.partial(self.product, cta, slot)
+        s: list[Any] = [None] * len(self.pieces)
+        if self.tile.slots == 1:  # all of them, as the next tiles take the place of these
+            s = [product(smem.q, smem.k, piece) for piece in self.pieces]
+        passing.first_read(n)
+        found = []
+        for i, piece in enumerate(self.pieces):
+            if self.tile.slots > 1:
+                s[i] = product(smem.q, smem.k, piece)
+            dp = product(smem.do, smem.v, piece)
+            if i == len(self.pieces) - 1:
+                passing.second_read(n)
+            # Of a place that the compiler does not know, a piece is read when its turn has come.
+            place = self.at(cta, batch, head, piece)
+            unknown = inline.unknown(place.column_start, self.interpret)
+            place = place._replace(column_start=unknown)
+            inputs = self.bias_and(cta, held, place, None if kept is None else kept[i])
+            given = Given(s[i], dp, lse, delta)
+            found.append(sums[i] + self.gradients(cta, place, given, inputs))
+        return tuple(found)
+
+    def product(self, cta: Cta, slot, left, right, piece):
+        """All rows of one tile by some columns of another."""
+        first, size = piece
+        columns = right.at[slot, pl.ds(cta.team.rank * self.share + first, size)]
+        zeros = self.products.zeros(self.tile.rows, size)
+        return self.products.add(zeros, left.at[slot], columns, transposed=True)
+
+    def bias_and(self, cta: Cta, held, place: Place, kept):
+        """What modifiers read at a piece."""
+        inputs = self.inputs.read(held, cta.gmem.side, place)
+        # What is kept stays in 16 bits: converted before the loop it takes twice the registers.
+        bias = self.own_bias(cta, place) if kept is None else lax.optimization_barrier(kept)
+        return inputs._replace(bias=bias.astype(jnp.float32))
+
+    def gradients(self, cta: Cta, place: Place, given: Given, inputs):
+        """dS of a piece."""
+        start = place.row_start + cta.gmem.offset(self.problem, place.batch)
+        where = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)
+        # Sums of keys that do not exist are dropped; those beyond a length are 0.
+        lengths = cta.gmem.side.kv_lengths
+        limits = where.limits(
+            self.problem.spec.mask, None if lengths is None else lengths[place.batch]
+        )
+        (found,) = self.terms(where, given, inputs, limits)
+        return found
+
+
+def divide_part(part, problem: Problem):
+    """Where the sum of a part lies in [parts * Bb, N1]."""
+    heads = jnp.int32(problem.bias_shape[1])
+    return lax.div(part, heads), lax.rem(part, heads)
+
+
+def tile_sums(
+    problem: Problem, tile: ScoreTiles, operands: Operands, arrays: BackwardArrays, interpret: bool
+):
+    """Launch; ([parts * Bb, N1, T, S and more],) of the bias's dtype, f32 if there are parts."""
+    tiles = BiasTiles.of(problem, tile.rows, tile.columns)
+    parts, (entries, heads) = (
+        parts_of(problem, tiles.clusters, ENOUGH_BLOCKS),
+        problem.bias_shape[:2],
+    )
+    kernel = TileSums(problem, tile, parts, interpret)
+    width, v_width = widths(problem)
+    of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
+    smem = Smem(
+        q=of(tile.rows, width),
+        k=of(tile.columns, width),
+        do=of(tile.rows, v_width),
+        v=of(tile.columns, v_width),
+        met=plgpu.Barrier(num_arrivals=tile.warpgroups)
+        if interpret and tile.warpgroups > 1
+        else None,
+    )
+    sizes = problem.q_len, round_up(problem.kv_len, 8)
+    if interpret:
+        sizes = tiles.rows * tile.rows, tiles.columns * tile.columns
+    dtype = problem.bias_dtype if parts == 1 else jnp.float32
+    run = launch(
+        kernel,
+        out=jax.ShapeDtypeStruct((parts * entries, heads, *sizes), dtype),
+        scratch=(smem,),
+        grid={"tile": tiles.clusters * parts * entries * heads},
+        threads=tile.warpgroups,
+        name="flash_pallas_portable_scores_tile",
+        interpret=interpret,
+    )
+    side = Inputs(problem, 0, interpret).arrays(operands)
+    return (run(arrays._replace(side=side._replace(bias=None)), side.bias),)
