@@ -11,7 +11,7 @@ from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
 from ..mosaic.side_arrays import Gmem, within_reach
 
-LSE, DELTA = range(2)  # of each query: the log-sum-exp in base 2, and sum of O dO
+LSE, DELTA = range(2)  # of BackwardArrays.rows
 
 
 class BackwardArrays(NamedTuple):
@@ -21,27 +21,33 @@ class BackwardArrays(NamedTuple):
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     do: Any  # [B, T, N, Hv]
-    rows: Any  # f32[B, N, 2, R], see LSE and DELTA
+    lse: Any  # f32[B, N, R], base 2
+    delta: Any  # f32[B, N, R]: sum of O dO
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
     side: Gmem = Gmem()
+    rows: Any = None  # f32[B, N, 2, R]: LSE and DELTA, in the fused kernel in place of both
 
     @classmethod
     def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
         """Without bounds and what modifiers read, which each kernel has its own of."""
-        lse, delta = cotangents.lse_log2, cotangents.delta
         rows = within_reach(operands.q.shape[1])
-        lse, delta = pad_axis(lse, 2, rows, EMPTY_ROW), pad_axis(delta, 2, rows)
         return cls(
             q=operands.q,
             k=operands.k,
             v=operands.v,
             do=cotangents.do,
-            rows=jnp.stack([lse, delta], axis=2),
+            lse=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
+            delta=pad_axis(cotangents.delta, 2, rows),
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
         )
+
+    def stacked(self) -> BackwardArrays:
+        """With `rows`, of which each warpgroup copies one."""
+        rows = jnp.stack([self.lse, self.delta], axis=2)
+        return self._replace(lse=None, delta=None, rows=rows)
 
     def offset(self, problem: Problem, batch):
         """Position of query 0 of a batch entry."""

@@ -21,7 +21,7 @@ from ...core import bounds
 from ...core.problem import Operands, Problem
 from ..mosaic import inline_modifiers, recompute
 from ..mosaic.launch import launch
-from .backward_arrays import DELTA, LSE, BackwardArrays
+from .backward_arrays import BackwardArrays
 from .blocks import TileSizes, widths
 from .inputs import Inputs, load_vector
 from .keys import Cta, OwnsKeys, Sums, outputs
@@ -75,12 +75,12 @@ class Dkv(OwnsKeys):
     def step(self, cta: Cta, n, sums: Sums, *, masked: bool) -> Sums:
         """The sums with one tile's share."""
         place, q = self.at(cta, cta.steps[n]), cta.stream.slot(n)
-        of = lambda which: cta.gmem.rows.at[place.batch, place.head, which, place.columns]
+        rows = place.batch, place.head, place.columns
         inputs = self.modifiers(cta, place, masked=masked)
-        lse = load_vector(of(LSE), 1)
+        lse = load_vector(cta.gmem.lse.at[rows], 1)
         cta.stream.begin(n)
         s = self.scores(cta, place, q)
-        delta = load_vector(of(DELTA), 1)  # registers have no room for it before
+        delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
         w = self.weights(cta, place, s, lse, inputs, masked=masked, hides_ends=False)
         cta.stream.second_arrived(n)
         dk, dv, ds = sums.dk, sums.dv, None

@@ -22,7 +22,7 @@ from ...core.tile import Limits
 from ..mosaic import recompute
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
-from .backward_arrays import DELTA, LSE, BackwardArrays
+from .backward_arrays import BackwardArrays
 from .blocks import TileSizes, widths
 from .inputs import Held, Inputs, Place, load_vector
 from .kernel import Kernel
@@ -119,11 +119,10 @@ class Dq(Kernel):
 
     def rows(self, cta: Cta) -> Rows:
         """What is read of the queries once."""
-        own = pl.ds(cta.block * self.tile.rows, self.tile.rows)
-        of = lambda which: load_vector(cta.gmem.rows.at[cta.batch, cta.head, which, own], 0)
+        own = cta.batch, cta.head, pl.ds(cta.block * self.tile.rows, self.tile.rows)
         return Rows(
-            lse=of(LSE),
-            delta=of(DELTA),
+            lse=load_vector(cta.gmem.lse.at[own], 0),
+            delta=load_vector(cta.gmem.delta.at[own], 0),
             held=self.inputs.hold(cta.gmem.side, self.at(cta, 0)),
         )
 

@@ -227,7 +227,7 @@ def fused(
         interpret=interpret,
     )
     find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
-    given = arrays._replace(
+    given = arrays.stacked()._replace(
         bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None,
         side=kernel.inputs.arrays(operands),
     )

@@ -21,7 +21,7 @@ from ...core.tile import Limits
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
 from . import row_sums
-from .backward_arrays import DELTA, LSE, BackwardArrays
+from .backward_arrays import BackwardArrays
 from .inputs import Inputs, Place, load_vector
 from .score_blocks import ScoreLines, widths
 from .score_stream import Passing
@@ -143,9 +143,8 @@ class LineSums(Terms):
     def vectors(self, cta: Cta, block):
         """lse and delta of the queries of a tile."""
         place = self.at(cta, block)
-        own = place.columns if self.q_axis else place.rows
-        rows = cta.gmem.rows.at[cta.batch, cta.head]
-        return tuple(load_vector(rows.at[which, own], self.q_axis) for which in (LSE, DELTA))
+        own = cta.batch, cta.head, place.columns if self.q_axis else place.rows
+        return tuple(load_vector(x.at[own], self.q_axis) for x in (cta.gmem.lse, cta.gmem.delta))
 
     def step(self, cta: Cta, n, sums, *, masked: bool):
         """The sums with one tile's share."""

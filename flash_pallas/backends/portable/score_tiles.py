@@ -35,7 +35,7 @@ from ..mosaic.bias_tiles import (
 )
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
-from .backward_arrays import DELTA, LSE, BackwardArrays
+from .backward_arrays import BackwardArrays
 from .inputs import Inputs, Place, load_tile, load_vector
 from .score_blocks import ENOUGH_BLOCKS, PIECE, ScoreTiles, widths
 from .score_stream import Passing
@@ -161,8 +161,8 @@ class TileSums(Terms):
         gmem, smem, passing = cta.gmem, cta.smem, cta.passing
         batch, head = cta.members[n]
         place, slot = self.at(cta, batch, head, self.pieces[0]), passing.slot(n)
-        rows = gmem.rows.at[batch, head]
-        lse, delta = (load_vector(rows.at[which, place.rows], 0) for which in (LSE, DELTA))
+        rows = batch, head, place.rows
+        lse, delta = (load_vector(x.at[rows], 0) for x in (gmem.lse, gmem.delta))
         held = self.inputs.hold(gmem.side, place)
         passing.begin(n)
         product = functools.partial(self.product, cta, slot)
