@@ -299,7 +299,7 @@ MUTATIONS = (
              "lax.bitwise_and(jnp.int32(n), jnp.int32(self.count - 1))", "jnp.int32(0)",
              "test_portable_interpreted.py::test_other_tiles_of_the_fused_backward"),
     Mutation("portable, copies", "backends/portable/key_stream.py",
-             'self.copies.arrived(self._tile("v", n))', "self.copies.arrived()",
+             'self.copies.arrived(self._tile("v", n), bit=bit)', "self.copies.arrived(bit=bit)",
              _portable("mask_B1TS")),
     Mutation("portable, copies", "backends/portable/stream.py", "self.slot(n), found.row",
              "self.slot(0), found.row",

@@ -122,6 +122,18 @@ def test_what_changes_scores_leaves_registers_for_fewer_columns():
     assert columns(plain) == 2 * columns(dataclasses.replace(plain, spec=window))
 
 
+@pytest.mark.parametrize(
+    ("dims", "shared"), [((64, 128), False), ((192, 128), False), ((64, 144), False),
+                         ((64, 160), True), ((192, 192), True), ((256, 256), True)]
+)  # fmt: skip
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_weights_are_shared_where_o_is_wide(dims, shared, softcap):
+    """And can be cut into columns: 144 of them cannot."""
+    plain = dataclasses.replace(problem(dims[0]), v_head_dim=dims[1])
+    described = dataclasses.replace(plain, spec=AttentionSpec(scale=1.0, softcap=softcap))
+    assert ANYWHERE.blocks(described, None).forward.shared_weights == shared
+
+
 def test_tiles_of_the_caller():
     described = problem(64, deterministic=True)
     found = kernels(ANYWHERE.blocks(described, {"dq": {"columns": 32}}))

@@ -6,6 +6,7 @@ forward.py                 O and the log-sum-exp
 decode.py                  a few queries against a cache; decode_blocks.py how it is cut,
                            decode_rows.py queries and results
 online.py row_sums.py      softmax of rows whose keys come block by block
+folding.py shared_rows.py  how weights reach the warps that add to O
 key_stream.py              the keys of the forward, on their way
 fused.py                   gradients in one launch; passing.py what it loads, dq_sums.py how it adds
                            dQ up, fused_blocks.py tile sizes

@@ -61,7 +61,7 @@ class KeyStream(NamedTuple):
             self.copies.arrived(self._tile("k", n))
             self.copies.start(self._tile("v", n))
 
-    def second(self, n, bit=None):
+    def second(self, n, bit=None) -> Any:
         """So has V; nobody needs K any more.
 
         With a bit warps meet in any case; see Team.meet.

@@ -25,7 +25,7 @@ class Team(NamedTuple):
     rank: Any = 0
     met: Any = None
 
-    def meet(self, bit=None):
+    def meet(self, bit=None) -> Any:
         """All warps of all of them have come here.
 
         Args:
@@ -33,7 +33,7 @@ class Team(NamedTuple):
         """
         if bit is not None:
             if self.size > 1:
-                raise AssertionError("one warpgroup at most agrees on a bit")
+                raise AssertionError("warps of one warpgroup agree on a bit, no others")
             return inline.barrier_any(inline.FIRST_NAMED_BARRIER, 128, bit, self.interpret)
         if self.size == 1:
             inline.warpgroup_barrier(self.interpret)
