@@ -199,7 +199,8 @@ def _is_plain(problem: Problem) -> bool:
     changed = (spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None)
     if any(x is not None for x in (*changed, spec.mask.left)):
         return False
-    return not problem.features & {"bias", "mask", "alibi_slopes", "q_segments", "kv_lengths"}
+    changing = {"bias", "mask", "alibi_slopes", "q_segments", "kv_lengths", "q_lengths"}
+    return not problem.features & changing
 
 
 def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileSizes:

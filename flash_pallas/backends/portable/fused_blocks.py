@@ -41,19 +41,21 @@ class FusedSizes:
 #
 # Bytes of shared memory read and written for each product decide (benchmarks/NOTES.md). At head
 # dim 64 they are 0.83 with 128 queries of those with 64; there two slots are 1.06 of one (H200,
-# causal 1.07), at 256 0.97 and 0.96.
+# causal 1.07), at 256 0.97 and 0.96. At 192, and at 256 with modifiers, one slot spills more.
 _SHAPES = {
     64: ((128, 128, 2), (128, 128, 1), (128, 64, 1)),
     128: ((128, 64, 2), (128, 64, 1), (64, 64, 1)),
+    192: ((64, 64, 2), (64, 64, 1)),
     256: ((64, 64, 1),),
 }
+_MODIFIED = _SHAPES | {256: _SHAPES[192]}
 # 128 queries at head dim 128 are 1.06 of 64 without a mask, causal 0.98. Ragged they spill 4 bytes.
 _PLAIN = _SHAPES | {128: ((128, 128, 1), *_SHAPES[128])}
 # Each modifier takes registers; all of them together spill 500 to 700 bytes with the above.
 _SMALLER = {
     64: ((128, 64, 2), (128, 64, 1)),
     128: ((64, 64, 2), (64, 64, 1)),
-    256: _SHAPES[256],
+    256: _SHAPES[192],
 }
 MANY_MODIFIERS = 5
 
@@ -81,8 +83,10 @@ def choose_fused(problem: Problem, vector: int, shared: int) -> FusedSizes | Non
     """
     limit = fused_width(problem)
     heads, stagger = _heads_at_once(problem), problem.spec.mask.is_trivial
-    table = _SMALLER if modifiers(problem) >= MANY_MODIFIERS else _SHAPES
-    table = _PLAIN if _is_plain(problem) else table
+    count = modifiers(problem)
+    plain = stagger and problem.kv_len % 128 == 0
+    table = _MODIFIED if count else _PLAIN if plain else _SHAPES
+    table = table if count < MANY_MODIFIERS else _SMALLER
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
     for rows, columns, slots in shapes:
         tile = FusedSizes(rows, columns, slots, vector, heads, True, stagger)
@@ -96,13 +100,6 @@ def modifiers(problem: Problem) -> int:
     spec = problem.spec
     functions = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
     return len(problem.features) + functions
-
-
-def _is_plain(problem: Problem) -> bool:
-    """Nothing is masked and nothing changes scores."""
-    spec = problem.spec
-    whole = problem.kv_len % 128 == 0 and spec.mask.is_trivial
-    return whole and not modifiers(problem) and not spec.dropout_rate
 
 
 def _heads_at_once(problem: Problem) -> int:

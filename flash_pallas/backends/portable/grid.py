@@ -106,17 +106,25 @@ def get_body(shape, layout, _, tile, first):
 
 def _places(grid: Grid, shape, layout, tile, first):
     """(index, (address, bytes)) of each register of an accumulator of this shape."""
-    pitch, me = 2 * tile.type.shape[1], thread()
-    lane = arith.remui(me, i32_constant(WARP))
-    down, right = grid.starts(me, shape[1])
-    four = i32_constant(4)
-    row = arith.divui(lane, four)
-    row = row if down is None else arith.addi(row, down)
-    column = arith.addi(arith.muli(arith.remui(lane, four), i32_constant(2)), splat(first))
-    column = column if right is None else arith.addi(column, right)
+    pitch = 2 * tile.type.shape[1]
+    row, column = _first(grid, shape, layout)
+    column = arith.addi(column, splat(first))
     address = arith.addi(
         shared_address(tile),
         arith.addi(arith.muli(row, i32_constant(pitch)), arith.muli(column, i32_constant(2))),
     )
     for index, label, column in coordinates(shape, layout):
         yield index, (address, grid.row(label) * pitch + 2 * column)
+
+
+def _first(grid: Grid, shape, layout):
+    """i32, row and column of the product of this thread's first element."""
+    if grid == WGMMA:  # as the layout has it: said as below, 60 bytes of spills in the forward
+        i32 = ir.IntegerType.get_signless(32)
+        return (arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+    me, four = thread(), i32_constant(4)
+    lane = arith.remui(me, i32_constant(WARP))
+    row, column = arith.divui(lane, four), arith.muli(arith.remui(lane, four), i32_constant(2))
+    down, right = grid.starts(me, shape[1])
+    row = row if down is None else arith.addi(row, down)
+    return row, column if right is None else arith.addi(column, right)

@@ -13,8 +13,8 @@ from .fused_blocks import MANY_MODIFIERS, modifiers
 from .tiles import buffer_bytes
 
 ENOUGH_BLOCKS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
-# Head dim up to which the bias of a tile stays in registers: 1.12 of the whole backward (H200, B = 128,
-# 4 heads of 64, T = 1024). At 128 it is 1.07 and spills 60 bytes.
+# Head dim up to which the bias of a tile stays in registers: 1.12 of the whole backward (H200,
+# B = 128, 4 heads of 64, T = 1024). At 128 it is 1.07 and spills 60 bytes.
 MOST_TO_KEEP = 64
 PIECE = 32  # columns of a warpgroup whose S and dP are in registers at one time
 
