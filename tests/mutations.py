@@ -356,7 +356,7 @@ MUTATIONS = (
     Mutation("portable, gradient of a bias", "backends/mosaic/bias_tiles.py",
              "return self.batch + batch, self.head + head", "return self.batch + batch, self.head",
              _portable("bias_shared_16")),
-    Mutation("portable, gradient of a bias", "backends/portable/passing.py",
+    Mutation("portable, gradient of a bias", "backends/portable/score_stream.py",
              "self.copies.arrived(*self._of(n)[1])", "self.copies.arrived()",
              _portable("bias_BNTS_128")),
     Mutation("portable, gradient of a bias", "backends/portable/score_lines.py",
