@@ -198,7 +198,8 @@ def method(timer: timing.Timer, log: dict[str, Any], arguments) -> dict[str, Any
     """How the numbers were taken, for the results file."""
     summary = (
         f"TFLOP/s, in parentheses the speed relative to {YARDSTICK} (above 1 is faster), "
-        f"{arguments.dtype}; {timer.name}; median of {arguments.rounds} interleaved rounds."
+        f"{arguments.dtype}; {timer.name}; median of {arguments.rounds} interleaved rounds, "
+        "each reading behind another of its own."
     )
     return {
         "summary": summary,

@@ -222,7 +222,8 @@ def interleave(
     """Readings of all contestants, round by round, each round starting with another of them.
 
     The card is power-limited and drifts by 10 % within minutes, so only readings of the same round
-    are comparable. One that raises drops out.
+    are comparable. Each is taken behind another of the same contestant, which is dropped. One that
+    raises drops out.
 
     Returns:
         Samples by name, one a round, and by name why a contestant dropped out.
@@ -250,7 +251,10 @@ def interleave(
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
             if name in samples:
-                sample = attempt(name, iterations[name])
+                # The first of two is dropped: in it the card is as warm as who came before has left
+                # it. Behind a GEMM that cost a contestant up to 10 % (benchmarks/NOTES.md).
+                count = iterations[name]
+                sample = attempt(name, count) and attempt(name, count)
                 if sample is not None:
                     samples[name].append(sample)
     return samples, failures

@@ -138,14 +138,16 @@ def test_rounds_are_interleaved_and_rotate():
     assert not failures
     assert {name: len(found) for name, found in samples.items()} == {"a": 4, "b": 4, "c": 4}
     rounds = [name for name, _ in timer.order[6:]]
-    assert ["".join(rounds[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
+    in_turn = ["".join(rounds[i : i + 6]) for i in range(0, 24, 6)]
+    assert in_turn == ["aabbcc", "bbccaa", "ccaabb", "aabbcc"]
     assert dict(timer.order[6:]) == {"a": 3, "b": 2, "c": 30}
 
 
 def test_a_contestant_that_raises_drops_out_and_the_others_go_on():
     timer = FakeTimer()
-    # The iterator ends in the second round, after two pilots and one reading.
-    found, failures = timing.interleave(timer, _contestants(a=1.0, b=[1.0, 1.0, 1.0]), rounds=3)
+    # The iterator ends in the second round, after two pilots and a reading that is taken twice.
+    ends = _contestants(a=1.0, b=[1.0, 1.0, 1.0, 1.0])
+    found, failures = timing.interleave(timer, ends, rounds=3)
     assert set(found) == {"a"}
     assert len(found["a"]) == 3
     assert set(failures) == {"b"}
