@@ -216,10 +216,23 @@ def iterations_for(pilot_ms: float, target_ms: float = 30.0) -> int:
     return min(max(math.ceil(target_ms / max(pilot_ms, 1e-6)), 2), most)
 
 
+def order(count: int, turn: int) -> list[int]:
+    """Of so many contestants in a round: each comes behind every other equally often.
+
+    Over `count` rounds where it is even, else over twice as many (Williams 1949, for residual
+    effects of treatments): always behind the same one, a contestant is timed on the card as that
+    one leaves it. Behind a GEMM that was up to 10 % (benchmarks/NOTES.md).
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
+    if count % 2 and turn // count % 2:
+        zigzag.reverse()
+    return [(i + turn) % count for i in zigzag]
+
+
 def interleave(
     timer: Timer, contestants: dict[str, Launch], rounds: int, reading_ms: float = 30.0
 ) -> tuple[dict[str, list[Sample]], dict[str, str]]:
-    """Readings of all contestants, round by round, each round starting with another of them.
+    """Readings of all contestants, round by round, in the order of `order`.
 
     The card is power-limited and drifts by 10 % within minutes, so only readings of the same round
     are comparable. Each is taken behind another of the same contestant, which is dropped. One that
@@ -248,11 +261,9 @@ def interleave(
             samples[name] = []
     names = list(samples)
     for turn in range(rounds):
-        first = turn % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+        for name in (names[i] for i in order(len(names), turn)):
             if name in samples:
-                # The first of two is dropped: in it the card is as warm as who came before has left
-                # it. Behind a GEMM that cost a contestant up to 10 % (benchmarks/NOTES.md).
+                # The first of two is dropped: in it the card is as warm as who came before left it.
                 count = iterations[name]
                 sample = attempt(name, count) and attempt(name, count)
                 if sample is not None:

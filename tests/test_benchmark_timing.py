@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import itertools
 import struct
@@ -139,8 +140,17 @@ def test_rounds_are_interleaved_and_rotate():
     assert {name: len(found) for name, found in samples.items()} == {"a": 4, "b": 4, "c": 4}
     rounds = [name for name, _ in timer.order[6:]]
     in_turn = ["".join(rounds[i : i + 6]) for i in range(0, 24, 6)]
-    assert in_turn == ["aabbcc", "bbccaa", "ccaabb", "aabbcc"]
+    assert in_turn == ["aabbcc", "bbccaa", "ccaabb", "ccbbaa"]
     assert dict(timer.order[6:]) == {"a": 3, "b": 2, "c": 30}
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_each_comes_behind_every_other_equally_often(count):
+    rounds = count * (1 + count % 2)
+    orders = [timing.order(count, turn) for turn in range(rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    behind = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(behind.values()) == {rounds // count} and len(behind) == count * (count - 1)
 
 
 def test_a_contestant_that_raises_drops_out_and_the_others_go_on():
