@@ -154,7 +154,8 @@ def refreshed(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
     Rows that are not of the commit in the header name theirs.
     """
-    key = lambda rows: (rows[0]["group"], rows[0]["shape"], rows[0]["name"])
+    names = lambda rows: frozenset(row["name"] for row in rows)  # refused ones come last
+    key = lambda rows: (rows[0]["group"], rows[0]["shape"], names(rows))
     again = {key(rows): rows for rows in groups(found["rows"])}
     kept = []
     for rows in groups(earlier["rows"]):
