@@ -108,8 +108,6 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_fused", 64, "long_bias"): 80,
         ("flash_pallas_portable_fused", 64, "bias_padded"): 72,
         ("flash_pallas_portable_fused", 128, "bias_BNTS_128"): 8,
-        ("flash_pallas_portable_fused", 256, "full"): 80,
-        ("flash_pallas_portable_fused", 256, "window"): 284,
         ("flash_pallas_portable_fused", 256, "padded_256"): 44,
         ("flash_pallas_portable_fused", 256, "bias_256"): 12,
         ("flash_pallas_portable_fused", 256, "softcap_256"): 12,
