@@ -170,6 +170,7 @@ class Machine:
             "splat": lambda x: x,
             "linear": lambda base, *terms: base + sum(x * factor for x, factor in terms),
             "opaque": lambda x: x,
+            "origin": lambda shape, layout: next(iter(layout.thread_idxs(shape))),
             "at": lambda register, e: register[:, e],
             "pair": lambda *values: np.stack(values, axis=1),
             "fragmented": lambda found, layout, *_: Tile(found, self.shape),

@@ -146,6 +146,12 @@ def test_a_run_of_some_groups_keeps_the_others():
         )
         for _ in range(2)
     ]
+    # What is refused comes last: the same group in another order.
+    again = timed("d", ("1", "causal", 7.0), ("1", "peer", 8.0))
+    turned = timed("e", ("1", "peer", 9.0), ("1", "causal", 6.0))
+    by_direction = lambda rows: sorted(rows, key=lambda row: row["direction"], reverse=True)
+    again["rows"], turned["rows"] = by_direction(again["rows"]), by_direction(turned["rows"])
+    assert run_features.refreshed(again, turned)["rows"] == turned["rows"]
     said = tables._of_other_commits(found)
     assert "Of commit `a`: g 1." in said and "Of commit `b`: g 1." in said and "`c`" not in said
 

@@ -133,7 +133,7 @@ def _contestants(**durations):
     return {name: make(name, ms) for name, ms in durations.items()}
 
 
-def test_rounds_are_interleaved_and_rotate():
+def test_rounds_are_interleaved():
     timer = FakeTimer()
     samples, failures = timing.interleave(timer, _contestants(a=10.0, b=20.0, c=1.0), rounds=4)
     assert not failures

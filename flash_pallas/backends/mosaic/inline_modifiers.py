@@ -23,19 +23,14 @@ from .registers import (
     fragmented,
     i32_constant,
     opaque,
+    origin,
     splat,
 )
 
 
-def _thread_origin(shape, layout):
-    """i32 (row, column) of this thread's first element."""
-    i32 = ir.IntegerType.get_signless(32)
-    return tuple(arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
-
-
 def _positions_body(shape, axis, _, start):
     layout = WGMMA.to_mgpu()
-    base = opaque(arith.addi(splat(start), _thread_origin(shape, layout)[axis]))
+    base = opaque(arith.addi(splat(start), origin(shape, layout)[axis]))
     registers = filled(
         shape,
         layout,
@@ -61,7 +56,7 @@ def positions(shape, axis: int, start, interpret: bool):
 
 def _distance_body(shape, _, shift):
     layout, f32 = WGMMA.to_mgpu(), ir.F32Type.get()
-    row0, col0 = _thread_origin(shape, layout)
+    row0, col0 = origin(shape, layout)
     base = arith.sitofp(f32, opaque(arith.addi(splat(shift), arith.subi(row0, col0))))
     registers = filled(
         shape,

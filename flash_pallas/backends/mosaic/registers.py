@@ -17,6 +17,12 @@ def coordinates(shape, layout):
         yield index, linear // shape[1], linear % shape[1]
 
 
+def origin(shape, layout):
+    """i32 (row, column) of this thread's first element."""
+    i32 = ir.IntegerType.get_signless(32)
+    return tuple(arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+
+
 def i32_constant(x: int):
     """An i32 constant."""
     return arith.constant(ir.IntegerType.get_signless(32), x)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...core.decode import DecodeProblem
-from ...core.integers import round_up
 from ...core.problem import Problem
 from ..mosaic.launch import WARPGROUP_ROWS
 from .folding import Exchange
 from .fused_blocks import FusedSizes, choose_fused, fault, fused_bytes, modifiers
 from .grid import Grid
 from .score_blocks import ScoreBlocks, ScoreLines, ScoreTiles, choose_scores
-from .tiles import buffer_bytes
+from .tiles import buffer_bytes, widths
 
 # Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
 # of technical specifications). A multiprocessor has 1 KB more, and keeps that for each block on it.
@@ -111,11 +109,6 @@ def most_added(capability: str) -> int:
     """Floats in device memory that one instruction adds to (PTX ISA 9.0, red)."""
     major = capability.split(".")[0]
     return 4 if major.isdecimal() and int(major) >= 9 else 1
-
-
-def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
-    """Columns of tiles of Q and K, and of V and O."""
-    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
 
 
 def forward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:

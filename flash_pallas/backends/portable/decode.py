@@ -31,12 +31,11 @@ from ..mosaic import inline, inline_modifiers, register_tile
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
 from . import decode_rows, row_sums
-from .blocks import widths
 from .decode_blocks import PortableDecodeBlocks, row_tiles
 from .inputs import load_vector
 from .kernel import Kernel
 from .online import Online, Rows, per_row
-from .tiles import Copy, buffer
+from .tiles import Copy, buffer, widths
 from .walk import Steps
 
 

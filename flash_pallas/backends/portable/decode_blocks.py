@@ -8,9 +8,8 @@ from ...core.decode import MAX_SPLITS, DecodeProblem
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.refusals import MAX_GRID
 from . import blocks as tiles
-from .blocks import widths
 from .limits import DTYPES, HEAD_DIM_MULTIPLE
-from .tiles import buffer_bytes
+from .tiles import buffer_bytes, widths
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys

@@ -22,11 +22,11 @@ from ...core.problem import Operands, Problem
 from ..mosaic import inline_modifiers, recompute
 from ..mosaic.launch import launch
 from .backward_arrays import BackwardArrays
-from .blocks import TileSizes, widths
+from .blocks import TileSizes
 from .inputs import Inputs, load_vector
 from .keys import Cta, OwnsKeys, Sums, outputs
 from .stream import SLOTS, Stream
-from .tiles import buffer
+from .tiles import buffer, widths
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
 

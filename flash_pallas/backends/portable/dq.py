@@ -23,11 +23,11 @@ from ..mosaic import recompute
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
 from .backward_arrays import BackwardArrays
-from .blocks import TileSizes, widths
+from .blocks import TileSizes
 from .inputs import Held, Inputs, Place, load_vector
 from .kernel import Kernel
 from .stream import SLOTS, Stream, Tiles
-from .tiles import Copy, buffer
+from .tiles import Copy, buffer, widths
 from .walk import Steps, key_blocks
 
 

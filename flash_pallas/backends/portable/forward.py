@@ -26,14 +26,14 @@ from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.side_arrays import Gmem
 from . import row_sums
-from .blocks import TileSizes, widths
+from .blocks import TileSizes
 from .folding import Exchange, OwnRows, SharedWeights
 from .grid import Grid
 from .inputs import Held, Inputs, Place
 from .kernel import Kernel
 from .key_stream import KeyStream
 from .online import LOWEST, SLACK, Online, Rows, Weighed
-from .tiles import Copy, buffer
+from .tiles import Copy, buffer, widths
 from .walk import Steps, key_blocks
 
 

@@ -82,14 +82,14 @@ def choose_fused(problem: Problem, vector: int, shared: int) -> FusedSizes | Non
         shared: bytes of shared memory that a block may ask for.
     """
     limit = fused_width(problem)
-    heads, stagger = _heads_at_once(problem), problem.spec.mask.is_trivial
+    heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
     count = modifiers(problem)
-    plain = stagger and problem.kv_len % 128 == 0
+    plain = full and problem.kv_len % 128 == 0
     table = _MODIFIED if count else _PLAIN if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
     for rows, columns, slots in shapes:
-        tile = FusedSizes(rows, columns, slots, vector, heads, True, stagger)
+        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all=True, stagger=full)
         if fused_bytes(tile, problem) <= shared:
             return tile
     return None

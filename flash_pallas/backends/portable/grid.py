@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ..mosaic.launch import WARPGROUP_ROWS
-from ..mosaic.registers import coordinates, fragmented, i32_constant, splat
+from ..mosaic.registers import coordinates, fragmented, i32_constant, origin, splat
 from .threads import WARP, shared_address, thread
 
 WARPS = 4  # of a warpgroup
@@ -120,8 +120,7 @@ def _places(grid: Grid, shape, layout, tile, first):
 def _first(grid: Grid, shape, layout):
     """i32, row and column of the product of this thread's first element."""
     if grid == WGMMA:  # as the layout has it: said as below, 60 bytes of spills in the forward
-        i32 = ir.IntegerType.get_signless(32)
-        return (arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+        return origin(shape, layout)
     me, four = thread(), i32_constant(4)
     lane = arith.remui(me, i32_constant(WARP))
     row, column = arith.divui(lane, four), arith.muli(arith.remui(lane, four), i32_constant(2))

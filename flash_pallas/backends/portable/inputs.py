@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from ...core.problem import Problem
 from ...core.scores import TileInputs
 from ..mosaic import inline, side_arrays
-from ..mosaic.registers import coordinates, fragmented, i32_constant, pair, splat
+from ..mosaic.registers import coordinates, fragmented, i32_constant, origin, pair, splat
 from ..mosaic.side_arrays import Gmem
 
 
@@ -195,9 +195,9 @@ class _Axis:
 
 
 def _load_body(shape, q_axis: int, _, ref, row_start, column_start):
-    layout, i32 = inline.WGMMA.to_mgpu(), ir.IntegerType.get_signless(32)
+    layout = inline.WGMMA.to_mgpu()
     element = ref.type.element_type
-    row, column = (arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+    row, column = origin(shape, layout)
     starts = arith.addi(splat(row_start), row), arith.addi(splat(column_start), column)
     strides, _ = ref.type.get_strides_and_offset()
     order = (1, 0) if q_axis else (0, 1)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...core.integers import round_up
 from ...core.problem import Problem
 from ..mosaic import side_arrays
 from ..mosaic.side_arrays import LONGEST_TILE
 from .fused_blocks import MANY_MODIFIERS, modifiers
-from .tiles import buffer_bytes
+from .tiles import buffer_bytes, widths
 
 ENOUGH_BLOCKS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
 # Head dim up to which the bias of a tile stays in registers: 1.12 of the whole backward (H200,
@@ -87,11 +86,6 @@ class ScoreBlocks:
 
     tile: Any = None  # ScoreTiles
     lines: Any = None  # ScoreLines
-
-
-def widths(problem: Problem) -> tuple[int, int]:
-    """Columns of tiles of Q and K, and of V and dO."""
-    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
 
 
 # By the largest head dim: (rows, columns, warpgroups, slots), the first that fits. A step copies

@@ -23,10 +23,10 @@ from ..mosaic.register_tile import RegisterTile
 from . import row_sums
 from .backward_arrays import BackwardArrays
 from .inputs import Inputs, Place, load_vector
-from .score_blocks import ScoreLines, widths
-from .score_stream import Passing
+from .score_blocks import ScoreLines
+from .score_stream import Pairs
 from .score_terms import Given, Terms
-from .tiles import Copy, buffer
+from .tiles import Copy, buffer, widths
 from .walk import Steps, key_blocks, query_blocks
 
 
@@ -80,7 +80,7 @@ class LineSums(Terms):
         *out, smem = refs
         cta = self.place(gmem, smem)
         own = self.own(cta)
-        passing = Passing(self.copies, self.tile.slots, functools.partial(self.tiles, cta))
+        passing = Pairs(self.copies, self.tile.slots, functools.partial(self.tiles, cta))
         self.copies.start(*own)
         passing.start()
         held = self.inputs.hold(gmem.side, self.at(cta, 0)), self.vectors(cta, 0)

@@ -17,7 +17,7 @@ from .tiles import Copies, Copy
 Pair = tuple[Copy, ...]
 
 
-class Passing(NamedTuple):
+class Pairs(NamedTuple):
     """The order of copies and of what waits for them.
 
     Attributes:

@@ -29,6 +29,7 @@ from ..mosaic.bias_tiles import (
     BiasTiles,
     Members,
     bias_place,
+    divide,
     members_of,
     parts_of,
     sharing,
@@ -37,12 +38,12 @@ from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
 from .backward_arrays import BackwardArrays
 from .inputs import Inputs, Place, load_tile, load_vector
-from .score_blocks import ENOUGH_BLOCKS, PIECE, ScoreTiles, widths
-from .score_stream import Passing
+from .score_blocks import ENOUGH_BLOCKS, PIECE, ScoreTiles
+from .score_stream import Pairs
 from .score_terms import Given, Terms
 from .team import Team
 from .tile_store import store
-from .tiles import Copies, Copy, buffer
+from .tiles import Copies, Copy, buffer, widths
 
 
 class Smem(NamedTuple):
@@ -103,7 +104,7 @@ class TileSums(Terms):
         cta = self.place(gmem, bias, smem)
         copies = Copies(self.interpret, cta.team)
         several = sharing(self.problem) > 1
-        passing = Passing(copies, self.tile.slots, functools.partial(self.tiles, cta), several)
+        passing = Pairs(copies, self.tile.slots, functools.partial(self.tiles, cta), several)
         passing.start()
         cta = cta._replace(passing=passing)
         kept = None
@@ -113,7 +114,7 @@ class TileSums(Terms):
         step = functools.partial(self.step, cta, kept)
         sums = lax.fori_loop(jnp.int32(0), cta.members.total, step, zeros)
         passing.end()
-        target = out.at[divide_part(cta.own.part, self.problem)]
+        target = out.at[divide(cta.own.part, self.problem.bias_shape[1])]  # [parts * Bb, N1]
         for piece, total in zip(self.pieces, sums, strict=True):
             place = self.at(cta, 0, 0, piece)
             store(total, target, (place.row_start, place.column_start), self.interpret)
@@ -213,21 +214,13 @@ class TileSums(Terms):
         return found
 
 
-def divide_part(part, problem: Problem):
-    """Where the sum of a part lies in [parts * Bb, N1]."""
-    heads = jnp.int32(problem.bias_shape[1])
-    return lax.div(part, heads), lax.rem(part, heads)
-
-
 def tile_sums(
     problem: Problem, tile: ScoreTiles, operands: Operands, arrays: BackwardArrays, interpret: bool
 ):
     """Launch; ([parts * Bb, N1, T, S and more],) of the bias's dtype, f32 if there are parts."""
     tiles = BiasTiles.of(problem, tile.rows, tile.columns)
-    parts, (entries, heads) = (
-        parts_of(problem, tiles.clusters, ENOUGH_BLOCKS),
-        problem.bias_shape[:2],
-    )
+    parts = parts_of(problem, tiles.clusters, ENOUGH_BLOCKS)
+    entries, heads = problem.bias_shape[:2]
     kernel = TileSums(problem, tile, parts, interpret)
     width, v_width = widths(problem)
     of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
@@ -240,7 +233,7 @@ def tile_sums(
         if interpret and tile.warpgroups > 1
         else None,
     )
-    sizes = problem.q_len, round_up(problem.kv_len, 8)
+    sizes = problem.q_len, round_up(problem.kv_len, 8)  # rows start at multiples of 16 bytes
     if interpret:
         sizes = tiles.rows * tile.rows, tiles.columns * tile.columns
     dtype = problem.bias_dtype if parts == 1 else jnp.float32

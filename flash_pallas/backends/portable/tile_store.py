@@ -13,7 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ..mosaic import inline
-from ..mosaic.registers import at, coordinates, i32_constant, opaque, splat
+from ..mosaic.registers import at, coordinates, i32_constant, opaque, origin, splat
 from .tiles import where
 
 
@@ -39,12 +39,10 @@ def store(values, target, starts, interpret: bool):
 
 
 def _store_body(size: int, _, values, target, first_row, first_column):
-    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    i64 = ir.IntegerType.get_signless(64)
     length, width = target.type.shape
     (stride, _), _ = target.type.get_strides_and_offset()
-    row, column = (
-        arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))
-    )
+    row, column = origin(values.shape, values.layout)
     row = opaque(arith.addi(splat(first_row), row))
     column = arith.addi(splat(first_column), column)
     held = {}  # by the row of thread 0

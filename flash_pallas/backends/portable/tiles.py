@@ -23,6 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+from ...core.decode import DecodeProblem
+from ...core.integers import round_up
+from ...core.problem import Problem
 from ..mosaic import inline
 from ..mosaic.registers import i32_constant, opaque, splat
 from .grid import WGMMA, Grid, get_body, put_body
@@ -49,6 +52,11 @@ def buffer_bytes(*shape: int) -> int:
     for size in outer:
         total *= size
     return total
+
+
+def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
+    """Columns of tiles of Q and K, and of V and O."""
+    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
 
 
 def columns_of(tile) -> int:
