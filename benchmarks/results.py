@@ -23,8 +23,9 @@ ROW_FIELDS = (
     "batch", "q_len", "q_heads", "kv_heads", "head_dim", "causal", "direction", "provider",
     "refused", "ms", "spread", "tflops", "ratio_to_torch_cudnn", "launches", "gate",
 )  # fmt: skip
-# Speed as a share of that of a large product of matrices in the same rounds; None without a GPU.
-LATER_FIELDS = ("share_of_gemm",)  # not in every committed file
+# Not in every committed file: speed as a share of that of a large product of matrices in the same
+# rounds, and the clock of the multiprocessors meanwhile; None without a GPU.
+LATER_FIELDS = ("share_of_gemm", "mhz")
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 
 

@@ -17,6 +17,7 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import flops, gate, memory, results, suites, tables, timing
+from . import clocks, flops, gate, memory, results, suites, tables, timing
 from .providers import DEFAULT_PROVIDERS, PROVIDERS, YARDSTICK, Runner, Unsupported, prepare
 
 DIRECTIONS = ("forward", "backward")
@@ -124,7 +125,7 @@ def run_cell(
         if contestants and jax.default_backend() == "gpu":
             contestants[GEMM] = gemm()
         samples, failures = timing.interleave(
-            timer, contestants, arguments.rounds, arguments.reading_ms
+            timer, contestants, arguments.rounds, arguments.reading_ms, clocks.reader_or_none()
         )
         for name in asked:
             refused = refusals[name] or failures.get(name)
@@ -153,6 +154,8 @@ def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any
         row["ms"], row["spread"] = timing.median_and_spread(times)
         row["tflops"] = flops.tflops(cell.shape, cell.causal, direction, row["ms"])
         row["launches"] = samples[name][-1].launches
+        read = [sample.mhz for sample in samples[name] if sample.mhz is not None]
+        row["mhz"] = statistics.median(read) if read else None
         if YARDSTICK in samples:
             row["ratio_to_torch_cudnn"] = timing.speed_ratio(samples[YARDSTICK], samples[name])
         if GEMM in samples:

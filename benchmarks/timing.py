@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from . import cupti
+from . import clocks, cupti
 
 
 class Launch(NamedTuple):
@@ -29,10 +29,15 @@ class Launch(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One reading: milliseconds and pieces of device work, per iteration."""
+    """One reading: milliseconds and pieces of device work, per iteration.
+
+    Attributes:
+        mhz: the clock of the multiprocessors meanwhile; None where nothing reads it.
+    """
 
     ms: float
     launches: float
+    mhz: float | None = None
 
 
 class Timer(Protocol):
@@ -230,7 +235,11 @@ def order(count: int, turn: int) -> list[int]:
 
 
 def interleave(
-    timer: Timer, contestants: dict[str, Launch], rounds: int, reading_ms: float = 30.0
+    timer: Timer,
+    contestants: dict[str, Launch],
+    rounds: int,
+    reading_ms: float = 30.0,
+    clock: clocks.ClockReader | None = None,
 ) -> tuple[dict[str, list[Sample]], dict[str, str]]:
     """Readings of all contestants, round by round, in the order of `order`.
 
@@ -247,7 +256,9 @@ def interleave(
 
     def attempt(name: str, count: int) -> Sample | None:
         try:
-            return timer.measure(contestants[name], count)
+            with clocks.median_clock(clock and clock.mhz) as mhz:
+                sample = timer.measure(contestants[name], count)
+            return sample._replace(mhz=mhz())
         except Exception as error:  # Whatever it is, the others go on.
             failures[name] = f"{type(error).__name__}: {error}"
             samples.pop(name, None)

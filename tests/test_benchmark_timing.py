@@ -6,12 +6,14 @@ import collections
 import ctypes
 import itertools
 import struct
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import cupti, timing
+from benchmarks import clocks, cupti, timing
 
 # --- cupti
 
@@ -131,6 +133,42 @@ def _contestants(**durations):
         return timing.Launch(lambda: (name, ms), "jax")
 
     return {name: make(name, ms) for name, ms in durations.items()}
+
+
+def test_the_clock_is_the_median_of_what_is_read_meanwhile():
+    values = itertools.cycle([1500, None, 1700, 1600])
+    enough = threading.Event()
+    count = itertools.count(1)
+
+    def read():
+        if next(count) == 40:
+            enough.set()
+        return next(values)
+
+    with clocks.median_clock(read, every_s=1e-4) as mhz:
+        assert enough.wait(10)
+    assert mhz() == 1600
+    assert next(count) >= 41
+
+
+def test_without_a_reader_there_is_no_clock():
+    with clocks.median_clock(None) as mhz:
+        pass
+    assert mhz() is None
+
+
+def test_samples_carry_the_clock():
+    class Reader:
+        def mhz(self):
+            return 1755
+
+    class Slow(FakeTimer):
+        def measure(self, launch, iterations):
+            time.sleep(0.05)
+            return super().measure(launch, iterations)
+
+    found, _ = timing.interleave(Slow(), _contestants(a=10.0), rounds=1, clock=Reader())
+    assert [sample.mhz for sample in found["a"]] == [1755]
 
 
 def test_rounds_are_interleaved():
