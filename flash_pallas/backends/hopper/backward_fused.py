@@ -113,7 +113,9 @@ class Fused:
             batch=batch,
             kv_head=kv_head,
             kv_start=block * self.blocks.block_kv,
-            walk=dataclasses.replace(walk, opaque=self.blocks.alternate),
+            walk=dataclasses.replace(
+                walk, opaque=self.blocks.alternate, interleaved=self.blocks.interleave_heads
+            ),
             wg=lax.axis_index("wg"),
         )
         if parts == 1:
