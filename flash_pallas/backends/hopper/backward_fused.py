@@ -113,9 +113,7 @@ class Fused:
             batch=batch,
             kv_head=kv_head,
             kv_start=block * self.blocks.block_kv,
-            walk=dataclasses.replace(
-                walk, opaque=self.blocks.alternate, interleaved=self.blocks.interleave_heads
-            ),
+            walk=dataclasses.replace(walk, opaque=self.blocks.alternate),
             wg=lax.axis_index("wg"),
         )
         if parts == 1:

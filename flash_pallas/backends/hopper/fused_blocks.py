@@ -27,8 +27,6 @@ class FusedBlocks:
             slots or more of everything, and no late_dp.
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
-        interleave_heads: of grouped queries, all heads at one query block before any at the next;
-            takes one loop, as with mask_all.
         producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
         parts: CTAs that share the walk of a key block, whose dK and dV are added up afterwards; see
             fused_parts.py. Takes one loop, as with mask_all.
@@ -46,7 +44,6 @@ class FusedBlocks:
     alternate: bool = False
     late_handover: bool = False
     polynomials: float = 0.0
-    interleave_heads: bool = False
     producer: bool = True
     parts: int = 1
     bias_cluster: int = 1

@@ -30,8 +30,6 @@ class QueryWalk:
         shift: which tile of a head comes first, counted from its first one, unless masks is "some".
         opaque: ptxas is not to know where the loop begins. It peels off the first step of the fused
             kernel whose warpgroups alternate, and then ends every wgmma at once (C7512).
-        interleaved: all heads of the group at one query block before any at the next, unless masks
-            is "some"; else head by head.
         part: (the first tile, how many) where another CTA has the others; None: all are its own.
     """
 
@@ -45,7 +43,6 @@ class QueryWalk:
     masks: str
     shift: Any = 0
     opaque: bool = False
-    interleaved: bool = False
     part: tuple[Any, Any] | None = None
 
     @classmethod
@@ -131,9 +128,6 @@ class QueryWalk:
             n = n + self.part[0]
         if self.group == 1:
             return 0, self.block(n)
-        if self.interleaved and self.masks != "some":
-            group = jnp.int32(self.group)
-            return ints.remainder(n, self.group), self.block(lax.div(n, group))
         return lax.div(n, jnp.int32(self.per_head)), self.block(
             lax.rem(n, jnp.int32(self.per_head))
         )
