@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks
+from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks, zeros
 from flash_pallas.backends.mosaic import bias_tiles
 
 from . import checks
@@ -74,6 +75,16 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("ctas", [1, 2, 200])
+def test_zeros_reach_the_end(monkeypatch, ctas):
+    """Tiles of 64 rows, the last one of 22 alone; more tiles than CTAs and fewer."""
+    monkeypatch.setattr(zeros, "CTAS", ctas)
+    with race_checked():
+        found = zeros.zeros((2, 70, 3, 128), True)
+    np.testing.assert_array_equal(found, np.zeros((2, 70, 3, 128), np.float32))
 
 
 @pytest.mark.interpret

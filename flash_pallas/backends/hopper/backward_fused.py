@@ -336,7 +336,7 @@ def backward_fused(
     # (1.00x). Only the zeros of sums are written; dK and dV are overwritten, and XLA drops theirs.
     sums, dk, dv = pl.run_state(accumulate)(
         (
-            Sums.zeros(problem, blocks, arrays),
+            Sums.zeros(problem, blocks, arrays, interpret),
             *(jnp.zeros(x.shape, x.dtype) for x in (of_k, of_v)),
         )
     )

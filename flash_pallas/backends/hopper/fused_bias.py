@@ -33,6 +33,7 @@ from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
 from .fused_cta import Cta
 from .side_inputs import SideInputs
+from .zeros import zeros
 
 
 class Sums(NamedTuple):
@@ -42,9 +43,11 @@ class Sums(NamedTuple):
     bias: Any  # f32[Bb, Nb, S, T], up to whole tiles; None without bias_cluster
 
     @classmethod
-    def zeros(cls, problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays) -> Sums:
+    def zeros(
+        cls, problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool
+    ) -> Sums:
         """Before the launch."""
-        dq, bias = jnp.zeros((*arrays.q.shape[:3], problem.head_dim), jnp.float32), None
+        dq, bias = zeros((*arrays.q.shape[:3], problem.head_dim), interpret), None
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             keys = ints.round_up(problem.kv_len, blocks.block_kv)
