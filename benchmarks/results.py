@@ -24,8 +24,9 @@ ROW_FIELDS = (
     "refused", "ms", "spread", "tflops", "ratio_to_torch_cudnn", "launches", "gate",
 )  # fmt: skip
 # Not in every committed file: speed as a share of that of a large product of matrices in the same
-# rounds, and the clock of the multiprocessors meanwhile; None without a GPU.
-LATER_FIELDS = ("share_of_gemm", "mhz")
+# rounds and the clock of the multiprocessors meanwhile, None without a GPU; speed relative to every
+# other provider, by name.
+LATER_FIELDS = ("share_of_gemm", "mhz", "relative")
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 
 
@@ -105,7 +106,8 @@ def save(path: pathlib.Path, results: dict[str, Any]) -> None:
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
     draft.replace(path)
-    rows = [{k: v for k, v in row.items() if k != "gate"} for row in results["rows"]]
+    nested = ("gate", "relative")
+    rows = [{k: v for k, v in row.items() if k not in nested} for row in results["rows"]]
     if rows:
         with path.with_suffix(".csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))

@@ -156,6 +156,8 @@ def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any
         row["launches"] = samples[name][-1].launches
         read = [sample.mhz for sample in samples[name] if sample.mhz is not None]
         row["mhz"] = statistics.median(read) if read else None
+        others = [other for other in samples if other not in (name, GEMM)]
+        row["relative"] = {o: timing.speed_ratio(samples[o], samples[name]) for o in others}
         if YARDSTICK in samples:
             row["ratio_to_torch_cudnn"] = timing.speed_ratio(samples[YARDSTICK], samples[name])
         if GEMM in samples:

@@ -13,11 +13,10 @@ import pathlib
 import re
 from typing import Any
 
-from . import flops, goals
+from . import flops, goals, parallel_tables
 from . import results as results_file
+from .markdown import grid, reasons, thousands, unique
 from .providers import YARDSTICK
-
-_REASON_LENGTH = 160
 
 
 def render(results: dict[str, Any]) -> str:
@@ -27,7 +26,7 @@ def render(results: dict[str, Any]) -> str:
         "features": _features_table,
         "decode": _decode_table,
         "overhead": _overhead_table,
-        "parallel": _parallel_tables,
+        "parallel": parallel_tables.render,
     }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
@@ -43,33 +42,37 @@ def provenance(results: dict[str, Any]) -> str:
     )
 
 
-def _grid(head: list[str], body: list[list[str]]) -> str:
-    rows = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _unique(values) -> list:
-    return list(dict.fromkeys(values))
-
-
 def _timing_table(results: dict[str, Any]) -> str:
     """TFLOP/s of everybody, and in parentheses the speed as a ratio to the yardstick."""
     rows = results["rows"]
     key = lambda r: (*(r[name] for name in results_file.ROW_FIELDS[:7]),)
     cells = {(key(row), row["provider"]): row for row in rows}
-    providers = _unique(row["provider"] for row in rows)
+    providers = unique(row["provider"] for row in rows)
     # A provider that never ran is named below the table and takes no column.
     shown = [p for p in providers if any(r["provider"] == p and r["ms"] for r in rows)]
     judged = results["suite"] == "h200" and OURS in shown and YARDSTICK in shown
+    against = results["suite"] != "h200" and set(shown) >= _PORTABLE
     head = ["B,T,N,K,H", "mask", "pass", *shown, *(_JUDGEMENT if judged else [])]
+    head += ["portable / FlashAttention-2"] if against else []
     body = []
-    for found in _unique(key(row) for row in rows):
+    for found in unique(key(row) for row in rows):
         *shape, causal, direction = found
         line = [",".join(map(str, shape)), "causal" if causal else "full", direction]
         entries = {provider: cells.get((found, provider)) for provider in shown}
         line += map(_entry, entries.values())
-        body.append(line + (_judgement(entries) if judged else []))
-    return _grid(head, body) + (_FOOTNOTE if judged else "") + _reasons(rows)
+        line += _judgement(entries) if judged else []
+        body.append(line + ([_against_flash(entries)] if against else []))
+    return grid(head, body) + (_FOOTNOTE if judged else "") + reasons(rows)
+
+
+_PORTABLE = {"flash_pallas_portable", "torch_flash"}
+
+
+def _against_flash(entries: dict[str, dict[str, Any] | None]) -> str:
+    """The portable kernels' speed relative to PyTorch's FlashAttention-2."""
+    ours = entries["flash_pallas_portable"]
+    ratio = ours and (ours.get("relative") or {}).get("torch_flash")
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 OURS = "flash_pallas"
@@ -113,47 +116,31 @@ def _entry(row: dict[str, Any] | None) -> str:
     return text if ratio is None or row["provider"] == YARDSTICK else f"{text} ({ratio:.2f})"
 
 
-def _reasons(rows: list[dict[str, Any]]) -> str:
-    """One line per provider and reason for having no number."""
-    lines: dict[str, int] = {}
-    for row in rows:
-        if row["refused"] is not None:
-            reason = " ".join(row["refused"].split())[:_REASON_LENGTH]
-            line = f"- {row['provider']}: {reason}"
-            lines[line] = lines.get(line, 0) + 1
-    if not lines:
-        return ""
-    listed = "\n".join(f"{line} ({count} of the rows)" for line, count in lines.items())
-    return f"\n\nNo number:\n\n{listed}"
-
-
 def _memory_table(results: dict[str, Any]) -> str:
     """GiB by T (rows) and provider (columns); measured, else XLA's plan marked with a tilde."""
     rows = results["rows"]
     cells = {(row["q_len"], row["provider"]): row for row in rows}
-    providers = _unique(row["provider"] for row in rows)
+    providers = unique(row["provider"] for row in rows)
     lengths = sorted({row["q_len"] for row in rows if row["q_len"] is not None})
     body = []
     for length in lengths:
         entries = [_gibibytes(cells.get((length, provider))) for provider in providers]
-        body.append([_thousands(length), *entries])
-    return _grid(["T", *providers], body) + _reasons(rows)
+        body.append([thousands(length), *entries])
+    return grid(["T", *providers], body) + reasons(rows)
 
 
 def _features_table(results: dict[str, Any]) -> str:
     """Milliseconds and, in parentheses, the speed relative to the first call of each group."""
     body = []
     for group in groups(results["rows"]):
-        for name in _unique(row["name"] for row in group):
+        for name in unique(row["name"] for row in group):
             found = {row["direction"]: row for row in group if row["name"] == name}
             both = [found.get(direction) for direction in ("forward", "backward")]
             if any(row and row.get("ms") for row in both):
                 line = [group[0]["shape"], name, *map(_milliseconds, both), *map(_planned, both)]
                 body.append(line)
     head = ["B,T,N,K,H", "call", "forward", "backward", "GiB forward", "GiB backward"]
-    return (
-        _grid(head, body) + _of_other_commits(results) + _reasons(_with_provider(results["rows"]))
-    )
+    return grid(head, body) + _of_other_commits(results) + reasons(_with_provider(results["rows"]))
 
 
 def _decode_table(results: dict[str, Any]) -> str:
@@ -168,18 +155,18 @@ def _decode_table(results: dict[str, Any]) -> str:
         numbers = [f"{row['ms'] * 1e3:.1f}", rate, "-" if splits is None else str(splits)]
         body.append([row["group"], row["shape"], row["call"], *numbers])
     head = ["", "B,S,N,K,H", "call", "us", "GB/s", "splits"]
-    return _grid(head, body) + _reasons(rows)
+    return grid(head, body) + reasons(rows)
 
 
 def _overhead_table(results: dict[str, Any]) -> str:
     """Of every provider the device's time, wall time without and with CUDA graphs, and launches."""
     rows = results["rows"]
-    providers = _unique(row["provider"] for row in rows)
+    providers = unique(row["provider"] for row in rows)
     cells = {(row["shape"], row["work"], row["provider"]): row for row in rows}
     columns = ("device", "wall (graphs)", "launches")
     head = ["B,T,N,K,H", "tiles", "call", *(f"{p}: {c}" for p in providers for c in columns)]
     body = []
-    for shape, work, tiles in _unique((r["shape"], r["work"], r["tiles"]) for r in rows):
+    for shape, work, tiles in unique((r["shape"], r["work"], r["tiles"]) for r in rows):
         line = [shape, str(tiles), work]
         for provider in providers:
             row = cells[shape, work, provider]
@@ -189,85 +176,7 @@ def _overhead_table(results: dict[str, Any]) -> str:
             )
             line += [device, f"{wall} ({graphs})", launches]
         body.append(line)
-    return _grid(head, body) + _reasons(rows)
-
-
-def _parallel_tables(results: dict[str, Any]) -> str:
-    """Steps; what was sent beside attention; the longest sequences; which runs these are."""
-    of = lambda what: [row for row in results["rows"] if row["what"] == what]
-    percent = lambda x: "-" if x is None else f"{100 * x:.1f}"
-    number = lambda x, digits=1: "-" if x is None else f"{x:.{digits}f}"
-    memory = lambda x: "-" if x is None else f"{x / 2**30:.2f}"
-    where = lambda row: [str(row["gpus"]), _thousands(row["q_len"]), row["kind"]]
-    head = ["GPUs", "T", "", "ms (rounds)", "TFLOP/s of each", "% of one GPU", "% reckoned"]
-    head += ["GiB sent", "ms of sending alone", "GiB of arguments and results", "GiB beside"]
-    steps = []
-    for row in of("step"):
-        if row["refused"] is None:
-            held = [row["argument_bytes"] + row["output_bytes"], row["temp_bytes"]]
-            shares = [percent(row["share"]), percent(row["bound"])]
-            sent = [memory(row["sent_bytes"]), number(row["sending_ms"], 2)]
-            ms = "-" if row["ms"] is None else f"{row['ms']:.1f} ({row['rounds']})"
-            speed = [ms, number(row["tflops"], 0)]
-            steps.append([*where(row), *speed, *shares, *sent, *map(memory, held)])
-    found = [_grid(head, steps)]
-    head = ["GPUs", "T", "", "ms from first to last", "attention", "sending", "% beside attention"]
-    body = []
-    for row in of("overlap"):
-        ms = [number(row[name], 2) for name in ("whole", "attention", "sending")]
-        body.append([*where(row), *ms, percent(row["hidden"] / row["sending"])])
-    found += [_grid(head, body)] if body else []
-    body = []
-    for row in of("longest"):
-        plan = row["refused"] or memory(row["planned_bytes"])
-        body.append([*where(row), plan])
-    head = ["GPUs", "longest T by XLA's plan, not run", "", "GiB of each"]
-    found += [_grid(head, body)] if body else []
-    body = [[*where(row), row["feature"], number(row["gate"], 2)] for row in of("feature")]
-    head = ["GPUs", "T", "", "feature", "error, of what is allowed"]
-    found += [_grid(head, body)] if body else []
-    found += [_shares(of("step")), *_rates(of("collective"))]
-    timed = {(row["gpus"], row["q_len"]) for row in of("step")}
-    sent = [run for run in results["runs"] if timed & {(run["gpus"], n) for n in run["lengths"]}]
-    for rates in _unique(run["rates"] for run in sent):
-        gpus = _unique(str(run["gpus"]) for run in sent if run["rates"] == rates)
-        found.append(f"Sending alone, {' and '.join(gpus)} GPUs: {rates}.")
-    for run in results["runs"]:
-        lengths = ", ".join(map(_thousands, run["lengths"]))
-        commit = (run["commit"] or "?")[:12]
-        found.append(f"{run['gpus']} GPUs, T = {lengths}: {run['date']}, commit `{commit}`.")
-    refused = [row | {"provider": row["kind"]} for row in of("step")]
-    refused += [row | {"provider": f"{row['name']} of {row['of']}"} for row in of("collective")]
-    refused += [row | {"provider": f"{row['kind']}, {row['feature']}"} for row in of("feature")]
-    return "\n\n".join(found) + _reasons(refused)
-
-
-def _shares(steps: list[dict[str, Any]]) -> str:
-    """What the shares of a step are of."""
-    of = {r["q_len"]: r["share_of"] for r in steps if r["share"] is not None}
-    others = [f", but at {_thousands(of[n])} for {_thousands(n)}" for n in of if of[n] != n]
-    return (
-        "% of one GPU: TFLOP/s of each against one GPU's in the same run at the same "
-        f"T{''.join(others)}. % reckoned: what even work and sending leave of that, if all work "
-        "went at one GPU's speed, and sending beside attention in a ring only; an estimate, not a "
-        "bound, as both can go faster."
-    )
-
-
-def _rates(rows: list[dict[str, Any]]) -> list[str]:
-    """GB/s that every GPU sends, of messages that took at least 20 microseconds."""
-    rows = [row for row in rows if row["refused"] is None]
-    found = []
-    for gpus, name in _unique((row["gpus"], row["name"]) for row in rows):
-        mine = [r for r in rows if (r["gpus"], r["name"]) == (gpus, name) and r["ms"] > 0.02]
-        mine.sort(key=lambda row: row["sent_bytes"])
-        rates = (f"{row['gb_per_s']:.0f} of {row['sent_bytes'] / 1e6:.0f} MB" for row in mine)
-        found.append(f"{name} ({gpus} GPUs) {', '.join(_unique(rates))}")
-    return [f"GB/s that a GPU sends: {'; '.join(found)}."] if found else []
-
-
-def _thousands(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    return grid(head, body) + reasons(rows)
 
 
 def _of_other_commits(results: dict[str, Any]) -> str:
@@ -278,8 +187,8 @@ def _of_other_commits(results: dict[str, Any]) -> str:
         if "commit" in row
     ]
     lines = [
-        f"Of commit `{commit[:12]}`: {'; '.join(_unique(of for c, of in named if c == commit))}."
-        for commit in _unique(commit for commit, _ in named)
+        f"Of commit `{commit[:12]}`: {'; '.join(unique(of for c, of in named if c == commit))}."
+        for commit in unique(commit for commit, _ in named)
     ]
     return "".join(f"\n\n{line}" for line in lines)
 

@@ -55,6 +55,7 @@ def test_a_row_has_the_promised_fields():
     assert row["ratio_to_torch_cudnn"] == 2.0
     assert row["ms"] == 0.5
     assert row["launches"] == 2.0
+    assert row["relative"] == {"torch_cudnn": 2.0}
     assert row["gate"] == {
         "ok": True,
         "tensor": "o",
@@ -99,6 +100,21 @@ def test_table_shows_ratio_and_reasons():
     assert lines[2] == expected
     assert "- tokamax: unsupported: not installed (2 of the rows)" in text
     assert "Fake GPU" in text and "c" * 12 in text and "c" * 13 not in text
+
+
+def test_the_portable_kernels_are_held_against_flash_attention_2():
+    found = _results()
+    for row in found["rows"]:
+        names = {"flash_pallas": "flash_pallas_portable", "tokamax": "torch_flash"}
+        row.update(provider=names.get(row["provider"], row["provider"]))
+        if row["provider"] == "torch_flash":
+            row.update(refused=None, ms=1.1, tflops=500.0, gate=found["rows"][0]["gate"])
+    ours = found["rows"][1]
+    ours.update(relative={"torch_cudnn": 2.0, "torch_flash": 2.2})
+    lines = tables.render(found).splitlines()
+    assert lines[0].endswith("| torch_flash | portable / FlashAttention-2 |")
+    assert lines[2].endswith("| 500 | 2.20 |")
+    assert lines[3].endswith("| 500 | - |")  # of a run that did not say
 
 
 def test_the_main_table_judges_each_cell_by_goal_best_peer_and_gemm():
