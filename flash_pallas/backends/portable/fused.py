@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -79,6 +79,12 @@ class Fused(OwnsKeys):
     problem: Problem
     tile: FusedSizes
     interpret: bool
+    hides_ends: ClassVar[bool] = True
+
+    @property
+    def mask_all(self) -> bool:
+        """If any tile may be masked, all are, in one loop."""
+        return self.tile.mask_all
 
     @property
     def dq_sums(self) -> DqSums:
@@ -107,7 +113,7 @@ class Fused(OwnsKeys):
         copies = Copies(self.interpret, team)
         kv_heads = jnp.int32(self.problem.kv_heads)
         at = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
-        cta = self.place(gmem, smem, copies, at, hides_ends=True, mask_all=self.tile.mask_all)
+        cta = self.place(gmem, smem, copies, at)
         if self.tile.stagger and len(cta.steps.zones) == 1:
             cta = cta._replace(steps=cta.steps._replace(shift=block))
         own = self.own(cta)
@@ -136,7 +142,7 @@ class Fused(OwnsKeys):
 
     def step(self, cta: Cta, dq, n, total, *, masked: bool):
         """The five products of a tile; dV or dK with its share."""
-        cta = self.with_stream(cta.anew())
+        cta = self.with_stream(self.anew(cta))
         team, smem, step = cta.copies.team, cta.smem, cta.steps[n]
         slot = self.weigh(cta, n, step, masked=masked)
         cta.copies.meet()
@@ -163,7 +169,7 @@ class Fused(OwnsKeys):
         of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
         s = self.scores(cta, place, q)
         cta.stream.ahead(n)
-        w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked, hides_ends=True)
+        w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked)
         put_p = functools.partial(cta.copies.put, tile=weights.at[OF_V], column=first)
         if self.rereads:
             put_p(w.p)

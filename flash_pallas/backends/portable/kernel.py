@@ -17,6 +17,11 @@ class Kernel:
     interpret: bool
 
     @property
+    def hides_offsets(self) -> bool:
+        """See Copies."""
+        return True
+
+    @property
     def products(self) -> Products:
         """How tiles are multiplied."""
         return Products(self.interpret)
@@ -24,4 +29,4 @@ class Kernel:
     @property
     def copies(self) -> Copies:
         """How a warpgroup that is alone moves tiles."""
-        return Copies(self.interpret, Team(self.interpret))
+        return Copies(self.interpret, Team(self.interpret), self.hides_offsets)

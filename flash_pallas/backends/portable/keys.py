@@ -6,7 +6,7 @@ Scores are transposed, rows are keys. All query heads that share the keys pass b
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from .stream import Tiles
 from .tiles import Copies, Copy
 from .walk import Step, Steps, masked_unless, query_blocks
 
+_ENDS_ANEW_FROM = 192  # head dims above; see OwnsKeys.anew
+
 
 class Sums(NamedTuple):
     """What a block adds up; None for what it does not."""
@@ -48,14 +50,6 @@ class Cta(NamedTuple):
     steps: Steps  # through blocks of queries of all heads of the group
     stream: Any = None
 
-    def anew(self) -> Cta:
-        """At a place from which nothing is hoisted: addresses made of it are made in every step."""
-        team = self.copies.team
-        found = lax.optimization_barrier((self.batch, self.kv_head, self.block, team.rank))
-        batch, kv_head, block, rank = found
-        copies = dataclasses.replace(self.copies, team=team._replace(rank=rank))
-        return self._replace(copies=copies, batch=batch, kv_head=kv_head, block=block)
-
 
 class OwnsKeys(Kernel):
     """Base of the kernels of dK and dV.
@@ -64,19 +58,24 @@ class OwnsKeys(Kernel):
         problem: what is computed.
         tile: rows are keys, columns queries of a step.
         interpret: run by the interpreter.
+        hides_ends: keys past the end are masked; else what is summed for them is dropped.
     """
 
     problem: Problem
     tile: TileSizes
+    hides_ends: ClassVar[bool] = False
 
     @property
     def inputs(self) -> Inputs:
         """What modifiers read."""
         return Inputs(self.problem, 1, self.interpret)
 
-    def place(
-        self, gmem: BackwardArrays, smem, copies: Copies, at, *, hides_ends=False, mask_all=False
-    ) -> Cta:
+    @property
+    def mask_all(self) -> bool:
+        """If any tile may be masked, all are, in one loop."""
+        return False
+
+    def place(self, gmem: BackwardArrays, smem, copies: Copies, at) -> Cta:
         """Where this block is.
 
         Args:
@@ -84,21 +83,41 @@ class OwnsKeys(Kernel):
             smem: in shared memory.
             copies: how its team moves tiles.
             at: (batch entry, key head, block of keys).
-            hides_ends: keys past the end are masked; else what is summed for them is dropped.
-            mask_all: if any tile may be masked, all are, in one loop.
         """
-        batch, head, block = at
+        steps = self.steps(gmem, at)
+        return Cta(gmem, smem, copies, *at, steps)
+
+    def steps(self, gmem: BackwardArrays, at) -> Steps:
+        """Of the block at (batch entry, key head, block of keys)."""
+        batch, _, block = at
         first, rows = block * self.tile.rows, self.tile.rows
         position = first - gmem.offset(self.problem, batch)
         tile = self.tile.columns, rows
         blocks = query_blocks(self.problem, (batch, block), position, tile, gmem.bounds)
-        ragged = hides_ends and self.ragged(gmem)
-        if mask_all and (ragged or not self.problem.spec.mask.is_trivial):
+        ragged = self.hides_ends and self.ragged(gmem)
+        if self.mask_all and (ragged or not self.problem.spec.mask.is_trivial):
             blocks = blocks._replace(full_start=blocks.stop, full_stop=blocks.stop)
         elif ragged:
             all_whole = first + rows <= gmem.kv_length(self.problem, batch)
             blocks = masked_unless(blocks, all_whole)
-        return Cta(gmem, smem, copies, batch, head, block, Steps.of(blocks, self.problem.group))
+        return Steps.of(blocks, self.problem.group)
+
+    def anew(self, cta: Cta) -> Cta:
+        """At a place from which nothing is hoisted: what is made of it is made in every step.
+
+        That is addresses and, of the widest heads and where positions alone say which blocks a walk
+        has, its ends: on 8.0 that saves the causal fused backward of head dim 256 8 bytes of
+        spills. At 192 it would cost 12, and 12 at 256 where the walk starts elsewhere.
+        """
+        team = cta.copies.team
+        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, team.rank))
+        batch, kv_head, block, rank = found
+        copies = dataclasses.replace(cta.copies, team=team._replace(rank=rank))
+        steps = cta.steps
+        wide = self.problem.head_dim > _ENDS_ANEW_FROM
+        if wide and cta.gmem.bounds is None and steps.shift is None:
+            steps = self.steps(cta.gmem, (batch, kv_head, block))
+        return Cta(cta.gmem, cta.smem, copies, batch, kv_head, block, steps, cta.stream)
 
     def ragged(self, gmem: BackwardArrays) -> bool:
         """Some block has keys that do not exist."""
@@ -146,12 +165,12 @@ class OwnsKeys(Kernel):
         return self.products.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
 
     def weights(
-        self, cta: Cta, place: Place, s, lse, inputs: TileInputs, *, masked: bool, hides_ends: bool
+        self, cta: Cta, place: Place, s, lse, inputs: TileInputs, *, masked: bool
     ) -> Weights:
         """P of a tile from its scores."""
         tile, limits = self.score_tile(cta, place), Limits()
         if masked:
-            ends = hides_ends and self.ragged(cta.gmem)
+            ends = self.hides_ends and self.ragged(cta.gmem)
             length = cta.gmem.kv_length(self.problem, cta.batch)
             limits = tile.limits(self.problem.spec.mask, length if ends else None)
         return recompute.weights(self.problem, tile, s, lse, inputs, limits)

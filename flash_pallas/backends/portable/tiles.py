@@ -88,10 +88,12 @@ class Copies:
     Attributes:
         interpret: run by the interpreter.
         team: the warpgroups of the block, which have equal parts of the rows of each tile.
+        hides_offsets: see `_body`.
     """
 
     interpret: bool
     team: Team
+    hides_offsets: bool = True
 
     def start(self, *copies: Copy | Vector):
         """Start copies, which together are one group for `arrived`.
@@ -128,9 +130,9 @@ class Copies:
 
         The start of an array is the same for all threads. If they make the offset from it first,
         which ptxas then takes as it is, it need not take two registers of each of them through the
-        loop: 8 bytes of the forward's spills. The fused backward spills 4 to 24 more with that.
+        loop: 8 bytes of the forward's spills, and 4 of the fused backward's on 8.0.
         """
-        return functools.partial(write, self.team.size == 1)
+        return functools.partial(write, self.hides_offsets)
 
     def _own(self, copy):
         if isinstance(copy, Vector):
