@@ -200,6 +200,8 @@ FUSED_BLOCKS = (
     (_several_tiles("staggered", K=2, causal=True), {"stagger": True}),
     (_several_tiles("staggered_group", S=264, window=(90, 0)), {"stagger": True}),
     (_several_tiles("parts_128", H=128, causal=True), {"parts": 3}),
+    (_several_tiles("signs", K=2, causal=True, dropout_rate=0.3, sinks=True), {"signs": True}),
+    (_several_tiles("signs_128", H=128, dropout_rate=0.1), {"signs": True}),
     # Of the second key block's one tile, one of two parts has nothing.
     (_several_tiles("parts_without_tiles", K=2, causal=True), {"parts": 2}),
 )

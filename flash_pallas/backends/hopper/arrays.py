@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from ...core import bounds, padding
@@ -82,6 +83,10 @@ class BackwardArrays(NamedTuple):
             q_padding=Padding.of(padding.valid_queries(operands), block_q),
             kv_padding=Padding.of(padding.valid_keys(operands), block_kv),
         )
+
+    def gained(self, gain: float) -> BackwardArrays:
+        """With what makes P of the log-sum-exp gain * P, and delta for such a P."""
+        return self._replace(lse_log2=self.lse_log2 - math.log2(gain), delta=self.delta / gain)
 
     def offset(self, problem: Problem, batch):
         """Position of query 0 of a batch entry."""

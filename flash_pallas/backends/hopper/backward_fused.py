@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...core import dropout
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic import inline, recompute
@@ -71,6 +72,11 @@ class Fused:
         """The second half of every step."""
         way = Alternating if self.blocks.alternate else Together
         return way(self.blocks, self.problem.head_dim, self.interpret)
+
+    @property
+    def signs(self) -> bool:
+        """Weights that dropout drops are negative."""
+        return self.blocks.signs and recompute.may_sign(self.problem)
 
     @property
     def producer(self) -> Producer:
@@ -141,7 +147,9 @@ class Fused:
             cta = Feeder(self.producer).start(cta)
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
-        dk, dv = dk * self.problem.spec.scale, recompute.gained(self.problem, dv)
+        dk = dk * self.problem.spec.scale
+        if not self.signs:
+            dv = recompute.gained(self.problem, dv)
         (self.store if self.blocks.parts == 1 else self.store_part)(cta, dk, dv)
 
     def store(self, cta: Cta, dk, dv):
@@ -244,11 +252,13 @@ class Fused:
         return pl.run_scoped(functools.partial(late, w), accumulator)
 
     def weights(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s):
-        """(P^T without what dropout drops, pull(P^T), what dropout keeps)."""
+        """(P^T without what dropout drops, pull(P^T), what dropout keeps), or recompute.signed."""
         slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+        if self.signs:
+            return recompute.signed(self.problem, tile, s, lse, inputs, limits)
         share = self.blocks.polynomials
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits, polynomials=share)
         p, through = lax.optimization_barrier(
@@ -258,12 +268,15 @@ class Fused:
 
     def centred(self, cta: Cta, n, tile: RegisterTile, weights, dp_acc):
         """P^T and dS^T in 16 bits, from weights and dP^T."""
-        p, through, kept = weights
         slot = cta.do.slot(n)
         plgpu.barrier_wait(cta.bars.delta_full.at[slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
-        ds = through * recompute.centred(self.problem, kept, dp, tile.per_q(delta))
+        delta = tile.per_q(plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS))
+        if self.signs:
+            p, ds = recompute.of_signed(weights, dp, delta)
+        else:
+            p, through, kept = weights
+            ds = through * recompute.centred(self.problem, kept, dp, delta)
         return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
@@ -302,6 +315,8 @@ def backward_fused(
     dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
     pairs = pairs_at_once(problem, blocks.bias_cluster)
     given = arrays.for_rows(problem, operands, 1, tile)
+    if Fused(problem, blocks, interpret).signs:
+        given = given.gained(dropout.gain(problem.spec.dropout_rate))
     if clears:
         given = given.with_padding(operands, *tile)
     key_blocks = pl.cdiv(problem.kv_len, blocks.block_kv)

@@ -27,6 +27,8 @@ class FusedBlocks:
             slots or more of everything, and no late_dp.
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
+        signs: of what dropout drops, P has a minus sign: one tile of registers where there were
+            two and predicates. Where recompute.may_sign.
         producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
         parts: CTAs that share the walk of a key block, whose dK and dV are added up afterwards; see
             fused_parts.py. Takes one loop, as with mask_all.
@@ -44,6 +46,7 @@ class FusedBlocks:
     alternate: bool = False
     late_handover: bool = False
     polynomials: float = 0.0
+    signs: bool = False
     producer: bool = True
     parts: int = 1
     bias_cluster: int = 1
@@ -189,6 +192,9 @@ MEETING = {
     64: FusedBlocks(block_q=64, mask_all=True),
     128: FusedBlocks(block_q=64, mask_all=True),
 }
+# Dropout and nothing else: the sign of P says what is dropped, and 128 queries fit into registers
+# at 64 (28 bytes of addresses are spilled; with P, pull(P) and predicates 160 bytes).
+DROPPING = MODIFIED | {64: dataclasses.replace(MASKED[64], signs=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
@@ -215,9 +221,14 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
-    if tiles or "bias" in features or (drops and head_dim == 64) or (mods and head_dim == 128):
+    with_others = mods or spec.softcap or spec.mask_mod
+    if drops and head_dim == 64 and with_others:
         return MEETING
-    if drops or mods or spec.softcap or spec.mask_mod:
+    if tiles or "bias" in features or (mods and head_dim == 128):
+        return MEETING
+    if drops and not with_others:
+        return DROPPING
+    if drops or with_others:
         return MODIFIED
     ragged = problem.kv_len % FusedBlocks.block_kv != 0
     if {"kv_lengths", "kv_segments"} & features:

@@ -24,6 +24,7 @@ from .registers import (
     i32_constant,
     opaque,
     origin,
+    signed_constant,
     splat,
 )
 
@@ -80,7 +81,7 @@ def distance(shape, shift, interpret: bool):
 
 def _kept_body(threshold, _, row_keys, column_keys):
     # Twice a key of a row is computed once for all its columns, and moves the field to the top.
-    limit = i32_constant(_signed(threshold << dropout.FIELD + 1))
+    limit = i32_constant(signed_constant(threshold << dropout.FIELD + 1))
     found = {}
     for index, row, col in coordinates(row_keys.shape, row_keys.layout):
         for e in range(2):
@@ -89,10 +90,6 @@ def _kept_body(threshold, _, row_keys, column_keys):
             found[row, col + e] = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
     registers = filled(row_keys.shape, row_keys.layout, lambda row, col: found[row, col])
     return fragmented(registers, row_keys.layout, is_signed=False)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
 
 
 def kept(row_keys, column_keys, threshold: int):

@@ -29,6 +29,7 @@ from .registers import (
     fragmented,
     i32_constant,
     pair,
+    signed_constant,
 )
 
 # 2**f for f in [-1/2, 1/2] with a relative error of 2.7e-6; the constant term first.
@@ -244,3 +245,34 @@ def powers(x, shift, log2_scale: float, share: float, interpret: bool):
         arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
     )(functools.partial(_powers_body, log2_scale, share))
     return run(x, shift)
+
+
+def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):
+    # As in inline_modifiers: twice a key of a row moves the field to the top.
+    limit = i32_constant(signed_constant(threshold << dropout.FIELD + 1))
+    scale, found = f32_constant(scale), {}
+    for row, col, index in _places(x.shape, x.layout):
+        for e in range(2):
+            key = at(row_keys.registers[index], e)
+            product = arith.muli(arith.addi(key, key), at(column_keys.registers[index], e))
+            kept = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
+            p = _exp2(at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e)))
+            found[row, col + e] = arith.select(kept, p, arith.negf(p))
+    registers = filled(x.shape, x.layout, lambda row, col: found[row, col])
+    return fragmented(registers, x.layout)
+
+
+def signed(x, shift, row_keys, column_keys, log2_scale: float, threshold: int):
+    """f32: 2**(x * log2_scale - shift), negative where dropout drops it.
+
+    Args:
+        x: f32 (64, columns) in the WGMMA layout.
+        shift: f32, spread over the tile.
+        row_keys, column_keys: int32, dropout's, spread over the tile.
+        log2_scale: a Python float.
+        threshold: core.dropout.threshold of the rate.
+    """
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * 4, return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
+    )(functools.partial(_signed_body, log2_scale, threshold))
+    return run(x, shift, row_keys, column_keys)

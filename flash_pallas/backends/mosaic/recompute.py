@@ -67,6 +67,35 @@ def weights(
     return Weights(p, kept, pull)
 
 
+def may_sign(problem: Problem) -> bool:
+    """Dropout is all that happens to weights, so that `signed` has what their gradients need."""
+    spec = problem.spec
+    other = spec.softcap is not None or spec.score_mod is not None or problem.bias_shape is not None
+    return spec.dropout_rate > 0 and not other
+
+
+def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
+    """gain * P of a tile, f32, negative where dropout drops it; arguments as of `weights`.
+
+    One tile says what P, pull(P) and `kept` say in three. `lse` is without log2(gain).
+    """
+    spec = problem.spec
+    x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+    rows = tile.per_q(lse)
+    if tile.interpret:
+        p = jnp.exp2(x * log2_scale - rows)
+        return jnp.where(scores.kept(spec, tile, inputs), p, -p)
+    keys = tile.by_axis(inputs.q_keys, inputs.kv_keys)
+    drops = dropout.threshold(spec.dropout_rate)
+    return inline_weights.signed(x, rows, *keys, log2_scale, drops)
+
+
+def of_signed(t, dp, delta):
+    """(keep * gain * P, gradient of the logits) from `signed`; delta is spread, and over gain."""
+    kept = jnp.maximum(t, 0.0)
+    return kept, kept * dp - jnp.abs(t) * delta
+
+
 def _zero_where_hidden(p, pull):
     clear = lambda x: None if x is None else jnp.where(p == 0.0, 0.0, x)
 

@@ -60,9 +60,12 @@ class RegisterTile(Tile):
         """bool of the tile's shape: what dropout keeps."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
-        of_queries, of_keys = self.per_q(q_keys), self.per_kv(kv_keys)
-        rows, columns = (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
-        return inline_modifiers.kept(rows, columns, dropout.threshold(rate))
+        return inline_modifiers.kept(*self.by_axis(q_keys, kv_keys), dropout.threshold(rate))
+
+    def by_axis(self, of_queries, of_keys):
+        """(what belongs to rows, what belongs to columns), spread over the tile."""
+        spread = self.per_q(of_queries), self.per_kv(of_keys)
+        return spread[::-1] if self.q_axis else spread
 
 
 def alibi(position, key, falls):

@@ -28,6 +28,11 @@ def i32_constant(x: int):
     return arith.constant(ir.IntegerType.get_signless(32), x)
 
 
+def signed_constant(bits: int) -> int:
+    """The int32 of 32 bits."""
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
 def f32_constant(x: float):
     """An f32 constant."""
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), x))
