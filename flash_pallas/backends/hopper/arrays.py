@@ -84,9 +84,10 @@ class BackwardArrays(NamedTuple):
             kv_padding=Padding.of(padding.valid_keys(operands), block_kv),
         )
 
-    def gained(self, gain: float) -> BackwardArrays:
-        """With what makes P of the log-sum-exp gain * P, and delta for such a P."""
-        return self._replace(lse_log2=self.lse_log2 - math.log2(gain), delta=self.delta / gain)
+    def scaled(self, factor: float) -> BackwardArrays:
+        """With what makes factor * P of the log-sum-exp, and the delta that such a P takes."""
+        lse_log2 = self.lse_log2 - math.log2(factor)
+        return self._replace(lse_log2=lse_log2, delta=self.delta / factor)
 
     def offset(self, problem: Problem, batch):
         """Position of query 0 of a batch entry."""

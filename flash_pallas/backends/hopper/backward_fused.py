@@ -35,7 +35,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import dropout
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic import inline, recompute
@@ -316,7 +315,7 @@ def backward_fused(
     pairs = pairs_at_once(problem, blocks.bias_cluster)
     given = arrays.for_rows(problem, operands, 1, tile)
     if Fused(problem, blocks, interpret).signs:
-        given = given.gained(dropout.gain(problem.spec.dropout_rate))
+        given = given.scaled(recompute.sign_factor(problem))
     if clears:
         given = given.with_padding(operands, *tile)
     key_blocks = pl.cdiv(problem.kv_len, blocks.block_kv)

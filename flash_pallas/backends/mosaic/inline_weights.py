@@ -262,17 +262,17 @@ def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):
     return fragmented(registers, x.layout)
 
 
-def signed(x, shift, row_keys, column_keys, log2_scale: float, threshold: int):
+def signed(x, shift, keys, log2_scale: float, threshold: int):
     """f32: 2**(x * log2_scale - shift), negative where dropout drops it.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
         shift: f32, spread over the tile.
-        row_keys, column_keys: int32, dropout's, spread over the tile.
+        keys: int32, dropout's of rows and of columns, spread over the tile.
         log2_scale: a Python float.
         threshold: core.dropout.threshold of the rate.
     """
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA,) * 4, return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
     )(functools.partial(_signed_body, log2_scale, threshold))
-    return run(x, shift, row_keys, column_keys)
+    return run(x, shift, *keys)
