@@ -192,6 +192,7 @@ def _several_tiles(name: str, **fields) -> Case:
 
 
 # With what the fused backward can be asked to do, but is nowhere by itself.
+_DEFERRED = {"block_q": 128, "stages": 2, "do_stages": 2, "defer": True}
 FUSED_BLOCKS = (
     (
         _several_tiles("late_dp_staggered", H=128),
@@ -202,6 +203,9 @@ FUSED_BLOCKS = (
     (_several_tiles("parts_128", H=128, causal=True), {"parts": 3}),
     (_several_tiles("signs", K=2, causal=True, dropout_rate=0.3, sinks=True), {"signs": True}),
     (_several_tiles("signs_128", H=128, dropout_rate=0.1), {"signs": True}),
+    (_several_tiles("deferred", K=2, causal=True, softcap=3.0), _DEFERRED),
+    (_several_tiles("deferred_padded", segments="padded", poison=True, softcap=5.0), _DEFERRED),
+    (_several_tiles("deferred_128", H=128, softcap=2.0, scale=0.5, causal=True), {"defer": True}),
     # Of the second key block's one tile, one of two parts has nothing.
     (_several_tiles("parts_without_tiles", K=2, causal=True), {"parts": 2}),
 )

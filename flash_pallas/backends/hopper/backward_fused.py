@@ -78,6 +78,11 @@ class Fused:
         return self.blocks.signs and recompute.may_sign(self.problem)
 
     @property
+    def defers(self) -> bool:
+        """Weights are made of capped logits when dP has arrived."""
+        return self.blocks.defer and recompute.may_defer(self.problem)
+
+    @property
     def producer(self) -> Producer:
         """What loads and adds dQ."""
         return Producer(self.problem, self.blocks, self.interpret)
@@ -258,6 +263,8 @@ class Fused:
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
         if self.signs:
             return recompute.signed(self.problem, tile, s, lse, inputs, limits)
+        if self.defers:
+            return recompute.capped(self.problem, tile, s, inputs, limits)
         share = self.blocks.polynomials
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits, polynomials=share)
         p, through = lax.optimization_barrier(
@@ -273,6 +280,9 @@ class Fused:
         delta = tile.per_q(plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS))
         if self.signs:
             p, ds = recompute.of_signed(weights, dp, delta)
+        elif self.defers:
+            lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
+            p, ds = recompute.of_capped(self.problem, weights, tile.per_q(lse), dp, delta)
         else:
             p, through, kept = weights
             ds = through * recompute.centred(self.problem, kept, dp, delta)

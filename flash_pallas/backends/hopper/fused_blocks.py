@@ -29,6 +29,8 @@ class FusedBlocks:
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         signs: of what dropout drops, P has a minus sign: one tile of registers where there were
             two and predicates. Where recompute.may_sign.
+        defer: exponentials of capped logits wait for dP^T: one tile of registers where there were
+            two. Where recompute.may_defer.
         producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
         parts: CTAs that share the walk of a key block, whose dK and dV are added up afterwards; see
             fused_parts.py. Takes one loop, as with mask_all.
@@ -47,6 +49,7 @@ class FusedBlocks:
     late_handover: bool = False
     polynomials: float = 0.0
     signs: bool = False
+    defer: bool = False
     producer: bool = True
     parts: int = 1
     bias_cluster: int = 1
@@ -195,6 +198,8 @@ MEETING = {
 # Dropout and nothing else: the sign of P says what is dropped, and 128 queries fit into registers
 # at 64 without a spill (with P, pull(P) and predicates 160 bytes). Not yet timed.
 DROPPING = MODIFIED | {64: dataclasses.replace(MASKED[64], signs=True)}
+# A cap and nothing else: exponentials wait for dP^T, and 128 queries fit. Not yet timed.
+CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
@@ -228,6 +233,8 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
         return MEETING
     if drops and not with_others:
         return DROPPING
+    if spec.softcap and not (drops or mods or spec.mask_mod):
+        return CAPPED
     if drops or with_others:
         return MODIFIED
     ragged = problem.kv_len % FusedBlocks.block_kv != 0

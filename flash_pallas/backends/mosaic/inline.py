@@ -7,6 +7,7 @@ All tiles are f32 (rows, cols) in the WGMMA register layout.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ _COMPARE = {
 }
 
 
-def _limit_body(kinds, _, tile, *bounds):
+def _limit_body(kinds, hidden, _, tile, *bounds):
     i32 = ir.IntegerType.get_signless(32)
     row0, col0 = (arith.index_cast(i32, x) for x in next(iter(tile.layout.thread_idxs(tile.shape))))
     limits = []
@@ -66,7 +67,7 @@ def _limit_body(kinds, _, tile, *bounds):
         ]
         return functools.reduce(arith.andi, each)
 
-    return _select(tile, kept, float("-inf"))
+    return _select(tile, kept, hidden)
 
 
 def _select(tile, kept, other: float):
@@ -84,17 +85,17 @@ def _select(tile, kept, other: float):
     return fragmented(registers, tile.layout)
 
 
-def hide(tile, limits: Limits, interpret: bool):
-    """The tile with -inf wherever `limits` does not keep it."""
+def hide(tile, limits: Limits, interpret: bool, hidden: float = -math.inf):
+    """The tile with `hidden` wherever `limits` does not keep it."""
     given = {kind: bound for kind, bound in limits._asdict().items() if bound is not None}
     if not given:
         return tile
     if interpret:
-        return jnp.where(limits.keep(tile.shape), tile, -jnp.inf)
+        return jnp.where(limits.keep(tile.shape), tile, hidden)
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA, *(plgpu.Layout.WG_SPLAT,) * len(given)),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
-    )(functools.partial(_limit_body, tuple(given)))
+    )(functools.partial(_limit_body, tuple(given), hidden))
     return run(tile, *map(jnp.int32, given.values()))
 
 

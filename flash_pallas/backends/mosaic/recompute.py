@@ -14,10 +14,16 @@ import jax.numpy as jnp
 from ...core import dropout, scores
 from ...core.problem import Problem
 from ...core.scores import TileInputs
-from ...core.softmax import EMPTY_ROW
+from ...core.softmax import EMPTY_ROW, LOG2E
 from ...core.tile import Limits
 from . import inline_weights, register_tile
 from .register_tile import RegisterTile
+
+
+# Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
+# makes P of it 0.
+_HIDDEN = -1e18
+_LOWEST_CAP = 1e-9
 
 
 class Weights(NamedTuple):
@@ -103,6 +109,26 @@ def of_signed(t, dp, delta):
     """
     kept = t + jnp.abs(t)
     return kept, kept * dp - jnp.abs(t) * delta
+
+
+def may_defer(problem: Problem) -> bool:
+    """A cap is all that happens to logits, so that `capped` has what weights and gradients need."""
+    spec = problem.spec
+    if spec.softcap is None or spec.softcap < _LOWEST_CAP:
+        return False
+    other = spec.dropout_rate or spec.score_mod is not None or problem.bias_shape is not None
+    return not other
+
+
+def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
+    """Logits of a tile over the cap, f32: one tile that says what P and pull(P) say in two."""
+    return register_tile.logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN).x
+
+
+def of_capped(problem: Problem, t, lse, dp, delta):
+    """(P, gradient of the logits) from `capped`; lse and delta are spread."""
+    p = jnp.exp2(t * (problem.spec.softcap * LOG2E) - lse)
+    return p, p * (1.0 - t * t) * (dp - delta)
 
 
 def _zero_where_hidden(p, pull):

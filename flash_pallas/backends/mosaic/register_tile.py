@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -81,12 +82,17 @@ def alibi(position, key, falls):
 
 
 def logits(
-    spec: AttentionSpec, tile: RegisterTile, s, inputs: TileInputs, limits: Limits
+    spec: AttentionSpec,
+    tile: RegisterTile,
+    s,
+    inputs: TileInputs,
+    limits: Limits,
+    hidden: float = -math.inf,
 ) -> Logits:
-    """core.scores.logits of the products s, -inf where hidden; the same in every kernel."""
+    """core.scores.logits of the products s, `hidden` where hidden; the same in every kernel."""
     found = scores.logits(spec, tile, s, inputs)
-    x = inline.hide(found.x, limits, tile.interpret)
+    x = inline.hide(found.x, limits, tile.interpret, hidden)
     visible = scores.visible(spec, tile, inputs)
     if visible is not None:
-        x = jnp.where(visible, x, -jnp.inf)
+        x = jnp.where(visible, x, hidden)
     return found._replace(x=x)
