@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Operands, Problem
 from ...core.tile import Limits
-from ..mosaic import inline, recompute
+from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from ..mosaic.register_tile import RegisterTile
 from . import cluster
@@ -48,6 +48,7 @@ from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzles_of_k_a
 from .fused_finish import Alternating, Finish, Together
 from .fused_parts import summed
 from .fused_producer import Feeder, Producer
+from .fused_weights import Scores, Weights, weights_of
 from .memory import Ring, rows_of, warpgroup_rows
 from .query_walk import QueryWalk
 from .side_inputs import Held, Place, SideInputs
@@ -73,14 +74,9 @@ class Fused:
         return way(self.blocks, self.problem.head_dim, self.interpret)
 
     @property
-    def signs(self) -> bool:
-        """Weights that dropout drops are negative."""
-        return self.blocks.signs and recompute.may_sign(self.problem)
-
-    @property
-    def defers(self) -> bool:
-        """Weights are made of capped logits when dP has arrived."""
-        return self.blocks.defer and recompute.may_defer(self.problem)
+    def weights(self) -> Weights:
+        """The elementwise part."""
+        return weights_of(self.problem, self.blocks)
 
     @property
     def producer(self) -> Producer:
@@ -151,9 +147,7 @@ class Fused:
             cta = Feeder(self.producer).start(cta)
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
-        dk = dk * self.problem.spec.scale
-        if not self.signs:
-            dv = recompute.gained(self.problem, dv)
+        dk, dv = dk * self.problem.spec.scale, self.weights.finished(dv)
         (self.store if self.blocks.parts == 1 else self.store_part)(cta, dk, dv)
 
     def store(self, cta: Cta, dk, dv):
@@ -224,9 +218,9 @@ class Fused:
         k, v = cta.smem.k.at[keys], cta.smem.v.at[keys]
         q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
 
-        def weights(s_acc, dp_in_flight):
+        def early(s_acc, dp_in_flight):
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=dp_in_flight)
-            return self.weights(cta, held, n, tile, masked, s)
+            return self.early(cta, held, n, tile, masked, s)
 
         def both(s_acc):
             plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
@@ -236,15 +230,15 @@ class Fused:
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
             self.finish.scores_issued(cta, n)
-            return self.centred(cta, n, tile, weights(s_acc, 1), dp_acc)
+            return self.late(cta, n, tile, early(s_acc, 1), dp_acc)
 
         def alone(s_acc):
             plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
-            return weights(s_acc, 0)
+            return early(s_acc, 0)
 
         def late(w, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-            return self.centred(cta, n, tile, w, dp_acc)
+            return self.late(cta, n, tile, w, dp_acc)
 
         # Accumulators are made after the waits: see Scores.tile in backward_scores.py.
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
@@ -255,37 +249,22 @@ class Fused:
         cta.do.wait_full(n)
         return pl.run_scoped(functools.partial(late, w), accumulator)
 
-    def weights(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s):
-        """(P^T without what dropout drops, pull(P^T), what dropout keeps), or recompute.signed."""
+    def early(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s):
+        """What is made of S^T before dP^T has arrived."""
         slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-        if self.signs:
-            return recompute.signed(self.problem, tile, s, lse, inputs, limits)
-        if self.defers:
-            return recompute.capped(self.problem, tile, s, inputs, limits)
-        share = self.blocks.polynomials
-        w = recompute.weights(self.problem, tile, s, lse, inputs, limits, polynomials=share)
-        p, through = lax.optimization_barrier(
-            (recompute.dropped(self.problem, w), recompute.pulled(w))
-        )
-        return p, through, w.kept
+        return self.weights.early(tile, Scores(s, lse, inputs, limits))
 
-    def centred(self, cta: Cta, n, tile: RegisterTile, weights, dp_acc):
-        """P^T and dS^T in 16 bits, from weights and dP^T."""
+    def late(self, cta: Cta, n, tile: RegisterTile, early, dp_acc):
+        """P^T and dS^T in 16 bits."""
         slot = cta.do.slot(n)
         plgpu.barrier_wait(cta.bars.delta_full.at[slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        delta = tile.per_q(plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS))
-        if self.signs:
-            p, ds = recompute.of_signed(weights, dp, delta)
-        elif self.defers:
-            lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
-            p, ds = recompute.of_capped(self.problem, weights, tile.per_q(lse), dp, delta)
-        else:
-            p, through, kept = weights
-            ds = through * recompute.centred(self.problem, kept, dp, delta)
+        delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
+        lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
+        p, ds = self.weights.late(tile, early, lse, dp, delta)
         return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
@@ -324,8 +303,9 @@ def backward_fused(
     dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
     pairs = pairs_at_once(problem, blocks.bias_cluster)
     given = arrays.for_rows(problem, operands, 1, tile)
-    if Fused(problem, blocks, interpret).signs:
-        given = given.scaled(recompute.sign_factor(problem))
+    factor = weights_of(problem, blocks).factor
+    if factor != 1.0:
+        given = given.scaled(factor)
     if clears:
         given = given.with_padding(operands, *tile)
     key_blocks = pl.cdiv(problem.kv_len, blocks.block_kv)

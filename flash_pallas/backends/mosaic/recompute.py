@@ -19,7 +19,6 @@ from ...core.tile import Limits
 from . import inline_weights, register_tile
 from .register_tile import RegisterTile
 
-
 # Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
 # makes P of it 0.
 _HIDDEN = -1e18
@@ -58,10 +57,7 @@ def weights(
     spec = problem.spec
     x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
     rows = tile.per_q(lse)
-    if polynomials:
-        p = inline_weights.powers(x, rows, log2_scale, polynomials, tile.interpret)
-    else:
-        p = jnp.exp2(x * log2_scale - rows)
+    p = _powers(tile, x, log2_scale, rows, polynomials)
     if problem.bias_shape is not None:
         # The bias of padding may be a NaN. Hidden keys are -inf by now; discarded queries are not,
         # and what is linear in P passes on a 0 where softcap and score_mod would make a NaN of it.
@@ -71,6 +67,12 @@ def weights(
             pull = _zero_where_hidden(p, pull)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull)
+
+
+def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
+    if not polynomials:
+        return jnp.exp2(x * log2_scale - shift)
+    return inline_weights.powers(x, shift, log2_scale, polynomials, tile.interpret)
 
 
 def may_sign(problem: Problem) -> bool:
@@ -125,9 +127,10 @@ def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: 
     return register_tile.logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN).x
 
 
-def of_capped(problem: Problem, t, lse, dp, delta):
-    """(P, gradient of the logits) from `capped`; lse and delta are spread."""
-    p = jnp.exp2(t * (problem.spec.softcap * LOG2E) - lse)
+def of_capped(problem: Problem, tile: RegisterTile, t, lse, dp, delta, *, polynomials: float = 0.0):
+    """(P, gradient of scale * q @ k^T) from `capped`; lse and delta are spread."""
+    cap = problem.spec.softcap or 0.0  # never None: `may_defer`
+    p = _powers(tile, t, cap * LOG2E, lse, polynomials)
     return p, p * (1.0 - t * t) * (dp - delta)
 
 
