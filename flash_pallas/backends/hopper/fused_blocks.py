@@ -160,9 +160,9 @@ PLAIN[128] = dataclasses.replace(PLAIN[128], stages=3, do_stages=3)
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _ALTERNATING.items()}
 # Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
 BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
-# Modifiers need registers of their own. At 64 with 128 queries softcap spills 272 bytes and dropout
-# 556, with 64 neither spills. Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06),
-# at 128 1.07; score_mod at 64 1.08; dropout at 128 1.05.
+# Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
+# Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
+# 1.08; dropout at 128 1.05.
 MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
@@ -188,17 +188,21 @@ BIASED = {
     ),
 }
 # Where alternating is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
-# dropout at 64 0.98, with score_mod at 128 0.67.
+# 64 queries and dropout at 64 0.98, with score_mod at 128 0.67.
 MEETING = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True),
     128: FusedBlocks(block_q=64, mask_all=True),
 }
-# Dropout and nothing else: the sign of P says what is dropped, and 128 queries fit into registers
-# at 64 without a spill (with P, pull(P) and predicates 160 bytes). Not yet timed.
+# Dropout and nothing else, but for positions and lengths (with documents 44 bytes of spills): the
+# sign of P says what is dropped, and 128 queries fit into registers at 64 without a spill (with P,
+# pull(P) and predicates 160 bytes). bf16, H200, B=4, T=4096: 1.21 of 64 queries and warpgroups that
+# meet (1.20 without a mask); handing over late 0.97, a quarter of the exponentials as polynomials
+# 1.00. At 128 signs are 1.02: within what one row differs by.
 DROPPING = MODIFIED | {64: dataclasses.replace(MASKED[64], signs=True)}
-# A cap and nothing else: exponentials wait for dP^T, and 128 queries fit. Not yet timed.
+# A cap and as little else (with documents 64 bytes): exponentials wait for dP^T, and 128 queries
+# fit. 1.18 of 64 queries with four stages; handing over late 0.97. At 128 1.00.
 CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
@@ -227,13 +231,14 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
     with_others = mods or spec.softcap or spec.mask_mod
-    if drops and head_dim == 64 and with_others:
+    alone = not (with_others and drops) and "kv_segments" not in features
+    if drops and head_dim == 64 and not alone:
         return MEETING
     if tiles or "bias" in features or (mods and head_dim == 128):
         return MEETING
-    if drops and not with_others:
+    if drops and alone:
         return DROPPING
-    if spec.softcap and not (drops or mods or spec.mask_mod):
+    if spec.softcap and alone and not (mods or spec.mask_mod):
         return CAPPED
     if drops or with_others:
         return MODIFIED
