@@ -62,9 +62,7 @@ MORE_MODIFIERS = (
 ALLOWED_SPILLS = {
     ("flash_pallas_portable_fused", 64, "packed_causal"): 4,
     ("flash_pallas_portable_fused", 128, "long_score_mod"): 60,
-    ("flash_pallas_portable_fused", 192, "full"): 12,
     ("flash_pallas_portable_fused", 192, "ragged"): 12,
-    ("flash_pallas_portable_fused", 256, "causal"): 8,
     ("flash_pallas_portable_fused", 256, "ragged"): 4,
     ("flash_pallas_portable_fused", 256, "window"): 12,
     ("flash_pallas_portable_fused", 256, "alibi_256"): 4,
@@ -82,6 +80,7 @@ ALLOWED_SPILLS = {
 # registers: a kernel takes 5 to 30 more.
 ALLOWED_BY_TARGET = {
     H200: {
+        ("flash_pallas_portable_fused", 128, "full"): 4,
         ("flash_pallas_portable_forward", 64, "many_entries"): 4,
         ("flash_pallas_portable_scores_tile", 64, "long_bias"): 20,
         ("flash_pallas_portable_fused", 128, "packed_128"): 4,
@@ -114,9 +113,6 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_fused", 256, "alibi_256"): 8,
         ("flash_pallas_portable_fused", 256, "dropout_256"): 8,
         ("flash_pallas_portable_scores_tile", 64, "long_bias"): 48,
-        ("flash_pallas_portable_dkv", 128, "causal"): 12,
-        ("flash_pallas_portable_dq", 192, "full"): 8,
-        ("flash_pallas_portable_dq", 256, "causal"): 4,
         ("flash_pallas_portable_forward", 128, "window"): 8,
         ("flash_pallas_portable_forward", 128, "window_causal_128"): 52,
         ("flash_pallas_portable_forward", 128, "document_128"): 192,
@@ -132,7 +128,6 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_dkv", 128, "long_window_128"): 4,
         ("flash_pallas_portable_dkv", 128, "dropout_causal_128"): 24,
         ("flash_pallas_portable_dq", 192, "window"): 32,
-        ("flash_pallas_portable_dk", 256, "causal"): 8,
         ("flash_pallas_portable_dk", 256, "window"): 28,
         ("flash_pallas_portable_dv", 256, "window"): 84,
         ("flash_pallas_portable_dq", 256, "window"): 44,

@@ -84,7 +84,8 @@ def choose_blocks(
     """
     chosen, most = _choose(problem, capability), shared_memory(capability) - RESERVED
     vector = most_added(capability)
-    if not problem.spec.deterministic and (fused := choose_fused(problem, vector, most)):
+    fused = choose_fused(problem, vector, most, pairs=capability.startswith(PAIRS))
+    if not problem.spec.deterministic and fused:
         chosen = {"forward": chosen["forward"], "fused": fused}
     chosen |= choose_scores(problem, most)
     for name, fields in (override or {}).items():

@@ -49,7 +49,8 @@ _SHAPES = {
     256: ((64, 64, 1),),
 }
 _MODIFIED = _SHAPES | {256: _SHAPES[192]}
-# 128 queries at head dim 128 are 1.06 of 64 without a mask, causal 0.98. Ragged they spill 4 bytes.
+# 128 queries at head dim 128 are 1.06 of 64 without a mask, causal 0.98. They spill 4 bytes on 9.0,
+# ragged 4 more, and 4 on 10.0 in float16, where nothing was timed and 64 are taken.
 _PLAIN = _SHAPES | {128: ((128, 128, 1), *_SHAPES[128])}
 # Each modifier takes registers; all of them together spill 500 to 700 bytes with the above.
 _SMALLER = {
@@ -73,18 +74,21 @@ def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
     return own + tile.slots * passing
 
 
-def choose_fused(problem: Problem, vector: int, shared: int) -> FusedSizes | None:
+def choose_fused(
+    problem: Problem, vector: int, shared: int, *, pairs: bool = False
+) -> FusedSizes | None:
     """What runs without being told; None: no tile fits.
 
     Args:
         problem: what is computed.
         vector: the most floats that one instruction adds.
         shared: bytes of shared memory that a block may ask for.
+        pairs: floats of two registers are added by one instruction; see blocks.PAIRS.
     """
     limit = fused_width(problem)
     heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
     count = modifiers(problem)
-    plain = full and problem.kv_len % 128 == 0
+    plain = full and problem.kv_len % 128 == 0 and not pairs
     table = _MODIFIED if count else _PLAIN if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
