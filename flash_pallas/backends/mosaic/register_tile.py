@@ -61,12 +61,13 @@ class RegisterTile(Tile):
         """bool of the tile's shape: what dropout keeps."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
-        return inline_modifiers.kept(*self.by_axis(q_keys, kv_keys), dropout.threshold(rate))
+        rows, columns = self.by_axis(q_keys, kv_keys)
+        return inline_modifiers.kept(rows, columns, dropout.threshold(rate))
 
     def by_axis(self, of_queries, of_keys):
         """(what belongs to rows, what belongs to columns), spread over the tile."""
-        spread = self.per_q(of_queries), self.per_kv(of_keys)
-        return spread[::-1] if self.q_axis else spread
+        of_queries, of_keys = self.per_q(of_queries), self.per_kv(of_keys)
+        return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
 
 
 def alibi(position, key, falls):

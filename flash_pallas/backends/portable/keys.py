@@ -84,8 +84,8 @@ class OwnsKeys(Kernel):
             copies: how its team moves tiles.
             at: (batch entry, key head, block of keys).
         """
-        steps = self.steps(gmem, at)
-        return Cta(gmem, smem, copies, *at, steps)
+        batch, kv_head, block = at
+        return Cta(gmem, smem, copies, batch, kv_head, block, self.steps(gmem, at))
 
     def steps(self, gmem: BackwardArrays, at) -> Steps:
         """Of the block at (batch entry, key head, block of keys)."""
