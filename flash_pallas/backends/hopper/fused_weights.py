@@ -116,7 +116,7 @@ class Deferred(Weights):
         """Exponentials."""
         spread = tile.per_q(lse), dp, tile.per_q(delta)
         share = self.blocks.polynomials
-        return recompute.of_capped(self.problem, tile, held, *spread, polynomials=share)
+        return recompute.of_capped(tile, held, *spread, polynomials=share)
 
 
 def weights_of(problem: Problem, blocks: FusedBlocks) -> Weights:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ...core import dropout, scores
 from ...core.problem import Problem
 from ...core.scores import TileInputs
-from ...core.softmax import EMPTY_ROW, LOG2E
+from ...core.softmax import EMPTY_ROW
 from ...core.tile import Limits
 from . import inline_weights, register_tile
 from .register_tile import RegisterTile
@@ -123,14 +123,18 @@ def may_defer(problem: Problem) -> bool:
 
 
 def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
-    """Logits of a tile over the cap, f32: one tile that says what P and pull(P) say in two."""
-    return register_tile.logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN).x
+    """(logits of a tile over the cap, f32, what they are times for base 2).
+
+    One tile says what P and pull(P) say in two.
+    """
+    found = register_tile.logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
+    return found.x, found.log2_scale
 
 
-def of_capped(problem: Problem, tile: RegisterTile, t, lse, dp, delta, *, polynomials: float = 0.0):
+def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 0.0):
     """(P, gradient of scale * q @ k^T) from `capped`; lse and delta are spread."""
-    cap = problem.spec.softcap or 0.0  # never None: `may_defer`
-    p = _powers(tile, t, cap * LOG2E, lse, polynomials)
+    t, log2_scale = held
+    p = _powers(tile, t, log2_scale, lse, polynomials)
     return p, p * (1.0 - t * t) * (dp - delta)
 
 
