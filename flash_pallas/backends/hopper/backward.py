@@ -11,9 +11,9 @@ from .arrays import BackwardArrays
 from .backward_blocks import SplitBlocks, native_problem
 from .backward_dkv import dkv
 from .backward_dq import dq
-from .backward_fused import backward_fused
 from .backward_scores import score_sums
 from .fused_blocks import FusedBlocks
+from .fused_call import backward_fused
 from .products import Products
 
 

@@ -29,24 +29,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core.problem import Operands, Problem
+from ...core.problem import Problem
 from ...core.tile import Limits
 from ..mosaic import inline
-from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
+from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
 from . import cluster
 from .arrays import BackwardArrays
-from .fused_bias import BiasSums, Sums
+from .fused_bias import BiasSums
 from .fused_blocks import FusedBlocks, pairs_at_once
-from .fused_cta import WARPGROUPS, Barriers, Cta, Smem, scratch, swizzles_of_k_and_v
+from .fused_cta import WARPGROUPS, Barriers, Cta, Results, Smem, swizzles_of_k_and_v
 from .fused_finish import Alternating, Finish, Together
-from .fused_parts import summed
+from .fused_launches import Launch
 from .fused_producer import Feeder, Producer
 from .fused_weights import Scores, Weights, weights_of
 from .memory import Ring, rows_of, warpgroup_rows
@@ -60,6 +59,7 @@ class Fused:
 
     problem: Problem
     blocks: FusedBlocks
+    launch: Launch
     interpret: bool
 
     @property
@@ -83,35 +83,35 @@ class Fused:
         """What loads and adds dQ."""
         return Producer(self.problem, self.blocks, self.interpret)
 
-    def __call__(self, sums: Sums, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
-        size, total = self.blocks.bias_cluster, self.problem.batch * self.problem.kv_heads
-        pairs = pairs_at_once(self.problem, size)
+    def __call__(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers):
+        size, total = self.blocks.bias_cluster, self.launch.pairs
+        pairs = pairs_at_once(self.problem, total, size)
         within = lax.axis_index("pair") * size + cluster.rank(size)
         pair = lax.axis_index("section") * pairs + within
-        work = functools.partial(self.work, (sums, gmem, dk, dv), smem, bars, pair)
+        work = functools.partial(self.work, results, gmem, smem, bars, pair)
         if total % pairs == 0:
             work()
         else:  # the last section is smaller
             pl.when(pair < total)(work)
 
-    def work(self, arrays, smem: Smem, bars: Barriers, pair):
+    def work(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers, pair):
         """Everything that a CTA does."""
-        sums, gmem, dk, dv = arrays
-        entries = jnp.int32(self.problem.batch)
+        entries = jnp.int32(self.launch.entries)
         batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
-        block, parts = lax.axis_index("kv"), self.blocks.parts
+        if gmem.origin is not None:
+            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
+        block, parts = lax.axis_index("kv") + self.launch.first_block, self.blocks.parts
         at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
         loops = {"mask_all": self.blocks.mask_all, "shift": block if self.blocks.stagger else 0}
         walk = QueryWalk.of(self.problem, gmem, at, *size, **loops)
         if parts > 1:
             part = lax.axis_index("part")
-            walk, dk, dv = walk.cut(part, parts), dk.at[part], dv.at[part]
+            dk, dv = results.dk.at[part], results.dv.at[part]
+            walk, results = walk.cut(part, parts), results._replace(dk=dk, dv=dv)
         cta = Cta(
             gmem=gmem,
-            dq=sums.dq,
-            dbias=sums.bias,
-            dk=dk,
-            dv=dv,
+            results=results,
+            adds=self.launch.adds,
             smem=smem,
             bars=bars,
             q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
@@ -135,7 +135,8 @@ class Fused:
             pl.when(cta.wg == WARPGROUPS)(lambda: self.producer(cta))
         if self.blocks.sums_bias:
             swizzle = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)[0]
-            add = BiasSums(self.problem, self.blocks, swizzle, self.interpret)
+            by_parts = cta.results.dbias.shape[1] != self.problem.bias_shape[1]
+            add = BiasSums(self.problem, self.blocks, swizzle, by_parts, self.interpret)
             pl.when(cta.wg == WARPGROUPS + 1)(lambda: add(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Fused:
         cta.smem.k[keys] = dk.astype(self.problem.dtype)
         cta.smem.v[keys] = dv.astype(self.problem.dtype)
         plgpu.commit_smem()
-        dk_at, dv_at = (rows_of(x, self.own_keys(cta), cta.smem.k) for x in (cta.dk, cta.dv))
+        dk_at, dv_at = (rows_of(x, self.own_keys(cta), cta.smem.k) for x in (cta.results.dk, cta.results.dv))
         plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], dk_at, commit_group=False)
         plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], dv_at)
         plgpu.wait_smem_to_gmem(0)
@@ -170,7 +171,7 @@ class Fused:
         Straight from registers: four threads write the 32 bytes of a sector.
         """
         at = self.own_keys(cta)
-        cta.dk[at], cta.dv[at] = dk, dv
+        cta.results.dk[at], cta.results.dv[at] = dk, dv
         plgpu.wait_smem_to_gmem(0)  # dQ's adds, where there is no producer
 
     def store_nothing(self, cta: Cta):
@@ -276,74 +277,3 @@ class Fused:
             q_axis=1,
             interpret=self.interpret,
         )
-
-
-def backward_fused(
-    problem: Problem,
-    blocks: FusedBlocks,
-    operands: Operands,
-    arrays: BackwardArrays,
-    clears: bool,
-    interpret: bool,
-):
-    """Launch.
-
-    Args:
-        problem: with the head dims that run.
-        blocks: tile sizes.
-        operands: of the call.
-        arrays: what a backward reads.
-        clears: padding may hold NaN; otherwise it holds 0.
-        interpret: run by the interpreter.
-
-    Returns:
-        (dq, dk, dv, dbias): in the dtypes and shapes of `arrays`, dq as wide as it runs; dbias in
-        those of the bias, or None without blocks.bias_cluster.
-    """
-    dtype, tile = problem.dtype, (blocks.block_q, blocks.block_kv)
-    pairs = pairs_at_once(problem, blocks.bias_cluster)
-    given = arrays.for_rows(problem, operands, 1, tile)
-    factor = weights_of(problem, blocks).factor
-    if factor != 1.0:
-        given = given.scaled(factor)
-    if clears:
-        given = given.with_padding(operands, *tile)
-    key_blocks = pl.cdiv(problem.kv_len, blocks.block_kv)
-    of_k, of_v = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (arrays.k, arrays.v))
-    if blocks.parts > 1:  # whole tiles, as what writes them knows no ends
-        keys = (problem.batch, key_blocks * blocks.block_kv, problem.kv_heads, problem.head_dim)
-        of_k = of_v = float32((blocks.parts, *keys))
-    run = functools.partial(
-        launch,
-        out=(of_k, of_v),
-        scratch=scratch(problem, blocks, arrays, interpret),
-        # Some batch entries and heads fastest: CTAs that run together add to different tiles of dQ
-        # (key blocks fastest: 0.94x if causal) and the longest causal walks start first; but no
-        # more than L2 keeps. Of four axes the first two become one, of 65,535 at most.
-        grid={
-            "section": pl.cdiv(problem.batch * problem.kv_heads, pairs),
-            "kv": key_blocks,
-            **({"part": blocks.parts} if blocks.parts > 1 else {}),
-            "pair": pairs // blocks.bias_cluster,
-        },
-        cluster=cluster.axes(blocks.bias_cluster),
-        threads=WARPGROUPS + blocks.producer + blocks.sums_bias,
-        name="flash_pallas_backward_fused",
-        interpret=interpret,
-    )
-
-    def accumulate(refs):
-        sums, dk, dv = refs
-        dk[...], dv[...] = run(functools.partial(Fused(problem, blocks, interpret), sums))(given)
-
-    # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
-    # (1.00x). Only the zeros of sums are written; dK and dV are overwritten, and XLA drops theirs.
-    sums, dk, dv = pl.run_state(accumulate)(
-        (
-            Sums.zeros(problem, blocks, arrays, interpret),
-            *(jnp.zeros(x.shape, x.dtype) for x in (of_k, of_v)),
-        )
-    )
-    if blocks.parts > 1:
-        dk, dv = (summed(x, like) for x, like in ((dk, arrays.k), (dv, arrays.v)))
-    return (sums.dq * problem.spec.scale).astype(dtype), dk, dv, sums.of_bias(problem)

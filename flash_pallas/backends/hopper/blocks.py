@@ -14,6 +14,7 @@ from .forward_blocks import ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
 from .forward_packed import described, packs
 from .fused_blocks import FusedBlocks, may_sum_bias
+from .fused_launches import may_launch, may_write
 from .memory import SMEM_LIMIT
 
 
@@ -122,6 +123,16 @@ def _refused(blocks: FusedBlocks, size) -> str | None:
             "'bias_cluster' may be 2, 4 or 8 with a producer warpgroup and a bias in 16 bits with "
             "both axes, without a mask or another modifier, that as many batch entries share or a "
             "multiple; pass 'bias_cluster': 1"
+        )
+    if not may_launch(size, blocks):
+        return (
+            "'launches' must divide the pairs of a key head and a batch entry into whole heads, or "
+            "a head's pairs into equal parts, without 'parts'; pass 'launches': 1"
+        )
+    if blocks.first_alone and not may_write(size, blocks):
+        return (
+            "'first_alone' takes two blocks of keys or more of which the first is seen by all "
+            "queries, whatever arrays hold; pass 'first_alone': False"
         )
     if blocks.sums_bias and blocks.parts > 1:
         return "CTAs that add up the gradient of a bias share no walks; pass 'bias_cluster': 1"

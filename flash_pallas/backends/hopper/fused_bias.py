@@ -19,48 +19,27 @@ of its own batch entry, with the same barriers, whose races are found.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import integers as ints
 from ...core.problem import Problem
 from . import cluster, inline_exchange
-from .arrays import BackwardArrays
 from .fused_blocks import FusedBlocks
 from .fused_cta import Cta
 from .side_inputs import SideInputs
-from .zeros import zeros
 
 
-class Sums(NamedTuple):
-    """What CTAs add to in device memory."""
+def gradient_of_bias(problem: Problem, sums):
+    """In the shape of the bias, or of some heads of it, and in its dtype; None without sums.
 
-    dq: Any  # f32[B, T8, N, D]
-    bias: Any  # f32[Bb, Nb, S, T], up to whole tiles; None without bias_cluster
-
-    @classmethod
-    def zeros(
-        cls, problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays, interpret: bool
-    ) -> Sums:
-        """Before the launch."""
-        dq, bias = zeros((*arrays.q.shape[:3], problem.head_dim), interpret), None
-        if blocks.sums_bias:
-            entries, heads = problem.bias_shape[:2]
-            keys = ints.round_up(problem.kv_len, blocks.block_kv)
-            queries = ints.round_up(problem.q_len, blocks.block_q)
-            bias = jnp.zeros((entries, heads, keys, queries), jnp.float32)
-        return cls(dq, bias)
-
-    def of_bias(self, problem: Problem):
-        """The gradient of the bias, in its shape and dtype."""
-        if self.bias is None:
-            return None
-        whole = self.bias[:, :, : problem.kv_len, : problem.q_len]
-        return whole.swapaxes(2, 3).astype(problem.bias_dtype)
+    `sums`: f32[Bb, Nb, S, T], up to whole tiles.
+    """
+    if sums is None:
+        return None
+    whole = sums[:, :, : problem.kv_len, : problem.q_len]
+    return whole.swapaxes(2, 3).astype(problem.bias_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +50,14 @@ class BiasSums:
         problem: what is computed.
         blocks: tile sizes.
         swizzle: of dS in shared memory, in bytes.
+        by_parts: the sums have the heads of one launch.
         interpret: run by the interpreter.
     """
 
     problem: Problem
     blocks: FusedBlocks
     swizzle: int
+    by_parts: bool
     interpret: bool
 
     def __call__(self, cta: Cta):
@@ -112,5 +93,7 @@ class BiasSums:
         """Where the sum of the n-th tile lies."""
         place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
         entry, head = SideInputs(self.problem, q_axis=1).entry(self.problem.bias_shape, place)
+        if self.by_parts:
+            head = head - cta.gmem.origin[1] * self.problem.group
         keys, queries = pl.ds(place.row_start, place.rows), pl.ds(place.column_start, place.columns)
-        return cta.dbias.at[entry, head, keys, queries]
+        return cta.results.dbias.at[entry, head, keys, queries]

@@ -36,6 +36,9 @@ class FusedBlocks:
             fused_parts.py. Takes one loop, as with mask_all.
         bias_cluster: CTAs of as many batch entries that add up the gradient of a bias which they
             share, where that is wanted: fused_bias.py. 1: backward_scores.py does.
+        launches: for as many parts of the pairs of a head and a batch entry, one after the other.
+        first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
+            that the next adds to: fused_launches.py.
     """
 
     block_q: int = 64
@@ -53,6 +56,8 @@ class FusedBlocks:
     producer: bool = True
     parts: int = 1
     bias_cluster: int = 1
+    launches: int = 1
+    first_alone: bool = False
 
     block_kv = 2 * WARPGROUP_ROWS
     producer_registers, summing_registers = 24, 40
@@ -113,14 +118,13 @@ class FusedBlocks:
 AT_ONCE_BYTES = 16 << 20
 
 
-def pairs_at_once(problem: Problem, cluster: int = 1) -> int:
-    """Pairs of a key head and a batch entry that are worked on at one time; whole clusters of CTAs.
+def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
+    """How many of a launch's pairs are worked on at one time; whole clusters of CTAs.
 
     Q, dO and the float32 dQ of a query head of each stay in L2. All sections of the pairs are as
     large, but for the last.
     """
     most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
-    pairs = problem.kv_heads * problem.batch
     sections = -(-pairs // most)
     return ints.round_up(-(-pairs // sections), cluster)
 

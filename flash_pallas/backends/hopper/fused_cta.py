@@ -59,15 +59,22 @@ class Barriers(NamedTuple):
     receives: Any = None  # each CTA of the cluster
 
 
+class Results(NamedTuple):
+    """What launches write; None: not yet, or never."""
+
+    dq: Any = None  # f32[B, T8, N, D] of some batch entries and heads: sums
+    dbias: Any = None  # f32[Bb, Nb, S, T], up to whole tiles, sums; never without bias_cluster
+    dk: Any = None  # [B, S8, K, D]; or, where parts of a walk are added up later,
+    dv: Any = None  # f32[parts, B, S up to whole tiles, K, D]
+
+
 @dataclasses.dataclass(frozen=True)
 class Cta:
     """The refs and the place of one CTA, as one of its warpgroups sees them."""
 
     gmem: BackwardArrays
-    dq: Any  # f32[B, T, N, D], accumulated into
-    dbias: Any  # f32[Bb, Nb, S, T], up to whole tiles, accumulated into; None without bias_cluster
-    dk: Any
-    dv: Any
+    results: Results
+    adds: bool  # to dq; False: writes it
     smem: Smem
     bars: Barriers
     q: Ring
@@ -104,10 +111,17 @@ class Cta:
 
     def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
         """Where a warpgroup's part of a dQ tile, a `query_tile`, lies in the buffer."""
-        (head, rows), part = tile, blocks.dq_tile(head_dim)
+        (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.batch
+        if (first := self.gmem.origin) is not None:
+            batch, head = batch - first[0], head - first[1] * self.walk.group
         if blocks.dq_by_rows:
-            return self.batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
-        return self.batch, rows, head, pl.ds(wg * part[1], part[1])
+            return batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        return batch, rows, head, pl.ds(wg * part[1], part[1])
+
+    @property
+    def reduction(self) -> str | None:
+        """What copies to dq do with what is there."""
+        return "add" if self.adds else None
 
     def meet(self):
         """Wait for the other warpgroup."""

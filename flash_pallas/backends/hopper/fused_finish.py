@@ -63,8 +63,8 @@ class Finish(abc.ABC):
             plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
             return
         tile = cta.query_tile(n, self.blocks.block_q)
-        target = cta.dq.at[cta.dq_part(tile, self.blocks, self.head_dim, cta.wg)]
-        plgpu.copy_smem_to_gmem(cta.smem.dq.at[cta.wg], target, reduction_op="add")
+        target = cta.results.dq.at[cta.dq_part(tile, self.blocks, self.head_dim, cta.wg)]
+        plgpu.copy_smem_to_gmem(cta.smem.dq.at[cta.wg], target, reduction_op=cta.reduction)
 
     def await_sums(self, cta: Cta, n):
         """Wait until dS of the n-th tile may be written, if dS of a cluster is added up."""

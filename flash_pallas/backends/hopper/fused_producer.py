@@ -55,7 +55,7 @@ class Producer:
     def load_kv(self, cta: Cta):
         """K and V of this CTA."""
         keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
-        block = lax.axis_index("kv")
+        block = lax.div(cta.kv_start, jnp.int32(self.blocks.block_kv))
         load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
         at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
         load_k(at(cta.gmem.k, keys), cta.smem.k, cta.bars.kv_full, cta.batch, block)
@@ -121,8 +121,8 @@ class Producer:
     def add_dq(self, cta: Cta, tile, wg: int):
         """Start to add a warpgroup's part of a dQ tile."""
         plgpu.barrier_wait(cta.bars.dq_full.at[wg])
-        target = cta.dq.at[cta.dq_part(tile, self.blocks, self.problem.head_dim, wg)]
-        plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op="add")
+        target = cta.results.dq.at[cta.dq_part(tile, self.blocks, self.problem.head_dim, wg)]
+        plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op=cta.reduction)
 
     def give_back(self, cta: Cta, n, wg: int, in_flight: int):
         """Shared memory of dQ, once at most so many of the adds are still reading theirs."""
