@@ -89,25 +89,26 @@ class Call:
 
     def parts(self, starts: list[tuple[int, int]], given: BackwardArrays):
         """(what the last part left, dq, dbias)."""
-        found, dq = Results(), None
-        biases = []
+        dq = lax.empty((*self.like.q.shape[:3], self.problem.head_dim), self.problem.dtype)
+        found, biases = Results(), []
         part = jax.jit(self.part)  # all but the first are traced once
         for start in starts:
-            given = given._replace(origin=jnp.array(start, jnp.int32))
-            if found.dbias is not None and self.bias_by_parts:
-                biases.append(gradient_of_bias(self.problem, found.dbias))
+            origin = jnp.array(start, jnp.int32)
+            # A part begins when the gradients of the one before it are there: sums of one at a time
+            origin, found, dq, biases = lax.optimization_barrier((origin, found, dq, biases))
+            found = part(found, given._replace(origin=origin))
+            place = start[0], 0, start[1] * self.problem.group, 0
+            dq = lax.dynamic_update_slice(dq, self.dq(found.dq), place)
+            found = found._replace(dq=None)
+            if self.bias_by_parts:
+                biases = [*biases, gradient_of_bias(self.problem, found.dbias)]
                 found = found._replace(dbias=None)
-            found = part(found, given)
-            some = self.dq(found.dq)
-            if dq is None:
-                dq = lax.empty((*self.like.q.shape[:3], some.shape[3]), some.dtype)
-            dq = lax.dynamic_update_slice(dq, some, (start[0], 0, start[1] * self.problem.group, 0))
-        biases.append(gradient_of_bias(self.problem, found.dbias))
-        return found, dq, biases[0] if len(biases) == 1 else jnp.concatenate(biases, axis=1)
+        if biases:
+            return found, dq, jnp.concatenate(biases, axis=1)
+        return found, dq, gradient_of_bias(self.problem, found.dbias)
 
     def part(self, found: Results, given: BackwardArrays) -> Results:
         """The launches of one part of the pairs. `found`: what the parts before it left."""
-        found = found._replace(dq=None)
         for each in launches_of(self.problem, self.blocks):
             found = self.launch(each, found, given)
         return found
@@ -120,7 +121,7 @@ class Call:
             if (value := getattr(found, name)) is not None:
                 held[name] = value
             elif name in cleared:
-                held[name] = self.zeros(shape, name)
+                held[name] = zeros(shape.shape, self.interpret, given.origin)
             else:
                 made[name] = jnp.zeros(shape.shape, shape.dtype)  # overwritten; XLA drops these
         fused = Fused(self.problem, self.blocks, each, self.interpret)
@@ -138,10 +139,6 @@ class Call:
 
         held, made = pl.run_state(write)((held, made))
         return Results(**held, **made)
-
-    def zeros(self, shape, name: str):
-        """To add to."""
-        return zeros(shape.shape, self.interpret) if name == "dq" else jnp.zeros(shape.shape)
 
     def shapes(self, each: Launch) -> dict[str, Any]:
         """Of Results that there are: dQ's and the bias's sums, dK and dV."""
@@ -166,10 +163,18 @@ class Call:
 
     @property
     def bias_by_parts(self) -> bool:
-        """Parts are heads, each of which has a bias of its own."""
-        whole = launches_of(self.problem, self.blocks)[0].entries == self.problem.batch
-        heads = self.problem.bias_shape[1] if self.blocks.sums_bias else 1
-        return self.blocks.launches > 1 and whole and heads > 1
+        """Sums of one part's heads at a time: where these have biases of their own, and large ones.
+
+        Each part then takes two more passes over them: at T=1024 with head dim 64, where all of
+        them are 3 % of what a backward keeps, it does not pay.
+        """
+        if self.blocks.launches == 1 or not self.blocks.sums_bias:
+            return False
+        problem = self.problem
+        whole = launches_of(problem, self.blocks)[0].entries == problem.batch
+        entries, heads = problem.bias_shape[:2]
+        large = 3 * entries * heads * problem.kv_len > problem.batch * problem.head_dim * heads
+        return whole and heads > 1 and large
 
     def run(self, each: Launch, kernel, out):
         """The call of Pallas."""

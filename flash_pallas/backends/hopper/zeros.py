@@ -14,13 +14,20 @@ from ..mosaic.launch import float32, launch
 
 CTAS = 2 * 132  # as many multiprocessors as an H200 has; half and twice as many take as long
 TILE_BYTES = 32 << 10  # twice as many: 33 us
-MOST_ROWS = 256  # of a copy by TMA
+MOST_ROWS = MOST_COLUMNS = 256  # of a copy by TMA
 
 
-def zeros(shape: tuple[int, ...], interpret: bool):
-    """f32[shape] of zeros; the last axis is one of FUSED_HEAD_DIMS."""
-    columns = shape[-1]
-    of_all = math.prod(shape[:-1]), columns
+def zeros(shape: tuple[int, ...], interpret: bool, after=None):
+    """f32[shape] of zeros.
+
+    Args:
+        shape: whose last axis is one of FUSED_HEAD_DIMS or a multiple of 64.
+        interpret: run by the interpreter.
+        after: an array that is to be there before: XLA would else clear what is needed later first,
+            or clear once and copy where there are several.
+    """
+    columns = shape[-1] if shape[-1] <= MOST_COLUMNS else 64
+    of_all = math.prod(shape) // columns, columns
     rows = min(TILE_BYTES // (4 * columns), MOST_ROWS)
     tiles = pl.cdiv(of_all[0], rows)
     ctas = min(tiles, CTAS)
@@ -33,10 +40,10 @@ def zeros(shape: tuple[int, ...], interpret: bool):
         name="flash_pallas_zeros",
         interpret=interpret,
     )
-    return run().reshape(shape)
+    return run(after).reshape(shape)
 
 
-def _clear(ctas: int, tiles: int, out, tile):
+def _clear(ctas: int, tiles: int, _, out, tile):
     """Every so many tiles; TMA writes nothing past the end of the last."""
     rows, columns = tile.shape
     layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
