@@ -86,12 +86,14 @@ class Group:
         sizes: of the arrays.
         variants: what is called.
         peers: other implementations of the last variant, see peers.py: names.
+        whole: plan the memory of gradients in one program too.
     """
 
     name: str
     sizes: Sizes
     variants: tuple[Variant, ...]
     peers: tuple[str, ...] = ()
+    whole: bool = False
 
 
 DOCUMENTS = 16
@@ -177,6 +179,7 @@ def _in_float32(sizes: Sizes) -> Sizes:
     return dataclasses.replace(sizes, dtype="float32")
 
 
+_BIAS_PEERS = ("jax_cudnn", "tokamax")
 FLOAT32_PEERS = ("torch_efficient", "jax_xla")
 _MODIFIED = (CAUSAL, SOFTCAP, SOFTCAP_LARGE, DROPOUT, ALIBI, SINKS, LENGTHS, SCORE_MOD)
 _WIDTHS = ((192, 128), (96, 96), (80, 80), (72, 72))
@@ -191,7 +194,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, PACKED)),
     *(
-        Group("pair bias", _sizes(128, length, 4, dim), (FULL, PAIR_BIAS), ("jax_cudnn", "tokamax"))
+        Group("pair bias", _sizes(128, length, 4, dim), (FULL, PAIR_BIAS), _BIAS_PEERS, whole=True)
         for dim in (16, 32, 64)
         for length in (1024, 2048, 4096)
     ),

@@ -11,14 +11,22 @@ from . import timing
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled forward and backward with its residuals, and what they plan to allocate."""
+    """A compiled forward and backward with its residuals.
+
+    Attributes:
+        launches: by direction.
+        peak_bytes: what each plans to allocate, and perhaps "both": gradients in one program.
+    """
 
     launches: dict[str, timing.Launch]
     peak_bytes: dict[str, int]
 
 
-def compile_jax(attention, arrays, do, differentiated) -> Program:
-    """(q, k, v, extra arrays) -> o as a Program; the backward starts from saved residuals."""
+def compile_jax(attention, arrays, do, differentiated, whole: bool = False) -> Program:
+    """(q, k, v, extra arrays) -> o as a Program; the backward starts from saved residuals.
+
+    `whole`: plan the gradients as one program, with the forward inside, too; it is not launched.
+    """
     q, k, v, extra = arrays
     wanted = {name: extra[name] for name in differentiated}
     fixed = {name: x for name, x in extra.items() if name not in differentiated}
@@ -37,12 +45,16 @@ def compile_jax(attention, arrays, do, differentiated) -> Program:
     pull = jax.jit(lambda arrays, do: jax.tree.unflatten(tree, arrays)(do))
     pull = pull.lower(residuals, do).compile()
     pullback = jax.tree.leaves(saved(q, k, v, wanted, fixed)[1])
+    peaks = {"forward": _peak(forward), "backward": _peak(pull)}
+    if whole:
+        gradients = jax.jit(lambda *given: save(*given[:-1])[1](given[-1]))
+        peaks["both"] = _peak(gradients.lower(q, k, v, wanted, fixed, do).compile())
     return Program(
         {
             "forward": timing.Launch(lambda: forward(q, k, v, wanted, fixed), "jax"),
             "backward": timing.Launch(lambda: pull(pullback, do), "jax"),
         },
-        {"forward": _peak(forward), "backward": _peak(pull)},
+        peaks,
     )
 
 

@@ -2,7 +2,8 @@
 
 Every variant must first agree, within the 2x rule, with this package's jnp backend in float32 on
 the same inputs (at most 2,048 queries of 2 batch entries, where whole arrays would take minutes).
-Peak memory is XLA's plan of the compiled program: arguments, results and temporaries.
+Peak memory is XLA's plan of the compiled program: arguments, results and temporaries; of the
+backward, from saved residuals, and where a group says so of gradients in one program.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def prepare(group: Group, backend: str = "hopper") -> Prepared:
             raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
         extra = variant.make(group.sizes, jax.random.key(1))
         call = variant.attention(backend)
-        return compile_jax(call, (*qkv, extra), do, variant.differentiated)
+        return compile_jax(call, (*qkv, extra), do, variant.differentiated, group.whole)
 
     def peers(name: str) -> Program:
         last = group.variants[-1]
@@ -130,7 +131,10 @@ def run_group(
             if name in samples:
                 times = [s.ms for s in samples[name]]
                 row["ms"], row["spread"] = timing.median_and_spread(times)
-                row["peak_bytes"] = programs[name].peak_bytes[direction]
+                peaks = programs[name].peak_bytes
+                row["peak_bytes"] = peaks[direction]
+                if direction == "backward" and "both" in peaks:
+                    row["peak_bytes_both"] = peaks["both"]
                 if first in samples:
                     row["speed"] = timing.speed_ratio(samples[first], samples[name])
             rows.append(row)

@@ -137,9 +137,10 @@ def _features_table(results: dict[str, Any]) -> str:
             found = {row["direction"]: row for row in group if row["name"] == name}
             both = [found.get(direction) for direction in ("forward", "backward")]
             if any(row and row.get("ms") for row in both):
-                line = [group[0]["shape"], name, *map(_milliseconds, both), *map(_planned, both)]
-                body.append(line)
-    head = ["B,T,N,K,H", "call", "forward", "backward", "GiB forward", "GiB backward"]
+                whole = _planned(both[1], "peak_bytes_both")
+                memory = [*map(_planned, both), whole]
+                body.append([group[0]["shape"], name, *map(_milliseconds, both), *memory])
+    head = ["B,T,N,K,H", "call", "forward", "backward", "GiB forward", "GiB backward", "GiB both"]
     return grid(head, body) + _of_other_commits(results) + reasons(_with_provider(results["rows"]))
 
 
@@ -214,8 +215,8 @@ def _milliseconds(row: dict[str, Any] | None) -> str:
     return f"{row['ms']:.2f}" if speed is None else f"{row['ms']:.2f} ({speed:.2f})"
 
 
-def _planned(row: dict[str, Any] | None) -> str:
-    planned = None if row is None else row.get("peak_bytes")
+def _planned(row: dict[str, Any] | None, of: str = "peak_bytes") -> str:
+    planned = None if row is None else row.get(of)
     return f"{planned / 2**30:.2f}" if planned else "-"
 
 

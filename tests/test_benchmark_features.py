@@ -89,7 +89,8 @@ def test_rows_of_a_group(monkeypatch, tmp_path):
         raise Unsupported("not here")
 
     monkeypatch.setitem(PEERS, "jax_cudnn", refuse)
-    group = features.Group("pair", SMALL, (features.FULL, features.PAIR_BIAS), ("jax_cudnn",))
+    variants, peers = (features.FULL, features.PAIR_BIAS), ("jax_cudnn",)
+    group = features.Group("pair", SMALL, variants, peers, whole=True)
     prepared = run_features.prepare(group, "xla")
     rows = run_features.run_group(group, prepared, timing.HostTimer(), 1)
     assert [(r["name"], r["direction"], r["refused"]) for r in rows] == [
@@ -99,6 +100,9 @@ def test_rows_of_a_group(monkeypatch, tmp_path):
     ]
     assert all(r["ms"] > 0 and r["speed"] > 0 for r in rows if r["refused"] is None)
     assert all(run_features.line(row) for row in rows)
+    whole = [row.get("peak_bytes_both") for row in rows]
+    assert whole[:3] == [None] * 3 and whole[5] is None  # what is refused comes last
+    assert all(row["peak_bytes_both"] > rows[0]["peak_bytes"] for row in rows[3:5])
 
 
 def test_command_line(monkeypatch, tmp_path):
@@ -165,13 +169,14 @@ def test_the_table_keeps_groups_on_the_same_sizes_apart():
         for name in (group, "peer")
     ]
     del rows[1]["peak_bytes"]
+    rows[2]["peak_bytes_both"] = 3 * 2**30
     rows.append(row | {"name": "absent", "direction": "backward", "refused": "not installed"})
     del rows[-1]["speed"], rows[3]["speed"]
     lines = tables._features_table({"rows": rows}).splitlines()
     assert lines[2:6] == [
-        "| 1,2 | full | 1.00 (0.50) | 1.00 (0.50) | 1.00 | 1.00 |",
-        "| 1,2 | peer | 1.00 (0.50) | 1.00 | - | 1.00 |",
-        "| 1,2 | causal | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 |",
-        "| 1,2 | peer | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 |",
+        "| 1,2 | full | 1.00 (0.50) | 1.00 (0.50) | 1.00 | 1.00 | 3.00 |",
+        "| 1,2 | peer | 1.00 (0.50) | 1.00 | - | 1.00 | - |",
+        "| 1,2 | causal | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 | - |",
+        "| 1,2 | peer | 2.00 (0.50) | 2.00 (0.50) | 1.00 | 1.00 | - |",
     ]
     assert lines[-1] == "- absent: not installed (1 of the rows)"

@@ -13,7 +13,7 @@ from flash_pallas.backends.hopper import HopperBackend
 
 from . import checks, hopper_decode_cases
 from .cases import Case
-from .hopper_cases import FORWARD_BLOCKS, ON_DEVICE
+from .hopper_cases import FORWARD_BLOCKS, FUSED_BLOCKS, ON_DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,13 @@ def test_portable_kernels(case):
 )
 def test_forward_blocks(case, blocks):
     checks.assert_matches_oracle(checks.bind("hopper", {"forward": blocks}), case, kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "blocks"), FUSED_BLOCKS, ids=[case.name for case, _ in FUSED_BLOCKS]
+)
+def test_fused_blocks(case, blocks):
+    checks.assert_matches_oracle(checks.bind("hopper", {"fused": blocks}), case)
 
 
 def test_float32_is_as_precise_as_documented():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -79,6 +80,13 @@ MODIFIERS = (
     "float32_everything",
     "float32_everything_128",
 )
+# Backwards in several launches, where a call with more batch entries and heads takes them.
+LAUNCHES = {
+    "d128_whole_key_blocks": {"first_alone": True},
+    "bias_1NTS": {"first_alone": True},
+    "bias_shared_32": {"first_alone": True},
+    "bias_shared_16": {"launches": 2},
+}
 # Decoding: fields of DecodeSpec. One query, or as many as TOKENS says: 4 of a group of 4 are
 # columns of the products, 16 are rows. All of them at head dim 128; at 64 and 256 the plainest and
 # the fullest. Caches of eight bits are named by their dtype.
@@ -226,15 +234,18 @@ def _of_shape(
     return Row(path, head_dim, dtype, mask, run, arguments)
 
 
-def _modifier_rows(case: Case) -> Iterator[Row]:
-    """Forward and backward, with every gradient, of a case of the Hopper tests."""
+def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Row]:
+    """Forward and backward, with every gradient, of a case of the Hopper tests.
+
+    `launches`: of the fused backward, fields of its blocks.
+    """
     x = case.inputs()
     arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
     backend, spec, operands = HopperBackend(), call.spec, call.operands
     blocks = backend.blocks(call.problem, None)
     if isinstance(blocks.backward, FusedBlocks):  # as with more key blocks than these few
-        blocks = backend.blocks(call.problem, {"fused": {"parts": 1}})
+        blocks = backend.blocks(call.problem, {"fused": {"parts": 1, **launches}})
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     per_row = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
     forms, do = jax.tree.map(shape, operands), shape(x.do)
@@ -291,6 +302,9 @@ def rows() -> Iterator[Row]:
     """All rows; masks other than full and causal in bfloat16 alone, whose code is the same."""
     for name in MODIFIERS:
         yield from _modifier_rows(CASES[name])
+    for name, launches in LAUNCHES.items():
+        _, backward = _modifier_rows(CASES[name], launches)
+        yield dataclasses.replace(backward, mask=f"{name}, launches")
     for head_dim, path in itertools.product((64, 128, 256), ("forward", "backward")):
         for dtype, mask in itertools.product(("bfloat16", "float16"), MASKS):
             if dtype == "float16" and mask not in ("full", "causal"):

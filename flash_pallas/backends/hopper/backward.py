@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ...core import padding
 from ...core.problem import Cotangents, Grads, Operands, Problem
 from ..mosaic.score_grads import score_grads
@@ -12,7 +10,7 @@ from .backward_blocks import SplitBlocks, native_problem
 from .backward_dkv import dkv
 from .backward_dq import dq
 from .backward_scores import score_sums
-from .fused_blocks import FusedBlocks
+from .fused_blocks import FusedBlocks, without_sums
 from .fused_call import backward_fused
 from .products import Products
 
@@ -45,7 +43,7 @@ def backward(
     extra = {}
     if fused:
         if "bias" not in wanted:
-            blocks = dataclasses.replace(blocks, bias_cluster=1)
+            blocks = without_sums(blocks)
         *grads, dbias = backward_fused(native, blocks, operands, arrays, inside, interpret)
         if dbias is not None:
             extra, wanted = {"bias": dbias}, wanted - {"bias"}

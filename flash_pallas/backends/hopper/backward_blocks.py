@@ -9,6 +9,7 @@ import numpy as np
 
 from ...core.problem import Problem
 from .fused_blocks import FUSED_HEAD_DIMS, choose_fused
+from .fused_launches import choose_launches
 from .fused_parts import choose_parts
 from .split_blocks import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
 
@@ -31,7 +32,8 @@ def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
         fused = choose_fused(native)
     if fused is not None:
         parts = 1 if fused.sums_bias else choose_parts(native, fused, num_sms)
-        return {"fused": dataclasses.replace(fused, parts=parts)}
+        fused = dataclasses.replace(fused, parts=parts)
+        return {"fused": choose_launches(native, fused, num_sms)}
     native = native_problem(problem, fused=False)
     return {"dkv": choose_dkv(native), "dq": choose_dq(native)}
 

@@ -135,8 +135,7 @@ class Fused:
             pl.when(cta.wg == WARPGROUPS)(lambda: self.producer(cta))
         if self.blocks.sums_bias:
             swizzle = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)[0]
-            by_parts = cta.results.dbias.shape[1] != self.problem.bias_shape[1]
-            add = BiasSums(self.problem, self.blocks, swizzle, by_parts, self.interpret)
+            add = BiasSums(self.problem, self.blocks, swizzle, self.interpret)
             pl.when(cta.wg == WARPGROUPS + 1)(lambda: add(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
@@ -158,7 +157,9 @@ class Fused:
         cta.smem.k[keys] = dk.astype(self.problem.dtype)
         cta.smem.v[keys] = dv.astype(self.problem.dtype)
         plgpu.commit_smem()
-        dk_at, dv_at = (rows_of(x, self.own_keys(cta), cta.smem.k) for x in (cta.results.dk, cta.results.dv))
+        dk_at, dv_at = (
+            rows_of(x, self.own_keys(cta), cta.smem.k) for x in (cta.results.dk, cta.results.dv)
+        )
         plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], dk_at, commit_group=False)
         plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], dv_at)
         plgpu.wait_smem_to_gmem(0)

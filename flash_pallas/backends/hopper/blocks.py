@@ -13,7 +13,7 @@ from .backward_blocks import SplitBlocks, choose_backward
 from .forward_blocks import ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
 from .forward_packed import described, packs
-from .fused_blocks import FusedBlocks, may_sum_bias
+from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
 from .fused_launches import may_launch, may_write
 from .memory import SMEM_LIMIT
 
@@ -75,8 +75,9 @@ def choose_blocks(
 
 
 def _without_producer(blocks):
-    alone = {"bias_cluster": 1} if isinstance(blocks, FusedBlocks) else {}
-    return dataclasses.replace(blocks, producer=False, **alone)
+    if isinstance(blocks, FusedBlocks):
+        blocks = dataclasses.replace(without_sums(blocks), first_alone=False)
+    return dataclasses.replace(blocks, producer=False)
 
 
 def _replaced(kernel: str, blocks, fields, size, problem: Problem):
@@ -127,7 +128,8 @@ def _refused(blocks: FusedBlocks, size) -> str | None:
     if not may_launch(size, blocks):
         return (
             "'launches' must divide the pairs of a key head and a batch entry into whole heads, or "
-            "a head's pairs into equal parts, without 'parts'; pass 'launches': 1"
+            "a head's entries into equal parts, and not stand beside 'parts'; pass 'launches': 1 "
+            "and 'first_alone': False"
         )
     if blocks.first_alone and not may_write(size, blocks):
         return (

@@ -29,6 +29,9 @@ _FUSED = (
     {"stages": 3, "do_stages": 3},
     {"stages": 2, "do_stages": 2},
     {"parts": 1},
+    {"first_alone": True},
+    {"first_alone": False},
+    {"launches": 1},
 )
 _DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
 _DQ = (

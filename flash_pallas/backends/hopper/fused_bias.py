@@ -19,6 +19,7 @@ of its own batch entry, with the same barriers, whose races are found.
 from __future__ import annotations
 
 import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -50,14 +51,12 @@ class BiasSums:
         problem: what is computed.
         blocks: tile sizes.
         swizzle: of dS in shared memory, in bytes.
-        by_parts: the sums have the heads of one launch.
         interpret: run by the interpreter.
     """
 
     problem: Problem
     blocks: FusedBlocks
     swizzle: int
-    by_parts: bool
     interpret: bool
 
     def __call__(self, cta: Cta):
@@ -93,7 +92,7 @@ class BiasSums:
         """Where the sum of the n-th tile lies."""
         place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
         entry, head = SideInputs(self.problem, q_axis=1).entry(self.problem.bias_shape, place)
-        if self.by_parts:
+        if cta.results.dbias.shape[1] != self.problem.bias_shape[1]:  # of the heads of this launch
             head = head - cta.gmem.origin[1] * self.problem.group
         keys, queries = pl.ds(place.row_start, place.rows), pl.ds(place.column_start, place.columns)
         return cta.results.dbias.at[entry, head, keys, queries]

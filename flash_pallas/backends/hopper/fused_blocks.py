@@ -227,6 +227,13 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     return next(filter(fits, candidates), None)
 
 
+def without_sums(blocks: FusedBlocks) -> FusedBlocks:
+    """Those for a call in which nobody asks for the gradient of its bias."""
+    if not blocks.sums_bias:
+        return blocks
+    return dataclasses.replace(blocks, bias_cluster=1, launches=1, first_alone=False)
+
+
 def _table(problem: Problem) -> dict[int, FusedBlocks]:
     spec, features, head_dim = problem.spec, problem.features, problem.head_dim
     side = SideInputs(problem, q_axis=1)

@@ -60,7 +60,7 @@ def backward_fused(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Every part of the pairs, one after the other.
+    """Every portion of the pairs, one after the other.
 
     Attributes:
         problem: with the head dims that run.
@@ -78,43 +78,43 @@ class Call:
         """(dq, dk, dv, dbias)."""
         starts = origins(self.problem, self.blocks)
         if len(starts) == 1:
-            found = self.part(Results(), given)
+            found = self.portion(Results(), given)
             dq, dbias = self.dq(found.dq), gradient_of_bias(self.problem, found.dbias)
         else:
-            found, dq, dbias = self.parts(starts, given)
+            found, dq, dbias = self.portions(starts, given)
         dk, dv = found.dk, found.dv
         if self.blocks.parts > 1:
             dk, dv = summed(dk, self.like.k), summed(dv, self.like.v)
         return dq, dk, dv, dbias
 
-    def parts(self, starts: list[tuple[int, int]], given: BackwardArrays):
-        """(what the last part left, dq, dbias)."""
+    def portions(self, starts: list[tuple[int, int]], given: BackwardArrays):
+        """(what the last portion left, dq, dbias)."""
         dq = lax.empty((*self.like.q.shape[:3], self.problem.head_dim), self.problem.dtype)
         found, biases = Results(), []
-        part = jax.jit(self.part)  # all but the first are traced once
+        portion = jax.jit(self.portion)  # all but the first are traced once
         for start in starts:
             origin = jnp.array(start, jnp.int32)
-            # A part begins when the gradients of the one before it are there: sums of one at a time
+            # Begins when the gradients of the portion before it are there: sums of one at a time.
             origin, found, dq, biases = lax.optimization_barrier((origin, found, dq, biases))
-            found = part(found, given._replace(origin=origin))
+            found = portion(found, given._replace(origin=origin))
             place = start[0], 0, start[1] * self.problem.group, 0
             dq = lax.dynamic_update_slice(dq, self.dq(found.dq), place)
             found = found._replace(dq=None)
-            if self.bias_by_parts:
+            if self.bias_by_heads:
                 biases = [*biases, gradient_of_bias(self.problem, found.dbias)]
                 found = found._replace(dbias=None)
         if biases:
             return found, dq, jnp.concatenate(biases, axis=1)
         return found, dq, gradient_of_bias(self.problem, found.dbias)
 
-    def part(self, found: Results, given: BackwardArrays) -> Results:
-        """The launches of one part of the pairs. `found`: what the parts before it left."""
+    def portion(self, found: Results, given: BackwardArrays) -> Results:
+        """The launches of one portion. `found`: what those before it left."""
         for each in launches_of(self.problem, self.blocks):
             found = self.launch(each, found, given)
         return found
 
     def launch(self, each: Launch, found: Results, given: BackwardArrays) -> Results:
-        """What is `found`, and this launch's part of it. What there is not yet, it makes."""
+        """`found` with what this launch adds. What there is not yet, it makes."""
         cleared = {"dbias"} | ({"dq"} if each.adds else set())
         shapes, held, made = self.shapes(each), {}, {}
         for name, shape in shapes.items():
@@ -154,7 +154,7 @@ class Call:
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
-            if self.bias_by_parts:
+            if self.bias_by_heads:
                 heads = sums[2]
             keys = ints.round_up(problem.kv_len, blocks.block_kv)
             queries = ints.round_up(problem.q_len, blocks.block_q)
@@ -162,11 +162,11 @@ class Call:
         return found
 
     @property
-    def bias_by_parts(self) -> bool:
-        """Sums of one part's heads at a time: where these have biases of their own, and large ones.
+    def bias_by_heads(self) -> bool:
+        """Sums of one portion's heads at a time, where each has a bias of its own, and a large one.
 
-        Each part then takes two more passes over them: at T=1024 with head dim 64, where all of
-        them are 3 % of what a backward keeps, it does not pay.
+        At T=1024 with head dim 64 all of them are 3 % of what a backward keeps, for which two more
+        launches a portion do not pay.
         """
         if self.blocks.launches == 1 or not self.blocks.sums_bias:
             return False

@@ -1,12 +1,11 @@
-"""The launches of the fused backward: which pairs of a key head and a batch entry, which key blocks.
+"""The launches of the fused backward: of which pairs of a head and a batch entry and which keys.
 
 One launch takes all, where nothing else is said. Several, one after the other, each for an equal
-part of the pairs, need float32 sums of dQ for one part at a time: at head dim 64 they are 4 of the
-20 bytes that a backward keeps for an element of Q.
+portion of the pairs, need float32 sums of dQ, and of a bias's gradient, for one portion at a time.
+A launch that ends leaves multiprocessors idle for as long as a CTA and more takes.
 
 Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
-next adds to them, so that nothing clears them. It must see all queries, and multiprocessors must
-not idle for it: `choose_launches`.
+next adds to them, so that nothing clears them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Launch:
 
 
 def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
-    """Those of an equal part of the pairs, in their order; the same for every part."""
+    """Those of a portion of the pairs, in their order; the same for every portion."""
     pairs = problem.batch * problem.kv_heads // blocks.launches
     entries = min(pairs, problem.batch)
     sizes = entries, pairs // entries
@@ -53,14 +52,14 @@ def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
-    """(batch entry, key head) of the first pair of each part."""
+    """(batch entry, key head) of the first pair of each portion."""
     pairs = problem.batch * problem.kv_heads // blocks.launches
     firsts = (n * pairs for n in range(blocks.launches))
     return [(first % problem.batch, first // problem.batch) for first in firsts]
 
 
 def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Parts are whole heads of keys, or equal parts of one's entries, and whole clusters."""
+    """Portions are whole heads of keys, or some entries of one, and of whole clusters."""
     pairs, rest = divmod(problem.batch * problem.kv_heads, blocks.launches)
     if rest or not pairs or pairs % blocks.bias_cluster:
         return False
@@ -78,3 +77,49 @@ def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
         -problem.spec.q_offset, blocks.block_kv, whole, blocks.block_q
     )
     return found.start <= 0 and found.stop >= whole // blocks.block_q
+
+
+# Portions of a call that sums the gradient of a bias: at most so many, from so many keys on by head
+# dim, of so many rounds of CTAs each. H200, B = 128, 4 heads, four portions against one, speed and,
+# in parentheses, what gradients in one program keep: head dim 64 T=2048 0.96 (0.85), 4096 1.00
+# (0.79); 32 T=2048 0.92 (0.79), 4096 0.95 (0.79); 16 T=4096 0.95 (0.91). T=1024: 0.90 to 0.98, and
+# 0.91 at 16 T=2048.
+MOST_PORTIONS, LEAST_ROUNDS = 4, 15
+LEAST_KEYS = {16: 4096, 32: 2048, 64: 2048}
+
+# Keys for which the first blocks are launched alone without a mask: at head dim 128, and with the
+# sums of a bias at 64. H200: 16 heads, B=16, T=1024 1.02 and 1.04, B=8, T=2048 1.025, 32 heads for
+# 8 of keys 1.05 (causal 1.00 to 1.02: not taken); bias T=512 1.02, 1024 and 1536 1.015, 2048 0.98.
+# At 128 T=512 1.00; at 64 (spills) 0.97 and 1.00, at 32 and 16 0.98 to 1.00.
+ALONE = {128: (1024, 2048), 64: (512, 1536)}
+
+
+def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> FusedBlocks:
+    """`blocks` with the launches that pay.
+
+    Args:
+        problem: of the head dims that run.
+        blocks: of the kernel.
+        num_sms: multiprocessors, each of which holds one CTA.
+    """
+    ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
+    if blocks.sums_bias and problem.kv_len >= LEAST_KEYS[problem.head_dim]:
+        most = min(MOST_PORTIONS, ctas // (LEAST_ROUNDS * num_sms))
+        for portions in range(most, 1, -1):
+            several = dataclasses.replace(blocks, launches=portions)
+            if problem.kv_heads % portions == 0 and may_launch(problem, several):
+                return several
+    alone = dataclasses.replace(blocks, first_alone=True)
+    return alone if _alone_pays(problem, alone, ctas, num_sms) else blocks
+
+
+def _alone_pays(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> bool:
+    least, most = ALONE.get(problem.head_dim, (1, 0))
+    if not least <= problem.kv_len <= most or not problem.spec.mask.is_trivial:
+        return False
+    if (problem.head_dim == 64) != blocks.sums_bias or not blocks.producer:
+        return False
+    rounds = lambda n: -(-n // num_sms)
+    first = problem.batch * problem.kv_heads
+    as_many = rounds(first) + rounds(ctas - first) <= rounds(ctas)
+    return as_many and may_launch(problem, blocks) and may_write(problem, blocks)

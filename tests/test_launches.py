@@ -1,0 +1,108 @@
+"""How many launches the fused backward takes, and what may be asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.fused_blocks import without_sums
+from flash_pallas.backends.hopper.fused_launches import Launch, launches_of, origins
+from flash_pallas.core.mask import Mask
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
+
+BACKEND = HopperBackend(num_sms=132, trades_registers=True)
+
+
+def described(batch, length, heads, head_dim, biased=False, backend=BACKEND, **given):
+    """(problem, spec) of a call; heads are (of queries, of keys)."""
+    shape = lambda n: jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.bfloat16)
+    spec = AttentionSpec(scale=1.0, mask=given.pop("mask", Mask()))
+    if biased:
+        given["bias"] = jax.ShapeDtypeStruct((1, heads[0], length, length), jnp.bfloat16)
+    q, kv = map(shape, heads)
+    return describe(Operands(q, kv, kv)._replace(**given), spec)
+
+
+def chosen(*sizes, blocks=None, backend=BACKEND, **given):
+    """Tiles of the fused backward."""
+    override = blocks and {"fused": blocks}
+    return backend.blocks(described(*sizes, **given), override).backward
+
+
+HEADS = (16, 16)
+
+
+def test_the_first_key_blocks_go_alone_where_that_costs_no_round():
+    alone = lambda *sizes, **given: chosen(*sizes, **given).first_alone
+    assert alone(16, 1024, HEADS, 128) and alone(8, 2048, HEADS, 128)
+    assert alone(16, 1024, (32, 8), 128)  # 128 pairs, of as many multiprocessors but four
+    assert not alone(4, 1024, HEADS, 128)  # 64 CTAs would have the GPU to themselves
+    assert not alone(4, 4096, HEADS, 128)
+    assert not alone(32, 512, HEADS, 128)
+    assert not alone(16, 1024, HEADS, 128, mask=Mask.causal())
+    assert not alone(16, 1024, HEADS, 64)
+    assert alone(128, 1024, (4, 4), 64, biased=True)
+    assert not alone(128, 1024, (4, 4), 32, biased=True)
+    assert not alone(128, 128, (16, 16), 128)  # there is one block
+
+
+def test_portions_where_each_keeps_multiprocessors_busy():
+    launches = lambda *sizes, **given: chosen(*sizes, biased=True, **given).launches
+    assert launches(128, 4096, (4, 4), 16) == launches(128, 2048, (4, 4), 32) == 4
+    assert launches(128, 2048, (4, 4), 16) == launches(128, 1024, (4, 4), 64) == 1
+    assert launches(128, 2048, (6, 6), 64) == 3
+    assert launches(128, 4096, (5, 5), 64) == 1  # no equal portions of heads
+    assert chosen(128, 4096, (4, 4), 64).launches == 1
+
+
+def test_without_the_gradient_of_the_bias():
+    """The launches are those for its sums."""
+    for length in (1024, 2048):
+        found = without_sums(chosen(128, length, (4, 4), 64, biased=True))
+        assert (found.bias_cluster, found.launches, found.first_alone) == (1, 1, False)
+    plain = chosen(16, 1024, HEADS, 128)
+    assert without_sums(plain) == plain
+
+
+def test_compute_warpgroups_that_load_take_one_launch():
+    alone = HopperBackend(num_sms=132, trades_registers=False)
+    assert not chosen(16, 1024, HEADS, 128, backend=alone).first_alone
+    found = chosen(128, 2048, (4, 4), 64, biased=True, backend=alone)
+    assert (found.bias_cluster, found.launches) == (1, 1)
+
+
+def test_which_pairs_a_launch_has():
+    sizes = (4, 512, (3, 3), 128)
+    problem = described(*sizes)
+    by_heads = chosen(*sizes, blocks={"launches": 3, "first_alone": True})
+    assert launches_of(problem, by_heads) == (
+        Launch(4, 1, 0, 1, adds=False),
+        Launch(4, 1, 1, 3),
+    )
+    assert origins(problem, by_heads) == [(0, 0), (0, 1), (0, 2)]
+    by_entries = chosen(*sizes, blocks={"launches": 6})
+    assert launches_of(problem, by_entries) == (Launch(2, 1, 0, 4),)
+    assert origins(problem, by_entries)[:3] == [(0, 0), (2, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "given", "message"),
+    [
+        ({"launches": 5}, {}, "'launches' must divide.*pass 'launches': 1"),
+        ({"launches": 8}, {}, "'launches' must divide"),
+        ({"launches": 2, "parts": 2}, {}, "not stand beside 'parts'"),
+        ({"first_alone": True}, {"mask": Mask(left=100, right=0)}, "seen by all queries"),
+        ({"first_alone": True}, {"kv_lengths": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
+        ({"first_alone": True}, {"q_offset": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
+    ],
+)
+def test_what_is_refused(blocks, given, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(4, 512, (3, 3), 128, blocks=blocks, **given)
+
+
+def test_one_block_of_keys_is_not_launched_alone():
+    with pytest.raises(ValueError, match="two blocks of keys or more"):
+        chosen(4, 128, (3, 3), 128, blocks={"first_alone": True})
