@@ -80,11 +80,13 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
 @pytest.mark.interpret
 @pytest.mark.parametrize("ctas", [1, 2, 200])
 def test_zeros_reach_the_end(monkeypatch, ctas):
-    """Tiles of 64 rows, the last one of 22 alone; more tiles than CTAs and fewer."""
+    """Tiles of 128 rows, the last one of 72 alone and of 96; more tiles than CTAs and fewer."""
     monkeypatch.setattr(zeros, "CTAS", ctas)
+    shapes = [(2, 70, 3, 128), (1, 32, 192)]
     with race_checked():
-        found = zeros.zeros((2, 70, 3, 128), True)
-    np.testing.assert_array_equal(found, np.zeros((2, 70, 3, 128), np.float32))
+        found = zeros.zeros(shapes, True, np.ones(3, np.float32))
+    for x, shape in zip(found, shapes, strict=True):
+        np.testing.assert_array_equal(x, np.zeros(shape, np.float32))
 
 
 @pytest.mark.interpret

@@ -38,7 +38,7 @@ class BackwardArrays(NamedTuple):
     side: Gmem = Gmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
-    origin: Any = None  # int32[2]: of a launch, the first batch entry and head of keys, if not 0
+    origin: Any = None  # int32[3]: first batch entry and key head of a launch, if not 0; no matter
 
     @classmethod
     def of(

@@ -25,6 +25,9 @@ from .fused_parts import summed
 from .fused_weights import weights_of
 from .zeros import zeros
 
+# XLA computes constants that are progressions, in a launch of 2 us; others lie in device memory.
+NO_PROGRESSION = -(2**20)
+
 
 def backward_fused(
     problem: Problem,
@@ -93,9 +96,9 @@ class Call:
         found, biases = Results(), []
         portion = jax.jit(self.portion)  # all but the first are traced once
         for start in starts:
-            origin = jnp.array(start, jnp.int32)
             # Begins when the gradients of the portion before it are there: sums of one at a time.
-            origin, found, dq, biases = lax.optimization_barrier((origin, found, dq, biases))
+            found, dq, biases = lax.optimization_barrier((found, dq, biases))
+            origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
             found = portion(found, given._replace(origin=origin))
             place = start[0], 0, start[1] * self.problem.group, 0
             dq = lax.dynamic_update_slice(dq, self.dq(found.dq), place)
@@ -115,17 +118,15 @@ class Call:
 
     def launch(self, each: Launch, found: Results, given: BackwardArrays) -> Results:
         """`found` with what this launch adds. What there is not yet, it makes."""
-        cleared = {"dbias"} | ({"dq"} if each.adds else set())
-        shapes, held, made = self.shapes(each), {}, {}
-        for name, shape in shapes.items():
-            if (value := getattr(found, name)) is not None:
-                held[name] = value
-            elif name in cleared:
-                held[name] = zeros(shape.shape, self.interpret, given.origin)
-            else:
-                made[name] = jnp.zeros(shape.shape, shape.dtype)  # overwritten; XLA drops these
+        shapes = self.shapes(each)
+        held = {name: getattr(found, name) for name in shapes if getattr(found, name) is not None}
+        added = {"dbias"} | ({"dq"} if each.adds else set())
+        if cleared := [name for name in shapes if name in added and name not in held]:
+            sizes = [shapes[name].shape for name in cleared]
+            held |= zip(cleared, zeros(sizes, self.interpret, found.dk), strict=True)
+        out = {name: shape for name, shape in shapes.items() if name not in held}
+        made = {name: jnp.zeros(x.shape, x.dtype) for name, x in out.items()}  # XLA drops these
         fused = Fused(self.problem, self.blocks, each, self.interpret)
-        out = tuple(shapes[name] for name in made)
 
         def kernel(kept, gmem, *refs):
             *new, smem, bars = refs
@@ -133,7 +134,7 @@ class Call:
 
         def write(refs):
             kept, new = refs
-            written = self.run(each, functools.partial(kernel, kept), out)(given)
+            written = self.run(each, functools.partial(kernel, kept), tuple(out.values()))(given)
             for name, x in zip(made, written, strict=True):
                 new[name][...] = x
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -119,7 +119,7 @@ class Cta:
         return batch, rows, head, pl.ds(wg * part[1], part[1])
 
     @property
-    def reduction(self) -> str | None:
+    def reduction(self) -> Literal["add"] | None:
         """What copies to dq do with what is there."""
         return "add" if self.adds else None
 

@@ -13,46 +13,42 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..mosaic.launch import float32, launch
 
 CTAS = 2 * 132  # as many multiprocessors as an H200 has; half and twice as many take as long
-TILE_BYTES = 32 << 10  # twice as many: 33 us
-MOST_ROWS = MOST_COLUMNS = 256  # of a copy by TMA
+TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
 
 
-def zeros(shape: tuple[int, ...], interpret: bool, after=None):
-    """f32[shape] of zeros.
+def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
+    """f32[shape] of zeros, of each shape, in one launch.
 
     Args:
-        shape: whose last axis is one of FUSED_HEAD_DIMS or a multiple of 64.
+        shapes: each of a multiple of 64 elements.
         interpret: run by the interpreter.
-        after: an array that is to be there before: XLA would else clear what is needed later first,
-            or clear once and copy where there are several.
+        after: an array that is to be there before. XLA would else clear early what is needed late.
     """
-    columns = shape[-1] if shape[-1] <= MOST_COLUMNS else 64
-    of_all = math.prod(shape) // columns, columns
-    rows = min(TILE_BYTES // (4 * columns), MOST_ROWS)
-    tiles = pl.cdiv(of_all[0], rows)
-    ctas = min(tiles, CTAS)
+    lines = [math.prod(shape) // TILE[1] for shape in shapes]
+    ctas = min(sum(pl.cdiv(rows, TILE[0]) for rows in lines), CTAS)
     run = launch(
-        functools.partial(_clear, ctas, tiles),
-        out=float32(of_all),
-        scratch=(plgpu.SMEM((rows, columns), jnp.float32),),
+        functools.partial(_clear, ctas),
+        out=[float32((rows, TILE[1])) for rows in lines],
+        scratch=[plgpu.SMEM(TILE, jnp.float32)],
         grid={"cta": ctas},
         threads=1,
         name="flash_pallas_zeros",
         interpret=interpret,
     )
-    return run(after).reshape(shape)
+    return [x.reshape(shape) for x, shape in zip(run(after), shapes, strict=True)]
 
 
-def _clear(ctas: int, tiles: int, _, out, tile):
+def _clear(ctas: int, _, *refs):
     """Every so many tiles; TMA writes nothing past the end of the last."""
-    rows, columns = tile.shape
+    *arrays, tile = refs
     layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
-    tile[...] = plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), layout)
+    tile[...] = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), layout)
     plgpu.commit_smem()
-    cta = lax.axis_index("cta")
+    cta, rows = lax.axis_index("cta"), TILE[0]
+    for out in arrays:
 
-    @pl.loop(cta, jnp.int32(tiles), step=jnp.int32(ctas))
-    def _(n):
-        plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(n * rows, rows)])
+        @pl.loop(cta, jnp.int32(pl.cdiv(out.shape[0], rows)), step=jnp.int32(ctas))
+        def _(n, out=out):
+            plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(n * rows, rows)])
 
     plgpu.wait_smem_to_gmem(0)
