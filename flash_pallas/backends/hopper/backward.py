@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...core import padding
 from ...core.problem import Cotangents, Grads, Operands, Problem
 from ..mosaic.score_grads import score_grads
@@ -40,7 +42,7 @@ def backward(
         do = padding.cleared_queries(operands, cotangents.do)
         operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
     arrays = BackwardArrays.of(native, operands, cotangents, _summed_rows(native, blocks))
-    extra = {}
+    extra: dict[str, Any] = {}
     if fused:
         if "bias" not in wanted:
             blocks = without_sums(blocks)
