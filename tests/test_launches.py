@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.fused_blocks import without_sums
-from flash_pallas.backends.hopper.fused_launches import Launch, launches_of, origins
+from flash_pallas.backends.hopper.fused_launches import Launch, fitting, launches_of, origins
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -64,6 +66,20 @@ def test_without_the_gradient_of_the_bias():
         assert (found.bias_cluster, found.launches, found.first_alone) == (1, 1, False)
     plain = chosen(16, 1024, HEADS, 128)
     assert without_sums(plain) == plain
+
+
+def test_shards_of_a_call_take_what_they_can():
+    """Tiles are chosen for the whole call; its shards have fewer batch entries and heads."""
+    whole = chosen(6, 256, (4, 4), 64, biased=True, blocks={"launches": 4})
+    assert (whole.bias_cluster, whole.launches) == (2, 4)
+    at = lambda *sizes: fitting(described(*sizes, 64, biased=True), whole)
+    assert at(2, 256, (4, 4)) == at(2, 256, (8, 8)) == whole
+    assert (at(4, 256, (1, 1)).bias_cluster, at(4, 256, (1, 1)).launches) == (2, 1)
+    assert at(3, 256, (4, 4)).bias_cluster == 1  # three entries are no pairs
+    alone = chosen(16, 1024, HEADS, 128)
+    assert fitting(described(2, 1024, (1, 1), 128), alone) == alone
+    halves = dataclasses.replace(alone, launches=2)
+    assert not fitting(described(1, 1024, (1, 1), 128), halves).first_alone
 
 
 def test_compute_warpgroups_that_load_take_one_launch():

@@ -14,6 +14,7 @@ from .backward_dq import dq
 from .backward_scores import score_sums
 from .fused_blocks import FusedBlocks, without_sums
 from .fused_call import backward_fused
+from .fused_launches import fitting
 from .products import Products
 
 
@@ -44,8 +45,7 @@ def backward(
     arrays = BackwardArrays.of(native, operands, cotangents, _summed_rows(native, blocks))
     extra: dict[str, Any] = {}
     if fused:
-        if "bias" not in wanted:
-            blocks = without_sums(blocks)
+        blocks = fitting(native, blocks if "bias" in wanted else without_sums(blocks))
         *grads, dbias = backward_fused(native, blocks, operands, arrays, inside, interpret)
         if dbias is not None:
             extra, wanted = {"bias": dbias}, wanted - {"bias"}

@@ -14,7 +14,7 @@ import dataclasses
 
 from ...core import bounds
 from ...core.problem import Problem
-from .fused_blocks import FusedBlocks
+from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,19 @@ def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
         -problem.spec.q_offset, blocks.block_kv, whole, blocks.block_q
     )
     return found.start <= 0 and found.stop >= whole // blocks.block_q
+
+
+def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
+    """`blocks` as `problem` can run them, which may be a shard of the call they were chosen for.
+
+    A shard has fewer batch entries and heads: a cluster's CTAs may not find as many entries that
+    share a bias, and portions may not be whole heads.
+    """
+    if not may_sum_bias(problem, blocks.bias_cluster):
+        blocks = without_sums(blocks)
+    if not may_launch(problem, blocks):
+        return dataclasses.replace(blocks, launches=1, first_alone=False)
+    return blocks
 
 
 # Portions of a call that sums the gradient of a bias: at most so many, from so many keys on by head
