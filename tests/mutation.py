@@ -1,0 +1,26 @@
+"""A wrong edit that a test must notice; see mutations.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One wrong edit.
+
+    Attributes:
+        feature: what it breaks.
+        file: in flash_pallas/.
+        old: text that occurs once in the file.
+        new: what replaces it.
+        test: relative to tests/; must fail.
+    """
+
+    feature: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def __str__(self):
+        return f"{self.feature}: {self.old}"
