@@ -174,7 +174,7 @@ class Call:
         problem = self.problem
         whole = launches_of(problem, self.blocks)[0].entries == problem.batch
         entries, heads = problem.bias_shape[:2]
-        large = 3 * entries * heads * problem.kv_len > problem.batch * problem.head_dim * heads
+        large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
         return whole and heads > 1 and large
 
     def run(self, each: Launch, kernel, out):
