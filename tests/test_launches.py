@@ -17,8 +17,8 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
 BACKEND = HopperBackend(num_sms=132, trades_registers=True)
 
 
-def described(batch, length, heads, head_dim, biased=False, backend=BACKEND, **given):
-    """(problem, spec) of a call; heads are (of queries, of keys)."""
+def described(batch, length, heads, head_dim, biased=False, **given):
+    """The problem of a call; heads are (of queries, of keys)."""
     shape = lambda n: jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.bfloat16)
     spec = AttentionSpec(scale=1.0, mask=given.pop("mask", Mask()))
     if biased:

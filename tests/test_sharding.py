@@ -197,27 +197,33 @@ def test_bad_shard_axes(axes):
         fp.flash_attention(*inputs(4), shard_axes=axes)
 
 
-@pytest.mark.parametrize("tiles", [None, {"launches": 4, "first_alone": True}], ids=["", "several"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
-def test_the_hopper_kernels_lower_for_shards(devices, types, tiles):
+def test_the_hopper_kernels_lower_for_shards(devices, types):
     """Pallas refuses types that vary, and the partitioner constants: xla would show neither."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(types,) * 2, devices=devices)
-    sharding = NamedSharding(mesh, BOTH)
+    sharding, heads = NamedSharding(mesh, BOTH), NamedSharding(mesh, P(None, "y"))
     x = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16, sharding=sharding)
-    heads = NamedSharding(mesh, P(None, "y"))
     bias = jax.ShapeDtypeStruct((1, 4, 256, 256), jnp.bfloat16, sharding=heads)
     backend = HopperBackend(num_sms=132)
 
-    def loss(q, k, v, bias):
-        call = validate.canonicalize(q, k, v, Arguments(bias=bias))
-        blocks = backend.blocks(call.problem, tiles and {"fused": tiles})
-        o, _, _ = vjp.attend(backend, call.spec, blocks, call.operands)
-        return jnp.sum(o.astype(jnp.float32))
+    def lowered(tiles, **options) -> str:
+        def loss(q, k, v, bias):
+            call = validate.canonicalize(q, k, v, Arguments(bias=bias, **options))
+            blocks = backend.blocks(call.problem, tiles)
+            o, _, _ = vjp.attend(backend, call.spec, blocks, call.operands)
+            return jnp.sum(o.astype(jnp.float32))
 
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, x, x, bias)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("CustomSPMDPartitioning") == (2 if types == AxisType.Auto else 0)
-    assert ("mosaic_gpu" in text) == (types == AxisType.Explicit)
+        traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, x, x, bias)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    several = {"fused": {"launches": 2, "first_alone": True}}
+    texts = lowered(None, causal=True), lowered(several)
+    for text in texts:
+        assert text.count("CustomSPMDPartitioning") == (2 if types == AxisType.Auto else 0)
+        assert ("mosaic_gpu" in text) == (types == AxisType.Explicit)
+    # A shard has two heads, one a portion, and each portion two launches.
+    one, four = (text.count("flash_pallas_backward_fused") for text in texts)
+    assert four == 4 * one
 
 
 def test_gradients_that_shards_share_in_16_bits(devices):

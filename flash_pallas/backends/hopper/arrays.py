@@ -38,7 +38,8 @@ class BackwardArrays(NamedTuple):
     side: Gmem = Gmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
-    origin: Any = None  # int32[3]: first batch entry and key head of a launch, if not 0; no matter
+    # int32[3]: first batch entry and key head of a launch, fused_call.NO_PROGRESSION; None: 0, 0.
+    origin: Any = None
 
     @classmethod
     def of(
