@@ -258,16 +258,3 @@ def longest(intervals: list[cupti.Interval]) -> dict[str, float]:
     for start, end, name, _ in intervals:
         sums[name[:80]] += (end - start) / 1e6
     return dict(sorted(sums.items(), key=lambda item: -item[1])[:6])
-
-
-def fitting(plans: dict[int, int], available: float, multiple: int) -> int:
-    """The length whose plan fills the memory, by the line through those of the longest two.
-
-    Args:
-        plans: bytes by length.
-        available: bytes.
-        multiple: of it.
-    """
-    (short, less), (long, more) = sorted(plans.items())[-2:]
-    slope = (more - less) / (long - short)
-    return int((available - (less - slope * short)) / slope) // multiple * multiple

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import collectives, context, cupti, gate, results, tables, timing
+from . import collectives, context, cupti, gate, longest, results, tables, timing
 from .collectives import RATES, REPEATS, Message
 from .context import KINDS, Kind, Setting
 from .run import prepare_process
@@ -30,7 +30,6 @@ GATE_LENGTH = 1024  # of each device
 READING_MS = 200.0
 LONG_MS = 1000.0  # what takes longer is not repeated for an estimate
 AVAILABLE = 0.95  # of the memory: the rest is CUDA's and NCCL's
-NEARLY = 0.99  # of what is available is all of it
 
 
 def reading(executable, args, iterations: int) -> float:
@@ -222,37 +221,13 @@ class Run:
 
     def fill(self, lengths: list[int], memory: float) -> None:
         """A row for each kind: the longest sequence by the plan, and the plan of just that."""
-        wanted: dict[Kind, dict[int, int]] = {}
-        for kind in self.kinds:
-            if kind not in self.refused and len(lengths) > 1:
-                made = {n: self.shop.step(kind, n).result() for n in lengths[-2:]}
-                wanted[kind] = {
-                    n: context.planned_bytes(x)["planned_bytes"] for n, x in made.items()
-                }
-                self.shop.step(kind, self._fitting(wanted[kind], memory))
-        for kind, plans in wanted.items():
-            try:
-                best = self._filled(kind, plans, memory)
-                fields = {"q_len": best, "refused": None}
-                fields |= context.planned_bytes(self.shop.step(kind, best).result())
-            except Exception as error:
-                fields = {"q_len": max(plans), "refused": context.said(error)}
-            self.row("longest", kind=kind.name, available_bytes=memory, **fields)
-
-    def _filled(self, kind: Kind, plans: dict[int, int], memory: float) -> int:
-        """The longest of a few lengths whose plan fits, each on the line through the last two."""
-        for _ in range(4):
-            length = self._fitting(plans, memory)
-            if length in plans:
-                break
-            executable = self.shop.step(kind, length).result()
-            plans[length] = context.planned_bytes(executable)["planned_bytes"]
-            if NEARLY * memory <= plans[length] <= memory:
-                break
-        return max(length for length, plan in plans.items() if plan <= memory)
-
-    def _fitting(self, plans: dict[int, int], memory: float) -> int:
-        return context.fitting(plans, memory, 1024 * self.setting.devices)
+        if len(lengths) < 2:
+            return
+        kinds = [kind for kind in self.kinds if kind not in self.refused]
+        multiple = GATE_LENGTH * self.setting.devices
+        searches = [longest.Search(self.shop, kind, lengths, memory, multiple) for kind in kinds]
+        for search in searches:
+            self.row("longest", kind=search.kind.name, available_bytes=memory, **search.row())
 
 
 def line(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import collectives, context, cupti, results, run_parallel, tables
+from benchmarks import collectives, context, cupti, longest, results, run_parallel, tables
 from benchmarks.context import KINDS, Kind, Setting
 
 SIZES = (4, 2, 8)
@@ -111,7 +111,7 @@ def test_overlap_is_counted_on_each_device():
 
 
 def test_the_longest_sequence_lies_on_a_line():
-    assert context.fitting({8: 999, 16: 100 + 16, 32: 100 + 32}, 1000, 64) == 896
+    assert longest.fitting({8: 999, 16: 100 + 16, 32: 100 + 32}, 1000, 64) == 896
 
 
 @pytest.mark.parametrize("name", context.FEATURES)
