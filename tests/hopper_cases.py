@@ -214,10 +214,40 @@ FUSED_BLOCKS = (
         _several_tiles("launches_bias", N=4, K=2, B=2, T=130, bias="1NTS"),
         {"launches": 2, "first_alone": True},
     ),
-    (_several_tiles("launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="11TS"), {"launches": 2}),
+    (
+        _several_tiles("launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="11TS"),
+        {"launches": 2, "bias_cluster": 4},
+    ),
+    (
+        _several_tiles("key_launches_bias_32", N=1, B=4, H=32, T=130, S=500, bias="11TS"),
+        {"key_launches": 2},
+    ),
+    # Five key blocks for two or three CTAs, or for two clusters.
+    (_several_tiles("turns", T=130, S=520, B=2), {"resident": 3, "stagger": True}),
+    (
+        _several_tiles("turns_meeting", T=70, S=300, N=1, B=2, sinks=True),
+        {"resident": 2, "kv_stages": 2, "alternate": False},
+    ),
+    (
+        _several_tiles("turns_bias", N=4, K=2, B=2, S=300, bias="1NTS"),
+        {"resident": 2, "kv_stages": 2},
+    ),
+    (
+        _several_tiles("turns_first_alone_bias", N=1, B=4, T=130, S=300, bias="11TS"),
+        {"resident": 2, "first_alone": True, "stagger": True},
+    ),
+    (
+        _several_tiles("turns_launches_bias_16", N=2, K=2, B=4, H=16, T=260, bias="1NTS"),
+        {"launches": 2, "key_launches": 2, "resident": 2},
+    ),
+    (
+        _several_tiles("turns_fours_bias_16", N=2, B=8, H=16, T=130, S=300, bias="11TS"),
+        {"bias_cluster": 4, "resident": 2, "kv_stages": 2},
+    ),
     # Of the second key block's one tile, one of two parts has nothing.
     (_several_tiles("parts_without_tiles", K=2, causal=True), {"parts": 2}),
 )
+SECTIONS_IN_TURNS = _small("sections_in_turns", T=104, S=150, N=3, K=3, B=3, H=32)
 SECTIONS = _small("sections", T=104, S=104, N=3, K=3, B=3, H=32, causal=True)
 
 # Three tiles of keys for pairs of CTAs, and more members than a ring has slots.

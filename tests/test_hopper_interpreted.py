@@ -18,6 +18,7 @@ from .hopper_cases import (
     MODIFIERS,
     PAIRS,
     SECTIONS,
+    SECTIONS_IN_TURNS,
     WITHOUT_PRODUCER,
 )
 from .interpreter import race_checked
@@ -64,6 +65,15 @@ def test_sections_of_heads_and_batch(monkeypatch):
     monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
+
+
+@pytest.mark.interpret
+def test_sections_in_turns(monkeypatch):
+    """Nine pairs, two at a time but for the last, of two key blocks each; four CTAs."""
+    case, blocks = SECTIONS_IN_TURNS, {"fused": {"resident": 4}}
+    monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case)
 
 
 @pytest.mark.interpret

@@ -11,6 +11,7 @@ import pytest
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.fused_blocks import without_sums
 from flash_pallas.backends.hopper.fused_launches import Launch, fitting, launches_of, origins
+from flash_pallas.backends.hopper.fused_order import Order
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -45,18 +46,54 @@ def test_the_first_key_blocks_go_alone_where_that_costs_no_round():
     assert not alone(32, 512, HEADS, 128)
     assert not alone(16, 1024, HEADS, 128, mask=Mask.causal())
     assert not alone(16, 1024, HEADS, 64)
-    assert alone(128, 1024, (4, 4), 64, biased=True)
+    assert alone(66, 512, (2, 2), 64, biased=True)  # of four rounds in all, too few for turns
     assert not alone(128, 1024, (4, 4), 32, biased=True)
     assert not alone(128, 128, (16, 16), 128)  # there is one block
 
 
 def test_portions_where_each_keeps_multiprocessors_busy():
-    launches = lambda *sizes, **given: chosen(*sizes, biased=True, **given).launches
-    assert launches(128, 4096, (4, 4), 16) == launches(128, 2048, (4, 4), 32) == 4
-    assert launches(128, 2048, (4, 4), 16) == launches(128, 1024, (4, 4), 64) == 1
-    assert launches(128, 2048, (6, 6), 64) == 3
-    assert launches(128, 4096, (5, 5), 64) == 1  # no equal portions of heads
+    def launches(*sizes):
+        found = chosen(*sizes, biased=True)
+        return found.launches, found.key_launches
+
+    assert launches(128, 1024, (4, 4), 16) == launches(128, 1024, (4, 4), 64) == (4, 1)
+    assert launches(128, 512, (4, 4), 64) == launches(16, 1024, (4, 4), 64) == (1, 1)
+    assert launches(32, 1024, (8, 8), 64) == (2, 1)
+    assert launches(128, 2048, (6, 6), 64) == (3, 1)
+    assert launches(128, 4096, (5, 5), 64) == (1, 1)  # no equal portions of heads
     assert chosen(128, 4096, (4, 4), 64).launches == 1
+
+
+def test_portions_of_keys_where_sums_of_the_bias_would_be_large():
+    """At most a quarter of Q's bytes, if each launch keeps multiprocessors busy."""
+    portions = lambda *sizes: chosen(*sizes, biased=True).key_launches
+    assert [portions(128, length, (4, 4), 16) for length in (1024, 2048, 4096)] == [1, 2, 4]
+    assert [portions(128, length, (4, 4), 32) for length in (2048, 4096)] == [1, 2]
+    assert portions(128, 4096, (4, 4), 64) == 1
+    assert portions(8, 8192, (4, 4), 16) == 1  # of 62 rounds four heads have 15 each: too few
+
+
+def test_turns_where_each_cta_has_several():
+    turns = lambda *sizes, **given: chosen(*sizes, **given)
+    found = turns(128, 1024, (4, 4), 64, biased=True)
+    assert (found.resident, found.kv_stages, found.first_alone) == (66, 2, False)
+    found = turns(128, 4096, (4, 4), 16, biased=True)
+    assert (found.resident, found.kv_stages, found.stagger) == (66, 1, True)
+    assert not turns(128, 4096, (4, 4), 64, biased=True).takes_turns
+    assert not turns(128, 2048, (4, 4), 32, biased=True).takes_turns
+    assert not turns(16, 1024, (4, 4), 64, biased=True).takes_turns  # two rounds and a half
+    assert not turns(16, 1024, HEADS, 64).takes_turns
+
+
+def test_clusters_that_take_turns_have_as_many_but_for_one():
+    blocks = dataclasses.replace(chosen(128, 1024, (4, 4), 16, biased=True), launches=1)
+    problem = described(128, 1024, (4, 4), 16, biased=True)
+    (launch,) = launches_of(problem, blocks)
+    order = Order(problem, blocks, launch)
+    assert order.total == 128 * 4 * 8 // 2 == 2048
+    assert order.grid == {"first": 64}  # 32 turns each; 66 clusters would take as many
+    once = Order(problem, dataclasses.replace(blocks, resident=1), launch)
+    assert once.grid == {"section": 4, "kv": 8, "pair": 64}
 
 
 def test_without_the_gradient_of_the_bias():
@@ -64,6 +101,7 @@ def test_without_the_gradient_of_the_bias():
     for length in (1024, 2048):
         found = without_sums(chosen(128, length, (4, 4), 64, biased=True))
         assert (found.bias_cluster, found.launches, found.first_alone) == (1, 1, False)
+        assert (found.key_launches, found.resident, found.kv_stages) == (1, 1, 1)
     plain = chosen(16, 1024, HEADS, 128)
     assert without_sums(plain) == plain
 
@@ -109,6 +147,10 @@ def test_which_pairs_a_launch_has():
         ({"launches": 5}, {}, "'launches' must divide.*pass 'launches': 1"),
         ({"launches": 8}, {}, "'launches' must divide"),
         ({"launches": 2, "parts": 2}, {}, "not stand beside 'parts'"),
+        ({"key_launches": 2}, {}, "'key_launches' must divide"),
+        ({"resident": 8}, {"mask": Mask(left=100, right=0)}, "the same walk"),
+        ({"resident": 8}, {}, "'mask_all'"),
+        ({"kv_stages": 2, "stages": 2, "do_stages": 2}, {}, "several key blocks"),
         ({"first_alone": True}, {"mask": Mask(left=100, right=0)}, "seen by all queries"),
         ({"first_alone": True}, {"kv_lengths": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
         ({"first_alone": True}, {"q_offset": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),

@@ -87,6 +87,9 @@ LAUNCHES = {
     "bias_shared_32": {"first_alone": True},
     "bias_shared_16": {"launches": 2},
 }
+# (length, head dim) of backwards that sum the gradient of a pair bias, as the rules launch them:
+# in portions of heads and of keys, with CTAs that take turns, and without.
+PAIR_BIASES = ((512, 16), (1024, 16), (2048, 16), (1024, 32), (4096, 32), (2048, 64), (4096, 64))
 # Decoding: fields of DecodeSpec. One query, or as many as TOKENS says: 4 of a group of 4 are
 # columns of the products, 16 are rows. All of them at head dim 128; at 64 and 256 the plainest and
 # the fullest. Caches of eight bits are named by their dtype.
@@ -122,6 +125,8 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "many_entries"): 12,
     ("flash_pallas_backward_fused", 128, "small"): 12,  # with three tiles in flight
     ("flash_pallas_backward_fused", 64, "packed_causal"): 48,
+    ("flash_pallas_backward_fused", 16, "pair bias 1024"): 84,  # addresses of barriers
+    ("flash_pallas_backward_fused", 16, "pair bias 2048"): 80,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 32,
@@ -257,6 +262,20 @@ def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({}
     yield Row("backward", *named, backward, (forms, Cotangents(per_row, do, per_row)))
 
 
+def _pair_bias_row(length: int, head_dim: int) -> Row:
+    """One of PAIR_BIASES, with as many batch entries and heads as in benchmarks/features.py."""
+    entries, heads = 128, 4
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    q = shape(entries, length, heads, head_dim)
+    per_row = jax.ShapeDtypeStruct((entries, heads, length), jnp.float32)
+    operands = Operands(q, q, q)._replace(bias=shape(1, heads, length, length))
+    backend, spec = HopperBackend(), AttentionSpec(scale=head_dim**-0.5)
+    blocks = backend.blocks(describe(operands, spec), None)
+    run = lambda o, c: backend.backward(spec, blocks, o, c, frozenset({"bias"}))
+    arguments = operands, Cotangents(per_row, q, per_row)
+    return Row("backward", head_dim, "bfloat16", f"pair bias {length}", run, arguments)
+
+
 def _decode_row(head_dim: int, name: str) -> Row:
     """One of DECODES."""
     entries, cached = DECODE_BATCH, DECODE_LENGTH
@@ -305,6 +324,7 @@ def rows() -> Iterator[Row]:
     for name, launches in LAUNCHES.items():
         _, backward = _modifier_rows(CASES[name], launches)
         yield dataclasses.replace(backward, mask=f"{name}, launches")
+    yield from (_pair_bias_row(*sizes) for sizes in PAIR_BIASES)
     for head_dim, path in itertools.product((64, 128, 256), ("forward", "backward")):
         for dtype, mask in itertools.product(("bfloat16", "float16"), MASKS):
             if dtype == "float16" and mask not in ("full", "causal"):

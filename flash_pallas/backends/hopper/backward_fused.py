@@ -42,10 +42,11 @@ from ..mosaic.register_tile import RegisterTile
 from . import cluster
 from .arrays import BackwardArrays
 from .fused_bias import BiasSums
-from .fused_blocks import FusedBlocks, pairs_at_once
-from .fused_cta import WARPGROUPS, Barriers, Cta, Results, Smem, swizzles_of_k_and_v
+from .fused_blocks import FusedBlocks
+from .fused_cta import WARPGROUPS, Barriers, Cta, KeyBlock, Results, Smem, swizzles_of_k_and_v
 from .fused_finish import Alternating, Finish, Together
 from .fused_launches import Launch
+from .fused_order import Order
 from .fused_producer import Feeder, Producer
 from .fused_weights import Scores, Weights, weights_of
 from .memory import Ring, rows_of, warpgroup_rows
@@ -79,13 +80,20 @@ class Fused:
         return weights_of(self.problem, self.blocks)
 
     @property
+    def order(self) -> Order:
+        """Which CTA takes what."""
+        return Order(self.problem, self.blocks, self.launch)
+
+    @property
     def producer(self) -> Producer:
         """What loads and adds dQ."""
         return Producer(self.problem, self.blocks, self.interpret)
 
     def __call__(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers):
-        size, total = self.blocks.bias_cluster, self.launch.pairs
-        pairs = pairs_at_once(self.problem, total, size)
+        if self.blocks.takes_turns:
+            self.work_in_turns(results, gmem, smem, bars)
+            return
+        size, total, pairs = self.blocks.bias_cluster, self.launch.pairs, self.order.at_once
         within = lax.axis_index("pair") * size + cluster.rank(size)
         pair = lax.axis_index("section") * pairs + within
         work = functools.partial(self.work, results, gmem, smem, bars, pair)
@@ -95,38 +103,50 @@ class Fused:
             pl.when(pair < total)(work)
 
     def work(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers, pair):
-        """Everything that a CTA does."""
-        entries = jnp.int32(self.launch.entries)
-        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
-        if gmem.origin is not None:
-            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
+        """Everything that a CTA with one key block does."""
         block, parts = lax.axis_index("kv") + self.launch.first_block, self.blocks.parts
-        at, size = (batch, block), (self.blocks.block_kv, self.blocks.block_q)
-        loops = {"mask_all": self.blocks.mask_all, "shift": block if self.blocks.stagger else 0}
-        walk = QueryWalk.of(self.problem, gmem, at, *size, **loops)
+        keys = self.order.key_block(gmem, pair, block)
+        walk = self.query_walk(gmem, keys, block)
         if parts > 1:
             part = lax.axis_index("part")
             dk, dv = results.dk.at[part], results.dv.at[part]
             walk, results = walk.cut(part, parts), results._replace(dk=dk, dv=dv)
-        cta = Cta(
-            gmem=gmem,
-            results=results,
-            adds=self.launch.adds,
-            smem=smem,
-            bars=bars,
-            q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
-            do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
-            batch=batch,
-            kv_head=kv_head,
-            kv_start=block * self.blocks.block_kv,
-            walk=dataclasses.replace(walk, opaque=self.blocks.alternate),
-            wg=lax.axis_index("wg"),
-        )
+        cta = self.cta(results, gmem, smem, bars, keys, walk)
         if parts == 1:
             self.run(cta)
         else:
             pl.when(walk.total > 0)(lambda: self.run(cta))
             pl.when((walk.total == 0) & (cta.wg < WARPGROUPS))(lambda: self.store_nothing(cta))
+
+    def work_in_turns(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers):
+        """Everything that a CTA with several key blocks does; all have the same walk."""
+        turns, zero = self.order.turns(gmem), jnp.int32(0)
+        first = KeyBlock(zero, zero, zero, 0)
+        cta = self.cta(results, gmem, smem, bars, first, self.query_walk(gmem, first, zero))
+        self.run(dataclasses.replace(cta, turns=turns))
+
+    def query_walk(self, gmem: BackwardArrays, keys: KeyBlock, block) -> QueryWalk:
+        """Of a key block, which is the `block`-th of its head."""
+        size = self.blocks.block_kv, self.blocks.block_q
+        loops = {"mask_all": self.blocks.mask_all, "shift": keys.shift}
+        return QueryWalk.of(self.problem, gmem, (keys.batch, block), *size, **loops)
+
+    def cta(self, results, gmem, smem: Smem, bars: Barriers, keys: KeyBlock, walk) -> Cta:
+        """At a key block, with the query tiles that it reads."""
+        blocks = self.blocks
+        return Cta(
+            gmem=gmem,
+            results=results,
+            adds=self.launch.adds,
+            smem=smem,
+            bars=bars,
+            q=Ring(bars.q_full, bars.q_empty, blocks.stages),
+            do=Ring(bars.do_full, bars.do_empty, blocks.do_stages),
+            kv=Ring(bars.kv_full, bars.kv_empty, blocks.kv_stages),
+            keys=keys,
+            walk=dataclasses.replace(walk, opaque=blocks.alternate),
+            wg=lax.axis_index("wg"),
+        )
 
     def run(self, cta: Cta):
         """All warpgroups."""
@@ -135,7 +155,9 @@ class Fused:
             pl.when(cta.wg == WARPGROUPS)(lambda: self.producer(cta))
         if self.blocks.sums_bias:
             swizzle = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)[0]
-            add = BiasSums(self.problem, self.blocks, swizzle, self.interpret)
+            first = self.launch.first_block if self.blocks.key_launches > 1 else 0
+            first_key = first * self.blocks.block_kv
+            add = BiasSums(self.problem, self.blocks, swizzle, self.interpret, first_key)
             pl.when(cta.wg == WARPGROUPS + 1)(lambda: add(cta))
 
     # --- a compute warpgroup ---------------------------------------------------------------------
@@ -145,26 +167,37 @@ class Fused:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
             cta = Feeder(self.producer).start(cta)
+        cta.visit(self.key_block)
+        if self.blocks.parts == 1:
+            plgpu.wait_smem_to_gmem(0)
+        if self.blocks.sums_bias:
+            cta.sums.drain(cta.tiles)  # nobody reads dS of this CTA any more
+
+    def key_block(self, cta: Cta):
+        """dK and dV of one, and its part of dQ."""
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
         dk, dv = dk * self.problem.spec.scale, self.weights.finished(dv)
+        if cta.turns is not None:
+            cta = cta.anew().at(cta.turns, lax.optimization_barrier(cta.turn))
         (self.store if self.blocks.parts == 1 else self.store_part)(cta, dk, dv)
 
     def store(self, cta: Cta, dk, dv):
         """This warpgroup's keys of the results."""
         keys = warpgroup_rows(cta.wg)
         cta.meet()  # both warpgroups have read K for the last time
-        cta.smem.k[keys] = dk.astype(self.problem.dtype)
-        cta.smem.v[keys] = dv.astype(self.problem.dtype)
+        slot = cta.kv_slot
+        cta.smem.k[slot, keys] = dk.astype(self.problem.dtype)
+        cta.smem.v[slot, keys] = dv.astype(self.problem.dtype)
         plgpu.commit_smem()
         dk_at, dv_at = (
             rows_of(x, self.own_keys(cta), cta.smem.k) for x in (cta.results.dk, cta.results.dv)
         )
-        plgpu.copy_smem_to_gmem(cta.smem.k.at[keys], dk_at, commit_group=False)
-        plgpu.copy_smem_to_gmem(cta.smem.v.at[keys], dv_at)
-        plgpu.wait_smem_to_gmem(0)
-        if self.blocks.sums_bias:
-            cta.sums.drain(cta.walk.total)  # nobody reads dS of this CTA any more
+        plgpu.copy_smem_to_gmem(cta.smem.k.at[slot, keys], dk_at, commit_group=False)
+        plgpu.copy_smem_to_gmem(cta.smem.v.at[slot, keys], dv_at)
+        if cta.turns is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            cta.kv.release(cta.turn)
 
     def store_part(self, cta: Cta, dk, dv):
         """This warpgroup's keys of what one part of the walk adds to the results, in float32.
@@ -182,12 +215,12 @@ class Fused:
 
     def own_keys(self, cta: Cta):
         """(batch entry, keys of this warpgroup, key head) of dK and dV."""
-        rows = pl.ds(cta.kv_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        return cta.batch, rows, cta.kv_head
+        rows = pl.ds(cta.keys.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        return cta.keys.batch, rows, cta.keys.kv_head
 
     def walk(self, cta: Cta, dk_acc, dv_acc):
         """Every query tile of every head of the group; masked tiles are a loop of their own."""
-        plgpu.barrier_wait(cta.bars.kv_full)
+        cta.kv.wait_full(cta.turn)
 
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
         if self.problem.group == 1:
@@ -201,7 +234,7 @@ class Fused:
 
     def own_place(self, cta: Cta, n) -> Place:
         """Of this warpgroup's part of the n-th tile."""
-        first = cta.kv_start + cta.wg * WARPGROUP_ROWS
+        first = cta.keys.start + cta.wg * WARPGROUP_ROWS
         return cta.place(n, first, WARPGROUP_ROWS, self.blocks.block_q)
 
     def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
@@ -217,7 +250,7 @@ class Fused:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, n))
 
         tile = self.tile(cta, block)
-        k, v = cta.smem.k.at[keys], cta.smem.v.at[keys]
+        k, v = cta.smem.k.at[cta.kv_slot, keys], cta.smem.v.at[cta.kv_slot, keys]
         q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
 
         def early(s_acc, dp_in_flight):
@@ -231,6 +264,8 @@ class Fused:
 
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+            if self.blocks.takes_turns:
+                inline.use_zero(self.interpret)
             self.finish.scores_issued(cta, n)
             return self.late(cta, n, tile, early(s_acc, 1), dp_acc)
 
@@ -273,7 +308,7 @@ class Fused:
         """Where this warpgroup's part of the tile of a query block lies."""
         return RegisterTile(
             q_start=block * self.blocks.block_q + cta.walk.q_offset,
-            kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
+            kv_start=cta.keys.start + cta.wg * WARPGROUP_ROWS,
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
             interpret=self.interpret,

@@ -14,7 +14,7 @@ from .forward_blocks import ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
 from .forward_packed import described, packs
 from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
-from .fused_launches import may_launch, may_write
+from .fused_launches import may_launch, may_take_turns, may_write
 from .memory import SMEM_LIMIT
 
 
@@ -128,8 +128,15 @@ def _refused(blocks: FusedBlocks, size) -> str | None:
     if not may_launch(size, blocks):
         return (
             "'launches' must divide the pairs of a key head and a batch entry into whole heads, or "
-            "a head's entries into equal parts, and not stand beside 'parts'; pass 'launches': 1 "
-            "and 'first_alone': False"
+            "a head's entries into equal parts, and not stand beside 'parts'; 'key_launches' must "
+            "divide the key blocks of a call that sums the gradient of a bias, of whole heads, "
+            "without 'first_alone'; pass 'launches': 1, 'key_launches': 1 and 'first_alone': False"
+        )
+    if not may_take_turns(size, blocks):
+        return (
+            "CTAs that take several key blocks ('resident' and 'kv_stages') need a producer "
+            "warpgroup, 'mask_all' and no 'stagger' or 'parts', and the same walk for every key "
+            "block: no mask and no arrays that decide it; pass 'resident': 1 and 'kv_stages': 1"
         )
     if blocks.first_alone and not may_write(size, blocks):
         return (

@@ -31,7 +31,8 @@ _FUSED = (
     {"parts": 1},
     {"first_alone": True},
     {"first_alone": False},
-    {"launches": 1},
+    {"launches": 1, "key_launches": 1},
+    {"resident": 1, "kv_stages": 1},
 )
 _DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
 _DQ = (

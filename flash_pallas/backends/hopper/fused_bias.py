@@ -32,14 +32,14 @@ from .fused_cta import Cta
 from .side_inputs import SideInputs
 
 
-def gradient_of_bias(problem: Problem, sums):
-    """In the shape of the bias, or of some heads of it, and in its dtype; None without sums.
+def gradient_of_bias(problem: Problem, sums, first_key: int = 0):
+    """In the shape of the bias, or of some heads and keys, and in its dtype; None without sums.
 
-    `sums`: f32[Bb, Nb, S, T], up to whole tiles.
+    `sums`: f32[Bb, Nb, S, T], up to whole tiles, of the keys from the first on.
     """
     if sums is None:
         return None
-    whole = sums[:, :, : problem.kv_len, : problem.q_len]
+    whole = sums[:, :, : problem.kv_len - first_key, : problem.q_len]
     return whole.swapaxes(2, 3).astype(problem.bias_dtype)
 
 
@@ -52,12 +52,14 @@ class BiasSums:
         blocks: tile sizes.
         swizzle: of dS in shared memory, in bytes.
         interpret: run by the interpreter.
+        first_key: of those that the sums in device memory are of.
     """
 
     problem: Problem
     blocks: FusedBlocks
     swizzle: int
     interpret: bool
+    first_key: int = 0
 
     def __call__(self, cta: Cta):
         """All tiles of this CTA."""
@@ -66,6 +68,10 @@ class BiasSums:
             inline_exchange.init(cta.smem.arrived)
         cluster.arrive(cta.bars.receives, self.interpret)
         plgpu.barrier_wait(cta.bars.receives)
+        cta.visit(self.add_walk)
+
+    def add_walk(self, cta: Cta):
+        """All tiles of one key block."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
@@ -85,14 +91,15 @@ class BiasSums:
             plgpu.wait_smem_to_gmem(0)
             return
         exchange = inline_exchange.Exchange(size, self.swizzle, cluster.rank(size))
-        exchange(tile, smem.received, smem.arrived, lax.rem(n, jnp.int32(2)))
+        exchange(tile, smem.received, smem.arrived, lax.rem(cta.count(n), jnp.int32(2)))
         exchange.add(tile, smem.received, target)
 
     def target(self, cta: Cta, n):
         """Where the sum of the n-th tile lies."""
-        place = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
+        place = cta.place(n, cta.keys.start, self.blocks.block_kv, self.blocks.block_q)
         entry, head = SideInputs(self.problem, q_axis=1).entry(self.problem.bias_shape, place)
         if cta.results.dbias.shape[1] != self.problem.bias_shape[1]:  # of the heads of this launch
             head = head - cta.gmem.origin[1] * self.problem.group
-        keys, queries = pl.ds(place.row_start, place.rows), pl.ds(place.column_start, place.columns)
+        first = place.row_start if self.first_key == 0 else place.row_start - self.first_key
+        keys, queries = pl.ds(first, place.rows), pl.ds(place.column_start, place.columns)
         return cta.results.dbias.at[entry, head, keys, queries]

@@ -39,6 +39,11 @@ class FusedBlocks:
         launches: for as many parts of the pairs of a head and a batch entry, one after the other.
         first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
             that the next adds to: fused_launches.py.
+        key_launches: portions of the keys, one after the other within each of `launches`, of which
+            one at a time has sums of the gradient of a bias.
+        resident: clusters, or CTAs, that take key blocks in turns, as many as run at one time, see
+            fused_order.py. 1: there are as many as there are key blocks.
+        kv_stages: key blocks whose K and V lie in shared memory, where CTAs take several.
     """
 
     block_q: int = 64
@@ -58,6 +63,9 @@ class FusedBlocks:
     bias_cluster: int = 1
     launches: int = 1
     first_alone: bool = False
+    key_launches: int = 1
+    resident: int = 1
+    kv_stages: int = 1
 
     block_kv = 2 * WARPGROUP_ROWS
     producer_registers, summing_registers = 24, 40
@@ -71,6 +79,11 @@ class FusedBlocks:
     def sums_bias(self) -> bool:
         """This kernel adds up the gradient of a bias."""
         return self.bias_cluster > 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """A CTA has several key blocks."""
+        return self.resident > 1
 
     @property
     def received_rows(self) -> int:
@@ -104,7 +117,8 @@ class FusedBlocks:
         """Shared memory without barriers, for the head dim that runs."""
         head_dim = problem.head_dim
         tiles = (self.stages + self.do_stages) * self.block_q * head_dim
-        keys = 2 * self.block_kv * head_dim + self.ds_stages * self.block_kv * self.block_q
+        keys = 2 * self.kv_stages * self.block_kv * head_dim
+        keys += self.ds_stages * self.block_kv * self.block_q
         rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
         side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
         if self.sums_bias:
@@ -175,13 +189,16 @@ MODIFIED = {
 }
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
 # backward_scores.py: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
-# Larger clusters are slower at 64 and 32, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs.
+# Larger clusters are slower, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs at 64 and 32.
+# At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
+# staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,
+# 1.02 and 0.97, with turns 0.96.
 # Alternating warpgroups that hand over late are 1.03 of those that meet at 64; at 32 they are 0.96,
 # with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials:
 # 0.98, 0.97 and 0.96 at 64 (T = 1024, 2048 and 4096).
 BIASED = {
-    16: FusedBlocks(block_q=128, mask_all=True, bias_cluster=4),
-    32: FusedBlocks(block_q=128, mask_all=True, bias_cluster=2),
+    16: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
+    32: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
     64: FusedBlocks(
         stages=3,
         do_stages=3,
@@ -215,12 +232,11 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
     spec = problem.spec
     first = _table(problem)[problem.head_dim]
-    sizes = (size for size in (*CLUSTERS[::-1], 1) if size <= first.bias_cluster)
-    cluster = next(size for size in sizes if may_sum_bias(problem, size))
-    first = dataclasses.replace(first, bias_cluster=cluster)
+    if not may_sum_bias(problem, first.bias_cluster):
+        first = without_sums(first)
     if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
-    alone = dataclasses.replace(_together(first), bias_cluster=1)
+    alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, fewer, SMALLEST)
     fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
@@ -231,7 +247,8 @@ def without_sums(blocks: FusedBlocks) -> FusedBlocks:
     """Those for a call in which nobody asks for the gradient of its bias."""
     if not blocks.sums_bias:
         return blocks
-    return dataclasses.replace(blocks, bias_cluster=1, launches=1, first_alone=False)
+    alone = {"launches": 1, "first_alone": False, "key_launches": 1, "resident": 1, "kv_stages": 1}
+    return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **alone)
 
 
 def _table(problem: Problem) -> dict[int, FusedBlocks]:

@@ -18,9 +18,10 @@ from . import cluster
 from .arrays import BackwardArrays
 from .backward_fused import Fused
 from .fused_bias import gradient_of_bias
-from .fused_blocks import FusedBlocks, pairs_at_once
+from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Results, scratch
-from .fused_launches import Launch, launches_of, origins
+from .fused_launches import Launch, by_heads, launches_of, origins
+from .fused_order import Order
 from .fused_parts import summed
 from .fused_weights import weights_of
 from .zeros import zeros
@@ -81,10 +82,12 @@ class Call:
         """(dq, dk, dv, dbias)."""
         starts = origins(self.problem, self.blocks)
         if len(starts) == 1:
-            found = self.portion(Results(), given)
-            dq, dbias = self.dq(found.dq), gradient_of_bias(self.problem, found.dbias)
+            found, dbias = self.portion(Results(), self.whole_bias, given)
+            dq = self.dq(found.dq)
         else:
             found, dq, dbias = self.portions(starts, given)
+        if dbias is None:
+            dbias = gradient_of_bias(self.problem, found.dbias)
         dk, dv = found.dk, found.dv
         if self.blocks.parts > 1:
             dk, dv = summed(dk, self.like.k), summed(dv, self.like.v)
@@ -93,28 +96,42 @@ class Call:
     def portions(self, starts: list[tuple[int, int]], given: BackwardArrays):
         """(what the last portion left, dq, dbias)."""
         dq = lax.empty((*self.like.q.shape[:3], self.problem.head_dim), self.problem.dtype)
-        found, biases = Results(), []
+        found, dbias = Results(), self.whole_bias
         portion = jax.jit(self.portion)  # all but the first are traced once
         for start in starts:
             # Begins when the gradients of the portion before it are there: sums of one at a time.
-            found, dq, biases = lax.optimization_barrier((found, dq, biases))
+            found, dq, dbias = lax.optimization_barrier((found, dq, dbias))
             origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
-            found = portion(found, given._replace(origin=origin))
+            found, dbias = portion(found, dbias, given._replace(origin=origin))
             place = start[0], 0, start[1] * self.problem.group, 0
             dq = lax.dynamic_update_slice(dq, self.dq(found.dq), place)
             found = found._replace(dq=None)
-            if self.bias_by_heads:
-                biases = [*biases, gradient_of_bias(self.problem, found.dbias)]
-                found = found._replace(dbias=None)
-        if biases:
-            return found, dq, jnp.concatenate(biases, axis=1)
-        return found, dq, gradient_of_bias(self.problem, found.dbias)
+        return found, dq, dbias
 
-    def portion(self, found: Results, given: BackwardArrays) -> Results:
-        """The launches of one portion. `found`: what those before it left."""
+    def portion(self, found: Results, dbias, given: BackwardArrays):
+        """The launches of one portion; `found` and `dbias` with what they add."""
         for each in launches_of(self.problem, self.blocks):
             found = self.launch(each, found, given)
-        return found
+            if self.blocks.key_launches > 1:
+                found, dbias = self.put(found, dbias, given, each.first_block)
+        if found.dbias is not None and dbias is not None:
+            found, dbias = self.put(found, dbias, given, 0)
+        return found, dbias
+
+    def put(self, found: Results, dbias, given: BackwardArrays, first_block: int):
+        """The gradient of some heads and keys of the bias to its place; its sums are done with."""
+        first_key = first_block * self.blocks.block_kv
+        part = gradient_of_bias(self.problem, found.dbias, first_key)
+        head = 0 if given.origin is None else given.origin[1] * self.problem.group
+        dbias = lax.dynamic_update_slice(dbias, part, (0, head, 0, first_key))
+        return lax.optimization_barrier((found._replace(dbias=None), dbias))
+
+    @property
+    def whole_bias(self):
+        """Where gradients of its portions are put; None where all of it is summed at one time."""
+        if self.blocks.key_launches == 1 and not by_heads(self.problem, self.blocks):
+            return None
+        return lax.empty(self.problem.bias_shape, self.problem.bias_dtype)
 
     def launch(self, each: Launch, found: Results, given: BackwardArrays) -> Results:
         """`found` with what this launch adds. What there is not yet, it makes."""
@@ -155,46 +172,21 @@ class Call:
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
-            if self.bias_by_heads:
+            if by_heads(problem, blocks):
                 heads = sums[2]
-            keys = ints.round_up(problem.kv_len, blocks.block_kv)
+            keys = -(-problem.kv_len // blocks.block_kv) // blocks.key_launches * blocks.block_kv
             queries = ints.round_up(problem.q_len, blocks.block_q)
             found["dbias"] = float32((entries, heads, keys, queries))
         return found
 
-    @property
-    def bias_by_heads(self) -> bool:
-        """Sums of one portion's heads at a time, where each has a bias of its own, and a large one.
-
-        At T=1024 with head dim 64 all of them are 3 % of what a backward keeps, for which two more
-        launches a portion do not pay.
-        """
-        if self.blocks.launches == 1 or not self.blocks.sums_bias:
-            return False
-        problem = self.problem
-        whole = launches_of(problem, self.blocks)[0].entries == problem.batch
-        entries, heads = problem.bias_shape[:2]
-        large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
-        return whole and heads > 1 and large
-
     def run(self, each: Launch, kernel, out):
         """The call of Pallas."""
-        size = self.blocks.bias_cluster
-        pairs = pairs_at_once(self.problem, each.pairs, size)
         return launch(
             kernel,
             out=out,
             scratch=scratch(self.problem, self.blocks, self.like, self.interpret),
-            # Some batch entries and heads fastest: CTAs that run together add to different tiles of
-            # dQ (key blocks fastest: 0.94x if causal) and the longest causal walks start first; but
-            # no more than L2 keeps. Of four axes the first two become one, of 65,535 at most.
-            grid={
-                "section": pl.cdiv(each.pairs, pairs),
-                "kv": each.key_blocks,
-                **({"part": self.blocks.parts} if self.blocks.parts > 1 else {}),
-                "pair": pairs // size,
-            },
-            cluster=cluster.axes(size),
+            grid=Order(self.problem, self.blocks, each).grid,
+            cluster=cluster.axes(self.blocks.bias_cluster),
             threads=WARPGROUPS + self.blocks.producer + self.blocks.sums_bias,
             name="flash_pallas_backward_fused",
             interpret=self.interpret,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ class Smem(NamedTuple):
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, D]
-    k: Any  # [block_kv, D]
-    v: Any  # [block_kv, D]
+    k: Any  # [kv_stages, block_kv, D]
+    v: Any  # [kv_stages, block_kv, D]
     ds: Any  # [ds_stages, block_kv, block_q]
     dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
@@ -43,6 +44,7 @@ class Barriers(NamedTuple):
     """mbarriers; those without a count below have one arrival."""
 
     kv_full: Any  # K and V
+    kv_empty: Any  # with turns: each warpgroup, whose dK and dV have been read
     q_full: Any  # Q, lse and what modifiers read
     q_empty: Any  # each warpgroup
     do_full: Any
@@ -68,6 +70,22 @@ class Results(NamedTuple):
     dv: Any = None  # f32[parts, B, S up to whole tiles, K, D]
 
 
+class KeyBlock(NamedTuple):
+    """What a CTA works on."""
+
+    batch: Any
+    kv_head: Any
+    start: Any  # its first key
+    shift: Any  # the walk's: which tile of queries comes first
+
+
+class Turns(NamedTuple):
+    """The key blocks that a CTA takes, one after the other, with as many tiles of queries each."""
+
+    count: Any
+    place: Callable[[Any], KeyBlock]  # of a number
+
+
 @dataclasses.dataclass(frozen=True)
 class Cta:
     """The refs and the place of one CTA, as one of its warpgroups sees them."""
@@ -79,17 +97,52 @@ class Cta:
     bars: Barriers
     q: Ring
     do: Ring
-    batch: Any
-    kv_head: Any
-    kv_start: Any
+    kv: Ring
+    keys: KeyBlock
     walk: QueryWalk
     wg: Any
+    turns: Turns | None = None  # where it takes several key blocks
+    turn: Any = 0
+
+    def visit(self, key_block: Callable[[Cta], None]):
+        """Call it for every key block of this CTA, with this record as it is there."""
+        if (turns := self.turns) is None:
+            key_block(self)
+        else:
+            pl.loop(jnp.int32(0), turns.count)(lambda turn: key_block(self.at(turns, turn)))
+
+    def at(self, turns: Turns, turn) -> Cta:
+        """In one of its turns. Rings go on, tiles are counted anew."""
+        keys = turns.place(turn)
+        walk = dataclasses.replace(self.walk, shift=keys.shift)
+        here = dataclasses.replace(self, turn=turn, keys=keys, walk=walk)
+        rings = {name: getattr(self, name)._replace(before=here.before) for name in ("q", "do")}
+        return dataclasses.replace(here, **rings)
+
+    @property
+    def before(self):
+        """Tiles of the key blocks before this one."""
+        return 0 if self.turns is None else self.turn * self.walk.total
+
+    @property
+    def tiles(self):
+        """Of all its key blocks."""
+        return self.walk.total if self.turns is None else self.turns.count * self.walk.total
+
+    def count(self, n):
+        """Which of all tiles the n-th of this key block is."""
+        return n if self.turns is None else n + self.before
+
+    @property
+    def kv_slot(self):
+        """Where K and V lie."""
+        return self.kv.slot(self.turn)
 
     @property
     def sums(self) -> Ring:
         """The slots of dS as those see them who add up dS of a cluster."""
-        bars = self.bars
-        return Ring(bars.summed_full, bars.summed_empty, self.smem.ds.shape[0])
+        bars, slots = self.bars, self.smem.ds.shape[0]
+        return Ring(bars.summed_full, bars.summed_empty, slots, before=self.before)
 
     def anew(self) -> Cta:
         """With a warpgroup index from which nothing is hoisted.
@@ -102,16 +155,16 @@ class Cta:
     def query_tile(self, n, block_q: int):
         """(query head, rows) of the n-th tile of the walk."""
         head, block = self.walk[n]
-        return self.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
+        return self.keys.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
 
     def place(self, n, kv_start, rows: int, block_q: int) -> Place:
         """Of the n-th tile of the walk against some keys."""
         head, queries = self.query_tile(n, block_q)
-        return Place(self.batch, head, kv_start, queries.start, rows, block_q)
+        return Place(self.keys.batch, head, kv_start, queries.start, rows, block_q)
 
     def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
         """Where a warpgroup's part of a dQ tile, a `query_tile`, lies in the buffer."""
-        (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.batch
+        (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.keys.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.walk.group
         if blocks.dq_by_rows:
@@ -145,8 +198,8 @@ def scratch(
     smem = Smem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
-        k=tile_buffer((block_kv, head_dim), dtype, of_k),
-        v=tile_buffer((block_kv, head_dim), dtype, of_v),
+        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
+        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
         dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
@@ -158,7 +211,12 @@ def scratch(
     of_cluster = functools.partial(cluster.empty_barrier, blocks.bias_cluster)
     sums = blocks.sums_bias
     bars = Barriers(
-        kv_full=bar(num_arrivals=2),
+        kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
+        kv_empty=(
+            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
+            if blocks.takes_turns
+            else None
+        ),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
         q_empty=cluster.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),

@@ -47,13 +47,17 @@ class Finish(abc.ABC):
         ds = cta.smem.ds.at[ds_slot]
         if self.blocks.dq_by_rows:
             ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * part[0], part[0])]
-            return ds.transpose((1, 0)), cta.smem.k
-        return ds.transpose((1, 0)), cta.smem.k.at[:, pl.ds(cta.wg * part[1], part[1])]
+            return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot]
+        columns = pl.ds(cta.wg * part[1], part[1])
+        return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot, :, columns]
 
-    def await_dq(self, cta: Cta, n):
-        """Wait until this warpgroup's shared memory of dQ may be overwritten by the n-th tile's."""
+    def await_dq(self, cta: Cta, handed):
+        """Wait until this warpgroup's shared memory of dQ may be overwritten.
+
+        `handed`: positive where what lies there has been handed over.
+        """
         if self.blocks.producer:
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+            pl.when(handed > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -102,7 +106,7 @@ class Together(Finish):
 
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """dV, dQ and dK of the n-th tile."""
-        ds_slot = ints.remainder(n, self.blocks.ds_stages)
+        ds_slot = ints.remainder(cta.count(n), self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
             cta.meet()  # both have read the previous dS
         self.await_sums(cta, n)
@@ -114,10 +118,12 @@ class Together(Finish):
 
         def products(dq_acc):
             plgpu.wgmma(dq_acc, *self.dq_operands(cta, ds_slot))  # (5) dQ = dS K
+            if self.blocks.takes_turns:
+                inline.use_zero(self.interpret)
             plgpu.wgmma_wait(1)
             cta.do.release(n)
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            self.await_dq(cta, n)
+            self.await_dq(cta, cta.count(n))
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
         cta.smem.dq[cta.wg] = pl.run_scoped(products, self.dq_accumulator)
@@ -152,7 +158,7 @@ class Alternating(Finish):
 
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
         """dQ, dV and dK of the n-th tile; dQ of warpgroup 0 is that of the tile before."""
-        slot = self.slot(n)
+        slot = self.slot(cta, n)
         self.await_sums(cta, n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
@@ -161,14 +167,20 @@ class Alternating(Finish):
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, self.interpret)
         self.await_turn(cta)
-        of_dq = self.of_dq(cta, n)
+        of_dq = handed = self.of_dq(cta, n)
+        if cta.turns is not None:  # what lies there in the first turn is of the key block before
+            handed = lax.select(n == 0, cta.before, handed)
 
         def products(dq_acc):
-            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(of_dq)]))
-            plgpu.wgmma(dq_acc, *self.dq_operands(cta.anew(), self.slot(of_dq)))  # (5) dQ = dS K
+            pl.when(of_dq >= 0)(
+                lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(cta, of_dq)])
+            )
+            plgpu.wgmma(
+                dq_acc, *self.dq_operands(cta.anew(), self.slot(cta, of_dq))
+            )  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            self.await_dq(cta, of_dq)
+            self.await_dq(cta, handed)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
 
         # Stored in the first turn too, though nobody is told: a branch around registers that
@@ -215,14 +227,16 @@ class Alternating(Finish):
     def last_dq(self, cta: Cta, dq_acc):
         """This warpgroup's part of the last dQ, once both have written dS."""
         last = cta.walk.total - 1
-        plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(last)])
-        plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(last)))
+        plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(cta, last)])
+        plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(cta, last)))
         self.await_dq(cta, last)
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-    def slot(self, n):
+    def slot(self, cta: Cta, n):
         """Where dS of the n-th tile lies; n may be -1."""
-        return lax.rem(jnp.int32(n + self.blocks.ds_stages), jnp.int32(self.blocks.ds_stages))
+        return lax.rem(
+            jnp.int32(cta.count(n) + self.blocks.ds_stages), jnp.int32(self.blocks.ds_stages)
+        )
 
     # The interpreter has no named barriers; mbarriers take their place there. With them the kernel
     # would be 1 to 14 % slower on H200.

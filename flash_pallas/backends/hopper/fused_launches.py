@@ -2,7 +2,8 @@
 
 One launch takes all, where nothing else is said. Several, one after the other, each for an equal
 portion of the pairs, need float32 sums of dQ, and of a bias's gradient, for one portion at a time.
-A launch that ends leaves multiprocessors idle for as long as a CTA and more takes.
+A launch that ends leaves multiprocessors idle for as long as a CTA and more takes. Portions of the
+keys, within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
 
 Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
 next adds to them, so that nothing clears them.
@@ -15,6 +16,7 @@ import dataclasses
 from ...core import bounds
 from ...core.problem import Problem
 from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
+from .memory import MOST_SMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,8 @@ def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
     sizes = entries, pairs // entries
     key_blocks = -(-problem.kv_len // blocks.block_kv)
     if not blocks.first_alone:
-        return (Launch(*sizes, 0, key_blocks),)
+        each = key_blocks // blocks.key_launches
+        return tuple(Launch(*sizes, first, each) for first in range(0, key_blocks, each))
     return Launch(*sizes, 0, 1, adds=False), Launch(*sizes, 1, key_blocks - 1)
 
 
@@ -65,7 +68,40 @@ def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
         return False
     whole = pairs % problem.batch == 0 or problem.batch % pairs == 0
     several = blocks.launches > 1 or blocks.first_alone
-    return whole and not (several and blocks.parts > 1)
+    return whole and not (several and blocks.parts > 1) and may_launch_keys(problem, blocks)
+
+
+def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Portions of the keys are for sums of the gradient of a bias, whose heads a launch owns."""
+    if blocks.key_launches == 1:
+        return True
+    if not blocks.sums_bias or blocks.first_alone:
+        return False
+    owned = blocks.launches == 1 or by_heads(problem, blocks)
+    return owned and -(-problem.kv_len // blocks.block_kv) % blocks.key_launches == 0
+
+
+def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Sums of one portion's heads at a time, where each has a bias of its own, and a large one.
+
+    At T=1024 with head dim 64 all of them are 3 % of what a backward keeps, for which two more
+    launches a portion do not pay.
+    """
+    if blocks.launches == 1 or not blocks.sums_bias:
+        return False
+    whole = problem.batch * problem.kv_heads // blocks.launches >= problem.batch
+    entries, heads = problem.bias_shape[:2]
+    large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
+    return whole and heads > 1 and (large or blocks.key_launches > 1)
+
+
+def may_take_turns(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Every key block has the same walk, with nothing that arrays say, and one loop."""
+    if not blocks.takes_turns:
+        return blocks.kv_stages == 1
+    alike = problem.spec.mask.is_trivial and not problem.traced_offset
+    plain = blocks.producer and blocks.parts == 1 and blocks.mask_all
+    return alike and plain and not bounds.is_dynamic(problem)
 
 
 def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -88,17 +124,26 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     if not may_sum_bias(problem, blocks.bias_cluster):
         blocks = without_sums(blocks)
     if not may_launch(problem, blocks):
-        return dataclasses.replace(blocks, launches=1, first_alone=False)
+        return dataclasses.replace(blocks, launches=1, first_alone=False, key_launches=1)
     return blocks
 
 
-# Portions of a call that sums the gradient of a bias: at most so many, from so many keys on by head
-# dim, of so many rounds of CTAs each. H200, B = 128, 4 heads, four portions against one, speed and,
-# in parentheses, what gradients in one program keep: head dim 64 T=2048 0.96 (0.85), 4096 1.00
-# (0.79); 32 T=2048 0.92 (0.79), 4096 0.95 (0.79); 16 T=4096 0.95 (0.91). T=1024: 0.90 to 0.98, and
-# 0.91 at 16 T=2048.
-MOST_PORTIONS, LEAST_ROUNDS = 4, 15
-LEAST_KEYS = {16: 4096, 32: 2048, 64: 2048}
+# What of a call that sums the gradient of a bias is launched by itself: portions of the heads, and
+# of the keys within each, so many that sums of the bias take at most a share of Q's bytes. From so
+# many keys on, where each launch has so many rounds of CTAs. H200, B = 128, 4 heads: gradients in
+# one program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to 2.58. Speed
+# relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64, 0.97, 0.93 and
+# 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512.
+MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
+SHARE_OF_Q = 4
+
+# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias take key blocks in
+# turns, with so many slots for K and V, where each has so many of them. H200, B = 128, 4 heads,
+# against one key block a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06
+# (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at
+# 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
+TURNS = {16: (4096, 1), 64: (2048, 2)}
+LEAST_TURNS = 7
 
 # Keys for which the first blocks are launched alone without a mask: at head dim 128, and with the
 # sums of a bias at 64. H200: 16 heads, B=16, T=1024 1.02 and 1.04, B=8, T=2048 1.025, 32 heads for
@@ -116,14 +161,51 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
         num_sms: multiprocessors, each of which holds one CTA.
     """
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
-    if blocks.sums_bias and problem.kv_len >= LEAST_KEYS[problem.head_dim]:
-        most = min(MOST_PORTIONS, ctas // (LEAST_ROUNDS * num_sms))
-        for portions in range(most, 1, -1):
-            several = dataclasses.replace(blocks, launches=portions)
-            if problem.kv_heads % portions == 0 and may_launch(problem, several):
-                return several
+    if blocks.sums_bias:
+        several = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
+        several = _turns(problem, several, ctas, num_sms)
+        if several != blocks:
+            return several
     alone = dataclasses.replace(blocks, first_alone=True)
     return alone if _alone_pays(problem, alone, ctas, num_sms) else blocks
+
+
+def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
+    """At most so many launches."""
+    if problem.kv_len < LEAST_KEYS:
+        return blocks
+    for heads in range(min(most, MOST_PORTIONS), 1, -1):
+        several = dataclasses.replace(blocks, launches=heads)
+        if problem.kv_heads % heads == 0 and may_launch(problem, several):
+            return _portions_of_keys(problem, several, most // heads)
+    return blocks
+
+
+def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
+    """As few as keep sums of a bias small; else as many as there may be."""
+    of_q = problem.batch * problem.q_heads * problem.head_dim  # elements of a query, as f32 of sums
+    best = blocks
+    for portions in range(1, most + 1):
+        several = dataclasses.replace(blocks, key_launches=portions)
+        if may_launch(problem, several):
+            best = several
+            if 2 * SHARE_OF_Q * problem.kv_len <= portions * of_q:
+                break
+    return best
+
+
+def _turns(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> FusedBlocks:
+    most_keys, slots = TURNS.get(problem.head_dim, (0, 1))
+    if problem.kv_len > most_keys or blocks.bias_cluster != 2:
+        return blocks
+    # Multiprocessors come in pairs. Of clusters of four, 30 fit on 132.
+    resident = num_sms // blocks.bias_cluster
+    each = ctas // (blocks.bias_cluster * blocks.launches * blocks.key_launches)
+    if resident == 1 or each < LEAST_TURNS * resident:
+        return blocks
+    several = dataclasses.replace(blocks, resident=resident, kv_stages=slots)
+    fits = several.smem_bytes(problem) <= MOST_SMEM
+    return several if fits and may_take_turns(problem, several) else blocks
 
 
 def _alone_pays(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> bool:

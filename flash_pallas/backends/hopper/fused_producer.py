@@ -40,7 +40,16 @@ class Producer:
             pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
 
     def load(self, cta: Cta):
+        """Everything that is read."""
+        cta.visit(self.load_walk)
+        cta.q.drain(cta.tiles)
+        cta.do.drain(cta.tiles)
+        if cta.turns is not None:
+            cta.kv.drain(cta.turns.count)
+
+    def load_walk(self, cta: Cta):
         """K and V once, then Q, lse, dO and delta of every query tile."""
+        cta.kv.wait_empty(cta.turn)
         self.load_kv(cta)
 
         @pl.loop(jnp.int32(0), cta.walk.total)
@@ -49,17 +58,16 @@ class Producer:
             self.load_q(cta, n, place)
             self.load_do(cta, n, place)
 
-        cta.q.drain(cta.walk.total)
-        cta.do.drain(cta.walk.total)
-
     def load_kv(self, cta: Cta):
-        """K and V of this CTA."""
-        keys = (cta.batch, pl.ds(cta.kv_start, self.blocks.block_kv), cta.kv_head)
-        block = lax.div(cta.kv_start, jnp.int32(self.blocks.block_kv))
+        """K and V of this key block."""
+        slot = cta.kv_slot
+        keys = (cta.keys.batch, pl.ds(cta.keys.start, self.blocks.block_kv), cta.keys.kv_head)
+        block = lax.div(cta.keys.start, jnp.int32(self.blocks.block_kv))
         load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
         at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
-        load_k(at(cta.gmem.k, keys), cta.smem.k, cta.bars.kv_full, cta.batch, block)
-        load_v(at(cta.gmem.v, keys), cta.smem.v, cta.bars.kv_full, cta.batch, block)
+        k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.bars.kv_full.at[slot]
+        load_k(at(cta.gmem.k, keys), k, full, cta.keys.batch, block)
+        load_v(at(cta.gmem.v, keys), v, full, cta.keys.batch, block)
 
     def place(self, cta: Cta, n):
         """(query head, rows, block of queries) of the n-th tile."""
@@ -70,15 +78,15 @@ class Producer:
         """Q of the n-th tile, which has this place, and what travels with it."""
         head, rows, block = place
         load, slot = self.loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
-        source = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.k)
+        source = rows_of(cta.gmem.q, (cta.keys.batch, rows, head), cta.smem.k)
         full = cta.bars.q_full.at[slot]
         cta.q.wait_empty(n)
-        load(source, cta.smem.q.at[slot], full, cta.batch, block)
-        lse = cta.gmem.lse_log2.at[cta.batch, head, rows]
+        load(source, cta.smem.q.at[slot], full, cta.keys.batch, block)
+        lse = cta.gmem.lse_log2.at[cta.keys.batch, head, rows]
         plgpu.copy_gmem_to_smem(lse, cta.smem.lse.at[slot], full)
         side = SideInputs(self.problem, q_axis=1)
         if side.copies:
-            where = cta.place(n, cta.kv_start, self.blocks.block_kv, self.blocks.block_q)
+            where = cta.place(n, cta.keys.start, self.blocks.block_kv, self.blocks.block_q)
             shared = cluster.multicast(self.blocks.bias_cluster)
             side.load(cta.gmem.side, cta.smem.side, slot, full, where, shared)
 
@@ -86,11 +94,11 @@ class Producer:
         """dO and delta of the n-th tile, which has this place."""
         head, rows, block = place
         load, slot = self.loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
-        source = rows_of(cta.gmem.do, (cta.batch, rows, head), cta.smem.k)
+        source = rows_of(cta.gmem.do, (cta.keys.batch, rows, head), cta.smem.k)
         cta.do.wait_empty(n)
         full = cta.bars.do_full.at[slot]
-        load(source, cta.smem.do.at[slot], full, cta.batch, block)
-        delta = cta.gmem.delta.at[cta.batch, head, rows]
+        load(source, cta.smem.do.at[slot], full, cta.keys.batch, block)
+        delta = cta.gmem.delta.at[cta.keys.batch, head, rows]
         plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.bars.delta_full.at[slot])
 
     def loaders(self, cta: Cta, padding: Padding | None) -> list[Loader]:
@@ -102,6 +110,11 @@ class Producer:
 
     def store_dq(self, cta: Cta):
         """Add each warpgroup's part of every dQ tile to the float32 buffer."""
+        cta.visit(self.store_walk)
+        plgpu.wait_smem_to_gmem(0)
+
+    def store_walk(self, cta: Cta):
+        """Those of one key block."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
@@ -116,8 +129,6 @@ class Producer:
                 self.give_back(cta, n, 0, 1)
                 self.give_back(cta, n, 1, 0)
 
-        plgpu.wait_smem_to_gmem(0)
-
     def add_dq(self, cta: Cta, tile, wg: int):
         """Start to add a warpgroup's part of a dQ tile."""
         plgpu.barrier_wait(cta.bars.dq_full.at[wg])
@@ -127,7 +138,8 @@ class Producer:
     def give_back(self, cta: Cta, n, wg: int, in_flight: int):
         """Shared memory of dQ, once at most so many of the adds are still reading theirs."""
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-        pl.when(n + 1 < cta.walk.total)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
+        more = cta.count(n) + 1 < cta.tiles
+        pl.when(more)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,15 @@ class Ring(NamedTuple):
     empty: Any
     slots: int
     refill: Any = None  # called with the use that a released slot is free for
+    before: Any = 0  # uses before the one that is counted as number 0
+
+    def use(self, n):
+        """Which of all uses the n-th is."""
+        return n if ints.is_static(self.before) and self.before == 0 else n + self.before
 
     def slot(self, n):
         """The slot of the n-th use."""
-        return ints.remainder(n, self.slots)
+        return ints.remainder(self.use(n), self.slots)
 
     def wait_full(self, n):
         """Consumer: until the n-th fill has arrived."""
@@ -41,7 +46,8 @@ class Ring(NamedTuple):
 
     def wait_empty(self, n):
         """Producer: until the slot of the n-th fill may be overwritten."""
-        pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.empty.at[self.slot(n)]))
+        later = self.use(n) >= self.slots
+        pl.when(later)(lambda: plgpu.barrier_wait(self.empty.at[self.slot(n)]))
 
     def drain(self, uses):
         """Producer, at the end: observe the releases that no later fill waited for."""

@@ -1,0 +1,100 @@
+"""Which key blocks of which pairs the CTAs of the fused backward take, in which order.
+
+Some pairs of a batch entry and a head are worked on at one time, a section of them: CTAs that run
+together add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest causal
+walks start first, and no more is in use than L2 keeps.
+
+Where a CTA takes one key block, it waits for K and V before its first tile, and after its last for
+copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
+`FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and a cluster
+takes every so many-th entry of this order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...core.problem import Problem
+from . import cluster
+from .arrays import BackwardArrays
+from .fused_blocks import FusedBlocks, pairs_at_once
+from .fused_cta import KeyBlock, Turns
+from .fused_launches import Launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Of the clusters of one launch; a CTA that is in none is one of its own."""
+
+    problem: Problem
+    blocks: FusedBlocks
+    launch: Launch
+
+    @property
+    def at_once(self) -> int:
+        """Pairs of a section."""
+        return pairs_at_once(self.problem, self.launch.pairs, self.blocks.bias_cluster)
+
+    @property
+    def clusters(self) -> int:
+        """That take turns: none has two more than another."""
+        turns = -(-self.total // self.blocks.resident)
+        return -(-self.total // turns)
+
+    @property
+    def total(self) -> int:
+        """Key blocks of clusters."""
+        return self.launch.pairs // self.blocks.bias_cluster * self.launch.key_blocks
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Of a launch, in clusters."""
+        blocks, sections = self.blocks, -(-self.launch.pairs // self.at_once)
+        if blocks.takes_turns:
+            return {"first": self.clusters}
+        # Of four axes the first two become one, of 65,535 at most.
+        return {
+            "section": sections,
+            "kv": self.launch.key_blocks,
+            **({"part": blocks.parts} if blocks.parts > 1 else {}),
+            "pair": self.at_once // blocks.bias_cluster,
+        }
+
+    def turns(self, gmem: BackwardArrays) -> Turns:
+        """Of this CTA."""
+        first, step = lax.axis_index("first"), jnp.int32(self.clusters)
+        count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
+        return Turns(count, lambda turn: self.place(gmem, first + turn * step))
+
+    def place(self, gmem: BackwardArrays, n) -> KeyBlock:
+        """Of this CTA of the n-th cluster."""
+        size, whole = self.blocks.bias_cluster, self.launch.pairs // self.blocks.bias_cluster
+        at_once, key_blocks = jnp.int32(self.at_once // size), jnp.int32(self.launch.key_blocks)
+        start = lax.div(n, at_once * key_blocks) * at_once  # of its section, in clusters
+        within = n - start * key_blocks
+        wide = lax.min(at_once, jnp.int32(whole) - start)
+        pair = (start + lax.rem(within, wide)) * size + cluster.rank(size)
+        block = lax.div(within, wide) + self.launch.first_block
+        return self.key_block(gmem, pair, block)
+
+    def key_block(self, gmem: BackwardArrays, pair, block) -> KeyBlock:
+        """Of a pair of this launch and a block of all keys."""
+        entries = jnp.int32(self.launch.entries)
+        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
+        if gmem.origin is not None:
+            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
+        return KeyBlock(batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block))
+
+    def shift(self, batch, block):
+        """CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
+
+        Those of a cluster start at the same: they load a bias together.
+        """
+        if not self.blocks.stagger:
+            return 0
+        if self.blocks.sums_bias:
+            return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
+        return block
