@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.problem import Problem
 from ...core.tile import Limits
-from ..mosaic import inline
+from ..mosaic import inline, registers
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
 from . import cluster
@@ -265,7 +265,7 @@ class Fused:
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
             if self.blocks.takes_turns:
-                inline.use_zero(self.interpret)
+                registers.use_zero(self.interpret)
             self.finish.scores_issued(cta, n)
             return self.late(cta, n, tile, early(s_acc, 1), dp_acc)
 

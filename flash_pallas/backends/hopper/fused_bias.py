@@ -19,6 +19,7 @@ of its own batch entry, with the same barriers, whose races are found.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +33,7 @@ from .fused_cta import Cta
 from .side_inputs import SideInputs
 
 
-def gradient_of_bias(problem: Problem, sums, first_key: int = 0):
+def gradient_of_bias(problem: Problem, sums, first_key: int = 0) -> Any:
     """In the shape of the bias, or of some heads and keys, and in its dtype; None without sums.
 
     `sums`: f32[Bb, Nb, S, T], up to whole tiles, of the keys from the first on.

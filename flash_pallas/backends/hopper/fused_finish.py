@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from ..mosaic import inline
+from ..mosaic import inline, registers
 from . import cluster
 from .fused_blocks import FusedBlocks
 from .fused_cta import WARPGROUPS, Cta
@@ -119,7 +119,7 @@ class Together(Finish):
         def products(dq_acc):
             plgpu.wgmma(dq_acc, *self.dq_operands(cta, ds_slot))  # (5) dQ = dS K
             if self.blocks.takes_turns:
-                inline.use_zero(self.interpret)
+                registers.use_zero(self.interpret)
             plgpu.wgmma_wait(1)
             cta.do.release(n)
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q

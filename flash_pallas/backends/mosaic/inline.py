@@ -277,23 +277,6 @@ def settle(tile, positive, interpret: bool):
         run(tile, jnp.int32(positive))
 
 
-def _use_zero_body(_):
-    zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get_f32(0.0))
-    nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, [zero], "// zero $0", "f", has_side_effects=True)
-
-
-def use_zero(interpret: bool):
-    """A register holds 0.0 up to here.
-
-    LLVM gives the register that accumulators get their zeros from to the last of them. ptxas waits
-    for the product before, where that one's is in flight (C7517): in a loop in a loop, out of which
-    LLVM does not take the constant. With a use after the last one's first product, it does not.
-    """
-    if not interpret:
-        plgpu.inline_mgpu()(_use_zero_body)()
-
-
 def _named_barrier_body(operation, threads, _, barrier):
     mgpu.utils.inline_ptx(f"bar.{operation} $0, {threads};", splat(barrier), has_side_effects=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -99,3 +100,20 @@ def assembly(result_type, code: str, *operands):
     letter = lambda t: "f" if isinstance(t, ir.F32Type) else "r"
     constraints = ",".join([f"={letter(result_type)}", *(letter(x.type) for x in operands)])
     return llvm.inline_asm(result_type, list(operands), code, constraints, has_side_effects=False)
+
+
+def _use_zero_body(_):
+    zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get_f32(0.0))
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [zero], "// zero $0", "f", has_side_effects=True)
+
+
+def use_zero(interpret: bool):
+    """A register holds 0.0 up to here.
+
+    LLVM gives the register that accumulators get their zeros from to the last of them. ptxas waits
+    for the product before, where that one's is in flight (C7517): in a loop in a loop, out of which
+    LLVM does not take the constant. With a use after the last one's first product, it does not.
+    """
+    if not interpret:
+        plgpu.inline_mgpu()(_use_zero_body)()
