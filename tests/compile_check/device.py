@@ -214,7 +214,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 _architectures: set[str] = set()  # that this process has compiled for: one at most
 
 
-def compile_for(target: Target, function: Callable, *arguments: Any) -> None:
+def compile_for(target: Target, function: Callable, *arguments: Any) -> Any:
     """Compiles `function` for one GPU of this kind.
 
     Lowering asks jax.extend.backend.get_default_device() which compute capability it writes for
@@ -226,6 +226,9 @@ def compile_for(target: Target, function: Callable, *arguments: Any) -> None:
         target: one of TARGETS.
         function: what users would jit.
         *arguments: pytrees of jax.ShapeDtypeStruct.
+
+    Returns:
+        What XLA made, a jax.stages.Compiled that nothing here can run.
 
     Raises:
         RuntimeError: this process has compiled for another architecture. jaxlib keeps the first
@@ -250,4 +253,4 @@ def compile_for(target: Target, function: Callable, *arguments: Any) -> None:
     there = NamedSharding(mesh, PartitionSpec())
     place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there)
     with jax.default_device(device), artificial_shared_memory_limit(target.smem):
-        jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+        return jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
