@@ -135,8 +135,8 @@ def _refused(blocks: FusedBlocks, size) -> str | None:
     if not may_take_turns(size, blocks):
         return (
             "CTAs that take several key blocks ('resident' and 'kv_stages') need a producer "
-            "warpgroup, 'mask_all' and no 'stagger' or 'parts', and the same walk for every key "
-            "block: no mask and no arrays that decide it; pass 'resident': 1 and 'kv_stages': 1"
+            "warpgroup, 'mask_all', no 'parts' and the same walk for every key block: no mask and "
+            "no arrays that decide it; pass 'resident': 1 and 'kv_stages': 1"
         )
     if blocks.first_alone and not may_write(size, blocks):
         return (

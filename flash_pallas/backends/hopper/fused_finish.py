@@ -172,12 +172,9 @@ class Alternating(Finish):
             handed = lax.select(n == 0, cta.before, handed)
 
         def products(dq_acc):
-            pl.when(of_dq >= 0)(
-                lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(cta, of_dq)])
-            )
-            plgpu.wgmma(
-                dq_acc, *self.dq_operands(cta.anew(), self.slot(cta, of_dq))
-            )  # (5) dQ = dS K
+            written = lambda: self.slot(cta, of_dq)
+            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[written()]))
+            plgpu.wgmma(dq_acc, *self.dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
             self.await_dq(cta, handed)
@@ -234,9 +231,8 @@ class Alternating(Finish):
 
     def slot(self, cta: Cta, n):
         """Where dS of the n-th tile lies; n may be -1."""
-        return lax.rem(
-            jnp.int32(cta.count(n) + self.blocks.ds_stages), jnp.int32(self.blocks.ds_stages)
-        )
+        slots = self.blocks.ds_stages
+        return lax.rem(jnp.int32(cta.count(n) + slots), jnp.int32(slots))
 
     # The interpreter has no named barriers; mbarriers take their place there. With them the kernel
     # would be 1 to 14 % slower on H200.

@@ -183,13 +183,16 @@ def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
 
 def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
     """As few as keep sums of a bias small; else as many as there may be."""
-    of_q = problem.batch * problem.q_heads * problem.head_dim  # elements of a query, as f32 of sums
+    of_q = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
+    sums = (
+        problem.bias_shape[0] * problem.q_heads // blocks.launches * problem.kv_len
+    )  # twice as wide
     best = blocks
     for portions in range(1, most + 1):
         several = dataclasses.replace(blocks, key_launches=portions)
         if may_launch(problem, several):
             best = several
-            if 2 * SHARE_OF_Q * problem.kv_len <= portions * of_q:
+            if 2 * SHARE_OF_Q * sums <= portions * of_q:
                 break
     return best
 
