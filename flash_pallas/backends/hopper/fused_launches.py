@@ -130,10 +130,11 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
 
 # What of a call that sums the gradient of a bias is launched by itself: portions of the heads, and
 # of the keys within each, so many that sums of the bias take at most a share of Q's bytes. From so
-# many keys on, where each launch has so many rounds of CTAs. H200, B = 128, 4 heads: gradients in
-# one program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to 2.58. Speed
-# relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64, 0.97, 0.93 and
-# 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512.
+# many keys on, where each of four launches has so many rounds of CTAs. H200, B = 128, 4 heads:
+# gradients in one program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to
+# 2.58. Speed relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64,
+# 0.97, 0.93 and 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512. Two launches of
+# as many rounds 0.96, 0.93 and 1.01 (B = 16, 16 heads, T=1024): not taken.
 MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
 SHARE_OF_Q = 4
 
@@ -172,9 +173,9 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
 
 def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
     """At most so many launches."""
-    if problem.kv_len < LEAST_KEYS:
+    if problem.kv_len < LEAST_KEYS or most < MOST_PORTIONS:
         return blocks
-    for heads in range(min(most, MOST_PORTIONS), 1, -1):
+    for heads in range(MOST_PORTIONS, 1, -1):
         several = dataclasses.replace(blocks, launches=heads)
         if problem.kv_heads % heads == 0 and may_launch(problem, several):
             return _portions_of_keys(problem, several, most // heads)
