@@ -73,7 +73,16 @@ def _fused(batch: int, head_dim: int, shape=(1, 1, 256, 256), override=None, **g
 
 @pytest.mark.parametrize(
     ("batch", "head_dim", "cluster"),
-    [(128, 16, 4), (6, 16, 2), (128, 32, 2), (128, 64, 2), (3, 64, 1), (1, 32, 1), (8, 128, 1)],
+    [
+        (128, 16, 2),
+        (6, 16, 2),
+        (7, 16, 1),
+        (128, 32, 2),
+        (128, 64, 2),
+        (3, 64, 1),
+        (1, 32, 1),
+        (8, 128, 1),
+    ],
 )
 def test_clusters_of_entries_that_share_a_bias(batch, head_dim, cluster):
     assert _fused(batch, head_dim).bias_cluster == cluster
