@@ -222,7 +222,7 @@ FUSED_BLOCKS = (
         _several_tiles("key_launches_bias_32", N=1, B=4, H=32, T=130, S=500, bias="11TS"),
         {"key_launches": 2},
     ),
-    # Five key blocks for two or three CTAs, or for two clusters.
+    # More key blocks than CTAs, or clusters, which are two or three.
     (_several_tiles("turns", T=130, S=520, B=2), {"resident": 3, "stagger": True}),
     (
         _several_tiles("turns_meeting", T=70, S=300, N=1, B=2, sinks=True),

@@ -71,7 +71,7 @@ def test_portions_of_keys_where_sums_of_the_bias_would_be_large():
     assert [portions(128, length, (4, 4), 16) for length in (1024, 2048, 4096)] == [1, 2, 4]
     assert [portions(128, length, (4, 4), 32) for length in (2048, 4096)] == [1, 2]
     assert portions(128, 4096, (4, 4), 64) == 1
-    assert portions(8, 8192, (4, 4), 16) == 1  # of 62 rounds four heads have 15 each: too few
+    assert portions(32, 8192, (4, 4), 16) == 2  # of 62 rounds each head has 15, for two launches
 
 
 def test_turns_where_each_cta_has_several():
@@ -82,7 +82,7 @@ def test_turns_where_each_cta_has_several():
     assert (found.resident, found.kv_stages, found.stagger) == (66, 1, True)
     assert not turns(128, 4096, (4, 4), 64, biased=True).takes_turns
     assert not turns(128, 2048, (4, 4), 32, biased=True).takes_turns
-    assert not turns(16, 1024, (4, 4), 64, biased=True).takes_turns  # two rounds and a half
+    assert not turns(16, 1024, (4, 4), 64, biased=True).takes_turns  # four rounds
     assert not turns(16, 1024, HEADS, 64).takes_turns
 
 
