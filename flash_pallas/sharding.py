@@ -181,14 +181,21 @@ class Shards:
         return record._replace(**{name: one(name) for name in record._fields})
 
     def spec(self, name: str, shape) -> PartitionSpec:
-        """Of an array of PLACES."""
+        """The PartitionSpec of an array of PLACES."""
+        return PartitionSpec(*(axes or None for axes in self._cuts(name, shape)))
+
+    def _cuts(self, name: str, shape) -> list[tuple[str, ...]]:
+        """The mesh axes that cut each axis of an array of PLACES.
+
+        A PartitionSpec does not serve here: it stores a single name as a string, not as a tuple.
+        """
         entries, members = self.counts
         cut = {"b": self.batch, "n": self.heads}
         if len(shape) == 4:
             cut["k"] = self.heads if shape[2] % members == 0 else ()
             cut["B"] = self.batch if shape[0] % entries == 0 else ()
             cut["N"] = self.heads if shape[1] % members == 0 else ()
-        return PartitionSpec(*(cut.get(place) or None for place in PLACES[name]))
+        return [cut.get(place, ()) for place in PLACES[name]]
 
     def selected(self, mine: Operands) -> Operands:
         """One shard's operands, with those entries alone that it reads of what is not cut."""
@@ -223,7 +230,7 @@ class Shards:
 
     def _sum(self, name: str, x, grad):
         """The gradient of x, over all shards that read it; in float32, as kernels sum."""
-        cut = {a for axes in self.spec(name, getattr(self.whole, name).shape) for a in axes or ()}
+        cut = {a for axes in self._cuts(name, getattr(self.whole, name).shape) for a in axes}
         shared = tuple(a for a in self.batch + self.heads if a not in cut)
         if not shared:
             return grad

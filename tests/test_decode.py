@@ -216,8 +216,8 @@ def test_vmap_and_scalars():
 
 def test_shard_map_over_the_batch(devices):
     q, kv, _, _, arguments = Step(T=2, sides=("alibi",)).draw()
-    mesh = jax.sharding.Mesh(np.array(devices[:2]), "x")
-    rows, slopes = jax.P("x"), arguments["alibi_slopes"]
+    mesh = jax.sharding.Mesh(np.array(devices[:2]), "data")
+    rows, slopes = jax.P("data"), arguments["alibi_slopes"]
     call = lambda q, k, v, n, a: fp.flash_decode(q, k, v, kv_lengths=n, alibi_slopes=a)
     spread = jax.shard_map(call, mesh=mesh, in_specs=(rows,) * 4 + (jax.P(),), out_specs=rows)
     given = (q, *kv, arguments["kv_lengths"], slopes)

@@ -38,17 +38,19 @@ def inputs():
 
 
 def ring_of(devices, types=AxisType.Auto):
-    return jax.make_mesh((len(devices),), ("c",), axis_types=(types,), devices=devices)
+    return jax.make_mesh((len(devices),), ("context",), axis_types=(types,), devices=devices)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
     """Whatever else is cut: the batch, or the heads."""
-    mesh = jax.make_mesh((2, 2), ("x", "c"), axis_types=(AxisType.Auto,) * 2, devices=devices)
-    place = {"mesh": mesh, "axis": "c", "strategy": strategy, "layout": "zigzag"}
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+    place = {"mesh": mesh, "axis": "context", "strategy": strategy, "layout": "zigzag"}
     for other, shared in (("head_axis", False), ("batch_axis", True)):
         options = {"causal": True, "dropout_rate": 0.5, "broadcast_dropout": shared}
-        call = partial(context_parallel_attention, **place, **{other: "x"}, **options)
+        call = partial(context_parallel_attention, **place, **{other: "fsdp"}, **options)
         found = call(*(to_zigzag(x, 2) for x in inputs()), dropout_seed=3)
         expected = fp.flash_attention(*inputs(), dropout_seed=3, **options)
         np.testing.assert_allclose(from_zigzag(found, 2), expected, **ATOL)
@@ -63,10 +65,10 @@ def test_a_rematerialised_layer_inside_shard_map(devices):
         return jax.lax.scan(step, x, None, length=2)[0]
 
     cut = jax.shard_map(
-        partial(layer, partial(sharded_attention, axis="c", causal=True)),
+        partial(layer, partial(sharded_attention, axis="context", causal=True)),
         mesh=mesh,
-        in_specs=P(None, "c"),
-        out_specs=P(None, "c"),
+        in_specs=P(None, "context"),
+        out_specs=P(None, "context"),
     )
     whole = partial(layer, partial(fp.flash_attention, causal=True))
     loss = lambda call: lambda *a: jnp.sum(jnp.sin(call(*a)))
@@ -80,7 +82,7 @@ def test_a_rematerialised_layer_inside_shard_map(devices):
     [({}, 3), ({"causal": True}, 3), ({"window": (7, 0)}, 1), ({"window": 7}, 3)],
 )
 def test_keys_that_nobody_sees_are_not_sent(devices, options, sent):
-    call = partial(context_parallel_attention, mesh=ring_of(devices), axis="c", **options)
+    call = partial(context_parallel_attention, mesh=ring_of(devices), axis="context", **options)
     text = jax.jit(call).lower(*inputs()).as_text()
     assert text.count("collective_permute") == 2 * sent  # of k and of v
 
@@ -97,7 +99,7 @@ def test_keys_that_nobody_sees_are_not_sent(devices, options, sent):
     ],
 )
 def test_steps_in_which_nothing_is_visible_run_no_kernel(devices, options, kernels):
-    call = partial(context_parallel_attention, mesh=ring_of(devices), axis="c", **options)
+    call = partial(context_parallel_attention, mesh=ring_of(devices), axis="context", **options)
     text = str(jax.make_jaxpr(call)(*inputs()))
     assert text.count("name=_first_order_only") == kernels
 
@@ -173,17 +175,17 @@ BAD = {
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments(devices, options, message):
     with pytest.raises(ValueError, match=message):
-        context_parallel_attention(*inputs(), mesh=ring_of(devices), axis="c", **options)
+        context_parallel_attention(*inputs(), mesh=ring_of(devices), axis="context", **options)
 
 
 def test_what_it_has_not(devices):
-    call = partial(context_parallel_attention, *inputs(), mesh=ring_of(devices), axis="c")
+    call = partial(context_parallel_attention, *inputs(), mesh=ring_of(devices), axis="context")
     with pytest.raises(TypeError, match="unexpected arguments alibi_slopes, bias"):
         call(bias=jnp.zeros((1, 1, T, T)), alibi_slopes=jnp.ones(N))
 
 
 def test_sizes_that_do_not_fit(devices):
-    call = partial(context_parallel_attention, mesh=ring_of(devices), axis="c")
+    call = partial(context_parallel_attention, mesh=ring_of(devices), axis="context")
     q, k, v = inputs()
     with pytest.raises(ValueError, match="32 queries and 16 keys"):
         call(q, k[:, ::2], v[:, ::2])

@@ -24,28 +24,34 @@ ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of orde
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+def mesh_of(devices, types, **sizes):
+    """A mesh of these axes, all of one type; their names are those of real programs."""
+    types = (types,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
 def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def inputs(kv_heads, *extra):
+def inputs(kv_heads, *extra, batch=B):
     return (
-        draw(*extra, B, T, N, H, seed=0),
-        draw(*extra, B, S, kv_heads, H, seed=1),
-        draw(*extra, B, S, kv_heads, H, seed=2),
+        draw(*extra, batch, T, N, H, seed=0),
+        draw(*extra, batch, S, kv_heads, H, seed=1),
+        draw(*extra, batch, S, kv_heads, H, seed=2),
     )
 
 
-def sides(bias_batch=1, bias_heads=N):
+def sides(batch=B):
     """Operands with gradients that shards share, and some without."""
-    ids = np.sort(np.random.default_rng(3).integers(-1, 2, (B, S)), axis=1)
+    ids = np.sort(np.random.default_rng(3).integers(-1, 2, (batch, S)), axis=1)
     return {
-        "bias": draw(bias_batch, bias_heads, 1, S, seed=4),
+        "bias": draw(1, N, 1, S, seed=4),
         "sinks": draw(N, seed=5),
         "alibi_slopes": draw(N, seed=6),
         "q_segment_ids": jnp.asarray(ids[:, :T], jnp.int32),
         "kv_segment_ids": jnp.asarray(ids, jnp.int32),
-        "kv_lengths": jnp.array([12, 1, 5, 7], jnp.int32),
+        "kv_lengths": jnp.array([12, 1, 5, 7], jnp.int32)[:batch],
     }
 
 
@@ -84,25 +90,31 @@ def moved(text: str) -> int:
     return max([int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes], default=0)
 
 
-BATCH, HEADS, BOTH = P("x"), P(None, None, "y"), P("x", None, "y")
+HEADS, BOTH = P(None, None, "model"), P("data", None, "model")
+FSDP = P(("data", "fsdp"))
+# Key heads, batch; how queries and keys are cut; sizes of data, fsdp and model. An axis
+# that cuts neither is that of the parameters, or of the experts.
 LAYOUTS = {
-    "batch over both axes": (2, P(("y", "x")), P(("y", "x")), (2, 2)),
-    "both": (2, BOTH, BOTH, (2, 2)),
-    "one key head": (1, BOTH, BATCH, (2, 2)),
-    "fewer key heads than shards": (2, HEADS, P(), (1, 4)),
+    "data parallel": (2, B, P("data"), P("data"), (4, 1, 2)),
+    "data and fsdp": (2, B, FSDP, FSDP, (2, 2, 2)),
+    "minor axis first": (2, B, P(("fsdp", "data")), P(("fsdp", "data")), (2, 2, 2)),
+    "data and model": (2, B, BOTH, BOTH, (2, 2, 2)),
+    "one key head": (1, B, BOTH, P("data"), (2, 2, 2)),
+    "fewer key heads than shards": (2, B, HEADS, P(), (1, 2, 4)),
+    "batch 1": (4, 1, HEADS, HEADS, (2, 1, 4)),
 }
 
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_shards_compute_what_the_whole_does(devices, types, layout):
-    kv_heads, q_spec, kv_spec, shape = layout
-    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2, devices=devices)
-    side = sides()
+def test_shards_compute_what_the_whole_does(eight_devices, types, layout):
+    kv_heads, batch, q_spec, kv_spec, (data, fsdp, model) = layout
+    mesh = mesh_of(eight_devices, types, data=data, fsdp=fsdp, model=model)
+    side = sides(batch)
     rows = P(q_spec[0])
     specs = {n: rows if n.endswith(("ids", "lengths")) else P() for n in side}
     call = partial(gradient, causal=True, dropout_rate=0.3, dropout_seed=7)
-    args, specs = (*inputs(kv_heads), side), (q_spec, kv_spec, kv_spec, specs)
+    args, specs = (*inputs(kv_heads, batch=batch), side), (q_spec, kv_spec, kv_spec, specs)
     (o, _), (whole, _) = compare(call, args, specs, mesh)
     # The very same weights are dropped: a kept one would differ by far more than rounding does.
     np.testing.assert_array_equal(o == 0.0, whole == 0.0)
@@ -111,7 +123,7 @@ def test_shards_compute_what_the_whole_does(devices, types, layout):
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("bias_heads", [1, N])
 def test_a_bias_shared_by_parts_of_the_batch(devices, shape, bias_heads):
-    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    mesh = mesh_of(devices, AxisType.Auto, data=shape[0], model=shape[1])
     bias = draw(2, 1, bias_heads, 1, S, seed=8)
 
     def call(q, k, v, bias):
@@ -126,7 +138,7 @@ def test_a_bias_shared_by_parts_of_the_batch(devices, shape, bias_heads):
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_vmap_scan_and_checkpoint_of_sharded_arrays(devices, types):
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(types,) * 2, devices=devices)
+    mesh = mesh_of(devices, types, data=2, model=2)
 
     def call(q, k, v):
         attend = jax.vmap(partial(fp.flash_attention, causal=True))
@@ -139,7 +151,7 @@ def test_vmap_scan_and_checkpoint_of_sharded_arrays(devices, types):
 
 def test_specs_of_jit_and_a_context_of_auto_axes(devices):
     """The mesh is in no type of an argument where jit alone is told of it."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    mesh = mesh_of(devices, AxisType.Auto, data=2, model=2)
     spec = NamedSharding(mesh, BOTH)
     attend = jax.jit(fp.flash_attention, in_shardings=(spec,) * 3)
     args = inputs(4)
@@ -151,13 +163,14 @@ def test_specs_of_jit_and_a_context_of_auto_axes(devices):
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_sharded_sequence_is_refused(devices, name):
-    specs = {"q": (P(None, "x"), P(), P()), "k": (P(), P(None, "x"), P(None, "x"))}[name]
-    message = f"sequence axis of {name} is sharded over .*'x'.*context_parallel_attention"
+    cut = P(None, "context")
+    specs = {"q": (cut, P(), P()), "k": (P(), cut, cut)}[name]
+    message = f"sequence axis of {name} is sharded over .*'context'.*context_parallel_attention"
     for types, error in (
         (AxisType.Explicit, ValueError),
         (AxisType.Auto, jax.errors.JaxRuntimeError),
     ):
-        mesh = jax.make_mesh((4,), ("x",), axis_types=(types,), devices=devices)
+        mesh = mesh_of(devices, types, context=4)
         args = [jnp.ones((2, 8, 4, 8))] * 3
         args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
         for call in (fp.flash_attention, jax.jit(fp.flash_attention)):
@@ -167,17 +180,21 @@ def test_a_sharded_sequence_is_refused(devices, name):
 
 @pytest.mark.parametrize("types", TYPES)
 def test_a_sharded_sequence_is_gathered_where_that_is_asked_for(devices, types):
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(TYPES[types],) * 2, devices=devices)
+    mesh = mesh_of(devices, TYPES[types], data=2, model=2)
     move = {"auto": jax.lax.with_sharding_constraint, "explicit": jax.sharding.reshard}[types]
-    args, whole = inputs(4), NamedSharding(mesh, P("x"))
-    cut = [jax.device_put(x[:, :8], NamedSharding(mesh, P("x", "y"))) for x in args]
+    args, whole = inputs(4), NamedSharding(mesh, P("data"))
+    cut = [jax.device_put(x[:, :8], NamedSharding(mesh, P("data", "model"))) for x in args]
     found = jax.jit(lambda *cut: fp.flash_attention(*(move(x, whole) for x in cut)))(*cut)
     np.testing.assert_allclose(found, fp.flash_attention(*(x[:, :8] for x in args)), **ATOL)
 
 
-@pytest.mark.parametrize("axes", [("x", "y"), (("x", "y"), None), (None, ("y", "x"))], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [("data", "model"), (("data", "model"), None), (None, ("model", "data"))],
+    ids=str,
+)
 def test_dropout_and_mods_inside_shard_map_count_in_the_whole(devices, axes):
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    mesh = mesh_of(devices, AxisType.Auto, data=2, model=2)
     slopes = draw(B, N, seed=9)
     attend = partial(
         fp.flash_attention,
@@ -191,7 +208,7 @@ def test_dropout_and_mods_inside_shard_map_count_in_the_whole(devices, axes):
     np.testing.assert_allclose(found, attend(*args), **ATOL)
 
 
-@pytest.mark.parametrize("axes", ["x", ("x",), ("nowhere", None)], ids=str)
+@pytest.mark.parametrize("axes", ["data", ("data",), ("nowhere", None)], ids=str)
 def test_bad_shard_axes(axes):
     with pytest.raises(ValueError, match="shard_axes is"):
         fp.flash_attention(*inputs(4), shard_axes=axes)
@@ -200,8 +217,8 @@ def test_bad_shard_axes(axes):
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_the_hopper_kernels_lower_for_shards(devices, types):
     """Pallas refuses types that vary, and the partitioner constants: xla would show neither."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(types,) * 2, devices=devices)
-    sharding, heads = NamedSharding(mesh, BOTH), NamedSharding(mesh, P(None, "y"))
+    mesh = mesh_of(devices, types, data=2, model=2)
+    sharding, heads = NamedSharding(mesh, BOTH), NamedSharding(mesh, P(None, "model"))
     x = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16, sharding=sharding)
     bias = jax.ShapeDtypeStruct((1, 4, 256, 256), jnp.bfloat16, sharding=heads)
     backend = HopperBackend(num_sms=132)
@@ -228,7 +245,7 @@ def test_the_hopper_kernels_lower_for_shards(devices, types):
 
 def test_gradients_that_shards_share_in_16_bits(devices):
     """They are summed in float32: each of the two parts, and the sum, is rounded once."""
-    mesh = jax.make_mesh((1, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    mesh = mesh_of(devices, AxisType.Auto, data=1, model=4)
     args = [x.astype(jnp.bfloat16) for x in inputs(2)]
     loss = lambda q, k, v: jnp.sum(jnp.sin(fp.flash_attention(q, k, v).astype(jnp.float32)))
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))

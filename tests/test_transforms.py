@@ -166,21 +166,21 @@ def test_remat_and_scan_over_layers():
 @pytest.mark.parametrize("kv_sharded", [True, False], ids=["kv_sharded", "kv_replicated"])
 @pytest.mark.parametrize("offset", ["static", "array"])
 def test_shard_map(devices, check_vma, kv_sharded, offset):
-    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     q, k, v = inputs(batch=4)
     if not kv_sharded:
         k, v = k[:1], v[:1]
-    kv = P("x") if kv_sharded else P()
+    kv = P("data") if kv_sharded else P()
     offsets = {"static": 2, "array": jnp.array([-2, 0, 1, 5], jnp.int32)}[offset]
     keywords = {"mesh": mesh, "check_vma": check_vma}
 
     def local(q, k, v, *rest):
         return causal(q, k, v, q_offset=rest[0] if rest else offsets)
 
-    specs, args = (P("x"), kv, kv), (q, k, v)
+    specs, args = (P("data"), kv, kv), (q, k, v)
     if offset == "array":
-        specs, args = (*specs, P("x")), (*args, offsets)
-    sharded = jax.shard_map(local, in_specs=specs, out_specs=P("x"), **keywords)
+        specs, args = (*specs, P("data")), (*args, offsets)
+    sharded = jax.shard_map(local, in_specs=specs, out_specs=P("data"), **keywords)
     wide = lambda x: jnp.broadcast_to(x, (4, *x.shape[1:]))
     whole = lambda q, k, v, *_: dense(q, wide(k), wide(v), q_offset=offsets)
     found, expected = (jax.value_and_grad(squared(f), (0, 1, 2))(*args) for f in (sharded, whole))
@@ -189,15 +189,15 @@ def test_shard_map(devices, check_vma, kv_sharded, offset):
     inside = jax.shard_map(
         lambda *a: jax.grad(lambda q: squared(local)(q, *a[1:]))(a[0]),
         in_specs=specs,
-        out_specs=P("x"),
+        out_specs=P("data"),
         **keywords,
     )
     assert_close(inside(*args), expected[1][0])
 
 
 def test_a_replicated_result_cannot_be_claimed(devices):
-    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P("x"),) * 3, "out_specs": P()}
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("data"),) * 3, "out_specs": P()}
     with pytest.raises(ValueError, match="out_specs"):
         jax.shard_map(causal, mesh=mesh, **specs)(*inputs(batch=4))
 

@@ -209,12 +209,12 @@ def test_dropout_is_the_same_under_every_transformation(devices):
 
 
 def test_dropout_does_not_depend_on_how_the_batch_is_sharded(devices):
-    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     call = lambda q: fp.flash_attention(
         q, q, q, dropout_rate=0.4, dropout_seed=jax.random.key(1), causal=True
     )
     q = draw(0, 4, T, N, 8)
-    sharded = jax.device_put(q, NamedSharding(mesh, P("x")))
+    sharded = jax.device_put(q, NamedSharding(mesh, P("data")))
     assert_close(jax.jit(call)(sharded), call(q))
 
 
@@ -269,18 +269,18 @@ SHARDED = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths", "mask"}
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_sharded_and_replicated_operands(devices, check_vma):
-    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     args = inputs(4)
     learned = ("bias", "alibi_slopes", "sinks")
-    spec = {name: P("x") if name in SHARDED else P() for name in OPERANDS}
+    spec = {name: P("data") if name in SHARDED else P() for name in OPERANDS}
     # One dropout for all entries: inside shard_map an entry's number is that of its shard.
     static = {"dropout_rate": 0.3, "broadcast_dropout": True, "softcap": 4.0}
     attend = lambda q, k, v, side: fp.flash_attention(q, k, v, **static, **side)
     wrapped = jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(P("x"), P("x"), P("x"), spec),
-        out_specs=P("x"),
+        in_specs=(P("data"), P("data"), P("data"), spec),
+        out_specs=P("data"),
         check_vma=check_vma,
     )
 
