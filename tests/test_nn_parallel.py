@@ -26,9 +26,10 @@ FIELDS = {"num_heads": 4, "num_kv_heads": 2, "causal": True, "rope_theta": 100.0
 
 
 @pytest.fixture
-def mesh(devices):
-    types = (AxisType.Auto,) * 2
-    return jax.make_mesh((2, 2), ("data", "context"), axis_types=types, devices=devices)
+def mesh(eight_devices):
+    """Of three axes, of which one cuts nothing here."""
+    types, names = (AxisType.Auto,) * 3, ("data", "fsdp", "context")
+    return jax.make_mesh((2, 2, 2), names, axis_types=types, devices=eight_devices)
 
 
 def nnx_layer(**fields):

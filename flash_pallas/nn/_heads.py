@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.rope import wide_dtype
 
@@ -82,7 +83,7 @@ def flat_init(init, contracted: int):
     return initializer
 
 
-def project(x, kernel, bias, contracted: int, dtype=None):
+def project(x, kernel, bias, contracted: int, dtype=None, like=None):
     """Sums the last `contracted` dimensions of x against the first of kernel, and adds bias.
 
     Args:
@@ -91,6 +92,9 @@ def project(x, kernel, bias, contracted: int, dtype=None):
         bias: [*outputs] or None.
         contracted: len(inputs).
         dtype: to compute in; None is the promoted dtype of the arrays.
+        like: [..., features]: on a mesh with Explicit axes the result is sharded like this array.
+            None where JAX infers the sharding. It cannot where x and kernel are both sharded along
+            `inputs`, as in the projection of heads that tensor parallelism divides.
 
     Returns:
         [..., *outputs].
@@ -99,10 +103,27 @@ def project(x, kernel, bias, contracted: int, dtype=None):
     dtype = jnp.result_type(*arrays) if dtype is None else dtype
     inputs = tuple(range(x.ndim - contracted, x.ndim))
     dimensions = ((inputs, tuple(range(contracted))), ((), ()))
-    y = lax.dot_general(x.astype(dtype), kernel.astype(dtype), dimensions)
+    sharding = None if like is None else _explicit_sharding(like, kernel.shape[-1])
+    y = lax.dot_general(x.astype(dtype), kernel.astype(dtype), dimensions, out_sharding=sharding)
     if bias is not None:
+        if sharding is not None:
+            bias = jax.sharding.reshard(bias, sharding.update(spec=sharding.spec[-1:]))
         y += bias.astype(dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return y
+
+
+def _explicit_sharding(like, features: int) -> NamedSharding | None:
+    """The sharding of `like` [..., any], of which features may be another number than its own.
+
+    None where no mesh axis is Explicit: the type of an array then says nothing of its sharding.
+    """
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    *lead, last = sharding.spec
+    names = () if last is None else last if isinstance(last, tuple) else (last,)
+    divided = features % math.prod(sharding.mesh.shape[name] for name in names) == 0
+    return sharding.update(spec=PartitionSpec(*lead, last if divided else None))
 
 
 def normalize(x, scale, kind: str):

@@ -169,14 +169,14 @@ class FlashAttention(nn.Module):
             _cached.check(self, cache, given, cross, dropout_key, inputs.ndim)
             qkv = _cached.rotated(self, cache, given, (query, key, value))
             attended, cache = _cached.attend(self, cache, qkv, new, slopes, sinks)
-            return out(attended), cache
+            return out(attended, inputs), cache
         _cached.check_absent(new)
         given = _options.in_context(self, given, inputs.shape[-2])
         query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
         options = _options.keywords(self, given, query.ndim, slopes, sinks, dropout_key)
-        return out(_options.attention(self)(query, key, value, **options))
+        return out(_options.attention(self)(query, key, value, **options), inputs)
 
     def _sinks(self):
         if not self.use_sinks:
@@ -216,7 +216,7 @@ class _Projection(nn.Module):
     bias_init: Callable
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, like=None):
         kernel_init = nn.with_logical_partitioning(
             _heads.flat_init(self.kernel_init, self.contracted), self.axes
         )
@@ -226,7 +226,7 @@ class _Projection(nn.Module):
         if self.use_bias:
             bias_init = nn.with_logical_partitioning(self.bias_init, self.axes[self.contracted :])
             bias = self.param("bias", bias_init, self.outputs, self.param_dtype)
-        return _heads.project(x, kernel, bias, self.contracted, self.dtype)
+        return _heads.project(x, kernel, bias, self.contracted, self.dtype, like)
 
 
 class _Norm(nn.Module):

@@ -211,14 +211,14 @@ class FlashAttention(nnx.Module):
             _cached.check(self, cache, given, cross, dropout_key, inputs.ndim)
             qkv = _cached.rotated(self, cache, given, (query, key, value))
             attended, cache = _cached.attend(self, cache, qkv, new, self.slopes, sinks)
-            return self.out(attended), cache
+            return self.out(attended, inputs), cache
         _cached.check_absent(new)
         given = _options.in_context(self, given, inputs.shape[-2])
         query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
         options = _options.keywords(self, given, query.ndim, self.slopes, sinks, dropout_key)
-        return self.out(_options.attention(self)(query, key, value, **options))
+        return self.out(_options.attention(self)(query, key, value, **options), inputs)
 
     def set_view(self, deterministic: bool | None = None):
         """What `nnx.view` calls.
@@ -250,9 +250,9 @@ class _Projection(nnx.Module):
         self.kernel, self.bias = kernel, nnx.data(bias)
         self.contracted, self.dtype = contracted, dtype
 
-    def __call__(self, x):
+    def __call__(self, x, like=None):
         bias = None if self.bias is None else self.bias[...]
-        return _heads.project(x, self.kernel[...], bias, self.contracted, self.dtype)
+        return _heads.project(x, self.kernel[...], bias, self.contracted, self.dtype, like)
 
 
 class _ProjectionMaker:
