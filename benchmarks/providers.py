@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from .tracing import Attention
 from .tracing import Runner as Runner
 
 YARDSTICK = "torch_cudnn"
+EARLIER = "flash_pallas_earlier"
 
 
 class Unsupported(Exception):
@@ -90,13 +92,22 @@ def _export(name: str, cell: Cell, dtype) -> tracing.Programs:
     return tracing.export(PROVIDERS[name].attention(cell), input_shapes(cell.shape, dtype))
 
 
-def flash_pallas_attention(cell: Cell, **arguments) -> Attention:
+def flash_pallas_attention(cell: Cell, package=flash_pallas, **arguments) -> Attention:
     """Our kernels through the public functions."""
     arguments["causal"] = cell.causal
     return Attention(
-        functools.partial(flash_pallas.flash_attention, **arguments),
-        functools.partial(flash_pallas.flash_attention_with_lse, **arguments),
+        functools.partial(package.flash_attention, **arguments),
+        functools.partial(package.flash_attention_with_lse, **arguments),
     )
+
+
+def earlier_attention(cell: Cell, **arguments) -> Attention:
+    """Another version of this package, which lies beside it as the package EARLIER."""
+    if importlib.util.find_spec(EARLIER) is None:
+        raise Unsupported(
+            f"there is no package {EARLIER}: a copy of flash_pallas of another commit"
+        )
+    return flash_pallas_attention(cell, importlib.import_module(EARLIER), **arguments)
 
 
 def jax_nn_attention(cell: Cell, implementation: str) -> Attention:
@@ -221,6 +232,10 @@ PROVIDERS: dict[str, Provider] = {
     ),
     "flash_pallas": Provider(
         "this package, Hopper kernels", _partial(flash_pallas_attention, backend="hopper")
+    ),
+    EARLIER: Provider(
+        "another version of it, to compare with in one process",
+        _partial(earlier_attention, backend="hopper"),
     ),
     "flash_pallas_deterministic": Provider(
         "this package, deterministic=True (same forward)",
