@@ -156,7 +156,8 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
 def _attend(backend: Backend, spec: DecodeSpec, blocks: Any, operands: DecodeOperands):
     operands = manual_axes.spread(operands, manual_axes.varying(operands))
     out = _foldable(backend, spec, blocks)(operands)
-    return out.o, softmax.natural(out.lse_log2)
+    unit = decode.describe(operands, spec).unit
+    return out.o, softmax.natural(out.lse_log2, out.shift, unit)
 
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):

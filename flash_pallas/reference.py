@@ -29,6 +29,7 @@ def attention(
     *,
     full_precision: bool = False,
     max_logit: bool = False,
+    rounded_logits: bool = False,
     **arguments,
 ):
     """softmax(modified(scale * q @ k^T)) @ v and the log-sum-exp of its rows.
@@ -42,6 +43,9 @@ def attention(
         v: values [B, S, K, Hv].
         full_precision: return o as it was computed instead of in q's dtype.
         max_logit: return the largest visible score of every row too; it has no gradient.
+        rounded_logits: round sums with the bias and with ALiBi to float32, as float32 inputs do
+            anyway. To a bias of -1e9 that leaves nothing of a score, and a row in which it hides
+            all keys attends to all of them alike.
         **arguments: the other arguments of `flash_attention` that change what is computed: the
             fields of `Modifiers`.
 
@@ -58,7 +62,7 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if m.scale is None else m.scale
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
     keep = m.visible(scores.shape)
-    weights, lse, most = m.softmax(m.logits(scores, keep), keep)
+    weights, lse, most = m.softmax(m.logits(scores, keep, rounded=rounded_logits), keep)
     if m.dropout_rate:
         weights = jnp.where(m.kept(scores.shape), weights * dropout.gain(m.dropout_rate), 0.0)
     o = jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
@@ -121,18 +125,19 @@ class Modifiers:
             keep &= self._everywhere(lambda _, *place: self.mask_mod(*place), keep)
         return keep
 
-    def logits(self, scores, keep):
+    def logits(self, scores, keep, *, rounded: bool = False):
         """The modified scores, where `keep` says that they are visible; elsewhere anything finite.
 
-        Order: bias, ALiBi, softcap, score_mod.
+        Order: bias, ALiBi, softcap, score_mod. `rounded` as `rounded_logits` of `attention`.
         """
         i, j = self._positions(scores.shape)
+        sum_of = _rounded if rounded else lambda x: x
         if self.bias is not None:
             # What is hidden may be NaN, and a NaN would find its way into gradients.
-            scores = scores + jnp.where(keep, self.bias.astype(scores.dtype), 0.0)
+            scores = sum_of(scores + jnp.where(keep, self.bias.astype(scores.dtype), 0.0))
         if self.alibi_slopes is not None:
             distance = jnp.abs(i - j).astype(scores.dtype)
-            scores = scores - self._per_head(self.alibi_slopes, scores) * distance
+            scores = sum_of(scores - self._per_head(self.alibi_slopes, scores) * distance)
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if self.score_mod is not None:
@@ -188,6 +193,11 @@ class Modifiers:
     def _per_head(self, x, scores):
         """x [N] or [B, N] as [B, N, 1, 1]."""
         return jnp.broadcast_to(x.astype(scores.dtype), scores.shape[:2])[..., None, None]
+
+
+def _rounded(x):
+    """x as float32 holds it, with the gradient of x."""
+    return x + lax.stop_gradient(x.astype(jnp.float32).astype(x.dtype) - x)
 
 
 def _cleared(x, lengths, segments):

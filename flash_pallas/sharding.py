@@ -36,7 +36,7 @@ PLACES = {
     **dict.fromkeys(("q_segments", "kv_segments", "q_places", "kv_places"), "b."),
     **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),
     **dict.fromkeys(("score_params", "mask_params"), "bn"),
-    **dict.fromkeys(("lse_log2", "max_log2", "delta"), "bn."),
+    **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta"), "bn."),
 }
 
 

@@ -2,8 +2,8 @@
 
     custom_vjp( first order only( fold vmapped axes into the batch( per shard( backend ) ) ) )
 
-The residuals are Q, K, V, O and the log-sum-exp (and the caller's own side inputs), so memory stays
-linear in the length. Both outputs carry names for rematerialisation policies.
+The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own side inputs), so
+memory stays linear in the length. Both outputs carry names for rematerialisation policies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from . import batching, sharding
 from .backends.base import Backend
 from .core import manual_axes, padding, softmax
-from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, Outputs
+from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, Outputs, describe
 
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 
@@ -57,7 +57,7 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(backend, spec, blocks, operands):
-    return _public(forward_of(backend, spec, blocks)(operands))
+    return _public(spec, operands, forward_of(backend, spec, blocks)(operands))
 
 
 def _attend_fwd(backend, spec, blocks, primals):
@@ -67,23 +67,26 @@ def _attend_fwd(backend, spec, blocks, primals):
     out = out._replace(
         o=checkpoint_name(out.o, SAVED_NAMES[0]),
         lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
+        shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
     )
-    residuals = (operands, out.o, out.lse_log2, _Wanted.of(primals))
-    return _public(out), residuals
+    residuals = (operands, out._replace(max_logit=None), _Wanted.of(primals))
+    return _public(spec, operands, out), residuals
 
 
 def _attend_bwd(backend, spec, blocks, residuals, cotangents):
-    operands, o, lse_log2, wanted = residuals
+    operands, out, wanted = residuals
     do, dlse, _ = cotangents
-    do = jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do
+    do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    delta = delta_of(operands, o, do, dlse, lse_log2)
-    given = Cotangents(lse_log2, do, delta)
+    delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
+    given = Cotangents(out.lse_log2, do, delta, out.shift)
     grads = backward_of(backend, spec, blocks, wanted.names)(operands, given)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
         grads = padding.cleared(operands, grads)
-    sinks = None if operands.sinks is None else sink_gradient(operands.sinks, lse_log2, delta)
+    sinks = None
+    if operands.sinks is not None:
+        sinks = sink_gradient(operands.sinks, given, describe(operands, spec).unit)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
     return (
@@ -119,10 +122,10 @@ class _Wanted:
         return cls(frozenset(name for name in EXTRA_GRADS if asked(name)))
 
 
-def _public(out: Outputs):
+def _public(spec, operands, out: Outputs):
     """(o, lse, max_logit) in natural units."""
-    most = None if out.max_log2 is None else out.max_log2 * softmax.LN2
-    return out.o, softmax.natural(out.lse_log2), most
+    unit = describe(operands, spec).unit
+    return out.o, softmax.natural(out.lse_log2, out.shift, unit), out.max_logit
 
 
 def delta_of(operands, o, do, dlse, lse_log2):
@@ -142,10 +145,12 @@ def delta_of(operands, o, do, dlse, lse_log2):
     return delta - jnp.where(lse_log2 >= softmax.EMPTY_ROW / 2, 0.0, dlse)
 
 
-def sink_gradient(sinks, lse_log2, delta):
-    """[B, N]: a sink is a logit without a value, so its dP is 0."""
-    weight = jnp.exp2(sinks.astype(lse_log2.dtype)[..., None] * softmax.LOG2E - lse_log2)
-    return -jnp.sum(weight * delta, axis=-1).astype(sinks.dtype)
+def sink_gradient(sinks, rows: Cotangents, unit: float):
+    """[B, N]: a sink is a logit without a value, so its dP is 0; `unit` as in softmax.finish."""
+    sink = sinks.astype(rows.lse_log2.dtype)[..., None]
+    above = sink if rows.shift is None else sink - rows.shift * unit
+    weight = jnp.exp2(above * softmax.LOG2E - rows.lse_log2)
+    return -jnp.sum(weight * rows.delta, axis=-1).astype(sinks.dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -42,6 +42,12 @@ class Case:
         maxima: how those of a row behave from right to left: "rising" by 2**29 every 64 keys, a
             "jump" by 2**577 that is none again 64 keys further, "wide", every fifth row far out, or
             "apart", each 16 of 64 rows by 2**29 at other 64 keys, from left to right.
+        additive: a bias in float32 that hides keys by a number, another for each batch entry:
+            ("left_padding", numbers) the first keys, ("no_key", ...) all keys of some queries, or
+            ("one_key", ...) all but one. Scores are multiples of 1/8, so that nobody's sum with the
+            bias is rounded another way.
+        magnitude: by so many powers of two q and k are larger; with such scores too, of which
+            several keys have the largest.
     """
 
     name: str
@@ -74,9 +80,16 @@ class Case:
     mask_mod: str | None = None
     max_logit: bool = False
     maxima: str | None = None
+    additive: tuple[str, tuple[float, ...]] | None = None
+    magnitude: int = 0
 
     def __str__(self):
         return self.name
+
+    @property
+    def rounds(self) -> bool:
+        """Logits are so large that rounding them to float32 is part of what is computed."""
+        return self.additive is not None or self.magnitude != 0
 
     @property
     def v_head_dim(self) -> int:
@@ -117,6 +130,8 @@ class Case:
         do = draw((self.B, self.T, self.N, self.v_head_dim))
         dlse = draw((self.B, self.N, self.T))
         side, given = self._side(seed), self._given(seed)
+        if self.rounds:
+            q, k = self._whole_numbers(seed)
         if self.maxima:
             _lead(self.maxima, q, k)
         if self.poison:
@@ -133,7 +148,7 @@ class Case:
             *(jnp.asarray(x, self.dtype) for x in (q, k, v, do)),
             dlse=jnp.asarray(dlse, exact),
             side={
-                name: jnp.asarray(x, self.dtype if name == "bias" else exact)
+                name: jnp.asarray(x, self.dtype if name == "bias" and not self.additive else exact)
                 for name, x in side.items()
             },
             given={name: jnp.asarray(x) for name, x in given.items()},
@@ -142,6 +157,27 @@ class Case:
     def _draw(self, seed: int, name: str):
         """A generator of its own for each array, so that features do not change each other."""
         return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+    def _whole_numbers(self, seed: int):
+        """q and k such that every score is exact in every dtype; pairs of keys are alike."""
+        draw = self._draw(seed, "whole").integers
+        q = draw(-2, 3, (self.B, self.T, self.N, self.H)).astype(float)
+        k = draw(-2, 3, (self.B, -(-self.S // 2), self.K, self.H)).astype(float)
+        k = np.repeat(k, 2, axis=1)[:, : self.S]
+        return q * 2.0**self.magnitude, k * 2.0**self.magnitude
+
+    def _additive(self):
+        """The bias that hides keys."""
+        kind, values = self.additive
+        value = np.array(values, np.float32)[:, None, None, None]
+        if kind == "left_padding":
+            hides = np.arange(self.S) < self.S // 3
+            return np.where(hides[None, None, None], value, np.float32(0.0))
+        rows = np.arange(self.T)
+        hides = ((rows >= self.T // 3) & (rows < self.T // 2))[:, None] & np.ones(self.S, bool)
+        if kind == "one_key":
+            hides &= (rows[:, None] + np.arange(self.S)) % self.S != 0
+        return np.where(hides[None, None], value, np.float32(0.0))
 
     def _shape(self, pattern: str) -> tuple[int, ...]:
         sizes = {"B": self.B, "N": self.N, "T": self.T, "S": self.S, "1": 1}
@@ -158,6 +194,8 @@ class Case:
                 hidden = self._draw(seed, "infinite").random(found["bias"].shape) < 0.2
                 found["bias"][hidden] = -np.inf
                 found["bias"][:, :, 0] = -np.inf
+        if self.additive:
+            found["bias"] = self._additive()
         if self.alibi:
             found["alibi_slopes"] = 0.1 * np.exp(normal("slopes", self._shape(self.alibi)))
         if self.sinks:
@@ -365,6 +403,56 @@ FEATURES = (
     _small("everything_bfloat16", window=(40, 30), bias="B1TS", mask="1NTS", softcap=4.0,
            alibi="BN", sinks=True, dropout_rate=0.2, segments="unsorted", kv_lengths=(70, 60),
            score_mod="per_entry", mask_mod="prefix", q_offset=(3, -8), K=2, dtype="bfloat16"),
+)  # fmt: skip
+
+
+_MOST = float(np.finfo(np.float32).max)
+# Numbers that programs hide keys by, and what they could not mean; -inf hides without exception.
+HIDING = (-1e4, -1e7, -1e8, -1e9, -1e10, -1e15, -1e30, -3e38, -_MOST,
+          float(jnp.finfo(jnp.bfloat16).min), -np.inf)  # fmt: skip
+ATTRACTING = tuple(-x for x in HIDING if np.isfinite(x))
+
+
+def additive_cases(values=HIDING + ATTRACTING, **fields) -> tuple[Case, ...]:
+    """Every pattern in every dtype, one number a batch entry."""
+    sizes = {"T": 70, "S": 70, "N": 2, "K": 1} | fields
+    patterns = {"left_padding": True, "no_key": False, "one_key": False}
+    return tuple(
+        Case(f"{kind}_{dtype}", B=len(values), dtype=dtype, causal=causal,
+             additive=(kind, tuple(values)), **sizes)
+        for kind, causal in patterns.items()
+        for dtype in ("float32", "bfloat16", "float16")
+    )  # fmt: skip
+
+
+ADDITIVE = additive_cases()
+
+# Logits that are large without a bias: by their products, their slopes, sinks and users' functions.
+LARGE = (
+    *(Case(f"scores_of_2^{2 * m}", T=70, S=83, K=1, B=2, magnitude=m, dtype="bfloat16", causal=c)
+      for m, c in ((5, False), (6, True), (9, False), (15, True), (30, False), (40, True))),
+    Case("scores_of_2^30_float32", T=70, S=83, magnitude=15),
+    Case("scores_of_2^12_float16", T=70, S=83, magnitude=6, dtype="float16"),
+    Case("scores_and_sinks", T=70, S=83, magnitude=9, sinks=True, dtype="bfloat16"),
+    Case("sinks_beside_additive", T=70, S=70, B=3, sinks=True, dtype="bfloat16",
+         additive=("no_key", (-1e4, -1e10, 1e10))),
+    Case("additive_softcap", T=70, S=70, B=2, softcap=30.0, additive=("no_key", (-1e9, -1e4))),
+    Case("additive_dropout", T=70, S=70, B=2, dropout_rate=0.3, additive=("no_key", (-1e9, -3e38)),
+         dtype="bfloat16"),
+    Case("additive_segments", T=75, S=75, B=2, segments="padded", poison=True,
+         additive=("left_padding", (-1e9, -_MOST)), causal=True, dtype="bfloat16"),
+    Case("additive_lengths_window", T=75, S=75, B=2, kv_lengths=(75, 30), q_lengths=(75, 60),
+         window=(20, 3), additive=("left_padding", (-1e10, -1e30)), poison=True),
+    Case("additive_alibi", T=75, S=75, B=2, alibi="N", additive=("left_padding", (-1e9, -1e15)),
+         causal=True, dtype="bfloat16"),
+    Case("additive_max_logit", T=70, S=70, B=2, max_logit=True,
+         additive=("no_key", (-1e9, 1e4)), dtype="bfloat16"),
+    Case("additive_deterministic", T=70, S=70, B=3, deterministic=True, dtype="bfloat16",
+         additive=("left_padding", (-1e4, -1e9, -_MOST)), causal=True),
+    Case("additive_128", T=70, S=70, B=3, H=128, dtype="bfloat16", causal=True,
+         additive=("left_padding", (-1e7, -1e10, -_MOST))),
+    Case("additive_256", T=70, S=70, B=2, N=1, K=1, H=256, dtype="bfloat16",
+         additive=("no_key", (-1e9, -_MOST))),
 )  # fmt: skip
 
 

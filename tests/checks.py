@@ -104,7 +104,7 @@ def _exact_inputs(case: Case, seed: int) -> Inputs:
 def oracle(case: Case, seed: int = 0) -> Results:
     """The case in float64, from the inputs as rounded to its dtype."""
     with jax.enable_x64(True):
-        call = partial(reference.attention, full_precision=True)
+        call = partial(reference.attention, full_precision=True, rounded_logits=case.rounds)
         inputs = _exact_inputs(case, seed)
         return _widen(_jit(partial(_outputs_and_gradients, call, case))(inputs))
 
@@ -122,10 +122,7 @@ def plain(q, k, v, *, max_logit=False, **arguments):
     s = s.reshape(batch, q_heads, q_len, kv_len)
     keep = m.visible(s.shape)
     s = m.logits(s, keep)
-    _, lse, most = m.softmax(s, keep)
-    keep &= s > -jnp.inf
-    p = jnp.exp(jnp.where(keep, s, 0.0) - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-    p = jnp.where(keep, p, 0.0)
+    p, lse, most = m.softmax(s, keep)
     if m.dropout_rate:
         p = jnp.where(m.kept(p.shape), p * dropout.gain(m.dropout_rate), 0.0)
     p = p.astype(v.dtype).reshape(batch, kv_heads, -1, q_len, kv_len)
@@ -228,15 +225,17 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
 
     def logits(given):
         qk, side = given
-        return reference.Modifiers(**case.arguments(x._replace(side=side))).logits(qk, keep)
+        m = reference.Modifiers(**case.arguments(x._replace(side=side)))
+        return m.logits(qk, keep, rounded=case.rounds)
 
     s = logits((qk, x.side))
     keep &= s > -jnp.inf
-    lse = jnp.where(jnp.isfinite(exact["lse"]), exact["lse"], 0.0)
+    p, lse, _ = m.softmax(s, keep)
+    lse = jnp.where(jnp.isfinite(exact["lse"]), lse, 0.0)
     size = jnp.where(keep, jnp.abs(s), 0.0)
-    # exp(s - lse) inherits the rounding of s and of lse, in float32.
+    # exp(s - lse) inherits the rounding of s and of lse, in float32; but not where s is exact.
     relative = float(jnp.finfo(jnp.float32).eps / jnp.finfo(case.dtype).eps)
-    p = jnp.where(keep, jnp.exp(jnp.where(keep, s, 0.0) - lse[..., None]), 0.0)
+    relative = 0.0 if case.rounds else relative
     p = p * (1.0 + relative * (size + jnp.abs(lse)[..., None]))
     gain = 1.0
     if case.dropout_rate:
@@ -261,7 +260,8 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
         _, slope = jax.jvp(logits, ((qk, x.side),), ((jnp.zeros_like(qk), tangent),))
         squares = pull(jnp.where(keep, ds * ds * slope, 0.0))[0][1][name]
         if name == "sinks":
-            weight = jnp.exp(x.side[name][None, :, None] - lse)
+            sink = x.side[name][None, :, None]
+            weight = jnp.exp(sink - lse) * (1.0 + relative * (jnp.abs(sink) + jnp.abs(lse)))
             weight = jnp.where(jnp.isfinite(exact["lse"]), weight, 0.0)
             squares = jnp.square(weight * delta).sum((0, 2))
         found[f"d{name}"] = jnp.sqrt(squares)

@@ -6,7 +6,7 @@ import dataclasses
 
 from flash_pallas.backends.hopper.forward_blocks import TUNED_LONG
 
-from .cases import Case
+from .cases import ADDITIVE, LARGE, Case, additive_cases
 
 
 def _case(name: str, **fields) -> Case:
@@ -355,4 +355,22 @@ ON_DEVICE = (
     _float32("float32_square_causal_128", T=512, S=512, B=2, N=4, K=2, H=128, causal=True),
     _float32("float32_long", T=3000, S=3000, H=128, causal=True, window=(500, 0)),
     _float32("float32_long_softcap", T=1500, S=1500, causal=True, softcap=3.0, alibi="N"),
+)
+
+# Logits of any size: small ones, and of several tiles of every kernel.
+_SIZES = {"values": (-1e4, -1e9, -3e38), "T": 700, "S": 700}
+LARGE_ON_DEVICE = (
+    *ADDITIVE,
+    *LARGE,
+    *(
+        dataclasses.replace(
+            case, name=f"long_{case.name}_{fields['H']}" + "_split" * bool(more), **more
+        )
+        for fields in ({"H": 64}, {"H": 128}, {"H": 256})
+        for more in ({}, {"deterministic": True})
+        for case in additive_cases(**_SIZES, **fields)
+        if case.dtype == "bfloat16"
+    ),
+    _case("long_scores_of_2^30", T=1500, S=1500, B=2, N=4, K=2, magnitude=15, causal=True),
+    _case("long_scores_of_2^30_128", T=1500, S=1500, B=2, N=4, K=2, H=128, magnitude=15),
 )

@@ -49,10 +49,23 @@ def _per_entry(per_entry):
     return score_mod
 
 
+def _hiding(per_head):
+    """Hides keys by a large number, and all keys of every fifth query."""
+
+    def score_mod(score, b, n, i, j):
+        hidden = (i % 5 == 0) | ((i + j) % 7 == 0)
+        return jnp.where(
+            hidden, jnp.full_like(score, -1e9), score * per_head[n].astype(score.dtype)
+        )
+
+    return score_mod
+
+
 SCORE_MODS = {
     "relative": ScoreMod("N", _relative),
     "square": ScoreMod("", _square),
     "per_entry": ScoreMod("BN", _per_entry),
+    "hiding": ScoreMod("N", _hiding),
 }
 
 

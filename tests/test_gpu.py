@@ -13,17 +13,20 @@ from flash_pallas.backends.hopper import HopperBackend
 
 from . import checks, hopper_decode_cases
 from .cases import Case
-from .hopper_cases import FORWARD_BLOCKS, FUSED_BLOCKS, ON_DEVICE
+from .hopper_cases import FORWARD_BLOCKS, FUSED_BLOCKS, LARGE_ON_DEVICE, ON_DEVICE
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", ON_DEVICE, ids=str)
+@pytest.mark.parametrize("case", (*ON_DEVICE, *LARGE_ON_DEVICE), ids=str)
 def test_kernels(case):
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
-@pytest.mark.parametrize("case", [c for c in ON_DEVICE if c.dtype != "float32"], ids=str)
+HALVES = [case for case in (*ON_DEVICE, *LARGE_ON_DEVICE) if case.dtype != "float32"]
+
+
+@pytest.mark.parametrize("case", HALVES, ids=str)
 def test_portable_kernels(case):
     checks.assert_matches_oracle(checks.bind("portable"), case, kernels=True)
 

@@ -105,6 +105,11 @@ class DecodeProblem:
         return self.q_heads // self.kv_heads
 
     @property
+    def unit(self) -> float:
+        """As `Problem.unit`."""
+        return self.spec.attention.unit("alibi_slopes" in self.features)
+
+    @property
     def quantised(self) -> bool:
         """The cache is in one of QUANTISED."""
         return self.kv_dtype != self.dtype

@@ -52,9 +52,13 @@ def discarded(operands: Operands, out: Outputs) -> Outputs:
     valid = _valid(operands.q, operands.q_lengths, None)
     if valid is None:
         return out
-    rows = valid[:, None]
-    most = None if out.max_log2 is None else jnp.where(rows, out.max_log2, -jnp.inf)
-    return Outputs(_clear(valid, out.o), jnp.where(rows, out.lse_log2, EMPTY_ROW), most)
+    per_row = lambda x, other: None if x is None else jnp.where(valid[:, None], x, other)
+    return Outputs(
+        o=_clear(valid, out.o),
+        lse_log2=per_row(out.lse_log2, EMPTY_ROW),
+        shift=per_row(out.shift, 0.0),
+        max_logit=per_row(out.max_logit, -jnp.inf),
+    )
 
 
 def pad_axis(x, axis: int, size: int, value: float = 0):

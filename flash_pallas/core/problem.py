@@ -44,6 +44,18 @@ class AttentionSpec:
     precision: str = "high"
     max_logit: bool = False
 
+    def unit(self, added: bool) -> float:
+        """What logits as `scores.Logits` has them are multiplied by to be natural ones.
+
+        Args:
+            added: there is a bias, or ALiBi.
+        """
+        if self.score_mod is not None:
+            return 1.0
+        if self.softcap is not None:
+            return self.softcap
+        return 1.0 if added else self.scale
+
 
 class Operands(NamedTuple):
     """The arrays of one call, batch dimensions folded into one; None where there is none.
@@ -107,6 +119,11 @@ class Problem:
         return self.q_heads // self.kv_heads
 
     @property
+    def unit(self) -> float:
+        """What logits as `scores.Logits` has them are multiplied by to be natural ones."""
+        return self.spec.unit(bool({"bias", "alibi_slopes"} & self.features))
+
+    @property
     def traced_offset(self) -> bool:
         """The query offset is an array."""
         return "q_offset" in self.features
@@ -117,7 +134,8 @@ class Outputs(NamedTuple):
 
     o: Any  # [B, T, N, Hv] in q's dtype
     lse_log2: Any  # f32[B, N, T], see core/softmax.py
-    max_log2: Any = None  # f32[B, N, T], largest logit, base 2; -inf without keys; spec.max_logit
+    shift: Any = None  # f32[B, N, T], likewise; None is 0
+    max_logit: Any = None  # f32[B, N, T], natural, -inf without keys; where spec.max_logit
 
 
 class Cotangents(NamedTuple):
@@ -126,6 +144,7 @@ class Cotangents(NamedTuple):
     lse_log2: Any  # f32[B, N, T], of the forward; EMPTY_ROW for rows without keys
     do: Any  # [B, T, N, Hv]
     delta: Any  # f32[B, N, T], rowsum(o * do) - dlse
+    shift: Any = None  # f32[B, N, T], of the forward
 
 
 class Grads(NamedTuple):

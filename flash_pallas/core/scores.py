@@ -32,6 +32,7 @@ class TileInputs(NamedTuple):
     dropout_key: Any = None  # uint32 scalar; or, in its place:
     q_keys: Any = None  # int32 or uint32, one per query: the bits of dropout.row_keys
     kv_keys: Any = None  # likewise, one per key: the bits of dropout.column_keys
+    shift: Any = None  # backends.mosaic.recompute.RowShift, in kernels of the backward
 
 
 class Logits(NamedTuple):
@@ -51,9 +52,13 @@ class Logits(NamedTuple):
 
 
 def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
-    """Logits of a tile of products, before anything is hidden."""
+    """Logits of a tile of products, before anything is hidden.
+
+    A bias is a number like any other: the sum with it is rounded to float32 and not exact.
+    """
     x, scale = qk, spec.scale
-    if inputs.bias is not None or inputs.slope is not None:
+    added = inputs.bias is not None or inputs.slope is not None
+    if added:
         x, scale = x * scale, 1.0
     if inputs.bias is not None:
         x = x + inputs.bias
@@ -64,7 +69,7 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
         x = tile.tanh(x * (scale / spec.softcap))
         scale, pull = spec.softcap, _through_tanh(x)
     if spec.score_mod is None:
-        return Logits(x, scale * LOG2E, pull)
+        return Logits(x, spec.unit(added) * LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
     score_mod = spec.score_mod

@@ -40,6 +40,11 @@ class Ring:
     spec: AttentionSpec
     backend: str
 
+    @property
+    def unit(self) -> float:
+        """As `Problem.unit`: there is neither a bias nor ALiBi here."""
+        return self.spec.unit(added=False)
+
 
 class _Keys(NamedTuple):
     """What travels."""
@@ -54,6 +59,7 @@ class _Sums(NamedTuple):
 
     o: Any  # f32[B, T, N, Hv]
     lse_log2: Any  # f32[B, N, T]
+    shift: Any  # f32[B, N, T]
 
 
 def attend(ring: Ring, operands: Operands):
@@ -69,25 +75,24 @@ def attend(ring: Ring, operands: Operands):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: Ring, operands: Operands):
-    o, lse_log2 = _forward(ring, operands)
-    return o, softmax.natural(lse_log2)
+    return _public(ring, _forward(ring, operands))
 
 
 def _attend_fwd(ring: Ring, operands: Operands):
-    o, lse_log2 = _forward(ring, operands)
-    o = checkpoint_name(o, vjp.SAVED_NAMES[0])
-    lse_log2 = checkpoint_name(lse_log2, vjp.SAVED_NAMES[1])
-    return (o, softmax.natural(lse_log2)), (operands, o, lse_log2)
+    names = _Sums(vjp.SAVED_NAMES[0], *(vjp.SAVED_NAMES[1],) * 2)
+    found = jax.tree.map(checkpoint_name, _forward(ring, operands), names)
+    return _public(ring, found), (operands, found)
 
 
 def _attend_bwd(ring: Ring, residuals, cotangents):
-    operands, o, lse_log2 = residuals
+    operands, (o, lse_log2, shift) = residuals
     do, dlse = cotangents
     delta = vjp.delta_of(operands, o, do, dlse, lse_log2)
-    dq, dk, dv = _backward(ring, operands, Cotangents(lse_log2, do, delta))
+    given = Cotangents(lse_log2, do, delta, shift)
+    dq, dk, dv = _backward(ring, operands, given)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     sinks = operands.sinks
-    dsinks = None if sinks is None else vjp.sink_gradient(sinks, lse_log2, delta)
+    dsinks = None if sinks is None else vjp.sink_gradient(sinks, given, ring.unit)
     none = none._replace(score_params=(), mask_params=())
     return (none._replace(q=dq, k=dk, v=dv, sinks=dsinks),)
 
@@ -95,13 +100,20 @@ def _attend_bwd(ring: Ring, residuals, cotangents):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(ring: Ring, operands: Operands):
-    """(o in q's dtype, lse_log2)."""
+def _public(ring: Ring, found: _Sums):
+    """(o, natural lse)."""
+    return found.o, softmax.natural(found.lse_log2, found.shift, ring.unit)
+
+
+def _forward(ring: Ring, operands: Operands) -> _Sums:
+    """Attention to all keys, o in q's dtype."""
     q, v = operands.q, operands.v
     dtype = softmax.sum_dtype(q.dtype)
     rows = (q.shape[0], q.shape[2], q.shape[1])
     sums = _Sums(
-        jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(rows, softmax.EMPTY_ROW, dtype)
+        jnp.zeros((*q.shape[:3], v.shape[3]), dtype),
+        jnp.full(rows, softmax.EMPTY_ROW, dtype),
+        jnp.zeros(rows, dtype),
     )
     sums = _like(operands, sums)
     keys = _Keys(operands.k, operands.v, operands.kv_segments)
@@ -114,9 +126,9 @@ def _forward(ring: Ring, operands: Operands):
         sums = _either(ring, step, fold, sums, keys)
         keys = arriving
     if operands.sinks is not None:
-        sink_log2 = jnp.broadcast_to(operands.sinks.astype(dtype)[..., None], rows) * softmax.LOG2E
-        sums = _Sums(*_merged(_Sums(sums.o[None], sums.lse_log2[None]), sink_log2))
-    return sums.o.astype(q.dtype), sums.lse_log2
+        sinks = jnp.broadcast_to(operands.sinks.astype(dtype)[..., None], rows)
+        sums = _merged(ring, jax.tree.map(lambda x: x[None], sums), sinks)
+    return sums._replace(o=sums.o.astype(q.dtype))
 
 
 def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums, keys):
@@ -126,25 +138,22 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
         chosen, blocks = _chosen(ring, spec, part)
         out = vjp.forward_of(chosen, spec, blocks)(part)
         half = _halves(operands.q.shape[1], piece.rows)
-        mine = _Sums(sums.o[:, half], sums.lse_log2[:, :, half])
-        both = _Sums(
-            jnp.stack([mine.o, out.o.astype(mine.o.dtype)]),
-            jnp.stack([mine.lse_log2, out.lse_log2]),
-        )
-        found = _merged(both)
-        sums = _Sums(
-            _replaced(sums.o, found.o, 1, piece.rows),
-            _replaced(sums.lse_log2, found.lse_log2, 2, piece.rows),
-        )
+        mine = _Sums(sums.o[:, half], sums.lse_log2[:, :, half], sums.shift[:, :, half])
+        shift = jnp.zeros_like(mine.shift) if out.shift is None else out.shift
+        theirs = _Sums(out.o.astype(mine.o.dtype), out.lse_log2, shift)
+        found = _merged(ring, jax.tree.map(lambda *x: jnp.stack(x), mine, theirs))
+        put = lambda x, part, axis, rows=piece.rows: _replaced(x, part, axis, rows)
+        sums = jax.tree.map(put, sums, found, _Sums(1, 2, 2))
     return sums
 
 
-def _merged(parts: _Sums, sink_log2=None) -> _Sums:
+def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
     """Attention to all keys from that to several parts of them, stacked."""
     last = lambda x: jnp.swapaxes(x, -1, -2)  # [.., N, T] to [.., T, N]
-    sink_log2 = None if sink_log2 is None else last(sink_log2)
-    o, lse_log2 = softmax.merge(parts.o, last(parts.lse_log2), sink_log2)
-    return _Sums(o, last(lse_log2))
+    sinks = None if sinks is None else last(sinks)
+    rows = map(last, (parts.lse_log2, parts.shift))
+    o, *rows = softmax.merge(parts.o, *rows, sinks, ring.unit)
+    return _Sums(o, *map(last, rows))
 
 
 def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
@@ -177,9 +186,9 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
         chosen, blocks = _chosen(ring, spec, part)
         half = _halves(operands.q.shape[1], piece.rows)
-        of_rows = Cotangents(
-            cotangents.lse_log2[:, :, half], cotangents.do[:, half], cotangents.delta[:, :, half]
-        )
+        lse_log2, do, delta, shift = cotangents
+        per_row = (x[:, :, half] for x in (lse_log2, delta, shift))
+        of_rows = Cotangents(next(per_row), do[:, half], *per_row)
         grads = vjp.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
         cols = _halves(keys.k.shape[1], piece.cols)
         add = lambda x, g, part, half: _replaced(x, x[:, part] + g.astype(x.dtype), 1, half)

@@ -17,6 +17,7 @@ from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.blocks import trades_registers
 from flash_pallas.backends.hopper.fused_blocks import FusedBlocks
+from flash_pallas.backends.mosaic.row_maxima import far_of
 from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import (
@@ -235,8 +236,14 @@ def _of_shape(
         run, arguments = (lambda *a: backend.forward(spec, blocks, *a)), (operands,)
     else:
         run = lambda *a: backend.backward(spec, blocks, *a, wanted=frozenset())
-        arguments = (operands, Cotangents(per_row, q, per_row))
+        arguments = (operands, cotangents(spec, q, per_row))
     return Row(path, head_dim, dtype, mask, run, arguments)
+
+
+def cotangents(spec: AttentionSpec, do, per_row) -> Cotangents:
+    """What a backward starts from; a shift where the forward may find one."""
+    shift = per_row if far_of(spec, do.dtype) else None
+    return Cotangents(per_row, do, per_row, shift)
 
 
 def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Row]:
@@ -259,7 +266,7 @@ def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({}
     backward = lambda o, c: backend.backward(spec, blocks, o, c, wanted)
     named = (case.H, case.dtype, case.name)
     yield Row("forward", *named, forward, (forms,))
-    yield Row("backward", *named, backward, (forms, Cotangents(per_row, do, per_row)))
+    yield Row("backward", *named, backward, (forms, cotangents(spec, do, per_row)))
 
 
 def _pair_bias_row(length: int, head_dim: int) -> Row:
@@ -272,7 +279,7 @@ def _pair_bias_row(length: int, head_dim: int) -> Row:
     backend, spec = HopperBackend(), AttentionSpec(scale=head_dim**-0.5)
     blocks = backend.blocks(describe(operands, spec), None)
     run = lambda o, c: backend.backward(spec, blocks, o, c, frozenset({"bias"}))
-    arguments = operands, Cotangents(per_row, q, per_row)
+    arguments = operands, cotangents(spec, q, per_row)
     return Row("backward", head_dim, "bfloat16", f"pair bias {length}", run, arguments)
 
 

@@ -10,6 +10,7 @@ from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
+from ..mosaic.side_arrays import with_shift
 from .clearing import Padding
 from .products import Products
 from .side_inputs import Gmem, SideInputs
@@ -38,6 +39,7 @@ class BackwardArrays(NamedTuple):
     side: Gmem = Gmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
+    shift: Any = None  # f32[B, N, as delta], of lse_log2; None where it is 0
     # int32[3]: first batch entry and key head of a launch, fused_call.NO_PROGRESSION; None: 0, 0.
     origin: Any = None
 
@@ -60,7 +62,13 @@ class BackwardArrays(NamedTuple):
             lse_log2=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
             delta=pad_axis(cotangents.delta, 2, rows),
             q_offset=operands.q_offset,
+            shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
         )
+
+    def side_of(self, problem: Problem, operands: Operands, q_axis: int) -> Gmem:
+        """What modifiers read, and which rows are shifted."""
+        side = SideInputs(problem, q_axis).arrays(operands)
+        return with_shift(side, self.shift, problem.kv_heads)
 
     def for_rows(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BackwardArrays:
         """With what a kernel reads whose rows are queries (q_axis 0) or keys (1).
@@ -76,7 +84,7 @@ class BackwardArrays(NamedTuple):
         return self._replace(
             whole=bounds.q_whole(operands, *tile) if has_segments else None,
             bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
-            side=SideInputs(problem, q_axis).arrays(operands),
+            side=self.side_of(problem, operands, q_axis),
         )
 
     def with_padding(self, operands: Operands, block_q: int, block_kv: int) -> BackwardArrays:

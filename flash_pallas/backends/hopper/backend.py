@@ -100,12 +100,9 @@ class HopperBackend:
             self.multiprocessors,
             self.interpret,
         )
-        most = None if out.max_log2 is None else out.max_log2[:, :, : problem.q_len]
-        return Outputs(
-            products.joined(out.o)[:, : problem.q_len, :, : problem.v_head_dim],
-            out.lse_log2[:, :, : problem.q_len],
-            most,
-        )
+        o = products.joined(out.o)[:, : problem.q_len, :, : problem.v_head_dim]
+        rows = out._replace(o=None)
+        return jax.tree.map(lambda x: x[:, :, : problem.q_len], rows)._replace(o=o)
 
     def backward(
         self,

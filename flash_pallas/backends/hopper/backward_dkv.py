@@ -33,7 +33,7 @@ from ...core.scores import TileInputs
 from ...core.tile import Limits
 from ..mosaic import inline, recompute
 from ..mosaic.launch import WARPGROUP_ROWS, launch
-from ..mosaic.recompute import Weights
+from ..mosaic.recompute import RowShift, Weights
 from ..mosaic.register_tile import RegisterTile
 from .arrays import BackwardArrays
 from .dkv_cta import Barriers, Cta, Smem, scratch
@@ -116,19 +116,20 @@ class Dkv:
             held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
         step = functools.partial(self.dv_step, cta, held, dv_acc)
-        cta.walk.visit(step)
+        far = self.side.far(cta.gmem.side, cta.batch, cta.kv_head * self.problem.group)
+        cta.walk.visit(step, far, functools.partial(step, far=far))
         plgpu.wgmma_wait(0)
         cta.do.release(cta.walk.total - 1)
         return recompute.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked):
-        """dV += P^T dO of the n-th tile."""
+    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked, far=None):
+        """dV += P^T dO of the n-th tile; `far` where rows of it may be shifted."""
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)
         # Before the accumulator exists: see Scores.tile in backward_scores.py.
         cta.q.wait_full(n)
-        products = functools.partial(self.weights, cta, held, (n, block), masked)
+        products = functools.partial(self.weights, cta, held, (n, block), masked, far)
         p, handed = pl.run_scoped(products, self.score_accumulator)
         cta.p.wait_empty(n)
         self.products.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
@@ -137,7 +138,7 @@ class Dkv:
         # Ends during the next tile.
         self.products.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
 
-    def weights(self, cta: Cta, held: Held, at, masked, s_acc):
+    def weights(self, cta: Cta, held: Held, at, masked, far, s_acc):
         """What dV and the other warpgroup need of P^T, as operands; ends the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
@@ -148,6 +149,10 @@ class Dkv:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
         inputs = self.inputs(cta, held, slot)
+        if far is not None:
+            query = block * self.blocks.block_q
+            shift = RowShift.of(self.problem, cta.gmem.side, far, cta.walk[n][0], query)
+            inputs = inputs._replace(shift=shift)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
         w = recompute.weights(self.problem, tile, s, lse, inputs, limits)

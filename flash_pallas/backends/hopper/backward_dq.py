@@ -29,6 +29,7 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic import inline, recompute
 from ..mosaic.launch import WARPGROUP_ROWS, launch
+from ..mosaic.recompute import RowShift
 from ..mosaic.register_tile import RegisterTile
 from .arrays import BackwardArrays
 from .dq_loads import Barriers, Cta, Loads, Smem
@@ -123,7 +124,9 @@ class Dq:
         )
         walk = self.loads.walk(cta)
         step = functools.partial(self.step, cta, walk, rows, dq_acc)
-        walk.visit(step, masks=self.masks(walk))
+        far = self.side.far(cta.gmem.side, cta.batch, cta.head)
+        far_step = functools.partial(step, far=far)
+        walk.visit(step, masks=self.masks(walk), far=far, far_step=far_step)
         plgpu.wgmma_wait(0)
         cta.k.release(walk.total - 1)
         if not self.blocks.producer:
@@ -135,13 +138,13 @@ class Dq:
         band = not self.problem.spec.mask.is_trivial
         return band or walk.kv_len is not None or mask_everywhere(self.problem)
 
-    def step(self, cta: Cta, walk: KeyWalk, rows: Rows, dq_acc, n, *, masked):
-        """dQ += dS K of the n-th key block."""
+    def step(self, cta: Cta, walk: KeyWalk, rows: Rows, dq_acc, n, *, masked, far=None):
+        """dQ += dS K of the n-th key block; `far` where queries may be shifted."""
         limits = Limits()
         tile = self.tile(cta, walk[n])
         if masked:
             limits = tile.limits(self.problem.spec.mask, walk.kv_len)
-        products = functools.partial(self.score_gradients, cta, rows, n, (tile, limits))
+        products = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far))
         # Before the accumulators exist: see Scores.tile in backward_scores.py.
         cta.k.wait_full(n)
         ds = pl.run_scoped(products, self.score_accumulator)
@@ -167,8 +170,12 @@ class Dq:
         self.products.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
-        tile, limits = where
+        tile, limits, far = where
         inputs = self.side.inputs(rows.held, cta.smem.side, cta.k.slot(n), s.shape, own)
+        if far is not None:
+            query = cta.q_start + cta.wg * WARPGROUP_ROWS
+            shift = RowShift.of(self.problem, cta.gmem.side, far, cta.head, query)
+            inputs = inputs._replace(shift=shift)
         w = recompute.weights(self.problem, tile, s, rows.lse, inputs, limits)
         p = lax.optimization_barrier(recompute.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)

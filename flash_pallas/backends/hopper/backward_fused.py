@@ -38,6 +38,7 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from ..mosaic import inline, registers
 from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.recompute import RowShift
 from ..mosaic.register_tile import RegisterTile
 from . import cluster
 from .arrays import BackwardArrays
@@ -226,7 +227,10 @@ class Fused:
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
         self.finish.start(cta)
-        cta.walk.visit(functools.partial(self.step, cta, held, dk_acc, dv_acc))
+        step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
+        head = cta.keys.kv_head * self.problem.group
+        far = self.side.far(cta.gmem.side, cta.keys.batch, head)
+        cta.walk.visit(step, far, functools.partial(step, far=far))
         self.finish.end(cta)
         if not self.blocks.producer:
             Feeder(self.producer).end(cta)
@@ -237,13 +241,14 @@ class Fused:
         first = cta.keys.start + cta.wg * WARPGROUP_ROWS
         return cta.place(n, first, WARPGROUP_ROWS, self.blocks.block_q)
 
-    def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked):
-        """The five products of the n-th tile."""
-        p, ds = self.score_gradients(cta, held, n, block, masked)
+    def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked, far=None):
+        """The five products of the n-th tile; `far` where rows of it may be shifted."""
+        p, ds = self.score_gradients(cta, held, (n, block), masked, far)
         self.finish(cta, n, p, ds, dk_acc, dv_acc)
 
-    def score_gradients(self, cta: Cta, held: Held, n, block, masked):
+    def score_gradients(self, cta: Cta, held: Held, at, masked, far):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
+        n, block = at
         keys = warpgroup_rows(cta.anew().wg)
         q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
         if self.problem.group > 1:  # under the wait for Q
@@ -255,7 +260,11 @@ class Fused:
 
         def early(s_acc, dp_in_flight):
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=dp_in_flight)
-            return self.early(cta, held, n, tile, masked, s)
+            shift = None
+            if far is not None:
+                query = block * self.blocks.block_q
+                shift = RowShift.of(self.problem, cta.gmem.side, far, cta.walk[n][0], query)
+            return self.early(cta, held, n, tile, masked, s, shift)
 
         def both(s_acc):
             plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
@@ -275,22 +284,25 @@ class Fused:
 
         def late(w, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+            self.finish.scores_issued(cta, n)
             return self.late(cta, n, tile, w, dp_acc)
 
         # Accumulators are made after the waits: see Scores.tile in backward_scores.py.
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
         cta.q.wait_full(n)
-        if not self.blocks.late_dp:
+        # With the shift of every column there is no room for dP^T beside it.
+        if not self.blocks.late_dp and far is None:
             return pl.run_scoped(both, accumulator)
         w = pl.run_scoped(alone, accumulator)
         cta.do.wait_full(n)
         return pl.run_scoped(functools.partial(late, w), accumulator)
 
-    def early(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s):
+    def early(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s, shift):
         """What is made of S^T before dP^T has arrived."""
         slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
+        inputs = inputs._replace(shift=shift)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
         return self.weights.early(tile, Scores(s, lse, inputs, limits))
 

@@ -29,6 +29,7 @@ from ...core.tile import Limits
 from ..mosaic import inline, recompute
 from ..mosaic.bias_tiles import BiasTiles, divide
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
+from ..mosaic.recompute import RowShift
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.score_grads import term
 from . import cluster
@@ -37,7 +38,7 @@ from .memory import rows_of, warpgroup_rows
 from .products import Products
 from .score_blocks import ScoreBlocks, Sums
 from .scores_cta import LOADED, Cta, Step, Steps, scratch
-from .side_inputs import Place, SideInputs
+from .side_inputs import Place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,7 @@ class Scores:
             delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
             inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
+            inputs = inputs._replace(shift=self.shift(cta, place))
             if self.sums.holds_bias:
                 # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
                 own_bias = self.own_bias(cta) if bias is None else lax.optimization_barrier(bias)
@@ -220,6 +222,14 @@ class Scores:
             return (dz,)
         lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
         return tuple(lanes(term(name, where, dz, dparams)) for name in self.sums.names)
+
+    def shift(self, cta: Cta, place: Place) -> RowShift | None:
+        """Of the queries of a tile."""
+        far = self.sums.side.far(cta.gmem.side, place.batch, place.head)
+        if far is None:
+            return None
+        given = cta.gmem.side, far, place.head, place.row_start
+        return RowShift.of(self.problem, *given)._replace(some=far)
 
     def own_bias(self, cta: Cta):
         """This warpgroup's rows of the tile of the bias that a CTA holds."""
@@ -304,7 +314,7 @@ def score_sums(
         grid |= {"x": kv_tiles}
         whole = round_up(problem.kv_len, 128)
         out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
-    side, bias = SideInputs(problem, q_axis=0).arrays(operands), None
+    side, bias = arrays.side_of(problem, operands, 0), None
     tile = (blocks.block_q, blocks.block_kv)
     if axes == "tile":
         parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]

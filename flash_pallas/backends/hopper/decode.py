@@ -72,7 +72,7 @@ def decode(
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
+        Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].
     """
     plan = Plan(problem, blocks, interpret)
     several = plan.several
@@ -109,4 +109,4 @@ def decode(
         return decode_combine.combine(plan, parts, operands.sinks)
     heads = (problem.batch, problem.q_heads, problem.q_len)
     o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
-    return Outputs(parts.o.reshape(o_shape), parts.lse.reshape(heads))
+    return Outputs(parts.o.reshape(o_shape), parts.lse.reshape(heads), parts.shift.reshape(heads))

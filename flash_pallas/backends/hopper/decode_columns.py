@@ -20,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import softmax
 from ..mosaic import inline, inline_modifiers
 from . import clearing, inline_columns
 from .decode_consumer import Consumer, Folded, Held
@@ -128,11 +127,12 @@ class ColumnConsumer(Consumer):
         first = keys.block(use) * self.plan.blocks.block_kv
         x, log2_scale = self.logits(held, s, first, masked)
         most = inline_columns.reduce_rows("max", x, cta.smem.across, self.plan.interpret)
-        m = jnp.maximum(folded.m, most * log2_scale)
+        m = jnp.maximum(folded.m, most)
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
-        alpha = jnp.exp2(folded.m - finite)
-        p = jnp.exp2(x * log2_scale - per_column(finite - self.weight_bits, x.shape))
+        alpha = jnp.exp2((folded.m - finite) * log2_scale)
+        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
         l = folded.l * per_column(alpha, p.shape) + p
         if pages:
             p, shrink, following = self.scaled_weights(p, pages, following)
@@ -223,7 +223,7 @@ class ColumnConsumer(Consumer):
         """See Consumer."""
         inline.warpgroup_barrier(self.plan.interpret)
         l = inline_columns.reduce_rows("add", folded.l, cta.smem.across, self.plan.interpret)
-        inverse, lse = softmax.finish(folded.m - self.weight_bits, l, self.sink(cta))
+        inverse, lse, shift = self.finish(cta, folded.m, l, self.weight_bits)
         v_scale = folded.pages.largest if folded.pages else held.v_scale
         if v_scale is not None:
             inverse = inverse * v_scale
@@ -231,5 +231,5 @@ class ColumnConsumer(Consumer):
         swizzle = swizzles(cta.smem.o.shape[1], cta.smem.o.dtype)[0]
         order = value_of if self.plan.in_registers else None
         inline_columns.store_transposed(o, cta.smem.o, swizzle, self.plan.interpret, order)
-        cta.smem.lse[...] = lse
+        cta.smem.lse[...], cta.smem.shift[...] = lse, shift
         self.publish(cta, swizzle)

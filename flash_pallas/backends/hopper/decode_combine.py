@@ -28,9 +28,10 @@ AT_ONCE = 32
 
 
 class Joined(NamedTuple):
-    """Of some shares of the keys, for one row."""
+    """Attention to some shares of the keys, of one row."""
 
-    most: Any  # the largest log-sum-exp, base 2; -inf where the row sees none of the keys
+    shift: Any  # the largest of the shares that see a key; -inf where none does
+    most: Any  # the largest log-sum-exp relative to it, base 2; -inf likewise
     sums: Any  # of exp2(log-sum-exp - most)
     o: Any  # sum of the outputs with the same weights
 
@@ -45,57 +46,79 @@ class Combine:
 
     plan: Plan
 
-    def __call__(self, o, lse, sinks, out_o, out_lse):
+    def __call__(self, o, lse, shift, sinks, out_o, out_lse, out_shift):
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
         in_group = lax.rem(row, group)
         query, q_head = lax.div(row, group), head * group + in_group
         at = lambda split: (batch, head, split)
-        share = lambda n: (o.at[(*at(n), query, in_group)], lse.at[(*at(n), in_group, query)])
-        part = lambda first, count: _part([share(first + i) for i in count])
+        share = lambda n: Results(
+            o.at[(*at(n), query, in_group)],
+            lse.at[(*at(n), in_group, query)],
+            shift.at[(*at(n), in_group, query)],
+        )
+        part = lambda first, count: self.part([share(first + i) for i in count])
         first = (splits - 1) % AT_ONCE + 1
         found = part(0, range(first))
         if splits > first:
-            more = lambda i, found: _join(found, part(first + i * AT_ONCE, range(AT_ONCE)))
+            more = lambda i, found: self.join(found, part(first + i * AT_ONCE, range(AT_ONCE)))
             found = lax.fori_loop(0, (splits - first) // AT_ONCE, more, found)
-        if sinks is not None:  # one more share, which has no values
-            sink = sinks[batch, q_head] * softmax.LOG2E
-            found = _join(found, Joined(sink, jnp.where(sink == -jnp.inf, 0.0, 1.0), None))
+        if sinks is not None:
+            found = self.join(found, self.sink(sinks[batch, q_head]))
         empty = found.sums == 0.0
         sums = jnp.where(empty, 1.0, found.sums)
         joined = found.most + jnp.log(sums) * softmax.LOG2E
         result = (found.o * (1.0 / sums)).astype(out_o.dtype)
         _store(result, out_o.at[batch, query, q_head], self.plan.interpret)
         out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
+        out_shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
 
+    @property
+    def unit(self) -> float:
+        """What a shift is multiplied by to be a natural logit."""
+        return self.plan.problem.unit
 
-def _part(shares) -> Joined:
-    """Of (o, log-sum-exp) in device memory; all are loaded at once."""
-    log2 = [_or_none(lse[...]) for _, lse in shares]
-    most = functools.reduce(jnp.maximum, log2)
-    weights = [jnp.exp2(x - _finite(most)) for x in log2]
-    parts = [_load(o) for o, _ in shares]
-    total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
-    return Joined(most, functools.reduce(jnp.add, weights), total)
+    def relative(self, log2, shift, to):
+        """Log-sum-exps relative to another shift; -inf where both of a row are."""
+        return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
 
+    def part(self, shares: list[Results]) -> Joined:
+        """Of shares in device memory; all are loaded at once."""
+        lse = [share.lse[...] for share in shares]
+        seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
+        shift = [share.shift[...] for share in shares]
+        shift = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, shift, strict=True)]
+        largest = functools.reduce(jnp.maximum, shift)
+        log2 = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, lse, strict=True)]
+        log2 = [self.relative(*both, largest) for both in zip(log2, shift, strict=True)]
+        most = functools.reduce(jnp.maximum, log2)
+        weights = [jnp.exp2(x - _finite(most)) for x in log2]
+        parts = [_load(share.o) for share in shares]
+        total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
+        return Joined(largest, most, functools.reduce(jnp.add, weights), total)
 
-def _join(a: Joined, b: Joined) -> Joined:
-    """Of both; b.o may be None, which is 0."""
-    most = jnp.maximum(a.most, b.most)
-    left, right = (jnp.exp2(x.most - _finite(most)) for x in (a, b))
-    o = a.o * left if b.o is None else a.o * left + b.o * right
-    return Joined(most, a.sums * left + b.sums * right, o)
+    def sink(self, sink) -> Joined:
+        """One more share, which has no values; a sink of -inf is none."""
+        none, far = sink == -jnp.inf, jnp.abs(sink) > softmax.FAR_FLOAT32 * softmax.LN2
+        shift = jnp.where(far, sink * (1.0 / self.unit), 0.0)
+        shift = jnp.where(none, -jnp.inf, shift)
+        most = (sink - _finite(shift) * self.unit) * softmax.LOG2E
+        return Joined(shift, most, jnp.where(none, 0.0, 1.0), None)
+
+    def join(self, a: Joined, b: Joined) -> Joined:
+        """Of both; b.o may be None, which is 0."""
+        shift = jnp.maximum(a.shift, b.shift)
+        log2 = [self.relative(x.most, x.shift, shift) for x in (a, b)]
+        most = jnp.maximum(*log2)
+        left, right = (jnp.exp2(x - _finite(most)) for x in log2)
+        o = a.o * left if b.o is None else a.o * left + b.o * right
+        return Joined(shift, most, a.sums * left + b.sums * right, o)
 
 
 def _finite(most):
     # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
     # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
     return jnp.where(most == -jnp.inf, 0.0, most)
-
-
-def _or_none(lse):
-    """The log-sum-exp of a share, -inf where a row sees none of its keys."""
-    return jnp.where(lse >= softmax.EMPTY_ROW / 2, -jnp.inf, lse)
 
 
 def _load(ref):
@@ -140,18 +163,18 @@ def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
         sinks: f32[B, N], natural, or None.
 
     Returns:
-        Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
+        Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].
     """
     problem = plan.problem
     heads = (problem.batch, problem.q_heads, problem.q_len)
     o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
     run = launch(
         Combine(plan),
-        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads)),
+        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
         scratch=(),
         grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows},
         threads=1,
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,
     )
-    return Outputs(*run(parts.o, parts.lse, sinks))
+    return Outputs(*run(*parts, sinks))

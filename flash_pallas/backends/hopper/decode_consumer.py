@@ -33,7 +33,7 @@ class Held(NamedTuple):
 class Folded(NamedTuple):
     """What the warpgroup carries from block to block, beside the output."""
 
-    m: Any  # f32, one a row of queries: the running maximum, base 2
+    m: Any  # f32, one a row of queries: the largest logit so far, as core.scores.Logits.x
     l: Any  # f32, several a row: running sums, each of one thread's own weights
     pages: Any = None  # what is known of the pages to come, where that is needed
 
@@ -85,12 +85,18 @@ class Consumer(abc.ABC):
         return tuple(None if x is None else x[entry(x), cta.head] for x in both)
 
     def sink(self, cta: Cta):
-        """The logit of each row's sink, base 2, or None."""
+        """The logit of each row's sink, natural, or None."""
         sinks = cta.gmem.sinks
         if sinks is None:
             return None
         packed = self.plan.packed(cta.tile)
-        return packed.per_head(sinks.at[cta.batch, cta.head]) * softmax.LOG2E
+        return packed.per_head(sinks.at[cta.batch, cta.head])
+
+    def finish(self, cta: Cta, m, l, bits: float = 0.0):
+        """softmax.finish of rows with weights of exp2((x - m) * log2_scale + bits)."""
+        problem = self.plan.problem
+        m, shift = softmax.parted(m, problem.unit, softmax.far(problem.dtype))
+        return softmax.finish(m - bits if bits else m, l, shift, self.sink(cta), problem.unit)
 
     def seen_logits(self, held: Held, s, first, position, spread):
         """core.scores.Logits of scaled products with keys from `first` on, before any is hidden.
@@ -112,9 +118,10 @@ class Consumer(abc.ABC):
     def publish(self, cta: Cta, swizzle: int):
         """Write what is staged, O with this swizzle and the log-sum-exp, to device memory."""
         plgpu.commit_smem()
-        packed, (target, lse_target) = self.plan.packed(cta.tile), self.plan.results(cta)
-        packed.store(cta.smem.o, target, swizzle)
-        packed.store_values(cta.smem.lse, lse_target)
+        packed, target = self.plan.packed(cta.tile), self.plan.results(cta)
+        packed.store(cta.smem.o, target.o, swizzle)
+        packed.store_values(cta.smem.lse, target.lse)
+        packed.store_values(cta.smem.shift, target.shift)
 
     @property
     @abc.abstractmethod

@@ -44,13 +44,15 @@ class Results(NamedTuple):
 
     o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
     lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
+    shift: Any  # as lse; see core/softmax.py
 
 
 class Smem(NamedTuple):
     """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
 
     q: Any  # [rows, H], of as many rows as Plan.tile_rows says
-    ring: Any  # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse f32[rows]))
+    # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows]))
+    ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
     scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
     p: Any = None  # [queries, block_kv] weights, where queries are columns
@@ -76,6 +78,11 @@ class Smem(NamedTuple):
     def lse(self):
         """Staging of the log-sum-exp."""
         return self.ring[1][1]
+
+    @property
+    def shift(self):
+        """Staging of its shift."""
+        return self.ring[1][2]
 
 
 class Barriers(NamedTuple):
@@ -229,13 +236,15 @@ class Plan:
         else:
             shape = (problem.batch, problem.q_len, *lead[1:], problem.group, problem.v_head_dim)
             o = jax.ShapeDtypeStruct(shape, problem.dtype)
-        return Results(o, float32((*lead, *last[::-1])))
+        per_row = float32((*lead, *last[::-1]))
+        return Results(o, per_row, per_row)
 
     def results(self, cta: Cta) -> Results:
-        """Where the CTA's rows go: o [T, group, columns] and lse [group, T]."""
+        """Where the CTA's rows go: o [T, group, columns], lse and shift [group, T]."""
         if self.several:
             return Results(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
-        return Results(cta.out.o.at[cta.batch, :, cta.head], cta.out.lse.at[cta.batch, cta.head])
+        rows = (x.at[cta.batch, cta.head] for x in (cta.out.lse, cta.out.shift))
+        return Results(cta.out.o.at[cta.batch, :, cta.head], *rows)
 
     def copied(self, x) -> tuple:
         """The array of the cache that 16-bit blocks are copied from: none where they are made."""
@@ -307,7 +316,7 @@ class Plan:
         k = products.buffer((slots, block, head_dim), *self.copied(gmem.k))
         v = products.buffer((slots, block, v_head_dim), *self.copied(gmem.v), summed_rows=block)
         ring = self.raw(slots) if self.in_registers else (k, v)
-        staging = tile_buffer((rows, v_head_dim), out.o.dtype), row_buffer((rows,))
+        staging = tile_buffer((rows, v_head_dim), out.o.dtype), *[row_buffer((rows,))] * 2
         q = products.buffer((rows, head_dim), *self.copied(gmem.k))
         smem = Smem(q, plgpu.RefUnion(ring, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)

@@ -12,7 +12,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core import softmax
 from ..mosaic import inline, inline_modifiers
 from ..mosaic.launch import WARPGROUP_ROWS
 from .decode_consumer import Consumer, Folded, Held
@@ -61,11 +60,12 @@ class RowConsumer(Consumer):
         cta.k.release(use)
         first = keys.block(use) * self.plan.blocks.block_kv
         x, log2_scale = self.logits(held, s, first, masked)
-        m = jnp.maximum(folded.m, x.max(axis=1) * log2_scale)
+        m = jnp.maximum(folded.m, x.max(axis=1))
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
-        alpha = jnp.exp2(folded.m - finite)
-        p = jnp.exp2(x * log2_scale - per_row(finite, x.shape))
+        alpha = jnp.exp2((folded.m - finite) * log2_scale)
+        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        p = jnp.exp2((x - per_row(finite, x.shape)) * log2_scale)
         own = inline.lane_sums(p, self.plan.interpret)
         l = folded.l * per_row(alpha, folded.l.shape) + own
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -106,10 +106,10 @@ class RowConsumer(Consumer):
 
     def store(self, cta: Cta, held: Held, o, folded: Folded):
         """See Consumer."""
-        inverse, lse = softmax.finish(folded.m, folded.l.sum(axis=1), self.sink(cta))
+        inverse, lse, shift = self.finish(cta, folded.m, folded.l.sum(axis=1))
         if held.v_scale is not None:
             inverse = inverse * held.v_scale
         o = o * per_row(inverse, o.shape)
         cta.smem.o[...] = o.astype(cta.smem.o.dtype)
-        cta.smem.lse[...] = lse
+        cta.smem.lse[...], cta.smem.shift[...] = lse, shift
         self.publish(cta, swizzles(cta.smem.o.shape[1], cta.smem.o.dtype)[0])

@@ -35,7 +35,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import bounds, padding
 from ...core.problem import Operands, Outputs, Problem
-from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from .blocks import ForwardBlocks
 from .clearing import Padding
@@ -91,7 +90,7 @@ class Forward:
         stages = self.blocks.stages
         cta = Cta(
             gmem=gmem,
-            out=Results(*results),
+            out=Results(**dict(zip(self.plan.result_names, results, strict=True))),
             smem=smem,
             k=Ring(bars.k_full, bars.k_empty, stages),
             v=Ring(bars.v_full, bars.v_empty, stages),
@@ -176,12 +175,10 @@ class Forward:
             cta.v.release(use - 1)
             o_acc[...], rows = self.scores.speculate(cta, work, tile, rows, o)
             return rows._replace(p=self.plan.products.split(rows.p))
-        m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
-        grew = None
-        if self.plan.lazy_rescale:
-            m, grew = inline.lazy_max(rows.m, m, self.plan.lazy_rescale, self.interpret)
-        safe_m = self.scores.finite(m, edges)
-        alpha = jnp.exp2(rows.m - safe_m)
+        found = self.scores.compared(tile, rows.maxima, self.plan.lazy_rescale or None)
+        tile, grew = tile._replace(x=found.x), found.grew
+        safe_m = self.scores.finite(found.m, edges)
+        alpha = jnp.exp2(found.before - safe_m)
         if self.scores.in_one_pass:
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             cta.v.release(use - 1)
@@ -192,7 +189,7 @@ class Forward:
             p = self.scores.dropped(cta, work, tile, p)
             # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row
             # maximum by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
-            p, m, sums, alpha = lax.optimization_barrier((p, m, sums, alpha))
+            p, sums, alpha = lax.optimization_barrier((p, sums, alpha))
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             cta.v.release(use - 1)
             p = self.plan.products.split(p)
@@ -204,7 +201,7 @@ class Forward:
             p = lax.optimization_barrier(p)
             rescale = lambda: o * per_row(alpha, o.shape)
             o_acc[...] = lax.cond(grew > 0, rescale, lambda: o)
-        return Rows(p, m, l)
+        return Rows(p, found.maxima, l)
 
     def bounded_weights(self, cta: Cta, work: Work, use, tile: Logits):
         """(p as an operand, row sums) of a step without maxima, after PV of the block before."""
@@ -277,9 +274,12 @@ class Forward:
     def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
         """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
         tile = self.logits(cta, work, use, s, jnp.int32(0), "last", release)
-        m = self.scores.first_max(tile)
+        m = maxima = None
+        if not self.scores.bounded:
+            found = self.scores.compared(tile, self.scores.unseen(tile), None)
+            tile, m, maxima = tile._replace(x=found.x), found.m, found.maxima
         p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
-        return Rows(self.scores.dropped(cta, work, tile, p), m, sums)
+        return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums)
 
     def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release) -> Logits:
         """Scores.logits of the j-th block; `release` gives K's slot back when that was read."""
@@ -310,7 +310,7 @@ def forward(
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o, a result of products.py, as long as q; lse_log2 and max_log2 as whole tiles.
+        Outputs: o, a result of products.py, as long as q; all others as whole tiles.
     """
     order = TileOrder.of(problem, blocks.warpgroups * WARPGROUP_ROWS)
     assignment = (
@@ -332,7 +332,7 @@ def forward(
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
-    results = (o, per_row) + (per_row,) * problem.spec.max_logit
+    results = (o,) + (per_row,) * (len(plan.result_names) - 1)
     run = functools.partial(
         launch,
         out=results,
@@ -343,4 +343,6 @@ def forward(
         interpret=interpret,
     )
     kernel = lambda counter: run(functools.partial(Forward(plan), counter))(gmem)
-    return Outputs(*(with_counter(kernel, results) if plan.claims else kernel(None)))
+    found = with_counter(kernel, results) if plan.claims else kernel(None)
+    out = Results(**dict(zip(plan.result_names, found, strict=True)))
+    return Outputs(out.o, out.lse, out.shift, out.most)

@@ -17,6 +17,7 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
+from ..mosaic.row_maxima import Maxima, far_of
 from . import side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
@@ -49,7 +50,8 @@ class Results(NamedTuple):
 
     o: Any  # [B, T, N, Hv], a result of products.py
     lse: Any  # f32[B, N, rows], base 2
-    most: Any = None  # f32[B, N, rows], the largest logit, base 2; None unless asked for
+    shift: Any = None  # f32[B, N, rows], see core/softmax.py; None where no logit can be far
+    most: Any = None  # f32[B, N, rows], the largest logit, natural; None unless asked for
 
 
 class Smem(NamedTuple):
@@ -60,6 +62,7 @@ class Smem(NamedTuple):
     v: Any  # [stages, block_kv, Hv]
     o: Any  # [warpgroups, 64, Hv], or None: O is staged in q
     lse: Any  # f32[warpgroups, 64]
+    shift: Any  # f32[warpgroups, 64], or None
     most: Any  # f32[warpgroups, 64], or None
     side: side_inputs.Streamed  # one slot for each of k's
     tiles: Any = None  # int32[slots, 1], numbers of claimed tiles
@@ -102,7 +105,7 @@ class Rows(NamedTuple):
     """What a warpgroup carries from step to step."""
 
     p: Any  # Products.split of the weights of the block whose PV is still to be issued
-    m: Any  # f32[64] running maximum, base 2
+    maxima: Maxima | None  # of 64 rows; None where Scores.bounded
     l: Any  # f32[64, 8] running sums of each thread's own columns
 
 
@@ -171,6 +174,17 @@ class Plan:
     def speculates(self) -> float:
         """As ForwardBlocks says, where that is possible."""
         return speculation(self.blocks, self.problem)
+
+    @property
+    def far(self) -> float:
+        """From which logits on, in base 2, rows are shifted; 0 where no logit can be so large."""
+        return far_of(self.problem.spec, self.problem.dtype)
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The fields of Results that the launch writes, in their order."""
+        wanted = {"shift": bool(self.far), "most": self.problem.spec.max_logit}
+        return tuple(name for name in Results._fields if wanted.get(name, True))
 
     @property
     def has_segments(self) -> bool:
@@ -323,6 +337,7 @@ class Plan:
             v=tiles(v_shape, gmem.v, summed_rows=block_kv),
             o=tiles((wgs, WARPGROUP_ROWS, problem.v_head_dim), o) if apart else None,
             lse=row_buffer((wgs, WARPGROUP_ROWS)),
+            shift=row_buffer((wgs, WARPGROUP_ROWS)) if self.far else None,
             most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
             side=self.side.buffers(stages, self.tile_rows, block_kv),
             tiles=plgpu.SMEM((SLOTS, 1), jnp.int32) if self.claims else None,

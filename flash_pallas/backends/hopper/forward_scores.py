@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from ..mosaic import inline, inline_cap, inline_weights, register_tile
+from ..mosaic import inline, inline_cap, inline_weights, register_tile, row_maxima
 from ..mosaic.inline_cap import Cap
 from ..mosaic.inline_weights import Drop, Powers
 from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.row_maxima import Compared, Maxima
 from .forward_plan import Cta, Plan, Rows, Work
 from .memory import warpgroup_rows
 from .side_inputs import Held, Place
 
 # Of logits in base 2, so that 2**logit needs no maximum to be relative to.
 MOST_BOUNDED = 80.0
-
-# A finite maximum for rows that have seen no key: whatever they see next, 2**(x - it) is 0, 1 or so
-# large that they get another one.
-LOWEST = float(np.finfo(np.float32).min)
 
 
 class Logits(NamedTuple):
@@ -38,6 +35,20 @@ class Logits(NamedTuple):
     inputs: TileInputs
     kv_block: Any
     edges: str  # as for Plan.limits
+
+    @property
+    def top(self):
+        """f32[64], the largest x of each row."""
+        return self.x.max(axis=1)
+
+
+class Finished(NamedTuple):
+    """Rows that have seen all their keys."""
+
+    inverse: Any  # what O is multiplied by
+    lse: Any  # base 2, relative to the shift
+    shift: Any
+    most: Any  # the largest logit, natural; None unless asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +146,7 @@ class Scores:
     def finite(self, m, edges: str):
         """m, with 0 for rows that have seen no key yet: their weights are exp2(-inf), not NaN."""
         if m is None or self.plan.speculates or not (self.may_be_empty or self.may_hide(edges)):
-            return m  # first_max is finite where a step speculates
+            return m  # that of the first tile is finite where a step speculates
         return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
     def may_hide(self, edges: str) -> bool:
@@ -144,30 +155,48 @@ class Scores:
             return not self.spec.mask.is_trivial or self.plan.dynamic
         return edges != "none"
 
-    def first_max(self, tile: Logits):
-        """The row maxima of a query tile's first key block, base 2; None where `bounded`."""
-        if self.bounded:
-            return None
-        m = tile.x.max(axis=1) * tile.log2_scale
-        return jnp.maximum(m, LOWEST) if self.plan.speculates else m
+    def unseen(self, tile: Logits) -> Maxima:
+        """Maxima before the first key block of a query tile."""
+        zero = jnp.zeros_like(tile.top)
+        if self.unseen_is_checked:
+            return Maxima(jnp.full_like(zero, math.nan), jnp.full_like(zero, -math.inf))
+        lowest = row_maxima.LOWEST if self.plan.speculates else -math.inf
+        return Maxima(jnp.full_like(zero, lowest), zero if self.plan.far else None)
+
+    @property
+    def unseen_is_checked(self) -> bool:
+        """A speculating step looks twice at rows that have seen no key.
+
+        Else they are taken to see no logit below -2**127, which only a bias, such as the lowest
+        float32, and the user's function make.
+        """
+        added = "bias" in self.problem.features or self.spec.score_mod is not None
+        return bool(self.plan.speculates and self.plan.far and added)
+
+    def compared(self, tile: Logits, old: Maxima, slack: float | None) -> Compared:
+        """A tile beside the maxima so far; `slack` as row_maxima.compared takes it."""
+        plan = self.plan
+        return row_maxima.compared(old, tile.x, tile.log2_scale, plan.far, slack, plan.interpret)
 
     def speculate(self, cta: Cta, work: Work, tile: Logits, rows: Rows, o):
         """(o, rows) after a block: relative to the old maxima, once more if that was a bad guess.
 
-        rows.p is the block's in 16 bits. A warp redoes all of its 16 rows or none.
+        rows.p is the block's in 16 bits. A warp redoes all of its 16 rows or none. In a row that is
+        shifted, m is NaN and so is every sum.
         """
-        weights = functools.partial(self.weights, cta, work, tile, dtype=self.problem.dtype)
-        p, sums = weights(m=rows.m)
+        weights = functools.partial(self.weights, cta, work, dtype=self.problem.dtype)
+        p, sums = weights(tile, m=rows.maxima.m)
 
         def again():
-            m = jnp.maximum(rows.m, tile.x.max(axis=1) * tile.log2_scale)
-            alpha = jnp.exp2(rows.m - m)
-            p, sums = weights(m=m)
+            new = row_maxima.raised(rows.maxima, tile.top, tile.log2_scale, self.plan.far)
+            x = tile.x - per_row(new.shift, tile.x.shape)
+            alpha = jnp.exp2(new.before - new.m)
+            p, sums = weights(tile._replace(x=x), m=new.m)
             l = rows.l * per_row(alpha, sums.shape) + sums
-            return o * per_row(alpha, o.shape), Rows(p, m, l)
+            return o * per_row(alpha, o.shape), Rows(p, new.maxima, l)
 
         exceeds = inline.exceeds(sums, 2.0**self.plan.speculates, self.plan.interpret)
-        return lax.cond(exceeds > 0, again, lambda: (o, Rows(p, rows.m, rows.l + sums)))
+        return lax.cond(exceeds > 0, again, lambda: (o, Rows(p, rows.maxima, rows.l + sums)))
 
     def plain_weights(self, tile: Logits, m):
         """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""
@@ -213,16 +242,19 @@ class Scores:
         keep = scores.kept(self.spec, self.plan.tile(cta, work, tile.kv_block), tile.inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
-    def finish(self, cta: Cta, work: Work, m, l):
-        """(what O is multiplied by, lse_log2) of finished rows; m is None where `bounded`."""
-        sink, sinks = None, cta.gmem.side.sinks
+    def finish(self, cta: Cta, work: Work, maxima: Maxima | None, l) -> Finished:
+        """Rows that have seen all their keys; no maxima where `bounded`."""
+        sink, sinks, unit = None, cta.gmem.side.sinks, self.problem.unit
         if sinks is not None:
             sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], l.shape, ())
             sink = plgpu.layout_cast(sink, inline.ROWS)
-        inverse, lse = softmax.finish(jnp.zeros_like(l) if m is None else m, l, sink)
+        zero = jnp.zeros_like(l)
+        m, shift = (zero, zero) if maxima is None else row_maxima.settled(maxima)
+        inverse, lse, shift_ = softmax.finish(m, l, shift, sink, unit)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)
-        return inverse, lse
+        most = shift * unit + m * softmax.LN2 if self.spec.max_logit else None
+        return Finished(inverse, lse, shift_, most)
 
 
 def per_row(x, shape):

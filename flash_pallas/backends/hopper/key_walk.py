@@ -67,21 +67,31 @@ class KeyWalk(NamedTuple):
         """The n-th block."""
         return self.start + n
 
-    def visit(self, step, *, masks: bool):
+    def visit(self, step, *, masks: bool, far=None, far_step=None):
         """step(n, masked=) for every block; without `masks` none is masked.
 
-        The masked ones are a loop of their own.
+        The masked ones are a loop of their own. `far` and `far_step` are as in QueryWalk.visit.
         """
+        if far is None:
+            self._visit(step, masks, lambda end, start: end)
+            return
+        self._visit(step, masks, lambda end, start: lax.select(far > 0, start, end))
+        ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
+        pl.loop(*ends)(functools.partial(far_step, masked=masks))
+
+    def _visit(self, step, masks: bool, until):
+        """The loops; each ends at until(end, start)."""
         masked = functools.partial(step, masked=True)
         if self.everywhere:
-            pl.loop(jnp.int32(0), self.total)(masked)
+            pl.loop(jnp.int32(0), until(self.total, jnp.int32(0)))(masked)
             return
         unmasked = jnp.int32(self.masked_from - self.start)
-        pl.loop(jnp.int32(0), unmasked)(functools.partial(step, masked=False))
+        pl.loop(jnp.int32(0), until(unmasked, jnp.int32(0)))(functools.partial(step, masked=False))
         if masks:
             # With known bounds a single masked block is peeled off, and its registers beside those
             # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
-            pl.loop(unmasked, lax.optimization_barrier(self.total))(masked)
+            total = until(lax.optimization_barrier(self.total), unmasked)
+            pl.loop(unmasked, total)(masked)
 
 
 def mask_everywhere(problem: Problem) -> bool:

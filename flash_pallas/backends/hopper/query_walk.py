@@ -141,15 +141,32 @@ class QueryWalk:
         block = jnp.int32(self.full_start + i)
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
-    def visit(self, step):
+    def visit(self, step, far=None, far_step=None):
         """Call step(n, query block, masked=) for every tile.
 
         The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
         spills.
+
+        Args:
+            step: what to call.
+            far: i32: where it is not 0, all tiles are far_step's, in a loop of their own that masks
+                what may be masked. None: there is no such loop.
+            far_step: called as step is.
         """
+        if far is None:
+            self._visit(step, lambda end, start: end)
+            return
+        self._visit(step, lambda end, start: lax.select(far > 0, start, end))
+        ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
+        ends = lax.optimization_barrier(ends) if self.opaque else ends
+        masked = self.masks != "none"
+        pl.loop(*ends)(lambda n: far_step(n, self[n][1], masked=masked))
+
+    def _visit(self, step, until):
+        """The loops; each ends at until(end, start)."""
         if self.masks != "some":
             masked = self.masks == "all"
-            ends = (jnp.int32(0), self.total)
+            ends = (jnp.int32(0), until(self.total, jnp.int32(0)))
             if self.opaque:
                 ends = lax.optimization_barrier(ends)
             pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
@@ -159,9 +176,9 @@ class QueryWalk:
             first = head * self.per_head
             masked_from = first + (self.full_stop - self.full_start)
             full = lambda n: step(n, self.full_start + (n - first), masked=False)
-            pl.loop(first, masked_from)(full)
+            pl.loop(first, until(masked_from, first))(full)
             masked = lambda n: step(n, self.block(n - first), masked=True)
-            pl.loop(masked_from, first + self.per_head)(masked)
+            pl.loop(masked_from, until(first + self.per_head, masked_from))(masked)
 
         if self.group == 1:
             one_head(jnp.int32(0))

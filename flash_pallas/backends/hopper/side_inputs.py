@@ -202,6 +202,12 @@ class SideInputs:
             scalars=side_arrays.scalars(gmem, place.batch, place.head),
         )
 
+    def far(self, gmem: Gmem, batch, head):
+        """side_arrays.Gmem.far of a query head, or None."""
+        if gmem.far is None:
+            return None
+        return gmem.far[batch, lax.div(jnp.int32(head), jnp.int32(self.problem.group))]
+
     def held(self, ref, shape, place: Place):
         """A bias or mask that does not stream, in registers."""
         kind = self.kind(shape)

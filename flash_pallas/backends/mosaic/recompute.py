@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from ...core import dropout, scores
 from ...core.problem import Problem
@@ -18,11 +19,34 @@ from ...core.softmax import EMPTY_ROW
 from ...core.tile import Limits
 from . import inline_weights, register_tile
 from .register_tile import RegisterTile
+from .row_maxima import far_of, less_shift
+from .side_arrays import Gmem
 
 # Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
 # makes P of it 0.
 _HIDDEN = -1e18
 _LOWEST_CAP = 1e-9
+
+
+class RowShift(NamedTuple):
+    """The shift of the queries of a tile; see core/softmax.py.
+
+    Attributes:
+        values: f32 in device memory, of all heads.
+        first: i32, place of the first query's.
+        some: i32: 0 where all of them are 0; None where that is not so anyway.
+    """
+
+    values: Any
+    first: Any
+    some: Any = None
+
+    @classmethod
+    def of(cls, problem: Problem, side: Gmem, far, head, query) -> RowShift:
+        """From a query of a query head on, where that is known to be far; see Gmem.far."""
+        rows = side.shift.shape[0] // (problem.batch * problem.q_heads)
+        member = lax.rem(jnp.int32(head), jnp.int32(problem.group))
+        return cls(side.shift, far - 1 + member * rows + query)
 
 
 class Weights(NamedTuple):
@@ -56,6 +80,7 @@ def weights(
     """
     spec = problem.spec
     x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
+    x = _shifted(tile, x, inputs.shift)
     rows = tile.per_q(lse)
     p = _powers(tile, x, log2_scale, rows, polynomials)
     if problem.bias_shape is not None:
@@ -67,6 +92,14 @@ def weights(
             pull = _zero_where_hidden(p, pull)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull)
+
+
+def _shifted(tile: RegisterTile, x, shift: RowShift | None):
+    """Logits less the shift of their row."""
+    if shift is None:
+        return x
+    less = lambda: less_shift(x, shift.values, shift.first, tile.q_axis, tile.interpret)
+    return less() if shift.some is None else lax.cond(shift.some > 0, less, lambda: x)
 
 
 def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
@@ -95,7 +128,7 @@ def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, lim
     """
     spec = problem.spec
     x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
-    rows = tile.per_q(lse)
+    x, rows = _shifted(tile, x, inputs.shift), tile.per_q(lse)
     if tile.interpret:
         p = jnp.exp2(x * log2_scale - rows)
         return jnp.where(scores.kept(spec, tile, inputs), p, -p)
@@ -114,9 +147,12 @@ def of_signed(t, dp, delta):
 
 
 def may_defer(problem: Problem) -> bool:
-    """A cap is all that happens to logits, so that `capped` has what weights and gradients need."""
+    """A cap is all that happens to logits, so that `capped` has what weights and gradients need.
+
+    And it is so low that no row has a shift.
+    """
     spec = problem.spec
-    if spec.softcap is None or spec.softcap < _LOWEST_CAP:
+    if spec.softcap is None or spec.softcap < _LOWEST_CAP or far_of(spec, problem.dtype):
         return False
     other = spec.dropout_rate or spec.score_mod is not None or problem.bias_shape is not None
     return not other

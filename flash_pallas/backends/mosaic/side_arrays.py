@@ -12,7 +12,6 @@ from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
-from ...core.softmax import LOG2E
 
 LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
 MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
@@ -27,12 +26,17 @@ class Gmem(NamedTuple):
     bias: Any = None  # [Bb, N1, T, S], or f32[Bb, N1, T or S or 1] unless a tile
     mask: Any = None  # likewise, a tile is of MASK_DTYPE
     slopes: Any = None  # f32[B, N]
-    sinks: Any = None  # f32[B, N], base 2
+    sinks: Any = None  # f32[B, N], natural
     dropout_keys: Any = None  # int32[B, N], the bits of uint32
     row_keys: Any = None  # int32[B, N, rows], or [1, 1, rows] where rows are keys; of dropout
     column_keys: Any = None  # likewise of columns
     score_params: tuple = ()  # [B, N] each
     mask_params: tuple = ()  # [B, N] each
+    # In the backward, where the log-sum-exp of a row may have a shift.
+    shift: Any = None  # f32[B * N * rows]
+    # int32[B, K]: 0, or where it is not 0 for some query of a head of the group, 1 + the place of
+    # the group's first.
+    far: Any = None
 
 
 def gmem(problem: Problem, q_axis: int, operands: Operands) -> Gmem:
@@ -49,13 +53,29 @@ def gmem(problem: Problem, q_axis: int, operands: Operands) -> Gmem:
         bias=None if operands.bias is None else _prepared(operands.bias),
         mask=None if operands.mask is None else _prepared(operands.mask.astype(MASK_DTYPE)),
         slopes=operands.alibi_slopes,
-        sinks=None if operands.sinks is None else operands.sinks * LOG2E,
+        sinks=operands.sinks,
         dropout_keys=None if keys is None else lax.bitcast_convert_type(keys, jnp.int32),
         row_keys=row_keys,
         column_keys=column_keys,
         score_params=operands.score_params,
         mask_params=operands.mask_params,
     )
+
+
+def with_shift(side: Gmem, shift, kv_heads: int) -> Gmem:
+    """`side` with the shift of the log-sum-exp, f32[B, N, rows], or None.
+
+    A kernel that knows `far` of a group of heads knows whether any of its rows is shifted and where
+    these rows lie: one register, where the numbers of entry and head would take two.
+    """
+    if shift is None:
+        return side
+    batch, heads, rows = shift.shape
+    per_group = heads // kv_heads * rows
+    some = (shift.reshape(batch, kv_heads, per_group) != 0.0).any(axis=2)
+    first = jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(some.shape) * per_group
+    far = jnp.where(some, first + 1, 0)
+    return side._replace(shift=shift.reshape(-1), far=far)
 
 
 def kind(shape, q_axis: int) -> str | None:

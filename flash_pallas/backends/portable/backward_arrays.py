@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from ...core.padding import pad_axis
 from ...core.problem import Cotangents, Operands, Problem
 from ...core.softmax import EMPTY_ROW
+from ..mosaic import side_arrays
 from ..mosaic.side_arrays import Gmem, within_reach
+from .inputs import Inputs
 
 LSE, DELTA = range(2)  # of BackwardArrays.rows
 
@@ -27,6 +29,7 @@ class BackwardArrays(NamedTuple):
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
     side: Gmem = Gmem()
+    shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
     rows: Any = None  # f32[B, N, 2, R]: LSE and DELTA, in the fused kernel in place of both
 
     @classmethod
@@ -42,7 +45,14 @@ class BackwardArrays(NamedTuple):
             delta=pad_axis(cotangents.delta, 2, rows),
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
+            shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
         )
+
+    def with_side(self, inputs: Inputs, operands: Operands) -> BackwardArrays:
+        """With what a kernel reads beside them."""
+        kv_heads = inputs.problem.kv_heads
+        side = side_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
+        return self._replace(side=side, shift=None)
 
     def stacked(self) -> BackwardArrays:
         """With `rows`, of which each warpgroup copies one."""

@@ -30,6 +30,7 @@ from ...core.scores import TileInputs
 from ..mosaic import inline, inline_modifiers, register_tile
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
+from ..mosaic.row_maxima import far_of, settled
 from . import decode_rows, row_sums
 from .decode_blocks import PortableDecodeBlocks, row_tiles
 from .inputs import load_vector
@@ -56,6 +57,7 @@ class Out(NamedTuple):
 
     o: Any  # f32[num_splits, B, K, T * group, Hv]
     lse: Any  # f32[num_splits, B, K, R], base 2; EMPTY_ROW: no key seen
+    shift: Any  # f32[num_splits, B, K, R], see core/softmax.py; None where no logit can be far
 
 
 class Smem(NamedTuple):
@@ -102,7 +104,12 @@ class Decode(Kernel):
     @property
     def online(self) -> Online:
         """How rows change from block to block."""
-        return Online(self.interpret)
+        return Online(self.interpret, self.far)
+
+    @property
+    def far(self) -> float:
+        """From which logits on, in base 2, rows are shifted; 0: there are none."""
+        return far_of(self.problem.spec.attention, self.problem.dtype)
 
     @property
     def total(self) -> int:
@@ -235,11 +242,15 @@ class Decode(Kernel):
 
     def finish(self, cta: Cta, rows: Rows):
         """Divide by the sums and write O and the log-sum-exp of this range."""
-        inverse, lse = softmax.finish(rows.m, row_sums.joined(rows.l, self.interpret))
+        m, shift = settled(rows.maxima)
+        inverse, lse, shift = softmax.finish(m, row_sums.joined(rows.l, self.interpret), shift)
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
         decode_rows.store(o, cta.out.o.at[at], cta.first_row, self.interpret)
-        cta.out.lse[(*at, pl.ds(cta.first_row, self.blocks.rows))] = lse
+        own = (*at, pl.ds(cta.first_row, self.blocks.rows))
+        cta.out.lse[own] = lse
+        if cta.out.shift is not None:
+            cta.out.shift[own] = shift
 
 
 def decode(
@@ -262,6 +273,7 @@ def decode(
     out = Out(
         o=float32((*lead, rows if interpret else total, problem.v_head_dim)),
         lse=float32((*lead, rows)),
+        shift=float32((*lead, rows)) if far_of(problem.spec.attention, problem.dtype) else None,
     )
     smem = Smem(
         q=buffer((blocks.rows, width), problem.dtype),
@@ -294,7 +306,9 @@ def decode(
             slopes=_of_rows(problem, operands.alibi_slopes, rows),
         )
     )
-    return _joined(problem, Out(found.o[..., :total, :], found.lse[..., :total]), operands.sinks)
+    shift = jnp.zeros_like(found.lse) if found.shift is None else found.shift
+    parts = Out(found.o[..., :total, :], found.lse[..., :total], shift[..., :total])
+    return _joined(problem, parts, operands.sinks)
 
 
 def _of_rows(problem: DecodeProblem, x, rows: int):
@@ -308,11 +322,13 @@ def _of_rows(problem: DecodeProblem, x, rows: int):
 
 def _joined(problem: DecodeProblem, parts: Out, sinks) -> Outputs:
     """Of the results of all ranges those of all keys."""
-    p, sink_log2 = problem, _of_rows(problem, sinks, parts.lse.shape[-1])
-    if sink_log2 is not None:
-        sink_log2 = sink_log2 * softmax.LOG2E
-    o, lse = softmax.merge(parts.o, parts.lse, sink_log2)
+    p, sinks = problem, _of_rows(problem, sinks, parts.lse.shape[-1])
+    o, *rows = softmax.merge(parts.o, parts.lse, parts.shift, sinks, p.unit)
     o = o.reshape(p.batch, p.kv_heads, p.q_len, p.group, p.v_head_dim).transpose(0, 2, 1, 3, 4)
-    lse = lse.reshape(p.batch, p.kv_heads, p.q_len, p.group).transpose(0, 1, 3, 2)
     o = o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim).astype(p.dtype)
-    return Outputs(o, lse.reshape(p.batch, p.q_heads, p.q_len))
+
+    def by_head(x):
+        x = x.reshape(p.batch, p.kv_heads, p.q_len, p.group).transpose(0, 1, 3, 2)
+        return x.reshape(p.batch, p.q_heads, p.q_len)
+
+    return Outputs(o, *map(by_head, rows))

@@ -152,9 +152,8 @@ def _launch(problem: Problem, tile: TileSizes, wanted, operands, arrays, *, inte
     )
     find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
     (found,) = run(
-        arrays._replace(
-            bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None,
-            side=Inputs(problem, 1, interpret).arrays(operands),
+        arrays.with_side(Inputs(problem, 1, interpret), operands)._replace(
+            bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None
         )
     )
     return Sums(*(None if x is None else x[:, : problem.kv_len] for x in found))

@@ -192,11 +192,8 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
     )
     dynamic = bounds.is_dynamic(problem)
     found = run(
-        arrays._replace(
-            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns)
-            if dynamic
-            else None,
-            side=Inputs(problem, 0, interpret).arrays(operands),
+        arrays.with_side(Inputs(problem, 0, interpret), operands)._replace(
+            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns) if dynamic else None
         )
     )
     return found[:, : problem.q_len]

@@ -95,7 +95,7 @@ class SharedWeights(Kernel):
         maximum grew; the weights are there by then. They are overwritten after the next meeting.
         """
         found, exchange = weigh(rows), self.exchange
-        alpha = jnp.exp2(rows.m - found.m)
+        alpha = found.alpha()
         self.copies.put(found.p, exchange.weights)
         shared_rows.put(alpha, exchange.factors, self.interpret)
         grew = stream.second(n, found.grew)
@@ -106,7 +106,7 @@ class SharedWeights(Kernel):
         o = lax.cond(grew > 0, rescaled, lambda: rows.o)
         v = stream.slot("v", n)
         o = self.products.add_part(o, exchange.weights, v, 0, self.grid)
-        return Rows(o, found.m, rows.l * alpha + found.sums)
+        return Rows(o, found.maxima, rows.l * alpha + found.sums)
 
     def put(self, o, inverse, tile):
         """See OwnRows."""

@@ -24,6 +24,7 @@ from ...core.tile import Limits
 from ..mosaic import inline, register_tile
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
+from ..mosaic.row_maxima import LOWEST, far_of, settled
 from ..mosaic.side_arrays import Gmem
 from . import row_sums
 from .blocks import TileSizes
@@ -32,7 +33,7 @@ from .grid import Grid
 from .inputs import Held, Inputs, Place
 from .kernel import Kernel
 from .key_stream import KeyStream
-from .online import LOWEST, SLACK, Online, Rows, Weighed
+from .online import SLACK, Online, Rows, Weighed
 from .tiles import Copy, buffer, widths
 from .walk import Steps, key_blocks
 
@@ -54,7 +55,8 @@ class Out(NamedTuple):
 
     o: Any  # [B, T, N, Hv]
     lse: Any  # f32[B, N, R], base 2
-    most: Any  # f32[B, N, R], or None
+    shift: Any  # f32[B, N, R], see core/softmax.py; None where no logit can be far
+    most: Any  # f32[B, N, R], the largest logit, natural; or None
 
 
 class Smem(NamedTuple):
@@ -94,7 +96,8 @@ class Forward(Kernel):
     @property
     def online(self) -> Online:
         """How rows change from block to block."""
-        return Online(self.interpret, 0.0 if self.problem.spec.max_logit else SLACK)
+        slack = 0.0 if self.problem.spec.max_logit else SLACK
+        return Online(self.interpret, far_of(self.problem.spec, self.problem.dtype), slack)
 
     @property
     def inputs(self) -> Inputs:
@@ -200,12 +203,14 @@ class Forward(Kernel):
 
     def finish(self, cta: Cta, rows: Rows):
         """Divide by the sums and write O, the log-sum-exp and the largest logit."""
-        spec, sinks = self.problem.spec, cta.gmem.side.sinks
+        spec, sinks, unit = self.problem.spec, cta.gmem.side.sinks, self.problem.unit
+        m, moved = settled(rows.maxima)
         sink = None
         if sinks is not None:
-            sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], rows.m.shape, ())
+            sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], m.shape, ())
             sink = sink if self.interpret else plgpu.layout_cast(sink, inline.ROWS)
-        inverse, lse = softmax.finish(rows.m, row_sums.joined(rows.l, self.interpret), sink)
+        l = row_sums.joined(rows.l, self.interpret)
+        inverse, lse, shift = softmax.finish(m, l, moved, sink, unit)
         if spec.dropout_rate:
             inverse = inverse * dropout.gain(spec.dropout_rate)
         first = cta.block * self.tile.rows
@@ -215,9 +220,12 @@ class Forward(Kernel):
         target = cta.out.o.at[cta.batch, :, cta.head]
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
         cta.out.lse[cta.batch, cta.head, own] = lse
+        if cta.out.shift is not None:
+            cta.out.shift[cta.batch, cta.head, own] = shift
         if cta.out.most is not None:
-            none = jnp.full_like(rows.m, -jnp.inf)
-            cta.out.most[cta.batch, cta.head, own] = jnp.where(rows.m == LOWEST, none, rows.m)
+            most = moved * unit + m * softmax.LN2
+            none = jnp.full_like(m, -jnp.inf)
+            cta.out.most[cta.batch, cta.head, own] = jnp.where(m <= LOWEST, none, most)
 
 
 def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
@@ -237,6 +245,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
     out = Out(
         o=jax.ShapeDtypeStruct((*shape, problem.v_head_dim), problem.dtype),
         lse=per_row,
+        shift=per_row if far_of(problem.spec, problem.dtype) else None,
         most=per_row if problem.spec.max_logit else None,
     )
     smem = Smem(
@@ -270,8 +279,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             side=Inputs(problem, 0, interpret).arrays(operands),
         )
     )
-    most = None if found.most is None else found.most[:, :, : problem.q_len]
-    return Outputs(found.o[:, : problem.q_len], found.lse[:, :, : problem.q_len], most)
+    rows = (found.lse, found.shift, found.most)
+    rows = (None if x is None else x[:, :, : problem.q_len] for x in rows)
+    return Outputs(found.o[:, : problem.q_len], *rows)
 
 
 def grid(problem: Problem, blocks: int) -> dict[str, int]:

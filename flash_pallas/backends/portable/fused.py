@@ -233,9 +233,10 @@ def fused(
         interpret=interpret,
     )
     find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
-    given = arrays.stacked()._replace(
-        bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None,
-        side=kernel.inputs.arrays(operands),
+    given = (
+        arrays.stacked()
+        .with_side(kernel.inputs, operands)
+        ._replace(bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None)
     )
 
     def accumulate(refs):

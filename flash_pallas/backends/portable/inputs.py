@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from ...core.problem import Problem
 from ...core.scores import TileInputs
 from ..mosaic import inline, side_arrays
+from ..mosaic.recompute import RowShift
 from ..mosaic.registers import coordinates, fragmented, i32_constant, origin, pair, splat
 from ..mosaic.side_arrays import Gmem
 
@@ -55,6 +56,7 @@ class Held(NamedTuple):
     keys: Any = None  # int32[rows], of dropout
     bias: Any = None  # f32[rows] or f32 scalar
     mask: Any = None  # likewise
+    far: Any = None  # i32 scalar, side_arrays.Gmem.far of this head's group
     scalars: TileInputs = TileInputs()
 
 
@@ -83,6 +85,7 @@ class Inputs:
             keys=self._keys(gmem.row_keys, place, place.rows, 0),
             bias=self._held(gmem.bias, self.problem.bias_shape, place),
             mask=self._held(gmem.mask, self.problem.mask_shape, place),
+            far=self._far(gmem, place),
             scalars=side_arrays.scalars(gmem, place.batch, place.head),
         )
 
@@ -104,6 +107,10 @@ class Inputs:
         q_keys, kv_keys = by_axis(held.keys, column_keys)
         bias = self._wide(held.bias, gmem.bias, self.problem.bias_shape, place)
         mask = self._wide(held.mask, gmem.mask, self.problem.mask_shape, place)
+        shift, query = None, place.column_start if self.q_axis else place.row_start
+        if held.far is not None:
+            shift = RowShift.of(self.problem, gmem, held.far, place.head, query)
+            shift = shift._replace(some=held.far)
         return held.scalars._replace(
             q_segments=q_ids,
             kv_segments=kv_ids,
@@ -111,7 +118,13 @@ class Inputs:
             kv_keys=kv_keys,
             bias=bias,
             mask=None if mask is None else mask != 0.0,
+            shift=shift,
         )
+
+    def _far(self, gmem: Gmem, place: Place):
+        if gmem.far is None:
+            return None
+        return gmem.far[place.batch, lax.div(jnp.int32(place.head), jnp.int32(self.problem.group))]
 
     def _entry(self, shape, place: Place):
         return side_arrays.entry(self.problem, shape, place.batch, place.head)

@@ -11,32 +11,32 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..mosaic import inline
+from ..mosaic.row_maxima import LOWEST, Maxima, compared
 from . import row_sums
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
 # float16 holds, and most steps save a multiplication per element of O.
 SLACK = 8.0
 
-# The largest logit before the first key. -inf would have to be told from a number in every step, as
-# -inf - -inf is a NaN: 8 instructions, and 4 registers with 128 rows. No sum tells the two apart.
-LOWEST = float(jnp.finfo(jnp.float32).min)
-
 
 class Rows(NamedTuple):
     """What is known of each query after some key blocks."""
 
-    o: Any  # f32[rows, Hv], relative to m
-    m: Any  # f32[rows], largest logit, base 2; LOWEST where none was seen
-    l: Any  # f32[rows], the sum of exp2(logit - m); see row_sums
+    o: Any  # f32[rows, Hv], relative to the maxima
+    # The largest logits; LOWEST where none was seen. -inf would have to be told from a number in
+    # every step, as -inf - -inf is a NaN: 8 instructions, and 4 registers with 128 rows.
+    maxima: Maxima
+    l: Any  # f32[rows], the sum of the weights; see row_sums
 
 
 class Weighed(NamedTuple):
     """What a key block weighs."""
 
     p: Any  # weights
-    m: Any  # f32[rows], what they are relative to
+    alpha: Any  # () -> f32[rows]: what sums before are to be multiplied by
+    maxima: Maxima  # what they are relative to
     sums: Any  # f32[rows], of them; see row_sums
-    grew: Any  # i32, uniform over a warp: 1 if m is another than before in some row
+    grew: Any  # i32, uniform over a warp: 1 if alpha is not 1 in some row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +45,20 @@ class Online:
 
     Attributes:
         interpret: run by the interpreter.
+        far: see core.softmax.far; 0 where no logit can be.
         slack: see SLACK; 0: m is the largest logit.
     """
 
     interpret: bool
+    far: float
     slack: float = SLACK
 
     def no_keys(self, rows: int, zeros) -> Rows:
         """Before the first key block; `zeros` is O."""
-        lowest = jnp.full((rows,), LOWEST, jnp.float32)
-        if not self.interpret:
-            lowest = plgpu.layout_cast(lowest, inline.ROWS)
-        return Rows(zeros, lowest, row_sums.none(rows, self.interpret))
+        full = lambda value: jnp.full((rows,), value, jnp.float32)
+        cast = lambda x: x if self.interpret else plgpu.layout_cast(x, inline.ROWS)
+        maxima = Maxima(cast(full(LOWEST)), cast(full(0.0)) if self.far else None)
+        return Rows(zeros, maxima, row_sums.none(rows, self.interpret))
 
     def weigh(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]) -> Weighed:
         """The weights of a key block.
@@ -67,22 +69,22 @@ class Online:
             log2_scale: likewise.
             narrowed: from weights in float32 to what V is multiplied by.
         """
-        most = jnp.maximum(rows.m, x.max(axis=1) * log2_scale)
-        m, grew = inline.lazy_max(rows.m, most, self.slack, self.interpret)
-        p = jnp.exp2(x * log2_scale - per_row(m, x.shape))
+        found = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
+        p = jnp.exp2(found.x * log2_scale - per_row(found.m, x.shape))
         sums = row_sums.parts(p, self.interpret)
-        return Weighed(narrowed(p), m, sums, grew)
+        alpha = lambda: jnp.exp2(found.before - found.m)
+        return Weighed(narrowed(p), alpha, found.maxima, sums, found.grew)
 
     @staticmethod
     def rescaled(rows: Rows, found: Weighed) -> Rows:
         """Rows to which the product of weights and V is to be added."""
 
         def relative():
-            alpha = jnp.exp2(rows.m - found.m)
+            alpha = found.alpha()
             return rows.o * per_row(alpha, rows.o.shape), rows.l * alpha
 
         o, l = lax.cond(found.grew > 0, relative, lambda: (rows.o, rows.l))
-        return Rows(o, found.m, l + found.sums)
+        return Rows(o, found.maxima, l + found.sums)
 
 
 def per_row(x, shape):

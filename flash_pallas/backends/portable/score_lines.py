@@ -220,7 +220,7 @@ def line_sums(
         name=f"flash_pallas_portable_scores_{axes}",
         interpret=interpret,
     )
-    given = arrays._replace(side=kernel.inputs.arrays(operands))
+    given = arrays.with_side(kernel.inputs, operands)
     if bounds.is_dynamic(problem):
         sizes = (tile.columns, tile.rows) if q_axis else (tile.rows, tile.columns)
         find = bounds.q_bounds if q_axis else bounds.kv_bounds

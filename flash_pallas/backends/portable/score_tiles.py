@@ -246,5 +246,5 @@ def tile_sums(
         name="flash_pallas_portable_scores_tile",
         interpret=interpret,
     )
-    side = Inputs(problem, 0, interpret).arrays(operands)
-    return (run(arrays._replace(side=side._replace(bias=None)), side.bias),)
+    given = arrays.with_side(Inputs(problem, 0, interpret), operands)
+    return (run(given._replace(side=given.side._replace(bias=None)), given.side.bias),)

@@ -67,9 +67,9 @@ class XlaBackend:
         q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
         indices = jnp.arange(len(q), dtype=jnp.int32)
         blocks_of_queries = (indices, grid.kv_ranges(operands), q)
-        o, lse_log2, most = lax.map(partial(_query_block, tiles, k, v), blocks_of_queries)
-        most = grid.join_rows(most) if spec.max_logit else None
-        return Outputs(grid.join_q(o), grid.join_rows(lse_log2), most)
+        o, *rows = lax.map(partial(_query_block, tiles, k, v), blocks_of_queries)
+        lse_log2, shift, most = map(grid.join_rows, rows)
+        return Outputs(grid.join_q(o), lse_log2, shift, most if spec.max_logit else None)
 
     def backward(
         self,
@@ -80,14 +80,15 @@ class XlaBackend:
         wanted: frozenset[str],
     ) -> Grads:
         """Gradients in the dtypes of the operands."""
-        lse_log2, do, delta = cotangents
+        lse_log2, do, delta, shift = cotangents
         operands, do = padding.cleared(operands), padding.cleared_queries(operands, do)
         grid = Grid(describe(operands, spec), blocks)
         tiles = Tiles.of(grid, operands, wanted)
         q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
         # Rows past the end have an infinite log-sum-exp, hence weights of zero.
         lse_log2 = grid.split_rows(lse_log2, fill=softmax.EMPTY_ROW)
-        queries = (q, grid.split_q(do), lse_log2, grid.split_rows(delta, fill=0.0))
+        shift = grid.split_rows(jnp.zeros_like(delta) if shift is None else shift, fill=0.0)
+        queries = (q, grid.split_q(do), lse_log2, shift, grid.split_rows(delta, fill=0.0))
         start = grid.zeros(q.shape, q), tiles.no_extras(q)
         blocks_of_keys = (jnp.arange(len(k), dtype=jnp.int32), grid.q_ranges(operands), k, v)
         (dq, extras), (dk, dv) = lax.scan(
@@ -116,18 +117,19 @@ class XlaBackend:
 
 
 def _query_block(tiles: Tiles, k, v, query):
-    """(o, lse_log2, largest logit) of one block of queries: FlashAttention-2, Algorithm 1."""
+    """(o, lse_log2, shift, largest logit) of a block of queries: FlashAttention-2, Algorithm 1."""
     q_block, kv_range, q = query
 
     def step(kv_block, seen):
         return online.fold(tiles, (q_block, q), (kv_block, k[kv_block], v[kv_block]), seen)
 
     start = online.no_keys(tiles.grid, q, v.shape[-1])
-    acc, m, l = lax.fori_loop(kv_range[0], kv_range[1], step, start)
-    inverse, lse_log2 = softmax.finish(m, l, online.sink_log2(tiles.sides.sinks, m))
+    rows = lax.fori_loop(kv_range[0], kv_range[1], step, start)
+    inverse, lse_log2, shift = online.finished(tiles.grid, rows, tiles.sides.sinks)
     if tiles.spec.dropout_rate:
         inverse = inverse * dropout.gain(tiles.spec.dropout_rate)
-    return (acc * inverse[..., None]).astype(q.dtype), lse_log2, m
+    o = (rows.acc * inverse[..., None]).astype(q.dtype)
+    return o, lse_log2, shift, rows.m * tiles.grid.problem.unit
 
 
 def _key_block(tiles: Tiles, queries, carry, key):

@@ -64,9 +64,10 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     )
     tiles, q = Tiles.of(grid, sides), grid.split_q(operands.q)[0]
     ranges = _split(grid.kv_ranges(sides)[0], -(-problem.kv_len // blocks.block_kv), blocks)
-    o, lse_log2 = lax.map(partial(_range, tiles, operands, q), ranges)
-    o, lse_log2 = softmax.merge(o, lse_log2, online.sink_log2(operands.sinks, lse_log2[0]))
-    return Outputs(grid.join_q(o[None]).astype(dtype), grid.join_rows(lse_log2[None]))
+    o, lse_log2, shift = lax.map(partial(_range, tiles, operands, q), ranges)
+    sinks = online.per_row(operands.sinks, shift[0])
+    o, *rows = softmax.merge(o, lse_log2, shift, sinks, problem.unit)
+    return Outputs(grid.join_q(o[None]).astype(dtype), *(grid.join_rows(x[None]) for x in rows))
 
 
 def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
@@ -80,7 +81,8 @@ def _as_attention(problem: DecodeProblem) -> Problem:
     """The same as attention of all the queries to all the keys that there is room for."""
     p = problem
     sizes = (p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim)
-    return Problem(*sizes, dtype=p.dtype, spec=p.spec.attention)
+    slopes = p.features & {"alibi_slopes"}
+    return Problem(*sizes, dtype=p.dtype, spec=p.spec.attention, features=slopes)
 
 
 def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
@@ -92,7 +94,7 @@ def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
 
 
 def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
-    """(o, lse_log2) of the queries q [B, K, G, T, H] and one range of blocks, without sinks."""
+    """(o, lse_log2, shift) of the queries q [B, K, G, T, H] and one range, without sinks."""
     grid = tiles.grid
 
     def step(kv_block, seen):
@@ -107,9 +109,9 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
         return online.fold(tiles, (0, q), (kv_block, k, v), seen)
 
     start = online.no_keys(grid, q, operands.v.shape[-1])
-    acc, m, l = lax.fori_loop(blocks_of_keys[0], blocks_of_keys[1], step, start)
-    inverse, lse_log2 = softmax.finish(m, l)
-    return acc * inverse[..., None], lse_log2
+    rows = lax.fori_loop(blocks_of_keys[0], blocks_of_keys[1], step, start)
+    inverse, *found = online.finished(grid, rows)
+    return rows.acc * inverse[..., None], *found
 
 
 def _scaled(found, scale, operands: DecodeOperands, place):

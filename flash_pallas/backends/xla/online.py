@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ...core import softmax
 from ...core.softmax import LOG2E
 from .grid import Grid
 from .tiles import Tiles
@@ -18,7 +19,7 @@ class Rows(NamedTuple):
     """What a block of queries has seen so far."""
 
     acc: Any  # [B, K, G, block_q, Hv], the sum of weights times values
-    m: Any  # [B, K, G, block_q], the largest logit, base 2; -inf before the first key
+    m: Any  # [B, K, G, block_q], the largest logit, as core.scores.Logits.x; -inf before any key
     l: Any  # [B, K, G, block_q], the sum of weights
 
 
@@ -39,20 +40,32 @@ def fold(tiles: Tiles, queries, keys, seen: Rows) -> Rows:
     """
     (q_block, q), (kv_block, k, v) = queries, keys
     x, kept = tiles.logits(tiles.grid.dot("bkgqh,bksh->bkgqs", q, k), q_block, kv_block)
-    m = jnp.maximum(seen.m, x.max(-1))
-    # A row that has seen no key yet: subtract 0, not -inf, from its logits of -inf.
-    shift = jnp.where(m == -jnp.inf, 0.0, m)
-    p = jnp.exp2(x - shift[..., None])
-    alpha = jnp.exp2(seen.m - shift)
+    m, log2_scale = jnp.maximum(seen.m, x.max(-1)), tiles.grid.problem.unit * LOG2E
+    shift = finite(m)
+    # Scaled after the difference, which is exact where it matters: of logits of any size.
+    p = jnp.exp2((x - shift[..., None]) * log2_scale)
+    alpha = jnp.exp2((seen.m - shift) * log2_scale)
     l = seen.l * alpha + p.sum(-1)
     p = p if kept is None else jnp.where(kept, p, 0.0)
     pv = tiles.grid.dot("bkgqs,bksh->bkgqh", p.astype(v.dtype), v)
     return Rows(seen.acc * alpha[..., None] + pv, m, l)
 
 
-def sink_log2(sinks, rows):
-    """Sinks [B, N] for each row [B, K, G, block_q] of `rows`, base 2; None without sinks."""
+def finite(m):
+    """m, with 0 in rows that have seen no key: it is subtracted from their logits of -inf."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def finished(grid: Grid, rows: Rows, sinks=None):
+    """softmax.finish of the rows; sinks [B, N] or None."""
+    unit = grid.problem.unit
+    m, shift = softmax.parted(rows.m, unit, softmax.far(grid.dtype))
+    return softmax.finish(m, rows.l, shift, per_row(sinks, m), unit)
+
+
+def per_row(sinks, rows):
+    """Sinks [B, N] for each row [B, K, G, block_q] of `rows`; None without sinks."""
     if sinks is None:
         return None
-    per_head = sinks.astype(rows.dtype).reshape(*rows.shape[:3], 1) * LOG2E
+    per_head = sinks.astype(rows.dtype).reshape(*rows.shape[:3], 1)
     return jnp.broadcast_to(per_head, rows.shape)

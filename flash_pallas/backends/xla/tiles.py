@@ -82,7 +82,7 @@ class Tiles:
         return self.grid.problem.spec
 
     def logits(self, qk, q_block, kv_block):
-        """Base-2 logits of products [B, K, G, block_q, block_kv], -inf where hidden.
+        """Logits.x of products [B, K, G, block_q, block_kv], -inf where hidden.
 
         Also, with dropout, which weights are kept, a bool of the same shape; else None.
         """
@@ -90,8 +90,7 @@ class Tiles:
         def one(qk, place, inputs):
             tile, inputs = self._tile(place, inputs)
             z, keep = self._scored(tile, qk, place, inputs)
-            x = z.x * z.log2_scale
-            x = x if keep is None else jnp.where(keep, x, -jnp.inf)
+            x = z.x if keep is None else jnp.where(keep, z.x, -jnp.inf)
             return x, scores.kept(self.spec, tile, inputs) if self.spec.dropout_rate else None
 
         return self._grouped(self._over_heads(one, qk, q_block, kv_block))
@@ -101,17 +100,17 @@ class Tiles:
 
         Args:
             products: qk and dP = dO v^T, [B, K, G, block_q, block_kv] each.
-            rows: lse_log2 and delta, [B, K, G, block_q] each.
+            rows: lse_log2, shift and delta, [B, K, G, block_q] each.
             q_block: index of the tile's queries.
             kv_block: of its keys.
         """
 
         def one(given, place, inputs):
-            qk, dp, lse_log2, delta = given
+            qk, dp, lse_log2, shift, delta = given
             tile, inputs = self._tile(place, inputs)
             z, keep = self._scored(tile, qk, place, inputs)
             keep = self._with_rows(tile, keep, lse_log2)
-            p = jnp.exp2(z.x * z.log2_scale - tile.per_q(lse_log2))
+            p = jnp.exp2((z.x - tile.per_q(shift)) * z.log2_scale - tile.per_q(lse_log2))
             p = p if keep is None else jnp.where(keep, p, 0.0)
             used = p
             if self.spec.dropout_rate:

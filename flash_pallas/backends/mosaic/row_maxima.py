@@ -1,0 +1,276 @@
+"""Running row maxima of the online softmax, for logits of any finite size.
+
+Weights are exp2(x * log2_scale - m): one fused multiply-add and one exponential an element. The
+product is exact there and m is rounded, so weights are relative to 2**m exactly, whatever the
+largest logit is, and the sum that they are divided by is relative to the same. But where m is so
+large that a rounding of it is worth many factors of two, that overflows. The rows in which a logit
+is `far` (core/softmax.py) therefore have weights of exp2((x - shift) * log2_scale), where `shift`
+is the largest x so far. One branch a tile, uniform over a warp, keeps the difference out of the way
+of all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import math as mlir_math
+
+from ...core import softmax
+from ...core.problem import AttentionSpec
+from . import inline
+from .registers import (
+    assembly,
+    at,
+    coordinates,
+    f32_constant,
+    fragmented,
+    i32_constant,
+    of_some_lane,
+    origin,
+    pair,
+    splat,
+)
+
+# What m is, finite, before a row has seen a key. A tile that hides all keys then has weights of
+# exp2(-inf) and needs no second look.
+LOWEST = float(np.finfo(np.float32).min)
+
+
+class Maxima(NamedTuple):
+    """What the weights of each row are relative to.
+
+    Attributes:
+        m: f32[rows], base 2. NaN in a row that has a shift; at most LOWEST before the first key.
+        shift: f32[rows], in units of x; 0 in other rows; None where no logit can be far.
+    """
+
+    m: Any
+    shift: Any = None
+
+
+class Raised(NamedTuple):
+    """Maxima after a tile, and how to go on from those before.
+
+    Attributes:
+        before: f32[rows], what sums so far are relative to: 2**before, with the new shift.
+        m: f32[rows], what weights exp2((x - shift) * log2_scale - m) of this tile are relative to.
+        shift: f32[rows].
+        maxima: to carry on with.
+    """
+
+    before: Any
+    m: Any
+    shift: Any
+    maxima: Maxima
+
+
+def far_of(spec: AttentionSpec, dtype) -> float:
+    """core.softmax.far; 0 where no logit can be so large, as all are capped at less."""
+    far = softmax.far(dtype)
+    if spec.softcap is None or spec.score_mod is not None:
+        return far
+    return far if spec.softcap * softmax.LOG2E > far else 0.0
+
+
+def raised(old: Maxima, top, log2_scale: float, far: float) -> Raised:
+    """Maxima after a tile of which some logit is, or was, far.
+
+    Args:
+        old: before the tile.
+        top: f32[rows], the largest x of the tile; -inf where all is hidden.
+        log2_scale: x * log2_scale are logits in base 2.
+        far: see core.softmax.far.
+    """
+    zero = jnp.zeros_like(top)
+    shifted = old.m != old.m
+    unshifted = jnp.where(old.m > LOWEST, old.m * (1.0 / log2_scale), -math.inf)
+    largest = jnp.where(shifted, old.shift, unshifted)  # x before the tile
+    unseen, largest = largest == -math.inf, jnp.maximum(largest, top)
+    still_unseen = largest == -math.inf
+    is_far = (jnp.abs(largest) * log2_scale > far) & (largest > -math.inf)
+    shift = jnp.where(is_far, largest, zero)
+    near = jnp.where(shifted, top * log2_scale, jnp.maximum(old.m, top * log2_scale))
+    m = jnp.where(is_far | still_unseen, zero, near)
+    moved = (jnp.where(shifted, old.shift, zero) - shift) * log2_scale
+    before = jnp.where(unseen, -math.inf, jnp.where(shifted, zero, old.m) + moved)
+    maxima = Maxima(
+        jnp.where(still_unseen, old.m, jnp.where(is_far, math.nan, m)),
+        jnp.where(still_unseen, old.shift, shift),
+    )
+    return Raised(before, m, shift, maxima)
+
+
+class Compared(NamedTuple):
+    """A tile of logits beside maxima that it was compared with.
+
+    Attributes:
+        x: less the shift of its row.
+        before: f32[rows], what sums so far are relative to, base 2.
+        m: f32[rows], what weights are relative to, base 2.
+        maxima: to carry on with.
+        grew: i32, uniform over a warp: 1 if m is another than before in some row; None if that is
+            not asked for.
+    """
+
+    x: Any
+    before: Any
+    m: Any
+    maxima: Maxima
+    grew: Any
+
+
+def compared(
+    old: Maxima, x, log2_scale: float, far: float, slack: float | None, interpret: bool
+) -> Compared:
+    """A tile beside the maxima so far.
+
+    Args:
+        old: so far.
+        x: f32 in the WGMMA layout, -inf where hidden.
+        log2_scale: x * log2_scale are logits in base 2.
+        far: see core.softmax.far; 0 where no logit can be.
+        slack: maxima stay as they are unless one grew by more, in base 2; None: they do not.
+        interpret: run by the interpreter.
+    """
+    top = x.max(axis=1)
+    most = jnp.maximum(old.m, top * log2_scale)
+
+    def plain():
+        m, grew = most, None
+        if slack is not None:
+            m, grew = inline.lazy_max(old.m, most, slack, interpret)
+        return Compared(x, old.m, m, Maxima(m, old.shift), grew)
+
+    def shifted():
+        new = raised(old, top, log2_scale, far)
+        less = x - lax.broadcast_in_dim(new.shift, x.shape, (0,))
+        grew = None if slack is None else jnp.int32(1)
+        return Compared(less, new.before, new.m, new.maxima, grew)
+
+    if not far:
+        return plain()
+    return lax.cond(some_far(most, top, far, interpret) > 0, shifted, plain)
+
+
+def settled(maxima: Maxima):
+    """(m, shift) of finished rows as `softmax.finish` takes them."""
+    if maxima.shift is None:
+        return maxima.m, jnp.zeros_like(maxima.m)
+    shifted, unseen = maxima.m != maxima.m, maxima.shift == -math.inf
+    m = jnp.where(shifted, jnp.zeros_like(maxima.m), maxima.m)
+    shift = jnp.where(unseen, jnp.zeros_like(m), maxima.shift)
+    return jnp.where(unseen, -math.inf, m), shift
+
+
+def some_far(m, top, far: float, interpret: bool):
+    """i32, uniform over a warp: 1 if `raised` has to look at some of its rows.
+
+    That is where the new maximum is far or NaN (then the old one was far), but not where a row has
+    still seen no key.
+
+    Args:
+        m: f32[rows], the new maxima in base 2.
+        top: f32[rows], the largest x of the tile.
+        far: see core.softmax.far.
+        interpret: run by the interpreter.
+    """
+    if interpret:
+        unseen = (m <= LOWEST) & (top == -math.inf)
+        return (~(jnp.abs(m) <= far) & ~unseen).any().astype(jnp.int32)
+    vote = plgpu.inline_mgpu(
+        arg_types=(inline.ROWS, inline.ROWS),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )(functools.partial(_some_far_body, far))
+    return vote(m, top)
+
+
+def less_shift(x, shift, first, q_axis: int, interpret: bool):
+    """x less the shift of its queries, which is read as it is subtracted.
+
+    Beside the accumulators of the fused backward there is no room for the shift of every column: it
+    would cost 40 bytes of spills at head dim 64, in all calls.
+
+    Args:
+        x: f32 in the WGMMA layout.
+        shift: f32 in device memory, [any].
+        first: int32, place of the first query's in it.
+        q_axis: which axis of x runs over queries.
+        interpret: run by the interpreter.
+    """
+    if interpret:
+        values = shift[pl.ds(first, x.shape[q_axis])]
+        return x - lax.broadcast_in_dim(values, x.shape, (q_axis,))
+    run = plgpu.inline_mgpu(
+        arg_types=(inline.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, inline.WGMMA),
+    )(functools.partial(_less_shift_body, q_axis))
+    return run(x, shift, jnp.int32(first))
+
+
+_QUADS = 8  # of a warp; lanes of the same place in their quad have the same columns
+
+
+def _less_shift_body(q_axis, _, x, shift, first):
+    f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+    place = arith.addi(splat(first), origin(x.shape, x.layout)[q_axis])
+    base = mgpu.utils.memref_ptr(shift)
+
+    def load(offset, many):
+        at_place = arith.extsi(i64, arith.addi(place, offset))
+        pointer = mgpu.utils.getelementptr(base, [at_place], f32)
+        found = llvm.load(ir.VectorType.get((many,), f32), pointer)
+        return [at(found, e) for e in range(many)]
+
+    registers, by_place = x.registers.copy(), {}
+    for index, row, col in coordinates(x.shape, x.layout):
+        by_place.setdefault((row, col)[q_axis], []).append(index)
+    if q_axis:
+        values = _shared_by_quads(load, sorted(by_place))
+    else:
+        values = {row: load(i32_constant(row), 1) * 2 for row in by_place}
+    for offset, indices in by_place.items():
+        for i in indices:
+            less = (arith.subf(at(registers[i], e), values[offset][e]) for e in (0, 1))
+            registers[i] = pair(*less)
+    return fragmented(registers, x.layout)
+
+
+def _shared_by_quads(load, columns):
+    """The pair of values of each of these columns, of which a quad reads an eighth."""
+    lane = arith.remui(mgpu.utils.thread_idx(), i32_constant(32))
+    quad, within = (op(lane, i32_constant(4)) for op in (arith.divui, arith.remui))
+    many, step = -(-len(columns) // _QUADS), columns[1] - columns[0]
+    found = {}
+    for turn in range(many):
+        number = arith.addi(arith.muli(quad, i32_constant(many)), i32_constant(turn))
+        number = arith.minui(number, i32_constant(len(columns) - 1))
+        own = load(arith.muli(number, i32_constant(step)), 2)
+        for i in range(turn, len(columns), many):
+            source = arith.addi(within, i32_constant(4 * (i // many)))
+            code = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            found[columns[i]] = [assembly(x.type, code, x, source) for x in own]
+    return found
+
+
+def _some_far_body(far, _, m, top):
+    found = None
+    compare, kinds = arith.cmpf, arith.CmpFPredicate
+    seen = arith.constant(ir.IntegerType.get_signless(1), True)
+    for of_m, of_top in zip(m.registers.flat, top.registers.flat, strict=True):
+        m_, top_ = at(of_m, 0), at(of_top, 0)
+        is_far = compare(kinds.UGT, mlir_math.absf(m_), f32_constant(far))
+        hidden = compare(kinds.OEQ, top_, f32_constant(-math.inf))
+        unseen = arith.andi(compare(kinds.OLE, m_, f32_constant(LOWEST)), hidden)
+        bit = arith.andi(is_far, arith.xori(unseen, seen))
+        found = bit if found is None else arith.ori(found, bit)
+    return mgpu.FragmentedArray.splat(of_some_lane(found), (), is_signed=True)

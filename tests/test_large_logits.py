@@ -1,0 +1,89 @@
+"""Additive masks and other large logits: what jax.nn makes of them, as right as it is."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flash_pallas as fp
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.portable import PortableBackend
+
+from . import checks
+from .cases import ADDITIVE, HIDING, LARGE, Case, additive_cases
+from .interpreter import race_checked
+
+SMALL_BLOCKS = {"block_q": 32, "block_kv": 32}
+HOPPER = HopperBackend(interpret=True, num_sms=2)
+PORTABLE = PortableBackend(interpret=True, capability="8.0", multiprocessors=2)
+# Of every size one, and the two ends, with one head: an entry is a kernel's block or more.
+FEW = (-1e4, -1e7, -1e9, -1e15, float(np.finfo(np.float32).min), -np.inf, 1e9)
+INTERPRETED = additive_cases(FEW, N=1)
+
+
+@pytest.mark.parametrize("case", (*ADDITIVE, *LARGE), ids=str)
+def test_xla(case):
+    call = checks.bind("xla", SMALL_BLOCKS)
+    checks.assert_matches_oracle(call, case)
+    assert_lse_of_every_row(checks.run(call, case), case)
+
+
+def assert_lse_of_every_row(found, case):
+    """To a few roundings of each: among sizes of 1e4 and 1e38 a maximum would hide the small ones."""
+    exact = checks.oracle(case)["lse"]
+    with np.errstate(invalid="ignore"):
+        off = np.where(found["lse"] == exact, 0.0, np.abs(found["lse"] - exact))
+    # Sums of up to 83 exponentials, and of their logarithm and the largest logit.
+    assert (off <= 8 * np.finfo(np.float32).eps * np.maximum(1.0, np.abs(exact)))[
+        np.isfinite(exact)
+    ].all()
+
+
+@pytest.mark.parametrize("case", additive_cases([x for x in HIDING if np.isfinite(x)]), ids=str)
+def test_no_worse_than_jax_nn(case):
+    """The same numbers from whoever changes one name: both against float64."""
+    x, exact = case.inputs(), checks.oracle(case)
+
+    def errors(call):
+        def output(q, k, v):
+            return call(q, k, v, bias=x.side["bias"], is_causal=case.causal)
+
+        o, pull = jax.vjp(output, x.q, x.k, x.v)
+        found = dict(zip(("o", "dq", "dk", "dv"), (o, *pull(x.do)), strict=True))
+        return {n: np.abs(np.asarray(a, np.float64) - without_lse[n]) for n, a in found.items()}
+
+    without_lse = checks.oracle(case) | gradients_of_o_alone(case)
+    ours, theirs = errors(fp.dot_product_attention), errors(jax.nn.dot_product_attention)
+    eps = float(jnp.finfo(case.dtype).eps)
+    for name in ours:
+        factor = checks.OUTPUT_FACTOR if name == "o" else checks.GRADIENT_FACTOR
+        for size in (np.max, lambda a: np.sqrt(np.mean(np.square(a)))):
+            floor = checks.FLOOR * eps * size(np.abs(exact[name]))
+            assert size(ours[name]) <= factor * size(theirs[name]) + floor, name
+
+
+def gradients_of_o_alone(case):
+    """Of the oracle, without a cotangent of the log-sum-exp, which jax.nn has none of."""
+    x = case.inputs()
+    silent = x._replace(dlse=jnp.zeros_like(x.dlse))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Case, "inputs", lambda self, seed=0: silent)
+        return checks.oracle.__wrapped__(case)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", (*INTERPRETED, *LARGE), ids=str)
+def test_hopper_kernels(case):
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(HOPPER), case, kernels=True)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", (*INTERPRETED[3:], *LARGE), ids=str)
+def test_portable_kernels(case):
+    if case.dtype == "float32":
+        case = Case(**{**vars(case), "dtype": "float16"})
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(PORTABLE), case, kernels=True)
