@@ -103,27 +103,36 @@ class Dkv:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
             self.loads.load_k(cta)
+        far = self.side.far(cta.gmem.side, cta.batch, cta.kv_head * self.problem.group)
+        if far is None:
+            self.sum_dv(cta, None)
+        else:
+            # With both loops between the same accumulators 20 bytes spill at head dim 256, causal.
+            pl.when(far == 0)(lambda: self.sum_dv(cta, None))
+            pl.when(far != 0)(lambda: self.sum_dv(cta, far))
+
+    def sum_dv(self, cta: Cta, far):
+        """dV of these keys; `far` where some query may be shifted, else None."""
         accumulator = self.result_accumulator(self.problem.v_head_dim)
-        dv = pl.run_scoped(functools.partial(self.dv_walk, cta), accumulator)
+        dv = pl.run_scoped(functools.partial(self.dv_walk, cta, far), accumulator)
         cta.p.drain(cta.walk.total)
         staging = cta.smem.k if cta.smem.dv is None else cta.smem.dv
         self.store(dv, staging, rows_of(cta.dv, cta.keys, staging))
 
-    def dv_walk(self, cta: Cta, dv_acc):
+    def dv_walk(self, cta: Cta, far, dv_acc):
         """dV, f32[64, Dv]."""
         held = self.side.hold_rows(cta.gmem.side, self.loads.place(cta, 0, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
-        step = functools.partial(self.dv_step, cta, held, dv_acc)
-        far = self.side.far(cta.gmem.side, cta.batch, cta.kv_head * self.problem.group)
-        cta.walk.visit(step, far, functools.partial(step, far=far))
+        step = functools.partial(self.dv_step, cta, held, far, dv_acc)
+        cta.walk.visit(step, in_one_loop=far is not None)
         plgpu.wgmma_wait(0)
         cta.do.release(cta.walk.total - 1)
         return recompute.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: Cta, held: Held, dv_acc, n, block, *, masked, far=None):
-        """dV += P^T dO of the n-th tile; `far` where rows of it may be shifted."""
+    def dv_step(self, cta: Cta, held: Held, far, dv_acc, n, block, *, masked):
+        """dV += P^T dO of the n-th tile."""
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)

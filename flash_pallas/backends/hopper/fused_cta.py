@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...core import integers as ints
 from ...core.problem import Problem
 from . import cluster
 from .arrays import BackwardArrays
@@ -151,6 +152,18 @@ class Cta:
         spill (36 bytes; 60 to 190 those of K and V).
         """
         return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
+
+    def apart(self) -> Cta:
+        """With numbers of which nothing is shared with another loop.
+
+        Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
+        64, which the first of them, the one that matters, loads again in every step.
+        """
+        opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
+        keys = KeyBlock(*map(opaque, self.keys))
+        names = ("start", "full_start", "full_stop", "stop", "q_offset")
+        walk = dataclasses.replace(self.walk, **{n: opaque(getattr(self.walk, n)) for n in names})
+        return dataclasses.replace(self.anew(), keys=keys, turn=opaque(self.turn), walk=walk)
 
     def query_tile(self, n, block_q: int):
         """(query head, rows) of the n-th tile of the walk."""

@@ -141,7 +141,7 @@ class QueryWalk:
         block = jnp.int32(self.full_start + i)
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
-    def visit(self, step, far=None, far_step=None):
+    def visit(self, step, far=None, far_step=None, *, in_one_loop: bool = False):
         """Call step(n, query block, masked=) for every tile.
 
         The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
@@ -152,15 +152,23 @@ class QueryWalk:
             far: i32: where it is not 0, all tiles are far_step's, in a loop of their own that masks
                 what may be masked. None: there is no such loop.
             far_step: called as step is.
+            in_one_loop: all tiles are in such a loop.
         """
+        if in_one_loop:
+            self._visit_in_one(step, (jnp.int32(0), self.total))
+            return
         if far is None:
             self._visit(step, lambda end, start: end)
             return
         self._visit(step, lambda end, start: lax.select(far > 0, start, end))
         ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
         ends = lax.optimization_barrier(ends) if self.opaque else ends
+        self._visit_in_one(far_step, ends)
+
+    def _visit_in_one(self, step, ends):
+        """The loop that masks what may be masked."""
         masked = self.masks != "none"
-        pl.loop(*ends)(lambda n: far_step(n, self[n][1], masked=masked))
+        pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
 
     def _visit(self, step, until):
         """The loops; each ends at until(end, start)."""

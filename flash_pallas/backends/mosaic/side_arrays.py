@@ -72,9 +72,10 @@ def with_shift(side: Gmem, shift, kv_heads: int) -> Gmem:
         return side
     batch, heads, rows = shift.shape
     per_group = heads // kv_heads * rows
-    some = (shift.reshape(batch, kv_heads, per_group) != 0.0).any(axis=2)
-    first = jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(some.shape) * per_group
-    far = jnp.where(some, first + 1, 0)
+    first = jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads, 1) * per_group
+    # In these words it is one reduction, and nothing after it: one launch.
+    some = shift.reshape(batch, kv_heads, per_group) != 0.0
+    far = jnp.max(jnp.where(some, first + 1, 0), axis=2)
     return side._replace(shift=shift.reshape(-1), far=far)
 
 
