@@ -157,7 +157,7 @@ class Forward:
         self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
-        store(self.scores, cta, work, o, rows)
+        store(self.scores, cta, work, o, self.scores.settled(cta, rows))
         return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
@@ -175,7 +175,7 @@ class Forward:
             cta.v.release(use - 1)
             o_acc[...], rows = self.scores.speculate(cta, work, tile, rows, o)
             return rows._replace(p=self.plan.products.split(rows.p))
-        found = self.scores.compared(tile, rows.maxima, self.plan.lazy_rescale or None)
+        found = self.scores.compared(cta, tile, rows.maxima, self.plan.lazy_rescale or None)
         tile, grew = tile._replace(x=found.x), found.grew
         safe_m = self.scores.finite(found.m, edges)
         alpha = jnp.exp2(found.before - safe_m)
@@ -238,6 +238,7 @@ class Forward:
 
         s = self.issue(cta, cta.smem.q.at[wg], after, rows.p, after - 1, o_acc)
         following = following._replace(held=self.scores.hold(cta, following))
+        rows = self.scores.settled(cta, rows)  # before the next tile has a shift
         release = lambda: pl.when(more)(lambda: cta.k.release(after))
         start = self.first_softmax(cta, following, s, after, release)
         start = lax.optimization_barrier(start)
@@ -276,7 +277,7 @@ class Forward:
         tile = self.logits(cta, work, use, s, jnp.int32(0), "last", release)
         m = maxima = None
         if not self.scores.bounded:
-            found = self.scores.compared(tile, self.scores.unseen(tile), None)
+            found = self.scores.compared(cta, tile, self.scores.unseen(tile), None)
             tile, m, maxima = tile._replace(x=found.x), found.m, found.maxima
         p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
         return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums)

@@ -77,7 +77,7 @@ class ForwardBlocks:
         rows, keys = self.tile_rows, self.stages * self.block_kv
         width = head_dim if self.o_in_q(head_dim, v_head_dim) else head_dim + v_head_dim
         tiles = problem.dtype.itemsize * (rows * width + keys * (head_dim + v_head_dim))
-        per_row = vector_bytes(*[4 * rows] * (2 + problem.spec.max_logit))
+        per_row = vector_bytes(*[4 * rows] * (3 + problem.spec.max_logit))
         return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
 
 

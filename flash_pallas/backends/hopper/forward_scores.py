@@ -18,7 +18,7 @@ from ..mosaic import inline, inline_cap, inline_weights, register_tile, row_maxi
 from ..mosaic.inline_cap import Cap
 from ..mosaic.inline_weights import Drop, Powers
 from ..mosaic.launch import WARPGROUP_ROWS
-from ..mosaic.row_maxima import Compared, Maxima
+from ..mosaic.row_maxima import Compared, Kept, Maxima
 from .forward_plan import Cta, Plan, Rows, Work
 from .memory import warpgroup_rows
 from .side_inputs import Held, Place
@@ -161,7 +161,8 @@ class Scores:
         if self.unseen_is_checked:
             return Maxima(jnp.full_like(zero, math.nan), jnp.full_like(zero, -math.inf))
         lowest = row_maxima.LOWEST if self.plan.speculates else -math.inf
-        return Maxima(jnp.full_like(zero, lowest), zero if self.plan.far else None)
+        in_registers = self.plan.far and not self.plan.keeps_shift
+        return Maxima(jnp.full_like(zero, lowest), zero if in_registers else None)
 
     @property
     def unseen_is_checked(self) -> bool:
@@ -173,10 +174,16 @@ class Scores:
         added = "bias" in self.problem.features or self.spec.score_mod is not None
         return bool(self.plan.speculates and self.plan.far and added)
 
-    def compared(self, tile: Logits, old: Maxima, slack: float | None) -> Compared:
+    def compared(self, cta: Cta, tile: Logits, old: Maxima, slack: float | None) -> Compared:
         """A tile beside the maxima so far; `slack` as row_maxima.compared takes it."""
-        plan = self.plan
-        return row_maxima.compared(old, tile.x, tile.log2_scale, plan.far, slack, plan.interpret)
+        plan, given = self.plan, (tile.x, tile.log2_scale)
+        return row_maxima.compared(old, *given, plan.far, slack, plan.interpret, self.kept(cta))
+
+    def kept(self, cta: Cta) -> Kept | None:
+        """Where the shift of this warpgroup's rows is; None: in registers, or there is none."""
+        if cta.smem.kept is None:
+            return None
+        return Kept(cta.smem.kept.at[cta.wg], self.plan.interpret)
 
     def speculate(self, cta: Cta, work: Work, tile: Logits, rows: Rows, o):
         """(o, rows) after a block: relative to the old maxima, once more if that was a bad guess.
@@ -188,7 +195,8 @@ class Scores:
         p, sums = weights(tile, m=rows.maxima.m)
 
         def again():
-            new = row_maxima.raised(rows.maxima, tile.top, tile.log2_scale, self.plan.far)
+            given = tile.top, tile.log2_scale, self.plan.far, self.kept(cta)
+            new = row_maxima.raised(rows.maxima, *given)
             x = tile.x - per_row(new.shift, tile.x.shape)
             alpha = jnp.exp2(new.before - new.m)
             p, sums = weights(tile._replace(x=x), m=new.m)
@@ -242,14 +250,20 @@ class Scores:
         keep = scores.kept(self.spec, self.plan.tile(cta, work, tile.kv_block), tile.inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
+    def settled(self, cta: Cta, rows: Rows) -> Rows:
+        """Rows that have seen all their keys, with maxima as `finish` takes them."""
+        if rows.maxima is None:
+            return rows
+        return rows._replace(maxima=Maxima(*row_maxima.settled(rows.maxima, self.kept(cta))))
+
     def finish(self, cta: Cta, work: Work, maxima: Maxima | None, l) -> Finished:
-        """Rows that have seen all their keys; no maxima where `bounded`."""
+        """Rows that are settled; no maxima where `bounded`."""
         sink, sinks, unit = None, cta.gmem.side.sinks, self.problem.unit
         if sinks is not None:
             sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], l.shape, ())
             sink = plgpu.layout_cast(sink, inline.ROWS)
         zero = jnp.zeros_like(l)
-        m, shift = (zero, zero) if maxima is None else row_maxima.settled(maxima)
+        m, shift = (zero, zero) if maxima is None else maxima
         inverse, lse, shift_ = softmax.finish(m, l, shift, sink, unit)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)

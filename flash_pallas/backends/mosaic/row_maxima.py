@@ -51,11 +51,35 @@ class Maxima(NamedTuple):
 
     Attributes:
         m: f32[rows], base 2. NaN in a row that has a shift; at most LOWEST before the first key.
-        shift: f32[rows], in units of x; 0 in other rows; None where no logit can be far.
+        shift: f32[rows], in units of x; 0 in other rows. None: it is a `Kept`, or no logit can be
+            far.
     """
 
     m: Any
     shift: Any = None
+
+
+class Kept(NamedTuple):
+    """The shift of a warpgroup's rows in shared memory, for loops that have no register for it.
+
+    Where m is not a NaN it is anything, so that only who has found a far row writes it. A thread
+    reads what it has written itself.
+
+    Attributes:
+        ref: f32[rows].
+        interpret: run by the interpreter.
+    """
+
+    ref: Any
+    interpret: bool
+
+    def load(self):
+        """All of them."""
+        return plgpu.load(self.ref, layout=inline.ROWS)
+
+    def store(self, shift):
+        """All of them."""
+        self.ref[...] = shift
 
 
 class Raised(NamedTuple):
@@ -82,7 +106,7 @@ def far_of(spec: AttentionSpec, dtype) -> float:
     return far if spec.softcap * softmax.LOG2E > far else 0.0
 
 
-def raised(old: Maxima, top, log2_scale: float, far: float) -> Raised:
+def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = None) -> Raised:
     """Maxima after a tile of which some logit is, or was, far.
 
     Args:
@@ -90,7 +114,13 @@ def raised(old: Maxima, top, log2_scale: float, far: float) -> Raised:
         top: f32[rows], the largest x of the tile; -inf where all is hidden.
         log2_scale: x * log2_scale are logits in base 2.
         far: see core.softmax.far.
+        kept: as of `compared`.
     """
+    if kept is not None:
+        before = Maxima(old.m, kept.load() if old.shift is None else old.shift)
+        found = raised(before, top, log2_scale, far)
+        kept.store(found.maxima.shift)
+        return found._replace(maxima=Maxima(found.maxima.m))
     zero = jnp.zeros_like(top)
     shifted = old.m != old.m
     unshifted = jnp.where(old.m > LOWEST, old.m * (1.0 / log2_scale), -math.inf)
@@ -130,7 +160,7 @@ class Compared(NamedTuple):
 
 
 def compared(
-    old: Maxima, x, log2_scale: float, far: float, slack: float | None, interpret: bool
+    old: Maxima, x, log2_scale: float, far: float, slack: float | None, interpret: bool, kept=None
 ) -> Compared:
     """A tile beside the maxima so far.
 
@@ -141,6 +171,7 @@ def compared(
         far: see core.softmax.far; 0 where no logit can be.
         slack: maxima stay as they are unless one grew by more, in base 2; None: they do not.
         interpret: run by the interpreter.
+        kept: where the shift is a `Kept`; None: it is among the maxima.
     """
     top = x.max(axis=1)
     most = jnp.maximum(old.m, top * log2_scale)
@@ -149,10 +180,10 @@ def compared(
         m, grew = most, None
         if slack is not None:
             m, grew = inline.lazy_max(old.m, most, slack, interpret)
-        return Compared(x, old.m, m, Maxima(m, old.shift), grew)
+        return Compared(x, old.m, m, Maxima(m, None if kept else old.shift), grew)
 
     def shifted():
-        new = raised(old, top, log2_scale, far)
+        new = raised(old, top, log2_scale, far, kept)
         less = x - lax.broadcast_in_dim(new.shift, x.shape, (0,))
         grew = None if slack is None else jnp.int32(1)
         return Compared(less, new.before, new.m, new.maxima, grew)
@@ -162,14 +193,17 @@ def compared(
     return lax.cond(some_far(most, top, far, interpret) > 0, shifted, plain)
 
 
-def settled(maxima: Maxima):
-    """(m, shift) of finished rows as `softmax.finish` takes them."""
-    if maxima.shift is None:
-        return maxima.m, jnp.zeros_like(maxima.m)
-    shifted, unseen = maxima.m != maxima.m, maxima.shift == -math.inf
-    m = jnp.where(shifted, jnp.zeros_like(maxima.m), maxima.m)
-    shift = jnp.where(unseen, jnp.zeros_like(m), maxima.shift)
-    return jnp.where(unseen, -math.inf, m), shift
+def settled(maxima: Maxima, kept: Kept | None = None):
+    """(m, shift) of finished rows as `softmax.finish` takes them; `kept` as of `compared`."""
+    m, shift = maxima
+    zero = jnp.zeros_like(m)
+    if kept is not None:
+        shift = jnp.where(m != m, kept.load(), zero)
+    if shift is None:
+        return m, zero
+    unseen = shift == -math.inf
+    m = jnp.where(unseen, -math.inf, jnp.where(m != m, zero, m))
+    return m, jnp.where(unseen, zero, shift)
 
 
 def some_far(m, top, far: float, interpret: bool):
