@@ -197,7 +197,9 @@ class Modifiers:
 
 def _rounded(x):
     """x as float32 holds it, with the gradient of x."""
-    return x + lax.stop_gradient(x.astype(jnp.float32).astype(x.dtype) - x)
+    # Not by converting it there and back, which XLA leaves out on a GPU.
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+    return x + lax.stop_gradient(jnp.where(jnp.isfinite(x), rounded - x, 0.0))
 
 
 def _cleared(x, lengths, segments):

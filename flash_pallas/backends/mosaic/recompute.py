@@ -84,9 +84,10 @@ def weights(
     rows = tile.per_q(lse)
     p = _powers(tile, x, log2_scale, rows, polynomials)
     if problem.bias_shape is not None:
-        # The bias of padding may be a NaN. Hidden keys are -inf by now; discarded queries are not,
-        # and what is linear in P passes on a 0 where softcap and score_mod would make a NaN of it.
-        if "q_lengths" in problem.features:
+        # The bias of padding may be a NaN, or more than EMPTY_ROW. Hidden keys are -inf by now;
+        # discarded queries and those past the last are not, and what is linear in P passes on a 0
+        # where softcap and score_mod would make a NaN of it.
+        if "q_lengths" in problem.features or problem.q_len % tile.shape[tile.q_axis]:
             p = jnp.where(rows < EMPTY_ROW / 2, p, 0.0)
         if spec.softcap is not None or spec.score_mod is not None:
             pull = _zero_where_hidden(p, pull)
