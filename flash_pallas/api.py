@@ -87,6 +87,7 @@ def flash_attention(
             (https://arxiv.org/abs/2108.12409). Differentiable.
         sinks: [N] or [*B, N]: a further score of every query (https://arxiv.org/abs/2309.17453),
             without a value; in the log-sum-exp, which it is where no key is seen. Differentiable.
+            One of -inf is none; one of +inf counts as 1e30, which leaves no weight to the keys.
         dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
         dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
@@ -276,7 +277,18 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
         return call.empty_result()
     chosen = dispatch.select(call.problem, backend)
     tiles = dispatch.tiles(chosen, call.problem, override)
-    return call.unfold(*_attend(chosen, call.spec, tiles, call.operands))
+    try:
+        found = _attend(chosen, call.spec, tiles, call.operands)
+    except TypeError as error:
+        if "forward-mode autodiff" not in str(error):
+            raise
+        # JAX's own words do not say whose custom_vjp it is, nor what to do.
+        raise TypeError(
+            "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian): its kernels "
+            "compute the gradient alone. Use jax.grad, jax.vjp or jax.jacrev, or differentiate "
+            "flash_pallas.reference.attention, which is plain jnp"
+        ) from error
+    return call.unfold(*found)
 
 
 def dot_product_attention(

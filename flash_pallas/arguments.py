@@ -16,6 +16,10 @@ from .core.mask import Mask
 
 # Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
 MAX_OFFSET = 2**30
+# Beyond these, scale / softcap and what is computed with it leave the range of float32.
+MAX_SCALE, SOFTCAPS = 1e30, (1e-6, 1e30)
+# Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
+LARGEST_SINK = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +87,12 @@ def flag(name: str, value) -> bool:
 
 def scale(value, head_dim: int) -> float:
     """The factor of the scores."""
-    return 1.0 / math.sqrt(head_dim) if value is None else _number("scale", value)
+    if value is None:
+        return 1.0 / math.sqrt(head_dim)
+    factor = _number("scale", value)
+    if abs(factor) > MAX_SCALE:
+        raise ValueError(f"scale is {value}: its magnitude must be at most {MAX_SCALE}")
+    return factor
 
 
 def softcap(value) -> float | None:
@@ -93,6 +102,11 @@ def softcap(value) -> float | None:
     cap = _number("softcap", value)
     if cap <= 0.0:
         raise ValueError(f"softcap must be finite and positive, got {value}; None is no cap")
+    if not SOFTCAPS[0] <= cap <= SOFTCAPS[1]:
+        raise ValueError(
+            f"softcap is {value}: it must be in [{SOFTCAPS[0]}, {SOFTCAPS[1]}], because float32 "
+            "loses scores divided by one that is larger; None is no cap"
+        )
     return cap
 
 
@@ -275,7 +289,10 @@ def slopes(value, sizes: Sizes):
 
 def sinks(value, sizes: Sizes):
     """Sink logits, [B, N] in the dtype of scores, or None."""
-    return None if value is None else _per_head("sinks", value, sizes)
+    if value is None:
+        return None
+    # In the sums an infinite logit would be subtracted from itself.
+    return jnp.minimum(_per_head("sinks", value, sizes), LARGEST_SINK)
 
 
 def _per_head(name: str, value, sizes: Sizes):

@@ -166,6 +166,9 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
 
     @call.def_vmap
     def fold(size, is_batched, operands):
+        if not size:
+            out = batching.of_no_members(call, is_batched, (operands,))
+            return out, jax.tree.map(lambda _: True, out)
         folded = batching.fold_decode(size, is_batched[0], operands)
         blocks = backend.decode_blocks(decode.describe(folded, spec))
         out = _foldable(backend, spec, blocks)(folded)

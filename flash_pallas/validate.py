@@ -19,6 +19,7 @@ import numpy as np
 from . import arguments as checks
 from . import sharding
 from .arguments import Arguments
+from .core import padding
 from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -52,10 +53,14 @@ class Call:
         o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
         lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
         none = jnp.full(rows, -jnp.inf, lse_dtype)
+        most = none if p.spec.max_logit else None
         if sinks is None:
-            return o, none, none if p.spec.max_logit else None
-        per_row = jnp.broadcast_to(sinks.reshape(*rows[:-1], 1), rows)
-        return o, per_row, none if p.spec.max_logit else None
+            return o, none, most
+        lse = jnp.broadcast_to(sinks[..., None], (*sinks.shape, p.q_len))
+        within = padding.queries_within(self.operands)
+        if within is not None:
+            lse = jnp.where(within[:, None], lse, -jnp.inf)
+        return o, lse.reshape(rows), most
 
     def unfold(self, o, lse, max_logit=None):
         """The outputs with the user's batch dimensions."""
@@ -225,7 +230,14 @@ def check_sizes(q, k, v):
     Raises:
         ValueError: they do not fit together.
     """
-    for name, (_, heads, head_dim) in {"q": q, "k": k, "v": v}.items():
+    for name, (length, heads, head_dim) in {"q": q, "k": k, "v": v}.items():
+        for kind, size in (("length", length), ("head_dim", head_dim)):
+            if not isinstance(size, int):
+                raise ValueError(
+                    f"{name} has a symbolic {kind}, {size}: tiles are cut by numbers, so export a "
+                    "program for every length, or one for the longest that takes q_lengths and "
+                    "kv_lengths; the batch may be symbolic"
+                )
         if heads < 1 or head_dim < 1:
             raise ValueError(
                 f"{name} has {heads} heads of head_dim {head_dim}: both must be positive; "
