@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 from . import dispatch, validate, vjp
 from .arguments import Arguments
 from .dispatch import Explanation
+from .keywords import same_arguments, suggested
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int32
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 _attend = jax.jit(vjp.attend, static_argnums=(0, 1, 2))
 
 
+@suggested
 def flash_attention(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
@@ -150,24 +150,7 @@ def flash_attention(
     return _run(q, k, v, backend, blocks, arguments)[0]
 
 
-def same_arguments(function):
-    """Gives `function`, a (q, k, v, **options), the signature of `flash_attention`."""
-    signature = inspect.signature(flash_attention)
-    returned = inspect.signature(function).return_annotation
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{function.__name__}() {error}") from None
-        return function(**bound.arguments)
-
-    checked.__signature__ = signature.replace(return_annotation=returned)  # pyright: ignore
-    return checked
-
-
-@same_arguments
+@same_arguments(flash_attention)
 def flash_attention_with_lse(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"]]:
@@ -201,7 +184,7 @@ def flash_attention_with_lse(
     return _run(q, k, v, backend, blocks, Arguments(**options))[:2]
 
 
-@same_arguments
+@same_arguments(flash_attention)
 def flash_attention_with_max_logit(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"], Float[Array, "*B N T"]]:
@@ -236,7 +219,7 @@ def flash_attention_with_max_logit(
     return _run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
 
 
-@same_arguments
+@same_arguments(flash_attention)
 def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
     """Which backend and which tiles `flash_attention` would use here, and why not the others.
 
@@ -284,13 +267,14 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
             raise
         # JAX's own words do not say whose custom_vjp it is, nor what to do.
         raise TypeError(
-            "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian): its kernels "
-            "compute the gradient alone. Use jax.grad, jax.vjp or jax.jacrev, or differentiate "
-            "flash_pallas.reference.attention, which is plain jnp"
+            "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian): its "
+            "kernels compute the gradient alone. Use jax.grad, jax.vjp or jax.jacrev, or "
+            "differentiate flash_pallas.reference.attention, which is plain jnp"
         ) from error
     return call.unfold(*found)
 
 
+@suggested
 def dot_product_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from .backends.base import Backend
 from .core import decode, manual_axes, softmax
 from .core.decode import DecodeOperands, DecodeSpec
 from .dispatch import Explanation
+from .keywords import suggested, unexpected
 from .validate_decode import DecodeArguments
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
 
+@suggested
 def flash_decode(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"] | Float[Array, "P page_size K H"],
@@ -148,6 +151,9 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
         >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
         XlaDecodeBlocks(block_kv=64, num_splits=2)
     """
+    names = {field.name for field in dataclasses.fields(DecodeArguments)}
+    if wrong := options.keys() - names:
+        raise TypeError(unexpected("explain_decode", wrong, names))
     spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
     return dispatch.explanation(decode.describe(operands, spec), backend)
 

@@ -180,8 +180,10 @@ def test_bad_arguments(devices, options, message):
 
 def test_what_it_has_not(devices):
     call = partial(context_parallel_attention, *inputs(), mesh=ring_of(devices), axis="context")
-    with pytest.raises(TypeError, match="unexpected arguments alibi_slopes, bias"):
+    with pytest.raises(TypeError, match="keyword arguments 'alibi_slopes', 'bias'; it takes"):
         call(bias=jnp.zeros((1, 1, T, T)), alibi_slopes=jnp.ones(N))
+    with pytest.raises(TypeError, match="'is_causal'; did you mean 'causal'"):
+        call(is_causal=True)
 
 
 def test_sizes_that_do_not_fit(devices):

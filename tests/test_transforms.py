@@ -222,7 +222,7 @@ def test_symbolic_lengths_are_refused(attend):
     x = jax.ShapeDtypeStruct((batch, length, 4, 8), jnp.float32)
     q = jax.ShapeDtypeStruct((batch, 1, 4, 8), jnp.float32)
     with pytest.raises(
-        ValueError, match="k has a symbolic length, s.*export a program.*kv_lengths"
+        ValueError, match=r"k has a symbolic length, s.*export a program.*kv_lengths"
     ):
         jax.export.export(jax.jit(attend))(q, x, x)
 

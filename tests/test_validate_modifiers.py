@@ -170,6 +170,19 @@ def test_traced_values_that_must_be_static(name, value):
         call(value)
 
 
+def test_the_way_out_of_a_traced_window():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
+    with pytest.raises(TypeError, match=r"window is traced.*mask_mod=lambda.*i - j <= window"):
+        jax.jit(lambda window: fp.flash_attention(q, k, v, window=(window, 0)))(3)
+
+    def masked(window):
+        mask_mod = lambda b, n, i, j: i - j <= window
+        return fp.flash_attention(q, k, v, causal=True, mask_mod=mask_mod)
+
+    expected = fp.flash_attention(q, k, v, window=(3, 0))
+    np.testing.assert_allclose(jax.jit(masked)(3), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_wider_bias():
     with jax.enable_x64(True), pytest.raises(TypeError, match=r"bias is float64.*jnp\.float32"):
         fp.flash_attention(Q, K, K, bias=jnp.ones((1, 1, 1, 1), jnp.float64))

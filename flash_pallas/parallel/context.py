@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import dispatch, validate
 from ..arguments import Arguments
 from ..core import dropout
+from ..keywords import unexpected
 from . import gathered, ring
 from .layout import names_of
 from .plan import Plan
@@ -93,8 +94,8 @@ def context_parallel_attention(
     unknown = set(options) - set(parameters) | set(options) & {"shard_axes"}
     if unknown:
         raise TypeError(
-            f"context_parallel_attention() got unexpected arguments {', '.join(sorted(unknown))}: "
-            "it takes those of sharded_attention; padding is a segment id of -1"
+            f"{unexpected('context_parallel_attention', unknown, parameters)}; it takes the "
+            "arguments of sharded_attention, and padding is a segment id of -1"
         )
     q, k, v = (validate.as_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
     _check_lengths(q, k)
