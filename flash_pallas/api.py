@@ -220,17 +220,22 @@ def flash_attention_with_max_logit(
 
 
 @same_arguments(flash_attention)
-def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
+def explain(
+    q, k, v, *, backend="auto", blocks=None, device: str | None = None, **options
+) -> Explanation:
     """Which backend and which tiles `flash_attention` would use here, and why not the others.
 
     Nothing is run.
 
     Args:
-        q: as in `flash_attention`, as are all the others.
+        q: as in `flash_attention`, as are all the others. Instead of any array, here and in the
+            others, a `jax.ShapeDtypeStruct` will do.
         k: keys.
         v: values.
         backend: which implementation.
         blocks: tile sizes.
+        device: a GPU to answer for that need not be here: "a100", "l40s", "h100", "h200", "b200" or
+            "rtx5090"; None is the device here.
         **options: every other argument of `flash_attention`.
 
     Returns:
@@ -247,8 +252,9 @@ def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
         XlaBlocks(block_q=64, block_kv=256)
     """
     override = validate.check_blocks(blocks)
-    call = validate.canonicalize(q, k, v, Arguments(**options))
-    return dispatch.explanation(call.problem, backend, override)
+    shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
+    problem = validate.of_shapes(shapes, q, k, v, options)
+    return dispatch.explanation(problem, backend, override, device)
 
 
 def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:

@@ -10,7 +10,7 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from . import arguments as checks
-from . import batching, dispatch, validate_decode
+from . import batching, dispatch, validate, validate_decode
 from .backends.base import Backend
 from .core import decode, manual_axes, softmax
 from .core.decode import DecodeOperands, DecodeSpec
@@ -126,16 +126,20 @@ def flash_decode(
     return (o, lse) if with_lse else o
 
 
-def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
+def explain_decode(
+    q, k, v, *, backend: str = "auto", device: str | None = None, **options
+) -> Explanation:
     """Which backend `flash_decode` would use here, in how many ranges, and why not the others.
 
     Nothing is run.
 
     Args:
-        q: as in `flash_decode`, as are all the others.
+        q: as in `flash_decode`, as are all the others. Instead of any array, here and in the
+            others, a `jax.ShapeDtypeStruct` will do.
         k: keys, or pages of them.
         v: values.
         backend: which implementation.
+        device: a GPU to answer for that need not be here, as in `explain`.
         **options: every other argument of `flash_decode` but `return_lse`.
 
     Returns:
@@ -154,8 +158,13 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
     names = {field.name for field in dataclasses.fields(DecodeArguments)}
     if wrong := options.keys() - names:
         raise TypeError(unexpected("explain_decode", wrong, names))
-    spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
-    return dispatch.explanation(decode.describe(operands, spec), backend)
+
+    def shapes(q, k, v, given):
+        spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**given))
+        return decode.describe(operands, spec)
+
+    problem = validate.of_shapes(shapes, q, k, v, options)
+    return dispatch.explanation(problem, backend, device=device)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

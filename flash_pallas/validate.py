@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -256,6 +256,28 @@ def check_sizes(q, k, v):
         raise ValueError(
             f"q has head_dim {q[2]} and k head_dim {k[2]}: they must be equal (v may differ)"
         )
+
+
+def of_shapes(function: Callable, *args):
+    """function(*args), where any `jax.ShapeDtypeStruct` in args stands for an array.
+
+    Args:
+        function: returns something that has no arrays in it.
+        *args: trees.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    found = []
+
+    def traced(arrays):
+        given = dict(zip(places, arrays, strict=True))
+        whole = [given.get(i, x) for i, x in enumerate(leaves)]
+        found.append(function(*jax.tree.unflatten(tree, whole)))
+
+    if not places:
+        return function(*args)
+    jax.eval_shape(traced, [leaves[i] for i in places])
+    return found[0]
 
 
 def of_rank(x, rank: int):

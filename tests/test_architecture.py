@@ -18,6 +18,7 @@ RANKS = {
     "reference": 1,
     "tables": 1,
     "keywords": 0,
+    "devices": 0,
     "backends.xla": 2,
     "backends.mosaic": 2,
     "backends.hopper": 3,
