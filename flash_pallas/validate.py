@@ -80,7 +80,7 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     """
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     check_dtypes(q, k, v)
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
     first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
@@ -204,7 +204,12 @@ def check_dtypes(q, k, v):
         raise TypeError(f"q, k and v must have one dtype, got {found}: cast them to the same")
 
 
-def _check_shapes(q, k, v):
+def check_shapes(q, k, v):
+    """Check that three arrays [*batch, length, heads, head_dim] fit together.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim:
         raise ValueError(
