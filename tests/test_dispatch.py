@@ -196,7 +196,7 @@ def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path
 
 
 def test_explain_of_an_unknown_gpu():
-    with pytest.raises(ValueError, match="device is 'v100': choose one of 'a100', .*'rtx5090'"):
+    with pytest.raises(ValueError, match=r"device is 'v100': choose one of 'a100', .*'rtx5090'"):
         fp.explain(Q, Q, Q, device="v100")
 
 
