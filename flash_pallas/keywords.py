@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Names of one thing: ours, and those of jax.nn, PyTorch, flash-attn, Tokamax, kvax and MaxText.
 SYNONYMS = (

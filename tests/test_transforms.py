@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -254,6 +255,20 @@ def test_debug_infs_finds_only_the_lse_of_rows_without_keys():
             causal(*args, q_offset=-5)
         # Under jit nobody asks for the log-sum-exp.
         assert jnp.isfinite(jax.jit(partial(causal, q_offset=-5))(*args)).all()
+
+
+def test_tracer_leaks_are_checked_on_xla_and_found_in_every_kernel_of_mosaic_gpu():
+    """README says so: Pallas itself keeps tracers, those of a kernel that only copies too."""
+    args = inputs()
+
+    def copied(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    kernel = plgpu.kernel(copied, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+    with jax.checking_leaks():
+        assert jnp.isfinite(jax.jit(jax.grad(squared(causal)))(*args)).all()
+        with pytest.raises(Exception, match="Leaked trace"):
+            jax.jit(kernel).trace(jnp.ones(128))
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": jnp.ones((2, 4, 1, 1))}, {"kv_lengths": 3}])
