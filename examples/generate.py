@@ -45,7 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=200, help="to add to each prompt")
     parser.add_argument("--room", type=int, default=0, help="of the cache; default: what is needed")
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--backend", default="auto", help="of flash_pallas: auto, hopper or xla")
+    backends = ("auto", "hopper", "portable", "xla")
+    parser.add_argument("--backend", choices=backends, default="auto", help="of flash_pallas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model-dir", type=pathlib.Path, default=pathlib.Path("demo"))
     parser.add_argument(
@@ -162,11 +163,8 @@ def describe(model: Transformer, caches) -> dict:
     k, v = caches[0].k, caches[0].v
     attention = model.blocks[0].attention
     q = jax.ShapeDtypeStruct((len(k), 1, attention.num_heads, k.shape[-1]), k.dtype)
-    ask = lambda q, k, v: asked.append(explain_decode(q, k, v, backend=attention.backend))
-    asked: list = []
-    jax.eval_shape(ask, q, k, v)
-    blocks = asked[0].blocks
-    return {"backend": asked[0].backend, "blocks": dataclasses.asdict(blocks)}
+    found = explain_decode(q, k, v, backend=attention.backend)
+    return {"backend": found.backend, "blocks": dataclasses.asdict(found.blocks)}
 
 
 def main() -> None:

@@ -78,10 +78,16 @@ def parse_arguments() -> argparse.Namespace:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
     parser.add_argument("--attention", choices=sorted(ATTENTIONS), default="flash")
-    parser.add_argument("--backend", default="auto", help="of flash_pallas: auto, hopper or xla")
+    backends = ("auto", "hopper", "portable", "xla")
+    parser.add_argument("--backend", choices=backends, default="auto", help="of flash_pallas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out-dir", type=pathlib.Path, default=pathlib.Path("runs/flash"))
     arguments = parser.parse_args()
+    if arguments.attention == "cudnn" and device != "gpu":
+        parser.error(
+            f"--attention cudnn needs an NVIDIA GPU and JAX runs on {jax.default_backend()} here: "
+            "take --attention flash or xla-jax"
+        )
     arguments.dtype = jnp.bfloat16 if device == "gpu" else jnp.float32
     return arguments
 

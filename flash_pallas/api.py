@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 from . import dispatch, validate, vjp
 from .arguments import Arguments
 from .dispatch import Explanation
+from .keywords import same_arguments, suggested
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Int32
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 _attend = jax.jit(vjp.attend, static_argnums=(0, 1, 2))
 
 
+@suggested
 def flash_attention(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
@@ -87,6 +87,7 @@ def flash_attention(
             (https://arxiv.org/abs/2108.12409). Differentiable.
         sinks: [N] or [*B, N]: a further score of every query (https://arxiv.org/abs/2309.17453),
             without a value; in the log-sum-exp, which it is where no key is seen. Differentiable.
+            One of -inf is none; one of +inf counts as 1e30, which leaves no weight to the keys.
         dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
         dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
@@ -149,24 +150,7 @@ def flash_attention(
     return _run(q, k, v, backend, blocks, arguments)[0]
 
 
-def same_arguments(function):
-    """Gives `function`, a (q, k, v, **options), the signature of `flash_attention`."""
-    signature = inspect.signature(flash_attention)
-    returned = inspect.signature(function).return_annotation
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{function.__name__}() {error}") from None
-        return function(**bound.arguments)
-
-    checked.__signature__ = signature.replace(return_annotation=returned)  # pyright: ignore
-    return checked
-
-
-@same_arguments
+@same_arguments(flash_attention)
 def flash_attention_with_lse(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"]]:
@@ -200,7 +184,7 @@ def flash_attention_with_lse(
     return _run(q, k, v, backend, blocks, Arguments(**options))[:2]
 
 
-@same_arguments
+@same_arguments(flash_attention)
 def flash_attention_with_max_logit(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"], Float[Array, "*B N T"]]:
@@ -235,18 +219,23 @@ def flash_attention_with_max_logit(
     return _run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
 
 
-@same_arguments
-def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
+@same_arguments(flash_attention)
+def explain(
+    q, k, v, *, backend="auto", blocks=None, device: str | None = None, **options
+) -> Explanation:
     """Which backend and which tiles `flash_attention` would use here, and why not the others.
 
     Nothing is run.
 
     Args:
-        q: as in `flash_attention`, as are all the others.
+        q: as in `flash_attention`, as are all the others. Instead of any array, here and in the
+            others, a `jax.ShapeDtypeStruct` will do.
         k: keys.
         v: values.
         backend: which implementation.
         blocks: tile sizes.
+        device: a GPU to answer for that need not be here: "a100", "l40s", "h100", "h200", "b200" or
+            "rtx5090"; None is the device here.
         **options: every other argument of `flash_attention`.
 
     Returns:
@@ -263,8 +252,9 @@ def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
         XlaBlocks(block_q=64, block_kv=256)
     """
     override = validate.check_blocks(blocks)
-    call = validate.canonicalize(q, k, v, Arguments(**options))
-    return dispatch.explanation(call.problem, backend, override)
+    shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
+    problem = validate.of_shapes(shapes, q, k, v, options)
+    return dispatch.explanation(problem, backend, override, device)
 
 
 def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -276,9 +266,21 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
         return call.empty_result()
     chosen = dispatch.select(call.problem, backend)
     tiles = dispatch.tiles(chosen, call.problem, override)
-    return call.unfold(*_attend(chosen, call.spec, tiles, call.operands))
+    try:
+        found = _attend(chosen, call.spec, tiles, call.operands)
+    except TypeError as error:
+        if "forward-mode autodiff" not in str(error):
+            raise
+        # JAX's own words do not say whose custom_vjp it is, nor what to do.
+        raise TypeError(
+            "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian): its "
+            "kernels compute the gradient alone. Use jax.grad, jax.vjp or jax.jacrev, or "
+            "differentiate flash_pallas.reference.attention, which is plain jnp"
+        ) from error
+    return call.unfold(*found)
 
 
+@suggested
 def dot_product_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],

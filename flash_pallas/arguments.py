@@ -13,9 +13,13 @@ import numpy as np
 
 from .core import dropout, mods
 from .core.mask import Mask
+from .number_arguments import scale as scale
+from .number_arguments import softcap as softcap
 
 # Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
 MAX_OFFSET = 2**30
+# Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
+LARGEST_SINK = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,36 +85,6 @@ def flag(name: str, value) -> bool:
     raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
 
 
-def scale(value, head_dim: int) -> float:
-    """The factor of the scores."""
-    return 1.0 / math.sqrt(head_dim) if value is None else _number("scale", value)
-
-
-def softcap(value) -> float | None:
-    """The bound of the logits."""
-    if value is None:
-        return None
-    cap = _number("softcap", value)
-    if cap <= 0.0:
-        raise ValueError(f"softcap must be finite and positive, got {value}; None is no cap")
-    return cap
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, jax.core.Tracer):
-        way_out = "multiply q by it instead and pass scale=1.0, or " if name == "scale" else ""
-        raise TypeError(
-            f"{name} is traced, but it must be static: {way_out}list it in static_argnames"
-        )
-    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
-    if not is_number or isinstance(value, bool) or np.ndim(value) or not np.isrealobj(value):
-        raise TypeError(f"{name} must be a Python number or None, got {value!r}")
-    if not math.isfinite(value):
-        default = "None is 1 / sqrt(head_dim)" if name == "scale" else "None is no cap"
-        raise ValueError(f"{name} must be finite, got {value}; {default}")
-    return float(value)
-
-
 def band(causal, window) -> Mask:
     """`causal` and `window` as one mask."""
     left, right = _window(window)
@@ -135,7 +109,11 @@ def _side(window, side) -> int | None:
     if side is None:
         return None
     if isinstance(side, jax.core.Tracer):
-        raise TypeError("window is traced, but it must be static: list it in static_argnames")
+        raise TypeError(
+            "window is traced, but it must be static: list it in static_argnames, or hide keys by "
+            "mask_mod=lambda b, n, i, j: i - j <= window, which may capture a traced number (and "
+            "skips no tiles)"
+        )
     try:
         size = operator.index(side)
     except TypeError:
@@ -275,7 +253,10 @@ def slopes(value, sizes: Sizes):
 
 def sinks(value, sizes: Sizes):
     """Sink logits, [B, N] in the dtype of scores, or None."""
-    return None if value is None else _per_head("sinks", value, sizes)
+    if value is None:
+        return None
+    # In the sums an infinite logit would be subtracted from itself.
+    return jnp.minimum(_per_head("sinks", value, sizes), LARGEST_SINK)
 
 
 def _per_head(name: str, value, sizes: Sizes):

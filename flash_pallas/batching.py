@@ -32,6 +32,9 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
 
     @folding.def_vmap
     def fold(axis_size, is_batched, operands, *rest):
+        if not axis_size:
+            out = of_no_members(call, is_batched, (operands, *rest))
+            return out, jax.tree.map(lambda _: True, out)
         batch = operands.q.shape[1 if is_batched[0].q else 0]
         shared = {name: getattr(operands, name) for name in SHARED}
         # A gradient comes in its operand's own entries: those of an inner fold would be repeated.
@@ -51,6 +54,19 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
         return jax.tree.map(fold.undone, out), jax.tree.map(lambda _: True, out)
 
     return folding
+
+
+def of_no_members(call, is_batched, args):
+    """The results of a vmap of size 0: arrays without elements, of the shapes that call says.
+
+    Args:
+        call: the function of one member.
+        is_batched: which of `args` have the axis, as their first.
+        args: as vmap gives them.
+    """
+    member = lambda x, batched: jax.ShapeDtypeStruct(x.shape[1:] if batched else x.shape, x.dtype)
+    shapes = jax.eval_shape(call, *jax.tree.map(member, args, tuple(is_batched)))
+    return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes)
 
 
 def _inner_is_cheaper(size: int, batch: int, shared, is_batched, tie: bool) -> bool:

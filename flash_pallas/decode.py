@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +10,19 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from . import arguments as checks
-from . import batching, dispatch, validate_decode
+from . import batching, dispatch, validate, validate_decode
 from .backends.base import Backend
 from .core import decode, manual_axes, softmax
 from .core.decode import DecodeOperands, DecodeSpec
 from .dispatch import Explanation
+from .keywords import suggested, unexpected
 from .validate_decode import DecodeArguments
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Int32
 
 
+@suggested
 def flash_decode(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"] | Float[Array, "P page_size K H"],
@@ -123,16 +126,20 @@ def flash_decode(
     return (o, lse) if with_lse else o
 
 
-def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
+def explain_decode(
+    q, k, v, *, backend: str = "auto", device: str | None = None, **options
+) -> Explanation:
     """Which backend `flash_decode` would use here, in how many ranges, and why not the others.
 
     Nothing is run.
 
     Args:
-        q: as in `flash_decode`, as are all the others.
+        q: as in `flash_decode`, as are all the others. Instead of any array, here and in the
+            others, a `jax.ShapeDtypeStruct` will do.
         k: keys, or pages of them.
         v: values.
         backend: which implementation.
+        device: a GPU to answer for that need not be here, as in `explain`.
         **options: every other argument of `flash_decode` but `return_lse`.
 
     Returns:
@@ -148,8 +155,16 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
         >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
         XlaDecodeBlocks(block_kv=64, num_splits=2)
     """
-    spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
-    return dispatch.explanation(decode.describe(operands, spec), backend)
+    names = {field.name for field in dataclasses.fields(DecodeArguments)}
+    if wrong := options.keys() - names:
+        raise TypeError(unexpected("explain_decode", wrong, names))
+
+    def shapes(q, k, v, given):
+        spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**given))
+        return decode.describe(operands, spec)
+
+    problem = validate.of_shapes(shapes, q, k, v, options)
+    return dispatch.explanation(problem, backend, device=device)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -166,6 +181,9 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
 
     @call.def_vmap
     def fold(size, is_batched, operands):
+        if not size:
+            out = batching.of_no_members(call, is_batched, (operands,))
+            return out, jax.tree.map(lambda _: True, out)
         folded = batching.fold_decode(size, is_batched[0], operands)
         blocks = backend.decode_blocks(decode.describe(folded, spec))
         out = _foldable(backend, spec, blocks)(folded)

@@ -16,6 +16,7 @@ from .backends.portable import PortableBackend
 from .backends.xla import XlaBackend
 from .core.decode import DecodeProblem
 from .core.problem import Problem
+from .devices import Device, device_of
 
 # In order of preference: "auto" takes the first that can run a problem, and xla can run them all.
 BACKENDS: dict[str, Backend] = {
@@ -27,53 +28,80 @@ AUTO = "auto"
 _log = logging.getLogger("flash_pallas")
 
 
-def select(problem: Problem | DecodeProblem, name: str) -> Backend:
+def select(problem: Problem | DecodeProblem, name: str, device: Device | None = None) -> Backend:
     """The backend that runs `problem`.
 
     Args:
         problem: the shapes, of attention or of decoding.
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
+        device: to answer for; None is the one here.
 
     Raises:
         ValueError: an unknown name.
         UnsupportedByBackend: the named backend cannot run the problem; the message says why.
     """
     check_name(name)
+    backends = _backends(device)
     if name != AUTO:
-        if reason := _refusal(BACKENDS[name], problem):
-            raise UnsupportedByBackend(f"backend={name!r}: {reason}; {_way_out(problem, name)}")
-        return BACKENDS[name]
-    for backend in BACKENDS.values():
+        if reason := _refusal(backends[name], problem):
+            able = [b.name for b in backends.values() if not _refusal(b, problem)]
+            raise UnsupportedByBackend(
+                f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
+            )
+        return backends[name]
+    for backend in backends.values():
         reason = _refusal(backend, problem)
         if reason is None:
             return backend
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
-        if jax.default_backend() == "gpu":
+        if device is None and jax.default_backend() == "gpu":
             _log_once(f"backend {backend.name!r} was passed over: {reason}")
     raise AssertionError("the last backend takes every problem")
 
 
-def tiles(backend: Backend, problem: Problem, override: dict[str, Any] | None = None) -> Any:
+def _backends(device: Device | None) -> dict[str, Backend]:
+    """The backends as they are here, or as they would be on a GPU of another machine."""
+    if device is None:
+        return BACKENDS
+    return {
+        **BACKENDS,
+        "hopper": HopperBackend(num_sms=device.sms, capability=device.capability),
+        "portable": PortableBackend(capability=device.capability, multiprocessors=device.sms),
+    }
+
+
+def tiles(
+    backend: Backend,
+    problem: Problem,
+    override: dict[str, Any] | None = None,
+    kind: str | None = None,
+) -> Any:
     """The tile sizes that `problem` runs with on `backend`.
 
     Of each kernel, in this order: the caller's, put into the backend's own; those that were timed
     for exactly this call, here or for the package; the backend's own.
 
+    Args:
+        backend: that runs it.
+        problem: the shapes.
+        override: the caller's tile sizes.
+        kind: of device, whose tables are asked; None is the one here.
+
     Raises:
         ValueError: tile sizes of the caller's that the backend cannot take.
     """
     if override is None:
-        return _tiles(backend, problem)[0]
-    _, tuned = _tiles(backend, problem)
+        return _tiles(backend, problem, kind)[0]
+    _, tuned = _tiles(backend, problem, kind)
     return backend.blocks(problem, {**(tuned.blocks if tuned else {}), **override})
 
 
 # An eager call would otherwise spend 0.1 ms on the same choice every time.
 @lru_cache(maxsize=1024)
-def _tiles(backend: Backend, problem: Problem) -> tuple[Any, tables.Tuned | None]:
+def _tiles(backend: Backend, problem: Problem, kind: str | None) -> tuple[Any, tables.Tuned | None]:
     """The tile sizes without the caller's, and the table that they are from."""
-    tuned = tables.lookup(backend.name, problem)
+    tuned = tables.lookup(backend.name, problem, kind)
     if tuned is not None:
         try:
             return backend.blocks(problem, tuned.blocks), tuned
@@ -117,7 +145,9 @@ class Explanation:
         blocks: its tile sizes.
         reasons: for every other backend, one sentence saying why it would not run.
         sources: for every kernel, where its tile sizes come from: "caller", the user's cache or the
-            shipped table with the name of the file, or "heuristic".
+            shipped table with the name of the file, or "heuristic"; also where a table says that
+            the heuristic's were the fastest of those timed.
+        device: the kind of the GPU that was asked about; None is what is here.
     """
 
     problem: Problem | DecodeProblem
@@ -125,6 +155,7 @@ class Explanation:
     blocks: Any
     reasons: dict[str, str]
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    device: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -136,7 +167,8 @@ class Explanation:
         lines = [
             f"{function} on q [{p.batch}, {p.q_len}, {p.q_heads}, {p.head_dim}], "
             f"k [{rows}, {length}, {p.kv_heads}, {p.head_dim}], "
-            f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}",
+            f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}"
+            + (f", on {self.device}" if self.device else ""),
             f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
         ]
         if self.sources:
@@ -146,19 +178,30 @@ class Explanation:
 
 
 def explanation(
-    problem: Problem | DecodeProblem, name: str, override: dict[str, Any] | None = None
+    problem: Problem | DecodeProblem,
+    name: str,
+    override: dict[str, Any] | None = None,
+    device: str | None = None,
 ) -> Explanation:
     """What `select` and the chosen backend's `blocks` would answer, without running anything.
+
+    Args:
+        problem: the shapes.
+        name: "auto", or a backend's.
+        override: the caller's tile sizes.
+        device: a name of `devices.DEVICES`; None is the device here.
 
     Raises:
         ValueError: an unknown name, or tile sizes that the backend cannot take.
         UnsupportedByBackend: as `select`.
     """
     check_name(name)
+    there = device_of(device)
+    kind = None if there is None else there.kind
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons = dict.fromkeys(BACKENDS, "there is no query or no key, so nothing to compute")
-        return Explanation(problem, "none", None, reasons)
-    chosen = select(problem, name)
+        return Explanation(problem, "none", None, reasons, device=kind)
+    chosen = select(problem, name, there)
     not_needed = (
         "another backend was asked for"
         if name != AUTO
@@ -166,23 +209,30 @@ def explanation(
     )
     reasons = {
         other.name: _refusal(other, problem) or not_needed
-        for other in BACKENDS.values()
-        if other is not chosen
+        for other in _backends(there).values()
+        if other.name != chosen.name
     }
     if isinstance(problem, DecodeProblem):
-        return Explanation(problem, chosen.name, chosen.decode_blocks(problem), reasons)
-    blocks = tiles(chosen, problem, override)
-    return Explanation(problem, chosen.name, blocks, reasons, _sources(chosen, problem, override))
+        tile = chosen.decode_blocks(problem)
+        return Explanation(problem, chosen.name, tile, reasons, device=kind)
+    tile = tiles(chosen, problem, override, kind)
+    sources = _sources(chosen, problem, override, kind)
+    return Explanation(problem, chosen.name, tile, reasons, sources, kind)
 
 
-def _sources(chosen: Backend, problem: Problem, override: dict[str, Any] | None) -> dict[str, str]:
+def _sources(
+    chosen: Backend, problem: Problem, override: dict[str, Any] | None, kind: str | None
+) -> dict[str, str]:
     """By kernel, where its tile sizes come from."""
     kernels = chosen.candidates(problem)
     if not kernels:
         return {"all": "caller" if override else "heuristic"}
-    _, tuned = _tiles(chosen, problem)
+    _, tuned = _tiles(chosen, problem, kind)
     found = dict.fromkeys(kernels, "heuristic")
     if tuned is not None:
+        found |= {
+            name: f"heuristic, fastest in {tuned.source}" for name in found if name in tuned.timed
+        }
         found |= dict.fromkeys(tuned.blocks, tuned.source)
     return found | dict.fromkeys(override or {}, "caller")
 
@@ -198,11 +248,6 @@ def _refusal(backend: Backend, problem: Problem | DecodeProblem) -> str | None:
     if isinstance(problem, DecodeProblem):
         return backend.unsupported_decode(problem)
     return backend.unsupported(problem)
-
-
-def _way_out(problem: Problem | DecodeProblem, name: str) -> str:
-    able = [b.name for b in BACKENDS.values() if b.name != name and not _refusal(b, problem)]
-    return f"backend='auto' or {able[0]!r} can run this call"
 
 
 @lru_cache(maxsize=256)

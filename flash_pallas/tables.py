@@ -32,10 +32,17 @@ _SHIPPED_FOR = {"NVIDIA H200": _H200, "NVIDIA H100 80GB HBM3": _H200}
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What a table says of a call: `blocks` as the caller might pass it, and which table."""
+    """What a table says of a call.
+
+    Attributes:
+        blocks: as the caller might pass it, of those kernels that the heuristics are not best for.
+        path: which table.
+        timed: the kernels that were timed.
+    """
 
     blocks: dict[str, dict[str, Any]]
     path: pathlib.Path
+    timed: frozenset[str] = frozenset()
 
     @property
     def source(self) -> str:
@@ -64,26 +71,32 @@ def _stated(record) -> dict[str, Any]:
     return {field.name: value for field, value in values.items() if value != field.default}
 
 
-def lookup(backend: str, problem: Problem) -> Tuned | None:
-    """What was timed for exactly this call: on the user's device, else as shipped."""
+def lookup(backend: str, problem: Problem, device: str | None = None) -> Tuned | None:
+    """What was timed for exactly this call: by the user, else as shipped.
+
+    Args:
+        backend: its name.
+        problem: the call.
+        device: a kind of device, as jax spells it; None is the one here.
+    """
     name = key(backend, problem)
     if name is None:
         return None
-    for path in _tables():
+    for path in _tables(device):
         entry = _read(path).get(name)
         if entry is not None:
-            return Tuned(entry["blocks"], path)
+            return Tuned(entry["blocks"], path, frozenset(entry.get("gain", ())))
     return None
 
 
-def _tables() -> list[pathlib.Path]:
+def _tables(device: str | None) -> list[pathlib.Path]:
     """In order of precedence."""
-    shipped = _SHIPPED_FOR.get(_device())
-    return [user_path(), *([_SHIPPED / shipped] if shipped else [])]
+    shipped = _SHIPPED_FOR.get(device or _device())
+    return [user_path(device), *([_SHIPPED / shipped] if shipped else [])]
 
 
-def user_path() -> pathlib.Path:
-    """The user's table for this device and this jax.
+def user_path(kind: str | None = None) -> pathlib.Path:
+    """The user's table for this kind of device, None for the one here, and this jax.
 
     It is in the folder that FLASH_PALLAS_CACHE_DIR names, else in flash_pallas under XDG_CACHE_HOME
     or ~/.cache.
@@ -92,7 +105,7 @@ def user_path() -> pathlib.Path:
     if not folder:
         caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         folder = pathlib.Path(caches) / "flash_pallas"
-    device = re.sub(r"[^a-z0-9]+", "_", _device().lower()).strip("_")
+    device = re.sub(r"[^a-z0-9]+", "_", (kind or _device()).lower()).strip("_")
     return pathlib.Path(folder) / f"{device}_jax{_jax()}.json"
 
 

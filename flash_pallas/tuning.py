@@ -16,9 +16,10 @@ import jax
 from jax import lax
 
 from . import dispatch, tables, validate, vjp
-from .api import same_arguments
+from .api import flash_attention
 from .arguments import Arguments
 from .backends.base import Backend
+from .keywords import same_arguments
 from .validate import Call
 
 ROUNDS = 7
@@ -58,7 +59,7 @@ class Tuning:
         return "\n".join(lines)
 
 
-@same_arguments
+@same_arguments(flash_attention)
 def autotune(q, k, v, *, backend="auto", blocks=None, **options) -> Tuning:
     """Times tile sizes of `flash_attention` for one call and stores those that beat the rules'.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from . import arguments as checks
 from . import sharding
 from .arguments import Arguments
+from .core import padding
 from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -52,10 +53,14 @@ class Call:
         o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
         lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
         none = jnp.full(rows, -jnp.inf, lse_dtype)
+        most = none if p.spec.max_logit else None
         if sinks is None:
-            return o, none, none if p.spec.max_logit else None
-        per_row = jnp.broadcast_to(sinks.reshape(*rows[:-1], 1), rows)
-        return o, per_row, none if p.spec.max_logit else None
+            return o, none, most
+        lse = jnp.broadcast_to(sinks[..., None], (*sinks.shape, p.q_len))
+        within = padding.queries_within(self.operands)
+        if within is not None:
+            lse = jnp.where(within[:, None], lse, -jnp.inf)
+        return o, lse.reshape(rows), most
 
     def unfold(self, o, lse, max_logit=None):
         """The outputs with the user's batch dimensions."""
@@ -75,7 +80,7 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     """
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     check_dtypes(q, k, v)
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
     first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
@@ -199,7 +204,12 @@ def check_dtypes(q, k, v):
         raise TypeError(f"q, k and v must have one dtype, got {found}: cast them to the same")
 
 
-def _check_shapes(q, k, v):
+def check_shapes(q, k, v):
+    """Check that three arrays [*batch, length, heads, head_dim] fit together.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim:
         raise ValueError(
@@ -225,7 +235,14 @@ def check_sizes(q, k, v):
     Raises:
         ValueError: they do not fit together.
     """
-    for name, (_, heads, head_dim) in {"q": q, "k": k, "v": v}.items():
+    for name, (length, heads, head_dim) in {"q": q, "k": k, "v": v}.items():
+        for kind, size in (("length", length), ("head_dim", head_dim)):
+            if not isinstance(size, int):
+                raise ValueError(
+                    f"{name} has a symbolic {kind}, {size}: tiles are cut by numbers, so export a "
+                    "program for every length, or one for the longest that takes q_lengths and "
+                    "kv_lengths; the batch may be symbolic"
+                )
         if heads < 1 or head_dim < 1:
             raise ValueError(
                 f"{name} has {heads} heads of head_dim {head_dim}: both must be positive; "
@@ -244,6 +261,28 @@ def check_sizes(q, k, v):
         raise ValueError(
             f"q has head_dim {q[2]} and k head_dim {k[2]}: they must be equal (v may differ)"
         )
+
+
+def of_shapes(function: Callable, *args):
+    """function(*args), where any `jax.ShapeDtypeStruct` in args stands for an array.
+
+    Args:
+        function: returns something that has no arrays in it.
+        *args: trees.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    found = []
+
+    def traced(arrays):
+        given = dict(zip(places, arrays, strict=True))
+        whole = [given.get(i, x) for i, x in enumerate(leaves)]
+        found.append(function(*jax.tree.unflatten(tree, whole)))
+
+    if not places:
+        return function(*args)
+    jax.eval_shape(traced, [leaves[i] for i in places])
+    return found[0]
 
 
 def of_rank(x, rank: int):

@@ -20,6 +20,12 @@ from .interpreter import race_checked
 V, B, T, N, K, H, S, PAGE = 3, 2, 2, 4, 2, 16, 64, 16
 
 
+def test_no_members():
+    q, k = jnp.zeros((0, B, T, N, H)), jnp.zeros((B, S, K, H))
+    o, lse = jax.vmap(lambda q: fp.flash_decode(q, k, k, return_lse=True))(q)
+    assert o.shape == q.shape and lse.shape == (0, B, N, T)
+
+
 def drawn(paged: bool, quantised: bool) -> dict[str, Any]:
     """Every array with V members in front."""
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import jaxlib.version
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import dispatch
+from flash_pallas import devices, dispatch, tables
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
@@ -162,3 +162,49 @@ def test_alternating_warpgroups_take_two_slots(slots):
         HopperBackend().blocks(described, {"fused": {slots: 1}})
     chosen = HopperBackend().blocks(described, {"fused": {slots: 1, "alternate": False}})
     assert not chosen.backward.alternate
+
+
+SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "portable"}
+
+
+@pytest.mark.parametrize(("device", "backend"), ELSEWHERE.items())
+def test_explain_answers_for_a_gpu_that_is_not_here(device, backend):
+    found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, device=device)
+    assert found.backend == backend and found.device == devices.DEVICES[device].kind
+    assert f", on {found.device}\n" in str(found)
+    if backend == "portable":
+        assert found.reasons["hopper"].startswith("needs compute capability 9.0 (H100, H200); this")
+        with pytest.raises(fp.UnsupportedByBackend, match=r"this GPU has \d+\.0; .*'portable' can"):
+            fp.explain(SHAPE, SHAPE, SHAPE, backend="hopper", device=device)
+    token = jax.ShapeDtypeStruct((4, 1, 16, 128), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    decoded = fp.explain_decode(token, SHAPE, SHAPE, kv_lengths=lengths, device=device)
+    assert decoded.backend == backend and decoded.device == found.device
+    assert decoded.blocks.num_splits > 1
+
+
+def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path):
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(tables, "_jax", lambda: "0.11")  # that of the shipped table
+    dispatch.forget_tiles()
+    found = fp.explain(SHAPE, SHAPE, SHAPE, device="h200")
+    table = "shipped table nvidia_h200.json"
+    assert found.sources == {"forward": f"heuristic, fastest in {table}", "fused": table}
+    assert set(fp.explain(SHAPE, SHAPE, SHAPE, device="a100").sources.values()) == {"heuristic"}
+    dispatch.forget_tiles()
+
+
+def test_explain_of_an_unknown_gpu():
+    with pytest.raises(ValueError, match=r"device is 'v100': choose one of 'a100', .*'rtx5090'"):
+        fp.explain(Q, Q, Q, device="v100")
+
+
+def test_explain_takes_shapes_in_place_of_any_array():
+    q, bias = jax.ShapeDtypeStruct(Q.shape, Q.dtype), jnp.ones((1, 1, 1, Q.shape[1]))
+    options = {"window": [3, 0], "score_mod": lambda s, b, n, i, j: s * 2.0}
+    given = {"bias": jax.ShapeDtypeStruct(bias.shape, bias.dtype), "q_offset": 2, **options}
+    found = fp.explain(q, q, q, **given)
+    assert found == fp.explain(Q, Q, Q, bias=bias, q_offset=2, **options)
+    with pytest.raises(TypeError, match="bias has dtype int32"):
+        fp.explain(q, q, q, bias=jax.ShapeDtypeStruct(bias.shape, jnp.int32))

@@ -14,6 +14,8 @@ import sys
 import numpy as np
 import pytest
 
+from flash_pallas import dispatch
+
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 TINY = {
     "steps": 3,
@@ -70,6 +72,25 @@ def test_packed_documents(tmp_path):
     assert "12 documents in 6 rows of 256" in output
     # Two float32 computations of sums of order one, over at most 256 keys and 64 features.
     assert float(output.split()[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("script", ["train_transformer", "train_long_context", "generate"])
+def test_the_backends_to_choose_from(script, tmp_path):
+    process = start(f"{script}.py", "--backend", "cuda", cwd=tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode == 2
+    for name in ("auto", *dispatch.BACKENDS):
+        assert name in errors.splitlines()[-1]
+
+
+def test_cudnn_on_a_cpu_is_refused_with_a_way_out(tmp_path):
+    process = start("train_transformer.py", "--attention", "cudnn", cwd=tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode == 2
+    message = (
+        "--attention cudnn needs an NVIDIA GPU and JAX runs on cpu here: take --attention flash"
+    )
+    assert message in errors
 
 
 def test_training_writes_its_files(tmp_path):

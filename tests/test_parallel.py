@@ -169,19 +169,90 @@ BAD = {
     "backend": ({"backend": "none"}, "backend is 'none'"),
     "dropout": ({"dropout_rate": 0.5}, "dropout_seed is None"),
     "ids": ({"q_segment_ids": jnp.zeros((B, T), jnp.int32)}, "kv_segment_ids is None"),
+    "unknown axis": (
+        {"axis": "seq"},
+        r"axis is 'seq': the mesh has the axes \('context', 'fsdp'\)",
+    ),
+    "no axis": ({"axis": None}, "axis is None: name the mesh axis that cuts the sequence"),
+    "no axes": ({"axis": []}, r"axis is \[\]: name the mesh axis"),
+    "unknown batch axis": ({"batch_axis": ["fsdp", "dp"]}, "batch_axis is .*'dp'.*the mesh has"),
+    "one axis twice": ({"head_axis": "context"}, "head_axis and axis both have 'context'"),
+    "scale": ({"scale": float("nan")}, "scale must be finite, got nan"),
+    "window": ({"window": [-1, 0]}, r"window is \[-1, 0\]"),
+    "precision": ({"precision": ["high"]}, "precision is .*high"),
 }
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments(devices, options, message):
     with pytest.raises(ValueError, match=message):
-        context_parallel_attention(*inputs(), mesh=ring_of(devices), axis="context", **options)
+        context_parallel_attention(*inputs(), **place_on(devices) | options)
+
+
+def place_on(devices):
+    """Two axes, the sequence over one of them."""
+    mesh = jax.make_mesh(
+        (2, 2), ("context", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+    return {"mesh": mesh, "axis": "context"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("mesh", None, "mesh is None: it must be a jax.sharding.Mesh"),
+        ("scale", "0.5", "scale must be a Python number"),
+        ("causal", jnp.bool_(True), "causal is an array, but it must be static"),
+        ("window", 2.0, "window must be an int"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(devices, name, value, message):
+    with pytest.raises(TypeError, match=message):
+        context_parallel_attention(*inputs(), **place_on(devices) | {name: value})
+
+
+def test_a_traced_scale(devices):
+    call = lambda scale: context_parallel_attention(*inputs(), **place_on(devices), scale=scale)
+    with pytest.raises(TypeError, match=r"scale is traced.*multiply q"):
+        jax.jit(call)(0.5)
+
+
+def test_options_that_are_the_same(devices):
+    """Lists of axes, and numbers of jax and numpy."""
+    call = partial(context_parallel_attention, *inputs(), causal=True)
+    place = place_on(devices)
+    expected = call(**place, batch_axis="fsdp", scale=0.5, window=(3, 0), softcap=2.0)
+    given = {"axis": ["context"], "batch_axis": ["fsdp"], "window": [np.int32(3), 0]}
+    found = call(**place | given, scale=jnp.float32(0.5), softcap=np.float32(2.0))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_empty_batch(devices, strategy):
+    q, k, v = (x[:0] for x in inputs())
+    call = partial(context_parallel_attention, strategy=strategy, **place_on(devices))
+    assert call(q, k, v, return_lse=True)[1].shape == (0, N, T)
+    assert jax.grad(lambda q: jnp.sum(call(q, k, v)))(q).shape == q.shape
+
+
+def test_outside_of_shard_map(devices):
+    with pytest.raises(ValueError, match=r"axis is 'context'.*a jax\.shard_map.*there are none"):
+        sharded_attention(*inputs(), axis="context")
+    with pytest.raises(ValueError, match=r"axis is 'seq'.*there are \('context',\)"):
+        jax.shard_map(
+            partial(sharded_attention, axis="seq"),
+            mesh=ring_of(devices),
+            in_specs=P(None, "context"),
+            out_specs=P(None, "context"),
+        )(*inputs())
 
 
 def test_what_it_has_not(devices):
     call = partial(context_parallel_attention, *inputs(), mesh=ring_of(devices), axis="context")
-    with pytest.raises(TypeError, match="unexpected arguments alibi_slopes, bias"):
+    with pytest.raises(TypeError, match="keyword arguments 'alibi_slopes', 'bias'; it takes"):
         call(bias=jnp.zeros((1, 1, T, T)), alibi_slopes=jnp.ones(N))
+    with pytest.raises(TypeError, match="'is_causal'; did you mean 'causal'"):
+        call(is_causal=True)
 
 
 def test_sizes_that_do_not_fit(devices):
@@ -193,5 +264,20 @@ def test_sizes_that_do_not_fit(devices):
         call(q[:, :, :2], k, v, strategy="ulysses")
     with pytest.raises(ValueError, match=r"q has shape \(32, 4, 8\).*batch, length"):
         call(q[0], k[0], v[0])
+    message = "length is 13 and axis='context' has 4 devices.*multiple of 8; the zigzag.*-1"
+    with pytest.raises(ValueError, match=message):
+        call(q[:, :13], k[:, :13], v[:, :13], layout="zigzag")
+    place = place_on(devices)
+    with pytest.raises(ValueError, match="batch size is 1 and batch_axis='fsdp' has 2 devices"):
+        call(q[:1], k[:1], v[:1], **place, batch_axis="fsdp")
+    message = r"key heads is 1 and head_axis='fsdp' has 2 devices.*jnp\.repeat"
+    with pytest.raises(ValueError, match=message):
+        call(q, k[:, :, :1], v[:, :, :1], **place, head_axis="fsdp")
+    inside = jax.shard_map(
+        partial(sharded_attention, axis="context", layout="zigzag"),
+        mesh=ring_of(devices),
+        in_specs=P(None, "context"),
+        out_specs=P(None, "context"),
+    )
     with pytest.raises(ValueError, match="3 tokens and layout is 'zigzag'"):
-        call(q[:, :12], k[:, :12], v[:, :12], layout="zigzag")
+        inside(q[:, :12], k[:, :12], v[:, :12])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import api, cache, decode, tuning
+from flash_pallas import api, cache, decode, keywords, tuning
 from flash_pallas.core import rope
 from flash_pallas.parallel import context, layout, setting
 
@@ -92,13 +92,43 @@ def test_one_signature():
     parameters = lambda f: list(inspect.signature(f).parameters.items())
     strings = lambda f: [str(p) for p in parameters(f)]
     for name in DELEGATING:
-        assert strings(fp.flash_attention) == strings(getattr(fp, name))
+        device = ["('device', <Parameter \"device: 'str | None' = None\">)"]
+        added = device if name == "explain" else []
+        assert strings(fp.flash_attention) + added == strings(getattr(fp, name))
 
 
 def test_unknown_argument():
     x = jnp.ones((2, 16, 4, 64))
-    with pytest.raises(TypeError, match=r"explain.*unexpected keyword argument 'window_size'"):
-        fp.explain(x, x, x, window_size=3)
+    with pytest.raises(TypeError, match=r"explain.*unexpected keyword argument 'colour'$"):
+        fp.explain(x, x, x, colour=3)
+
+
+ELSEWHERE = [
+    ("flash_attention", {"is_causal": True}, "'is_causal'; did you mean 'causal'"),
+    ("flash_attention", {"segment_ids": 0}, "did you mean 'q_segment_ids' and 'kv_segment_ids'"),
+    ("flash_attention_with_lse", {"sm_scale": 0.5}, "did you mean 'scale'"),
+    ("explain", {"window_size": 3}, r"explain\(\).*'window_size'; did you mean 'window'"),
+    ("flash_attention", {"implementation": "cudnn"}, "did you mean 'backend'"),
+    ("flash_attention", {"casual": True}, "did you mean 'causal'"),
+    ("dot_product_attention", {"causal": True}, "did you mean 'is_causal'"),
+    ("dot_product_attention", {"window": 3}, "did you mean 'local_window_size'"),
+    ("flash_decode", {"cache_seqlens": 3}, "did you mean 'kv_lengths'"),
+    ("explain_decode", {"block_tables": 3}, r"explain_decode\(\).*did you mean 'page_table'"),
+    ("autotune", {"attn_mask": 3, "is_causal": True}, "did you mean 'mask' and 'causal'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), ELSEWHERE)
+def test_names_that_other_libraries_use(name, options, message):
+    x = jnp.ones((2, 1, 4, 64))
+    with pytest.raises(TypeError, match=message):
+        getattr(fp, name)(x, x, x, **options)
+
+
+def test_synonyms_are_of_arguments_that_exist():
+    functions = [fp.flash_attention, fp.flash_decode]
+    names = set().union(*(inspect.signature(f).parameters for f in functions))
+    assert {group.split()[0] for group in keywords.SYNONYMS} <= names
 
 
 def test_the_signature_of_jax_nn():

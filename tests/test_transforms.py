@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -211,6 +212,20 @@ def test_export():
     symbolic = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in args]
     exported = jax.export.export(jax.jit(causal))(*symbolic)
     assert_close(exported.call(*args), causal(*args))
+    per_entry = lambda q, k, v: causal(q, k, v, bias=jnp.sum(q, (1, 3))[..., None, None])
+    exported = jax.export.export(jax.jit(per_entry))(*symbolic)
+    assert_close(exported.call(*args), per_entry(*args))
+
+
+@pytest.mark.parametrize("attend", [fp.flash_attention, fp.dot_product_attention, fp.flash_decode])
+def test_symbolic_lengths_are_refused(attend):
+    batch, length = jax.export.symbolic_shape("b, s")
+    x = jax.ShapeDtypeStruct((batch, length, 4, 8), jnp.float32)
+    q = jax.ShapeDtypeStruct((batch, 1, 4, 8), jnp.float32)
+    with pytest.raises(
+        ValueError, match=r"k has a symbolic length, s.*export a program.*kv_lengths"
+    ):
+        jax.export.export(jax.jit(attend))(q, x, x)
 
 
 def test_donation_and_ahead_of_time():
@@ -229,6 +244,44 @@ def test_debug_nans_is_quiet_for_rows_without_keys():
         assert jnp.isfinite(value) and all(jnp.isfinite(g).all() for g in grads)
         with pytest.raises(FloatingPointError):
             causal(args[0].at[0, 0, 0, 0].set(jnp.nan), *args[1:]).block_until_ready()
+
+
+def test_debug_infs_finds_only_the_lse_of_rows_without_keys():
+    args = inputs()
+    with jax.debug_infs(True):
+        value, grads = jax.value_and_grad(squared(causal), (0, 1, 2))(*args)
+        assert jnp.isfinite(value) and all(jnp.isfinite(g).all() for g in grads)
+        with pytest.raises(FloatingPointError, match="inf"):
+            causal(*args, q_offset=-5)
+        # Under jit nobody asks for the log-sum-exp.
+        assert jnp.isfinite(jax.jit(partial(causal, q_offset=-5))(*args)).all()
+
+
+def test_tracer_leaks_are_checked_on_xla_and_found_in_every_kernel_of_mosaic_gpu():
+    """README says so: Pallas itself keeps tracers, those of a kernel that only copies too."""
+    args = inputs()
+
+    def copied(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    kernel = plgpu.kernel(copied, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+    with jax.checking_leaks():
+        assert jnp.isfinite(jax.jit(jax.grad(squared(causal)))(*args)).all()
+        with pytest.raises(Exception, match="Leaked trace"):
+            jax.jit(kernel).trace(jnp.ones(128))
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": jnp.ones((2, 4, 1, 1))}, {"kv_lengths": 3}])
+def test_vmap_of_no_members(options):
+    q, k, v = inputs(kv_len=9)
+    attend = partial(fp.flash_attention_with_lse, **options)
+    o, lse = jax.vmap(attend, (0, None, None))(jnp.zeros((0, *q.shape)), k, v)
+    one = jax.eval_shape(attend, q, k, v)
+    assert [x.shape for x in (o, lse)] == [(0, *x.shape) for x in one]
+    loss = lambda q, k, v: jnp.sum(fp.flash_attention(q, k, v, **options))
+    nothing = [jnp.zeros((0, *x.shape)) for x in (q, k, v)]
+    for x, like in zip(jax.vmap(jax.grad(loss, (0, 1, 2)))(*nothing), nothing, strict=True):
+        assert x.shape == like.shape
 
 
 def test_enable_x64_does_not_widen():

@@ -82,7 +82,8 @@ def test_the_fastest_is_chosen_and_kept(clock, folder):
     assert (after.blocks.forward.warpgroups, after.blocks.forward.block_kv) == (3, 64)
     assert after.blocks.backward == before.blocks.backward
     # What the rules do best stays theirs.
-    assert after.sources == {"forward": f"user cache {found.path}", "fused": "heuristic"}
+    table = f"user cache {found.path}"
+    assert after.sources == {"forward": table, "fused": f"heuristic, fastest in {table}"}
     assert f"forward: user cache {found.path}" in str(after)
     # A process that starts later reads it from the file.
     forget()

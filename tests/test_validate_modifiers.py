@@ -51,6 +51,14 @@ BAD = {
     "softcap negative": ({"softcap": -2.0}, ValueError, "finite and positive, got -2"),
     "softcap inf": ({"softcap": INF}, ValueError, "softcap must be finite, got inf"),
     "softcap nan": ({"softcap": NAN}, ValueError, "softcap must be finite, got nan"),
+    "softcap huge": (
+        {"softcap": 1e38},
+        ValueError,
+        r"softcap is 1e\+38: it must be in \[1e-06, 1e\+30\].*None is no cap",
+    ),
+    "softcap beyond float32": ({"softcap": 1e300}, ValueError, r"softcap is 1e\+300"),
+    "softcap tiny": ({"softcap": 1e-40}, ValueError, "softcap is 1e-40"),
+    "scale huge": ({"scale": -1e300}, ValueError, r"scale is -1e\+300.*at most 1e\+30"),
     "softcap str": ({"softcap": "30"}, TypeError, "softcap must be a Python number"),
     "one side's ids": (
         {"q_segment_ids": IDS},
@@ -162,6 +170,19 @@ def test_traced_values_that_must_be_static(name, value):
         call(value)
 
 
+def test_the_way_out_of_a_traced_window():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
+    with pytest.raises(TypeError, match=r"window is traced.*mask_mod=lambda.*i - j <= window"):
+        jax.jit(lambda window: fp.flash_attention(q, k, v, window=(window, 0)))(3)
+
+    def masked(window):
+        mask_mod = lambda b, n, i, j: i - j <= window
+        return fp.flash_attention(q, k, v, causal=True, mask_mod=mask_mod)
+
+    expected = fp.flash_attention(q, k, v, window=(3, 0))
+    np.testing.assert_allclose(jax.jit(masked)(3), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_wider_bias():
     with jax.enable_x64(True), pytest.raises(TypeError, match=r"bias is float64.*jnp\.float32"):
         fp.flash_attention(Q, K, K, bias=jnp.ones((1, 1, 1, 1), jnp.float64))
@@ -217,5 +238,33 @@ def test_empty_calls_keep_their_sinks():
     np.testing.assert_array_equal(lse, jnp.broadcast_to(sinks[None, :, None], (2, 4, 8)))
     lse = fp.flash_attention_with_lse(Q, K, K, kv_lengths=0, sinks=sinks)[1]
     np.testing.assert_allclose(lse, np.broadcast_to(sinks[None, :, None], (2, 4, 8)), rtol=1e-6)
+    lengths = jnp.array([0, 5])
+    for k in (K[:, :0], K):  # as where there are keys, all hidden
+        hidden = {} if not k.shape[1] else {"kv_lengths": 0}
+        call = lambda sinks, k=k, hidden=hidden: fp.flash_attention_with_lse(
+            Q, k, k, q_lengths=lengths, sinks=sinks, **hidden
+        )[1]
+        lse = call(sinks)
+        assert jnp.isneginf(lse[0]).all() and jnp.isneginf(lse[1, :, 5:]).all()
+        np.testing.assert_allclose(lse[1, :, :5], np.broadcast_to(sinks[:, None], (4, 5)), 1e-6)
+        found = jax.grad(lambda sinks, call=call: jnp.sum(call(sinks)[1, :, :5]))(sinks)
+        np.testing.assert_allclose(found, 5.0, 1e-6)
     most = fp.flash_attention_with_max_logit(Q, K[:, :0], K[:, :0], sinks=sinks)[2]
     assert most.shape == (2, 4, 8) and jnp.isneginf(most).all()
+
+
+def test_the_largest_softcaps_and_sinks_cap_nothing_and_take_all():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
+    found, expected = fp.flash_attention(q, k, v, softcap=1e30), fp.flash_attention(q, k, v)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    sinks = jnp.array([jnp.inf, 1.0, -jnp.inf, 2.0])
+    attend = lambda q, sinks: fp.flash_attention(q, k, v, sinks=sinks)
+    o = attend(q, sinks)
+    assert not o[:, :, 0].any() and jnp.isfinite(o).all()
+    np.testing.assert_allclose(o[:, :, 2], expected[:, :, 2], rtol=1e-6)
+    loss = lambda q, sinks: jnp.sum(jnp.sin(attend(q, sinks)))
+    dq, dsinks = jax.grad(loss, (0, 1))(q, sinks)
+    assert jnp.isfinite(dq).all() and not dq[:, :, 0].any()
+    assert jnp.isfinite(dsinks).all() and not dsinks[0] and not dsinks[2]
+    decoded = fp.flash_decode(q[:, :1], k, v, sinks=sinks)
+    assert not decoded[:, :, 0].any() and jnp.isfinite(decoded).all()

@@ -133,10 +133,20 @@ def test_the_oracle_against_a_loop():
                 np.testing.assert_allclose(o[b, i, n], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_forward_mode_is_refused_by_jax():
+@pytest.mark.parametrize("attend", [fp.flash_attention, fp.dot_product_attention])
+def test_forward_mode_is_refused_with_a_way_out(attend):
     q, k, v = inputs()
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: fp.flash_attention(q, k, v), (q,), (q,))
+    message = r"flash_attention has no forward-mode.*jax\.grad.*reference\.attention"
+    with pytest.raises(TypeError, match=message):
+        jax.jvp(lambda q: attend(q, k, v), (q,), (q,))
+    with pytest.raises(TypeError, match=message):
+        jax.jacfwd(lambda q: attend(q, k, v))(q)
+
+
+def test_forward_mode_of_a_jitted_function_is_refused_by_jax():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\) to a custom_vjp"):
+        jax.jvp(jax.jit(lambda q: fp.flash_attention(q, k, v)), (q,), (q,))
 
 
 @pytest.mark.parametrize("second", [jax.grad, jax.jacrev])

@@ -53,6 +53,15 @@ def test_no_array_of_all_scores_is_ever_made(bias, mask):
     assert np.prod(largest[1], dtype=int) <= scores / 3, largest
 
 
+def test_one_query_reads_the_keys_where_they_lie():
+    """Keys of a length that no tile divides are neither padded nor transposed as a whole."""
+    q, (k, v) = jnp.ones((1, 1, 8, 64)), jnp.ones((2, 1, 1000, 4, 64))
+    call = lambda q, k, v: fp.dot_product_attention(q, k, v, implementation="xla")
+    found = list(shapes(jax.make_jaxpr(call)(q, k, v).jaxpr))
+    assert len(found) > 100
+    assert max(np.prod(shape, dtype=int) for _, shape in found) < k.size
+
+
 def test_the_walk_finds_what_is_inside_loops():
     body = lambda i, x: (x[:, None] * x[None]).sum(0)
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, x.size, body, x))(jnp.ones(7))

@@ -13,12 +13,16 @@ from jax.extend.core import Literal
 
 # Primitives that work element by element, with their parameters unchanged by the shape.
 _NAMES = """
-abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1
-floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
-rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
-stop_gradient sub tan tanh xor
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
+convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi
+ne neg nextafter not one_minus_square or polygamma population_count pow reduce_precision
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 ELEMENTWISE = frozenset(_NAMES.split())
+# Primitives that choose at run time what is computed next.
+CONTROL_FLOW = frozenset({"cond", "scan", "while"})
 # Primitives that only call another jaxpr, by the parameter that holds it.
 CALLS = {
     "jit": "jaxpr",

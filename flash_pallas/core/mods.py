@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from . import manual_axes
-from .elementwise import ELEMENTWISE, Tape, fill
+from .elementwise import CONTROL_FLOW, ELEMENTWISE, Tape, fill
 
 
 class NotElementwise(ValueError):
@@ -157,11 +157,16 @@ def _mod(rest, needed, places, dtypes) -> Mod:
     """The elementwise part as a Mod."""
     score, i, j, result = places
     for primitive, _, _, _ in rest:
+        if primitive.name in CONTROL_FLOW:
+            raise NotElementwise(
+                f"it applies {primitive.name!r} to the score, i or j, and a tile takes one way for "
+                "all its scores: compute both and choose with jnp.where"
+            )
         if primitive.name not in ELEMENTWISE:
             raise NotElementwise(
                 f"it applies {primitive.name!r} to the score, i or j, which is not elementwise "
-                "arithmetic: captured arrays may be indexed by b and n only; pass what depends on "
-                "positions as bias= or mask="
+                "arithmetic on real numbers: captured arrays may be indexed by b and n only; pass "
+                "what depends on positions as bias= or mask="
             )
 
     def step(tile, params, x):

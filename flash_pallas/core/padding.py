@@ -42,6 +42,11 @@ def valid_queries(operands: Operands):
     return _valid(operands.q, operands.q_lengths, operands.q_segments)
 
 
+def queries_within(operands: Operands):
+    """bool[B, T]: which queries q_lengths leaves; None without lengths."""
+    return _valid(operands.q, operands.q_lengths, None)
+
+
 def valid_keys(operands: Operands):
     """bool[B, S], likewise."""
     return _valid(operands.k, operands.kv_lengths, operands.kv_segments)
@@ -49,7 +54,7 @@ def valid_keys(operands: Operands):
 
 def discarded(operands: Operands, out: Outputs) -> Outputs:
     """The outputs with queries beyond their length made rows without keys."""
-    valid = _valid(operands.q, operands.q_lengths, None)
+    valid = queries_within(operands)
     if valid is None:
         return out
     per_row = lambda x, other: None if x is None else jnp.where(valid[:, None], x, other)

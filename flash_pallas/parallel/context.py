@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
+from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .. import arguments as checks
 from .. import dispatch, validate
 from ..arguments import Arguments
 from ..core import dropout
+from ..keywords import unexpected
 from . import gathered, ring
-from .layout import names_of
+from .cuts import Cuts, shards_around
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -93,12 +94,15 @@ def context_parallel_attention(
     unknown = set(options) - set(parameters) | set(options) & {"shard_axes"}
     if unknown:
         raise TypeError(
-            f"context_parallel_attention() got unexpected arguments {', '.join(sorted(unknown))}: "
-            "it takes those of sharded_attention; padding is a segment id of -1"
+            f"{unexpected('context_parallel_attention', unknown, parameters)}; it takes the "
+            "arguments of sharded_attention, and padding is a segment id of -1"
         )
     q, k, v = (validate.as_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
     _check_lengths(q, k)
-    length, shards = q.shape[1], math.prod(mesh.shape[name] for name in names_of(axis))
+    validate.check_shapes(q, k, v)
+    cuts = Cuts.of(mesh, axis, batch_axis, head_axis)
+    cuts.check_sizes(q, k, layout == "zigzag")
+    length, shards = q.shape[1], cuts.shards(cuts.sequence)
     uneven = bool(length % shards) and layout == "contiguous"
     if uneven:
         if q_segment_ids is None and kv_segment_ids is None:
@@ -118,34 +122,33 @@ def context_parallel_attention(
         given["dropout_seed"] = dropout.seed_words(dropout_seed)
     given = {name: x for name, x in given.items() if x is not None}
     static = {"strategy": strategy, "layout": layout, "return_lse": return_lse, **options}
-    static = {name: tuple(x) if isinstance(x, list) else x for name, x in static.items()}
-    cuts = _Cuts(mesh, axis, batch_axis, head_axis)
+    static = {name: _static(name, x, q.shape[3]) for name, x in static.items()}
     found = _on_devices(cuts, tuple(sorted(static.items())), q, k, v, given)
     return jax.tree.map(partial(_shortened, length), found) if uneven else found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cuts:
-    """Which axes of a mesh cut what."""
+def _static(name: str, value, head_dim: int):
+    """An option in a form that jit can hash.
 
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-    sequence: Any
-    batch: Any
-    heads: Any
-
-    def spec(self, name: str) -> PartitionSpec:
-        """Of an array of this name; of q, k, v and o where it has none."""
-        return {
-            "q_segment_ids": PartitionSpec(self.batch, self.sequence),
-            "kv_segment_ids": PartitionSpec(self.batch, self.sequence),
-            "sinks": PartitionSpec(self.heads),
-            "dropout_seed": PartitionSpec(),
-            "lse": PartitionSpec(self.batch, self.heads, self.sequence),
-        }.get(name, PartitionSpec(self.batch, self.sequence, self.heads))
+    Raises:
+        TypeError: and others, as `flash_attention` says what an option must be.
+    """
+    if name in ("causal", "deterministic", "broadcast_dropout", "return_lse"):
+        return checks.flag(name, value)
+    if name == "scale":
+        return checks.scale(value, head_dim)
+    if name == "softcap":
+        return checks.softcap(value)
+    if name == "dropout_rate":
+        return checks.dropout_rate(value)
+    if name == "window":
+        band = checks.band(False, value)
+        return band.left, band.right
+    return value if isinstance(value, Hashable) else repr(value)  # to be refused by what it is
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _on_devices(cuts: _Cuts, options, q, k, v, given):
+def _on_devices(cuts: Cuts, options, q, k, v, given):
     """`sharded_attention` on every device. Jitted, or a call by itself would run bit by bit."""
     static = dict(options)
     rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in given}
@@ -221,7 +224,8 @@ def sharded_attention(
     """
     _check("strategy", strategy, STRATEGIES)
     _check("layout", layout, LAYOUTS)
-    zigzag, shards = layout == "zigzag", lax.axis_size(axis)
+    axis = tuple(axis) if isinstance(axis, list) else axis
+    zigzag, shards = layout == "zigzag", shards_around(axis)
     q, k, v = (validate.as_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
     _check_lengths(q, k)
     if zigzag:
@@ -257,6 +261,8 @@ def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> An
     """(o, lse) of the ring."""
     dispatch.check_name(backend)
     call = validate.canonicalize(q, k, v, arguments)
+    if call.is_empty:
+        return call.empty_result()[:2]
     plan = Plan(lax.axis_size(axis), q.shape[1], zigzag, call.spec.mask)
     return ring.attend(ring.Ring(axis, plan, call.spec, backend), call.operands)
 

@@ -77,7 +77,7 @@ def from_zigzag(x, shards: int, axis: int = 1):
 
 def names_of(axes) -> tuple[str, ...]:
     """Of mesh axes: one, several or None."""
-    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    return () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def local_positions(device, length: int, shards: int, zigzag: bool):

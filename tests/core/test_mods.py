@@ -51,6 +51,8 @@ SCORE_FUNCTIONS = {
     "batch and head": lambda s, b, n, i, j: s + (b * 10 + n * i).astype(jnp.float32),
     "loop": lambda s, b, n, i, j: s * jax.lax.fori_loop(0, 3, lambda _, x: x * 2.0, PER_HEAD[n]),
     "clip": lambda s, b, n, i, j: jnp.clip(jnp.exp2(s), 0.5, 2.0) % 1.5,
+    "exact gelu": lambda s, b, n, i, j: jax.nn.gelu(s, approximate=False),
+    "less usual": lambda s, b, n, i, j: jnp.log2(jnp.abs(s) + 1.0) + jnp.arctan(s) + jnp.sinh(s),
     "checkpoint": jax.checkpoint(lambda s, b, n, i, j: s * s * PER_HEAD[n]),
 }
 MASK_FUNCTIONS = {
@@ -137,8 +139,9 @@ TABLE = jnp.zeros((B, N, 16, 16))
     [
         (lambda s, b, n, i, j: s + TABLE[b, n, i, j], "indexed by b and n only"),
         (lambda s, b, n, i, j: s + (TABLE[b, n] * s).sum(), "indexed by b and n only"),
-        (lambda s, b, n, i, j: jax.lax.cond(i > j, lambda: s, lambda: -s), "'cond'.*elementwise"),
-        (lambda s, b, n, i, j: jax.lax.fori_loop(0, i, lambda _, x: x, s), "not elementwise"),
+        (lambda s, b, n, i, j: jax.lax.cond(i > j, lambda: s, lambda: -s), "'cond'.*jnp.where"),
+        (lambda s, b, n, i, j: jax.lax.fori_loop(0, i, lambda _, x: x, s), "'while'.*jnp.where"),
+        (lambda s, b, n, i, j: jnp.stack([s, s + 1.0]).max(), "not elementwise arithmetic"),
     ],
 )
 def test_what_is_not_elementwise_is_refused(function, message):

@@ -36,11 +36,13 @@ class HopperBackend:
         interpret: run on CPU under the Mosaic GPU interpreter, with race detection (for tests).
         num_sms: multiprocessors to spread persistent kernels over; None asks the device.
         trades_registers: the compiler honours setmaxnreg; None asks the installed jaxlib.
+        capability: of the GPU to answer for; None asks the device.
     """
 
     interpret: bool = False
     num_sms: int | None = None
     trades_registers: bool | None = None
+    capability: str | None = None
     name = "hopper"
 
     @property
@@ -60,7 +62,7 @@ class HopperBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason()):
+        if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         if problem.dtype not in DTYPES:
             return f"takes bfloat16, float16 and float32, not {problem.dtype}: cast q, k and v"
@@ -118,7 +120,7 @@ class HopperBackend:
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Why the decode kernel cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason()):
+        if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         return decode_blocks.unsupported(problem)
 
@@ -133,13 +135,14 @@ class HopperBackend:
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 
-def _device_reason() -> str | None:
-    if jax.default_backend() != "gpu":
-        return (
-            "needs an NVIDIA GPU of compute capability 9.0; "
-            f"the default backend is {jax.default_backend()}"
-        )
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+def _device_reason(capability: str | None) -> str | None:
+    if capability is None:
+        if jax.default_backend() != "gpu":
+            return (
+                "needs an NVIDIA GPU of compute capability 9.0; "
+                f"the default backend is {jax.default_backend()}"
+            )
+        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
         return f"needs compute capability 9.0 (H100, H200); this GPU has {capability}"
     return None

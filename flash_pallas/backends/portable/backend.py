@@ -37,7 +37,7 @@ class PortableBackend:
 
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter (for tests).
-        capability: to choose tile sizes for; None asks the device.
+        capability: of the GPU to answer for and choose tile sizes for; None asks the device.
         multiprocessors: to spread the keys of a cache over; None asks the device.
     """
 
@@ -53,7 +53,7 @@ class PortableBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why these kernels cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason()):
+        if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         if problem.dtype not in DTYPES:
             return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
@@ -106,7 +106,7 @@ class PortableBackend:
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Why the decode kernel cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason()):
+        if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         return decode_blocks.unsupported(problem)
 
@@ -157,13 +157,13 @@ def _multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
 
 
-def _device_reason() -> str | None:
-    if jax.default_backend() != "gpu":
+def _device_reason(capability: str | None) -> str | None:
+    if capability is None and jax.default_backend() != "gpu":
         return (
             "needs an NVIDIA GPU of compute capability 8.0 or above; "
             f"the default backend is {jax.default_backend()}"
         )
-    if (capability := _capability()) not in tiles.SHARED_MEMORY:
+    if (capability := capability or _capability()) not in tiles.SHARED_MEMORY:
         return (
             f"needs one of compute capabilities {', '.join(tiles.SHARED_MEMORY)}, not {capability}"
         )

@@ -64,7 +64,7 @@ class XlaBackend:
         operands = padding.cleared(operands)
         grid = Grid(describe(operands, spec), blocks)
         tiles = Tiles.of(grid, operands)
-        q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
+        q, k, v = grid.split_q(operands.q), grid.kv_blocks(operands.k), grid.kv_blocks(operands.v)
         indices = jnp.arange(len(q), dtype=jnp.int32)
         blocks_of_queries = (indices, grid.kv_ranges(operands), q)
         o, *rows = lax.map(partial(_query_block, tiles, k, v), blocks_of_queries)
@@ -121,9 +121,9 @@ def _query_block(tiles: Tiles, k, v, query):
     q_block, kv_range, q = query
 
     def step(kv_block, seen):
-        return online.fold(tiles, (q_block, q), (kv_block, k[kv_block], v[kv_block]), seen)
+        return online.fold(tiles, (q_block, q), (kv_block, k(kv_block), v(kv_block)), seen)
 
-    start = online.no_keys(tiles.grid, q, v.shape[-1])
+    start = online.no_keys(tiles.grid, q, tiles.grid.problem.v_head_dim)
     rows = lax.fori_loop(kv_range[0], kv_range[1], step, start)
     inverse, lse_log2, shift = online.finished(tiles.grid, rows, tiles.sides.sinks)
     if tiles.spec.dropout_rate:

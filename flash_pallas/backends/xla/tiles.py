@@ -267,10 +267,11 @@ class Tiles:
             return None
         sizes = [min(n, s) for n, s in zip(x.shape[2:], self.grid.tile_shape, strict=True)]
         cut = lax.dynamic_slice(x, self._corner(x, q_block, kv_block), (*x.shape[:2], *sizes))
-        repeats = self.grid.problem.batch // len(x)
-        if len(x) == 1 or repeats == 1:
+        entries = x.shape[0]  # may be symbolic, which len(x) is not
+        repeats = self.grid.problem.batch // entries
+        if entries == 1 or repeats == 1:
             return cut
-        spread = jnp.broadcast_to(cut[:, None], (len(x), repeats, *cut.shape[1:]))
+        spread = jnp.broadcast_to(cut[:, None], (entries, repeats, *cut.shape[1:]))
         return spread.reshape(-1, *cut.shape[1:])
 
     def _corner(self, x, q_block, kv_block):

@@ -1,0 +1,112 @@
+"""How the axes of a mesh cut the arrays of `context_parallel_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .layout import names_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """Which axes of a mesh cut what; each a name, a tuple of names or None."""
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    sequence: Any
+    batch: Any
+    heads: Any
+
+    @classmethod
+    def of(cls, mesh, axis, batch_axis, head_axis) -> Cuts:
+        """The arguments of `context_parallel_attention`, checked.
+
+        Raises:
+            TypeError: no mesh.
+            ValueError: names that the mesh does not have, or one that cuts two things.
+        """
+        if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+            raise TypeError(
+                f"mesh is {mesh!r}: it must be a jax.sharding.Mesh with the axis that cuts the "
+                "sequence, as in jax.make_mesh((8,), ('context',))"
+            )
+        given = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
+        given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+        if not names_of(given["axis"]):
+            raise ValueError(
+                f"axis is {axis!r}: name the mesh axis that cuts the sequence, of "
+                f"{mesh.axis_names}; flash_attention needs none"
+            )
+        of_name: dict[Any, str] = {}
+        for argument, axes in given.items():
+            for name in names_of(axes):
+                if name not in mesh.axis_names:
+                    raise ValueError(
+                        f"{argument} is {axes!r}: the mesh has the axes {mesh.axis_names}"
+                    )
+                if name in of_name:
+                    raise ValueError(
+                        f"{argument} and {of_name[name]} both have {name!r}: a mesh axis cuts one "
+                        "of sequence, batch and heads, once"
+                    )
+                of_name[name] = argument
+        return cls(mesh, *given.values())
+
+    def shards(self, axes) -> int:
+        """Into how many parts these axes cut."""
+        return math.prod(self.mesh.shape[name] for name in names_of(axes))
+
+    def check_sizes(self, q, k, zigzag: bool):
+        """Whether batch and heads, and in zigzag layout the sequence, can be cut.
+
+        Raises:
+            ValueError: the devices do not divide one of them.
+        """
+        of_batch = "pad it, or leave batch_axis out"
+        of_heads = "repeat heads with jnp.repeat, or leave head_axis out"
+        wanted = [
+            ("the batch size", q.shape[0], "batch_axis", self.batch, 1, of_batch),
+            ("the number of query heads", q.shape[2], "head_axis", self.heads, 1, of_heads),
+            ("the number of key heads", k.shape[2], "head_axis", self.heads, 1, of_heads),
+        ]
+        if zigzag:
+            of_tokens = "the zigzag layout has two chunks a device; pad with segment ids of -1"
+            wanted.append(("the length", q.shape[1], "axis", self.sequence, 2, of_tokens))
+        for what, size, argument, axes, chunks, way_out in wanted:
+            shards = self.shards(axes)
+            if size % (chunks * shards):
+                raise ValueError(
+                    f"{what} is {size} and {argument}={axes!r} has {shards} devices: it must be a "
+                    f"multiple of {chunks * shards}; {way_out}"
+                )
+
+    def spec(self, name: str) -> PartitionSpec:
+        """How an array of this name is cut; as q, k, v and o are where it has no entry."""
+        return {
+            "q_segment_ids": PartitionSpec(self.batch, self.sequence),
+            "kv_segment_ids": PartitionSpec(self.batch, self.sequence),
+            "sinks": PartitionSpec(self.heads),
+            "dropout_seed": PartitionSpec(),
+            "lse": PartitionSpec(self.batch, self.heads, self.sequence),
+        }.get(name, PartitionSpec(self.batch, self.sequence, self.heads))
+
+
+def shards_around(axis) -> int:
+    """How many devices of a `jax.shard_map` around an axis, or a tuple of axes, has.
+
+    Raises:
+        ValueError: there is no `jax.shard_map` over it.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        here = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        raise ValueError(
+            f"axis is {axis!r}: sharded_attention runs inside a jax.shard_map over that axis, and "
+            f"here there are {here or 'none'}; on whole arrays call context_parallel_attention"
+        ) from None
