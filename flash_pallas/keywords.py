@@ -6,10 +6,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # Names of one thing: ours, and those of jax.nn, PyTorch, flash-attn, Tokamax, kvax and MaxText.
 SYNONYMS = (
@@ -60,7 +56,7 @@ def _meant(name: str, names: Collection[str]) -> list[str]:
     return found or difflib.get_close_matches(name, names, 1)
 
 
-def suggested(function: Callable[P, R]) -> Callable[P, R]:
+def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """`function`, whose TypeError for an unknown argument says which one was meant."""
     names = frozenset(inspect.signature(function).parameters)
 

@@ -31,7 +31,7 @@ def test_xla(case):
 
 
 def assert_lse_of_every_row(found, case):
-    """To a few roundings of each: among sizes of 1e4 and 1e38 a maximum would hide the small ones."""
+    """To a few roundings of each; among 1e4 and 1e38 a maximum would hide the small ones."""
     exact = checks.oracle(case)["lse"]
     with np.errstate(invalid="ignore"):
         off = np.where(found["lse"] == exact, 0.0, np.abs(found["lse"] - exact))

@@ -17,14 +17,13 @@ from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import (
     EXTRA_GRADS,
     AttentionSpec,
-    Cotangents,
     Operands,
     describe,
 )
 
 from ..cases import Case
 from .device import B200, H200, RTX_5090, Target
-from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row
+from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row, cotangents
 
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
 SQUARE = (16, 32, 64, 72, 96, 128, 256)
@@ -190,5 +189,5 @@ def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
         # What the scores' modifiers want is the same beside either backward.
         extra = frozenset(EXTRA_GRADS) & problem.features if path == "backward" else frozenset()
         run = lambda *a: backend.backward(spec, blocks, *a, wanted=extra)
-        arguments = (operands, Cotangents(per_row, do, per_row))
+        arguments = (operands, cotangents(spec, do, per_row))
     return Row("portable " + path, *about, run, arguments)
