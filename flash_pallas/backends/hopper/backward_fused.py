@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -296,8 +297,21 @@ class Fused:
         if not self.blocks.late_dp and far is None:
             return pl.run_scoped(both, accumulator)
         w = pl.run_scoped(alone, accumulator)
+        if far is not None and not masked:
+            w = self.narrowed(w)
         cta.do.wait_full(n)
         return pl.run_scoped(functools.partial(late, w), accumulator)
+
+    def narrowed(self, tiles):
+        """Tiles in float32, rounded to 16 bits while dP^T is computed.
+
+        What this loop has no registers for, the one that matters loads again in every step. Head
+        dim 64, T=4096: 1.01 of the time without this loop, and not 1.09; but where tiles are masked
+        1.13, and not 1.08.
+        """
+        narrow = lambda x: x.astype(self.problem.dtype) if x.dtype == jnp.float32 else x
+        narrow = lax.optimization_barrier(jax.tree.map(narrow, tiles))
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), narrow, tiles)
 
     def early(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s, shift):
         """What is made of S^T before dP^T has arrived."""
