@@ -5,6 +5,7 @@ Everything is compared with the same call on one device: outputs, gradients, and
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -16,6 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
+from flash_pallas import validate, vjp
+from flash_pallas.arguments import Arguments
+from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.nn import RingCache, ScaledCache
 from flash_pallas.nn import nnx as fp_nnx
 from flash_pallas.parallel import context_parallel_attention, from_zigzag, to_zigzag
@@ -85,7 +89,7 @@ def test_constants_of_mods(devices, mods):
     assert_close(jax.jit(gradient(attend))(*(put(explicit, y, BOTH) for y in x)), expected)
 
 
-@pytest.mark.parametrize("spec", [ROWS, HEADS, BOTH], ids=str)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
 def test_a_score_mod_captures_a_sharded_array(devices, spec):
     mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
 
@@ -93,7 +97,7 @@ def test_a_score_mod_captures_a_sharded_array(devices, spec):
         mod = lambda score, b, n, i, j: score * w[b, n] + per_head[n]
         return fp.flash_attention(x, x, x, score_mod=mod)
 
-    args, specs = (draw(4, 12, 4, 8), draw(4, 4), draw(4)), (BOTH, spec[:1] + spec[2:], P("model"))
+    args, specs = (draw(4, 12, 4, 8), draw(4, 4), draw(4)), (BOTH, spec, P("model"))
     found = jax.jit(gradient(attend))(*map(partial(put, mesh), args, specs))
     assert_close(found, gradient(attend)(*args))
 
@@ -104,7 +108,8 @@ def test_a_captured_array_that_jax_cannot_index(devices):
     mod = lambda score, b, n, i, j: score * w[b][n]
     with pytest.raises(ValueError, match=r"score_mod .* capture it whole.*reshard\(w, jax.P\(\)\)"):
         fp.flash_attention(x, x, x, score_mod=mod)
-    w = jax.sharding.reshard(w, P())
+    with jax.set_mesh(mesh):
+        w = jax.sharding.reshard(w, P())
     whole = draw(4, 12, 4, 8), draw(4, 4)
     expected = fp.flash_attention(
         *(whole[0],) * 3, score_mod=lambda score, b, n, i, j: score * whole[1][b][n]
@@ -329,3 +334,71 @@ def test_a_shard_map_over_some_of_the_axes(eight_devices, manual, types):
     attend = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual)
     found = jax.jit(gradient(attend))(*(put(mesh, x, whole) for x in args))
     assert_close(found, gradient(local)(*args))
+
+
+def lowered_for_hopper(attend, *args) -> str:
+    """The text of a gradient; what Pallas or the lowering refuses raises."""
+    loss = lambda *args: jnp.sum(attend(*args).astype(jnp.float32))
+    grad = jax.jit(jax.grad(loss, tuple(range(len(args)))))
+    return grad.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def hopper(q, k, v):
+    backend = HopperBackend(num_sms=132)
+    call = validate.canonicalize(q, k, v, Arguments(causal=True))
+    return vjp.attend(backend, call.spec, backend.blocks(call.problem, None), call.operands)[0]
+
+
+@pytest.mark.parametrize("around", ["vmap", "shard_map"])
+def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
+    """Pallas refuses axes that are not manual: xla would not show that one is left."""
+    mesh = mesh_of(eight_devices, AxisType.Explicit, data=2, fsdp=2, model=2)
+    if around == "vmap":
+        attend, spec, shape = jax.vmap(hopper), P("data", "fsdp", None, "model"), (2, 4)
+    else:
+        spec, shape = P(("data", "fsdp"), None, "model"), (4,)
+        rows = P("data")
+        attend = jax.shard_map(
+            hopper, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}
+        )
+    sharding = NamedSharding(mesh, spec)
+    x = jax.ShapeDtypeStruct((*shape, 256, 4, 64), jnp.bfloat16, sharding=sharding)
+    text = lowered_for_hopper(attend, x, x, x)
+    # What a device computes: one or two entries, two heads.
+    local = "tensor<2x256x2x64xbf16>" if around == "vmap" else "tensor<1x256x2x64xbf16>"
+    assert "flash_pallas_backward_fused" in text and local in text
+
+
+def collectives(text: str) -> list[tuple[str, str]]:
+    """(what, shape of each of its results) of all that devices exchange, sorted."""
+    kinds = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
+    lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
+    return sorted(
+        (kind, shape) for shapes, kind in lines for shape in re.findall(r"\w+\[[\d,]*\]", shapes)
+    )
+
+
+KEYS, WHOLE_KEYS = "f32[2,12,1,8]", "f32[2,12,2,8]"  # of one of four parts of the batch
+EXCHANGED = {
+    "key heads cut like heads": (2, "model", []),
+    # Every device needs the sum over all query heads of its only key head.
+    "one key head": (1, None, [("all-reduce", KEYS)] * 2),
+    # A device makes the gradient of its own key head; that of whole keys has all of them.
+    "whole keys": (2, None, [("all-gather", WHOLE_KEYS)] * 2),
+}
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("case", EXCHANGED.values(), ids=EXCHANGED)
+def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, case, types):
+    """Of keys that tensor parallelism does not cut, nothing is moved in the forward either."""
+    kv_heads, cut, expected = case
+    mesh = mesh_of(eight_devices, types, data=2, fsdp=2, model=2)
+    rows = ("data", "fsdp")
+    q = put(mesh, draw(8, 9, 4, 8), P(rows, None, "model"))
+    k = put(mesh, draw(8, 12, kv_heads, 8), P(rows, None, cut))
+    attend = partial(fp.flash_attention, causal=True)
+    text = jax.jit(attend).lower(q, k, k).compile().as_text()
+    assert collectives(text) == []
+    text = jax.jit(gradient(attend)).lower(q, k, k).compile().as_text()
+    assert collectives(text) == expected

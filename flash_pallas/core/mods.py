@@ -102,7 +102,7 @@ def _jaxpr(function, *arguments):
             raise
         raise NotElementwise(
             "it indexes a captured array that an Explicit mesh axis cuts: capture it whole, as in "
-            f"w = jax.sharding.reshard(w, jax.P()) outside of the function ({error})"
+            f"w = jax.sharding.reshard(w, jax.P()), outside of the function ({error})"
         ) from error
 
 
@@ -193,7 +193,10 @@ def _mod(rest, needed, places, dtypes) -> Mod:
             given = manual_axes.spread(given, manual_axes.varying(given))
             _bind(values, primitive, parameters, given, results)
         found = fill(read(result), tile.shape)
-        return found if x is None else lax.convert_element_type(found, x.dtype)
+        if x is None:
+            return found
+        found = manual_axes.spread(found, manual_axes.varying(x))
+        return lax.convert_element_type(found, x.dtype)
 
     return Mod(_text(rest, needed, places, dtypes), frozenset(p.name for p, *_ in rest), step)
 
