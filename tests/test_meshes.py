@@ -402,3 +402,27 @@ def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, ca
     assert collectives(text) == []
     text = jax.jit(gradient(attend)).lower(q, k, k).compile().as_text()
     assert collectives(text) == expected
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_an_nnx_layer_under_logical_axis_rules(eight_devices, kv_heads, types):
+    """Heads on one axis, features of parameters on another, the batch on two."""
+    mesh = mesh_of(eight_devices, types, data=2, fsdp=2, model=2)
+    rules = (("embed", "fsdp"), ("heads", "model"), ("kv_heads", "model" if kv_heads > 1 else None))
+    fields = {"num_kv_heads": kv_heads, "causal": True, "rope_theta": 1e4, "use_sinks": True}
+    make = lambda: fp_nnx.FlashAttention(4, 32, **fields, rngs=nnx.Rngs(0))
+    x = draw(8, 12, 32)
+
+    def step(params, x):
+        return gradient(lambda params, x: nnx.merge(graph, params)(x))(params, x)
+
+    graph, params = nnx.split(make())
+    expected = jax.jit(step)(params, x)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules((*rules, ("kv", None))):
+        graph, params = nnx.split(make())
+        assert params["query"]["kernel"][...].sharding.spec == P("fsdp", "model", None)
+        sharded = put(mesh, x, P(("data", "fsdp")))
+        found = jax.jit(step)(params, sharded)
+    assert_close(found, expected)
+    assert_same_types(found[1], (params, sharded))
