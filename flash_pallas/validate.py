@@ -84,8 +84,7 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
     queries = q
     q, scale = positive_scale(q, checks.scale(arguments.scale, head_dim))
-    dims = len(batch_shape)
-    fold = lambda x: x if dims == 1 else explicit_axes.folded(x, dims)
+    fold = lambda x: x if len(batch_shape) == 1 else explicit_axes.folded(x, 3)
     spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
     return Call(spec, operands, describe(operands, spec), batch_shape, queries)
 

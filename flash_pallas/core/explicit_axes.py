@@ -50,11 +50,12 @@ def compiled_as_auto(call, args: tuple, specs):
     return jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=out)(*args)
 
 
-def folded(x, number: int):
-    """x with its first axes, so many, as one.
+def folded(x, kept: int):
+    """x with all axes but the last `kept` as one.
 
     Where the mesh cuts another of them than the first, entries move between devices.
     """
+    number = x.ndim - kept
     shape = (math.prod(x.shape[:number]), *x.shape[number:])
     mesh = mesh_of(x)
     if mesh is None or not any(names_of(x)[1:number]):
