@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .core import dropout, mods
+from .core import dropout, explicit_axes, mods
 from .core.mask import Mask
 from .number_arguments import scale as scale
 from .number_arguments import softcap as softcap
@@ -169,7 +169,7 @@ def _per_entry(name: str, value, sizes: Sizes, exact: bool):
             f"{name} has shape {value.shape}: it must be one per batch entry, {sizes.batch_shape}, "
             "or a scalar for all"
         )
-    return jnp.broadcast_to(value, sizes.batch_shape).reshape(sizes.batch).astype(jnp.int32)
+    return explicit_axes.folded(jnp.broadcast_to(value, sizes.batch_shape), 0).astype(jnp.int32)
 
 
 def segments(q_ids, kv_ids, sizes: Sizes):
@@ -196,7 +196,7 @@ def _ids(name: str, ids, length: int, sizes: Sizes):
         )
     if ids.shape != shape:
         raise ValueError(f"{name} has shape {ids.shape}: it must be [*batch, length], {shape}")
-    return ids.reshape(sizes.batch, length).astype(jnp.int32)
+    return explicit_axes.folded(ids, 1).astype(jnp.int32)
 
 
 def bias(value, sizes: Sizes):
@@ -243,7 +243,7 @@ def _pairwise(name: str, x, sizes: Sizes):
     split = next((i for i, n in enumerate(batch) if n != sizes.batch_shape[i]), len(batch))
     if any(n > 1 for n in batch[split:]):
         x = jnp.broadcast_to(x, (*sizes.batch_shape, *x.shape[-3:]))
-    return x.reshape(-1, *x.shape[-3:])
+    return explicit_axes.folded(x, 3)
 
 
 def slopes(value, sizes: Sizes):
@@ -269,8 +269,7 @@ def _per_head(name: str, value, sizes: Sizes):
             f"{name} has shape {value.shape}: it must be one per query head, {shapes[0]}, or one "
             f"per batch entry and head, {shapes[1]}"
         )
-    whole = jnp.broadcast_to(value.astype(sizes.score_dtype), shapes[1])
-    return whole.reshape(sizes.batch, sizes.q_heads)
+    return explicit_axes.folded(jnp.broadcast_to(value.astype(sizes.score_dtype), shapes[1]), 1)
 
 
 def dropout_rate(value) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from .core import explicit_axes
 from .core.decode import QUANTISED
 from .core.rope import apply_rope
 from .validate_decode import cache_scale
@@ -90,8 +93,8 @@ def append_kv(
         Array([3, 8], dtype=int32)
     """
     old = _checked_cache(cache)
-    new = {"k": (k, k_scale), "v": (v, v_scale)}
-    for name, (x, scale) in new.items():
+    scales = (("k", k_scale), ("v", v_scale))
+    for x, (name, scale) in zip((k, v), scales, strict=True):
         _check_new(name, x, scale, getattr(old, name), len(old.lengths))
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
@@ -102,26 +105,16 @@ def append_kv(
             f"cache has keys of shape {old.k.shape} for {len(old.lengths)} sequences: pass "
             "page_table if these are pages"
         )
-    count = k.shape[1]
-    room = old.k.shape[1] * (1 if page_table is None else page_table.shape[1])
-    lengths = jnp.clip(jnp.asarray(old.lengths).astype(jnp.int32), 0, room)
-    step = jnp.arange(count, dtype=jnp.int32)[None]
-    added = jnp.full_like(lengths, count)
     if new_lengths is not None:
         _check_integers("new_lengths", new_lengths, 1, len(old.lengths))
-        added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
-    place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
-    where = _rows(place, room, old.k.shape, page_table)
     if rope_theta is not None:
         _check_rotates(rope_theta, k)
-        new["k"] = apply_rope(jnp.asarray(k), lengths[:, None] + step, rope_theta), k_scale
-    written = {}
-    for name, (x, scale) in new.items():
-        whole = jnp.asarray(getattr(old, name))
-        scale = cache_scale(f"{name}_scale", scale, whole)
-        x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
-        written[name] = whole.at[where].set(x, mode="drop")
-    return KVCache(**written, lengths=jnp.minimum(lengths + added, room))
+    scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
+    new = _New(k, v, new_lengths, page_table, scales["k"], scales["v"])
+    old = KVCache(*map(jnp.asarray, old))
+    # The cache stays cut as it is: a step's result is the next one's operand.
+    specs = KVCache(*map(explicit_axes.spec_of, old))
+    return explicit_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
 
 
 def gather_pages(
@@ -156,8 +149,9 @@ def gather_pages(
             f"pages has shape {pages.shape}: it must be [num_pages, page_size, heads, head_dim]"
         )
     _check_integers("page_table", page_table, 2, len(page_table))
-    found = jnp.take(pages, jnp.asarray(page_table), axis=0, mode="clip")
-    return found.reshape(len(found), -1, *pages.shape[2:])
+    table = jnp.asarray(page_table)
+    spec = PartitionSpec(*explicit_axes.spec_of(table)[:1], None, *explicit_axes.spec_of(pages)[2:])
+    return explicit_axes.compiled_as_auto(_gathered, (pages, table), spec)
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
@@ -205,6 +199,43 @@ def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
             f"page_table[{b}, {i}] is {table[b, i]}: it must be in [0, {num_pages}), as "
             f"kv_lengths[{b}] is {lengths[b]} ({used[b]} pages)"
         )
+
+
+def _gathered(pages, page_table):
+    found = jnp.take(pages, page_table, axis=0, mode="clip")
+    return found.reshape(len(found), -1, *pages.shape[2:])
+
+
+class _New(NamedTuple):
+    """What `append_kv` adds, checked; scales are f32[1 or rows of the cache, K]."""
+
+    k: Any
+    v: Any
+    lengths: Any
+    page_table: Any
+    k_scale: Any
+    v_scale: Any
+
+
+def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
+    count, table = new.k.shape[1], new.page_table
+    room = old.k.shape[1] * (1 if table is None else table.shape[1])
+    lengths = jnp.clip(old.lengths.astype(jnp.int32), 0, room)
+    step = jnp.arange(count, dtype=jnp.int32)[None]
+    added = jnp.full_like(lengths, count)
+    if new.lengths is not None:
+        added = jnp.clip(jnp.asarray(new.lengths).astype(jnp.int32), 0, count)
+    place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
+    where = _rows(place, room, old.k.shape, table)
+    if rope_theta is not None:
+        rotated = apply_rope(jnp.asarray(new.k), lengths[:, None] + step, rope_theta)
+        new = new._replace(k=rotated)
+    written = {}
+    for name in ("k", "v"):
+        whole, x, scale = getattr(old, name), getattr(new, name), getattr(new, f"{name}_scale")
+        x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
+        written[name] = whole.at[where].set(x, mode="drop")
+    return KVCache(**written, lengths=jnp.minimum(lengths + added, room))
 
 
 def _rows(place, room: int, shape, page_table):

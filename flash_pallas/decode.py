@@ -10,10 +10,11 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from . import arguments as checks
-from . import batching, dispatch, validate, validate_decode
+from . import batching, dispatch, sharding, validate, validate_decode
 from .backends.base import Backend
 from .core import decode, manual_axes, softmax
 from .core.decode import DecodeOperands, DecodeSpec
+from .core.problem import Outputs
 from .dispatch import Explanation
 from .keywords import suggested, unexpected
 from .validate_decode import DecodeArguments
@@ -98,8 +99,7 @@ def flash_decode(
         NotImplementedError: a dtype that no backend takes; a derivative.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flash_pallas import flash_decode
+        >>>         >>> from flash_pallas import flash_decode
         >>> q = jnp.ones((2, 1, 8, 64), jnp.bfloat16)
         >>> k = v = jnp.ones((2, 1024, 2, 64), jnp.bfloat16)
         >>> flash_decode(q, k, v, kv_lengths=jnp.array([1000, 7])).shape
@@ -122,7 +122,7 @@ def flash_decode(
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
     problem = decode.describe(operands, spec)
     chosen = dispatch.select(problem, backend)
-    o, lse = _decode(chosen, spec, chosen.decode_blocks(problem), operands)
+    o, lse = _decode(chosen, spec, operands)
     return (o, lse) if with_lse else o
 
 
@@ -149,8 +149,7 @@ def explain_decode(
         TypeError: and others, as `flash_decode` lists them.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flash_pallas import explain_decode
+        >>>         >>> from flash_pallas import explain_decode
         >>> q, k = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 64, 2, 64))
         >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
         XlaDecodeBlocks(block_kv=64, num_splits=2)
@@ -167,12 +166,18 @@ def explain_decode(
     return dispatch.explanation(problem, backend, device=device)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _attend(backend: Backend, spec: DecodeSpec, blocks: Any, operands: DecodeOperands):
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     operands = manual_axes.spread(operands, manual_axes.varying(operands))
-    out = _foldable(backend, spec, blocks)(operands)
+    out = sharding.over_explicit_axes(partial(_fitted, backend, spec), Outputs)(operands)
     unit = decode.describe(operands, spec).unit
     return out.o, softmax.natural(out.lse_log2, out.shift, unit)
+
+
+def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
+    """Outputs, with the blocks that fit these operands: the whole ones, or those of a shard."""
+    blocks = backend.decode_blocks(decode.describe(operands, spec))
+    return _foldable(backend, spec, blocks)(operands)
 
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
@@ -194,7 +199,7 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
 
 
 @_attend.defjvp
-def _no_derivative(backend, spec, blocks, primals, tangents):
+def _no_derivative(backend, spec, primals, tangents):
     raise NotImplementedError(
         "flash_decode has no derivative: use flash_attention(q, k, v, causal=True, q_offset=..., "
         "kv_lengths=...), or jax.lax.stop_gradient on its arguments"
@@ -202,4 +207,4 @@ def _no_derivative(backend, spec, blocks, primals, tangents):
 
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
-_decode = jax.jit(_attend, static_argnums=(0, 1, 2))
+_decode = jax.jit(_attend, static_argnums=(0, 1))

@@ -1,43 +1,32 @@
 """Attention of arrays that are cut over the devices of a mesh: every device computes its own part.
 
 Batch entries and query heads are independent, so what is cut over them needs no communication in
-the forward. In the backward a gradient is summed over the devices that share its operand. How
-arrays are cut is known
+the forward. In the backward a gradient is summed over the devices that share its operand. Which
+mesh axes cut what is decided in core/shards.py, once. How arrays are cut is known
 
 - in types, where mesh axes are `Explicit`: `over_explicit_axes` is a `jax.shard_map`;
 - to the partitioner alone, where they are `Auto`: `per_shard` tells it what it may cut;
 - to the caller, inside a `jax.shard_map` of theirs, where nothing is left to do.
+
+Plain jnp around attention, as where a cache grows, is the matter of core/explicit_axes.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from .core import softmax
-from .core.problem import Grads, Operands
-
-# The axes of every array: b batch, n query heads, k key heads, "." one that is never cut. B is the
-# batch of a bias, a divisor of b, and N its heads, n or 1.
-PLACES = {
-    **dict.fromkeys(("q", "o", "do"), "b.n."),
-    **dict.fromkeys(("k", "v"), "b.k."),
-    **dict.fromkeys(("bias", "mask"), "BN.."),
-    **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), "b"),
-    **dict.fromkeys(("q_segments", "kv_segments", "q_places", "kv_places"), "b."),
-    **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),
-    **dict.fromkeys(("score_params", "mask_params"), "bn"),
-    **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta"), "bn."),
-}
+from .core import explicit_axes
+from .core.shards import PLACES, Shards
 
 
 def per_shard(call, enabled: bool):
@@ -49,8 +38,10 @@ def per_shard(call, enabled: bool):
     """
 
     def run(*args):
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        whole = not enabled or jax.device_count() == 1 or manual
+        here = jax.sharding.get_abstract_mesh()
+        # Inside a shard_map, and where all axes are Explicit, the partitioner cuts nothing.
+        decided = here.manual_axes or (here.axis_names and not here.auto_axes)
+        whole = not enabled or jax.device_count() == 1 or decided
         return call(*args) if whole else _partitioned(call, args)
 
     return run
@@ -75,34 +66,123 @@ def _partitioned(call, args):
     return cut(*args)
 
 
-def over_explicit_axes(call, operands: Operands, max_logit: bool):
-    """`call` on each shard, where the types of q, k and v say how they are cut; else on the whole.
+def over_explicit_axes(call, results):
+    """`call` on each shard, where types say how arrays are cut; else on the whole.
 
     Args:
-        call: (Operands) -> (o, lse, max_logit or None).
-        operands: of the whole call.
-        max_logit: the third result is an array.
+        call: (Operands or DecodeOperands, ...) -> a record of the type `results`.
+        results: Outputs or Grads.
+    """
+
+    def run(*args):
+        if explicit_axes.mesh_of(args[0][:3]) is None:
+            return call(*args)
+        return _OnShards(call, results)(*args)
+
+    return run
+
+
+def placed(operands):
+    """The operands cut as the shards of `over_explicit_axes` read them; as they are without a mesh.
 
     Raises:
         ValueError: the axis of queries or of keys is cut.
     """
-    types = [jax.typeof(x).sharding for x in operands[:3]]
-    meshes = [t.mesh for t in types if AxisType.Explicit in t.mesh.axis_types]
-    if not meshes:
-        return call(operands)
-    mesh = meshes[0]
-    shards = Shards.of(operands, [_names(t.spec) for t in types], dict(mesh.shape))
-    specs = shards.specs(operands)
+    mesh = explicit_axes.mesh_of(operands[:3])
+    if mesh is None:
+        return operands
+    cuts = [explicit_axes.names_of(x) for x in operands[:3]]
+    return _resharded(operands, Shards.of(operands, cuts, dict(mesh.shape)).specs(operands), mesh)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnShards:
+    """A call by `jax.shard_map` over all Explicit axes.
+
+    JAX does not vmap a shard_map along an axis that the mesh cuts: here vmap is inside of it.
+
+    Attributes:
+        call: of one shard.
+        results: as in `over_explicit_axes`.
+        levels: of vmap, the innermost first: which of the arguments' arrays have its axis. These
+            axes come before an array's own, the outermost first.
+    """
+
+    call: Any
+    results: Any
+    levels: tuple = ()
+
+    def __call__(self, *args):
+        run = custom_vmap(self._run)
+        run.def_vmap(self._with_another_level)
+        return run(*args)
+
+    def _with_another_level(self, size, is_batched, *args):
+        deeper = dataclasses.replace(self, levels=(*self.levels, tuple(is_batched)))
+        found = deeper(*args)
+        return found, jax.tree.map(lambda _: True, found)
+
+    def _run(self, *args):
+        mesh: Any = explicit_axes.mesh_of(args)
+        levels = self._names_of_levels(args)
+        own = lambda x, *flags: jax.ShapeDtypeStruct(x.shape[sum(flags) :], x.dtype)
+        members = jax.tree.map(own, args, *self.levels)
+        shards = self._shards(args[0], members[0], dict(mesh.shape), levels)
+        specs = jax.tree.map(
+            lambda spec, *flags: _behind(levels, flags, spec),
+            tuple(map(shards.specs, members)),
+            *self.levels,
+        )
+        every = (True,) * len(levels)
+        out_specs = jax.tree.map(partial(_behind, levels, every), shards.result_specs(self.results))
+        local = partial(shards.run, self.call)
+        for level in self.levels:
+            local = jax.vmap(local, in_axes=jax.tree.map(lambda own: 0 if own else None, level))
+        cut = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            # An empty set is all axes but those that a vmap around has taken, which types hide.
+            axis_names=set() if mesh.are_all_axes_explicit else set(mesh.explicit_axes),
+        )
+        return cut(*_resharded(args, specs, mesh))
+
+    def _names_of_levels(self, args) -> list[tuple[str, ...]]:
+        """The mesh axes that cut each level of vmap."""
+        flags = list(zip(*map(jax.tree.leaves, self.levels), strict=True))
+        found: list[tuple[str, ...]] = []
+        for level in range(len(self.levels)):
+            cuts = [
+                explicit_axes.names_of(x)[sum(own[level + 1 :])]
+                for x, own in zip(jax.tree.leaves(args), flags, strict=True)
+                if own[level]
+            ]
+            taken = {name for names in found for name in names}
+            found.append(next((names for names in cuts if names and taken.isdisjoint(names)), ()))
+        return found
+
+    def _shards(self, operands, members, sizes, levels) -> Shards:
+        taken = {name for names in levels for name in names}
+        cuts = [
+            [
+                tuple(a for a in axes if a not in taken)
+                for axes in explicit_axes.names_of(x)[x.ndim - 4 :]
+            ]
+            for x in operands[:3]
+        ]
+        return Shards.of(members, cuts, sizes)
+
+
+def _behind(levels, flags, spec: PartitionSpec) -> PartitionSpec:
+    """The spec of an array with the axes of those levels in front that its flags say."""
+    own = [names or None for names, has in zip(levels, flags, strict=True) if has]
+    return PartitionSpec(*own[::-1], *spec)
+
+
+def _resharded(tree, specs, mesh):
     put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    o, lse = shards.spec("o", operands.q.shape), shards.spec("lse_log2", operands.q.shape[:3])
-    local = jax.shard_map(
-        lambda mine: call(shards.selected(mine)),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=(o, lse, lse if max_logit else None),
-        axis_names=set(mesh.explicit_axes),
-    )
-    return local(jax.tree.map(put, operands, specs))
+    return jax.tree.map(put, tree, specs)
 
 
 def first_of_shard(shard_axes, batch: int, heads: int):
@@ -130,120 +210,6 @@ def first_of_shard(shard_axes, batch: int, heads: int):
             f"shard_axes is {shard_axes!r}: {error}; inside jax.shard_map, name axes of its mesh"
         ) from None
     return numbers[0] * batch, numbers[1] * heads
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shards:
-    """Over which mesh axes a call is cut, major first.
-
-    Attributes:
-        whole: the operands, or their shapes, before that.
-        batch, heads: names of mesh axes.
-        counts: into how many parts each of the two is cut.
-    """
-
-    whole: Operands
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-    counts: tuple[int, int]
-
-    @classmethod
-    def of(cls, whole: Operands, cuts, sizes: dict[str, int]) -> Shards:
-        """From the names that cut each axis of q, k and v, and the sizes of all mesh axes.
-
-        Raises:
-            ValueError: the axis of queries or of keys is cut.
-        """
-        for name, (_, length, _, _) in zip("qkv", cuts, strict=True):
-            if length:
-                raise ValueError(
-                    f"the sequence axis of {name} is sharded over {length}: flash_attention wants "
-                    "whole sequences. Call flash_pallas.parallel.context_parallel_attention, or "
-                    f"gather them, as in jax.lax.with_sharding_constraint({name}, "
-                    "jax.P('data', None, 'model')), or jax.sharding.reshard where axes are Explicit"
-                )
-        first = lambda axis: next((cut[axis] for cut in cuts if cut[axis]), ())
-        count = lambda names: math.prod(sizes[a] for a in names)
-
-        def dividing(axis, taken=()):
-            names = tuple(a for a in first(axis) if a not in taken)
-            while whole.q.shape[axis] % count(names):
-                names = names[:-1]
-            return names
-
-        batch = dividing(0)
-        heads = dividing(2, taken=batch)
-        return cls(whole, batch, heads, (count(batch), count(heads)))
-
-    def specs(self, record):
-        """The PartitionSpecs of a NamedTuple of whole arrays."""
-        one = lambda name: jax.tree.map(lambda x: self.spec(name, x.shape), getattr(record, name))
-        return record._replace(**{name: one(name) for name in record._fields})
-
-    def spec(self, name: str, shape) -> PartitionSpec:
-        """The PartitionSpec of an array of PLACES."""
-        return PartitionSpec(*(axes or None for axes in self._cuts(name, shape)))
-
-    def _cuts(self, name: str, shape) -> list[tuple[str, ...]]:
-        """The mesh axes that cut each axis of an array of PLACES.
-
-        A PartitionSpec does not serve here: it stores a single name as a string, not as a tuple.
-        """
-        entries, members = self.counts
-        cut = {"b": self.batch, "n": self.heads}
-        if len(shape) == 4:
-            cut["k"] = self.heads if shape[2] % members == 0 else ()
-            cut["B"] = self.batch if shape[0] % entries == 0 else ()
-            cut["N"] = self.heads if shape[1] % members == 0 else ()
-        return [cut.get(place, ()) for place in PLACES[name]]
-
-    def selected(self, mine: Operands) -> Operands:
-        """One shard's operands, with those entries alone that it reads of what is not cut."""
-        given = {name: getattr(mine, name) for name in ("k", "v", "bias", "mask")}
-        return mine._replace(
-            **{n: x if x is None else self._select(n)(x) for n, x in given.items()}
-        )
-
-    def summed(self, mine: Operands, grads: Grads) -> Grads:
-        """Gradients of one shard's operands, from those of what `selected` made of them."""
-        given = {name: (getattr(mine, name), getattr(grads, name)) for name in ("k", "v", "bias")}
-        return grads._replace(
-            **{n: None if g is None else self._sum(n, x, g) for n, (x, g) in given.items()}
-        )
-
-    def _select(self, name: str):
-        """The function from a shard's array of this name to the entries that it reads."""
-        x, q = getattr(self.whole, name), self.whole.q
-        of_heads = PLACES[name] == "b.k."
-        axis, names = (2, self.heads) if of_heads else (0, self.batch)
-        entries, count = x.shape[axis], self.counts[of_heads]
-        if entries == 1 or entries % count == 0:
-            return lambda x: x
-        mine, readers = q.shape[axis] // count, q.shape[axis] // entries
-        together = math.gcd(mine, readers)  # so many neighbours of this shard share an entry
-
-        def select(x):
-            reader = jnp.arange(0, mine, together, dtype=jnp.int32) + lax.axis_index(names) * mine
-            return jnp.take(x, reader // readers, axis=axis, mode="clip")
-
-        return select
-
-    def _sum(self, name: str, x, grad):
-        """The gradient of x, over all shards that read it; in float32, as kernels sum."""
-        cut = {a for axes in self._cuts(name, getattr(self.whole, name).shape) for a in axes}
-        shared = tuple(a for a in self.batch + self.heads if a not in cut)
-        if not shared:
-            return grad
-        exact = grad.astype(softmax.sum_dtype(grad.dtype))
-        like = jax.ShapeDtypeStruct(x.shape, exact.dtype)
-        (exact,) = jax.linear_transpose(self._select(name), like)(exact)
-        return lax.psum(exact, shared).astype(grad.dtype)
-
-
-def _names(spec) -> list[tuple[str, ...]]:
-    """The mesh axes that cut each of four axes."""
-    names = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
-    return names + [()] * (4 - len(names))
 
 
 def _rule(args, results) -> str:
@@ -274,22 +240,18 @@ def _rule(args, results) -> str:
 
 def _partition(call, mesh, args, results):
     """What the partitioner asks: (mesh, a shard's function, shardings of results and of args)."""
-    cuts = [_cuts(x.sharding, mesh, x.shape) for x in args[0][:3]]
+    cuts = [_cuts(x.sharding, mesh, len(x.shape)) for x in args[0][:3]]
     shards = Shards.of(args[0], cuts, dict(mesh.shape))
-
-    def local(mine, *rest):
-        found = call(shards.selected(mine), *rest)
-        return shards.summed(mine, found) if isinstance(found, Grads) else found
-
     named = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
-    return mesh, local, named(results), tuple(map(named, args))
+    return mesh, partial(shards.run, call), named(results), tuple(map(named, args))
 
 
-def _cuts(sharding, mesh, shape) -> list[tuple[str, ...]]:
+def _cuts(sharding, mesh, rank: int) -> list[tuple[str, ...]]:
     """For each axis of an array, the mesh axes that cut it and nothing else, major first."""
-    slices = sharding.devices_indices_map(tuple(shape))
     devices = mesh.devices
-    found: list[list] = [[] for _ in shape]
+    # The partitioner may cut what does not divide. Into how many parts, any multiple of them says.
+    slices = sharding.devices_indices_map((devices.size,) * rank)
+    found: list[list] = [[] for _ in range(rank)]
     for number, name in enumerate(mesh.axis_names):
         line = devices[tuple(slice(None) if i == number else 0 for i in range(devices.ndim))]
         starts = np.array([[s.start or 0 for s in slices[device]] for device in line])

@@ -19,7 +19,7 @@ import numpy as np
 from . import arguments as checks
 from . import sharding
 from .arguments import Arguments
-from .core import padding
+from .core import explicit_axes, padding
 from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -34,12 +34,14 @@ class Call:
         operands: on what; the batch dimensions folded into one.
         problem: the shapes of both.
         batch_shape: the user's batch dimensions, to be restored by `unfold`.
+        queries: the user's, whose batch dimensions say how those of the outputs are cut.
     """
 
     spec: AttentionSpec
     operands: Operands
     problem: Problem
     batch_shape: tuple[int, ...]
+    queries: Any
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +68,7 @@ class Call:
         """The outputs with the user's batch dimensions."""
         if len(self.batch_shape) == 1:  # reshapes that do nothing cost an eager call 30 us
             return o, lse, max_logit
-        restore = lambda x: x.reshape(*self.batch_shape, *x.shape[1:])
+        restore = lambda x: explicit_axes.unfolded(x, self.batch_shape, self.queries)
         return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
 
 
@@ -84,11 +86,11 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
     first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
+    queries = q
     q, scale = positive_scale(q, checks.scale(arguments.scale, head_dim))
-    fold = lambda x: x if len(batch_shape) == 1 else x.reshape(-1, *x.shape[-3:])
-    fold = fold if sizes.batch else lambda x: x.reshape(0, *x.shape[-3:])
+    fold = lambda x: x if len(batch_shape) == 1 else explicit_axes.folded(x, 3)
     spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
-    return Call(spec, operands, describe(operands, spec), batch_shape)
+    return Call(spec, operands, describe(operands, spec), batch_shape, queries)
 
 
 def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):

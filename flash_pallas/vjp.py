@@ -1,6 +1,7 @@
 """Differentiation, batching and sharding types of attention: once, for every backend.
 
-    custom_vjp( first order only( fold vmapped axes into the batch( per shard( backend ) ) ) )
+    custom_vjp( first order only( on shards of Explicit axes( fold vmapped axes into the batch(
+        on shards of Auto axes( backend ) ) ) ) )
 
 The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own side inputs), so
 memory stays linear in the length. Both outputs carry names for rematerialisation policies.
@@ -21,7 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from . import batching, sharding
 from .backends.base import Backend
 from .core import manual_axes, padding, softmax
-from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, Outputs, describe
+from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Grads, Operands, Outputs, describe
 
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 
@@ -46,13 +47,10 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
         keys, both differentiable once, in reverse mode; and, if spec.max_logit, the largest logit
         of every row [B, N, T], which is not differentiated, else None.
     """
-
-    def local(operands):
-        # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands.
-        operands = manual_axes.spread(operands, manual_axes.varying(operands))
-        return _attend(backend, spec, blocks, operands)
-
-    return sharding.over_explicit_axes(local, operands, spec.max_logit)
+    # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands, and
+    # leaves them cut as the caller has them.
+    operands = sharding.placed(manual_axes.spread(operands, manual_axes.varying(operands)))
+    return _attend(backend, spec, blocks, operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -162,7 +160,8 @@ def forward_of(backend, spec, blocks):
         return manual_axes.spread(outputs, manual_axes.varying(operands))
 
     cut = sharding.per_shard(forward, backend.partitionable)
-    return partial(_first_order_only, batching.fold_vmap(cut))
+    call = sharding.over_explicit_axes(batching.fold_vmap(cut), Outputs)
+    return partial(_first_order_only, call)
 
 
 @lru_cache(maxsize=1024)
@@ -174,7 +173,8 @@ def backward_of(backend, spec, blocks, wanted):
         return manual_axes.spread(grads, manual_axes.varying(operands))
 
     cut = sharding.per_shard(backward, backend.partitionable)
-    return partial(_first_order_only, batching.fold_vmap(cut, wanted))
+    call = sharding.over_explicit_axes(batching.fold_vmap(cut, wanted), Grads)
+    return partial(_first_order_only, call)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
-from . import manual_axes
+from . import explicit_axes, manual_axes
 from .elementwise import CONTROL_FLOW, ELEMENTWISE, Tape, fill
 
 
@@ -68,7 +69,7 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     leading = () if score_dtype is None else (jax.ShapeDtypeStruct((), score_dtype),)
-    closed = jax.make_jaxpr(function)(*leading, *(index,) * 4)
+    closed = _jaxpr(function, *leading, *(index,) * 4)
     _check_result(closed, score_dtype)
     tape = Tape()
     arguments = [object() for _ in closed.jaxpr.invars]
@@ -91,6 +92,18 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0
     arrays = _evaluate_known(tape, known, needed, (b, n), numbers)
     mod = _mod(rest, needed, (score, i, j, result), [x.dtype for x in arrays])
     return mod, tuple(_storable(x) for x in arrays)
+
+
+def _jaxpr(function, *arguments):
+    try:
+        return jax.make_jaxpr(function)(*arguments)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":  # of which JAX has no public name
+            raise
+        raise NotElementwise(
+            "it indexes a captured array that an Explicit mesh axis cuts: capture it whole, as in "
+            f"w = jax.sharding.reshard(w, jax.P()), outside of the function ({error})"
+        ) from error
 
 
 def _check_result(closed, score_dtype):
@@ -116,11 +129,13 @@ def _needed(rest, result, tiled) -> list:
     return list(found)
 
 
-def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> list:
+def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
     """The needed values for every batch entry and head, [B, N] each."""
+    captured = list(tape.constants)
 
-    def one(b, n):
-        values = dict(tape.constants) | dict(zip(indices, (b, n), strict=True))
+    def one(constants, b, n):
+        values = dict(zip(captured, constants, strict=True))
+        values |= dict(zip(indices, (b, n), strict=True))
         read = lambda x: x.val if isinstance(x, Literal) else values[x]
         for primitive, params, operands, results in known:
             given = [read(x) for x in operands]
@@ -136,8 +151,9 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> list:
                 )
         return [jnp.asarray(x) for x in found]
 
-    b, n = numbers
-    return jax.vmap(lambda b: jax.vmap(lambda n: one(b, n))(n))(b)
+    call = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
+    arguments = list(tape.constants.values()), *numbers
+    return explicit_axes.compiled_as_auto(call, arguments, [PartitionSpec()] * len(needed))
 
 
 def _bind(values, primitive, params, operands, results):
@@ -177,10 +193,15 @@ def _mod(rest, needed, places, dtypes) -> Mod:
         }
         read = lambda v: v.val if isinstance(v, Literal) else values[v]
         for primitive, parameters, operands, results in rest:
-            spread = [fill(read(v), tile.shape) for v in operands]
-            _bind(values, primitive, parameters, spread, results)
+            given = [fill(read(v), tile.shape) for v in operands]
+            # A constant varies over no axis of a shard_map around, and primitives want one type.
+            given = manual_axes.spread(given, manual_axes.varying(given))
+            _bind(values, primitive, parameters, given, results)
         found = fill(read(result), tile.shape)
-        return found if x is None else lax.convert_element_type(found, x.dtype)
+        if x is None:
+            return found
+        found = manual_axes.spread(found, manual_axes.varying(x))
+        return lax.convert_element_type(found, x.dtype)
 
     return Mod(_text(rest, needed, places, dtypes), frozenset(p.name for p, *_ in rest), step)
 

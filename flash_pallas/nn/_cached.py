@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..cache import KVCache, append_kv, gather_pages
-from ..core import rope
+from ..core import explicit_axes, rope
 from ..core.decode import MAX_TOKENS
 from ..decode import flash_decode
 from ._options import CallArguments
@@ -193,14 +193,8 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
         lengths = jnp.minimum(after.lengths, room)
         options |= {"kv_lengths": lengths, "q_offset": room, "num_splits": layer.num_splits}
         return flash_decode(q, after.k, after.v, **options), after
-    first = before.lengths[:, None] - room
-    place = (
-        first + jnp.arange(room, dtype=jnp.int32)[None]
-    )  # positions of the ring's keys, in order
-    order = jnp.mod(place, room)[..., None, None]
-    old = (jnp.take_along_axis(x, order, axis=1) for x in (before.k, before.v))
-    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(old, (k, v), strict=True))
-    ids = jnp.where(place < 0, -1, 0)
+    specs = tuple(map(explicit_axes.spec_of, (*before[:2], before.lengths[:, None])))
+    k, v, ids = explicit_axes.compiled_as_auto(_in_order, (before, k, v), specs)
     options |= {
         "q_offset": room,
         "window": layer.window,
@@ -210,7 +204,25 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
     return _attend(layer, q, k, v, **options), after
 
 
+def _in_order(cache: RingCache, k, v):
+    """Keys and values of the ring in order, with the new ones behind, and ids of the ring's."""
+    room = cache.k.shape[1]
+    first = cache.lengths[:, None] - room
+    place = (
+        first + jnp.arange(room, dtype=jnp.int32)[None]
+    )  # positions of the ring's keys, in order
+    order = jnp.mod(place, room)[..., None, None]
+    old = (jnp.take_along_axis(x, order, axis=1) for x in (cache.k, cache.v))
+    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(old, (k, v), strict=True))
+    return k, v, jnp.where(place < 0, -1, 0)
+
+
 def _append_to_ring(cache: RingCache, k, v, new_lengths) -> RingCache:
+    specs = RingCache(*map(explicit_axes.spec_of, cache))
+    return explicit_axes.compiled_as_auto(_appended, (cache, k, v, new_lengths), specs)
+
+
+def _appended(cache: RingCache, k, v, new_lengths) -> RingCache:
     count, room = k.shape[1], cache.k.shape[1]
     added = jnp.full_like(cache.lengths, count)
     if new_lengths is not None:

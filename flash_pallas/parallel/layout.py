@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from ..core import explicit_axes
+
 
 def zigzag_positions(length: int, shards: int) -> np.ndarray:
     """int32[length]: the position of every token of a sequence in zigzag layout.
@@ -112,5 +114,9 @@ def _moved(x, chunks: np.ndarray, axis: int, numpy=jnp):
             f"the length is {length}: the zigzag layout over {count // 2} devices wants a multiple "
             f"of {count}; pad the sequence, with segment ids of -1"
         )
-    cut = x.reshape(*x.shape[:axis], count, length // count, *x.shape[axis + 1 :])
-    return numpy.take(cut, chunks, axis=axis).reshape(x.shape)
+
+    def moved(x):
+        cut = x.reshape(*x.shape[:axis], count, length // count, *x.shape[axis + 1 :])
+        return numpy.take(cut, chunks, axis=axis).reshape(x.shape)
+
+    return explicit_axes.compiled_as_auto(moved, (x,), explicit_axes.spec_of(x))

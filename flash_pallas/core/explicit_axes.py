@@ -1,0 +1,82 @@
+"""Plain jnp on arrays whose types say how they are cut: those of meshes with Explicit axes.
+
+JAX finds the sharding of a result from the types of its operands, and raises where they leave a
+choice: where a cut axis is indexed, or becomes one with its neighbours. The compiler chooses where
+axes are Auto; here it is asked to, and told how the result is to be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def mesh_of(*trees):
+    """The mesh with Explicit axes that the types of these arrays name, or None."""
+    for x in jax.tree.leaves(trees):
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+def names_of(x) -> list[tuple[str, ...]]:
+    """The mesh axes that cut each axis of an array, as its type says."""
+    spec = jax.typeof(x).sharding.spec
+    return [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
+
+
+def spec_of(x) -> PartitionSpec:
+    """How an array is cut, as its type says."""
+    return PartitionSpec(*(names or None for names in names_of(x)))
+
+
+def compiled_as_auto(call, args: tuple, specs):
+    """call(*args), sharded by the compiler as where axes are Auto; on other meshes just that.
+
+    Args:
+        call: any function of arrays.
+        args: trees of arrays.
+        specs: PartitionSpecs of what it returns.
+    """
+    mesh = mesh_of(args)
+    if mesh is None:
+        return call(*args)
+    out = jax.tree.map(partial(NamedSharding, mesh), specs)
+    return jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=out)(*args)
+
+
+def folded(x, kept: int):
+    """x with all axes but the last `kept` as one.
+
+    Where the mesh cuts another of them than the first, entries move between devices.
+    """
+    number = x.ndim - kept
+    shape = (math.prod(x.shape[:number]), *x.shape[number:])
+    mesh = mesh_of(x)
+    if mesh is None or not any(names_of(x)[1:number]):
+        return x.reshape(shape)
+    names = tuple(name for axes in names_of(x)[:number] for name in axes)
+    while shape[0] % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    spec = PartitionSpec(names or None, *spec_of(x)[number:])
+    return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))
+
+
+def unfolded(x, shape: tuple[int, ...], like):
+    """x with axes of this shape in the place of its first.
+
+    Args:
+        x: an array [prod(shape), ...].
+        shape: of the new axes.
+        like: an array whose first axes are these, before it was `folded`: they are cut as its.
+    """
+    mesh, whole = mesh_of(x), (*shape, *x.shape[1:])
+    if mesh is None or not any(names_of(like)[1 : len(shape)]):
+        return x.reshape(whole)
+    spec = PartitionSpec(*spec_of(like)[: len(shape)], *spec_of(x)[1:])
+    return lax.reshape(x, whole, out_sharding=NamedSharding(mesh, spec))

@@ -1,0 +1,213 @@
+"""Which mesh axes cut which array of a call: the one rule, wherever it is known how arrays are cut.
+
+The batch is cut by what cuts the batch of q, the heads by what cuts its heads. Every other array
+follows: what has an entry of its own for each batch entry or head is cut alike, what several of
+them share is whole on every device, which takes what it reads of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from . import manual_axes, softmax
+from .decode import DecodeOperands
+from .problem import Grads, Operands
+
+# The axes of every array: b batch, n query heads, k key heads, "." one that is never cut. B is the
+# batch of a bias, a divisor of b, and N its heads, n or 1.
+PLACES = {
+    **dict.fromkeys(("q", "o", "do"), "b.n."),
+    **dict.fromkeys(("k", "v"), "b.k."),
+    **dict.fromkeys(("bias", "mask"), "BN.."),
+    **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), "b"),
+    **dict.fromkeys(("q_segments", "kv_segments", "q_places", "kv_places", "page_table"), "b."),
+    **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),
+    **dict.fromkeys(("score_params", "mask_params"), "bn"),
+    **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta"), "bn."),
+    **dict.fromkeys(("k_scale", "v_scale"), "Bk"),
+}
+# Pages belong to all sequences, so nothing of the batch cuts them.
+PAGES = {**dict.fromkeys(("k", "v"), "..k."), **dict.fromkeys(("k_scale", "v_scale"), ".k")}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shards:
+    """Over which mesh axes a call is cut, major first.
+
+    Attributes:
+        whole: the operands, or their shapes, before that.
+        batch, heads: names of mesh axes.
+        counts: into how many parts each of the two is cut.
+    """
+
+    whole: Any
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    counts: tuple[int, int]
+
+    @classmethod
+    def of(cls, whole, cuts, sizes: dict[str, int]) -> Shards:
+        """From the names that cut each axis of q, k and v, and the sizes of all mesh axes.
+
+        An axis that does not divide what it cuts, as 8 devices do not divide 12 heads, cuts the
+        other of batch and heads if it divides that, and else nothing.
+
+        Args:
+            whole: Operands or DecodeOperands.
+            cuts: of q, k and v.
+            sizes: of mesh axes by name.
+
+        Raises:
+            ValueError: the axis of queries or of keys is cut.
+        """
+        places = _places(whole)
+        _check_whole_sequences(places, cuts)
+        of_batch, of_heads = (_asked(places, cuts, letters) for letters in ("b", "nk"))
+        count = lambda names: math.prod(sizes[a] for a in names)
+
+        def dividing(axis, names):
+            while whole.q.shape[axis] % count(names):
+                names = names[:-1]
+            return names
+
+        batch = dividing(0, of_batch)
+        heads = dividing(2, tuple(a for a in of_heads if a not in batch))
+        for name in [a for a in of_batch + of_heads if a not in batch + heads]:
+            if whole.q.shape[0] % count((*batch, name)) == 0:
+                batch = (*batch, name)
+            elif whole.q.shape[2] % count((*heads, name)) == 0:
+                heads = (*heads, name)
+        return cls(whole, batch, heads, (count(batch), count(heads)))
+
+    def run(self, call, *mine):
+        """The record that `call` makes of one shard's arguments, with the sums over shards."""
+        given = self.selected(mine[0]), *mine[1:]
+        found = call(*manual_axes.spread(given, manual_axes.varying(given)))
+        return self.summed(mine[0], found) if isinstance(found, Grads) else found
+
+    def specs(self, record):
+        """The PartitionSpecs of a NamedTuple of whole arrays."""
+        one = lambda name: jax.tree.map(lambda x: self.spec(name, x.shape), getattr(record, name))
+        return record._replace(**{name: one(name) for name in record._fields})
+
+    def result_specs(self, results: Any):
+        """The PartitionSpecs of what a call returns: of a Grads those of its operands.
+
+        Args:
+            results: Outputs or Grads.
+        """
+        shapes = dict.fromkeys(results._fields, ())
+        if results is Grads:
+            shapes |= {
+                n: x.shape
+                for n in ("q", "k", "v", "bias")
+                if (x := getattr(self.whole, n)) is not None
+            }
+        return results(**{name: self.spec(name, shape) for name, shape in shapes.items()})
+
+    def spec(self, name: str, shape) -> PartitionSpec:
+        """The PartitionSpec of an array; of this shape, where some axis may be smaller than q's."""
+        return PartitionSpec(*(axes or None for axes in self._cuts(name, shape)))
+
+    def _cuts(self, name: str, shape) -> list[tuple[str, ...]]:
+        """The mesh axes that cut each axis of an array of PLACES.
+
+        A PartitionSpec does not serve here: it stores a single name as a string, not as a tuple.
+        """
+        letters = _places(self.whole)[name]
+        cut = {"b": self.batch, "n": self.heads, "B": self.batch, "N": self.heads, "k": self.heads}
+        counts = {"B": self.counts[0], "N": self.counts[1], "k": self.counts[1]}
+        sizes = itertools.zip_longest(letters, shape, fillvalue=0)
+        return [
+            cut.get(letter, ()) if size % counts.get(letter, 1) == 0 else ()
+            for letter, size in sizes
+        ]
+
+    def selected(self, mine):
+        """One shard's operands, with those entries alone that it reads of what is not cut."""
+        given = {name: getattr(mine, name) for name in self._shared}
+        return mine._replace(
+            **{n: x if x is None else self._select(n)(x) for n, x in given.items()}
+        )
+
+    def summed(self, mine: Operands, grads: Grads) -> Grads:
+        """Gradients of one shard's operands, from those of what `selected` made of them."""
+        given = {name: (getattr(mine, name), getattr(grads, name)) for name in ("k", "v", "bias")}
+        return grads._replace(
+            **{n: None if g is None else self._sum(n, x, g) for n, (x, g) in given.items()}
+        )
+
+    @property
+    def _shared(self) -> list[str]:
+        """Operands of which several entries of the batch, or several heads, may read one."""
+        places = _places(self.whole)
+        return [n for n in self.whole._fields if not {"B", "k"}.isdisjoint(places[n])]
+
+    def _select(self, name: str):
+        """The function from a shard's array of this name to the entries that it reads."""
+        x, q, letters = getattr(self.whole, name), self.whole.q, _places(self.whole)[name]
+        of_heads = "k" in letters
+        axis, names = (
+            letters.index("k" if of_heads else "B"),
+            self.heads if of_heads else self.batch,
+        )
+        entries, count = x.shape[axis], self.counts[of_heads]
+        if entries == 1 or entries % count == 0:
+            return lambda x: x
+        readers_axis = 2 if of_heads else 0
+        mine, readers = q.shape[readers_axis] // count, q.shape[readers_axis] // entries
+        together = math.gcd(mine, readers)  # so many neighbours of this shard share an entry
+
+        def select(x):
+            reader = jnp.arange(0, mine, together, dtype=jnp.int32) + lax.axis_index(names) * mine
+            return jnp.take(x, reader // readers, axis=axis, mode="clip")
+
+        return select
+
+    def _sum(self, name: str, x, grad):
+        """The gradient of x, over all shards that read it; in float32, as kernels sum."""
+        cut = {a for axes in self._cuts(name, getattr(self.whole, name).shape) for a in axes}
+        shared = tuple(a for a in self.batch + self.heads if a not in cut)
+        if not shared:
+            return grad
+        exact = grad.astype(softmax.sum_dtype(grad.dtype))
+        like = manual_axes.spread(jnp.zeros(x.shape, exact.dtype), manual_axes.varying(exact))
+        (exact,) = jax.vjp(self._select(name), like)[1](exact)
+        return lax.psum(exact, shared).astype(grad.dtype)
+
+
+def _places(operands) -> dict[str, str]:
+    """PLACES, with those of a paged cache where the operands have one."""
+    paged = isinstance(operands, DecodeOperands) and operands.page_table is not None
+    return PLACES | PAGES if paged else PLACES
+
+
+def _asked(places, cuts, letters: str) -> tuple[str, ...]:
+    """The mesh axes of the first axis of q, k or v that is cut and has one of these letters."""
+    for name, cut in zip("qkv", cuts, strict=True):
+        for letter, axes in zip(places[name], cut, strict=True):
+            if axes and letter in letters:
+                return axes
+    return ()
+
+
+def _check_whole_sequences(places, cuts):
+    for name, cut in zip("qkv", cuts, strict=True):
+        for axis in (0, 1):
+            if not cut[axis] or places[name][axis] != ".":
+                continue
+            what = "sequence axis" if axis else "axis of pages"
+            raise ValueError(
+                f"the {what} of {name} is sharded over {cut[axis]}: flash_attention wants "
+                "whole sequences. Call flash_pallas.parallel.context_parallel_attention, or "
+                f"gather them, as in jax.lax.with_sharding_constraint({name}, "
+                "jax.P('data', None, 'model')), or jax.sharding.reshard where axes are Explicit"
+            )
