@@ -15,7 +15,7 @@ from .arguments import Arguments
 from .dispatch import Explanation
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32
+    from jaxtyping import Array, Bool, Float, Int
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _attend = jax.jit(vjp.attend, static_argnums=(0, 1, 2))
@@ -29,7 +29,7 @@ def flash_attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    q_offset: int | Int32[Array, "*B"] = 0,
+    q_offset: int | Int[Array, "*B"] = 0,
     q_segment_ids: Int[Array, "*B T"] | None = None,
     kv_segment_ids: Int[Array, "*B S"] | None = None,
     q_lengths: Int[Array, "*B"] | None = None,
@@ -60,6 +60,9 @@ def flash_attention(
     A query that sees no key returns zeros, has zero gradients and never makes a NaN;
     `jax.nn.dot_product_attention` returns the mean of `v` there.
 
+    Integers may have any integer dtype. A known value that does not fit int32 raises; a traced one
+    is clipped to it, so ids from 2**31 - 1 on are then one document.
+
     Args:
         q: queries [*B, T, N, H], bfloat16, float16, float32 or float64. Any number of leading batch
             dimensions, none included. Numpy arrays are taken too.
@@ -71,14 +74,15 @@ def flash_attention(
             included; None is unbounded, an int is both sides. Keys outside are never loaded.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         q_offset: position of query 0, where key 0 has position 0. The default aligns the first
-            query with the first key, S - T the last with the last. An int, or an int32 array [*B]
-            (or a scalar), which may be traced and changes without recompiling.
-        q_segment_ids: int32 [*B, T]. A query sees the keys with its own id; negative ids are
+            query with the first key, S - T the last with the last. An int, or an integer array [*B]
+            (or a scalar), which may be traced and changes without recompiling. Positions beyond
+            2**30 either way raise; those of a jax array are clipped to it.
+        q_segment_ids: integers [*B, T]. A query sees the keys with its own id; negative ids are
             padding, which sees and is seen by nothing and may hold anything. Ids need be neither
             sorted nor contiguous, but blocks of keys are skipped only where they are.
-        kv_segment_ids: int32 [*B, S], the same for keys; given together with q_segment_ids.
-        q_lengths: int32 [*B] or a scalar: queries from there on see nothing and may hold anything.
-        kv_lengths: int32 [*B] or a scalar: keys from there on are hidden and may hold anything.
+        kv_segment_ids: integers [*B, S], the same for keys; given together with q_segment_ids.
+        q_lengths: integers [*B] or one: queries from there on see nothing and may hold anything.
+        kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
             1. Its gradient has its own shape: the kernel itself sums over broadcast axes.
         mask: bool of the same shapes, True is visible.
@@ -90,7 +94,8 @@ def flash_attention(
         dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
         dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
-            depends on it, batch entry, head and positions alone: not on backend, tiles or vmap.
+            depends on it, batch entry, head and positions alone: not on backend, tiles or vmap, nor
+            on the type of a number: 3, np.int64(3) and a traced jnp.uint32(3) are one seed.
         broadcast_dropout: drop the same for every batch entry and head.
         shard_axes: inside `jax.shard_map`, the mesh axes that cut the first batch dimension and the
             heads, each a name, a tuple or None: dropout, and b and n of mods, count in the whole.

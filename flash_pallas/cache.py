@@ -10,6 +10,7 @@ import numpy as np
 
 from .core.decode import QUANTISED
 from .core.rope import apply_rope
+from .integer_arguments import as_int32
 from .validate_decode import cache_scale
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def append_kv(
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
     if page_table is not None:
-        _check_integers("page_table", page_table, 2, len(old.lengths))
+        page_table = _integers("page_table", page_table, 2, len(old.lengths))
     elif len(old.k) != len(old.lengths):
         raise ValueError(
             f"cache has keys of shape {old.k.shape} for {len(old.lengths)} sequences: pass "
@@ -104,12 +105,11 @@ def append_kv(
         )
     count = k.shape[1]
     room = old.k.shape[1] * (1 if page_table is None else page_table.shape[1])
-    lengths = jnp.clip(jnp.asarray(old.lengths).astype(jnp.int32), 0, room)
+    lengths = jnp.clip(old.lengths, 0, room)
     step = jnp.arange(count, dtype=jnp.int32)[None]
     added = jnp.full_like(lengths, count)
     if new_lengths is not None:
-        _check_integers("new_lengths", new_lengths, 1, len(old.lengths))
-        added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
+        added = jnp.clip(_integers("new_lengths", new_lengths, 1, len(old.lengths)), 0, count)
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
     where = _rows(place, room, old.k.shape, page_table)
     if rope_theta is not None:
@@ -155,8 +155,8 @@ def gather_pages(
         raise ValueError(
             f"pages has shape {pages.shape}: it must be [num_pages, page_size, heads, head_dim]"
         )
-    _check_integers("page_table", page_table, 2, len(page_table))
-    found = jnp.take(pages, jnp.asarray(page_table), axis=0, mode="clip")
+    page_table = _integers("page_table", page_table, 2, None)
+    found = jnp.take(pages, page_table, axis=0, mode="clip")
     return found.reshape(len(found), -1, *pages.shape[2:])
 
 
@@ -188,9 +188,11 @@ def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
     for name, x in (("page_table", page_table), ("kv_lengths", kv_lengths)):
         if isinstance(x, jax.core.Tracer):
             raise TypeError(f"{name} is traced: check_pages needs values, call it outside jax.jit")
-    table, lengths = np.asarray(page_table), np.asarray(kv_lengths)
-    _check_integers("kv_lengths", lengths, 1, lengths.size)
-    _check_integers("page_table", table, 2, len(lengths))
+    for name, x in (("num_pages", num_pages), ("page_size", page_size)):
+        if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < 1:
+            raise ValueError(f"{name} is {x!r}: it must be a positive int, as of the cache")
+    lengths = np.asarray(_integers("kv_lengths", np.asarray(kv_lengths), 1, None))
+    table = np.asarray(_integers("page_table", np.asarray(page_table), 2, len(lengths)))
     room = table.shape[1] * page_size
     for b in np.flatnonzero((lengths < 0) | (lengths > room))[:1]:
         raise ValueError(
@@ -213,7 +215,7 @@ def _rows(place, room: int, shape, page_table):
         return jnp.arange(len(place), dtype=jnp.int32)[:, None], place
     num_pages, page_size = shape[:2]
     column = jnp.minimum(place // page_size, page_table.shape[1] - 1)
-    page = jnp.take_along_axis(jnp.asarray(page_table).astype(jnp.int32), column, axis=1)
+    page = jnp.take_along_axis(page_table, column, axis=1)
     # A negative index would count from the end.
     exists = (place < room) & (page >= 0)
     return jnp.where(exists, page, num_pages), place % page_size
@@ -257,8 +259,7 @@ def _checked_cache(cache) -> KVCache:
             f"cache.k has shape {old.k.shape} and cache.v {old.v.shape}: all but the head dim must "
             "be the same"
         )
-    _check_integers("cache.lengths", old.lengths, 1, jnp.size(old.lengths))
-    return old
+    return old._replace(lengths=_integers("cache.lengths", old.lengths, 1, None))
 
 
 def _check_new(name: str, x, scale, cache, batch: int):
@@ -281,11 +282,14 @@ def _check_new(name: str, x, scale, cache, batch: int):
         )
 
 
-def _check_integers(name: str, x, rank: int, batch: int):
+def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:
+    """An int32 array of this rank for so many sequences, None for any number."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}: it must be int32")
-    if x.ndim != rank or x.shape[0] != batch:
+    if x.ndim != rank or batch not in (None, x.shape[0]):
         shape = "[batch]" if rank == 1 else "[batch, max_pages]"
-        raise ValueError(f"{name} has shape {x.shape}: it must be {shape} for {batch} sequences")
+        count = "" if batch is None else f" for {batch} sequences"
+        raise ValueError(f"{name} has shape {x.shape}: it must be {shape}{count}")
+    return as_int32(name, x)

@@ -17,7 +17,7 @@ from .dispatch import Explanation
 from .validate_decode import DecodeArguments
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Int32
+    from jaxtyping import Array, Float, Int
 
 
 def flash_decode(
@@ -26,14 +26,14 @@ def flash_decode(
     v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"],
     *,
     kv_lengths: int | Int[Array, "*#B"] | None = None,
-    q_offset: int | Int32[Array, "*#B"] | None = None,
+    q_offset: int | Int[Array, "*#B"] | None = None,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "*#B N"] | None = None,
     alibi_slopes: Float[Array, "*#B N"] | None = None,
     scale: float | None = None,
     num_splits: int | str = "auto",
-    page_table: Int32[Array, "B max_pages"] | None = None,
+    page_table: Int[Array, "B max_pages"] | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",

@@ -26,6 +26,7 @@ RANKS = {
     "sharding": 1,
     "vjp": 5,
     "validate": 5,
+    "integer_arguments": 1,
     "arguments": 4,
     "api": 6,
     "validate_decode": 6,

@@ -114,6 +114,16 @@ BAD = {
     ),
     "seed str": ({"dropout_rate": 0.1, "dropout_seed": "0"}, TypeError, "an int, an integer array"),
     "seed bool": ({"dropout_rate": 0.1, "dropout_seed": True}, TypeError, "dropout_seed must be"),
+    "seed of 65 bits": (
+        {"dropout_rate": 0.1, "dropout_seed": 2**64},
+        ValueError,
+        "dropout_seed is 18446744073709551616: it must fit 64 bits",
+    ),
+    "no seeds": (
+        {"dropout_rate": 0.1, "dropout_seed": jnp.zeros(0, jnp.uint32)},
+        ValueError,
+        r"dropout_seed has shape \(0,\) and no number in it",
+    ),
     "broadcast_dropout": (
         {"broadcast_dropout": None},
         TypeError,

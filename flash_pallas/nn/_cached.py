@@ -11,6 +11,7 @@ from ..cache import KVCache, append_kv, gather_pages
 from ..core import rope
 from ..core.decode import MAX_TOKENS
 from ..decode import flash_decode
+from ..integer_arguments import as_int32
 from ._options import CallArguments
 
 
@@ -214,7 +215,7 @@ def _append_to_ring(cache: RingCache, k, v, new_lengths) -> RingCache:
     count, room = k.shape[1], cache.k.shape[1]
     added = jnp.full_like(cache.lengths, count)
     if new_lengths is not None:
-        added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
+        added = jnp.clip(as_int32("new_lengths", new_lengths), 0, count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
     # Of more tokens than there is room for, the last.
     kept = (step < added[:, None]) & (step >= added[:, None] - room)
