@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from . import arguments as checks
 from . import batching, dispatch, validate_decode
 from .backends.base import Backend
-from .core import decode, manual_axes, softmax
+from .core import decode, manual_axes, softmax, undifferentiable
 from .core.decode import DecodeOperands, DecodeSpec
 from .dispatch import Explanation
 from .validate_decode import DecodeArguments
@@ -176,11 +176,15 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
 
 
 @_attend.defjvp
-def _no_derivative(backend, spec, blocks, primals, tangents):
-    raise NotImplementedError(
-        "flash_decode has no derivative: use flash_attention(q, k, v, causal=True, q_offset=..., "
-        "kv_lengths=...), or jax.lax.stop_gradient on its arguments"
-    )
+def _no_derivative(backend, spec, blocks, primals, given):
+    out = _attend(backend, spec, blocks, *primals)
+    return out, undifferentiable.tangents(out, given, NO_DERIVATIVE)
+
+
+NO_DERIVATIVE = (
+    "flash_decode has no derivative: use flash_attention(q, k, v, causal=True, q_offset=..., "
+    "kv_lengths=...), or jax.lax.stop_gradient on its arguments or its result"
+)
 
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.

@@ -20,7 +20,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from . import batching, sharding
 from .backends.base import Backend
-from .core import manual_axes, padding, softmax
+from .core import manual_axes, padding, softmax, undifferentiable
 from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, Outputs, describe
 
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
@@ -183,9 +183,15 @@ def _first_order_only(call, *args):
 
 
 @_first_order_only.defjvp
-def _second_order(call, primals, tangents):
-    raise NotImplementedError(
-        "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad): its "
-        "kernels compute the first gradient only. Differentiate flash_pallas.reference.attention "
-        "instead, which is plain jnp and differentiable to any order, at O(T * S) memory"
-    )
+def _second_order(call, primals, given):
+    out = _first_order_only(call, *primals)
+    return out, undifferentiable.tangents(out, given, NO_SECOND_ORDER)
+
+
+NO_SECOND_ORDER = (
+    "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad): its "
+    "kernels compute the first gradient only. Differentiate flash_pallas.reference.attention "
+    "instead, which is plain jnp and differentiable to any order, at O(T * S) memory; or, where "
+    "none are needed, as in first-order meta-learning, put jax.lax.stop_gradient around the "
+    "gradient"
+)
