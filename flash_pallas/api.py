@@ -301,8 +301,19 @@ def dot_product_attention(
 ):
     """`flash_attention` behind the signature of `jax.nn.dot_product_attention`.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). One difference: a query that sees no key
-    returns zeros, where `jax.nn` returns the mean of `value`.
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Where `jax.nn` differs:
+
+    - a query that sees no key, or lies beyond `query_seq_lengths`, returns zeros and a log-sum-exp
+      of -inf; `jax.nn` returns the mean of `value`;
+    - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders;
+    - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
+    - products of float32 arrays are not TF32, see `precision` of `flash_attention`;
+    - lengths are known while tracing: there is no export with symbolic shapes;
+    - a sequence axis that is sharded is refused, and no device gathers it;
+    - `implementation` names other choices, and there is no "cudnn".
+
+    Like `jax.nn`, `is_causal` counts queries and keys from the start of both: a single query of a
+    longer cache sees key 0 alone. For decoding see `q_offset` of `flash_attention`.
 
     Args:
         query: [*B, T, N, H], or [T, N, H].
@@ -313,15 +324,16 @@ def dot_product_attention(
         mask: bool of the same shapes, True is visible.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         is_causal: the query i sees the keys up to and including i.
-        query_seq_lengths: [B]; queries from there on return zeros.
-        key_value_seq_lengths: [B]; keys from there on are hidden.
+        query_seq_lengths: [B], or one for all; queries from there on return zeros.
+        key_value_seq_lengths: [B], or one for all; keys from there on are hidden.
         local_window_size: (left, right), both included, or an int for both.
         implementation: None, "auto", "hopper", "portable" or "xla": `backend` of `flash_attention`.
-        return_residual: also return the log-sum-exp.
+        return_residual: also return the log-sum-exp, without a gradient and in `key`'s dtype as
+            `jax.nn` does; `flash_attention_with_lse` has it in float32 and differentiable.
 
     Returns:
         o [*B, T, N, Hv] in query's dtype; with `return_residual` the pair of o and the natural
-        log-sum-exp [*B, T, N] in float32, heads last as in `jax.nn`.
+        log-sum-exp [*B, T, N] in key's dtype, heads last as in `jax.nn`.
 
     Raises:
         TypeError: and others, as `flash_attention` lists them.
@@ -343,8 +355,10 @@ def dot_product_attention(
         causal=is_causal,
         window=local_window_size,
         scale=scale,
-        q_lengths=validate.of_rank(query_seq_lengths, rank - 3),
-        kv_lengths=validate.of_rank(key_value_seq_lengths, rank - 3),
+        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
+        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
         backend="auto" if implementation is None else implementation,
     )
-    return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
+    if not return_residual:
+        return o
+    return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2)).astype(o.dtype)

@@ -250,7 +250,12 @@ def of_rank(x, rank: int):
     """x with axes of 1 in front up to this rank, or without one where it has one too many."""
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
     if x.ndim == rank + 1 and x.shape[0] == 1:
         return x[0]
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def lengths_of_rank(x, rank: int):
+    """Lengths likewise; one for all entries stays one."""
+    return x if x is None or not np.ndim(x) else of_rank(x, rank)
