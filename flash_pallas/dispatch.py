@@ -77,7 +77,7 @@ def _tiles(backend: Backend, problem: Problem) -> tuple[Any, tables.Tuned | None
     if tuned is not None:
         try:
             return backend.blocks(problem, tuned.blocks), tuned
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             tables.ignore(tuned.path, str(error))
     return backend.blocks(problem, None), None
 
