@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import hints
 from .core import dropout, mods
 from .core.mask import Mask
 from .integer_arguments import as_int32, is_array, seed_words
@@ -255,11 +256,9 @@ def _pairwise(name: str, x, sizes: Sizes):
     full = (*sizes.batch_shape, sizes.q_heads, sizes.q_len, sizes.kv_len)
     fits = x.ndim == len(full) and all(a in (1, b) for a, b in zip(x.shape, full, strict=True))
     if not fits:
-        hint = ""
+        hint = hints.missing_axes(name, x.shape, full)
         if x.ndim == len(full) and x.shape[-3] == sizes.kv_heads != sizes.q_heads:
             hint = f"; heads are those of q: repeat each {sizes.q_heads // sizes.kv_heads} times"
-        elif x.ndim < len(full):
-            hint = f"; add the missing axes, as in {name}[None]"
         raise ValueError(
             f"{name} has shape {x.shape}: it must be [*batch, heads, q_length, kv_length], each as "
             f"in {full} or 1{hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -68,8 +69,8 @@ def append_kv(
         page_table: int32 [B, max_pages], for a cache of pages: where token j of sequence b goes is
             row j % page_size of page page_table[b, j // page_size].
         k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
-            to what the dtype holds (int8: 127 either way). As of `flash_decode`: [K], [B, K], or
-            for pages [P, K].
+            to what the dtype holds (int8: 127 either way); by a scale of 0 to 0. As of
+            `flash_decode`: [K], [B, K], or for pages [P, K].
         v_scale: likewise, for the values.
         rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
             as `apply_rope` does, before they are stored; rotate the queries likewise. None is no
@@ -224,7 +225,9 @@ def _rows(place, room: int, shape, page_table):
 def _quantised(x, scale, rows, dtype):
     """x [B, T, K, H] in the cache's dtype, divided by the scale of its row of the cache."""
     scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
-    x = jnp.asarray(x).astype(jnp.float32) / jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    scale = jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
+    x = jnp.where(scale == 0, 0.0, jnp.asarray(x).astype(jnp.float32) / scale)
     if jnp.issubdtype(dtype, jnp.integer):
         x, most = jnp.round(x), float(jnp.iinfo(dtype).max)
     else:
@@ -233,7 +236,7 @@ def _quantised(x, scale, rows, dtype):
 
 
 def _check_rotates(theta, k):
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ValueError(f"rope_theta is {theta!r}: it must be None or a positive number")
     if not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize == 1:
         raise TypeError(f"k has dtype {k.dtype}: to be rotated by rope_theta it must be wider")

@@ -27,6 +27,7 @@ RANKS = {
     "vjp": 5,
     "validate": 5,
     "integer_arguments": 1,
+    "hints": 1,
     "arguments": 4,
     "api": 6,
     "validate_decode": 6,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,17 @@ BAD = {
     "mask rank": (
         {"mask": jnp.ones((8, 10), bool)},
         ValueError,
-        r"\(8, 10\).*\[\*batch, heads, q_length, kv_length\].*\(2, 4, 8, 10\).*mask\[None\]",
+        r"\(8, 10\).*\(2, 4, 8, 10\).*mask\[None, None, :, :\] if it is \[q_length, kv_length\]$",
+    ),
+    "mask of padding": (
+        {"mask": jnp.ones((2, 10), bool)},
+        ValueError,
+        r"\(2, 10\).*as in mask\[:, None, None, :\] if it is \[batch, kv_length\]$",
+    ),
+    "bias of heads": (
+        {"bias": jnp.ones((4, 8, 10))},
+        ValueError,
+        r"as in bias\[None, :, :, :\] if it is \[heads, q_length, kv_length\]$",
     ),
     "mask rank 5": ({"mask": jnp.ones((1, *FULL), bool)}, ValueError, r"mask.*\(1, 2, 4, 8, 10\)"),
     "mask length": (
@@ -229,3 +241,12 @@ def test_empty_calls_keep_their_sinks():
     np.testing.assert_allclose(lse, np.broadcast_to(sinks[None, :, None], (2, 4, 8)), rtol=1e-6)
     most = fp.flash_attention_with_max_logit(Q, K[:, :0], K[:, :0], sinks=sinks)[2]
     assert most.shape == (2, 4, 8) and jnp.isneginf(most).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 10), (2, 10), (2, 8, 10), (4, 8, 10)], ids=str)
+def test_the_hint_of_a_mask_of_few_axes_works(shape):
+    mask = jnp.ones(shape, bool)
+    with pytest.raises(ValueError, match="add axes, as in") as caught:
+        fp.flash_attention(Q, K, K, mask=mask)
+    (way,) = re.findall(r"mask(\[[^\]]*\]) if", str(caught.value))
+    assert fp.flash_attention(Q, K, K, mask=eval(f"mask{way}")).shape == Q.shape
