@@ -28,7 +28,14 @@ SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 save_attention = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 """A policy for `jax.checkpoint`: keep O and the log-sum-exp, recompute the rest.
 
-With it a rematerialised layer does not run the forward kernel a second time.
+With it a rematerialised layer does not run the forward kernel a second time. The backward starts
+from both, so a policy that keeps neither, or only what a model calls the result of attention, as
+`save_only_these_names("context")` does, runs the kernel again. Combine it with this one,
+
+    jax.checkpoint_policies.save_from_both_policies(theirs, save_attention)
+
+or put the names "flash_attention_out" and "flash_attention_lse" among its own, in place of that of
+the result, which would be O once more. Policies that offload take the names likewise.
 """
 
 
