@@ -29,7 +29,7 @@ def flash_attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    q_offset: int | Int[Array, "*B"] = 0,
+    q_offset: int | Int[Array, "*B"] | None = None,
     q_segment_ids: Int[Array, "*B T"] | None = None,
     kv_segment_ids: Int[Array, "*B S"] | None = None,
     q_lengths: Int[Array, "*B"] | None = None,
@@ -73,9 +73,10 @@ def flash_attention(
         window: (left, right): the query at position i sees the keys at i - left to i + right, both
             included; None is unbounded, an int is both sides. Keys outside are never loaded.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        q_offset: position of query 0, where key 0 has position 0. The default aligns the first
-            query with the first key, S - T the last with the last. An int, or an integer array [*B]
-            (or a scalar), which may be traced and changes without recompiling. Positions beyond
+        q_offset: position of query 0, where key 0 has position 0. 0, which None means, aligns the
+            first query with the first key as `jax.nn` does, S - T the last with the last as
+            FlashAttention does; one causal query of several keys must say it. An int, or integers
+            [*B] (or one), which may be traced and change without recompiling. Positions beyond
             2**30 either way raise; those of a jax array are clipped to it.
         q_segment_ids: integers [*B, T]. A query sees the keys with its own id; negative ids are
             padding, which sees and is seen by nothing and may hold anything. Ids need be neither
@@ -355,6 +356,7 @@ def dot_product_attention(
         causal=is_causal,
         window=local_window_size,
         scale=scale,
+        q_offset=0,
         q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
         kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
         backend="auto" if implementation is None else implementation,

@@ -27,7 +27,7 @@ class Arguments:
     causal: bool = False
     window: Any = None
     scale: Any = None
-    q_offset: Any = 0
+    q_offset: Any = None
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     q_lengths: Any = None
@@ -152,12 +152,16 @@ def _side(window, side) -> int | None:
     return min(size, MAX_OFFSET)
 
 
-def offset(q_offset, sizes: Sizes):
+def offset(q_offset, sizes: Sizes, causal: bool = False):
     """(int, None) for an offset known now, (0, int32[B]) for an array.
 
     Beyond 2**30 positions would wrap: such an int, or one in a numpy array, is refused, and in a
     jax array clipped, which hides and shows the same keys.
     """
+    if q_offset is None:
+        if causal and sizes.q_len == 1 < sizes.kv_len:
+            raise ValueError(hints.one_causal_query(sizes.kv_len))
+        return 0, None
     if isinstance(q_offset, (jax.Array, np.ndarray)):
         if isinstance(q_offset, np.ndarray) and np.issubdtype(q_offset.dtype, np.integer):
             for found in (q_offset.min(initial=0), q_offset.max(initial=0)):
