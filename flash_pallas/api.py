@@ -109,7 +109,8 @@ def flash_attention(
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
             on xla. "default" is that on hopper, and what XLA does (TF32 on GPUs) on xla.
         backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
-            this one or raises.
+            this one or raises. It is chosen for where the arrays were put, or `jax.default_device`
+            is; for other devices than the default ones, under jit say "xla".
         blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
 
     Returns:
@@ -270,7 +271,8 @@ def explain(q, k, v, *, backend="auto", blocks=None, **options) -> Explanation:
     """
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, Arguments(**options))
-    return dispatch.explanation(call.problem, backend, override)
+    platform = dispatch.platform_of((q, k, v))
+    return dispatch.explanation(call.problem, backend, override, platform)
 
 
 def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -280,7 +282,7 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
     if call.is_empty:
         dispatch.check_name(backend)
         return call.empty_result()
-    chosen = dispatch.select(call.problem, backend)
+    chosen = dispatch.select(call.problem, backend, dispatch.platform_of((q, k, v)))
     tiles = dispatch.tiles(chosen, call.problem, override)
     return call.unfold(*_attend(chosen, call.spec, tiles, call.operands))
 

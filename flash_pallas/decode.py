@@ -118,7 +118,7 @@ def flash_decode(
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
     problem = decode.describe(operands, spec)
-    chosen = dispatch.select(problem, backend)
+    chosen = dispatch.select(problem, backend, dispatch.platform_of((q, k, v)))
     o, lse = _decode(chosen, spec, chosen.decode_blocks(problem), operands)
     return (o, lse) if with_lse else o
 
@@ -149,7 +149,8 @@ def explain_decode(q, k, v, *, backend: str = "auto", **options) -> Explanation:
         XlaDecodeBlocks(block_kv=64, num_splits=2)
     """
     spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
-    return dispatch.explanation(decode.describe(operands, spec), backend)
+    platform = dispatch.platform_of((q, k, v))
+    return dispatch.explanation(decode.describe(operands, spec), backend, platform=platform)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

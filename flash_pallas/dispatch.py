@@ -27,13 +27,14 @@ AUTO = "auto"
 _log = logging.getLogger("flash_pallas")
 
 
-def select(problem: Problem | DecodeProblem, name: str) -> Backend:
+def select(problem: Problem | DecodeProblem, name: str, platform: str | None = None) -> Backend:
     """The backend that runs `problem`.
 
     Args:
         problem: the shapes, of attention or of decoding.
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
+        platform: where it will run, from `platform_of`; None is JAX's default backend.
 
     Raises:
         ValueError: an unknown name.
@@ -41,17 +42,31 @@ def select(problem: Problem | DecodeProblem, name: str) -> Backend:
     """
     check_name(name)
     if name != AUTO:
-        if reason := _refusal(BACKENDS[name], problem):
-            raise UnsupportedByBackend(f"backend={name!r}: {reason}; {_way_out(problem, name)}")
+        if reason := _refusal(BACKENDS[name], problem, platform):
+            way_out = _way_out(problem, name, platform)
+            raise UnsupportedByBackend(f"backend={name!r}: {reason}; {way_out}")
         return BACKENDS[name]
     for backend in BACKENDS.values():
-        reason = _refusal(backend, problem)
+        reason = _refusal(backend, problem, platform)
         if reason is None:
             return backend
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
         if jax.default_backend() == "gpu":
             _log_once(f"backend {backend.name!r} was passed over: {reason}")
     raise AssertionError("the last backend takes every problem")
+
+
+def platform_of(arrays) -> str | None:
+    """The platform ("cpu", "gpu") that a call on these arrays will run on, as far as can be seen.
+
+    That of the device that one of them was put on, else that of `jax.default_device`; None where
+    neither says. While jit traces, only the second can be seen.
+    """
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            return next(iter(x.devices())).platform
+    default = jax.config.jax_default_device
+    return default if default is None or isinstance(default, str) else default.platform
 
 
 def tiles(backend: Backend, problem: Problem, override: dict[str, Any] | None = None) -> Any:
@@ -146,7 +161,10 @@ class Explanation:
 
 
 def explanation(
-    problem: Problem | DecodeProblem, name: str, override: dict[str, Any] | None = None
+    problem: Problem | DecodeProblem,
+    name: str,
+    override: dict[str, Any] | None = None,
+    platform: str | None = None,
 ) -> Explanation:
     """What `select` and the chosen backend's `blocks` would answer, without running anything.
 
@@ -158,14 +176,14 @@ def explanation(
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons = dict.fromkeys(BACKENDS, "there is no query or no key, so nothing to compute")
         return Explanation(problem, "none", None, reasons)
-    chosen = select(problem, name)
+    chosen = select(problem, name, platform)
     not_needed = (
         "another backend was asked for"
         if name != AUTO
         else f"{chosen.name!r} can run and is preferred"
     )
     reasons = {
-        other.name: _refusal(other, problem) or not_needed
+        other.name: _refusal(other, problem, platform) or not_needed
         for other in BACKENDS.values()
         if other is not chosen
     }
@@ -194,14 +212,22 @@ def check_name(name):
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(map(repr, choices))}")
 
 
-def _refusal(backend: Backend, problem: Problem | DecodeProblem) -> str | None:
+def _refusal(
+    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
+) -> str | None:
+    default = jax.default_backend()
+    if platform not in (None, default) and backend.name != XlaBackend.name:
+        return (
+            f"the arrays are on the {platform}, and its kernels would be compiled for the {default}"
+        )
     if isinstance(problem, DecodeProblem):
         return backend.unsupported_decode(problem)
     return backend.unsupported(problem)
 
 
-def _way_out(problem: Problem | DecodeProblem, name: str) -> str:
-    able = [b.name for b in BACKENDS.values() if b.name != name and not _refusal(b, problem)]
+def _way_out(problem: Problem | DecodeProblem, name: str, platform: str | None) -> str:
+    others = (b for b in BACKENDS.values() if b.name != name)
+    able = [b.name for b in others if not _refusal(b, problem, platform)]
     return f"backend='auto' or {able[0]!r} can run this call"
 
 

@@ -255,6 +255,13 @@ def test_export():
     assert_close(exported.call(*args), causal(*args))
 
 
+def test_export_for_several_platforms_from_a_host_without_a_gpu_is_the_jnp_version():
+    args = inputs()
+    exported = jax.export.export(jax.jit(causal), platforms=["cuda", "cpu"])(*args)
+    assert "mosaic" not in exported.mlir_module() and exported.platforms == ("cuda", "cpu")
+    assert_close(exported.call(*args), causal(*args))
+
+
 def test_donation_and_ahead_of_time():
     q, k, v = inputs(kv_len=9)
     expected = causal(q, k, v)
