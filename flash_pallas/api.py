@@ -14,7 +14,7 @@ from .dispatch import Explanation
 from .keywords import same_arguments, suggested
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Int32
+    from jaxtyping import Array, Bool, Float, Int
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _attend = jax.jit(vjp.attend, static_argnums=(0, 1, 2))
@@ -29,7 +29,7 @@ def flash_attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    q_offset: int | Int32[Array, "*B"] = 0,
+    q_offset: int | Int[Array, "*B"] | None = None,
     q_segment_ids: Int[Array, "*B T"] | None = None,
     kv_segment_ids: Int[Array, "*B S"] | None = None,
     q_lengths: Int[Array, "*B"] | None = None,
@@ -60,6 +60,9 @@ def flash_attention(
     A query that sees no key returns zeros, has zero gradients and never makes a NaN;
     `jax.nn.dot_product_attention` returns the mean of `v` there.
 
+    Integers may have any integer dtype. A known value that does not fit int32 raises; a traced one
+    is clipped to it, so ids from 2**31 - 1 on are then one document.
+
     Args:
         q: queries [*B, T, N, H], bfloat16, float16, float32 or float64. Any number of leading batch
             dimensions, none included. Numpy arrays are taken too.
@@ -70,15 +73,17 @@ def flash_attention(
         window: (left, right): the query at position i sees the keys at i - left to i + right, both
             included; None is unbounded, an int is both sides. Keys outside are never loaded.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        q_offset: position of query 0, where key 0 has position 0. The default aligns the first
-            query with the first key, S - T the last with the last. An int, or an int32 array [*B]
-            (or a scalar), which may be traced and changes without recompiling.
-        q_segment_ids: int32 [*B, T]. A query sees the keys with its own id; negative ids are
+        q_offset: position of query 0, where key 0 has position 0. 0, which None means, aligns the
+            first query with the first key as `jax.nn` does, S - T the last with the last as
+            FlashAttention does; one causal query of several keys must say it. An int, or integers
+            [*B] (or one), which may be traced and change without recompiling. Positions beyond
+            2**30 either way raise; those of a jax array are clipped to it.
+        q_segment_ids: integers [*B, T]. A query sees the keys with its own id; negative ids are
             padding, which sees and is seen by nothing and may hold anything. Ids need be neither
             sorted nor contiguous, but blocks of keys are skipped only where they are.
-        kv_segment_ids: int32 [*B, S], the same for keys; given together with q_segment_ids.
-        q_lengths: int32 [*B] or a scalar: queries from there on see nothing and may hold anything.
-        kv_lengths: int32 [*B] or a scalar: keys from there on are hidden and may hold anything.
+        kv_segment_ids: integers [*B, S], the same for keys; given together with q_segment_ids.
+        q_lengths: integers [*B] or one: queries from there on see nothing and may hold anything.
+        kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
             1. Its gradient has its own shape: the kernel itself sums over broadcast axes.
         mask: bool of the same shapes, True is visible.
@@ -91,7 +96,8 @@ def flash_attention(
         dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
             others are divided by what is left.
         dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
-            depends on it, batch entry, head and positions alone: not on backend, tiles or vmap.
+            depends on it, batch entry, head and positions alone: not on backend, tiles or vmap, nor
+            on the type of a number: 3, np.int64(3) and a traced jnp.uint32(3) are one seed.
         broadcast_dropout: drop the same for every batch entry and head.
         shard_axes: inside `jax.shard_map`, the mesh axes that cut the first batch dimension and the
             heads, each a name, a tuple or None: dropout, and b and n of mods, count in the whole.
@@ -104,7 +110,8 @@ def flash_attention(
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
             on xla. "default" is that on hopper, and what XLA does (TF32 on GPUs) on xla.
         backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
-            this one or raises.
+            this one or raises. It is chosen for where the arrays were put, or `jax.default_device`
+            is; for other devices than the default ones, under jit say "xla".
         blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
 
     Returns:
@@ -254,7 +261,8 @@ def explain(
     override = validate.check_blocks(blocks)
     shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
     problem = validate.of_shapes(shapes, q, k, v, options)
-    return dispatch.explanation(problem, backend, override, device)
+    platform = dispatch.platform_of((q, k, v))
+    return dispatch.explanation(problem, backend, override, device, platform)
 
 
 def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -264,7 +272,7 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
     if call.is_empty:
         dispatch.check_name(backend)
         return call.empty_result()
-    chosen = dispatch.select(call.problem, backend)
+    chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
     tiles = dispatch.tiles(chosen, call.problem, override)
     try:
         found = _attend(chosen, call.spec, tiles, call.operands)
@@ -298,8 +306,19 @@ def dot_product_attention(
 ):
     """`flash_attention` behind the signature of `jax.nn.dot_product_attention`.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). One difference: a query that sees no key
-    returns zeros, where `jax.nn` returns the mean of `value`.
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Where `jax.nn` differs:
+
+    - a query that sees no key, or lies beyond `query_seq_lengths`, returns zeros and a log-sum-exp
+      of -inf; `jax.nn` returns the mean of `value`;
+    - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders;
+    - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
+    - products of float32 arrays are not TF32, see `precision` of `flash_attention`;
+    - lengths are known while tracing: there is no export with symbolic shapes;
+    - a sequence axis that is sharded is refused, and no device gathers it;
+    - `implementation` names other choices, and there is no "cudnn".
+
+    Like `jax.nn`, `is_causal` counts queries and keys from the start of both: a single query of a
+    longer cache sees key 0 alone. For decoding see `q_offset` of `flash_attention`.
 
     Args:
         query: [*B, T, N, H], or [T, N, H].
@@ -310,15 +329,16 @@ def dot_product_attention(
         mask: bool of the same shapes, True is visible.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         is_causal: the query i sees the keys up to and including i.
-        query_seq_lengths: [B]; queries from there on return zeros.
-        key_value_seq_lengths: [B]; keys from there on are hidden.
+        query_seq_lengths: [B], or one for all; queries from there on return zeros.
+        key_value_seq_lengths: [B], or one for all; keys from there on are hidden.
         local_window_size: (left, right), both included, or an int for both.
         implementation: None, "auto", "hopper", "portable" or "xla": `backend` of `flash_attention`.
-        return_residual: also return the log-sum-exp.
+        return_residual: also return the log-sum-exp, without a gradient and in `key`'s dtype as
+            `jax.nn` does; `flash_attention_with_lse` has it in float32 and differentiable.
 
     Returns:
         o [*B, T, N, Hv] in query's dtype; with `return_residual` the pair of o and the natural
-        log-sum-exp [*B, T, N] in float32, heads last as in `jax.nn`.
+        log-sum-exp [*B, T, N] in key's dtype, heads last as in `jax.nn`.
 
     Raises:
         TypeError: and others, as `flash_attention` lists them.
@@ -340,8 +360,11 @@ def dot_product_attention(
         causal=is_causal,
         window=local_window_size,
         scale=scale,
-        q_lengths=validate.of_rank(query_seq_lengths, rank - 3),
-        kv_lengths=validate.of_rank(key_value_seq_lengths, rank - 3),
+        q_offset=0,
+        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
+        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
         backend="auto" if implementation is None else implementation,
     )
-    return (o, jnp.swapaxes(lse, -1, -2)) if return_residual else o
+    if not return_residual:
+        return o
+    return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2)).astype(o.dtype)

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import hints
 from .core import dropout, explicit_axes, mods
 from .core.mask import Mask
+from .integer_arguments import as_int32, is_array, seed_words
 from .number_arguments import scale as scale
 from .number_arguments import softcap as softcap
 
@@ -29,7 +31,7 @@ class Arguments:
     causal: bool = False
     window: Any = None
     scale: Any = None
-    q_offset: Any = 0
+    q_offset: Any = None
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     q_lengths: Any = None
@@ -128,10 +130,22 @@ def _side(window, side) -> int | None:
     return min(size, MAX_OFFSET)
 
 
-def offset(q_offset, sizes: Sizes):
-    """(int, None) for an offset known now, (0, int32[B]) for an array."""
+def offset(q_offset, sizes: Sizes, causal: bool = False):
+    """(int, None) for an offset known now, (0, int32[B]) for an array.
+
+    Beyond 2**30 positions would wrap: such an int, or one in a numpy array, is refused, and in a
+    jax array clipped, which hides and shows the same keys.
+    """
+    if q_offset is None:
+        if causal and sizes.q_len == 1 < sizes.kv_len:
+            raise ValueError(hints.one_causal_query(sizes.kv_len))
+        return 0, None
     if isinstance(q_offset, (jax.Array, np.ndarray)):
-        return 0, _per_entry("q_offset", q_offset, sizes, exact=True)
+        if isinstance(q_offset, np.ndarray) and np.issubdtype(q_offset.dtype, np.integer):
+            for found in (q_offset.min(initial=0), q_offset.max(initial=0)):
+                _check_offset(int(found))
+        found = _per_entry("q_offset", q_offset, sizes)
+        return 0, jax.lax.clamp(jnp.int32(-MAX_OFFSET), found, jnp.int32(MAX_OFFSET))
     try:
         found = operator.index(q_offset)
     except TypeError:
@@ -140,9 +154,13 @@ def offset(q_offset, sizes: Sizes):
         raise TypeError(
             f"q_offset must be an int or an int32 array of the batch's shape, got {q_offset!r}"
         )
+    _check_offset(found)
+    return found, None
+
+
+def _check_offset(found: int):
     if abs(found) > MAX_OFFSET:
         raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
-    return found, None
 
 
 def lengths(name: str, value, longest: int | None, sizes: Sizes):
@@ -151,25 +169,20 @@ def lengths(name: str, value, longest: int | None, sizes: Sizes):
         return None
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an int32 array {sizes.batch_shape}, got {value!r}")
-    value = jnp.asarray(value, jnp.int32) if isinstance(value, int) else value
-    value = _per_entry(name, value, sizes, exact=False)
+    value = as_int32(name, value) if isinstance(value, int) else value
+    value = _per_entry(name, value, sizes)
     return value if longest is None else jnp.clip(value, 0, longest)
 
 
-def _per_entry(name: str, value, sizes: Sizes, exact: bool):
+def _per_entry(name: str, value, sizes: Sizes):
     """int32[B] of one integer per batch entry, or of one for all."""
-    value = _array(name, value, sizes.batch_shape)
-    good = value.dtype == jnp.int32 if exact else jnp.issubdtype(value.dtype, jnp.integer)
-    if not good:
-        raise TypeError(
-            f"{name} has dtype {value.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
-        )
+    value = _integers(name, value, sizes.batch_shape)
     if value.shape not in ((), sizes.batch_shape):
         raise ValueError(
             f"{name} has shape {value.shape}: it must be one per batch entry, {sizes.batch_shape}, "
             "or a scalar for all"
         )
-    return explicit_axes.folded(jnp.broadcast_to(value, sizes.batch_shape), 0).astype(jnp.int32)
+    return explicit_axes.folded(jnp.broadcast_to(value, sizes.batch_shape), 0)
 
 
 def segments(q_ids, kv_ids, sizes: Sizes):
@@ -189,14 +202,10 @@ def segments(q_ids, kv_ids, sizes: Sizes):
 
 def _ids(name: str, ids, length: int, sizes: Sizes):
     shape = (*sizes.batch_shape, length)
-    ids = _array(name, ids, shape)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} has dtype {ids.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
-        )
+    ids = _integers(name, ids, shape)
     if ids.shape != shape:
         raise ValueError(f"{name} has shape {ids.shape}: it must be [*batch, length], {shape}")
-    return explicit_axes.folded(ids, 1).astype(jnp.int32)
+    return explicit_axes.folded(ids, 1)
 
 
 def bias(value, sizes: Sizes):
@@ -229,11 +238,9 @@ def _pairwise(name: str, x, sizes: Sizes):
     full = (*sizes.batch_shape, sizes.q_heads, sizes.q_len, sizes.kv_len)
     fits = x.ndim == len(full) and all(a in (1, b) for a, b in zip(x.shape, full, strict=True))
     if not fits:
-        hint = ""
+        hint = hints.missing_axes(name, x.shape, full)
         if x.ndim == len(full) and x.shape[-3] == sizes.kv_heads != sizes.q_heads:
             hint = f"; heads are those of q: repeat each {sizes.q_heads // sizes.kv_heads} times"
-        elif x.ndim < len(full):
-            hint = f"; add the missing axes, as in {name}[None]"
         raise ValueError(
             f"{name} has shape {x.shape}: it must be [*batch, heads, q_length, kv_length], each as "
             f"in {full} or 1{hint}"
@@ -293,20 +300,9 @@ def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
             f"dropout_rate is {rate} and dropout_seed is None: pass a key, as in "
             "dropout_seed=jax.random.key(0), a new one for every call"
         )
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer, np.ndarray, jax.Array)):
-        raise TypeError(f"dropout_seed must be an int, an integer array or a key, got {seed!r}")
-    if isinstance(seed, (jax.Array, np.ndarray)):
-        is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
-        if not (is_key or jnp.issubdtype(seed.dtype, jnp.integer)):
-            raise TypeError(
-                f"dropout_seed has dtype {seed.dtype}: it must be an integer or a key of jax.random"
-            )
-        seed = seed if is_key else jnp.asarray(seed)
-    else:
-        seed = int(seed)
     batch, heads = (1, 1) if shared else (sizes.batch, sizes.q_heads)
-    words, first = dropout.seed_words(seed), (0, 0) if shared else sizes.first
-    keys = dropout.call_keys(words, batch, heads, first)
+    first = (0, 0) if shared else sizes.first
+    keys = dropout.call_keys(seed_words(seed), batch, heads, first)
     return jnp.broadcast_to(keys, (sizes.batch, sizes.q_heads))
 
 
@@ -324,7 +320,13 @@ def mod(name: str, function, sizes: Sizes):
 
 
 def _array(name: str, x, shape):
-    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
-    if not is_array:
+    if not is_array(x):
         raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
     return jnp.asarray(x)
+
+
+def _integers(name: str, x, shape):
+    """An int32 array of this one, which may have any integer dtype."""
+    if not is_array(x):
+        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+    return as_int32(name, x)

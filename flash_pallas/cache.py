@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 from .core import explicit_axes
 from .core.decode import QUANTISED
 from .core.rope import apply_rope
+from .integer_arguments import as_int32
 from .validate_decode import cache_scale
 
 if TYPE_CHECKING:
@@ -70,8 +72,8 @@ def append_kv(
         page_table: int32 [B, max_pages], for a cache of pages: where token j of sequence b goes is
             row j % page_size of page page_table[b, j // page_size].
         k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
-            to what the dtype holds (int8: 127 either way). As of `flash_decode`: [K], [B, K], or
-            for pages [P, K].
+            to what the dtype holds (int8: 127 either way); by a scale of 0 to 0. As of
+            `flash_decode`: [K], [B, K], or for pages [P, K].
         v_scale: likewise, for the values.
         rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
             as `apply_rope` does, before they are stored; rotate the queries likewise. None is no
@@ -99,14 +101,14 @@ def append_kv(
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
     if page_table is not None:
-        _check_integers("page_table", page_table, 2, len(old.lengths))
+        page_table = _integers("page_table", page_table, 2, len(old.lengths))
     elif len(old.k) != len(old.lengths):
         raise ValueError(
             f"cache has keys of shape {old.k.shape} for {len(old.lengths)} sequences: pass "
             "page_table if these are pages"
         )
     if new_lengths is not None:
-        _check_integers("new_lengths", new_lengths, 1, len(old.lengths))
+        new_lengths = _integers("new_lengths", new_lengths, 1, len(old.lengths))
     if rope_theta is not None:
         _check_rotates(rope_theta, k)
     scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
@@ -148,8 +150,7 @@ def gather_pages(
         raise ValueError(
             f"pages has shape {pages.shape}: it must be [num_pages, page_size, heads, head_dim]"
         )
-    _check_integers("page_table", page_table, 2, len(page_table))
-    table = jnp.asarray(page_table)
+    table = _integers("page_table", page_table, 2, None)
     spec = PartitionSpec(*explicit_axes.spec_of(table)[:1], None, *explicit_axes.spec_of(pages)[2:])
     return explicit_axes.compiled_as_auto(_gathered, (pages, table), spec)
 
@@ -182,9 +183,11 @@ def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
     for name, x in (("page_table", page_table), ("kv_lengths", kv_lengths)):
         if isinstance(x, jax.core.Tracer):
             raise TypeError(f"{name} is traced: check_pages needs values, call it outside jax.jit")
-    table, lengths = np.asarray(page_table), np.asarray(kv_lengths)
-    _check_integers("kv_lengths", lengths, 1, lengths.size)
-    _check_integers("page_table", table, 2, len(lengths))
+    for name, x in (("num_pages", num_pages), ("page_size", page_size)):
+        if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < 1:
+            raise ValueError(f"{name} is {x!r}: it must be a positive int, as of the cache")
+    lengths = np.asarray(_integers("kv_lengths", np.asarray(kv_lengths), 1, None))
+    table = np.asarray(_integers("page_table", np.asarray(page_table), 2, len(lengths)))
     room = table.shape[1] * page_size
     for b in np.flatnonzero((lengths < 0) | (lengths > room))[:1]:
         raise ValueError(
@@ -244,7 +247,7 @@ def _rows(place, room: int, shape, page_table):
         return jnp.arange(len(place), dtype=jnp.int32)[:, None], place
     num_pages, page_size = shape[:2]
     column = jnp.minimum(place // page_size, page_table.shape[1] - 1)
-    page = jnp.take_along_axis(jnp.asarray(page_table).astype(jnp.int32), column, axis=1)
+    page = jnp.take_along_axis(page_table, column, axis=1)
     # A negative index would count from the end.
     exists = (place < room) & (page >= 0)
     return jnp.where(exists, page, num_pages), place % page_size
@@ -253,7 +256,9 @@ def _rows(place, room: int, shape, page_table):
 def _quantised(x, scale, rows, dtype):
     """x [B, T, K, H] in the cache's dtype, divided by the scale of its row of the cache."""
     scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
-    x = jnp.asarray(x).astype(jnp.float32) / jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    scale = jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
+    x = jnp.where(scale == 0, 0.0, jnp.asarray(x).astype(jnp.float32) / scale)
     if jnp.issubdtype(dtype, jnp.integer):
         x, most = jnp.round(x), float(jnp.iinfo(dtype).max)
     else:
@@ -262,7 +267,7 @@ def _quantised(x, scale, rows, dtype):
 
 
 def _check_rotates(theta, k):
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ValueError(f"rope_theta is {theta!r}: it must be None or a positive number")
     if not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize == 1:
         raise TypeError(f"k has dtype {k.dtype}: to be rotated by rope_theta it must be wider")
@@ -288,8 +293,7 @@ def _checked_cache(cache) -> KVCache:
             f"cache.k has shape {old.k.shape} and cache.v {old.v.shape}: all but the head dim must "
             "be the same"
         )
-    _check_integers("cache.lengths", old.lengths, 1, jnp.size(old.lengths))
-    return old
+    return old._replace(lengths=_integers("cache.lengths", old.lengths, 1, None))
 
 
 def _check_new(name: str, x, scale, cache, batch: int):
@@ -312,11 +316,14 @@ def _check_new(name: str, x, scale, cache, batch: int):
         )
 
 
-def _check_integers(name: str, x, rank: int, batch: int):
+def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:
+    """An int32 array of this rank for so many sequences, None for any number."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}: it must be int32")
-    if x.ndim != rank or x.shape[0] != batch:
+    if x.ndim != rank or batch not in (None, x.shape[0]):
         shape = "[batch]" if rank == 1 else "[batch, max_pages]"
-        raise ValueError(f"{name} has shape {x.shape}: it must be {shape} for {batch} sequences")
+        count = "" if batch is None else f" for {batch} sequences"
+        raise ValueError(f"{name} has shape {x.shape}: it must be {shape}{count}")
+    return as_int32(name, x)

@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 from . import arguments as checks
 from . import batching, dispatch, sharding, validate, validate_decode
 from .backends.base import Backend
-from .core import decode, manual_axes, softmax
+from .core import decode, manual_axes, softmax, undifferentiable
 from .core.decode import DecodeOperands, DecodeSpec
 from .core.problem import Outputs
 from .dispatch import Explanation
@@ -20,7 +20,7 @@ from .keywords import suggested, unexpected
 from .validate_decode import DecodeArguments
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Int32
+    from jaxtyping import Array, Float, Int
 
 
 @suggested
@@ -30,14 +30,14 @@ def flash_decode(
     v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"],
     *,
     kv_lengths: int | Int[Array, "*#B"] | None = None,
-    q_offset: int | Int32[Array, "*#B"] | None = None,
+    q_offset: int | Int[Array, "*#B"] | None = None,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "*#B N"] | None = None,
     alibi_slopes: Float[Array, "*#B N"] | None = None,
     scale: float | None = None,
     num_splits: int | str = "auto",
-    page_table: Int32[Array, "B max_pages"] | None = None,
+    page_table: Int[Array, "B max_pages"] | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
@@ -121,7 +121,7 @@ def flash_decode(
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
     problem = decode.describe(operands, spec)
-    chosen = dispatch.select(problem, backend)
+    chosen = dispatch.select(problem, backend, platform=dispatch.platform_of((q, k, v)))
     o, lse = _decode(chosen, spec, operands)
     return (o, lse) if with_lse else o
 
@@ -163,7 +163,8 @@ def explain_decode(
         return decode.describe(operands, spec)
 
     problem = validate.of_shapes(shapes, q, k, v, options)
-    return dispatch.explanation(problem, backend, device=device)
+    platform = dispatch.platform_of((q, k, v))
+    return dispatch.explanation(problem, backend, device=device, platform=platform)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -199,11 +200,15 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
 
 
 @_attend.defjvp
-def _no_derivative(backend, spec, primals, tangents):
-    raise NotImplementedError(
-        "flash_decode has no derivative: use flash_attention(q, k, v, causal=True, q_offset=..., "
-        "kv_lengths=...), or jax.lax.stop_gradient on its arguments"
-    )
+def _no_derivative(backend, spec, primals, given):
+    out = _attend(backend, spec, *primals)
+    return out, undifferentiable.tangents(out, given, NO_DERIVATIVE)
+
+
+NO_DERIVATIVE = (
+    "flash_decode has no derivative: use flash_attention(q, k, v, causal=True, q_offset=..., "
+    "kv_lengths=...), or jax.lax.stop_gradient on its arguments or its result"
+)
 
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.

@@ -28,7 +28,12 @@ AUTO = "auto"
 _log = logging.getLogger("flash_pallas")
 
 
-def select(problem: Problem | DecodeProblem, name: str, device: Device | None = None) -> Backend:
+def select(
+    problem: Problem | DecodeProblem,
+    name: str,
+    device: Device | None = None,
+    platform: str | None = None,
+) -> Backend:
     """The backend that runs `problem`.
 
     Args:
@@ -36,6 +41,7 @@ def select(problem: Problem | DecodeProblem, name: str, device: Device | None = 
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
         device: to answer for; None is the one here.
+        platform: where it will run, from `platform_of`; None is JAX's default backend.
 
     Raises:
         ValueError: an unknown name.
@@ -44,14 +50,14 @@ def select(problem: Problem | DecodeProblem, name: str, device: Device | None = 
     check_name(name)
     backends = _backends(device)
     if name != AUTO:
-        if reason := _refusal(backends[name], problem):
-            able = [b.name for b in backends.values() if not _refusal(b, problem)]
+        if reason := _refusal(backends[name], problem, platform):
+            able = [b.name for b in backends.values() if not _refusal(b, problem, platform)]
             raise UnsupportedByBackend(
                 f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
             )
         return backends[name]
     for backend in backends.values():
-        reason = _refusal(backend, problem)
+        reason = _refusal(backend, problem, platform)
         if reason is None:
             return backend
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
@@ -69,6 +75,19 @@ def _backends(device: Device | None) -> dict[str, Backend]:
         "hopper": HopperBackend(num_sms=device.sms, capability=device.capability),
         "portable": PortableBackend(capability=device.capability, multiprocessors=device.sms),
     }
+
+
+def platform_of(arrays) -> str | None:
+    """The platform ("cpu", "gpu") that a call on these arrays will run on, as far as can be seen.
+
+    That of the device that one of them was put on, else that of `jax.default_device`; None where
+    neither says. While jit traces, only the second can be seen.
+    """
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            return next(iter(x.devices())).platform
+    default = jax.config.jax_default_device
+    return default if default is None or isinstance(default, str) else default.platform
 
 
 def tiles(
@@ -105,7 +124,7 @@ def _tiles(backend: Backend, problem: Problem, kind: str | None) -> tuple[Any, t
     if tuned is not None:
         try:
             return backend.blocks(problem, tuned.blocks), tuned
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             tables.ignore(tuned.path, str(error))
     return backend.blocks(problem, None), None
 
@@ -182,6 +201,7 @@ def explanation(
     name: str,
     override: dict[str, Any] | None = None,
     device: str | None = None,
+    platform: str | None = None,
 ) -> Explanation:
     """What `select` and the chosen backend's `blocks` would answer, without running anything.
 
@@ -190,6 +210,7 @@ def explanation(
         name: "auto", or a backend's.
         override: the caller's tile sizes.
         device: a name of `devices.DEVICES`; None is the device here.
+        platform: as of `select`.
 
     Raises:
         ValueError: an unknown name, or tile sizes that the backend cannot take.
@@ -201,14 +222,16 @@ def explanation(
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons = dict.fromkeys(BACKENDS, "there is no query or no key, so nothing to compute")
         return Explanation(problem, "none", None, reasons, device=kind)
-    chosen = select(problem, name, there)
+    if there is not None:
+        platform = None  # not here, so wherever the arrays are
+    chosen = select(problem, name, there, platform)
     not_needed = (
         "another backend was asked for"
         if name != AUTO
         else f"{chosen.name!r} can run and is preferred"
     )
     reasons = {
-        other.name: _refusal(other, problem) or not_needed
+        other.name: _refusal(other, problem, platform) or not_needed
         for other in _backends(there).values()
         if other.name != chosen.name
     }
@@ -244,7 +267,14 @@ def check_name(name):
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(map(repr, choices))}")
 
 
-def _refusal(backend: Backend, problem: Problem | DecodeProblem) -> str | None:
+def _refusal(
+    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
+) -> str | None:
+    default = jax.default_backend()
+    if platform not in (None, default) and backend.name != XlaBackend.name:
+        return (
+            f"the arrays are on the {platform}, and its kernels would be compiled for the {default}"
+        )
     if isinstance(problem, DecodeProblem):
         return backend.unsupported_decode(problem)
     return backend.unsupported(problem)

@@ -7,6 +7,7 @@ that were not timed. What it says is what a caller could have passed as `blocks=
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,6 +16,7 @@ import pathlib
 import re
 import tempfile
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -91,8 +93,9 @@ def lookup(backend: str, problem: Problem, device: str | None = None) -> Tuned |
 
 def _tables(device: str | None) -> list[pathlib.Path]:
     """In order of precedence."""
-    shipped = _SHIPPED_FOR.get(device or _device())
-    return [user_path(device), *([_SHIPPED / shipped] if shipped else [])]
+    shipped, folder = _SHIPPED_FOR.get(device or _device()), _user_folder()
+    own = [] if folder is None else [folder / _file_name(device)]
+    return [*own, *([_SHIPPED / shipped] if shipped else [])]
 
 
 def user_path(kind: str | None = None) -> pathlib.Path:
@@ -100,17 +103,38 @@ def user_path(kind: str | None = None) -> pathlib.Path:
 
     It is in the folder that FLASH_PALLAS_CACHE_DIR names, else in flash_pallas under XDG_CACHE_HOME
     or ~/.cache.
+
+    Raises:
+        OSError: there is no such folder, as this user has no home directory.
     """
+    folder = _user_folder()
+    if folder is None:
+        raise OSError(
+            f"this user has no home directory to keep tile sizes in: set {CACHE_VARIABLE} to a "
+            "folder that can be written to"
+        )
+    return folder / _file_name(kind)
+
+
+def _user_folder() -> pathlib.Path | None:
+    """None where no variable names one and the user, as in many containers, has no home."""
     folder = os.environ.get(CACHE_VARIABLE)
-    if not folder:
-        caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        folder = pathlib.Path(caches) / "flash_pallas"
+    if folder:
+        return pathlib.Path(folder)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if caches.startswith("~") else pathlib.Path(caches) / "flash_pallas"
+
+
+def _file_name(kind: str | None) -> str:
     device = re.sub(r"[^a-z0-9]+", "_", (kind or _device()).lower()).strip("_")
-    return pathlib.Path(folder) / f"{device}_jax{_jax()}.json"
+    return f"{device}_jax{_jax()}.json"
 
 
 def store(path: pathlib.Path, name: str, blocks: dict[str, Any], gain: dict[str, float]) -> None:
     """Adds one call to a table, in one step; what else is in it stays.
+
+    Other processes and threads may do so at the same time: each waits for the others, and adds to
+    what is in the file by then.
 
     Args:
         path: of the table.
@@ -121,12 +145,26 @@ def store(path: pathlib.Path, name: str, blocks: dict[str, Any], gain: dict[str,
     Raises:
         OSError: the file cannot be written.
     """
-    entries = {**_read(path), name: {"blocks": blocks, "gain": gain}}
-    table = {"format": FORMAT, "device": _device(), "jax": _jax(), "entries": entries}
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    draft.replace(path)
+    draft = path.with_suffix(".draft")
+    with _only_writer(path):
+        entries = {**_entries(path), name: {"blocks": blocks, "gain": gain}}
+        table = {"format": FORMAT, "device": _device(), "jax": _jax(), "entries": entries}
+        try:
+            draft.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
     _read.cache_clear()
+
+
+@contextlib.contextmanager
+def _only_writer(path: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of a table; it is released when the process ends, however it does."""
+    import fcntl  # not on Windows, where nothing is tuned either
+
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def check_writable(path: pathlib.Path) -> None:
@@ -137,7 +175,7 @@ def check_writable(path: pathlib.Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=path.parent), _only_writer(path):
             pass
     except OSError as error:
         raise OSError(
@@ -159,15 +197,24 @@ def _warn(message: str) -> None:
 # Read once: a table that changes under a running program must not change what it computes with.
 @functools.cache
 def _read(path: pathlib.Path) -> dict[str, Any]:
+    return _entries(path)
+
+
+def _entries(path: pathlib.Path) -> dict[str, Any]:
     """The entries of a table; none where there is no file or it cannot be used."""
+    if not os.path.exists(path):  # False too where this user may not look into the folder
+        return {}
     try:
+        if not path.is_file():
+            raise ValueError("it is no regular file")  # to read from a pipe would never end
         table = json.loads(path.read_text())
         if not _well_formed(table):
             raise ValueError("it is no table of this version")
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:  # JSON's and Unicode's errors are ValueErrors
         ignore(path, str(error))
+        return {}
+    except RecursionError:
+        ignore(path, "it is nested too deeply")
         return {}
     # What another compiler made of these tiles says nothing. The shipped table has one jax.
     return table["entries"] if table["jax"] == _jax() else {}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import arguments as checks
-from . import sharding
+from . import hints, sharding
 from .arguments import Arguments
 from .core import explicit_axes, padding
 from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
@@ -99,8 +99,8 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
     mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
-    static_offset, traced_offset = checks.offset(a.q_offset, sizes)
     band = checks.band(a.causal, a.window)
+    static_offset, traced_offset = checks.offset(a.q_offset, sizes, causal=band.right == 0)
     slopes = checks.slopes(a.alibi_slopes, sizes)
     if band.is_trivial and slopes is None and not rate and not score_mod and not mask_mod:
         # Nothing reads a position, and one compiled call serves every offset.
@@ -229,6 +229,7 @@ def check_shapes(q, k, v):
             "or share it between calls with jax.vmap(..., in_axes=(0, None, None))"
         )
     check_sizes(q.shape[-3:], k.shape[-3:], v.shape[-3:])
+    hints.warn_of_swapped_axes(q.shape[-3:], k.shape[-3:])
 
 
 def check_sizes(q, k, v):
@@ -291,7 +292,12 @@ def of_rank(x, rank: int):
     """x with axes of 1 in front up to this rank, or without one where it has one too many."""
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
     if x.ndim == rank + 1 and x.shape[0] == 1:
         return x[0]
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def lengths_of_rank(x, rank: int):
+    """Lengths likewise; one for all entries stays one."""
+    return x if x is None or not np.ndim(x) else of_rank(x, rank)

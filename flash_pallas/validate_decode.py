@@ -19,6 +19,7 @@ from .core.decode import (
     DecodeOperands,
     DecodeSpec,
 )
+from .integer_arguments import as_int32
 
 AUTO = "auto"
 
@@ -146,12 +147,7 @@ def _check_shapes(q, k, v, paged: bool):
 
 def _page_table(value, batch: int):
     """int32[B, max_pages]."""
-    value = validate.as_array("page_table", value)
-    if value.dtype != jnp.int32:
-        raise TypeError(
-            f"page_table has dtype {value.dtype}: it must be int32; cast with "
-            "page_table.astype(jnp.int32)"
-        )
+    value = as_int32("page_table", value)
     if value.ndim != 2 or value.shape[0] != batch or not value.shape[1]:
         raise ValueError(
             f"page_table has shape {value.shape}: it must be [batch, max_pages], one row for each "

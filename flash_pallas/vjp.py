@@ -21,7 +21,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from . import batching, sharding
 from .backends.base import Backend
-from .core import manual_axes, padding, softmax
+from .core import manual_axes, padding, softmax, undifferentiable
 from .core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Grads, Operands, Outputs, describe
 
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
@@ -29,7 +29,14 @@ SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 save_attention = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 """A policy for `jax.checkpoint`: keep O and the log-sum-exp, recompute the rest.
 
-With it a rematerialised layer does not run the forward kernel a second time.
+With it a rematerialised layer does not run the forward kernel a second time. The backward starts
+from both, so a policy that keeps neither, or only what a model calls the result of attention, as
+`save_only_these_names("context")` does, runs the kernel again. Combine it with this one,
+
+    jax.checkpoint_policies.save_from_both_policies(theirs, save_attention)
+
+or put the names "flash_attention_out" and "flash_attention_lse" among its own, in place of that of
+the result, which would be O once more. Policies that offload take the names likewise.
 """
 
 
@@ -183,9 +190,15 @@ def _first_order_only(call, *args):
 
 
 @_first_order_only.defjvp
-def _second_order(call, primals, tangents):
-    raise NotImplementedError(
-        "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad): its "
-        "kernels compute the first gradient only. Differentiate flash_pallas.reference.attention "
-        "instead, which is plain jnp and differentiable to any order, at O(T * S) memory"
-    )
+def _second_order(call, primals, given):
+    out = _first_order_only(call, *primals)
+    return out, undifferentiable.tangents(out, given, NO_SECOND_ORDER)
+
+
+NO_SECOND_ORDER = (
+    "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad): its "
+    "kernels compute the first gradient only. Differentiate flash_pallas.reference.attention "
+    "instead, which is plain jnp and differentiable to any order, at O(T * S) memory; or, where "
+    "none are needed, as in first-order meta-learning, put jax.lax.stop_gradient around the "
+    "gradient"
+)

@@ -186,8 +186,42 @@ def test_a_rotation_that_cannot_be():
     small = KVCache(*(x.astype(jnp.int8) for x in CACHE[:2]), CACHE.lengths)
     with pytest.raises(TypeError, match="k has dtype int8: to be rotated"):
         fp.append_kv(small, X.astype(jnp.int8), X.astype(jnp.int8), rope_theta=10.0)
-    with pytest.raises(ValueError, match="x has head_dim 7: a rotation needs pairs"):
-        fp.apply_rope(jnp.ones((1, 2, 3, 7)), jnp.arange(2), 10.0)
+    with pytest.raises(ValueError, match="rope_theta is inf"):
+        fp.append_kv(CACHE, X, X, rope_theta=float("inf"))
+
+
+HEADS, PLACES = jnp.ones((1, 2, 3, 8)), jnp.arange(2)
+BAD_ROTATIONS = {
+    "odd": ((HEADS[..., :7], PLACES, 10.0), ValueError, "x has head_dim 7: a rotation needs pairs"),
+    "places": ((HEADS, [0, 1], 10.0), TypeError, "positions must be an array, got list: convert"),
+    "list": (([1.0], PLACES, 10.0), TypeError, "x must be an array, got list"),
+    "ints": ((HEADS.astype(int), PLACES, 10.0), TypeError, "x has dtype int32: it must be a float"),
+    "rank": ((HEADS[0, 0], PLACES, 10.0), ValueError, r"x has shape \(3, 8\).*x\[:, None, :\]"),
+    "zero": ((HEADS, PLACES, 0.0), ValueError, r"theta is 0\.0: it must be a positive number"),
+    "inf": ((HEADS, PLACES, np.inf), ValueError, "theta is inf: it must be a positive number"),
+    "None": ((HEADS, PLACES, None), ValueError, "theta is None"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROTATIONS)
+def test_bad_arguments_of_a_rotation(name):
+    arguments, error, message = BAD_ROTATIONS[name]
+    with pytest.raises(error, match=message):
+        fp.apply_rope(*arguments)
+
+
+def test_a_traced_base_of_a_rotation():
+    with pytest.raises(TypeError, match="theta is traced, but it must be static"):
+        jax.jit(fp.apply_rope)(HEADS, PLACES, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("page_size", 0), ("num_pages", -1), ("page_size", 2.0)]
+)
+def test_sizes_of_pages_that_cannot_be(name, value):
+    sizes = {"num_pages": 4, "page_size": 16} | {name: value}
+    with pytest.raises(ValueError, match=f"{name} is {value}: it must be a positive int"):
+        fp.check_pages([[3, 0]], [20], **sizes)
 
 
 def test_a_prompt_that_continues_pages():

@@ -228,6 +228,15 @@ def test_there_is_no_derivative():
     q, kv = Step().draw()[:2]
     with pytest.raises(NotImplementedError, match="flash_decode has no derivative: use flash_att"):
         jax.grad(lambda q: fp.flash_decode(q, *kv).sum())(jnp.asarray(q))
+    with pytest.raises(NotImplementedError, match="flash_decode has no derivative"):
+        jax.jvp(lambda q: fp.flash_decode(q, *kv), (q,), (q,))
+
+
+def test_a_derivative_that_is_stopped_need_not_exist():
+    q, kv = Step().draw()[:2]
+    loss = lambda q: jnp.sum(q**2) + jnp.sum(jax.lax.stop_gradient(fp.flash_decode(q, *kv)))
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        np.testing.assert_array_equal(gradient(q), 2 * q)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,6 +79,27 @@ def test_passing_over_is_logged_once_and_only_on_a_gpu(registry, monkeypatch, ca
     assert [r.message for r in caplog.records] == ["backend 'picky' was passed over: it is Monday"]
 
 
+def test_arrays_that_were_put_on_another_platform_take_no_kernel_of_the_default(
+    registry, monkeypatch
+):
+    """As arrays on the CPU of a machine with a GPU: the kernels' own answer is about the GPU."""
+    registry(None)
+    (cpu,) = jax.devices("cpu")[:1]
+    here = jax.device_put(Q, cpu)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    decode = lambda q: fp.explain_decode(q[:, :1], Q, Q)
+    for explained in (lambda q: fp.explain(q, Q, Q), decode):
+        assert explained(Q).backend == "picky"
+        found = explained(here)
+        assert found.backend == "xla"
+        assert "the arrays are on the cpu" in found.reasons["picky"]
+        with jax.default_device(cpu):
+            assert explained(Q).backend == "xla"
+    with pytest.raises(fp.UnsupportedByBackend, match=r"on the cpu.*the gpu; .*or 'xla' can"):
+        fp.flash_attention(Q, here, Q, backend="picky")
+    assert fp.flash_attention(Q, here, Q).shape == Q.shape
+
+
 def test_explain(registry):
     registry("it is Monday")
     found = fp.explain(Q, Q, Q, blocks={"block_q": 4})

@@ -137,6 +137,47 @@ def test_a_ring_of_which_nothing_older_is_kept():
     assert jnp.isnan(again).all() and jnp.isfinite(o).all()
 
 
+def test_a_window_given_as_a_list_takes_a_ring():
+    layer = built("nnx", window=[8, 0])
+    o, _ = layer(jnp.ones((1, 1, FEATURES)), cache=RingCache.empty(1, 9, 2, 8, jnp.float32))
+    assert o.shape == (1, 1, FEATURES)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int32"])
+def test_a_ring_without_scales_is_made_of_wide_floats(dtype):
+    with pytest.raises(TypeError, match=f"has no scales and dtype is {dtype}: pass the dtype that"):
+        RingCache.empty(1, 9, 2, 8, dtype)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("cache", ["ring", "contiguous"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_cache_has_the_dtype_that_the_layer_computes_in(kind, tokens, cache, dtype):
+    layer, start = built(kind, window=(8, 0)), empty(cache)[0]
+    start = start._replace(k=start.k.astype(dtype), v=start.v.astype(dtype))
+    way_out = "make the cache with dtype=float32" if dtype == "bfloat16" else "a ScaledCache"
+    with pytest.raises(TypeError, match=f"cache.k has dtype {dtype} and the layer .*{way_out}"):
+        layer(jnp.ones((B, tokens, FEATURES)), cache=start)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_tokens_beyond_the_room_of_a_cache_are_an_error_where_lengths_are_known(kind):
+    layer, x = built(kind), jnp.ones((2, 3, FEATURES))
+    cache = KVCache.empty(2, 8, 2, 8, jnp.float32)._replace(lengths=jnp.array([5, 6]))
+    with pytest.raises(ValueError, match=r"room for 8 tokens .* would have 9: .*new_lengths=0"):
+        layer(x, cache=cache)
+    _, full = layer(x, cache=cache, new_lengths=jnp.array([3, 2]))
+    assert full.lengths.tolist() == [8, 8]
+    _, same = layer(x, cache=full, new_lengths=jnp.array([0, 0]))
+    assert same.lengths.tolist() == [8, 8]
+    _, clipped = jax.jit(lambda x, cache: layer(x, cache=cache))(x, cache)
+    assert clipped.lengths.tolist() == [8, 8]
+    pages, table = empty("paged")
+    with pytest.raises(ValueError, match="room for 48 tokens"):
+        layer(jnp.ones((B, 49, FEATURES)), cache=pages, page_table=table)
+
+
 BAD = {
     "no cache": ({}, {"cache": (1, 2, 3)}, TypeError, "a RingCache or a ScaledCache, got tuple"),
     "causal": ({"causal": False}, {}, ValueError, "A cache needs causal=True"),
@@ -145,6 +186,12 @@ BAD = {
     "ids": ({}, {"segment_ids": jnp.ones((1, 4), int)}, ValueError, "takes no segment_ids"),
     "function": ({"attention": lambda *x, **y: x[0]}, {}, ValueError, "leave attention= and"),
     "ring": ({}, {"cache": RingCache.empty(1, 9, 2, 8, "float32")}, ValueError, r"window=\(8, 0\)"),
+    "heads of the ring": (
+        {"window": 8},
+        {"cache": RingCache.empty(1, 9, 4, 8, "float32")},
+        ValueError,
+        "cache.k has 4 heads of 8 and the layer 2 of 8: make it with kv_heads=2, head_dim=8",
+    ),
     "nothing": ({}, {"cache": None, "page_table": 1}, ValueError, "page_table without a cache"),
     "pages of a ring": (
         {"window": 8},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -310,6 +312,7 @@ def test_settings_reach_the_attention():
         ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\) .* num_kv_heads \(3\)"),
         ({"num_heads": 5}, r"features \(24\) must be a multiple of num_heads \(5\)"),
         ({"num_heads": 4, "head_dim": 3, "rope_theta": 1e4}, "even head_dim, got 3"),
+        ({"num_heads": 4, "rope_theta": 0.0}, r"rope_theta must be None or a positive .*got 0\.0"),
         ({"num_heads": 4, "qk_norm": "batch"}, "qk_norm must be None, 'rms' or 'layer'"),
     ],
 )
@@ -328,3 +331,28 @@ def test_positions_that_cannot_be_meant():
     unrotated = make_nnx({**MODERN, "rope_theta": None}, params)
     with pytest.raises(ValueError, match="positions need rope_theta"):
         unrotated(x, positions=jnp.arange(LENGTH))
+
+
+def test_a_linen_layer_and_its_parameters_can_be_pickled():
+    x = normal(0, 2, LENGTH, FEATURES)
+    module, params = make_linen(MODERN, x)
+    again, same = pickle.loads(pickle.dumps((module, params)))
+    assert again == module
+    np.testing.assert_array_equal(
+        again.apply({"params": same}, x), module.apply({"params": params}, x)
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [jax.random.key, jax.random.PRNGKey, int], ids=["key", "raw", "int"]
+)
+def test_nnx_takes_a_key_or_a_seed_for_its_rngs(make):
+    fields = {"num_heads": 4, "in_features": FEATURES, "dropout_rate": 0.5}
+    layer = fp_nnx.FlashAttention(**fields, rngs=make(3))
+    right = fp_nnx.FlashAttention(**fields, rngs=nnx.Rngs(make(3)))
+    x = normal(0, 2, LENGTH, FEATURES)
+    np.testing.assert_array_equal(layer.query.kernel[...], right.query.kernel[...])
+    found = layer(x, deterministic=False, rngs=make(5))
+    np.testing.assert_array_equal(found, right(x, deterministic=False, rngs=nnx.Rngs(make(5))))
+    with pytest.raises(TypeError, match=r"rngs must be an nnx.Rngs, a key or a seed, got dict"):
+        fp_nnx.FlashAttention(**fields, rngs={"params": make(3)})

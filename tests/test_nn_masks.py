@@ -57,6 +57,16 @@ def test_a_mask_that_does_not_fit_is_refused():
         attention_fn(x, x, x, mask=jnp.ones((1, *FULL)))
 
 
+def test_a_mask_of_padding_says_which_axes_it_lacks():
+    x = normal(0, BATCH, LENGTH, HEADS, 8)
+    mask = jnp.ones((BATCH, LENGTH))
+    with pytest.raises(
+        ValueError, match=r"as in mask\[:, None, None, :\] if it is \[batch, kv_length\]$"
+    ):
+        attention_fn(x, x, x, mask=mask)
+    assert attention_fn(x, x, x, mask=mask[:, None, None, :]).shape == x.shape
+
+
 def test_a_row_without_keys_gives_zero():
     x = normal(0, BATCH, LENGTH, HEADS, 8)
     mask = jnp.ones((LENGTH, LENGTH)).at[3].set(0.0)

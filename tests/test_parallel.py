@@ -41,6 +41,19 @@ def ring_of(devices, types=AxisType.Auto):
     return jax.make_mesh((len(devices),), ("context",), axis_types=(types,), devices=devices)
 
 
+SEEDS = [3, np.int32(3), np.int64(2**40 + 3), jnp.uint32(3), jax.random.key]
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=["int", "np.int32", "np.int64", "jnp.uint32", "key"])
+def test_a_seed_of_any_type_drops_what_it_drops_on_one_device(devices, seed):
+    seed = seed(3) if callable(seed) else seed
+    options = {"dropout_rate": 0.5, "dropout_seed": seed}
+    found = context_parallel_attention(
+        *inputs(), mesh=ring_of(devices[:2]), axis="context", **options
+    )
+    np.testing.assert_allclose(found, fp.flash_attention(*inputs(), **options), **ATOL)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
     """Whatever else is cut: the batch, or the heads."""

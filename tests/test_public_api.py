@@ -252,6 +252,52 @@ def test_where_dot_product_attention_differs_from_jax_nn():
     assert not ours[:, 4].any()
     mean = jnp.repeat(args[2].mean(1), 2, axis=1)
     np.testing.assert_allclose(theirs[:, 4], mean, rtol=1e-5, atol=1e-6)
+    lse = fp.dot_product_attention(*args, mask=mask, return_residual=True)[1]
+    assert jnp.isneginf(lse[:, 4]).all() and jnp.isfinite(lse[:, :4]).all()
+
+
+def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
+    q, k, v = inputs(2)
+    ours, theirs = fp.dot_product_attention, jax.nn.dot_product_attention
+    scaled = lambda f: jax.jit(lambda s: f(q, k, v, scale=s))
+    assert scaled(theirs)(0.3).shape == q.shape
+    with pytest.raises(TypeError, match=r"scale is traced.*multiply q by it"):
+        scaled(ours)(0.3)
+    hessian = lambda f: jax.jacrev(jax.grad(lambda q: jnp.sum(f(q, k[:1], v[:1]))))(q[:1, :1])
+    assert hessian(theirs).shape == (1, 1, 4, 16) * 2
+    with pytest.raises(NotImplementedError, match="second-order"):
+        hessian(ours)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_residual_has_the_dtype_and_no_gradient_as_in_jax_nn(dtype):
+    args = [x.astype(dtype) for x in inputs(2)]
+
+    def run(function):
+        def loss(*args):
+            o, lse = function(*args, return_residual=True)
+            return jnp.sum(jnp.sin(o) + 3.0 * lse[..., None].astype(dtype)), lse
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(*args)
+
+    grads, lse = run(fp.dot_product_attention)
+    with jax.numpy_dtype_promotion("standard"):
+        right, theirs = run(jax.nn.dot_product_attention)
+    assert lse.dtype == theirs.dtype == dtype and lse.shape == theirs.shape
+    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
+    for a, b in zip((lse, *grads), (theirs, *right), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("length", [5, np.int64(5), jnp.int32(5)], ids=["int", "numpy", "jax"])
+def test_one_length_serves_the_whole_batch(length):
+    args = inputs(2)
+    found = fp.dot_product_attention(*args, key_value_seq_lengths=length)
+    lengths = jnp.array([5, 5], jnp.int32)
+    np.testing.assert_array_equal(
+        found, fp.dot_product_attention(*args, key_value_seq_lengths=lengths)
+    )
 
 
 def test_dot_product_attention_knows_its_implementations():

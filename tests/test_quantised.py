@@ -120,3 +120,18 @@ def test_what_is_refused():
         fp.flash_decode(q, cache.k, cache.v, k_scale=jnp.ones(3), **options)
     with pytest.raises(TypeError, match="k has dtype int8"):
         fp.flash_decode(q, cache.k, cache.v.astype("float32"), **options)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_scale_of_zero_stores_and_reads_zero(dtype):
+    """Such as that of a head whose largest number was 0 when scales were made."""
+    scale = jnp.array([0.0, 1.0])
+    new = normal(0, B, T, K, H).astype(np.float32)
+    for dead in (0.0, 1.0):
+        k = jnp.asarray(new).at[:, :, 0].multiply(dead)
+        cache = fp.KVCache.empty(B, 64, K, H, dtype)
+        cache = fp.append_kv(cache, k, k, k_scale=scale, v_scale=scale)
+        q = jnp.asarray(normal(1, B, 1, N, H), jnp.float32)
+        o = fp.flash_decode(q, *cache[:2], kv_lengths=cache[2], k_scale=scale, v_scale=scale)
+        o = o.reshape(B, K, N // K, H)
+        assert (o[:, 0] == 0).all() and jnp.isfinite(o[:, 1]).all() and o[:, 1].any()

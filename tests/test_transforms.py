@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -150,6 +151,47 @@ def test_remat_runs_the_forward_again_only_if_not_saved(policy, forwards):
     assert count(jaxpr, lambda eqn: eqn.primitive.name == "atanh") == forwards
 
 
+policies = jax.checkpoint_policies
+CLIENTS = {
+    "context": (policies.save_only_these_names("context"), 2),
+    "context too": (
+        policies.save_from_both_policies(
+            policies.save_only_these_names("context"), fp.save_attention
+        ),
+        1,
+    ),
+    "our names": (
+        policies.save_only_these_names("mlp", "flash_attention_out", "flash_attention_lse"),
+        1,
+    ),
+    "dots too": (policies.save_from_both_policies(policies.dots_saveable, fp.save_attention), 1),
+    "offloaded": (
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["flash_attention_lse"],
+            names_which_can_be_offloaded=["flash_attention_out"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("policy", "forwards"), CLIENTS.values(), ids=CLIENTS)
+def test_a_policy_of_a_model_that_names_what_attention_returns(policy, forwards):
+    """As of `save_attention`: a name on the result alone is not what the backward starts from."""
+    q, k, v = inputs()
+
+    @partial(jax.checkpoint, policy=policy)
+    def layer(w):
+        context = checkpoint_name(attend_counting(q @ w, k, v), "context")
+        return jnp.sin(checkpoint_name(context @ w, "mlp"))
+
+    w = jnp.eye(q.shape[-1])
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w: jnp.sum(layer(w))))(w).jaxpr
+    assert count(jaxpr, lambda eqn: eqn.primitive.name == "atanh") == forwards
+
+
 def test_remat_and_scan_over_layers():
     q, k, v = inputs(kv_len=9)
     scales = jnp.array([0.5, 1.0, 1.5])
@@ -226,6 +268,13 @@ def test_symbolic_lengths_are_refused(attend):
         ValueError, match=r"k has a symbolic length, s.*export a program.*kv_lengths"
     ):
         jax.export.export(jax.jit(attend))(q, x, x)
+
+
+def test_export_for_several_platforms_from_a_host_without_a_gpu_is_the_jnp_version():
+    args = inputs()
+    exported = jax.export.export(jax.jit(causal), platforms=["cuda", "cpu"])(*args)
+    assert "mosaic" not in exported.mlir_module() and exported.platforms == ("cuda", "cpu")
+    assert_close(exported.call(*args), causal(*args))
 
 
 def test_donation_and_ahead_of_time():

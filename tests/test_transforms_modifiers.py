@@ -229,6 +229,16 @@ def test_dropout_drops_the_same_in_the_backward():
     np.testing.assert_array_equal(np.asarray(dv) > 0, np.asarray(jnp.swapaxes(p, 1, 3)) > 0)
 
 
+@pytest.mark.parametrize("make", [jnp.int32, jnp.uint32, np.array, np.int32, np.int64], ids=str)
+def test_the_same_seed_drops_the_same_weights_in_every_type(make):
+    dropped = lambda p: np.asarray(p) == 0
+    expected = dropped(weights(3))
+    assert 0.3 < expected.mean() < 0.5
+    np.testing.assert_array_equal(dropped(weights(make(3))), expected)
+    np.testing.assert_array_equal(dropped(jax.jit(weights)(make(3))), expected)
+    np.testing.assert_array_equal(dropped(jax.vmap(weights)(jnp.array([3]))[0]), expected)
+
+
 def test_remat_and_scan_draw_what_plain_layers_draw():
     q, k, v = inputs(2)
     seeds = jnp.arange(3)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +201,31 @@ def test_entries_of_other_calls_stay(clock):
     assert all(set(entry) == {"blocks", "gain"} for entry in entries.values())
 
 
+ADD_ONE = """
+import os, sys, threading
+os.environ["JAX_PLATFORMS"] = "cpu"
+import pathlib
+from flash_pallas import tables
+path, who = pathlib.Path(sys.argv[1]), sys.argv[2]
+add = lambda thread: [tables.store(path, f"{who} {thread} {i}", {}, {}) for i in range(10)]
+threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_writers_of_other_processes_and_threads_lose_nothing(folder):
+    path = tables.user_path()
+    tables.lookup("hopper", explained().problem)  # this process has read the table
+    add = [sys.executable, "-c", ADD_ONE, str(path)]
+    others = [subprocess.Popen([*add, who], stderr=subprocess.PIPE) for who in "ab"]
+    assert [other.communicate(timeout=200)[1] for other in others] == [b"", b""]
+    tables.store(path, "mine", {}, {})
+    entries = json.loads(path.read_text())["entries"]
+    assert len(entries) == 2 * 3 * 10 + 1
+    assert {file.suffix for file in folder.iterdir()} == {".json", ".lock"}, "no draft is left"
+
+
 # --- files that cannot be used
 
 
@@ -209,7 +237,16 @@ def spoilt(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"format": 0}', '{"format": 1, "jax": "0", "entries": {"a": 1}}', "\x00"],
+    [
+        "{",
+        "[]",
+        '{"format": 0}',
+        '{"format": 1, "jax": "0", "entries": {"a": 1}}',
+        "\x00",
+        "[" * 200_000,
+        '{"a":' * 200_000,
+    ],
+    ids=["open", "list", "format", "entry", "zero", "deep list", "deep dict"],
 )
 def test_a_corrupt_file_is_ignored_with_one_warning_that_names_it(text):
     rules = explained()
@@ -219,6 +256,21 @@ def test_a_corrupt_file_is_ignored_with_one_warning_that_names_it(text):
         dispatch.forget_tiles()
         assert explained(causal=True).sources["forward"] == "heuristic"
     assert len(seen) == 1
+
+
+def test_a_pipe_in_the_place_of_a_table_is_not_read():
+    os.mkfifo(tables.user_path())
+    with pytest.warns(UserWarning, match="it is no regular file"):
+        assert set(explained().sources.values()) == {"heuristic"}
+
+
+@pytest.mark.parametrize("blocks", [{"forward": [1]}, {"forward": {"stages": None}}], ids=str)
+def test_blocks_of_another_kind_are_ignored_with_a_warning(blocks):
+    rules = explained()
+    tables.store(tables.user_path(), tables.key("hopper", rules.problem), blocks, {})
+    forget()
+    with pytest.warns(UserWarning, match=tables.user_path().name):
+        assert explained() == rules
 
 
 @pytest.mark.parametrize(
@@ -264,6 +316,17 @@ def test_where_the_table_is(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/h")
     assert str(tables.user_path()) == f"/h/.cache/flash_pallas/{name}"
+
+
+def test_a_user_without_a_home_computes_and_is_told_where_to_tune(monkeypatch):
+    """As in a container that runs with any user id: no variable, no entry in passwd."""
+    for variable in (tables.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert set(explained().sources.values()) == {"heuristic"}
+    monkeypatch.setattr(tuning, "compiled", lambda *_: pytest.fail("compiled first"))
+    with pytest.raises(OSError, match=r"no home directory.*set FLASH_PALLAS_CACHE_DIR"):
+        fp.autotune(Q, Q, Q)
 
 
 # --- what autotune refuses

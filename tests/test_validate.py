@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,3 +187,34 @@ def test_the_canonical_form():
     assert call.spec.q_offset == 5 and call.spec.mask.right == 0 and call.spec.scale == 0.25
     plain = validate.canonicalize(Q, K, K, Arguments(causal=False, q_offset=5, **keywords))
     assert plain.spec.q_offset == 0, "without a mask an offset must not make another program"
+
+
+@pytest.mark.parametrize("band", [{"causal": True}, {"window": (3, 0)}], ids=["causal", "window"])
+@pytest.mark.parametrize("function", [fp.flash_attention, fp.explain])
+def test_one_causal_query_says_where_it_is(function, band):
+    """As a step of decoding from FlashAttention, which aligns the ends, would be written."""
+    q, k = Q[:, :1], K
+    with pytest.raises(ValueError, match=r"one query, k 8 keys.*q_offset=7.*q_offset=0"):
+        function(q, k, k, **band)
+    for said in (0, 7, jnp.int32(7)):
+        function(q, k, k, q_offset=said, **band)
+    function(q, k[:, :1], k[:, :1], **band)
+    function(Q[:, :2], k, k, **band)
+
+
+def test_one_causal_query_of_dot_product_attention_sees_key_0_as_in_jax_nn():
+    q, k = Q[:, :1], K * jnp.arange(1.0, 9.0)[None, :, None, None]
+    ours, theirs = (
+        f(q, k, k, is_causal=True) for f in (fp.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_arrays_in_the_layout_of_torch_are_warned_of():
+    q = array(2, 8, 1024, 16)
+    with pytest.warns(UserWarning, match=r"q has 1024 heads and length 8.*swapaxes\(x, -3, -2\)"):
+        fp.explain(q, q, q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q = array(1, 1, 128, 16)
+        fp.explain(q, q, q)

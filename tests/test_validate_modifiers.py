@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,17 @@ BAD = {
     "mask rank": (
         {"mask": jnp.ones((8, 10), bool)},
         ValueError,
-        r"\(8, 10\).*\[\*batch, heads, q_length, kv_length\].*\(2, 4, 8, 10\).*mask\[None\]",
+        r"\(8, 10\).*\(2, 4, 8, 10\).*mask\[None, None, :, :\] if it is \[q_length, kv_length\]$",
+    ),
+    "mask of padding": (
+        {"mask": jnp.ones((2, 10), bool)},
+        ValueError,
+        r"\(2, 10\).*as in mask\[:, None, None, :\] if it is \[batch, kv_length\]$",
+    ),
+    "bias of heads": (
+        {"bias": jnp.ones((4, 8, 10))},
+        ValueError,
+        r"as in bias\[None, :, :, :\] if it is \[heads, q_length, kv_length\]$",
     ),
     "mask rank 5": ({"mask": jnp.ones((1, *FULL), bool)}, ValueError, r"mask.*\(1, 2, 4, 8, 10\)"),
     "mask length": (
@@ -122,6 +134,16 @@ BAD = {
     ),
     "seed str": ({"dropout_rate": 0.1, "dropout_seed": "0"}, TypeError, "an int, an integer array"),
     "seed bool": ({"dropout_rate": 0.1, "dropout_seed": True}, TypeError, "dropout_seed must be"),
+    "seed of 65 bits": (
+        {"dropout_rate": 0.1, "dropout_seed": 2**64},
+        ValueError,
+        "dropout_seed is 18446744073709551616: it must fit 64 bits",
+    ),
+    "no seeds": (
+        {"dropout_rate": 0.1, "dropout_seed": jnp.zeros(0, jnp.uint32)},
+        ValueError,
+        r"dropout_seed has shape \(0,\) and no number in it",
+    ),
     "broadcast_dropout": (
         {"broadcast_dropout": None},
         TypeError,
@@ -268,3 +290,12 @@ def test_the_largest_softcaps_and_sinks_cap_nothing_and_take_all():
     assert jnp.isfinite(dsinks).all() and not dsinks[0] and not dsinks[2]
     decoded = fp.flash_decode(q[:, :1], k, v, sinks=sinks)
     assert not decoded[:, :, 0].any() and jnp.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 10), (2, 10), (2, 8, 10), (4, 8, 10)], ids=str)
+def test_the_hint_of_a_mask_of_few_axes_works(shape):
+    mask = jnp.ones(shape, bool)
+    with pytest.raises(ValueError, match="add axes, as in") as caught:
+        fp.flash_attention(Q, K, K, mask=mask)
+    (way,) = re.findall(r"mask(\[[^\]]*\]) if", str(caught.value))
+    assert fp.flash_attention(Q, K, K, mask=eval(f"mask{way}")).shape == Q.shape

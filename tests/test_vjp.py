@@ -169,6 +169,46 @@ def test_second_order_in_something_else_works():
     assert jnp.isfinite(jax.grad(after_a_step)(0.1))
 
 
+INNER = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum(),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, 2)[0],
+}
+
+
+@pytest.mark.parametrize("wrap", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_first_order_meta_learning(wrap, jitted):
+    """MAML without second derivatives: the inner gradient is a constant of the outer one."""
+    q, k, v = inputs()
+
+    def outer_gradient(attend):
+        def inner(q):
+            return jnp.sum(attend(q, k, v) ** 2)
+
+        loss = wrap(inner)
+
+        def adapted(q):
+            return loss(q - 0.1 * jax.lax.stop_gradient(jax.grad(loss)(q)))
+
+        return (jax.jit if jitted else lambda f: f)(jax.grad(adapted))(q)
+
+    found = outer_gradient(lambda *x: fp.flash_attention(*x))
+    right = outer_gradient(lambda *x: reference.attention(*x)[0])
+    np.testing.assert_allclose(found, right, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("wrap", INNER.values(), ids=INNER)
+def test_second_order_is_refused_inside_every_transformation(wrap):
+    q, k, v = inputs()
+    loss = wrap(lambda q: jnp.sum(fp.flash_attention(q, k, v) ** 2))
+    for call in (loss, jax.jit(loss)):
+        with pytest.raises(NotImplementedError, match=r"second-order.*stop_gradient around"):
+            jax.grad(lambda q, call=call: jnp.sum(jax.grad(call)(q)))(q)
+
+
 def test_integer_offsets_have_float0_cotangents():
     q, k, v = inputs()
     offset = jnp.array([1, 2], jnp.int32)

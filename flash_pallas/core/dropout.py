@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 LEVELS = 1 << 15  # rates are multiples of 1 / LEVELS
@@ -101,11 +102,35 @@ def _uint32(x):
 
 
 def seed_words(seed) -> jax.Array:
-    """uint32[words] of an int, an integer array or a PRNG key (typed or raw)."""
-    if isinstance(seed, int):
-        return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
-    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    """uint32[words] of a seed; equal numbers give equal words, whatever type carries them.
+
+    Args:
+        seed: an int or an integer scalar of any dtype, which make two words, the low half and the
+            sign-extended high half of 64 bits; or an array of integers or a PRNG key (typed or
+            raw), which make one word for each element.
+    """
+    if isinstance(seed, (int, np.integer)):
+        seed = np.asarray(int(seed) & 0xFFFFFFFFFFFFFFFF, np.uint64)
+    elif jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
-    if seed.dtype.itemsize > 4:
-        seed = jnp.stack([seed, seed >> 32], axis=-1)
-    return lax.convert_element_type(seed, jnp.uint32).reshape(-1)
+    low, high = _halves(seed)
+    if not low.ndim:
+        return jnp.asarray(np.stack([low, high]) if isinstance(low, np.ndarray) else [low, high])
+    # Nothing is added to numbers of 32 bits: their high half is their sign, and mix(0) is 0.
+    low, high = jnp.asarray(low), jnp.asarray(high)
+    sign = lax.bitwise_not(high >> _like(high, 31)) + _like(high, 1)
+    return (low ^ mix(high ^ sign)).reshape(-1)
+
+
+def _halves(x):
+    """(low, high) uint32 of integers in two's complement of 64 bits; numpy's of a numpy array."""
+    if isinstance(x, np.ndarray):  # jnp would cut off the high half without jax_enable_x64
+        wide = x.astype(np.uint64)
+        return wide.astype(np.uint32), (wide >> np.uint64(32)).astype(np.uint32)
+    if x.dtype.itemsize < 4:
+        x = lax.convert_element_type(x, jnp.int32)
+    if x.dtype.itemsize > 4:
+        return _uint32(x), _uint32(lax.shift_right_logical(x, _like(x, 32)))
+    signed = lax.bitcast_convert_type(x, jnp.int32)
+    sign = lax.shift_right_arithmetic(signed, _like(signed, 31))
+    return _uint32(x), _like(_uint32(x), 0) if x.dtype == jnp.uint32 else _uint32(sign)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,7 +27,8 @@ def apply_rope(x, positions, theta: float):
         x's shape and dtype.
 
     Raises:
-        ValueError: positions do not fit x, or H is odd.
+        TypeError: no arrays, x no float of 16 bits or more, or theta traced.
+        ValueError: positions do not fit x, H is odd, or theta not positive and finite.
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,6 +36,7 @@ def apply_rope(x, positions, theta: float):
         >>> apply_rope(jnp.ones((2, 5, 4, 64)), jnp.arange(5), 10_000.0).shape
         (2, 5, 4, 64)
     """
+    _check_kinds(x, positions, theta)
     length, _, head_dim = x.shape[-3:]
     lead = x.shape[:-3]
     if head_dim % 2:
@@ -54,6 +57,27 @@ def apply_rope(x, positions, theta: float):
     first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _check_kinds(x, positions, theta):
+    for name, array in (("x", x), ("positions", positions)):
+        if not hasattr(array, "dtype"):
+            raise TypeError(
+                f"{name} must be an array, got {type(array).__name__}: convert it with "
+                f"jnp.asarray({name})"
+            )
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        raise TypeError(f"x has dtype {x.dtype}: it must be a float of at least 16 bits")
+    if x.ndim < 3:
+        raise ValueError(
+            f"x has shape {x.shape}: it must be [*batch, length, heads, head_dim]; for one head "
+            "insert its axis, as in x[:, None, :]"
+        )
+    if isinstance(theta, jax.core.Tracer):
+        raise TypeError("theta is traced, but it must be static: list it in static_argnames")
+    number = isinstance(theta, (int, float, np.number, np.ndarray, jax.Array))
+    if not number or isinstance(theta, bool) or np.ndim(theta) or not 0 < theta < np.inf:
+        raise ValueError(f"theta is {theta!r}: it must be a positive number, as in 10_000.0")
 
 
 def rotate_query_key(query, key, positions, key_positions, theta: float | None):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..api import flash_attention
 from ..cache import KVCache, append_kv, gather_pages
 from ..core import explicit_axes, rope
-from ..core.decode import MAX_TOKENS
+from ..core.decode import MAX_TOKENS, QUANTISED
 from ..decode import flash_decode
+from ..integer_arguments import as_int32, is_known, known
 from ._options import CallArguments
 
 
@@ -31,7 +33,16 @@ class RingCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, window: int, kv_heads: int, head_dim: int, dtype) -> RingCache:
-        """Room for `window` tokens of each sequence, and no token yet."""
+        """Room for `window` tokens of each sequence, and no token yet.
+
+        Raises:
+            TypeError: a dtype that no layer computes in; eight bits would need scales.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(
+                f"a RingCache has no scales and dtype is {jnp.dtype(dtype)}: pass the dtype that "
+                "the layer computes in, or use a ScaledCache, which keeps all tokens in eight bits"
+            )
         return cls(*KVCache.empty(batch, window, kv_heads, head_dim, dtype))
 
 
@@ -100,7 +111,7 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
     if said:
         raise ValueError(f"A call with a cache takes no {', '.join(said)}.")
     if isinstance(cache, RingCache):
-        left = layer.window[0] if isinstance(layer.window, tuple) else layer.window
+        left = layer.window[0] if isinstance(layer.window, (tuple, list)) else layer.window
         if left is None or cache.k.shape[1] != left + 1:
             raise ValueError(
                 f"A RingCache of {cache.k.shape[1]} keys is for a layer with window="
@@ -143,6 +154,8 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
         sinks: [N], or None.
     """
     q, k, v = qkv
+    cache = cache._replace(lengths=as_int32("cache.lengths", cache.lengths))
+    _check_fits(cache, k, v, new)
     options = {"softcap": layer.softcap, "scale": layer.scale, "backend": layer.backend}
     options |= {"sinks": sinks} if sinks is not None else {}
     if slopes is not None:
@@ -163,6 +176,44 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
         return flash_decode(q, cache.k, cache.v, **options), cache
     whole = (cache.k, scales.get("k_scale")), (cache.v, scales.get("v_scale"))
     return _attend(layer, q, *(_whole(*x, table, q.dtype) for x in whole), **options), cache
+
+
+def _check_fits(cache, k, v, new: New) -> None:
+    """Raise unless the new keys and values can be put into the cache, as far as can be seen.
+
+    Known lengths are looked at, which waits for them. Under jit nobody can: tokens that there is no
+    room for are then dropped, and outputs from there on miss them.
+    """
+    for name, x in (("k", k), ("v", v)):
+        own = getattr(cache, name)
+        if not isinstance(cache, ScaledCache) and own.dtype != x.dtype:
+            way_out = (
+                "eight bits need the scales of a ScaledCache"
+                if own.dtype.name in QUANTISED
+                else f"make the cache with dtype={x.dtype}, or the layer with dtype={own.dtype}"
+            )
+            raise TypeError(
+                f"cache.{name} has dtype {own.dtype} and the layer computes in {x.dtype}: {way_out}"
+            )
+        if own.shape[2:] != x.shape[2:]:
+            raise ValueError(
+                f"cache.{name} has {own.shape[2]} heads of {own.shape[3]} and the layer "
+                f"{x.shape[2]} of {x.shape[3]}: make it with kv_heads={x.shape[2]}, "
+                f"head_dim={x.shape[3]}"
+            )
+    if isinstance(cache, RingCache):
+        return
+    pages = 1 if new.page_table is None else jnp.shape(new.page_table)[-1]
+    room, added = cache.k.shape[1] * pages, k.shape[1] if new.lengths is None else new.lengths
+    if not is_known(cache.lengths) or not is_known(added):
+        return
+    longest = int((known(cache.lengths) + np.clip(known(added), 0, k.shape[1])).max(initial=0))
+    if longest > room:
+        raise ValueError(
+            f"the cache has room for {room} tokens of a sequence and would have {longest}: make a "
+            "longer one, as in KVCache.empty(length=...), or say by new_lengths=0 which sequences "
+            "have ended. Under jit such tokens would be dropped without a word"
+        )
 
 
 def _whole(x, scale, page_table, dtype):
@@ -226,7 +277,7 @@ def _appended(cache: RingCache, k, v, new_lengths) -> RingCache:
     count, room = k.shape[1], cache.k.shape[1]
     added = jnp.full_like(cache.lengths, count)
     if new_lengths is not None:
-        added = jnp.clip(jnp.asarray(new_lengths).astype(jnp.int32), 0, count)
+        added = jnp.clip(as_int32("new_lengths", new_lengths), 0, count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
     # Of more tokens than there is room for, the last.
     kept = (step < added[:, None]) & (step >= added[:, None] - room)

@@ -24,8 +24,16 @@ SINK_AXES = ("heads",)
 NORM_SUFFIX = {"rms": "norm", "layer": "ln"}
 NORM_EPSILON = 1e-6
 
+_LECUN = jax.nn.initializers.lecun_normal()
+
+
+def lecun_normal(key, shape, dtype):
+    """The initializer of this name, as a function that pickle finds, so that layers have it too."""
+    return _LECUN(key, shape, dtype)
+
+
 # Flax's defaults.
-KERNEL_INIT = jax.nn.initializers.lecun_normal()
+KERNEL_INIT = lecun_normal
 BIAS_INIT = jax.nn.initializers.zeros
 
 
@@ -62,6 +70,8 @@ def resolve(layer, features: int) -> Heads:
     head_dim = features // num_heads if layer.head_dim is None else layer.head_dim
     if layer.rope_theta is not None and head_dim % 2:
         raise ValueError(f"rope_theta needs an even head_dim, got {head_dim}.")
+    if layer.rope_theta is not None and not 0 < layer.rope_theta < math.inf:
+        raise ValueError(f"rope_theta must be None or a positive number, got {layer.rope_theta}.")
     if layer.qk_norm not in (None, *NORM_SUFFIX):
         raise ValueError(f"qk_norm must be None, 'rms' or 'layer', got {layer.qk_norm!r}.")
     out_features = features if layer.out_features is None else layer.out_features

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api import flash_attention
+from ..integer_arguments import as_int32
 
 
 class CallArguments(NamedTuple):
@@ -178,6 +179,7 @@ def segment_positions(segment_ids) -> jax.Array:
 
     Raises:
         TypeError: the ids are not integers.
+        ValueError: an id that does not fit int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -185,9 +187,7 @@ def segment_positions(segment_ids) -> jax.Array:
         >>> print(segment_positions(jnp.array([0, 0, 0, 1, 1, 0, -1, -1])))
         [0 1 2 0 1 3 0 0]
     """
-    ids = jnp.asarray(segment_ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"segment_ids must be integers, got {ids.dtype}.")
+    ids = as_int32("segment_ids", segment_ids)
     rows = ids.reshape(math.prod(ids.shape[:-1]), ids.shape[-1])
     return jnp.where(ids < 0, 0, jax.vmap(_ranks)(rows).reshape(ids.shape))
 

@@ -88,6 +88,7 @@ def attention_fn(
         key,
         value,
         causal=bool(is_causal),
+        q_offset=0,  # as Flax: a single causal query sees key 0
         bias=with_rank(bias, query.ndim),
         mask=truth(mask, query.ndim),
         precision=precision,

@@ -67,7 +67,7 @@ class FlashAttention(nnx.Module):
         num_splits: int | str = "auto",
         context_parallel: ContextParallel | None = None,
         attention: Callable[..., jax.Array] = flash_attention,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | jax.Array | int,
     ):
         """Makes the parameters.
 
@@ -106,8 +106,8 @@ class FlashAttention(nnx.Module):
             attention: replaces flash_attention; called as
                 attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
                 keywords of flash_attention that are asked for.
-            rngs: its `params` stream makes the parameters; with a dropout_rate a fork of its
-                `dropout` stream is kept for the calls.
+            rngs: an nnx.Rngs, or a key or seed for one: its `params` stream makes the parameters;
+                with a dropout_rate a fork of its `dropout` stream is kept for the calls.
 
         Raises:
             ValueError: arguments that contradict each other.
@@ -126,6 +126,7 @@ class FlashAttention(nnx.Module):
         self.slopes = _options.alibi(alibi, num_heads)
         kv_features = in_features if in_kv_features is None else in_kv_features
         query, key_value = (heads.query, heads.dim), (heads.key_value, heads.dim)
+        rngs = _as_rngs(rngs)
         make = _ProjectionMaker(dtype, param_dtype, kernel_init, bias_init, rngs)
         self.query = make((in_features,), query, _heads.QUERY_AXES, use_qkv_bias)
         self.key = make((kv_features,), key_value, _heads.KEY_VALUE_AXES, use_qkv_bias)
@@ -178,7 +179,7 @@ class FlashAttention(nnx.Module):
                 [*batch, num_heads, q_length, kv_length] and is never expanded.
             bias: floats added to the scaled logits, of the same shapes.
             deterministic: True switches dropout off; needed only with a dropout_rate.
-            rngs: an nnx.Rngs or a stream to take dropout's key from, in place of the layer's own.
+            rngs: an nnx.Rngs, a stream or a key for dropout, in place of the layer's own.
             cache: a `flash_pallas.KVCache`, or of `flash_pallas.nn` a `RingCache`, or a
                 `ScaledCache` in eight bits: the inputs are new tokens, any number, that follow
                 those in it. Their positions follow too, unless `positions` says otherwise. Needs
@@ -242,7 +243,9 @@ class FlashAttention(nnx.Module):
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise ValueError("FlashAttention was made without dropout: pass rngs= to the call")
-        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+        if isinstance(rngs, nnx.Rngs):
+            return rngs.dropout()
+        return rngs() if callable(rngs) else _as_rngs(rngs).dropout()
 
 
 class _Projection(nnx.Module):
@@ -280,6 +283,18 @@ class _Norm(nnx.Module):
 
     def __call__(self, x):
         return _heads.normalize(x, self.scale[...], self.kind)
+
+
+def _as_rngs(rngs) -> nnx.Rngs:
+    """The nnx.Rngs that this is, or that a key of jax.random or a seed makes."""
+    if isinstance(rngs, nnx.Rngs):
+        return rngs
+    if isinstance(rngs, bool) or not isinstance(rngs, (int, jax.Array)):
+        raise TypeError(
+            f"rngs must be an nnx.Rngs, a key or a seed, got {type(rngs).__name__}: pass "
+            "nnx.Rngs(0)"
+        )
+    return nnx.Rngs(rngs)
 
 
 def _param(value, axes: tuple[str, ...]) -> nnx.Param:

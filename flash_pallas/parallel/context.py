@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import arguments as checks
 from .. import dispatch, validate
 from ..arguments import Arguments
-from ..core import dropout
+from ..integer_arguments import as_int32, seed_words
 from ..keywords import unexpected
 from . import gathered, ring
 from .cuts import Cuts, shards_around
@@ -102,6 +102,11 @@ def context_parallel_attention(
     validate.check_shapes(q, k, v)
     cuts = Cuts.of(mesh, axis, batch_axis, head_axis)
     cuts.check_sizes(q, k, layout == "zigzag")
+    # Here, as jit cuts off the high half of what numpy has in 64 bits.
+    q_segment_ids, kv_segment_ids = (
+        None if x is None else as_int32(name, x)
+        for name, x in (("q_segment_ids", q_segment_ids), ("kv_segment_ids", kv_segment_ids))
+    )
     length, shards = q.shape[1], cuts.shards(cuts.sequence)
     uneven = bool(length % shards) and layout == "contiguous"
     if uneven:
@@ -116,10 +121,8 @@ def context_parallel_attention(
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "sinks": sinks,
-        "dropout_seed": dropout_seed,
+        "dropout_seed": None if dropout_seed is None else seed_words(dropout_seed),
     }
-    if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
-        given["dropout_seed"] = dropout.seed_words(dropout_seed)
     given = {name: x for name, x in given.items() if x is not None}
     static = {"strategy": strategy, "layout": layout, "return_lse": return_lse, **options}
     static = {name: _static(name, x, q.shape[3]) for name, x in static.items()}

@@ -178,9 +178,47 @@ def test_seeds_of_every_kind():
     np.testing.assert_array_equal(dropout.seed_words(key), dropout.seed_words(raw))
     np.testing.assert_array_equal(dropout.seed_words(5), [5, 0])
     np.testing.assert_array_equal(dropout.seed_words(-1), [0xFFFFFFFF, 0xFFFFFFFF])
-    np.testing.assert_array_equal(dropout.seed_words(jnp.int32(-1)), [0xFFFFFFFF])
+    np.testing.assert_array_equal(dropout.seed_words(3 + (2 << 32)), [3, 2])
     with jax.enable_x64(True):
-        wide = dropout.seed_words(jnp.asarray([1 + (2 << 32)], jnp.int64))
-        np.testing.assert_array_equal(wide, [1, 2])
+        ids = jnp.asarray([1, 1 + (2 << 32), 1 - (2 << 32)], jnp.int64)
+        assert len(np.unique(dropout.seed_words(ids))) == 3, "high halves count"
     many = jax.vmap(dropout.seed_words)(jax.random.split(key, 3))
     assert len(np.unique(np.asarray(many), axis=0)) == 3
+
+
+SCALARS = (int, np.int8, np.int32, np.int64, np.array, jnp.int8, jnp.int32)
+UNSIGNED = (np.uint8, np.uint32, np.uint64, jnp.uint8, jnp.uint16, jnp.uint32)
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize(
+    ("number", "types"),
+    [
+        (3, SCALARS + UNSIGNED),
+        (-3, SCALARS),
+        (2**32 - 1, (int, np.int64, np.uint32, np.uint64, np.array, jnp.uint32)),
+        (2**40 + 7, (int, np.int64, np.uint64, np.array)),
+        (-(2**40), (int, np.int64, np.array)),
+    ],
+    ids=["3", "-3", "2**32 - 1", "2**40 + 7", "-2**40"],
+)
+def test_one_number_makes_the_same_words_in_every_type(number, types, x64):
+    with jax.enable_x64(x64):
+        types = (*types, jnp.int64) if x64 and number != 2**32 - 1 else types
+        words = {make: np.asarray(dropout.seed_words(make(number))) for make in types}
+        for make, found in words.items():
+            assert found.dtype == np.uint32
+            np.testing.assert_array_equal(found, words[int], err_msg=str(make))
+            if make is not int and make(number).dtype.itemsize <= (8 if x64 else 4):
+                traced = jax.jit(dropout.seed_words)(make(number))
+                np.testing.assert_array_equal(traced, words[int], err_msg=f"jit {make}")
+
+
+@pytest.mark.parametrize("numbers", [(3, 4), (-1, 2), (0, 2**31 - 1)], ids=str)
+def test_arrays_of_one_value_make_the_same_words_in_every_dtype(numbers):
+    with jax.enable_x64(True):
+        for dtype in (np.int32, np.int64):
+            for array in (np.array(numbers, dtype), jnp.array(numbers, dtype)):
+                words = dropout.seed_words(array)
+                np.testing.assert_array_equal(words, np.array(numbers).astype(np.uint32))
+                np.testing.assert_array_equal(jax.jit(dropout.seed_words)(array), words)

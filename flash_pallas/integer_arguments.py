@@ -1,0 +1,108 @@
+"""Integer arguments of every public function: one rule for dtypes and for values too large.
+
+Any integer dtype is taken and no value wraps around. One that does not fit is an error where it is
+known, in Python, in numpy, or in a jax array outside of jit; a traced one is clipped to what fits.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .core import dropout
+
+INT32 = jnp.iinfo(jnp.int32)
+
+
+def as_int32(name: str, value) -> jax.Array:
+    """int32 array of an integer, or of an array of any integer dtype.
+
+    Values out of range raise where they are known; where they are traced they are clipped, so that
+    a length or an offset keeps its meaning.
+
+    Args:
+        name: of the argument, for messages.
+        value: an int, or a numpy or jax array.
+
+    Raises:
+        TypeError: neither an int nor an array of integers.
+        ValueError: a known value that does not fit int32.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        _refuse_wide(f"{name} is", value)
+        return jnp.asarray(value, jnp.int32)
+    if not is_array(value) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{name} must be an integer or an array of integers, got {type(value).__name__}: "
+            f"{value!r}"
+        )
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} has dtype {value.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
+        )
+    own = jnp.iinfo(value.dtype)
+    if INT32.min <= own.min and own.max <= INT32.max:
+        return jnp.asarray(value).astype(jnp.int32)
+    if is_known(value):
+        host = known(value)
+        if host.size:
+            _refuse_wide(f"{name} contains", int(host.min()))
+            _refuse_wide(f"{name} contains", int(host.max()))
+        return jnp.asarray(host.astype(np.int32))
+    low, high = (np.asarray(x, value.dtype) for x in (max(own.min, INT32.min), INT32.max))
+    return lax.clamp(low, value, high).astype(jnp.int32)
+
+
+def is_array(value) -> bool:
+    """True for an array, or for what turns into one (`__jax_array__`, as parameters of Flax do)."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic)) or hasattr(value, "__jax_array__")
+
+
+def is_known(value) -> bool:
+    """True where the values of an array can be looked at: not traced, and all in this process."""
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def known(value) -> np.ndarray:
+    """The values of an array for which `is_known`; waits for a jax array to be computed."""
+    return np.asarray(jax.device_get(value))
+
+
+def _refuse_wide(what: str, value: int):
+    if not INT32.min <= value <= INT32.max:
+        raise ValueError(
+            f"{what} {value}: integers must fit int32, from -2**31 to 2**31 - 1; number segment "
+            "ids from 0, and clip lengths and positions to the arrays"
+        )
+
+
+def seed_words(seed) -> jax.Array:
+    """uint32[words] of `dropout_seed`: the same of the same number, whatever type carries it.
+
+    Raises:
+        TypeError: neither an integer, nor integers, nor a key.
+        ValueError: an int of more than 64 bits, or no number at all.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer, np.ndarray, jax.Array)):
+        raise TypeError(f"dropout_seed must be an int, an integer array or a key, got {seed!r}")
+    if isinstance(seed, (jax.Array, np.ndarray)):
+        is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        if not (is_key or jnp.issubdtype(seed.dtype, jnp.integer)):
+            raise TypeError(
+                f"dropout_seed has dtype {seed.dtype}: it must be an integer or a key of jax.random"
+            )
+        if not seed.size:
+            raise ValueError(
+                f"dropout_seed has shape {seed.shape} and no number in it: pass an int or a key"
+            )
+    elif not -(2**63) <= operator.index(seed) < 2**64:
+        raise ValueError(f"dropout_seed is {seed}: it must fit 64 bits; pass a key of jax.random")
+    return dropout.seed_words(seed)
