@@ -201,13 +201,17 @@ def _asked(places, cuts, letters: str) -> tuple[str, ...]:
 
 def _check_whole_sequences(places, cuts):
     for name, cut in zip("qkv", cuts, strict=True):
-        for axis in (0, 1):
-            if not cut[axis] or places[name][axis] != ".":
-                continue
-            what = "sequence axis" if axis else "axis of pages"
+        if cut[1]:
             raise ValueError(
-                f"the {what} of {name} is sharded over {cut[axis]}: flash_attention wants "
-                "whole sequences. Call flash_pallas.parallel.context_parallel_attention, or "
+                f"the sequence axis of {name} is sharded over {cut[1]}: flash_attention and "
+                "flash_decode want whole sequences. Call "
+                "flash_pallas.parallel.context_parallel_attention, or "
                 f"gather them, as in jax.lax.with_sharding_constraint({name}, "
                 "jax.P('data', None, 'model')), or jax.sharding.reshard where axes are Explicit"
+            )
+        if cut[0] and places[name][0] == ".":
+            raise ValueError(
+                f"the axis of pages of {name} is sharded over {cut[0]}: any sequence may have any "
+                f"page. Shard heads, as in jax.sharding.reshard({name}, jax.P(None, None, "
+                "'model')), or give each device sequences and pages of its own, by jax.shard_map"
             )
