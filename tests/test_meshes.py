@@ -394,7 +394,7 @@ EXCHANGED = {
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("case", EXCHANGED.values(), ids=EXCHANGED)
 def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, case, types):
-    """Of keys that tensor parallelism does not cut, nothing is moved in the forward either."""
+    """The forward moves nothing, though tensor parallelism does not cut its keys."""
     kv_heads, cut, expected = case
     mesh = mesh_of(eight_devices, types, data=2, fsdp=2, model=2)
     rows = ("data", "fsdp")
