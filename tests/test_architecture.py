@@ -39,7 +39,7 @@ RANKS = {
     "nn": 8,
 }
 GPU_BACKENDS = ("backends.mosaic", "backends.hopper", "backends.portable")
-MAX_FILE, MAX_FUNCTION, MAX_NESTING, MAX_PARAMETERS = 350, 80, 2, 8
+MAX_FUNCTION, MAX_NESTING, MAX_PARAMETERS = 80, 2, 8
 
 
 def name_of(path: Path) -> str:
@@ -106,7 +106,6 @@ def test_only_gpu_backends_know_pallas():
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_sizes(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE
     public = unit(name_of(path)) in ("api", "cache", "decode", "nn", "parallel")
     for function, depth in functions(ast.parse(text)):
         where = f"{name_of(path)}.{function.name}"
