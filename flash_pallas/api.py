@@ -85,7 +85,8 @@ def flash_attention(
         q_lengths: integers [*B] or one: queries from there on see nothing and may hold anything.
         kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
-            1. Its gradient has its own shape: the kernel itself sums over broadcast axes.
+            1. Its gradient has its own shape: the kernel itself sums over broadcast axes. Not those
+            of vmap: there one that members share is repeated where its gradient is wanted.
         mask: bool of the same shapes, True is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores

@@ -348,3 +348,20 @@ def test_x64_widens_nothing():
         assert [x.dtype for x in outputs] == [jnp.bfloat16, jnp.float32, jnp.float32]
         grads = pull(tuple(jnp.ones_like(x) for x in outputs))
         assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_members_share_the_gradient_of_a_bias_as_batch_entries_only():
+    """vmap wants one gradient per member, and has copies; a batch adds up into one."""
+    members, length = 8, 512
+    x = jax.ShapeDtypeStruct((members, length, 2, 8), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 2, length, length), jnp.float32)
+
+    def copies(attend) -> float:
+        loss = lambda x, bias: jnp.sum(jnp.sin(attend(x, bias)))
+        compiled = jax.jit(jax.grad(loss, 1)).lower(x, bias).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (2 * length * length * 4)
+
+    attend = lambda x, bias: fp.flash_attention(x, x, x, bias=bias)
+    mapped = jax.vmap(lambda x, bias: attend(x[None], bias)[0], (0, None))
+    # Each has the bias and its gradient once more.
+    assert copies(mapped) - copies(attend) >= members

@@ -62,7 +62,8 @@ def test_the_residuals_are_those_of_plain_attention_and_the_side_inputs(keywords
     args = inputs()
     (o, lse), pull = jax.vjp(lambda *a: fp.flash_attention_with_lse(*a, **keywords), *args)
     saved = sorted(leaf.shape for leaf in jax.tree.leaves(pull))
-    assert saved == sorted([*(x.shape for x in (*args, o, lse)), *added])
+    shift = lse  # the other part of the log-sum-exp
+    assert saved == sorted([*(x.shape for x in (*args, o, lse, shift)), *added])
 
 
 class Recording(XlaBackend):

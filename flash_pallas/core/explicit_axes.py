@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
@@ -35,7 +36,7 @@ def spec_of(x) -> PartitionSpec:
     return PartitionSpec(*(names or None for names in names_of(x)))
 
 
-def compiled_as_auto(call, args: tuple, specs):
+def compiled_as_auto(call, args: tuple, specs) -> Any:
     """call(*args), sharded by the compiler as where axes are Auto; on other meshes just that.
 
     Args:

@@ -8,7 +8,6 @@ them share is whole on every device, which takes what it reads of it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -55,15 +54,15 @@ class Shards:
 
     @classmethod
     def of(cls, whole, cuts, sizes: dict[str, int]) -> Shards:
-        """From the names that cut each axis of q, k and v, and the sizes of all mesh axes.
+        """The shards of a call whose q, k and v are cut like this.
 
         An axis that does not divide what it cuts, as 8 devices do not divide 12 heads, cuts the
         other of batch and heads if it divides that, and else nothing.
 
         Args:
             whole: Operands or DecodeOperands.
-            cuts: of q, k and v.
-            sizes: of mesh axes by name.
+            cuts: the mesh axes that cut each axis of q, of k and of v.
+            sizes: of all mesh axes, by name.
 
         Raises:
             ValueError: the axis of queries or of keys is cut.
@@ -104,14 +103,15 @@ class Shards:
         Args:
             results: Outputs or Grads.
         """
-        shapes = dict.fromkeys(results._fields, ())
+        shapes: dict[str, Any] = dict.fromkeys(results._fields, ())
         if results is Grads:
             shapes |= {
                 n: x.shape
                 for n in ("q", "k", "v", "bias")
                 if (x := getattr(self.whole, n)) is not None
             }
-        return results(**{name: self.spec(name, shape) for name, shape in shapes.items()})
+        specs: dict[str, Any] = {name: self.spec(name, shape) for name, shape in shapes.items()}
+        return results(**specs)
 
     def spec(self, name: str, shape) -> PartitionSpec:
         """The PartitionSpec of an array; of this shape, where some axis may be smaller than q's."""
@@ -125,10 +125,10 @@ class Shards:
         letters = _places(self.whole)[name]
         cut = {"b": self.batch, "n": self.heads, "B": self.batch, "N": self.heads, "k": self.heads}
         counts = {"B": self.counts[0], "N": self.counts[1], "k": self.counts[1]}
-        sizes = itertools.zip_longest(letters, shape, fillvalue=0)
+        sizes = (*shape, *(0,) * (len(letters) - len(shape)))
         return [
             cut.get(letter, ()) if size % counts.get(letter, 1) == 0 else ()
-            for letter, size in sizes
+            for letter, size in zip(letters, sizes, strict=True)
         ]
 
     def selected(self, mine):
@@ -201,13 +201,17 @@ def _asked(places, cuts, letters: str) -> tuple[str, ...]:
 
 def _check_whole_sequences(places, cuts):
     for name, cut in zip("qkv", cuts, strict=True):
-        for axis in (0, 1):
-            if not cut[axis] or places[name][axis] != ".":
-                continue
-            what = "sequence axis" if axis else "axis of pages"
+        if cut[1]:
             raise ValueError(
-                f"the {what} of {name} is sharded over {cut[axis]}: flash_attention wants "
-                "whole sequences. Call flash_pallas.parallel.context_parallel_attention, or "
+                f"the sequence axis of {name} is sharded over {cut[1]}: flash_attention and "
+                "flash_decode want whole sequences. Call "
+                "flash_pallas.parallel.context_parallel_attention, or "
                 f"gather them, as in jax.lax.with_sharding_constraint({name}, "
                 "jax.P('data', None, 'model')), or jax.sharding.reshard where axes are Explicit"
+            )
+        if cut[0] and places[name][0] == ".":
+            raise ValueError(
+                f"the axis of pages of {name} is sharded over {cut[0]}: any sequence may have any "
+                f"page. Shard heads, as in jax.sharding.reshard({name}, jax.P(None, None, "
+                "'model')), or give each device sequences and pages of its own, by jax.shard_map"
             )

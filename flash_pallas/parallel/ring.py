@@ -151,8 +151,8 @@ def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
     """Attention to all keys from that to several parts of them, stacked."""
     last = lambda x: jnp.swapaxes(x, -1, -2)  # [.., N, T] to [.., T, N]
     sinks = None if sinks is None else last(sinks)
-    rows = map(last, (parts.lse_log2, parts.shift))
-    o, *rows = softmax.merge(parts.o, *rows, sinks, ring.unit)
+    given = parts.o, last(parts.lse_log2), last(parts.shift)
+    o, *rows = softmax.merge(*given, sinks, ring.unit)
     return _Sums(o, *map(last, rows))
 
 

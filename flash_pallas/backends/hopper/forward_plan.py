@@ -17,7 +17,7 @@ from ...core.problem import Problem
 from ...core.tile import Limits
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
-from ..mosaic.row_maxima import Maxima, far_of
+from ..mosaic.row_maxima import far_of
 from . import side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
@@ -106,7 +106,7 @@ class Rows(NamedTuple):
     """What a warpgroup carries from step to step."""
 
     p: Any  # Products.split of the weights of the block whose PV is still to be issued
-    maxima: Maxima | None  # of 64 rows; None where Scores.bounded
+    maxima: Any  # Maxima of 64 rows; None where Scores.bounded
     l: Any  # f32[64, 8] running sums of each thread's own columns
 
 

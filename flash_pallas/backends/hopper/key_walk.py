@@ -67,7 +67,7 @@ class KeyWalk(NamedTuple):
         """The n-th block."""
         return self.start + n
 
-    def visit(self, step, *, masks: bool, far=None, far_step=None):
+    def visit(self, step, *, masks: bool, far=None, far_step: Any = None):
         """step(n, masked=) for every block; without `masks` none is masked.
 
         The masked ones are a loop of their own. `far` and `far_step` are as in QueryWalk.visit.

@@ -141,7 +141,7 @@ class QueryWalk:
         block = jnp.int32(self.full_start + i)
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
-    def visit(self, step, far=None, far_step=None, *, in_one_loop: bool = False):
+    def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
         """Call step(n, query block, masked=) for every tile.
 
         The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
