@@ -99,7 +99,8 @@ def flash_decode(
         NotImplementedError: a dtype that no backend takes; a derivative.
 
     Example:
-        >>>         >>> from flash_pallas import flash_decode
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import flash_decode
         >>> q = jnp.ones((2, 1, 8, 64), jnp.bfloat16)
         >>> k = v = jnp.ones((2, 1024, 2, 64), jnp.bfloat16)
         >>> flash_decode(q, k, v, kv_lengths=jnp.array([1000, 7])).shape
@@ -149,7 +150,8 @@ def explain_decode(
         TypeError: and others, as `flash_decode` lists them.
 
     Example:
-        >>>         >>> from flash_pallas import explain_decode
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import explain_decode
         >>> q, k = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 64, 2, 64))
         >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
         XlaDecodeBlocks(block_kv=64, num_splits=2)

@@ -228,7 +228,7 @@ class Fused:
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
         self.finish.start(cta)
-        step = functools.partial(self.step, cta, held, dk_acc, dv_acc)
+        step = functools.partial(self.step, cta, held, (dk_acc, dv_acc))
         head = cta.keys.kv_head * self.problem.group
         far = self.side.far(cta.gmem.side, cta.keys.batch, head)
         cta.walk.visit(step, far, functools.partial(step, far=far))
@@ -242,12 +242,12 @@ class Fused:
         first = cta.keys.start + cta.wg * WARPGROUP_ROWS
         return cta.place(n, first, WARPGROUP_ROWS, self.blocks.block_q)
 
-    def step(self, cta: Cta, held: Held, dk_acc, dv_acc, n, block, *, masked, far=None):
+    def step(self, cta: Cta, held: Held, sums, n, block, *, masked, far=None):
         """The five products of the n-th tile; `far` where rows of it may be shifted."""
         if far is not None:
             cta = cta.apart()
         p, ds = self.score_gradients(cta, held, (n, block), masked, far)
-        self.finish(cta, n, p, ds, dk_acc, dv_acc)
+        self.finish(cta, n, p, ds, *sums)
 
     def score_gradients(self, cta: Cta, held: Held, at, masked, far):
         """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
