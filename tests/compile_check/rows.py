@@ -112,33 +112,55 @@ CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
 # others. Figures of ptxas 13.5. They are addresses, not accumulators, and wgmma is serialised in
-# none; the figures in benchmarks/results were taken with them.
+# none but where a head dim of 16 has a bias (C7517). Many are of the second loop of the backward,
+# that of heads with far rows: what both loops use is spilled for its sake. See NOTES.md.
 ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "causal"): 12,
     ("flash_pallas_backward_fused", 64, "ragged"): 8,
     ("flash_pallas_backward_fused", 64, "small_causal"): 24,
     ("flash_pallas_forward", 128, "document_128"): 4,
     ("flash_pallas_forward", 128, "document_window_128"): 4,
-    ("flash_pallas_forward", 128, "alibi_causal_128"): 4,
+    ("flash_pallas_forward", 128, "alibi_causal_128"): 8,
     ("flash_pallas_forward", 64, "packed_causal"): 16,
     ("flash_pallas_forward", 64, "bias_1NTS"): 20,
-    ("flash_pallas_backward_fused", 64, "q_lengths"): 36,
-    ("flash_pallas_backward_fused", 64, "many_entries"): 12,
-    ("flash_pallas_backward_fused", 128, "small"): 12,  # with three tiles in flight
+    ("flash_pallas_backward_fused", 64, "q_lengths"): 40,
+    ("flash_pallas_backward_fused", 64, "many_entries"): 28,
+    ("flash_pallas_backward_fused", 128, "small"): 16,  # with three tiles in flight
     ("flash_pallas_backward_fused", 64, "packed_causal"): 48,
     ("flash_pallas_backward_fused", 16, "pair bias 1024"): 84,  # addresses of barriers
     ("flash_pallas_backward_fused", 16, "pair bias 2048"): 80,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 8,
-    ("flash_pallas_backward_fused", 128, "long_score_mod"): 32,
-    ("flash_pallas_backward_dq", 128, "everything_128"): 12,
-    ("flash_pallas_backward_scores_tile", 32, "long_bias_pairs"): 8,
+    ("flash_pallas_backward_fused", 128, "long_score_mod"): 168,
+    ("flash_pallas_backward_dq", 128, "everything_128"): 16,
+    ("flash_pallas_backward_scores_tile", 32, "long_bias_pairs"): 28,
+    ("flash_pallas_backward_dkv", 128, "causal"): 4,
+    ("flash_pallas_backward_dkv", 128, "everything_128"): 4,
+    ("flash_pallas_backward_dkv", 128, "offset"): 12,
+    ("flash_pallas_backward_dkv", 256, "offset"): 20,
+    ("flash_pallas_backward_fused", 16, "bias_shared_16"): 4,
+    ("flash_pallas_backward_fused", 16, "bias_shared_16, launches"): 4,
+    ("flash_pallas_backward_fused", 16, "pair bias 512"): 12,
+    ("flash_pallas_backward_fused", 24, "d24_padded"): 44,
+    ("flash_pallas_backward_fused", 32, "bias_shared_32"): 80,
+    ("flash_pallas_backward_fused", 32, "bias_shared_32, launches"): 80,
+    ("flash_pallas_backward_fused", 32, "pair bias 1024"): 8,
+    ("flash_pallas_backward_fused", 32, "pair bias 4096"): 12,
+    ("flash_pallas_backward_fused", 64, "full"): 12,
+    ("flash_pallas_backward_fused", 64, "offset"): 12,
+    ("flash_pallas_backward_fused", 64, "pair bias 2048"): 76,
+    ("flash_pallas_backward_fused", 64, "small"): 12,
+    ("flash_pallas_backward_fused", 128, "document_128"): 4,
+    ("flash_pallas_backward_fused", 128, "document_window_128"): 4,
+    ("flash_pallas_backward_fused", 128, "packed_128"): 4,
+    ("flash_pallas_backward_scores_tile", 64, "long_bias"): 16,
+    ("flash_pallas_forward", 24, "d24_padded"): 4,
 }
 
 
 # The same without a producer warpgroup: the most of ptxas and of nvJitLink.
 ALLOWED_WITHOUT_PRODUCER = {
-    ("flash_pallas_forward", 64, "full"): 32,
+    ("flash_pallas_forward", 64, "full"): 152,
     ("flash_pallas_forward", 64, "causal"): 32,
     ("flash_pallas_forward", 64, "ragged"): 4,
     ("flash_pallas_forward", 128, "full"): 4,  # 0 with a batch of 2, 4 or 8: they divide by shifts
@@ -154,7 +176,12 @@ ALLOWED_WITHOUT_PRODUCER = {
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 28,
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 76,
+    ("flash_pallas_backward_fused", 64, "causal"): 8,
+    ("flash_pallas_backward_fused", 64, "full"): 4,
 }
+
+# Of float32 with one of MASKS.
+ALLOWED_IN_FLOAT32 = {("flash_pallas_backward_dq", 128, "causal"): 40}
 
 # Rows without a producer, where the others have one: what another jaxlib would run.
 ALONE = " without producer"
@@ -198,7 +225,7 @@ class Row:
         if self.allowed is not None:
             return self.allowed.get(key, 0)
         if self.dtype == "float32" and self.mask in MASKS:
-            return 0
+            return ALLOWED_IN_FLOAT32.get(key, 0)
         allowed = ALLOWED_SPILLS if self.producer else ALLOWED_WITHOUT_PRODUCER
         return allowed.get(key, 0)
 
