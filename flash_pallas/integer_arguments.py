@@ -55,6 +55,7 @@ def as_int32(name: str, value) -> jax.Array:
             _refuse_wide(f"{name} contains", int(host.min()))
             _refuse_wide(f"{name} contains", int(host.max()))
         return jnp.asarray(host.astype(np.int32))
+    value = jnp.asarray(value)
     low, high = (np.asarray(x, value.dtype) for x in (max(own.min, INT32.min), INT32.max))
     return lax.clamp(low, value, high).astype(jnp.int32)
 
