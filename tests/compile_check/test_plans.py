@@ -26,7 +26,9 @@ def test_gradients_of_a_pair_bias(monkeypatch, length, head_dim):
 
     Arguments and results alone are twice the forward's.
     """
-    monkeypatch.setattr(backend, "_device_reason", lambda: None)
+    # As on a machine with an H200: its topology is the default device of what is compiled here.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(backend, "_device_reason", lambda capability: None)
     monkeypatch.setattr(backend, "_num_sms", lambda: backend.H200_SMS)
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     q, bias = shape(128, length, 4, head_dim), shape(1, 4, length, length)
