@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-0.12 lint demo compile-check compile-check-0.12 test-gpu bench clean
+.PHONY: help test test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu bench clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-0.12      a part of them with jax 0.12"
 	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
+	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
 	@echo "In an environment that has everything: make test SETUP=: PY=python3"
@@ -42,6 +43,13 @@ compile-check:
 	$(VENV)-cuda/bin/python -m tests.compile_check --target a100 --only "64 bfloat16 full" "64 bfloat16 causal" "128 bfloat16 full" "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target rtx5090 --only "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target b200 --only "128 bfloat16 causal"
+
+COUNT ?= 200
+fuzz-lowering:
+	@$(SETUP) dev
+	for gpu in hopper portable-163 portable-99; do \
+		$(PY) -m tests.lowering_fuzz --gpu $$gpu --count $(COUNT) $(if $(SEED),--seed $(SEED)) || exit 1; \
+	done
 
 # A part of it with jax 0.12, whose compiler is another: the loops over masked and whole tiles.
 compile-check-0.12:

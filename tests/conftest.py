@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") == "1"
@@ -24,6 +25,19 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# Of the random calls that are others every day; FLASH_PALLAS_SEED repeats those of another one.
+SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()))
+
+
+def pytest_report_header():
+    return f"random calls: FLASH_PALLAS_SEED={SEED}"
+
+
+@pytest.fixture
+def seed_of_the_day() -> int:
+    return SEED
 
 
 def pytest_collection_modifyitems(config, items):

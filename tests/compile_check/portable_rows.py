@@ -22,7 +22,7 @@ from flash_pallas.core.problem import (
 )
 
 from ..cases import Case
-from .device import B200, H200, RTX_5090, Target
+from .device import A100, B200, H200, RTX_5090, Target
 from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row, cotangents
 
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
@@ -78,6 +78,7 @@ ALLOWED_SPILLS = {
 # additions and products of two neighbours are one instruction, whose operands are pairs of
 # registers: a kernel takes 5 to 30 more.
 ALLOWED_BY_TARGET = {
+    A100: {("flash_pallas_portable_dq", 128, "full"): 4},
     H200: {
         ("flash_pallas_portable_fused", 128, "full"): 4,
         ("flash_pallas_portable_forward", 64, "many_entries"): 4,

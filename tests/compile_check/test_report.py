@@ -143,8 +143,10 @@ def test_portable_tiles_fit(name):
     shared = tiles.SHARED_MEMORY[f"{target.major}.{target.minor}"]
     assert shared == target.smem
     for most, kernels in tiles._TILES.items():
+        q = jax.ShapeDtypeStruct((1, 512, 1, most), jnp.bfloat16)
+        problem = describe(Operands(q, q, q, None), AttentionSpec(scale=1.0))
         for kernel, tile in kernels.items():
-            assert tiles._BYTES[kernel](tile, (most, most)) <= shared - tiles.RESERVED
+            assert tiles.bytes_of(kernel, tile, problem) <= shared - tiles.RESERVED
 
 
 def test_backend_of_a_target():
@@ -219,7 +221,7 @@ def test_portable_forward_compiles_for_every_target(name):
     q = jax.ShapeDtypeStruct((1, 512, 1, 16), jnp.bfloat16)
     problem = describe(Operands(q, q, q, None), AttentionSpec(scale=1.0))
     tile = tiles.choose_blocks(problem, None, f"{target.major}.{target.minor}").forward
-    assert kernel.smem == tiles.forward_bytes(tile, (16, 16))
+    assert kernel.smem == tiles.bytes_of("forward", tile, problem)
     assert kernel.faults(target, 0) == []
     assert len(wrong) == 1 and wrong[0].endswith(f"> max_smem_bytes={target.smem}")
 

@@ -9,6 +9,7 @@ backward_scores.py score*.py               gradients of bias, ALiBi slopes and s
 key_walk.py query_walk.py                  what the backward kernels share
 side_inputs.py                             what modifiers of scores read
 inline_columns.py inline_exchange.py       what is written into kernels, register by register
+*_layout.py                                what a CTA of each kernel allocates of shared memory
 memory.py blocks.py                        what all kernels share
 ../mosaic                                  what they share with other GPUs: registers, P, launches
 """

@@ -36,7 +36,8 @@ from ..mosaic.launch import WARPGROUP_ROWS, launch
 from ..mosaic.recompute import RowShift, Weights
 from ..mosaic.register_tile import RegisterTile
 from .arrays import BackwardArrays
-from .dkv_cta import Barriers, Cta, Smem, scratch
+from .dkv_cta import Cta
+from .dkv_layout import Barriers, Smem, scratch
 from .dkv_loads import Loads
 from .key_walk import mask_everywhere
 from .memory import Ring, rows_of

@@ -32,9 +32,10 @@ from ..mosaic.launch import WARPGROUP_ROWS, launch
 from ..mosaic.recompute import RowShift
 from ..mosaic.register_tile import RegisterTile
 from .arrays import BackwardArrays
-from .dq_loads import Barriers, Cta, Loads, Smem
+from .dq_layout import Barriers, Smem, scratch
+from .dq_loads import Cta, Loads
 from .key_walk import KeyWalk, mask_everywhere
-from .memory import Ring, row_buffer, rows_of, warpgroup_rows
+from .memory import Ring, rows_of, warpgroup_rows
 from .products import Products
 from .side_inputs import Held, SideInputs
 from .split_blocks import DqBlocks
@@ -201,36 +202,17 @@ class Dq:
 def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
     """Launch; returns dq in the form of arrays.q, the same bits in every run."""
     block_q, block_kv = blocks.block_q, blocks.block_kv
-    # K is summed over keys too; Q must have the same swizzle.
-    buffer = functools.partial(Products(problem.dtype).buffer, summed_rows=block_kv)
-    bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, SideInputs(problem, q_axis=0)
-    smem = Smem(
-        q=buffer((block_q, problem.head_dim), arrays.q),
-        do=buffer((block_q, problem.v_head_dim), arrays.do),
-        k=buffer((blocks.k_stages, block_kv, problem.head_dim), arrays.k),
-        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), arrays.v),
-        lse=row_buffer((block_q,)),
-        delta=row_buffer((block_q,)),
-        side=side.buffers(blocks.k_stages, block_q, block_kv),
-    )
-    bars = Barriers(
-        queries=bar(num_arrivals=4),
-        k_full=bar(num_arrivals=1 + side.copies, num_barriers=blocks.k_stages),
-        k_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.k_stages),
-        v_full=bar(num_barriers=blocks.v_stages),
-        v_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.v_stages),
-    )
     run = launch(
         Dq(problem, blocks, interpret),
         out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
-        scratch=(smem, bars),
+        scratch=scratch(problem, blocks, arrays),
         # Queries slowest: 1.03 to 1.05 of heads slowest (head dim 256).
         grid={
             "q": pl.cdiv(problem.q_len, block_q),
             "head": problem.q_heads,
             "batch": problem.batch,
         },
-        threads=warpgroups + blocks.producer,
+        threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_backward_dq",
         interpret=interpret,
     )

@@ -45,9 +45,10 @@ from . import cluster
 from .arrays import BackwardArrays
 from .fused_bias import BiasSums
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Barriers, Cta, KeyBlock, Results, Smem, swizzles_of_k_and_v
+from .fused_cta import Cta, KeyBlock, Results
 from .fused_finish import Alternating, Finish, Together
 from .fused_launches import Launch
+from .fused_layout import WARPGROUPS, Barriers, Smem, swizzles_of_k_and_v
 from .fused_order import Order
 from .fused_producer import Feeder, Producer
 from .fused_weights import Scores, Weights, weights_of
@@ -297,21 +298,30 @@ class Fused:
         if not self.blocks.late_dp and far is None:
             return pl.run_scoped(both, accumulator)
         w = pl.run_scoped(alone, accumulator)
-        if far is not None and not masked:
+        if far is not None and self.narrows(masked):
             w = self.narrowed(w)
         cta.do.wait_full(n)
         return pl.run_scoped(functools.partial(late, w), accumulator)
 
-    def narrowed(self, tiles):
-        """Tiles in float32, rounded to 16 bits while dP^T is computed.
+    def narrows(self, masked: bool) -> bool:
+        """Tiles of the second loop wait for dP^T in 16 bits.
 
         What this loop has no registers for, the one that matters loads again in every step. Head
         dim 64, T=4096: 1.01 of the time without this loop, and not 1.09; but where tiles are masked
-        1.13, and not 1.08.
+        1.13, and not 1.08. At head dim 128 204 bytes would spill and wgmma be serialised (C7512) at
+        T=1024 and 16k, where nothing spills without.
         """
-        narrow = lambda x: x.astype(self.problem.dtype) if x.dtype == jnp.float32 else x
-        narrow = lax.optimization_barrier(jax.tree.map(narrow, tiles))
-        return jax.tree.map(lambda x, y: x.astype(y.dtype), narrow, tiles)
+        return not masked and self.problem.head_dim < 128
+
+    def narrowed(self, tiles):
+        """Tiles in float32, rounded to 16 bits until they are used."""
+
+        leaves, form = jax.tree.flatten(tiles)
+        wide = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]  # no predicates
+        narrow = tuple(leaves[i].astype(self.problem.dtype) for i in wide)
+        for i, x in zip(wide, lax.optimization_barrier(narrow), strict=True):
+            leaves[i] = x.astype(jnp.float32)
+        return jax.tree.unflatten(form, leaves)
 
     def early(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s, shift):
         """What is made of S^T before dP^T has arrived."""

@@ -37,7 +37,8 @@ from .arrays import BackwardArrays
 from .memory import rows_of, warpgroup_rows
 from .products import Products
 from .score_blocks import ScoreBlocks, Sums
-from .scores_cta import LOADED, Cta, Step, Steps, scratch
+from .scores_cta import Cta, Step, Steps
+from .scores_layout import LOADED, scratch
 from .side_inputs import Place
 
 

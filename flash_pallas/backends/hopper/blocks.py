@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jaxlib.version
 
 from ...core.problem import Problem
+from ..mosaic.launch import MOST_BARRIERS
 from . import backward_blocks, forward_blocks
 from .backward_blocks import SplitBlocks, choose_backward
-from .forward_blocks import ForwardBlocks, choose_forward, without_producer
+from .forward_blocks import MOST_HALF, ForwardBlocks, choose_forward, without_producer
 from .forward_blocks import native_head_dims as native_head_dims
 from .forward_packed import described, packs
 from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
 from .fused_launches import may_launch, may_take_turns, may_write
 from .memory import SMEM_LIMIT
+from .split_blocks import DkvBlocks, DqBlocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,34 +83,54 @@ def _without_producer(blocks):
     return dataclasses.replace(blocks, producer=False)
 
 
+# The most that a field may be: registers for as many warpgroups, exponents of two whose squares
+# float32 holds (of a lazy rescale float16 too), and the barriers of one array.
+_MOST = {"warpgroups": 3, "speculates": 60.0, "lazy_rescale": MOST_HALF, "polynomials": 1.0}
+_MOST |= {
+    name: MOST_BARRIERS
+    for blocks in (ForwardBlocks, FusedBlocks, DkvBlocks, DqBlocks)
+    for name in vars(blocks())
+    if name.endswith("stages")
+}
+
+
 def _replaced(kernel: str, blocks, fields, size, problem: Problem):
     names = {field.name for field in dataclasses.fields(blocks)}
     if not isinstance(fields, dict) or not names.issuperset(fields):
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}")
-    replaced = dataclasses.replace(blocks, **fields)
-    for name, tuned in vars(blocks).items():
-        value = getattr(replaced, name)
-        if type(value) is not type(tuned) or value < 0 or (type(tuned) is int and value < 1):
-            raise ValueError(
-                f"blocks[{kernel!r}][{name!r}] is {value!r}: a positive {type(tuned).__name__}"
-            )
-        unit = 64 if kernel == "fused" else 32
-        if name.startswith("block_") and (value % unit or value > 256):
-            raise ValueError(
-                f"blocks[{kernel!r}][{name!r}] is {value}: a multiple of {unit} up to 256"
-            )
+    for name, value in fields.items():
+        if reason := _misfit(name, value, type(getattr(blocks, name)), kernel):
+            raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value!r}: {reason}")
+    try:
+        replaced = dataclasses.replace(blocks, **fields)
+    except ValueError as error:
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {error}") from None
     if isinstance(replaced, ForwardBlocks) and replaced.packed and described(problem) is None:
         raise ValueError(
             "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
         )
     if isinstance(replaced, FusedBlocks) and (reason := _refused(replaced, size)):
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
-    if replaced.smem_bytes(size) > SMEM_LIMIT - 1024:  # the barriers take less than 1 KB
+    if replaced.smem_bytes(size) > SMEM_LIMIT:
         raise ValueError(
             f"blocks[{kernel!r}] needs {replaced.smem_bytes(size)} bytes of shared memory and "
             f"there are {SMEM_LIMIT}: use fewer stages or smaller blocks"
         )
     return replaced
+
+
+def _misfit(name: str, value, kind: type, kernel: str) -> str | None:
+    """Why a field of this type cannot have this value, whatever else is asked for."""
+    unit = 64 if kernel == "fused" else 32
+    if name.startswith("block_"):
+        tile = type(value) is int and 0 < value <= 256 and value % unit == 0
+        return None if tile else f"a multiple of {unit} up to 256"
+    if type(value) is not kind:
+        return "True or False" if kind is bool else f"of type {kind.__name__}"
+    least, most = (1 if kind is int else 0.0), _MOST.get(name, math.inf)
+    if kind is not bool and not least <= value <= most:  # a NaN neither
+        return f"from {least} to {most}" if most < math.inf else f"at least {least}"
+    return None
 
 
 def _refused(blocks: FusedBlocks, size) -> str | None:

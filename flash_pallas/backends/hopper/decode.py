@@ -92,7 +92,7 @@ def decode(
     run = launch(
         Decode(plan),
         out=tuple(out),
-        scratch=plan.scratch(gmem, out),
+        scratch=plan.scratch(gmem.k, gmem.v),
         # Heads before splits: what runs at one time reads all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from ...core.decode import MAX_SPLITS, DecodeProblem
 from ...core.integers import round_up
-from ..mosaic.launch import WARPGROUP_ROWS
-from .forward_blocks import BARRIER_BYTES, NATIVE_HEAD_DIMS, native_head_dims
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
+from .decode_layout import Layout
+from .forward_blocks import NATIVE_HEAD_DIMS, native_head_dims
 from .memory import SMEM_LIMIT, swizzles
 from .products import LENGTH_MULTIPLE, Products
 
@@ -18,15 +18,12 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
-LEAST_COLUMNS = 8  # of a result of wgmma
 UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
 # In flight on each of two CTAs that share a multiprocessor. H200, head dim 128, S=32k, us: two
 # stages of 32 KB 33.6, three 33.6, four 33.7; B=16 119.9, three 120.3; int8, three of 16 KB 20.5,
 # four 20.4, and at B=16 67.1, 67.1 and six 69.1.
 UPRIGHT_BYTES = 65_536
-ALIGNED = 1024  # bytes to a multiple of which buffers start
 NARROWEST_RAW = 32  # bytes of a row of a tile for TMA
-SCALE_BYTES = 1024  # that those of the pages of a block take at most
 MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
 # Of two CTAs one makes eight bits 16 while the other multiplies, of one neither: int8, H200, S=32k,
 # 16 ranges 27.8 us and 32 20.4; B=16, S=8k, one range 89.3 and two 67.1.
@@ -69,19 +66,8 @@ class DecodeBlocks:
             raise ValueError(f"num_splits is {self.num_splits!r}: from 1 to {MAX_SPLITS}")
 
     def smem_bytes(self, problem: DecodeProblem) -> int:
-        """Shared memory without barriers. Results are staged where K and V were."""
-        head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
-        itemsize, block = problem.dtype.itemsize, self.block_kv * (head_dim + v_head_dim)
-        rows = tile_rows(problem, self.upright)
-        held, streamed = rows * head_dim * itemsize, self.streamed_bytes(problem)
-        if self.upright:
-            held += rows * self.block_kv * itemsize + 2 * ALIGNED
-        elif problem.quantised:
-            held, streamed = held + streamed, self.widened * block * itemsize
-        if not self.upright and "page_scales" in problem.features:
-            held += SCALE_BYTES
-        staged = rows * v_head_dim * (4 if self.num_splits > 1 else itemsize)
-        return held + max(streamed, round_up(staged + 4 * rows, ALIGNED))
+        """Shared memory of a CTA."""
+        return shared_memory(Layout(problem, self, interpret=False).scratch())
 
     def streamed_bytes(self, problem: DecodeProblem) -> int:
         """Of all stages of K and V, as they lie in the cache."""
@@ -90,7 +76,7 @@ class DecodeBlocks:
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
         """How many run on a multiprocessor at one time."""
-        each = self.smem_bytes(problem) + BARRIER_BYTES + RESERVED_BYTES
+        each = self.smem_bytes(problem) + RESERVED_BYTES
         return 2 if self._takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
 
     def _takes_few_registers(self, problem: DecodeProblem) -> bool:
@@ -124,22 +110,9 @@ def takes_upright(problem: DecodeProblem) -> bool:
     return not problem.quantised or all(width in (64, 128, 256) for width in widths)
 
 
-def tile_rows(problem: DecodeProblem, upright: bool) -> int:
-    """Rows of Q in shared memory: columns of a product come in eights, its rows in 64."""
-    if not upright:
-        return WARPGROUP_ROWS
-    return round_up(min(problem.q_len * problem.group, WARPGROUP_ROWS), LEAST_COLUMNS)
-
-
 def row_tiles(problem: DecodeProblem) -> int:
     """Tiles of 64 rows that the queries of one key head fill."""
     return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
-
-
-def piece_rows(problem: DecodeProblem, block_kv: int) -> int:
-    """Keys of a block that one copy brings: it lies in one page."""
-    page_size = problem.spec.page_size
-    return block_kv if page_size is None else math.gcd(block_kv, page_size)
 
 
 def unsupported(problem: DecodeProblem) -> str | None:
@@ -184,7 +157,7 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     # Partial results are staged in float32, the larger case.
     sizes = {"block_kv": keys, "num_splits": 2, "upright": upright}
     deep = [DecodeBlocks(stages=n, **sizes) for n in range(most, 0, -1)]
-    fitting = [b for b in deep if b.smem_bytes(problem) + BARRIER_BYTES <= SMEM_LIMIT]
+    fitting = [b for b in deep if b.smem_bytes(problem) <= SMEM_LIMIT]
     shared = [b for b in fitting if b.ctas_per_sm(problem) > 1 and b.stages > 2 - upright]
     if upright:
         shared = [b for b in shared if b.streamed_bytes(problem) <= UPRIGHT_BYTES]

@@ -8,18 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from ...core.decode import DecodeProblem
 from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS, float32
-from .decode_blocks import DecodeBlocks, piece_rows, tile_rows
-from .forward_blocks import native_head_dims
-from .inline_columns import WARPS
-from .memory import Ring, row_buffer, swizzles, tile_buffer
+from .decode_layout import Barriers, Layout, Smem
+from .memory import Ring
 from .packed_rows import PackedRows
-from .products import Products
 
 JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
 
@@ -45,55 +40,6 @@ class Results(NamedTuple):
     o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
     lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
     shift: Any  # as lse; see core/softmax.py
-
-
-class Smem(NamedTuple):
-    """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
-
-    q: Any  # [rows, H], of as many rows as Plan.tile_rows says
-    # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows]))
-    ring: Any
-    raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
-    scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
-    p: Any = None  # [queries, block_kv] weights, where queries are columns
-    across: Any = None  # f32[WARPS, queries] that the warps exchange, likewise
-    q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
-
-    @property
-    def k(self):
-        """Blocks of K."""
-        return self.ring[0][0]
-
-    @property
-    def v(self):
-        """Blocks of V."""
-        return self.ring[0][1]
-
-    @property
-    def o(self):
-        """Staging of the output."""
-        return self.ring[1][0]
-
-    @property
-    def lse(self):
-        """Staging of the log-sum-exp."""
-        return self.ring[1][1]
-
-    @property
-    def shift(self):
-        """Staging of its shift."""
-        return self.ring[1][2]
-
-
-class Barriers(NamedTuple):
-    """mbarriers: k and v one per stage; a full one gets one arrival of each copy."""
-
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    v_arrived: Any = None  # the block of V whose end the producer clears
-    raw_full: Any = None  # of blocks of K and V in eight bits, that the producer widens
 
 
 class Keys(NamedTuple):
@@ -143,74 +89,13 @@ def combined_columns(v_head_dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One launch.
-
-    Attributes:
-        problem: what is computed.
-        blocks: tile sizes and the number of splits.
-        interpret: run by the interpreter.
-    """
-
-    problem: DecodeProblem
-    blocks: DecodeBlocks
-    interpret: bool
-
-    @property
-    def products(self) -> Products:
-        """How 16-bit operands lie in memory."""
-        dtype = jnp.dtype(jnp.float16) if self.in_registers else self.problem.dtype
-        return Products(dtype, self.interpret)
+class Plan(Layout):
+    """One launch."""
 
     @property
     def rows(self) -> int:
         """Of all queries and heads that share a key head."""
         return self.problem.q_len * self.problem.group
-
-    @property
-    def tile_rows(self) -> int:
-        """Of Q in shared memory."""
-        return tile_rows(self.problem, self.blocks.upright)
-
-    @property
-    def several(self) -> bool:
-        """The keys of a sequence are read in several ranges."""
-        return self.blocks.num_splits > 1
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        """Of Q and K and of V, as tiles have them."""
-        return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
-
-    @property
-    def in_registers(self) -> bool:
-        """A cache in eight bits is made float16 by who multiplies it."""
-        return self.problem.quantised and self.blocks.upright
-
-    @property
-    def in_memory(self) -> bool:
-        """A cache in eight bits is widened by the producer."""
-        return self.problem.quantised and not self.blocks.upright
-
-    @property
-    def slots(self) -> int:
-        """Of the rings that products read."""
-        return self.blocks.widened if self.in_memory else self.blocks.stages
-
-    @property
-    def page_scales(self) -> bool:
-        """Scales differ from page to page."""
-        return "page_scales" in self.problem.features
-
-    @property
-    def piece_rows(self) -> int:
-        """Keys of one copy."""
-        return piece_rows(self.problem, self.blocks.block_kv)
-
-    @property
-    def pieces(self) -> int:
-        """Copies of one block of K or V."""
-        return self.blocks.block_kv // self.piece_rows
 
     def packed(self, tile) -> PackedRows:
         """The rows of a tile."""
@@ -246,10 +131,6 @@ class Plan:
         rows = (x.at[cta.batch, cta.head] for x in (cta.out.lse, cta.out.shift))
         return Results(cta.out.o.at[cta.batch, :, cta.head], *rows)
 
-    def copied(self, x) -> tuple:
-        """The array of the cache that 16-bit blocks are copied from: none where they are made."""
-        return () if self.problem.quantised else (x,)
-
     def q_swizzle(self, gmem: Gmem) -> int:
         """Of Q in shared memory, in bytes: that of K, with which it is multiplied."""
         return self.products.swizzle(self.head_dims[0], *self.copied(gmem.k))
@@ -258,11 +139,6 @@ class Plan:
         """Of blocks that were widened, of K (0) or V (1), in bytes."""
         summed = self.blocks.block_kv if kind else 0
         return self.products.swizzle(self.head_dims[kind], summed_rows=summed)
-
-    def raw_swizzle(self, kind: int) -> int:
-        """Of blocks in eight bits, in bytes."""
-        width = (self.problem.head_dim, self.problem.v_head_dim)[kind]
-        return swizzles(self.head_dims[kind], self.problem.kv_dtype, width)[0]
 
     def queries(self, tile):
         """(first, last) query of a tile of rows."""
@@ -307,38 +183,3 @@ class Plan:
     def _uses(self, block, end):
         """How many of block, block + num_splits, ... lie before `end`."""
         return ints.ceil_div(jnp.int32(end - block), self.blocks.num_splits)
-
-    def scratch(self, gmem: Gmem, out: Results) -> tuple[Smem, Barriers]:
-        """Shared memory and barriers."""
-        (head_dim, v_head_dim), slots = self.head_dims, self.slots
-        block, products, rows = self.blocks.block_kv, self.products, self.tile_rows
-        barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
-        k = products.buffer((slots, block, head_dim), *self.copied(gmem.k))
-        v = products.buffer((slots, block, v_head_dim), *self.copied(gmem.v), summed_rows=block)
-        ring = self.raw(slots) if self.in_registers else (k, v)
-        staging = tile_buffer((rows, v_head_dim), out.o.dtype), *[row_buffer((rows,))] * 2
-        q = products.buffer((rows, head_dim), *self.copied(gmem.k))
-        smem = Smem(q, plgpu.RefUnion(ring, staging))
-        empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
-        if self.blocks.upright:
-            q_scale = row_buffer((rows,)) if self.in_registers else None
-            p, across = products.buffer((rows, block)), row_buffer((WARPS, rows))
-            smem = smem._replace(p=p, across=across, q_scale=q_scale)
-            return smem, Barriers(copied, empty, copied, empty)
-        if not self.in_memory:
-            return smem, Barriers(copied, empty, copied, empty, barrier(self.pieces, 1))
-        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
-        smem = smem._replace(raw=self.raw(self.blocks.stages), scales=scales)
-        full = barrier(1, slots)
-        return smem, Barriers(full, empty, full, empty, None, (copied,) * 2)
-
-    def raw(self, stages: int) -> tuple:
-        """Blocks of K and of V in eight bits."""
-        return tuple(
-            tile_buffer(
-                (stages, self.blocks.block_kv, width),
-                self.problem.kv_dtype,
-                self.raw_swizzle(kind),
-            )
-            for kind, width in enumerate(self.head_dims)
-        )

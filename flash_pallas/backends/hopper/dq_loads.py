@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,32 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.problem import Problem
 from ..mosaic.launch import WARPGROUP_ROWS
 from .arrays import BackwardArrays
+from .dq_layout import Barriers, Smem
 from .key_walk import KeyWalk
 from .memory import Ring, rows_of
-from .side_inputs import Place, SideInputs, Streamed
+from .side_inputs import Place, SideInputs
 from .split_blocks import DqBlocks
-
-
-class Smem(NamedTuple):
-    """Shared memory of one CTA; tiles are operands of products.py."""
-
-    q: Any  # [block_q, D]
-    do: Any  # [block_q, Dv]
-    k: Any  # [k_stages, block_kv, D]
-    v: Any  # [v_stages, block_kv, Dv]
-    lse: Any  # f32[block_q]
-    delta: Any  # f32[block_q]
-    side: Streamed  # with K
-
-
-class Barriers(NamedTuple):
-    """mbarriers; queries counts four copies, the empty ones each warpgroup."""
-
-    queries: Any  # Q, dO, lse, delta
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import bounds, padding
 from ...core.problem import Operands, Outputs, Problem
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
+from . import forward_layout
 from .blocks import ForwardBlocks
 from .clearing import Padding
 from .forward_feeder import Feeder
@@ -337,7 +338,7 @@ def forward(
     run = functools.partial(
         launch,
         out=results,
-        scratch=plan.scratch(gmem, o),
+        scratch=forward_layout.scratch(problem, blocks, gmem.q, gmem.v, o),
         grid={"cta": assignment.ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_forward",

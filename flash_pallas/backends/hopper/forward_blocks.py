@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 
 from ...core.problem import Problem
-from ..mosaic.launch import WARPGROUP_ROWS
-from .memory import SMEM_LIMIT, vector_bytes
-from .side_inputs import SideInputs
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
+from .forward_layout import scratch
+from .memory import fits
 
-BARRIER_BYTES = 1024  # more than the barriers of any kernel take
 NATIVE_HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # of q and k, and of v, independently
 
 
@@ -72,13 +71,18 @@ class ForwardBlocks:
         return not self.persistent and head_dim == v_head_dim
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory without barriers, of a problem with native head dims."""
-        head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
-        rows, keys = self.tile_rows, self.stages * self.block_kv
-        width = head_dim if self.o_in_q(head_dim, v_head_dim) else head_dim + v_head_dim
-        tiles = problem.dtype.itemsize * (rows * width + keys * (head_dim + v_head_dim))
-        per_row = vector_bytes(*[4 * rows] * (3 + problem.spec.max_logit))
-        return tiles + per_row + SideInputs(problem, 0).smem_bytes(self.stages, rows, self.block_kv)
+        """Shared memory of a CTA, for a problem with native head dims."""
+        return shared_memory(scratch(problem, self))
+
+    def speculation(self, problem: Problem) -> float:
+        """`speculates` where that is possible, else 0.
+
+        Not where the exact maximum is wanted; nor in float32, whose weights are split after the
+        wait for PV; nor where exponentials are polynomials, which need bounds that a guess has not.
+        """
+        if problem.spec.max_logit or self.polynomials or problem.dtype == np.float32:
+            return 0.0
+        return min(self.speculates, MOST_HALF) if problem.dtype == np.float16 else self.speculates
 
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
@@ -137,10 +141,10 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
         blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
     if native.spec.max_logit:
         blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
-    blocks = dataclasses.replace(blocks, speculates=speculation(blocks, native))
+    blocks = dataclasses.replace(blocks, speculates=blocks.speculation(native))
     for smaller in _SMALLER:
         smaller = dataclasses.replace(blocks, **smaller)
-        if fits(smaller, native):
+        if fits(scratch(native, smaller)):
             return smaller
     raise AssertionError(f"no tiles of the forward kernel fit {problem}")
 
@@ -165,23 +169,6 @@ _SMALLER = (
     {"block_kv": 64, "persistent": False, "warpgroups": 2},
     {"block_kv": 64, "persistent": False, "warpgroups": 2, "stages": 1},
 )
-
-
-def fits(blocks: ForwardBlocks, native: Problem) -> bool:
-    """They do not exceed shared memory."""
-    return blocks.smem_bytes(native) <= SMEM_LIMIT - BARRIER_BYTES
-
-
-def speculation(blocks: ForwardBlocks, problem: Problem) -> float:
-    """blocks.speculates where that is possible, else 0.
-
-    Not where the exact maximum is wanted; nor in float32, whose weights are split after the wait
-    for PV; nor where exponentials are polynomials, which need bounds that a guess has not.
-    """
-    spec = problem.spec
-    if spec.max_logit or blocks.polynomials or problem.dtype == np.float32:
-        return 0.0
-    return min(blocks.speculates, MOST_HALF) if problem.dtype == np.float16 else blocks.speculates
 
 
 def _is_plain(problem: Problem) -> bool:

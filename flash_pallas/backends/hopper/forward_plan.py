@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import bounds
 from ...core import integers as ints
@@ -18,15 +17,15 @@ from ...core.tile import Limits
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.row_maxima import far_of
-from . import side_inputs
+from . import forward_layout, side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
-from .forward_blocks import speculation
-from .memory import Ring, row_buffer
+from .forward_layout import Barriers, Smem
+from .memory import Ring
 from .products import Products
 from .schedule import Assignment, QueryTile
 from .side_inputs import SideInputs
-from .tile_queue import SLOTS, TileQueue
+from .tile_queue import TileQueue
 
 
 class Gmem(NamedTuple):
@@ -52,34 +51,6 @@ class Results(NamedTuple):
     lse: Any  # f32[B, N, rows], base 2
     shift: Any = None  # f32[B, N, rows], see core/softmax.py; None where no logit can be far
     most: Any = None  # f32[B, N, rows], the largest logit, natural; None unless asked for
-
-
-class Smem(NamedTuple):
-    """Shared memory of one CTA."""
-
-    q: Any  # [warpgroups, 64, H]
-    k: Any  # [stages, block_kv, H]
-    v: Any  # [stages, block_kv, Hv]
-    o: Any  # [warpgroups, 64, Hv], or None: O is staged in q
-    lse: Any  # f32[warpgroups, 64]
-    shift: Any  # f32[warpgroups, 64], or None
-    most: Any  # f32[warpgroups, 64], or None
-    kept: Any  # f32[warpgroups, 64], or None
-    side: side_inputs.Streamed  # one slot for each of k's
-    tiles: Any = None  # int32[slots, 1], numbers of claimed tiles
-
-
-class Barriers(NamedTuple):
-    """mbarriers: q one per warpgroup, k and v one per stage."""
-
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    v_arrived: Any = None  # a block of V that has padding to be cleared
-    tile_full: Any = None  # the number of a claimed tile
 
 
 class Work(NamedTuple):
@@ -174,7 +145,7 @@ class Plan:
     @property
     def speculates(self) -> float:
         """As ForwardBlocks says, where that is possible."""
-        return speculation(self.blocks, self.problem)
+        return self.blocks.speculation(self.problem)
 
     @property
     def far(self) -> float:
@@ -183,11 +154,8 @@ class Plan:
 
     @property
     def keeps_shift(self) -> bool:
-        """The shift of rows lies in shared memory, written and read where there is one.
-
-        Who speculates looks at maxima seldom. In registers it costs 2 to 4 % at head dim 64.
-        """
-        return bool(self.far and self.speculates)
+        """The shift of rows lies in shared memory."""
+        return forward_layout.keeps_shift(self.problem, self.blocks)
 
     @property
     def result_names(self) -> tuple[str, ...]:
@@ -244,7 +212,7 @@ class Plan:
     @property
     def claims(self) -> bool:
         """CTAs claim tiles, as what these cost is not known at trace time."""
-        return self.dynamic and self.blocks.persistent
+        return forward_layout.claims(self.problem, self.blocks)
 
     def work(self, cta: Cta, tile) -> Work:
         """The piece of work with this number; with one past the last: any."""
@@ -331,35 +299,3 @@ class Plan:
         if "kv_lengths" in self.problem.features:
             return lax.min(cta.gmem.side.kv_lengths[work.at.batch], jnp.int32(kv_len))
         return kv_len if kv_len % self.blocks.block_kv else None
-
-    def scratch(self, gmem: Gmem, o) -> tuple[Smem, Barriers]:
-        """What a CTA allocates, for these operands and this result."""
-        blocks, problem = self.blocks, self.problem
-        wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
-        bar = plgpu.Barrier
-        tiles, v_shape = self.products.buffer, (stages, block_kv, problem.v_head_dim)
-        apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
-        in_q = (gmem.q,) if apart else (gmem.q, o)
-        smem = Smem(
-            q=tiles((wgs, WARPGROUP_ROWS, problem.head_dim), *in_q),
-            k=tiles((stages, block_kv, problem.head_dim), *in_q),  # must have the swizzle of Q
-            v=tiles(v_shape, gmem.v, summed_rows=block_kv),
-            o=tiles((wgs, WARPGROUP_ROWS, problem.v_head_dim), o) if apart else None,
-            lse=row_buffer((wgs, WARPGROUP_ROWS)),
-            shift=row_buffer((wgs, WARPGROUP_ROWS)) if self.far else None,
-            most=row_buffer((wgs, WARPGROUP_ROWS)) if problem.spec.max_logit else None,
-            kept=row_buffer((wgs, WARPGROUP_ROWS)) if self.keeps_shift else None,
-            side=self.side.buffers(stages, self.tile_rows, block_kv),
-            tiles=plgpu.SMEM((SLOTS, 1), jnp.int32) if self.claims else None,
-        )
-        bars = Barriers(
-            q_full=bar(num_barriers=wgs),
-            q_empty=bar(num_barriers=wgs) if blocks.persistent else None,
-            k_full=bar(num_arrivals=1 + self.side.copies, num_barriers=stages),
-            k_empty=bar(num_arrivals=wgs, num_barriers=stages),
-            v_full=bar(num_barriers=stages),
-            v_empty=bar(num_arrivals=wgs, num_barriers=stages),
-            v_arrived=bar() if self.dynamic else None,
-            tile_full=bar(num_barriers=SLOTS) if self.claims else None,
-        )
-        return smem, bars

@@ -6,8 +6,9 @@ import dataclasses
 
 from ...core import integers as ints
 from ...core.problem import Problem
-from ..mosaic.launch import WARPGROUP_ROWS
-from .memory import MOST_SMEM, vector_bytes
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
+from .fused_layout import scratch
+from .memory import fits
 from .side_inputs import SideInputs
 
 
@@ -114,17 +115,8 @@ class FusedBlocks:
         return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not self.late_dp
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory without barriers, for the head dim that runs."""
-        head_dim = problem.head_dim
-        tiles = (self.stages + self.do_stages) * self.block_q * head_dim
-        keys = 2 * self.kv_stages * self.block_kv * head_dim
-        keys += self.ds_stages * self.block_kv * self.block_q
-        rows = vector_bytes(4 * self.stages * self.block_q, 4 * self.do_stages * self.block_q)
-        side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, self.block_q)
-        if self.sums_bias:
-            side += 2 * self.received_rows * self.block_q
-        rows_dq, columns_dq = self.dq_tile(head_dim)
-        return 2 * (tiles + keys) + 8 * rows_dq * columns_dq + rows + side
+        """Shared memory of a CTA, for the head dim that runs."""
+        return shared_memory(scratch(problem, self))
 
 
 # bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
@@ -239,8 +231,8 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, fewer, SMALLEST)
-    fits = lambda b: b.runs(problem.head_dim) and b.smem_bytes(problem) <= MOST_SMEM
-    return next(filter(fits, candidates), None)
+    runs = lambda b: b.runs(problem.head_dim) and fits(scratch(problem, b))
+    return next(filter(runs, candidates), None)
 
 
 def without_sums(blocks: FusedBlocks) -> FusedBlocks:

@@ -19,8 +19,9 @@ from .arrays import BackwardArrays
 from .backward_fused import Fused
 from .fused_bias import gradient_of_bias
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Results, scratch
+from .fused_cta import Results
 from .fused_launches import Launch, by_heads, launches_of, origins
+from .fused_layout import WARPGROUPS, scratch
 from .fused_order import Order
 from .fused_parts import summed
 from .fused_weights import weights_of

@@ -18,7 +18,8 @@ from ...core import integers as ints
 from ..mosaic import inline, registers
 from . import cluster
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Cta
+from .fused_cta import Cta
+from .fused_layout import WARPGROUPS
 from .memory import warpgroup_rows
 
 

@@ -16,7 +16,8 @@ import dataclasses
 from ...core import bounds
 from ...core.problem import Problem
 from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
-from .memory import MOST_SMEM
+from .fused_layout import scratch
+from .memory import fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +209,8 @@ def _turns(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> Fu
     if resident == 1 or each < LEAST_TURNS * resident:
         return blocks
     several = dataclasses.replace(blocks, resident=resident, kv_stages=slots)
-    fits = several.smem_bytes(problem) <= MOST_SMEM
-    return several if fits and may_take_turns(problem, several) else blocks
+    room = fits(scratch(problem, several))
+    return several if room and may_take_turns(problem, several) else blocks
 
 
 def _alone_pays(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> bool:

@@ -15,7 +15,8 @@ from ...core.problem import Problem
 from . import cluster
 from .clearing import WARP, WARPGROUP, Loader, Padding
 from .fused_blocks import FusedBlocks
-from .fused_cta import WARPGROUPS, Cta, swizzles_of_k_and_v
+from .fused_cta import Cta
+from .fused_layout import WARPGROUPS, swizzles_of_k_and_v
 from .memory import Ring, rows_of
 from .side_inputs import SideInputs
 

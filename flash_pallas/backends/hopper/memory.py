@@ -10,10 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import integers as ints
-from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
 
 SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
-MOST_SMEM = SMEM_LIMIT - 1024  # the barriers take less than 1 KB
 SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
 
 
@@ -98,9 +97,9 @@ def tile_transforms(swizzle: int, dtype) -> tuple:
     return tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzled(swizzle)
 
 
-def vector_bytes(*sizes: int) -> int:
-    """Shared memory of buffers of these sizes in bytes: each starts at a multiple of 1,024."""
-    return sum(ints.round_up(size, 1024) for size in sizes)
+def fits(scratch) -> bool:
+    """A CTA that allocates this finds room for it."""
+    return shared_memory(scratch) <= SMEM_LIMIT
 
 
 def row_buffer(shape):

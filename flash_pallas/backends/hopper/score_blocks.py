@@ -9,7 +9,8 @@ from ...core.problem import Problem
 from ..mosaic.bias_tiles import BiasTiles, parts_of
 from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_blocks import wants_narrow_tiles
-from .memory import MOST_SMEM, vector_bytes
+from .memory import fits
+from .scores_layout import scratch
 from .side_inputs import SideInputs
 
 ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
@@ -99,20 +100,6 @@ class Sums:
         tiles = BiasTiles.of(self.problem, blocks.block_q, blocks.block_kv).clusters
         return parts_of(self.problem, tiles, ENOUGH_CTAS)
 
-    def smem_bytes(self, blocks: ScoreBlocks) -> int:
-        """Shared memory without barriers."""
-        problem, rows, columns = self.problem, blocks.block_q, blocks.block_kv
-        stage = problem.dtype.itemsize * (problem.head_dim + problem.v_head_dim) * (rows + columns)
-        per_row = 4 * blocks.stages * rows  # lse; delta
-        total = blocks.stages * stage + vector_bytes(per_row, per_row)
-        total += self.side.smem_bytes(blocks.stages, rows, columns)
-        if self.axes == "rows":
-            return total + vector_bytes(4 * rows * len(self.names))
-        if self.axes == "tile":
-            staging = 0 if self.parts(blocks) == 1 else 4
-            return total + rows * columns * (problem.bias_dtype.itemsize + staging)
-        return total + 4 * rows * columns + vector_bytes(4 * blocks.warpgroups * columns)
-
     def blocks(self) -> ScoreBlocks:
         """The first choice that fits into shared memory and into registers."""
         spec = self.problem.spec
@@ -124,9 +111,9 @@ class Sums:
         widest = 64 if self.axes != "rows" and narrow else 128
         if self.axes == "rows" and wants_narrow_tiles(self.problem):
             widest = 32
-        fits = lambda b: b.block_kv <= widest and self.smem_bytes(b) <= MOST_SMEM
         keeping = () if modified else self.keeping()
-        return next(b for b in keeping + CHOICES if fits(b))
+        narrow = (b for b in keeping + CHOICES if b.block_kv <= widest)
+        return next(b for b in narrow if fits(scratch(self, b)))
 
     def keeping(self) -> tuple[ScoreBlocks, ...]:
         """Choices that keep the bias in registers: where it is all that modifies the scores."""

@@ -27,7 +27,7 @@ from ..mosaic import inline, side_arrays
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.side_arrays import MASK_DTYPE
 from ..mosaic.side_arrays import Gmem as Gmem
-from .memory import row_buffer, tile_buffer, vector_bytes
+from .memory import row_buffer, tile_buffer
 
 
 class Streamed(NamedTuple):
@@ -99,22 +99,6 @@ class SideInputs:
             bias=wide("bias", problem.bias_shape, problem.bias_dtype),
             mask=wide("mask", problem.mask_shape, MASK_DTYPE),
         )
-
-    def smem_bytes(self, stages: int, rows: int, columns: int) -> int:
-        """Bytes of `buffers`."""
-        per_column = vector_bytes(4 * stages * columns)
-        total = per_column * (self.has_segments + self.drops)
-        wide = (
-            (self.problem.bias_shape, self.problem.bias_dtype),
-            (self.problem.mask_shape, MASK_DTYPE),
-        )
-        for shape, dtype in wide:
-            kind = self.kind(shape)
-            if kind == "columns":
-                total += per_column
-            elif kind == "tile":
-                total += stages * rows * columns * jnp.dtype(dtype).itemsize
-        return total
 
     @property
     def has_segments(self) -> bool:

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 
 from ...core.problem import Problem
-from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
+from . import dkv_layout, dq_layout
 from .forward_blocks import wants_narrow_tiles
-from .memory import MOST_SMEM, vector_bytes
+from .memory import fits
 from .side_inputs import SideInputs
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
@@ -44,14 +45,8 @@ class DkvBlocks:
             raise ValueError("stages of the dK/dV kernel is 1: at least 2")
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory without barriers, for the head dims that run."""
-        q, v, block_q = problem.head_dim, problem.v_head_dim, self.block_q
-        streamed = self.stages * block_q * q + self.do_stages * block_q * v
-        held = self.block_kv * (q + v) * (1 if q == v else 2)
-        handed_over = self.p_stages * self.block_kv * block_q
-        rows = vector_bytes(4 * self.stages * block_q, 4 * self.do_stages * block_q)
-        side = SideInputs(problem, q_axis=1).smem_bytes(self.stages, self.block_kv, block_q)
-        return problem.dtype.itemsize * (streamed + held + handed_over) + rows + side
+        """Shared memory of a CTA, for the head dims that run."""
+        return shared_memory(dkv_layout.scratch(problem, self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +83,8 @@ class DqBlocks:
         return self.warpgroups * WARPGROUP_ROWS
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory without barriers, for the head dims that run."""
-        q, v = problem.head_dim, problem.v_head_dim
-        keys = self.block_kv * (self.k_stages * q + self.v_stages * v)
-        side = SideInputs(problem, q_axis=0).smem_bytes(self.k_stages, self.block_q, self.block_kv)
-        rows = vector_bytes(4 * self.block_q, 4 * self.block_q)
-        return problem.dtype.itemsize * (self.block_q * (q + v) + keys) + rows + side
+        """Shared memory of a CTA, for the head dims that run."""
+        return shared_memory(dq_layout.scratch(problem, self))
 
 
 # A 64x64 wgmma with both operands in shared memory needs all of its bandwidth, 64x128 three
@@ -129,8 +120,8 @@ def native_head_dim(head_dim: int) -> int:
 def choose_dkv(problem: Problem) -> DkvBlocks:
     """The first that fits into shared memory and into registers."""
     widest = 64 if problem.dtype == np.float32 else 128
-    fits = lambda b: b.block_q <= widest and b.smem_bytes(problem) <= MOST_SMEM
-    return next(b for b in DKV if fits(b))
+    narrow = (b for b in DKV if b.block_q <= widest)
+    return next(b for b in narrow if fits(dkv_layout.scratch(problem, b)))
 
 
 def choose_dq(problem: Problem) -> DqBlocks:
@@ -139,5 +130,5 @@ def choose_dq(problem: Problem) -> DqBlocks:
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
     widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
     widest = 32 if wants_narrow_tiles(problem) else widest
-    fits = lambda b: b.block_kv <= widest and b.smem_bytes(problem) <= MOST_SMEM
-    return next(b for b in DQ if fits(b))
+    narrow = (b for b in DQ if b.block_kv <= widest)
+    return next(b for b in narrow if fits(dq_layout.scratch(problem, b)))

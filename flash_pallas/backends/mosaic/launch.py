@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import manual_axes
+from ...core.integers import round_up
 
 WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
+BUFFER_ALIGNMENT = 1024  # bytes to a multiple of which Mosaic GPU rounds every buffer
+BARRIER_BYTES = 8
+MOST_BARRIERS = 32  # of one array, as their phases are the bits of one register
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,  # ex2.approx.ftz: 2 ulp, far below the rounding of P to 16 bits
@@ -48,6 +53,21 @@ def launch(
         **options,
     )
     return manual_axes.untyped(call)
+
+
+def shared_memory(scratch) -> int:
+    """Bytes of shared memory that a launch with this scratch takes, mbarriers included.
+
+    As Mosaic GPU counts them: `_estimate_resources` in jax/_src/pallas/mosaic_gpu/lowering.py.
+    """
+    total = 0
+    for each in jax.tree.leaves(scratch):
+        if isinstance(each, plgpu.Barrier | plgpu.ClusterBarrier):
+            total += BARRIER_BYTES * each.get_ref_aval().size
+        else:
+            size = math.prod(each.shape) * jnp.dtype(each.dtype).itemsize
+            total += round_up(size, BUFFER_ALIGNMENT)
+    return total
 
 
 def float32(shape):

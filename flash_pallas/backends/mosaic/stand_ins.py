@@ -47,6 +47,8 @@ def bind(primitive, params: dict, operands: list) -> list:
         found = stand_in(*operands, **params)
         if found is not None:
             return [found]
+    if params.get("sharding") is not None:  # of arrays on a mesh; Mosaic GPU takes none
+        params = {**params, "sharding": None}
     found = primitive.bind(*operands, **params)
     return found if primitive.multiple_results else [found]
 

@@ -14,7 +14,8 @@ dkv.py dq.py               gradients, the same bits in every run; stream.py what
 backward_arrays.py keys.py what kernels of gradients have in common
 walk.py                    which blocks a tile goes through
 inputs.py                  what modifiers of scores read
-tiles.py products.py       shared memory, copies, products; kernel.py: every kernel has them
+layouts.py                 what a block of each kernel allocates of shared memory
+tiles.py products.py       its tiles, copies, products; kernel.py: every kernel has them
 grid.py                    which part of a product each warp has
 vectors.py threads.py      copies of vectors; where threads are and what they run
 team.py                    the warpgroups of a block

@@ -113,7 +113,7 @@ class PortableBackend:
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Tile sizes and the number of ranges; see decode_blocks.py."""
         multiprocessors = self.multiprocessors or _multiprocessors()
-        shared = tiles.shared_memory(self.capability or _capability())
+        shared = tiles.memory_of(self.capability or _capability())
         return decode_blocks.choose(problem, multiprocessors, shared)
 
     def decode(

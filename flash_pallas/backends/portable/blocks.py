@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 from ...core.problem import Problem
-from ..mosaic.launch import WARPGROUP_ROWS
-from .folding import Exchange
-from .fused_blocks import FusedSizes, choose_fused, fault, fused_bytes, modifiers
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
+from . import layouts
+from .fused_blocks import FusedSizes, choose_fused, fault, modifiers
 from .grid import Grid
 from .score_blocks import ScoreBlocks, ScoreLines, ScoreTiles, choose_scores
-from .tiles import buffer_bytes, widths
+from .tiles import widths
 
 # Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
 # of technical specifications). A multiprocessor has 1 KB more, and keeps that for each block on it.
@@ -82,7 +82,7 @@ def choose_blocks(
     Raises:
         ValueError: a kernel that does not run, an unknown field, or sizes that it cannot take.
     """
-    chosen, most = _choose(problem, capability), shared_memory(capability) - RESERVED
+    chosen, most = _choose(problem, capability), memory_of(capability) - RESERVED
     vector = most_added(capability)
     fused = choose_fused(problem, vector, most, pairs=capability.startswith(PAIRS))
     if not problem.spec.deterministic and fused:
@@ -101,7 +101,7 @@ def choose_blocks(
     return PortableBlocks(chosen["forward"], backward, scores)
 
 
-def shared_memory(capability: str) -> int:
+def memory_of(capability: str) -> int:
     """Bytes that a block may have."""
     return SHARED_MEMORY.get(capability, SMALLEST)
 
@@ -110,21 +110,6 @@ def most_added(capability: str) -> int:
     """Floats in device memory that one instruction adds to (PTX ISA 9.0, red)."""
     major = capability.split(".")[0]
     return 4 if major.isdecimal() and int(major) >= 9 else 1
-
-
-def forward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
-    """Q, whose room O takes in the end, K and V, and what weights pass through."""
-    own = buffer_bytes(tile.rows, max(head_dims))
-    if tile.shared_weights:
-        own += Exchange.size(tile.rows, tile.columns)
-    return own + sum(buffer_bytes(tile.slots, tile.columns, width) for width in head_dims)
-
-
-def backward_bytes(tile: TileSizes, head_dims: tuple[int, int]) -> int:
-    """Two arrays that stay, and two that stream by, of which the next of one is on its way."""
-    width, v_width = head_dims
-    own = buffer_bytes(tile.rows, width) + buffer_bytes(tile.rows, v_width)
-    return own + buffer_bytes(2, tile.columns, width) + buffer_bytes(tile.columns, v_width)
 
 
 # Tiles by the largest head dim: those without spills with any modifiers, causal or not (compile
@@ -145,16 +130,11 @@ _PLAIN = {
     WIDEST: (TileSizes(64, 64), TileSizes(64, 48), TileSizes(64, 32)),
 }
 _FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all of them
-_BYTES = {"forward": forward_bytes, "dkv": backward_bytes, "dq": backward_bytes}
 
 
 def bytes_of(name: str, tile, problem: Problem) -> int:
     """Shared memory of a kernel."""
-    if isinstance(tile, FusedSizes):
-        return fused_bytes(tile, problem)
-    if isinstance(tile, ScoreTiles | ScoreLines):
-        return tile.bytes(problem)
-    return _BYTES[name](tile, widths(problem))
+    return shared_memory(getattr(layouts, name)(problem, tile))
 
 
 def _choose(problem: Problem, capability: str) -> dict[str, Any]:
@@ -164,7 +144,7 @@ def _choose(problem: Problem, capability: str) -> dict[str, Any]:
         tiles = next(tiles for widest, tiles in _PLAIN.items() if limit <= widest)
         if _shares(problem):
             tiles = tuple(dataclasses.replace(tile, shared_weights=True) for tile in tiles)
-        chosen["forward"] = _roomy(problem, tiles, shared_memory(capability))
+        chosen["forward"] = _roomy(problem, tiles, memory_of(capability))
     elif _shares(problem):
         chosen["forward"] = dataclasses.replace(chosen["forward"], shared_weights=True)
     if not _crowded(problem):
@@ -201,7 +181,7 @@ def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileS
     """The first of which two blocks find room, else the first of which one does."""
     for blocks in (2, 1):
         for tile in tiles:
-            taken = forward_bytes(tile, widths(problem)) + 2 * RESERVED
+            taken = bytes_of("forward", tile, problem) + 2 * RESERVED
             if blocks * taken <= shared + RESERVED:
                 return tile
     raise AssertionError(f"{problem}: a block must have {shared} bytes of shared memory or fewer")
@@ -221,14 +201,17 @@ def _crowded(problem: Problem) -> bool:
 def _overridden(name, fields, chosen):
     if name not in chosen:
         raise ValueError(
-            f"blocks names {name!r}: on the portable backend this call runs the kernels "
-            f"{', '.join(map(repr, chosen))}"
+            f"blocks has {name!r}: on the portable backend this call runs the kernels "
+            f"{', '.join(map(repr, chosen))}; pass blocks={{{next(iter(chosen))!r}: {{...}}}}"
         )
     known = {field.name for field in dataclasses.fields(chosen[name])}
-    if unknown := sorted(set(fields) - known):
-        raise ValueError(
-            f"blocks[{name!r}] has unknown fields {unknown}: there are {sorted(known)}"
-        )
+    if not isinstance(fields, dict) or not known.issuperset(fields):
+        raise ValueError(f"blocks[{name!r}] is {fields!r}: a dict with keys of {sorted(known)}")
+    for field, value in fields.items():
+        kind = type(getattr(chosen[name], field))
+        if type(value) is not kind or (kind is int and value < 1):
+            wanted = "True or False" if kind is bool else "a positive int"
+            raise ValueError(f"blocks[{name!r}][{field!r}] is {value!r}: {wanted}")
     return dataclasses.replace(chosen[name], **fields)
 
 

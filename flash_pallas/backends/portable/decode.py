@@ -31,12 +31,13 @@ from ..mosaic import inline, inline_modifiers, register_tile
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.row_maxima import far_of, settled
-from . import decode_rows, row_sums
+from . import decode_rows, layouts, row_sums
 from .decode_blocks import PortableDecodeBlocks, row_tiles
 from .inputs import load_vector
 from .kernel import Kernel
+from .layouts import DecodeSmem
 from .online import Online, Rows, per_row
-from .tiles import Copy, buffer, widths
+from .tiles import Copy, widths
 from .walk import Steps
 
 
@@ -60,14 +61,6 @@ class Out(NamedTuple):
     shift: Any  # f32[num_splits, B, K, R], see core/softmax.py; None where no logit can be far
 
 
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # [rows, H]
-    k: Any  # [columns, H]
-    v: Any  # [columns, Hv]
-
-
 class Held(NamedTuple):
     """What is known of each row before the first key; None: nothing."""
 
@@ -82,7 +75,7 @@ class Cta(NamedTuple):
 
     gmem: Arrays
     out: Out
-    smem: Smem
+    smem: DecodeSmem
     batch: Any
     head: Any  # of K and V
     first_row: Any
@@ -116,7 +109,7 @@ class Decode(Kernel):
         """Rows of a key head."""
         return self.problem.q_len * self.problem.group
 
-    def __call__(self, gmem: Arrays, out: Out, smem: Smem):
+    def __call__(self, gmem: Arrays, out: Out, smem: DecodeSmem):
         cta = self.seen(self.place(gmem, out, smem))
         own = Copy(gmem.q.at[cta.batch, :, cta.head], smem.q, cta.first_row, self.total)
         self.copies.start(own)
@@ -131,7 +124,7 @@ class Decode(Kernel):
         self.copies.arrived()
         self.finish(cta, rows)
 
-    def place(self, gmem: Arrays, out: Out, smem: Smem) -> Cta:
+    def place(self, gmem: Arrays, out: Out, smem: DecodeSmem) -> Cta:
         """Where this block is."""
         batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
         room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
@@ -268,22 +261,17 @@ def decode(
         Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
     """
     heads, tiles = (problem.kv_heads, problem.group), row_tiles(problem)
-    rows, (width, v_width) = tiles * blocks.rows, widths(problem)
+    rows = tiles * blocks.rows
     lead, total = (blocks.num_splits, problem.batch, problem.kv_heads), problem.q_len * heads[1]
     out = Out(
         o=float32((*lead, rows if interpret else total, problem.v_head_dim)),
         lse=float32((*lead, rows)),
         shift=float32((*lead, rows)) if far_of(problem.spec.attention, problem.dtype) else None,
     )
-    smem = Smem(
-        q=buffer((blocks.rows, width), problem.dtype),
-        k=buffer((blocks.columns, width), problem.dtype),
-        v=buffer((blocks.columns, v_width), problem.dtype),
-    )
     run = launch(
         Decode(problem, blocks, interpret),
         out=(out,),
-        scratch=(smem,),
+        scratch=(layouts.decode(problem, blocks),),
         # Heads last: what runs at one time reads all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from ...core.decode import MAX_SPLITS, DecodeProblem
-from ..mosaic.launch import WARPGROUP_ROWS
+from ..mosaic.launch import WARPGROUP_ROWS, shared_memory
 from ..mosaic.refusals import MAX_GRID
 from . import blocks as tiles
+from . import layouts
 from .limits import DTYPES, HEAD_DIM_MULTIPLE
-from .tiles import buffer_bytes, widths
+from .tiles import widths
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
@@ -70,8 +71,7 @@ def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> Portabl
 def _columns(problem: DecodeProblem, shared: int) -> int:
     """The most with which two blocks share a multiprocessor: of head dim 128, 64 take 104 KB."""
     width, v_width = widths(problem)
-    most = buffer_bytes(WARPGROUP_ROWS, width)
-    most += buffer_bytes(MOST_COLUMNS, width) + buffer_bytes(MOST_COLUMNS, v_width)
+    most = shared_memory(layouts.decode(problem, PortableDecodeBlocks(MOST_COLUMNS, 1)))
     # A multiprocessor has what one block may have and what is kept for it.
     both = BLOCKS_PER_MULTIPROCESSOR * (most + tiles.RESERVED) <= shared + tiles.RESERVED
     return MOST_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,23 +20,16 @@ from ...core import bounds
 from ...core.problem import Operands, Problem
 from ..mosaic import inline_modifiers, recompute
 from ..mosaic.launch import launch
+from . import layouts
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes
 from .inputs import Inputs, load_vector
 from .keys import Cta, OwnsKeys, Sums, outputs
-from .stream import SLOTS, Stream
-from .tiles import buffer, widths
+from .layouts import DkvSmem
+from .stream import Stream
+from .tiles import widths
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
-
-
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    k: Any  # [rows, H], in the end dK
-    v: Any  # [rows, Hv], in the end dV
-    q: Any  # [SLOTS, columns, H]
-    do: Any  # [columns, Hv]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Dkv(OwnsKeys):
     wanted: tuple[str, ...]
     interpret: bool
 
-    def __call__(self, gmem: BackwardArrays, out: Sums, smem: Smem):
+    def __call__(self, gmem: BackwardArrays, out: Sums, smem: DkvSmem):
         # The first keys have the longest columns of a causal mask.
         at = tuple(lax.axis_index(name) for name in ("batch", "head", "kv"))
         cta = self.place(gmem, smem, self.copies, at)
@@ -132,19 +124,12 @@ def dkv(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardA
 
 
 def _launch(problem: Problem, tile: TileSizes, wanted, operands, arrays, *, interpret) -> Sums:
-    width, v_width = widths(problem)
     blocks = pl.cdiv(problem.kv_len, tile.rows)
     length = blocks * tile.rows if interpret else problem.kv_len
-    smem = Smem(
-        k=buffer((tile.rows, width), problem.dtype),
-        v=buffer((tile.rows, v_width), problem.dtype),
-        q=buffer((SLOTS, tile.columns, width), problem.dtype),
-        do=buffer((tile.columns, v_width), problem.dtype),
-    )
     run = launch(
         Dkv(problem, tile, wanted, interpret),
         out=(outputs(problem, length, wanted),),
-        scratch=(smem,),
+        scratch=(layouts.dkv(problem, tile),),
         grid={"batch": problem.batch, "head": problem.kv_heads, "kv": blocks},
         threads=1,
         name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),

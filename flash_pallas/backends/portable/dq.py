@@ -22,22 +22,15 @@ from ...core.tile import Limits
 from ..mosaic import recompute
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
+from . import layouts
 from .backward_arrays import BackwardArrays
 from .blocks import TileSizes
 from .inputs import Held, Inputs, Place, load_vector
 from .kernel import Kernel
-from .stream import SLOTS, Stream, Tiles
-from .tiles import Copy, buffer, widths
+from .layouts import DqSmem
+from .stream import Stream, Tiles
+from .tiles import Copy, widths
 from .walk import Steps, key_blocks
-
-
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # [rows, H], in the end dQ
-    do: Any  # [rows, Hv]
-    k: Any  # [SLOTS, columns, H]
-    v: Any  # [columns, Hv]
 
 
 class Rows(NamedTuple):
@@ -52,7 +45,7 @@ class Cta(NamedTuple):
     """One block of threads and its queries."""
 
     gmem: BackwardArrays
-    smem: Smem
+    smem: DqSmem
     batch: Any
     head: Any
     block: Any
@@ -83,7 +76,7 @@ class Dq(Kernel):
         """What modifiers read."""
         return Inputs(self.problem, 0, self.interpret)
 
-    def __call__(self, gmem: BackwardArrays, dq, smem: Smem):
+    def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem):
         cta = self.place(gmem, smem)
         first = cta.block * self.tile.rows
         limit = gmem.q_length(self.problem, cta.batch)
@@ -104,7 +97,7 @@ class Dq(Kernel):
         self.copies.meet()
         self.copies.store(smem.q, of(dq), first, self.problem.q_len)
 
-    def place(self, gmem: BackwardArrays, smem: Smem) -> Cta:
+    def place(self, gmem: BackwardArrays, smem: DqSmem) -> Cta:
         """Where this block is."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         if self.problem.spec.mask.right is not None:  # the longest rows first
@@ -170,21 +163,14 @@ class Dq(Kernel):
 
 def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):
     """Launch; dQ [B, T, N, H]."""
-    width, v_width = widths(problem)
     blocks = pl.cdiv(problem.q_len, tile.rows)
     shape = arrays.q.shape
     if interpret:
         shape = (shape[0], blocks * tile.rows, *shape[2:])
-    smem = Smem(
-        q=buffer((tile.rows, width), problem.dtype),
-        do=buffer((tile.rows, v_width), problem.dtype),
-        k=buffer((SLOTS, tile.columns, width), problem.dtype),
-        v=buffer((tile.columns, v_width), problem.dtype),
-    )
     run = launch(
         Dq(problem, tile, interpret),
         out=jax.ShapeDtypeStruct(shape, problem.dtype),
-        scratch=(smem,),
+        scratch=(layouts.dq(problem, tile),),
         grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
         threads=1,
         name="flash_pallas_portable_dq",

@@ -21,7 +21,7 @@ from .grid import Grid
 from .kernel import Kernel
 from .key_stream import KeyStream
 from .online import Online, Rows, Weighed, per_row
-from .tiles import buffer, buffer_bytes
+from .tiles import buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,6 @@ class Exchange(NamedTuple):
     def scratch(cls, rows: int, columns: int, dtype) -> Exchange:
         """What is asked for."""
         return cls(buffer((rows, columns), dtype), plgpu.SMEM((rows,), jnp.float32))
-
-    @staticmethod
-    def size(rows: int, columns: int) -> int:
-        """Bytes of it."""
-        return buffer_bytes(rows, columns) + 4 * rows
 
 
 @dataclasses.dataclass(frozen=True)

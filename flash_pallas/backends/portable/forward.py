@@ -26,15 +26,16 @@ from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.row_maxima import LOWEST, far_of, settled
 from ..mosaic.side_arrays import Gmem
-from . import row_sums
+from . import layouts, row_sums
 from .blocks import TileSizes
-from .folding import Exchange, OwnRows, SharedWeights
+from .folding import OwnRows, SharedWeights
 from .grid import Grid
 from .inputs import Held, Inputs, Place
 from .kernel import Kernel
 from .key_stream import KeyStream
+from .layouts import ForwardSmem
 from .online import SLACK, Online, Rows, Weighed
-from .tiles import Copy, buffer, widths
+from .tiles import Copy, widths
 from .walk import Steps, key_blocks
 
 
@@ -59,21 +60,12 @@ class Out(NamedTuple):
     most: Any  # f32[B, N, R], the largest logit, natural; or None
 
 
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # [rows, the wider head dim], in the end O
-    k: Any  # [slots, columns, H]
-    v: Any  # [slots, columns, Hv]
-    exchange: Exchange | None  # where weights are shared
-
-
 class Cta(NamedTuple):
     """One block of threads and its tile."""
 
     gmem: Arrays
     out: Out
-    smem: Smem
+    smem: ForwardSmem
     batch: Any
     head: Any
     kv_head: Any
@@ -104,7 +96,7 @@ class Forward(Kernel):
         """What modifiers read."""
         return Inputs(self.problem, 0, self.interpret)
 
-    def __call__(self, gmem: Arrays, out: Out, smem: Smem):
+    def __call__(self, gmem: Arrays, out: Out, smem: ForwardSmem):
         cta = self.place(gmem, out, smem)
         lengths = gmem.side.kv_lengths
         at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
@@ -128,7 +120,7 @@ class Forward(Kernel):
         stream.end()
         self.finish(cta, rows)
 
-    def place(self, gmem: Arrays, out: Out, smem: Smem) -> Cta:
+    def place(self, gmem: Arrays, out: Out, smem: ForwardSmem) -> Cta:
         """Where this block is."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         if self.problem.spec.mask.right is not None:  # the longest rows first
@@ -237,7 +229,6 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         operands: padding that segment ids mark is 0 in v; head dims are multiples of 8.
         interpret: run by the interpreter.
     """
-    width, v_width = widths(problem)
     blocks = pl.cdiv(problem.q_len, tile.rows)
     rows = blocks * tile.rows
     per_row = jax.ShapeDtypeStruct((problem.batch, problem.q_heads, rows), jnp.float32)
@@ -248,18 +239,10 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         shift=per_row if far_of(problem.spec, problem.dtype) else None,
         most=per_row if problem.spec.max_logit else None,
     )
-    smem = Smem(
-        q=buffer((tile.rows, max(width, v_width)), problem.dtype),
-        k=buffer((tile.slots, tile.columns, width), problem.dtype),
-        v=buffer((tile.slots, tile.columns, v_width), problem.dtype),
-        exchange=Exchange.scratch(tile.rows, tile.columns, problem.dtype)
-        if tile.shared_weights
-        else None,
-    )
     run = launch(
         Forward(problem, tile, interpret),
         out=(out,),
-        scratch=(smem,),
+        scratch=(layouts.forward(problem, tile),),
         grid=grid(problem, blocks),
         threads=1,
         name="flash_pallas_portable_forward",

@@ -21,55 +21,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import bounds, dropout
 from ...core.problem import Operands, Problem
 from ..mosaic import recompute
 from ..mosaic.launch import launch
+from . import layouts
 from .backward_arrays import DELTA, LSE, BackwardArrays
 from .dq_sums import DqSums, narrowed
-from .fused_blocks import WARPGROUPS, FusedSizes, fused_width
+from .fused_blocks import FusedSizes
 from .grid import Grid
 from .inputs import load_vector
 from .keys import Cta, OwnsKeys, Sums, outputs
+from .layouts import OF_K, OF_V, WARPGROUPS, FusedSmem, fused_width
 from .passing import Passing, Slot
 from .team import Team
 from .threads import THREADS
-from .tiles import Copies, Copy, buffer
+from .tiles import Copies, Copy
 from .vectors import Vector
 from .walk import Step
 
 # Of a thread: those of dV or dK, P and dP together, from which on P is not held. ptxas has 255.
 MOST_REGISTERS = 224
-
-
-OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
-
-
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    own: Any  # [2, rows, width]: V and K, in the end dV and dK
-    passing: Slot  # [slots, ...]: dO and Q
-    weights: Any  # [2, rows, columns]: P^T without what dropout drops, and dS^T
-    dq: Any = None  # see DqSums.scratch
-    met: Any = None  # see Team
-
-    @property
-    def k(self):
-        """The keys."""
-        return self.own.at[OF_K]
-
-    @property
-    def v(self):
-        """Their values."""
-        return self.own.at[OF_V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +75,7 @@ class Fused(OwnsKeys):
         """Of the warps that add up dV or dK."""
         return Grid.of(self.tile.rows, fused_width(self.problem))
 
-    def __call__(self, dq, gmem: BackwardArrays, out: Sums, smem: Smem):
+    def __call__(self, dq, gmem: BackwardArrays, out: Sums, smem: FusedSmem):
         section, block, within = (lax.axis_index(name) for name in ("section", "kv", "pair"))
         heads, total = self.tile.heads, self.problem.batch * self.problem.kv_heads
         pair = section * heads + within
@@ -107,7 +85,7 @@ class Fused(OwnsKeys):
         else:  # the last section is smaller
             pl.when(pair < total)(run)
 
-    def run(self, dq, gmem: BackwardArrays, out: Sums, smem: Smem, pair, block):
+    def run(self, dq, gmem: BackwardArrays, out: Sums, smem: FusedSmem, pair, block):
         """Everything that a block does."""
         team = Team(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.met)
         copies = Copies(self.interpret, team)
@@ -220,7 +198,7 @@ def fused(
     run = functools.partial(
         launch,
         out=(out,),
-        scratch=(_scratch(kernel),),
+        scratch=(layouts.fused(problem, tile, interpret),),
         # Blocks of some heads side by side add to different tiles of dQ, and the longest walks of a
         # causal mask start first.
         grid={
@@ -249,17 +227,3 @@ def fused(
     dq, dk, dv = pl.run_state(accumulate)((kernel.dq_sums.zeros(problem), *zeros))
     dq = narrowed(problem, kernel.dq_sums, dq)
     return dq, dk[:, : problem.kv_len], dv[:, : problem.kv_len]
-
-
-def _scratch(kernel: Fused) -> Smem:
-    tile, dtype, width = kernel.tile, kernel.problem.dtype, fused_width(kernel.problem)
-    return Smem(
-        own=buffer((WARPGROUPS, tile.rows, width), dtype),
-        passing=Slot(
-            tiles=buffer((tile.slots, WARPGROUPS, tile.columns, width), dtype),
-            rows=plgpu.SMEM((tile.slots, WARPGROUPS, tile.columns), jnp.float32),
-        ),
-        weights=buffer((WARPGROUPS, tile.rows, tile.columns), dtype),
-        dq=kernel.dq_sums.scratch(),
-        met=plgpu.Barrier(num_arrivals=WARPGROUPS) if kernel.interpret else None,
-    )

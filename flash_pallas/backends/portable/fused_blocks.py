@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...core.integers import round_up
 from ...core.problem import Problem
-from .tiles import buffer_bytes
+from ..mosaic.launch import shared_memory
+from . import layouts
+from .layouts import fused_width
 
-WARPGROUPS = 2
-WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
 AT_ONCE_BYTES = 16 << 20  # of Q, dO and dQ of the heads that are worked on at one time: stay in L2
 
 
@@ -61,17 +60,9 @@ _SMALLER = {
 MANY_MODIFIERS = 5
 
 
-def fused_width(problem: Problem) -> int:
-    """Columns of all tiles of head dims: one product reads those of Q or of dO."""
-    return round_up(max(problem.head_dim, problem.v_head_dim), WIDTH_UNIT)
-
-
 def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
     """Of shared memory."""
-    width, both = fused_width(problem), WARPGROUPS
-    own = buffer_bytes(both, tile.rows, width) + buffer_bytes(both, tile.rows, tile.columns)
-    passing = buffer_bytes(both, tile.columns, width) + 4 * both * tile.columns
-    return own + tile.slots * passing
+    return shared_memory(layouts.fused(problem, tile))
 
 
 def choose_fused(

@@ -7,9 +7,11 @@ from typing import Any
 
 from ...core.problem import Problem
 from ..mosaic import side_arrays
+from ..mosaic.launch import shared_memory
 from ..mosaic.side_arrays import LONGEST_TILE
+from . import layouts
 from .fused_blocks import MANY_MODIFIERS, modifiers
-from .tiles import buffer_bytes, widths
+from .tiles import widths
 
 ENOUGH_BLOCKS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
 # Head dim up to which the bias of a tile stays in registers: 1.12 of the whole backward (H200,
@@ -38,8 +40,7 @@ class ScoreTiles:
 
     def bytes(self, problem: Problem) -> int:
         """Of shared memory."""
-        length = self.rows + self.columns
-        return sum(buffer_bytes(self.slots, length, width) for width in widths(problem))
+        return shared_memory(layouts.score_tiles(problem, self))
 
     @property
     def fault(self) -> str | None:
@@ -67,8 +68,7 @@ class ScoreLines:
 
     def bytes(self, problem: Problem) -> int:
         """Of shared memory."""
-        length = self.rows + self.slots * self.columns
-        return sum(buffer_bytes(length, width) for width in widths(problem))
+        return shared_memory(layouts.score_lines(problem, self))
 
     @property
     def fault(self) -> str | None:

@@ -20,30 +20,22 @@ from ...core.problem import Operands, Problem
 from ...core.tile import Limits
 from ..mosaic.launch import float32, launch
 from ..mosaic.register_tile import RegisterTile
-from . import row_sums
+from . import layouts, row_sums
 from .backward_arrays import BackwardArrays
 from .inputs import Inputs, Place, load_vector
+from .layouts import LinesSmem
 from .score_blocks import ScoreLines
 from .score_stream import Pairs
 from .score_terms import Given, Terms
-from .tiles import Copy, buffer, widths
+from .tiles import Copy
 from .walk import Steps, key_blocks, query_blocks
-
-
-class Smem(NamedTuple):
-    """Shared memory: Q and dO, K and V, or K and V, Q and dO."""
-
-    first: Any  # [rows, H]
-    second: Any  # [rows, Hv]
-    passing_first: Any  # [slots, columns, H]
-    passing_second: Any  # [slots, columns, Hv]
 
 
 class Cta(NamedTuple):
     """One block of threads and its rows."""
 
     gmem: BackwardArrays
-    smem: Smem
+    smem: LinesSmem
     batch: Any
     head: Any
     block: Any
@@ -94,7 +86,7 @@ class LineSums(Terms):
         for ref, total in zip(out, sums, strict=True):
             ref[cta.batch, cta.head, rows] = row_sums.joined(total, self.interpret)
 
-    def place(self, gmem: BackwardArrays, smem: Smem) -> Cta:
+    def place(self, gmem: BackwardArrays, smem: LinesSmem) -> Cta:
         """Where this block is."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "row"))
         offset = gmem.offset(self.problem, batch)
@@ -201,20 +193,13 @@ def line_sums(
         arrays: BackwardArrays.
         interpret: run by the interpreter.
     """
-    q_axis, (width, v_width) = int(axes == "columns"), widths(problem)
+    q_axis = int(axes == "columns")
     kernel = LineSums(problem, names, q_axis, tile, interpret)
     blocks = pl.cdiv(problem.kv_len if q_axis else problem.q_len, tile.rows)
-    of = lambda *shape: buffer(shape, problem.dtype)
-    smem = Smem(
-        first=of(tile.rows, width),
-        second=of(tile.rows, v_width),
-        passing_first=of(tile.slots, tile.columns, width),
-        passing_second=of(tile.slots, tile.columns, v_width),
-    )
     run = launch(
         kernel,
         out=(float32((problem.batch, problem.q_heads, blocks * tile.rows)),) * len(names),
-        scratch=(smem,),
+        scratch=(layouts.score_lines(problem, tile),),
         grid={"batch": problem.batch, "head": problem.q_heads, "row": blocks},
         threads=1,
         name=f"flash_pallas_portable_scores_{axes}",

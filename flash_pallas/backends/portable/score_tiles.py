@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
@@ -36,24 +35,16 @@ from ..mosaic.bias_tiles import (
 )
 from ..mosaic.launch import launch
 from ..mosaic.register_tile import RegisterTile
+from . import layouts
 from .backward_arrays import BackwardArrays
 from .inputs import Inputs, Place, load_tile, load_vector
+from .layouts import TilesSmem
 from .score_blocks import ENOUGH_BLOCKS, PIECE, ScoreTiles
 from .score_stream import Pairs
 from .score_terms import Given, Terms
 from .team import Team
 from .tile_store import store
-from .tiles import Copies, Copy, buffer, widths
-
-
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # [slots, rows, H]
-    k: Any  # [slots, columns, H]
-    do: Any  # [slots, rows, Hv]
-    v: Any  # [slots, columns, Hv]
-    met: Any = None  # see Team
+from .tiles import Copies, Copy
 
 
 class Cta(NamedTuple):
@@ -61,7 +52,7 @@ class Cta(NamedTuple):
 
     gmem: BackwardArrays
     bias: Any  # [T, S], of its entry and head
-    smem: Smem
+    smem: TilesSmem
     team: Team
     own: BiasTile
     members: Members
@@ -100,7 +91,7 @@ class TileSums(Terms):
         size = PIECE if self.share % PIECE == 0 else self.share
         return [(first, size) for first in range(0, self.share, size)]
 
-    def __call__(self, gmem: BackwardArrays, bias, out, smem: Smem):
+    def __call__(self, gmem: BackwardArrays, bias, out, smem: TilesSmem):
         cta = self.place(gmem, bias, smem)
         copies = Copies(self.interpret, cta.team)
         several = sharing(self.problem) > 1
@@ -119,7 +110,7 @@ class TileSums(Terms):
             place = self.at(cta, 0, 0, piece)
             store(total, target, (place.row_start, place.column_start), self.interpret)
 
-    def place(self, gmem: BackwardArrays, bias, smem: Smem) -> Cta:
+    def place(self, gmem: BackwardArrays, bias, smem: TilesSmem) -> Cta:
         """Where this block is."""
         rank = lax.axis_index("wg") if self.tile.warpgroups > 1 else 0
         team = Team(self.interpret, self.tile.warpgroups, rank, smem.met)
@@ -222,17 +213,6 @@ def tile_sums(
     parts = parts_of(problem, tiles.clusters, ENOUGH_BLOCKS)
     entries, heads = problem.bias_shape[:2]
     kernel = TileSums(problem, tile, parts, interpret)
-    width, v_width = widths(problem)
-    of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
-    smem = Smem(
-        q=of(tile.rows, width),
-        k=of(tile.columns, width),
-        do=of(tile.rows, v_width),
-        v=of(tile.columns, v_width),
-        met=plgpu.Barrier(num_arrivals=tile.warpgroups)
-        if interpret and tile.warpgroups > 1
-        else None,
-    )
     sizes = problem.q_len, round_up(problem.kv_len, 8)  # rows start at multiples of 16 bytes
     if interpret:
         sizes = tiles.rows * tile.rows, tiles.columns * tile.columns
@@ -240,7 +220,7 @@ def tile_sums(
     run = launch(
         kernel,
         out=jax.ShapeDtypeStruct((parts * entries, heads, *sizes), dtype),
-        scratch=(smem,),
+        scratch=(layouts.score_tiles(problem, tile, interpret),),
         grid={"tile": tiles.clusters * parts * entries * heads},
         threads=tile.warpgroups,
         name="flash_pallas_portable_scores_tile",

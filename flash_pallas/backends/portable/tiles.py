@@ -45,15 +45,6 @@ def buffer(shape, dtype):
     return plgpu.SMEM((*outer, columns + UNIT_ELEMENTS), dtype)
 
 
-def buffer_bytes(*shape: int) -> int:
-    """Of a `buffer` of this shape."""
-    *outer, columns = shape
-    total = 2 * (columns + UNIT_ELEMENTS)
-    for size in outer:
-        total *= size
-    return total
-
-
 def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
     """Columns of tiles of Q and K, and of V and O."""
     return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)

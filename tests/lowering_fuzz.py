@@ -1,0 +1,207 @@
+"""Random calls, traced and lowered for a GPU that need not be there.
+
+    python -m tests.lowering_fuzz --gpu hopper --count 100
+
+Whatever a call holds, the backend either lowers it or says in an error of its own why it does not:
+shared memory never overflows, and no error comes from inside. Some calls also change the tiles, as
+`blocks=` and autotuning do; what validation then accepts must lower too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+import flash_pallas as fp
+from flash_pallas import dispatch
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.portable import PortableBackend
+
+from .random_calls import RandomCall, random_blocks, random_call
+
+KB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What is lowered for.
+
+    Attributes:
+        backend: whose kernels, by name.
+        capability: compute capability.
+        multiprocessors: how many of them.
+        smem: bytes of shared memory that one block may ask for.
+    """
+
+    backend: str
+    capability: str
+    multiprocessors: int
+    smem: int
+
+    def make(self):
+        """The backend as it is on this GPU."""
+        if self.backend == "hopper":
+            return HopperBackend(num_sms=self.multiprocessors, capability=self.capability)
+        return PortableBackend(capability=self.capability, multiprocessors=self.multiprocessors)
+
+
+GPUS = {
+    "hopper": Gpu("hopper", "9.0", 132, 227 * KB),
+    "portable-163": Gpu("portable", "8.0", 108, 163 * KB),
+    "portable-99": Gpu("portable", "8.9", 142, 99 * KB),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one call: "lowered", "refused" or "failed", and the error's text."""
+
+    number: int
+    kind: str
+    call: str
+    error: str = ""
+
+
+@contextlib.contextmanager
+def on(gpu: Gpu) -> Iterator[None]:
+    """Calls find this GPU's kernels, and Mosaic GPU its shared memory."""
+    from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
+
+    there = {**dispatch.BACKENDS, gpu.backend: gpu.make()}
+    dispatch.forget_tiles()
+    with mock.patch.object(dispatch, "BACKENDS", there), artificial_shared_memory_limit(gpu.smem):
+        yield
+    dispatch.forget_tiles()
+
+
+def try_call(gpu: Gpu, seed: int, number: int) -> Outcome:
+    """Lowers one call; to be used within `on`."""
+    call = random_call(seed, number)
+    try:
+        call = _with_blocks(gpu, call, seed, number)
+        traced = jax.jit(call.run(gpu.backend)).trace(*call.arguments)
+        traced.lower(lowering_platforms=("cuda",))
+    except fp.UnsupportedByBackend as error:
+        return Outcome(number, "refused", str(call), str(error))
+    except Exception as error:  # whatever stage it comes from, the user would see it
+        said = f"{type(error).__name__}: {error}".strip()
+        if isinstance(error, ValueError) and said.startswith("ValueError: blocks["):
+            return Outcome(number, "refused", str(call), said)
+        return Outcome(number, "failed", str(call), said + "\n" + traceback.format_exc(limit=-4))
+    return Outcome(number, "lowered", str(call))
+
+
+def _with_blocks(gpu: Gpu, call: RandomCall, seed: int, number: int) -> RandomCall:
+    """Some calls of flash_attention with tiles that somebody might try."""
+    if call.function is not fp.flash_attention:
+        return call
+    wanted, others = call.arguments
+    found: list[Any] = []
+
+    def ask(wanted, others):
+        original = dispatch.select
+
+        def spy(problem, *arguments, **options):
+            found.append(problem)
+            return original(problem, *arguments, **options)
+
+        with mock.patch.object(dispatch, "select", spy):
+            return dataclasses.replace(call, wanted=()).run(gpu.backend)(wanted, others)
+
+    jax.eval_shape(ask, wanted, others)
+    chosen = _by_kernel(gpu.make().blocks(found[0], None))
+    changed = random_blocks(seed, number, chosen)
+    if changed is None:
+        return call
+    return dataclasses.replace(call, options=call.options | {"blocks": changed})
+
+
+def _by_kernel(blocks) -> dict[str, Any]:
+    """Tile sizes by the names that `blocks=` has for them."""
+    parts: dict[str, Any] = {"forward": blocks.forward}
+    split = hasattr(blocks.backward, "dkv")
+    parts |= vars(blocks.backward) if split else {"fused": blocks.backward}
+    if scores := getattr(blocks, "scores", None):
+        parts |= {"score_tiles": scores.tile, "score_lines": scores.lines}
+    return {name: each for name, each in parts.items() if each is not None}
+
+
+def run_share(gpu: Gpu, seed: int, numbers: range) -> list[Outcome]:
+    """These calls, in a process of its own."""
+    found = []
+    with on(gpu):
+        for number in numbers:
+            found.append(try_call(gpu, seed, number))
+            if found[-1].kind == "failed":
+                print(f"FAILED seed {seed} call {number}: {found[-1].call}", flush=True)
+                print(found[-1].error, flush=True)
+            if len(found) % 20 == 0:
+                jax.clear_caches()  # else a process grows by 100 MB a minute
+    return found
+
+
+def summary(gpu: Gpu, seed: int, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+    """What is committed of a run."""
+    kinds = collections.Counter(each.kind for each in outcomes)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    refused = (x.error.split(": ", 1)[-1][:60] for x in outcomes if x.kind == "refused")
+    return {
+        "gpu": dataclasses.asdict(gpu),
+        "seed": seed,
+        "calls": len(outcomes),
+        **{kind: kinds[kind] for kind in ("lowered", "refused", "failed")},
+        "most_refused": dict(collections.Counter(refused).most_common(5)),
+        "failures": [dataclasses.asdict(each) for each in outcomes if each.kind == "failed"],
+        "seconds": round(seconds),
+        "jax": jax.__version__,
+        "commit": commit.stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.lowering_fuzz", description=__doc__)
+    parser.add_argument("--gpu", choices=GPUS, required=True, help="whose kernels are lowered")
+    parser.add_argument("--seed", type=int, help="default: the number of today's day")
+    parser.add_argument("--count", type=int, default=100, help="calls")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--json", type=Path, help="write a summary to this file")
+    arguments = parser.parse_args()
+    seed = datetime.date.today().toordinal() if arguments.seed is None else arguments.seed
+    gpu, started = GPUS[arguments.gpu], time.monotonic()
+    print(f"{arguments.gpu}: seed {seed}, calls from {arguments.first} on", flush=True)
+    last = arguments.first + arguments.count
+    shares = [range(arguments.first + i, last, arguments.workers) for i in range(arguments.workers)]
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart) as pool:
+        parts = list(pool.map(functools.partial(run_share, gpu, seed), shares))
+    outcomes = sorted((x for part in parts for x in part), key=lambda each: each.number)
+    found = summary(gpu, seed, outcomes, time.monotonic() - started)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps({k: v for k, v in found.items() if k != "failures"}, indent=2))
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

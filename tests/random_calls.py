@@ -1,0 +1,229 @@
+"""Random calls as users make them: shapes, dtypes, masks and modifiers, no values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flash_pallas as fp
+
+from .mods import MASK_MODS, SCORE_MODS
+
+GROUPS = (1, 1, 2, 3, 4, 8)
+Q_LENGTHS = (1, 5, 64, 100, 129, 512, 1000, 1024, 2048, 4096, 8192)
+KV_LENGTHS = (1, 16, 77, 128, 640, 2048, 5000, 8192)
+HEAD_DIMS = (8, 16, 24, 32, 40, 48, 56, 64, 64, 64, 72, 80, 96, 112, 120, 128, 128, 128)
+HEAD_DIMS += (136, 160, 192, 200, 224, 248, 256, 256)
+V_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
+WIDEST_FLOAT32 = 128  # of the Hopper kernels
+PAGE_SIZES = (16, 48, 64, 128, 256)
+
+# What `blocks` may hold: values of its fields that somebody might try.
+_NUMBERS = (1, 2, 3, 4, 5, 6, 8, 16, 33)
+_TILES = (16, 32, 48, 64, 96, 128, 160, 192, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCall:
+    """One call.
+
+    Attributes:
+        function: of the package.
+        arrays: jax.ShapeDtypeStruct by name of the argument; q, k and v among them.
+        options: all other arguments.
+        captured: shapes that the functions of `options` are made from, by their argument's name.
+        wanted: arrays whose gradients are wanted; none: the forward alone.
+    """
+
+    function: Callable
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    captured: dict[str, tuple[str, Any]]
+    wanted: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in self.arrays.items()}
+        mods = {name: recipe for name, (recipe, _) in self.captured.items()}
+        return f"{self.function.__name__}({shapes} {self.options | mods}) grad of {self.wanted}"
+
+    @property
+    def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(wanted, all others): shapes of what `run` takes."""
+        captured = {name: x for name, (_, x) in self.captured.items()}
+        everything = self.arrays | captured
+        wanted = {name: x for name, x in everything.items() if name in self.wanted}
+        return wanted, {name: x for name, x in everything.items() if name not in wanted}
+
+    def run(self, backend: str) -> Callable:
+        """(wanted, others) -> the call's results, or the gradients of their sum."""
+
+        def call(wanted, others):
+            given = wanted | others
+            options = dict(self.options)
+            for name, (recipe, _) in self.captured.items():
+                array = given.pop(name)
+                make = SCORE_MODS[recipe].make if name == "score_mod" else MASK_MODS[recipe]
+                options[name] = make(array)
+            q, k, v = (given.pop(name) for name in "qkv")
+            return self.function(q, k, v, **options, **given, backend=backend)
+
+        def total(wanted, others):
+            leaves = jax.tree.leaves(call(wanted, others))
+            return sum(x.astype(jnp.float32).sum() for x in leaves)
+
+        return jax.grad(total) if self.wanted else call
+
+
+class Draw:
+    """A generator and the small decisions that are made of it."""
+
+    def __init__(self, seed: int, number: int):
+        self.rng = np.random.default_rng([seed, number])
+
+    def one_of(self, values) -> Any:
+        """One of these, as it is."""
+        return values[int(self.rng.integers(len(values)))]
+
+    def chance(self, p: float) -> bool:
+        """True as often."""
+        return bool(self.rng.random() < p)
+
+    def shape(self, *sizes: int) -> tuple[int, ...]:
+        """Each size, or 1."""
+        return tuple(self.one_of((1, size)) for size in sizes)
+
+
+def random_call(seed: int, number: int) -> RandomCall:
+    """The same for the same numbers: one in eight decodes."""
+    draw = Draw(seed, number)
+    return _decode(draw) if draw.chance(0.125) else _attention(draw)
+
+
+def random_blocks(seed: int, number: int, chosen: dict[str, Any]) -> dict[str, Any] | None:
+    """For one call of three, a change of `chosen`, the tiles by kernel that would run."""
+    draw = Draw(seed + 1, number)
+    if not draw.chance(0.35):
+        return None
+    kernel = draw.one_of(sorted(chosen))
+    fields = vars(chosen[kernel])
+    found = {}
+    for name in draw.rng.permutation(sorted(fields))[: 1 + int(draw.chance(0.5))]:
+        value = fields[str(name)]
+        if isinstance(value, bool):
+            found[str(name)] = not value
+        elif isinstance(value, float):
+            found[str(name)] = draw.one_of((0.0, 0.25, 1.0, 20.0, 200.0))
+        else:
+            tiles = name in ("rows", "columns") or name.startswith("block")
+            found[str(name)] = draw.one_of(_TILES if tiles else _NUMBERS)
+    return {kernel: found}
+
+
+def _attention(draw: Draw) -> RandomCall:
+    kv_heads, group, batch = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 1, 2, 3, 8)))
+    heads, q_len = kv_heads * group, draw.one_of(Q_LENGTHS)
+    kv_len = q_len if draw.chance(0.7) else draw.one_of(KV_LENGTHS)
+    head_dim = draw.one_of(HEAD_DIMS)
+    v_head_dim = head_dim if draw.chance(0.75) else draw.one_of(V_HEAD_DIMS)
+    dtype = draw.one_of(DTYPES)
+    if dtype == "float32" and max(head_dim, v_head_dim) > WIDEST_FLOAT32:
+        dtype = "bfloat16"
+    of = jax.ShapeDtypeStruct
+    arrays = {
+        "q": of((batch, q_len, heads, head_dim), dtype),
+        "k": of((batch, kv_len, kv_heads, head_dim), dtype),
+        "v": of((batch, kv_len, kv_heads, v_head_dim), dtype),
+    }
+    options: dict[str, Any] = {"q_offset": 0}
+    if draw.chance(0.5):
+        options["causal"] = True
+    if draw.chance(0.25):
+        options["window"] = tuple(int(x) for x in draw.rng.integers(0, 1200, 2))
+    for name, value in (("softcap", 30.0), ("dropout_rate", 0.1), ("deterministic", True)):
+        if draw.chance(0.2):
+            options[name] = value
+    if "dropout_rate" in options:
+        arrays["dropout_seed"] = of((), "int32")
+    captured = {}
+    if draw.chance(0.15):
+        recipe = draw.one_of(sorted(SCORE_MODS))
+        sizes = {"B": batch, "N": heads}
+        shape = tuple(sizes[axis] for axis in SCORE_MODS[recipe].captured)
+        captured["score_mod"] = recipe, of(shape, "float32")
+    if draw.chance(0.15):
+        captured["mask_mod"] = draw.one_of(sorted(MASK_MODS)), of((batch,), "int32")
+    arrays |= _side(draw, batch, heads, q_len, kv_len, dtype)
+    if "q_offset" in arrays:
+        del options["q_offset"]
+    function = fp.flash_attention
+    if draw.chance(0.3):
+        function = draw.one_of((fp.flash_attention_with_lse, fp.flash_attention_with_max_logit))
+    sides = [name for name in ("bias", "alibi_slopes", "sinks") if name in arrays]
+    sides += [name for name in captured if name == "score_mod"]
+    wanted = tuple("qkv") + tuple(name for name in sides if draw.chance(0.7))
+    return RandomCall(function, arrays, options, captured, wanted if draw.chance(0.85) else ())
+
+
+def _side(draw: Draw, batch: int, heads: int, q_len: int, kv_len: int, dtype: str):
+    of, found = jax.ShapeDtypeStruct, {}
+    sizes = (batch, heads, q_len, kv_len)
+    if draw.chance(0.3):
+        shape = draw.shape(*sizes) if draw.chance(0.5) else (*draw.shape(batch, heads), *sizes[2:])
+        found["bias"] = of(shape, draw.one_of((dtype, "float32")))
+    if draw.chance(0.2):
+        shape = draw.shape(*sizes) if draw.chance(0.5) else (*draw.shape(batch, heads), *sizes[2:])
+        found["mask"] = of(shape, "bool")
+    if draw.chance(0.25):
+        found |= {"q_segment_ids": of((batch, q_len), "int32")}
+        found |= {"kv_segment_ids": of((batch, kv_len), "int32")}
+    for name, p in (("kv_lengths", 0.2), ("q_lengths", 0.15), ("q_offset", 0.15)):
+        if draw.chance(p):
+            found[name] = of((batch,), "int32")
+    for name in ("alibi_slopes", "sinks"):
+        if draw.chance(0.2):
+            found[name] = of((heads,), "float32")
+    return found
+
+
+def _decode(draw: Draw) -> RandomCall:
+    kv_heads, group, batch = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 1, 2, 16, 64)))
+    heads, q_len = kv_heads * group, draw.one_of((1, 1, 1, 2, 4, 16))
+    head_dim = draw.one_of((16, 32, 64, 64, 80, 96, 128, 128, 128, 192, 256))
+    v_head_dim = head_dim if draw.chance(0.8) else draw.one_of((32, 64, 128, 256))
+    dtype = draw.one_of(("bfloat16", "bfloat16", "float16"))
+    stored = draw.one_of((dtype, dtype, dtype, "int8", "float8_e4m3fn"))
+    of = jax.ShapeDtypeStruct
+    options: dict[str, Any] = {}
+    arrays = {"kv_lengths": of((batch,), "int32")}
+    rows, length = batch, draw.one_of((64, 256, 1000, 4096, 32768))
+    if draw.chance(0.4):
+        length, rows = draw.one_of(PAGE_SIZES), draw.one_of((1, 64, 3000))
+        arrays["page_table"] = of((batch, draw.one_of((1, 16, 100))), "int32")
+    if stored != dtype and draw.chance(0.7):
+        for name in ("k_scale", "v_scale"):
+            arrays[name] = of(draw.one_of(((kv_heads,), (rows, kv_heads))), "float32")
+    arrays |= {
+        "q": of((batch, q_len, heads, head_dim), dtype),
+        "k": of((rows, length, kv_heads, head_dim), stored),
+        "v": of((rows, length, kv_heads, v_head_dim), stored),
+    }
+    if draw.chance(0.3):
+        options["window"] = (draw.one_of((0, 100, 1024)), None)
+    if draw.chance(0.2):
+        options["softcap"] = 30.0
+    if draw.chance(0.3):
+        options["num_splits"] = draw.one_of((1, 2, 7, 64))
+    if draw.chance(0.3):
+        options["return_lse"] = True
+    for name in ("alibi_slopes", "sinks"):
+        if draw.chance(0.2):
+            arrays[name] = of((heads,), "float32")
+    if draw.chance(0.2):
+        arrays["q_offset"] = of((batch,), "int32")
+    return RandomCall(fp.flash_decode, arrays, options, {}, ())
