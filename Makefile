@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu bench clean
+.PHONY: help test test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -20,6 +20,8 @@ help:
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
+	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
+	@echo "make sanitize-gpu   one case of every kernel under compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
 	@echo "In an environment that has everything: make test SETUP=: PY=python3"
 
@@ -75,6 +77,17 @@ test-0.12:
 test-gpu:
 	@$(SETUP) dev cuda13
 	FLASH_PALLAS_TEST_GPU=1 $(GPU_ENV) $(PY) -m pytest tests/test_gpu.py -q -n 8 --dist worksteal -p no:benchmark
+
+fuzz-gpu:
+	@$(SETUP) dev cuda13
+	$(GPU_ENV) $(PY) -m tests.gpu_fuzz --count $(COUNT) $(if $(SEED),--seed $(SEED))
+
+sanitize-gpu:
+	@$(SETUP) dev cuda13
+	for tool in memcheck racecheck; do \
+		$(GPU_ENV) compute-sanitizer --tool $$tool --kernel-name regex:flash_pallas \
+			--error-exitcode 1 $(PY) -m tests.sanitize || exit 1; \
+	done
 
 bench:
 	@$(SETUP) dev cuda13 bench

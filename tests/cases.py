@@ -6,6 +6,7 @@ import dataclasses
 import zlib
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +14,14 @@ from flash_pallas import validate
 from flash_pallas.arguments import Arguments
 
 from .mods import MASK_MODS, SCORE_MODS
+
+SEED_KINDS = {
+    "int": int,
+    "numpy": np.int64,
+    "array": jnp.int32,
+    "uint32": jnp.uint32,
+    "key": jax.random.key,
+}
 
 
 class Inputs(NamedTuple):
@@ -48,6 +57,8 @@ class Case:
             bias is rounded another way.
         magnitude: by so many powers of two q and k are larger; with such scores too, of which
             several keys have the largest.
+        integers: dtype of lengths, offsets and ids, where what they hold fits it.
+        seed_kind: what carries the seed: "int", "numpy", "array", "uint32" or "key".
     """
 
     name: str
@@ -82,6 +93,8 @@ class Case:
     maxima: str | None = None
     additive: tuple[str, tuple[float, ...]] | None = None
     magnitude: int = 0
+    integers: str = "int32"
+    seed_kind: str = "int"
 
     def __str__(self):
         return self.name
@@ -107,6 +120,7 @@ class Case:
         if self.dropout_rate:
             names = ("dropout_rate", "dropout_seed", "broadcast_dropout")
             found |= {name: getattr(self, name) for name in names}
+            found["dropout_seed"] = SEED_KINDS[self.seed_kind](self.dropout_seed)
         found |= x.given | x.side
         captured, prefix = found.pop("captured", None), found.pop("prefix", None)
         if self.score_mod:
@@ -151,8 +165,15 @@ class Case:
                 name: jnp.asarray(x, self.dtype if name == "bias" and not self.additive else exact)
                 for name, x in side.items()
             },
-            given={name: jnp.asarray(x) for name, x in given.items()},
+            given={name: jnp.asarray(self._as_asked(name, x)) for name, x in given.items()},
         )
+
+    def _as_asked(self, name: str, x):
+        """The same integers as `integers` says."""
+        if x.dtype != np.int32 or name == "prefix" or not x.size:
+            return x
+        held = np.iinfo(self.integers)
+        return x.astype(self.integers) if held.min <= x.min() and x.max() <= held.max else x
 
     def _draw(self, seed: int, name: str):
         """A generator of its own for each array, so that features do not change each other."""

@@ -94,6 +94,10 @@ class Draw:
         """True as often."""
         return bool(self.rng.random() < p)
 
+    def between(self, low: int, high: int) -> int:
+        """An integer, both ends included."""
+        return int(self.rng.integers(low, high + 1))
+
     def shape(self, *sizes: int) -> tuple[int, ...]:
         """Each size, or 1."""
         return tuple(self.one_of((1, size)) for size in sizes)

@@ -1,0 +1,191 @@
+"""Random calls with values, on the kernels of a GPU, by the one numerical check.
+
+    python -m tests.gpu_fuzz --count 500 --seed 1
+
+Every call runs on the hopper and on the portable kernels, where they take it; one in eight decodes
+instead. `--backend xla` tries the same calls where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import flash_pallas as fp
+from flash_pallas import dispatch
+
+from . import checks, hopper_decode_cases
+from .hopper_decode_cases import Step
+from .random_calls import Draw
+from .random_cases import Sizes, random_case
+
+# What the kernels run natively, what is filled up with zeros, and both at once.
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)
+WIDEST_FLOAT32 = 128
+SIZES = Sizes(
+    length=700,
+    batch=3,
+    kv_heads=3,
+    group=4,
+    head_dims=HEAD_DIMS,
+    v_head_dims=(None, None, None, 16, 64, 128),
+    dtypes=("bfloat16", "bfloat16", "float16", "float32"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one call on one backend: "right", "refused" or "wrong", and why."""
+
+    number: int
+    backend: str
+    kind: str
+    call: str
+    why: str = ""
+
+
+def one_call(seed: int, number: int, backends: tuple[str, ...]) -> list[Outcome]:
+    """The call of this number, on each of these backends."""
+    draw = Draw(seed, number)
+    if draw.chance(0.125):
+        step = random_step(draw)
+        return [_outcome(number, name, repr(step), decodes, step) for name in backends]
+    case = random_case(draw, SIZES)
+    if case.dtype == "float32" and max(case.H, case.v_head_dim) > WIDEST_FLOAT32:
+        case = dataclasses.replace(case, dtype="bfloat16")
+    return [_outcome(number, name, repr(case), _attends, case) for name in backends]
+
+
+def _outcome(number: int, backend: str, call: str, check, what) -> Outcome:
+    try:
+        reason = check(backend, what)
+    except Exception:  # a wrong result or an error: the call has failed, and the rest goes on
+        return Outcome(number, backend, "wrong", call, traceback.format_exc(limit=-3))
+    return Outcome(number, backend, "refused" if reason else "right", call, reason or "")
+
+
+def _attends(backend: str, case) -> str | None:
+    found = dispatch.BACKENDS[backend]
+    if reason := found.unsupported(case.problem):
+        return reason
+    checks.assert_matches_oracle(checks.bind(found), case, kernels=backend != "xla")
+    return None
+
+
+def decodes(backend: str, step: Step) -> str | None:
+    """Checks one call of flash_decode; why the backend does not take it, or None."""
+    given, whole = step.operands()
+    options = {"window": step.window, "softcap": step.softcap, "num_splits": step.num_splits}
+    if step.scaled == "heads":  # as users have them: one per head
+        given = given._replace(k_scale=given.k_scale[0], v_scale=given.v_scale[0])
+    try:
+        found = fp.flash_decode(**given._asdict(), **options, backend=backend, return_lse=True)
+    except fp.UnsupportedByBackend as error:
+        return str(error)
+    hopper_decode_cases.assert_matches_oracle(step, whole, found)
+    return None
+
+
+def random_step(draw: Draw) -> Step:
+    """A call of flash_decode."""
+    kv_heads, queries = draw.between(1, 3), draw.one_of((1, 1, 1, 2, 4, 16))
+    page_size = draw.one_of((None, None, 16, 48, 64, 128))
+    room = (page_size or 8) * draw.between(1, 9) * (1 if page_size else 8)
+    cache = draw.one_of((None, None, None, "int8", "float8_e4m3fn"))
+    head_dim = draw.one_of((64, 128, 256) if cache else (16, 32, 64, 80, 96, 128, 128, 256))
+    return Step(
+        "drawn",
+        lengths=tuple(draw.between(0, room) for _ in range(draw.between(1, 4))),
+        T=queries,
+        N=kv_heads * draw.one_of((1, 2, 3, 4, 8)),
+        K=kv_heads,
+        H=head_dim,
+        Hv=head_dim if draw.chance(0.8) else 64,
+        S=room,
+        dtype=draw.one_of(("bfloat16", "float16")),
+        page_size=page_size,
+        num_splits=draw.one_of((1, 2, 3, 7)),
+        window=draw.one_of((None, None, 0, 70)),
+        softcap=draw.one_of((None, None, 3.0)),
+        sides=tuple(name for name in ("slopes", "sinks") if draw.chance(0.3)),
+        cache=cache,
+        scaled=draw.one_of(("", "heads", "rows")) if cache else "",
+    )
+
+
+def run_share(seed: int, backends: tuple[str, ...], numbers: range) -> list[Outcome]:
+    """These calls, in a process of its own."""
+    found: list[Outcome] = []
+    for number in numbers:
+        made = one_call(seed, number, backends)
+        for each in made:
+            if each.kind == "wrong":
+                print(f"WRONG seed {seed} call {number} on {each.backend}: {each.call}", flush=True)
+                print(each.why, flush=True)
+        found += made
+        if number % 8 == 0:
+            jax.clear_caches()
+    return found
+
+
+def summary(seed: int, calls: int, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+    """What is committed of a run."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    counts = collections.Counter(f"{each.backend} {each.kind}" for each in outcomes)
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "seed": seed,
+        "calls": calls,
+        "outcomes": dict(sorted(counts.items())),
+        "wrong": [dataclasses.asdict(each) for each in outcomes if each.kind == "wrong"],
+        "seconds": round(seconds),
+        "jax": jax.__version__,
+        "commit": commit.stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_fuzz", description=__doc__)
+    parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
+    parser.add_argument("--seed", type=int, help="default: the number of today's day")
+    parser.add_argument("--count", type=int, default=100, help="calls")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--json", type=Path, help="write a summary to this file")
+    arguments = parser.parse_args()
+    seed = datetime.date.today().toordinal() if arguments.seed is None else arguments.seed
+    started, last = time.monotonic(), arguments.first + arguments.count
+    shares = [range(arguments.first + i, last, arguments.workers) for i in range(arguments.workers)]
+    share = functools.partial(run_share, seed, tuple(arguments.backend))
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart) as pool:
+        outcomes = sorted(
+            (x for part in pool.map(share, shares) for x in part), key=lambda each: each.number
+        )
+    found = summary(seed, arguments.count, outcomes, time.monotonic() - started)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps({k: v for k, v in found.items() if k != "wrong"}, indent=2))
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

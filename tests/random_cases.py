@@ -1,0 +1,124 @@
+"""Random cases with values: any combination of features, and numbers that programs really pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from .cases import ATTRACTING, HIDING, SEED_KINDS, Case
+from .mods import MASK_MODS, SCORE_MODS
+
+INTEGERS = ("int32", "int32", "uint32", "int8", "uint8", "int16", "uint16")
+MAGNITUDES = (-30, -8, 3, 6, 9, 14)
+HALF_MAGNITUDES = (-8, 3, 6)  # q and k fit float16
+
+
+class Draws(Protocol):
+    """Where decisions come from: hypothesis, which makes failures smaller, or a generator."""
+
+    def one_of(self, values) -> Any:
+        """One of these."""
+
+    def chance(self, p: float) -> bool:
+        """True as often."""
+        ...
+
+    def between(self, low: int, high: int) -> int:
+        """An integer, both ends included."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of what is drawn.
+
+    Attributes:
+        length: the most queries and keys.
+        batch, kv_heads, group: the most of each.
+        head_dims: of q and k.
+        v_head_dims: of v; None is that of q and k.
+        dtypes: of all arrays.
+    """
+
+    length: int = 300
+    batch: int = 3
+    kv_heads: int = 2
+    group: int = 3
+    head_dims: tuple[int, ...] = (1, 8, 24, 64)
+    v_head_dims: tuple[int | None, ...] = (None, 8, 40)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
+    """A third of the draws have a feature, so that most have several of them and few have all."""
+    batch, kv_heads = draw.between(1, sizes.batch), draw.between(1, sizes.kv_heads)
+    q_len, kv_len = draw.between(1, sizes.length), draw.between(1, sizes.length)
+    dtype = draw.one_of(sizes.dtypes)
+    fields = _masks(draw, batch, q_len, kv_len)
+    fields |= {
+        "poison": draw.chance(0.5),
+        "sinks": draw.chance(0.33),
+        "max_logit": draw.chance(0.33),
+        "deterministic": draw.chance(0.25),
+        "integers": draw.one_of(INTEGERS),
+    }
+    if draw.chance(0.33):
+        fields |= {"dropout_rate": draw.one_of((0.1, 0.5)), "dropout_seed": draw.between(0, 3)}
+        fields |= {"seed_kind": draw.one_of(sorted(SEED_KINDS))}
+        fields |= {"broadcast_dropout": draw.chance(0.5)}
+    fields |= _logits(draw, batch, dtype)
+    return Case(
+        "drawn",
+        T=q_len,
+        S=kv_len,
+        B=batch,
+        N=kv_heads * draw.between(1, sizes.group),
+        K=kv_heads,
+        H=draw.one_of(sizes.head_dims),
+        Hv=draw.one_of(sizes.v_head_dims),
+        dtype=dtype,
+        **fields,
+    )
+
+
+def _masks(draw: Draws, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
+    """What hides keys. A window of (0, 0) leaves one, an offset before the keys none."""
+    rarely = lambda make: make() if draw.chance(0.33) else None
+    side = lambda: draw.one_of((None, 0, 0, draw.between(0, 100)))
+    offset = lambda: draw.between(-q_len, kv_len)
+    lengths = lambda longest: lambda: tuple(draw.between(0, longest) for _ in range(batch))
+    offsets = (0, offset(), tuple(offset() for _ in range(batch)))
+    return {
+        "causal": draw.chance(0.5),
+        "window": rarely(lambda: (side(), side())),
+        "q_offset": draw.one_of(offsets),
+        "mask": rarely(lambda: _pattern(draw)),
+        "segments": rarely(lambda: draw.one_of(("packed", "unsorted", "padded"))),
+        "q_lengths": rarely(lengths(q_len)),
+        "kv_lengths": rarely(lengths(kv_len)),
+        "mask_mod": rarely(lambda: draw.one_of(sorted(MASK_MODS))),
+    }
+
+
+def _logits(draw: Draws, batch: int, dtype: str) -> dict[str, Any]:
+    """What makes logits of scores; a third are huge, or hidden by numbers, or tiny."""
+    rarely = lambda make: make() if draw.chance(0.33) else None
+    kind = draw.one_of(("usual", "usual", "usual", "usual", "additive", "magnitude"))
+    if kind == "additive":
+        values = tuple(draw.one_of(HIDING + ATTRACTING) for _ in range(batch))
+        where = draw.one_of(("left_padding", "no_key", "one_key"))
+        return {"additive": (where, values)}
+    if kind == "magnitude":
+        sizes = HALF_MAGNITUDES if dtype == "float16" else MAGNITUDES
+        return {"magnitude": draw.one_of(sizes)}
+    return {
+        "scale": rarely(lambda: draw.one_of((1.0, -0.3))),
+        "bias": rarely(lambda: _pattern(draw)),
+        "softcap": rarely(lambda: draw.one_of((1.0, 20.0))),
+        "alibi": rarely(lambda: draw.one_of(("N", "BN"))),
+        "score_mod": rarely(lambda: draw.one_of(sorted(SCORE_MODS))),
+    }
+
+
+def _pattern(draw: Draws) -> str:
+    return "".join(draw.one_of((letter, "1")) for letter in "BNTS")

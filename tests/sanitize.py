@@ -1,0 +1,72 @@
+"""One case of every kernel, for compute-sanitizer: `make sanitize-gpu`.
+
+    compute-sanitizer --tool memcheck python -m tests.sanitize
+
+Runs and checks the numbers; what memcheck or racecheck say of the kernels is theirs to print.
+"""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import jax
+
+from flash_pallas import dispatch
+from flash_pallas.backends.mosaic import launch
+
+from . import checks, gpu_fuzz
+from .cases import Case
+from .hopper_cases import ON_DEVICE
+from .hopper_decode_cases import STEPS
+
+NAMES = (
+    "d64_causal",
+    "d128",
+    "d64_split",
+    "d256_causal",
+    "bias_1NTS",
+    "bias_1N1S",
+    "bias_shared_32",
+    "alibi",
+    "everything",
+    "packed_causal",
+    "float32_bias",
+)
+DECODES = ("splits", "two_tiles_of_rows", "pages_of_64", "int8", "int8_as_rows")
+
+HOPPER = """forward backward_fused zeros backward_dkv backward_dq backward_scores_tile
+backward_scores_rows backward_scores_columns decode decode_combine"""
+PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns decode"""
+KERNELS = {f"flash_pallas_{name}" for name in HOPPER.split()}
+KERNELS |= {f"flash_pallas_portable_{name}" for name in PORTABLE.split()}
+
+# Head dims of which dK and dV have a kernel each, where nothing is added up atomically.
+APART = Case("apart", T=70, S=90, H=256, dtype="bfloat16", deterministic=True)
+
+
+def main() -> int:
+    """Runs everything; 1 if a kernel was never launched."""
+    launched: set[str] = set()
+    kernel = launch.plgpu.kernel
+
+    def spy(*arguments, kernel_name, **options):
+        launched.add(kernel_name)
+        return kernel(*arguments, kernel_name=kernel_name, **options)
+
+    with mock.patch.object(launch.plgpu, "kernel", spy):
+        cases = [case for case in ON_DEVICE if case.name in NAMES]
+        for backend in ("hopper", "portable"):
+            for case in (*cases, APART):
+                if dispatch.BACKENDS[backend].unsupported(case.problem) is None:
+                    checks.assert_matches_oracle(checks.bind(backend), case, kernels=True)
+            for step in STEPS:
+                if step.name in DECODES:
+                    gpu_fuzz.decodes(backend, step)
+    missing = sorted(KERNELS - launched)
+    print(f"{len(launched)} kernels on {jax.devices()[0].device_kind}; never launched: {missing}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
