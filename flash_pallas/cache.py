@@ -274,9 +274,10 @@ def _check_rotates(theta, k):
 
 
 def _checked_cache(cache) -> KVCache:
-    if not isinstance(cache, tuple) or len(cache) != 3:
+    if type(cache) not in (KVCache, tuple) or len(cache) != 3:
         raise TypeError(
-            f"cache must be a KVCache or a tuple (k, v, lengths), got {type(cache).__name__}"
+            f"cache must be a KVCache or a tuple (k, v, lengths), got {type(cache).__name__}; "
+            "layers take the other caches of flash_pallas.nn themselves, as cache="
         )
     old = KVCache(*cache)
     for name, rank in (("k", 4), ("v", 4)):

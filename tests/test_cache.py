@@ -11,6 +11,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas import KVCache, reference
+from flash_pallas.nn import RingCache
 
 
 def normal(seed: int, *shape):
@@ -118,6 +119,7 @@ BAD = {
     "k and v": (CACHE._replace(k=X), X, {}, ValueError, r"\(2, 3, 2, 8\) and cache.v \(2, 16"),
     "lengths": (CACHE._replace(lengths=X[0, 0, 0]), X, {}, TypeError, "lengths has dtype float32"),
     "batch": (CACHE._replace(lengths=jnp.ones(1, int)), X[:1], {}, ValueError, "1 sequences: pass"),
+    "ring": (RingCache.empty(2, 16, 2, 8, X.dtype), X, {}, TypeError, "got RingCache; layers take"),
     "dtype": (CACHE, X.astype("bfloat16"), {}, TypeError, r"bfloat16.*k.astype\(cache.k.dtype\)"),
     "heads": (CACHE, X[:, :, :1], {}, ValueError, r"k has shape \(2, 3, 1, 8\).*\(2, 8\) of the"),
     "new": (CACHE, X, {"new_lengths": jnp.ones(2)}, TypeError, "new_lengths has dtype float32"),

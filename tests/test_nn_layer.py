@@ -114,6 +114,16 @@ def test_cross_attention_in_both():
     assert np.abs(shifted - out).max() > 1e-3
 
 
+def test_inputs_without_an_axis_of_tokens():
+    x = normal(0, 2, LENGTH, FEATURES)
+    module, params = make_linen(MODERN, x)
+    for call in (lambda *a: module.apply({"params": params}, *a), make_nnx(MODERN, params)):
+        with pytest.raises(ValueError, match=r"inputs has shape \(\d+,\): it must be \[\*batch"):
+            call(x[0, 0])
+        with pytest.raises(ValueError, match="inputs_kv has shape"):
+            call(x, x[0, 0])
+
+
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_any_batch_dimensions(batch):
     x = normal(0, *batch, LENGTH, FEATURES)

@@ -38,6 +38,20 @@ class CallArguments(NamedTuple):
         return self._replace(**both)
 
 
+def check_inputs(**inputs):
+    """Refuses what has no axis of tokens; None is left out.
+
+    Raises:
+        ValueError: fewer than two axes.
+    """
+    for name, x in inputs.items():
+        if x is not None and x.ndim < 2:
+            raise ValueError(
+                f"{name} has shape {x.shape}: it must be [*batch, length, features]; for one token "
+                "insert its axis, as in x[None]"
+            )
+
+
 def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key) -> dict[str, Any]:
     """The keywords of `flash_attention`. What is off is left out.
 

@@ -146,6 +146,7 @@ class FlashAttention(nn.Module):
         Raises:
             ValueError: fields or arguments that contradict each other.
         """
+        _options.check_inputs(inputs=inputs, inputs_kv=inputs_kv)
         heads = _heads.resolve(self, inputs.shape[-1])
         slopes = _options.alibi(self.alibi, self.num_heads)
         given = _options.CallArguments(

@@ -194,6 +194,7 @@ class FlashAttention(nnx.Module):
         Raises:
             ValueError: arguments that contradict each other or the parameters.
         """
+        _options.check_inputs(inputs=inputs, inputs_kv=inputs_kv)
         given = _options.CallArguments(
             positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
         )
