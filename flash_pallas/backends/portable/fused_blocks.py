@@ -112,6 +112,4 @@ def fault(tile: FusedSizes, vector: int) -> str | None:
         return "slots must be 1 or 2"
     if tile.vector not in (1, 2, 4) or tile.vector > vector:
         return f"vector must be 1{', 2 or 4' if vector > 1 else ' before compute capability 9.0'}"
-    if tile.heads < 1:
-        return "heads must be at least 1"
     return None
