@@ -8,20 +8,14 @@ instead. `--backend xla` tries the same calls where there is no GPU.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import json
-import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +23,7 @@ import jax
 import flash_pallas as fp
 from flash_pallas import dispatch
 
-from . import checks, hopper_decode_cases
+from . import checks, fuzzing, hopper_decode_cases
 from .hopper_decode_cases import Step
 from .random_calls import Draw
 from .random_cases import Sizes, random_case
@@ -145,7 +139,6 @@ def run_share(seed: int, backends: tuple[str, ...], numbers: range) -> list[Outc
 
 def summary(seed: int, calls: int, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
     """What is committed of a run."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     counts = collections.Counter(f"{each.backend} {each.kind}" for each in outcomes)
     device = jax.devices()[0]
     return {
@@ -155,31 +148,18 @@ def summary(seed: int, calls: int, outcomes: list[Outcome], seconds: float) -> d
         "outcomes": dict(sorted(counts.items())),
         "wrong": [dataclasses.asdict(each) for each in outcomes if each.kind == "wrong"],
         "seconds": round(seconds),
-        "jax": jax.__version__,
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
+        **fuzzing.provenance(),
     }
 
 
 def main() -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu_fuzz", description=__doc__)
+    parser = fuzzing.parser("gpu_fuzz", __doc__, max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
-    parser.add_argument("--seed", type=int, help="default: the number of today's day")
-    parser.add_argument("--count", type=int, default=100, help="calls")
-    parser.add_argument("--first", type=int, default=0, help="number of the first call")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
-    parser.add_argument("--json", type=Path, help="write a summary to this file")
     arguments = parser.parse_args()
-    seed = datetime.date.today().toordinal() if arguments.seed is None else arguments.seed
-    started, last = time.monotonic(), arguments.first + arguments.count
-    shares = [range(arguments.first + i, last, arguments.workers) for i in range(arguments.workers)]
+    seed, started = arguments.seed, time.monotonic()
     share = functools.partial(run_share, seed, tuple(arguments.backend))
-    apart = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart) as pool:
-        outcomes = sorted(
-            (x for part in pool.map(share, shares) for x in part), key=lambda each: each.number
-        )
+    outcomes = fuzzing.run(share, arguments)
     found = summary(seed, arguments.count, outcomes, time.monotonic() - started)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")

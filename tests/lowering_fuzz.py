@@ -9,22 +9,16 @@ shared memory never overflows, and no error comes from inside. Some calls also c
 
 from __future__ import annotations
 
-import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
 import functools
 import json
-import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,6 +29,7 @@ from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 
+from . import fuzzing
 from .random_calls import RandomCall, random_blocks, random_call
 
 KB = 1024
@@ -161,7 +156,6 @@ def run_share(gpu: Gpu, seed: int, numbers: range) -> list[Outcome]:
 def summary(gpu: Gpu, seed: int, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
     """What is committed of a run."""
     kinds = collections.Counter(each.kind for each in outcomes)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     refused = (x.error.split(": ", 1)[-1][:60] for x in outcomes if x.kind == "refused")
     return {
         "gpu": dataclasses.asdict(gpu),
@@ -171,31 +165,18 @@ def summary(gpu: Gpu, seed: int, outcomes: list[Outcome], seconds: float) -> dic
         "most_refused": dict(collections.Counter(refused).most_common(5)),
         "failures": [dataclasses.asdict(each) for each in outcomes if each.kind == "failed"],
         "seconds": round(seconds),
-        "jax": jax.__version__,
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
+        **fuzzing.provenance(),
     }
 
 
 def main() -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.lowering_fuzz", description=__doc__)
+    parser = fuzzing.parser("lowering_fuzz", __doc__, os.cpu_count() or 1)
     parser.add_argument("--gpu", choices=GPUS, required=True, help="whose kernels are lowered")
-    parser.add_argument("--seed", type=int, help="default: the number of today's day")
-    parser.add_argument("--count", type=int, default=100, help="calls")
-    parser.add_argument("--first", type=int, default=0, help="number of the first call")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, help="write a summary to this file")
     arguments = parser.parse_args()
-    seed = datetime.date.today().toordinal() if arguments.seed is None else arguments.seed
-    gpu, started = GPUS[arguments.gpu], time.monotonic()
+    gpu, seed, started = GPUS[arguments.gpu], arguments.seed, time.monotonic()
     print(f"{arguments.gpu}: seed {seed}, calls from {arguments.first} on", flush=True)
-    last = arguments.first + arguments.count
-    shares = [range(arguments.first + i, last, arguments.workers) for i in range(arguments.workers)]
-    apart = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart) as pool:
-        parts = list(pool.map(functools.partial(run_share, gpu, seed), shares))
-    outcomes = sorted((x for part in parts for x in part), key=lambda each: each.number)
+    outcomes = fuzzing.run(functools.partial(run_share, gpu, seed), arguments)
     found = summary(gpu, seed, outcomes, time.monotonic() - started)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
