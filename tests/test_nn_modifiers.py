@@ -248,7 +248,7 @@ def test_positions_from_ids():
         for i, one in enumerate(row):
             assert positions[i] == (0 if one < 0 else np.sum(row[:i] == one))
     assert segment_positions(np.zeros((3, 0), np.int32)).shape == (3, 0)
-    with pytest.raises(TypeError, match="integers, got float32"):
+    with pytest.raises(TypeError, match="float32: it must be int32"):
         segment_positions(jnp.zeros(3))
 
 
