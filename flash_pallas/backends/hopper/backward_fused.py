@@ -43,6 +43,7 @@ from ..mosaic.recompute import RowShift
 from ..mosaic.register_tile import RegisterTile
 from . import cluster
 from .arrays import BackwardArrays
+from .far_rows import Part
 from .fused_bias import BiasSums
 from .fused_blocks import FusedBlocks
 from .fused_cta import Cta, KeyBlock, Results
@@ -115,7 +116,9 @@ class Fused:
             dk, dv = results.dk.at[part], results.dv.at[part]
             walk, results = walk.cut(part, parts), results._replace(dk=dk, dv=dv)
         cta = self.cta(results, gmem, smem, bars, keys, walk)
-        if parts == 1:
+        if self.launch.part is Part.NEAR:
+            pl.when(gmem.side.far[keys.batch, keys.kv_head] == 0)(lambda: self.run(cta))
+        elif parts == 1:
             self.run(cta)
         else:
             pl.when(walk.total > 0)(lambda: self.run(cta))
@@ -125,7 +128,11 @@ class Fused:
         """Everything that a CTA with several key blocks does; all have the same walk."""
         turns, zero = self.order.turns(gmem), jnp.int32(0)
         first = KeyBlock(zero, zero, zero, 0)
-        cta = self.cta(results, gmem, smem, bars, first, self.query_walk(gmem, first, zero))
+        if self.launch.part is Part.FAR:
+            walk = QueryWalk.whole(self.problem, gmem, self.blocks.block_kv, self.blocks.block_q)
+        else:
+            walk = self.query_walk(gmem, first, zero)
+        cta = self.cta(results, gmem, smem, bars, first, walk)
         self.run(dataclasses.replace(cta, turns=turns))
 
     def query_walk(self, gmem: BackwardArrays, keys: KeyBlock, block) -> QueryWalk:
@@ -230,13 +237,24 @@ class Fused:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
         self.finish.start(cta)
         step = functools.partial(self.step, cta, held, (dk_acc, dv_acc))
-        head = cta.keys.kv_head * self.problem.group
-        far = self.side.far(cta.gmem.side, cta.keys.batch, head)
-        cta.walk.visit(step, far, functools.partial(step, far=far))
+        self.visit(cta, step)
         self.finish.end(cta)
         if not self.blocks.producer:
             Feeder(self.producer).end(cta)
         return dk_acc[...], dv_acc[...]
+
+    def visit(self, cta: Cta, step):
+        """Call it for every tile, as its rows and the part of this launch want it."""
+        if self.launch.part is Part.NEAR:
+            cta.walk.visit(step)
+            return
+        head = cta.keys.kv_head * self.problem.group
+        far = self.side.far(cta.gmem.side, cta.keys.batch, head)
+        far_step = functools.partial(step, far=far)
+        if self.launch.part is Part.FAR:
+            cta.walk.visit(far_step, in_one_loop=True)
+        else:
+            cta.walk.visit(step, far, far_step)
 
     def own_place(self, cta: Cta, n) -> Place:
         """Of this warpgroup's part of the n-th tile."""
@@ -245,7 +263,7 @@ class Fused:
 
     def step(self, cta: Cta, held: Held, sums, n, block, *, masked, far=None):
         """The five products of the n-th tile; `far` where rows of it may be shifted."""
-        if far is not None:
+        if far is not None and self.launch.part is Part.ALL:
             cta = cta.apart()
         p, ds = self.score_gradients(cta, held, (n, block), masked, far)
         self.finish(cta, n, p, ds, *sums)
@@ -311,7 +329,8 @@ class Fused:
         1.13, and not 1.08. At head dim 128 204 bytes would spill and wgmma be serialised (C7512) at
         T=1024 and 16k, where nothing spills without.
         """
-        return not masked and self.problem.head_dim < 128
+        small = not masked and self.problem.head_dim < 128
+        return small and self.launch.part is Part.ALL
 
     def narrowed(self, tiles):
         """Tiles in float32, rounded to 16 bits until they are used."""

@@ -39,6 +39,7 @@ from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from . import forward_layout
 from .blocks import ForwardBlocks
 from .clearing import Padding
+from .far_rows import Part, parts
 from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
@@ -87,6 +88,7 @@ class Forward:
         return Turns(self.blocks.warpgroups, self.interpret)
 
     def __call__(self, counter, gmem: Gmem, *refs):
+        """All that a CTA does; `refs` are of results, shared memory and barriers."""
         *results, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
@@ -100,6 +102,14 @@ class Forward:
             wg=lax.axis_index("wg"),
             counter=counter,
         )
+        if self.plan.part is not Part.FAR:
+            self.run(cta)
+            return
+        left = [cta.out.left[cta.index, wg, 0] for wg in range(self.blocks.warpgroups)]
+        pl.when(functools.reduce(lax.max, left) > 0)(lambda: self.run(cta))
+
+    def run(self, cta: Cta):
+        """All warpgroups."""
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         if self.blocks.producer:
             pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
@@ -110,6 +120,8 @@ class Forward:
         """Fold the key blocks of each tile into this warpgroup's rows."""
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        if self.plan.part is Part.NEAR:
+            cta.out.left[cta.index, cta.wg] = jnp.zeros((1,), jnp.int32)
         first = jnp.int32(0)
         number = self.plan.queue.first(cta)
         work = self.plan.work(cta, number)
@@ -318,7 +330,9 @@ def forward(
     assignment = (
         Assignment.persistent(order, num_sms) if blocks.persistent else Assignment.one_each(order)
     )
-    plan = Plan(problem, blocks, assignment, interpret)
+    several = blocks.persistent and blocks.producer and bool(blocks.speculates)
+    first, *rest = parts(problem, several)
+    plan = Plan(problem, blocks, assignment, interpret, first)
     rows = plan.tile_rows
     table = assignment.table(lambda block: plan.visited(block * rows + problem.spec.q_offset)[1])
     gmem = Gmem(
@@ -334,17 +348,32 @@ def forward(
     )
     per_row = float32((problem.batch, problem.q_heads, order.q_tiles * rows))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
-    results = (o,) + (per_row,) * (len(plan.result_names) - 1)
+    left = jax.ShapeDtypeStruct((assignment.ctas, blocks.warpgroups, 1), jnp.int32)
+    shapes = Results(o, lse=per_row, shift=per_row, most=per_row, left=left)
+    results = tuple(getattr(shapes, name) for name in plan.result_names)
     run = functools.partial(
         launch,
-        out=results,
         scratch=forward_layout.scratch(problem, blocks, gmem.q, gmem.v, o),
         grid={"cta": assignment.ctas},
         threads=blocks.warpgroups + blocks.producer,
-        name="flash_pallas_forward",
         interpret=interpret,
     )
-    kernel = lambda counter: run(functools.partial(Forward(plan), counter))(gmem)
+    call = functools.partial(run, out=results, name="flash_pallas_forward")
+    kernel = lambda counter: call(functools.partial(Forward(plan), counter))(gmem)
     found = with_counter(kernel, results) if plan.claims else kernel(None)
+    for part in rest:
+        found = again(dataclasses.replace(plan, part=part), run, gmem, found)
     out = Results(**dict(zip(plan.result_names, found, strict=True)))
     return Outputs(out.o, out.lse, out.shift, out.most)
+
+
+def again(plan: Plan, run, gmem: Gmem, results):
+    """`results` of an earlier launch, in which one of what that has left writes its own."""
+
+    def kernel(refs, gmem, smem, bars):
+        Forward(plan)(None, gmem, *refs, smem, bars)
+
+    def write(refs):
+        run(functools.partial(kernel, refs), out=(), name="flash_pallas_forward_far")(gmem)
+
+    return pl.run_state(write)(tuple(results))

@@ -20,6 +20,7 @@ from ..mosaic.row_maxima import far_of
 from . import forward_layout, side_inputs
 from .blocks import ForwardBlocks
 from .clearing import Padding
+from .far_rows import Part
 from .forward_layout import Barriers, Smem
 from .memory import Ring
 from .products import Products
@@ -51,6 +52,8 @@ class Results(NamedTuple):
     lse: Any  # f32[B, N, rows], base 2
     shift: Any = None  # f32[B, N, rows], see core/softmax.py; None where no logit can be far
     most: Any = None  # f32[B, N, rows], the largest logit, natural; None unless asked for
+    # int32[CTAs, warpgroups, 1]: not 0 where that has left rows to Part.FAR; None unless Part.NEAR
+    left: Any = None
 
 
 class Work(NamedTuple):
@@ -105,12 +108,14 @@ class Plan:
         blocks: tile sizes.
         assignment: query tiles of each CTA.
         interpret: run by the interpreter.
+        part: which rows are computed.
     """
 
     problem: Problem
     blocks: ForwardBlocks
     assignment: Assignment
     interpret: bool
+    part: Part = Part.ALL
 
     @property
     def tile_rows(self) -> int:
@@ -149,18 +154,27 @@ class Plan:
 
     @property
     def far(self) -> float:
-        """From which logits on, in base 2, rows are shifted; 0 where no logit can be so large."""
+        """From which logits on, in base 2, rows are shifted; 0 where no such row is computed."""
+        return 0.0 if self.part is Part.NEAR else self.limit
+
+    @property
+    def limit(self) -> float:
+        """From which logits on, in base 2, rows need a shift; 0 where no logit can be so large."""
         return far_of(self.problem.spec, self.problem.dtype)
 
     @property
     def keeps_shift(self) -> bool:
         """The shift of rows lies in shared memory."""
-        return forward_layout.keeps_shift(self.problem, self.blocks)
+        return bool(self.far) and forward_layout.keeps_shift(self.problem, self.blocks)
 
     @property
     def result_names(self) -> tuple[str, ...]:
         """The fields of Results that the launch writes, in their order."""
-        wanted = {"shift": bool(self.far), "most": self.problem.spec.max_logit}
+        wanted = {
+            "shift": bool(self.limit),
+            "most": self.problem.spec.max_logit,
+            "left": self.part is not Part.ALL,
+        }
         return tuple(name for name in Results._fields if wanted.get(name, True))
 
     @property

@@ -19,6 +19,7 @@ from ..mosaic.inline_cap import Cap
 from ..mosaic.inline_weights import Drop, Powers
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.row_maxima import Compared, Kept, Maxima
+from .far_rows import Part
 from .forward_plan import Cta, Plan, Rows, Work
 from .memory import warpgroup_rows
 from .side_inputs import Held, Place
@@ -181,7 +182,7 @@ class Scores:
 
     def kept(self, cta: Cta) -> Kept | None:
         """Where the shift of this warpgroup's rows is; None: in registers, or there is none."""
-        if cta.smem.kept is None:
+        if not self.plan.keeps_shift:
             return None
         return Kept(cta.smem.kept.at[cta.wg], self.plan.interpret)
 
@@ -197,8 +198,10 @@ class Scores:
         def again():
             given = tile.top, tile.log2_scale, self.plan.far, self.kept(cta)
             new = row_maxima.raised(rows.maxima, *given)
-            x = tile.x - per_row(new.shift, tile.x.shape)
+            x = tile.x if new.shift is None else tile.x - per_row(new.shift, tile.x.shape)
             alpha = jnp.exp2(new.before - new.m)
+            if self.plan.part is Part.NEAR:
+                alpha = row_maxima.spoiled(alpha, new.before, self.plan.limit)
             p, sums = weights(tile._replace(x=x), m=new.m)
             l = rows.l * per_row(alpha, sums.shape) + sums
             return o * per_row(alpha, o.shape), Rows(p, new.maxima, l)

@@ -220,6 +220,11 @@ CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
+def for_far_rows(pairs: int) -> FusedBlocks:
+    """Of a launch for Part.FAR: a CTA for each pair of a batch entry and a head of keys."""
+    return FusedBlocks(block_q=64, mask_all=True, resident=max(2, pairs))
+
+
 def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
     spec = problem.spec

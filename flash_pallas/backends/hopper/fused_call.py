@@ -17,8 +17,9 @@ from ..mosaic.launch import float32, launch
 from . import cluster
 from .arrays import BackwardArrays
 from .backward_fused import Fused
+from .far_rows import Part, parts
 from .fused_bias import gradient_of_bias
-from .fused_blocks import FusedBlocks
+from .fused_blocks import FusedBlocks, for_far_rows
 from .fused_cta import Results
 from .fused_launches import Launch, by_heads, launches_of, origins
 from .fused_layout import WARPGROUPS, scratch
@@ -111,13 +112,24 @@ class Call:
 
     def portion(self, found: Results, dbias, given: BackwardArrays):
         """The launches of one portion; `found` and `dbias` with what they add."""
+        part, *rest = parts(self.problem, self.may_leave)
         for each in launches_of(self.problem, self.blocks):
-            found = self.launch(each, found, given)
+            found = self.launch(dataclasses.replace(each, part=part), found, given)
+            for other in rest:
+                again = dataclasses.replace(self, blocks=for_far_rows(each.pairs))
+                found = again.launch(dataclasses.replace(each, part=other), found, given)
             if self.blocks.key_launches > 1:
                 found, dbias = self.put(found, dbias, given, each.first_block)
         if found.dbias is not None and dbias is not None:
             found, dbias = self.put(found, dbias, given, 0)
         return found, dbias
+
+    @property
+    def may_leave(self) -> bool:
+        """Groups of heads may be left to another launch; nothing else was tried."""
+        blocks = self.blocks
+        alone = blocks.launches == blocks.key_launches == blocks.parts == 1
+        return blocks.producer and alone and not (blocks.first_alone or blocks.takes_turns)
 
     def put(self, found: Results, dbias, given: BackwardArrays, first_block: int):
         """The gradient of some heads and keys of the bias to its place; its sums are done with."""
@@ -189,7 +201,7 @@ class Call:
             grid=Order(self.problem, self.blocks, each).grid,
             cluster=cluster.axes(self.blocks.bias_cluster),
             threads=WARPGROUPS + self.blocks.producer + self.blocks.sums_bias,
-            name="flash_pallas_backward_fused",
+            name="flash_pallas_backward_fused" + "_far" * (each.part is Part.FAR),
             interpret=self.interpret,
         )
 

@@ -15,6 +15,7 @@ import dataclasses
 
 from ...core import bounds
 from ...core.problem import Problem
+from .far_rows import Part
 from .fused_blocks import FusedBlocks, may_sum_bias, without_sums
 from .fused_layout import scratch
 from .memory import fits
@@ -29,6 +30,7 @@ class Launch:
         first_block: of the keys that this launch has.
         key_blocks: how many it has.
         adds: to dQ's sums; False: writes them.
+        part: which rows it computes: of a group of heads with far rows all or none.
     """
 
     entries: int
@@ -36,6 +38,7 @@ class Launch:
     first_block: int
     key_blocks: int
     adds: bool = True
+    part: Part = Part.ALL
 
     @property
     def pairs(self) -> int:

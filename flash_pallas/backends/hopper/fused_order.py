@@ -7,12 +7,14 @@ walks start first, and no more is in use than L2 keeps.
 Where a CTA takes one key block, it waits for K and V before its first tile, and after its last for
 copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
 `FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and a cluster
-takes every so many-th entry of this order.
+takes every so many-th entry of this order. In a launch for what another has left, a CTA takes all
+key blocks of its pair, or none.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +22,7 @@ from jax import lax
 from ...core.problem import Problem
 from . import cluster
 from .arrays import BackwardArrays
+from .far_rows import Part
 from .fused_blocks import FusedBlocks, pairs_at_once
 from .fused_cta import KeyBlock, Turns
 from .fused_launches import Launch
@@ -52,6 +55,8 @@ class Order:
     @property
     def grid(self) -> dict[str, int]:
         """Of a launch, in clusters."""
+        if self.launch.part is Part.FAR:
+            return {"first": self.launch.pairs}
         blocks, sections = self.blocks, -(-self.launch.pairs // self.at_once)
         if blocks.takes_turns:
             return {"first": self.clusters}
@@ -65,6 +70,13 @@ class Order:
 
     def turns(self, gmem: BackwardArrays) -> Turns:
         """Of this CTA."""
+        if self.launch.part is Part.FAR:
+            place = functools.partial(self.key_block, gmem, lax.axis_index("first"))
+            own = place(jnp.int32(0))
+            far = gmem.side.far[own.batch, own.kv_head]
+            return Turns(
+                lax.select(far > 0, jnp.int32(self.launch.key_blocks), jnp.int32(0)), place
+            )
         first, step = lax.axis_index("first"), jnp.int32(self.clusters)
         count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
         return Turns(count, lambda turn: self.place(gmem, first + turn * step))

@@ -103,6 +103,16 @@ class QueryWalk:
         start, full_start, full_stop, stop = ends
         return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift)
 
+    @classmethod
+    def whole(
+        cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
+    ) -> QueryWalk:
+        """Over all query tiles, in one loop: the same for every CTA, where no array hides keys."""
+        stop = -(-problem.q_len // block_q)
+        offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
+        masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
+        return cls(0, 0, 0, stop, offset, kv_len, problem.group, masks)
+
     @property
     def per_head(self):
         """Tiles of one head."""

@@ -88,7 +88,7 @@ class Raised(NamedTuple):
     Attributes:
         before: f32[rows], what sums so far are relative to: 2**before, with the new shift.
         m: f32[rows], what weights exp2((x - shift) * log2_scale - m) of this tile are relative to.
-        shift: f32[rows].
+        shift: f32[rows]; None where no logit can be far.
         maxima: to carry on with.
     """
 
@@ -107,15 +107,18 @@ def far_of(spec: AttentionSpec, dtype) -> float:
 
 
 def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = None) -> Raised:
-    """Maxima after a tile of which some logit is, or was, far.
+    """Maxima after a tile, of which some logit may be, or have been, far.
 
     Args:
         old: before the tile.
         top: f32[rows], the largest x of the tile; -inf where all is hidden.
         log2_scale: x * log2_scale are logits in base 2.
-        far: see core.softmax.far.
+        far: see core.softmax.far; 0 where no logit can be.
         kept: as of `compared`.
     """
+    if not far:
+        m = jnp.maximum(old.m, top * log2_scale)
+        return Raised(old.m, m, None, Maxima(m, old.shift))
     if kept is not None:
         before = Maxima(old.m, kept.load() if old.shift is None else old.shift)
         found = raised(before, top, log2_scale, far)
@@ -228,6 +231,29 @@ def some_far(m, top, far: float, interpret: bool):
     return vote(m, top)
 
 
+def tell_far(ref, m, l, far: float, interpret: bool):
+    """Write 1 to `ref` if some row was computed without the shift that it needs.
+
+    Args:
+        ref: int32[1] in device memory.
+        m: f32[rows], maxima in base 2; at most LOWEST in a row without a key.
+        l: f32[rows], sums of weights. NaN or infinite where an earlier maximum was far.
+        far: see core.softmax.far.
+        interpret: run by the interpreter.
+    """
+    if interpret:
+        some = ((jnp.abs(m) > far) & (m > LOWEST)) | ~(l < jnp.inf)
+        ref[...] = lax.max(ref[...], jnp.full((1,), some.any().astype(jnp.int32)))
+        return
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.ROWS, inline.ROWS))
+    run(functools.partial(_tell_far_body, far))(ref, m, l)
+
+
+def spoiled(alpha, m, far: float):
+    """alpha; NaN in rows whose sums so far are relative to a maximum m that was far."""
+    return jnp.where((jnp.abs(m) > far) & (m > LOWEST), math.nan, alpha)
+
+
 def less_shift(x, shift, first, q_axis: int, interpret: bool):
     """x less the shift of its queries, which is read as it is subtracted.
 
@@ -294,6 +320,23 @@ def _shared_by_quads(load, columns):
             code = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
             found[columns[i]] = [assembly(x.type, code, x, source) for x in own]
     return found
+
+
+def _tell_far_body(far, _, ref, m, l):
+    kinds, bits = arith.CmpFPredicate, []
+    for of_m, of_l in zip(m.registers.flat, l.registers.flat, strict=True):
+        m_, infinite = at(of_m, 0), f32_constant(math.inf)
+        large = arith.cmpf(kinds.OGT, mlir_math.absf(m_), f32_constant(far))
+        bits.append(arith.andi(large, arith.cmpf(kinds.OGT, m_, f32_constant(LOWEST))))
+        bits.append(arith.cmpf(kinds.UGE, at(of_l, 0), infinite))
+    pointer = mgpu.utils.memref_ptr(ref)
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, bits)), pointer],
+        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.b32 [$1], 1; }",
+        "r,l",
+        has_side_effects=True,
+    )
 
 
 def _some_far_body(far, _, m, top):
