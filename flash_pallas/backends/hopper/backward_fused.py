@@ -263,7 +263,7 @@ class Fused:
 
     def step(self, cta: Cta, held: Held, sums, n, block, *, masked, far=None):
         """The five products of the n-th tile; `far` where rows of it may be shifted."""
-        if far is not None and self.launch.part is Part.ALL:
+        if far is not None:
             cta = cta.apart()
         p, ds = self.score_gradients(cta, held, (n, block), masked, far)
         self.finish(cta, n, p, ds, *sums)

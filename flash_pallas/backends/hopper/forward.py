@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import bounds, padding
 from ...core.problem import Operands, Outputs, Problem
+from ..mosaic import row_maxima
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from . import forward_layout
 from .blocks import ForwardBlocks
@@ -121,7 +122,7 @@ class Forward:
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         if self.plan.part is Part.NEAR:
-            cta.out.left[cta.index, cta.wg] = jnp.zeros((1,), jnp.int32)
+            cta.out.left[cta.index, cta.wg, 0] = jnp.int32(0)
         first = jnp.int32(0)
         number = self.plan.queue.first(cta)
         work = self.plan.work(cta, number)
@@ -240,6 +241,9 @@ class Forward:
         if not self.blocks.producer:
             number, number_after = lax.optimization_barrier((number, number_after))
         work, following = self.plan.work(cta, number), self.plan.work(cta, number_after)
+        if self.plan.part is Part.NEAR:  # here, where S of the next tile has no registers yet
+            left = cta.out.left.at[cta.index, wg]
+            row_maxima.tell_far(left, rows.maxima.m, rows.l, self.plan.limit, self.interpret)
         plgpu.barrier_arrive(cta.bars.q_empty.at[wg])
         if not self.blocks.producer:
             self.feeder.next_q(cta, (number_after, more))

@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..mosaic import row_maxima
+from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_plan import Cta, Rows, Work
 from .forward_scores import Scores, per_row
@@ -18,18 +18,15 @@ def store(scores: Scores, cta: Cta, work: Work, o, rows: Rows):
     batch, head, block = work.at
     # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
     wg = lax.optimization_barrier(cta.wg)
-    l = rows.l.sum(axis=1)
-    found = scores.finish(cta, work, rows.maxima, l)
-    if cta.out.left is not None:
-        ref, plan = cta.out.left.at[cta.index, wg], scores.plan
-        row_maxima.tell_far(ref, rows.maxima.m, l, plan.limit, plan.interpret)
+    found = scores.finish(cta, work, rows.maxima, rows.l.sum(axis=1))
     staging = cta.smem.q if cta.smem.o is None else cta.smem.o
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     scores.plan.products.store(staging.at[wg], o * per_row(found.inverse, o.shape))
     smem, out = cta.smem, cta.out
     vectors = [(found.lse, smem.lse, out.lse)]
     if out.shift is not None:
-        vectors.append((found.shift, smem.shift, out.shift))
+        shift = plgpu.layout_cast(found.shift, inline.ROWS)  # zeros of Part.NEAR have no layout
+        vectors.append((shift, smem.shift, out.shift))
     if out.most is not None:
         vectors.append((found.most, smem.most, out.most))
     for values, buffer, _ in vectors:

@@ -32,6 +32,7 @@ from .registers import (
     assembly,
     at,
     coordinates,
+    elements,
     f32_constant,
     fragmented,
     i32_constant,
@@ -237,15 +238,15 @@ def tell_far(ref, m, l, far: float, interpret: bool):
     Args:
         ref: int32[1] in device memory.
         m: f32[rows], maxima in base 2; at most LOWEST in a row without a key.
-        l: f32[rows], sums of weights. NaN or infinite where an earlier maximum was far.
+        l: f32[rows, 8], sums of weights. NaN or infinite where an earlier maximum was far.
         far: see core.softmax.far.
         interpret: run by the interpreter.
     """
     if interpret:
-        some = ((jnp.abs(m) > far) & (m > LOWEST)) | ~(l < jnp.inf)
-        ref[...] = lax.max(ref[...], jnp.full((1,), some.any().astype(jnp.int32)))
+        some = ((jnp.abs(m) > far) & (m > LOWEST)).any() | (~(l < jnp.inf)).any()
+        ref[...] = lax.max(ref[...], jnp.full((1,), some.astype(jnp.int32)))
         return
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.ROWS, inline.ROWS))
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.ROWS, inline.WGMMA))
     run(functools.partial(_tell_far_body, far))(ref, m, l)
 
 
@@ -324,11 +325,13 @@ def _shared_by_quads(load, columns):
 
 def _tell_far_body(far, _, ref, m, l):
     kinds, bits = arith.CmpFPredicate, []
-    for of_m, of_l in zip(m.registers.flat, l.registers.flat, strict=True):
-        m_, infinite = at(of_m, 0), f32_constant(math.inf)
-        large = arith.cmpf(kinds.OGT, mlir_math.absf(m_), f32_constant(far))
-        bits.append(arith.andi(large, arith.cmpf(kinds.OGT, m_, f32_constant(LOWEST))))
-        bits.append(arith.cmpf(kinds.UGE, at(of_l, 0), infinite))
+    for register in m.registers.flat:
+        large = arith.cmpf(kinds.OGT, mlir_math.absf(at(register, 0)), f32_constant(far))
+        seen = arith.cmpf(kinds.OGT, at(register, 0), f32_constant(LOWEST))
+        bits.append(arith.andi(large, seen))
+    for register in l.registers.flat:
+        for e in range(elements(register)):
+            bits.append(arith.cmpf(kinds.UGE, at(register, e), f32_constant(math.inf)))
     pointer = mgpu.utils.memref_ptr(ref)
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
