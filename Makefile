@@ -85,7 +85,7 @@ fuzz-gpu:
 sanitize-gpu:
 	@$(SETUP) dev cuda13
 	for tool in memcheck racecheck; do \
-		$(GPU_ENV) compute-sanitizer --tool $$tool --kernel-name regex:flash_pallas \
+		$(GPU_ENV) compute-sanitizer --tool $$tool --kernel-name kns=flash_pallas \
 			--error-exitcode 1 $(PY) -m tests.sanitize || exit 1; \
 	done
 

@@ -55,8 +55,8 @@ class Case:
             ("left_padding", numbers) the first keys, ("no_key", ...) all keys of some queries, or
             ("one_key", ...) all but one. Scores are multiples of 1/8, so that nobody's sum with the
             bias is rounded another way.
-        magnitude: by so many powers of two q and k are larger; with such scores too, of which
-            several keys have the largest.
+        magnitude: by so many powers of two q and k are larger, a tuple has one for each batch
+            entry; with such scores too, of which several keys have the largest.
         integers: dtype of lengths, offsets and ids, where what they hold fits it.
         seed_kind: what carries the seed: "int", "numpy", "array", "uint32" or "key".
     """
@@ -92,7 +92,7 @@ class Case:
     max_logit: bool = False
     maxima: str | None = None
     additive: tuple[str, tuple[float, ...]] | None = None
-    magnitude: int = 0
+    magnitude: int | tuple[int, ...] = 0
     integers: str = "int32"
     seed_kind: str = "int"
 
@@ -185,7 +185,8 @@ class Case:
         q = draw(-2, 3, (self.B, self.T, self.N, self.H)).astype(float)
         k = draw(-2, 3, (self.B, -(-self.S // 2), self.K, self.H)).astype(float)
         k = np.repeat(k, 2, axis=1)[:, : self.S]
-        return q * 2.0**self.magnitude, k * 2.0**self.magnitude
+        factor = np.exp2(np.broadcast_to(self.magnitude, self.B))[:, None, None, None]
+        return q * factor, k * factor
 
     def _additive(self):
         """The bias that hides keys."""
@@ -452,6 +453,10 @@ ADDITIVE = additive_cases()
 LARGE = (
     *(Case(f"scores_of_2^{2 * m}", T=70, S=83, K=1, B=2, magnitude=m, dtype="bfloat16", causal=c)
       for m, c in ((5, False), (6, True), (9, False), (15, True), (30, False), (40, True))),
+    # Some of the groups of heads are left to launches of their own.
+    Case("far_entries", T=200, S=140, B=3, N=2, K=1, magnitude=(0, 15, 9), dtype="bfloat16",
+         causal=True),
+    Case("far_entries_float16", T=130, S=300, B=2, magnitude=(6, 0), dtype="float16"),
     Case("scores_of_2^30_float32", T=70, S=83, magnitude=15),
     Case("scores_of_2^12_float16", T=70, S=83, magnitude=6, dtype="float16"),
     Case("scores_and_sinks", T=70, S=83, magnitude=9, sinks=True, dtype="bfloat16"),

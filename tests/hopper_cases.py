@@ -371,6 +371,23 @@ LARGE_ON_DEVICE = (
         for case in additive_cases(**_SIZES, **fields)
         if case.dtype == "bfloat16"
     ),
+    # Enough tiles and key blocks for the launches of backends/hopper/far_rows.py.
+    *(
+        _case(
+            f"many_far_entries_{dtype}_{'causal' if causal else 'full'}",
+            T=300,
+            S=300,
+            B=4,
+            N=64,
+            K=32,
+            magnitude=(0, 6, 5, 0),
+            causal=causal,
+            dtype=dtype,
+        )
+        for dtype in ("bfloat16", "float16")
+        for causal in (False, True)
+    ),
+    _case("all_far", T=257, S=400, B=4, N=32, K=32, magnitude=15),
     _case("long_scores_of_2^30", T=1500, S=1500, B=2, N=4, K=2, magnitude=15, causal=True),
     _case("long_scores_of_2^30_128", T=1500, S=1500, B=2, N=4, K=2, H=128, magnitude=15),
 )

@@ -35,14 +35,16 @@ NAMES = (
 )
 DECODES = ("splits", "two_tiles_of_rows", "pages_of_64", "int8", "int8_as_rows")
 
-HOPPER = """forward backward_fused zeros backward_dkv backward_dq backward_scores_tile
-backward_scores_rows backward_scores_columns decode decode_combine"""
+HOPPER = """forward forward_far backward_fused backward_fused_far zeros backward_dkv backward_dq
+backward_scores_tile backward_scores_rows backward_scores_columns decode decode_combine"""
 PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns decode"""
 KERNELS = {f"flash_pallas_{name}" for name in HOPPER.split()}
 KERNELS |= {f"flash_pallas_portable_{name}" for name in PORTABLE.split()}
 
 # Head dims of which dK and dV have a kernel each, where nothing is added up atomically.
 APART = Case("apart", T=70, S=90, H=256, dtype="bfloat16", deterministic=True)
+# Rows that are left to launches of their own.
+FAR = Case("far", T=130, S=130, B=4, N=32, K=32, magnitude=(0, 15, 0, 9), dtype="bfloat16")
 
 
 def main() -> int:
@@ -57,7 +59,7 @@ def main() -> int:
     with mock.patch.object(launch.plgpu, "kernel", spy):
         cases = [case for case in ON_DEVICE if case.name in NAMES]
         for backend in ("hopper", "portable"):
-            for case in (*cases, APART):
+            for case in (*cases, APART, FAR):
                 if dispatch.BACKENDS[backend].unsupported(case.problem) is None:
                     checks.assert_matches_oracle(checks.bind(backend), case, kernels=True)
             for step in STEPS:

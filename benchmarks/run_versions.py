@@ -1,0 +1,118 @@
+"""Versions of this package against each other, in one process.
+
+    python -m benchmarks.run_versions --out benchmarks/results/versions.json \\
+        --packages flash_pallas_earlier flash_pallas_copy flash_pallas
+
+The first is what the others are divided by. One of them should be a copy of it: how far that is
+from 1 is what a reading is worth. Each package is a folder `flash_pallas` of some commit, copied
+under this name to where Python finds it. Readings are short and rounds many, so that the card's
+drift is the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib
+import json
+import multiprocessing
+import pathlib
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import gate, providers, results, suites, timing, tracing
+from .run import DIRECTIONS, probes
+
+
+def export(package: str, backend: str, cell: suites.Cell) -> tracing.Programs:
+    """The programs of one version for a cell, traced by another process."""
+    attention = providers.flash_pallas_attention(
+        cell, importlib.import_module(package), backend=backend
+    )
+    return tracing.export(attention, gate.input_shapes(cell.shape, jnp.dtype(jnp.bfloat16)))
+
+
+def compile_all(arguments, cells: list[suites.Cell]):
+    """What makes a Runner of inputs, by (package, cell)."""
+    jobs = [(package, cell) for cell in cells for package in arguments.packages]
+    workers = arguments.workers
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=apart) as processes:
+        traced = [processes.submit(export, p, arguments.backend, cell) for p, cell in jobs]
+        with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+            finish = lambda t: tracing.compiled(tracing.lower_exported(t.result()))
+            return dict(zip(jobs, pool.map(finish, traced), strict=True))
+
+
+def compare(
+    makers: dict[str, Any], cell: suites.Cell, timer: timing.Timer, arguments
+) -> list[dict[str, Any]]:
+    """A row for each direction: medians in ms, and each version's time over the first one's."""
+    inputs = gate.random_inputs(cell.shape, jnp.dtype(jnp.bfloat16))
+    runners = {package: make(inputs) for package, make in makers.items()}
+    first = next(iter(makers))
+    rows = []
+    for direction in DIRECTIONS:
+        launches = {package: runner.launches[direction] for package, runner in runners.items()}
+        samples, failures = timing.interleave(
+            timer, launches, arguments.rounds, arguments.reading_ms
+        )
+        if failures:
+            raise RuntimeError(f"{cell.label} {direction}: {failures}")
+        ratios = {
+            package: [x.ms / y.ms for x, y in zip(found, samples[first], strict=True)]
+            for package, found in samples.items()
+        }
+        row = {"cell": cell.label, "direction": direction}
+        row["ms"] = {p: statistics.median(x.ms for x in found) for p, found in samples.items()}
+        row["time_ratio"] = {p: statistics.median(found) for p, found in ratios.items()}
+        row["spread"] = {p: timing.median_and_spread(found)[1] for p, found in ratios.items()}
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in words."""
+    first, *others = row["ms"]
+    parts = [f"{p} {100 * (row['time_ratio'][p] - 1):+.1f} %" for p in others]
+    return f"{row['cell']:<24} {row['direction']:<9} {row['ms'][first]:7.4f} ms  " + "  ".join(
+        parts
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_versions", description=__doc__)
+    parser.add_argument("--packages", nargs="+", required=True)
+    parser.add_argument("--backend", default="hopper")
+    parser.add_argument("--suite", default="h200", choices=sorted(suites.SUITES))
+    parser.add_argument("--only", default="", help="cells whose label contains this")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--reading-ms", type=float, default=8.0)
+    parser.add_argument("--workers", type=int, default=12, help="processes that trace")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    arguments = parser.parse_args()
+    timer, log = timing.HostTimer(), {"host": "no GPU"}
+    if jax.default_backend() == "gpu":
+        timer, log = timing.choose("auto", probes())
+    cells = [cell for cell in suites.SUITES[arguments.suite] if arguments.only in cell.label]
+    made = compile_all(arguments, cells)
+    about = {
+        "summary": f"device time over that of {arguments.packages[0]}, median of "
+        f"{arguments.rounds} interleaved rounds of {arguments.reading_ms} ms, bfloat16",
+        "timer": timer.name,
+        "timer_check": log,
+    }
+    found = results.header(f"versions of {arguments.suite}", about) | {"rows": []}
+    for cell in cells:
+        makers = {package: made[package, cell] for package in arguments.packages}
+        found["rows"] += compare(makers, cell, timer, arguments)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
