@@ -10,11 +10,12 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench clean
+.PHONY: help test test-interpreted test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
-	@echo "make test           lint and every test that needs no GPU"
+	@echo "make test           lint and the tests that need no GPU, of interpreted kernels a third a day"
+	@echo "make test-interpreted  all interpreted kernels, with race detection"
 	@echo "make test-0.12      a part of them with jax 0.12"
 	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
@@ -27,6 +28,10 @@ help:
 
 test: lint
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not compile"
+
+test-interpreted:
+	@$(SETUP) $(EXTRAS)
+	FLASH_PALLAS_INTERPRETED=all $(PY) -m pytest -n $(WORKERS) --dist worksteal -m interpret
 
 lint:
 	@$(SETUP) $(EXTRAS)

@@ -156,9 +156,11 @@ def bounds(case: Case, seed: int = 0, kernels: bool = False) -> dict[str, tuple[
         single = name in ROW_SCALARS
         unit = float(jnp.finfo(jnp.float32 if single else case.dtype).eps)
         unit *= LSE_FLOOR if single else FLOOR
-        known = tangents if single else 0.0
+        known = (0.0, 0.0)
+        if single and tangents:
+            known = _sizes(tangents * terms[f"{name} of a tangent"])
         limits[name] = tuple(
-            factor * e + unit * f + known for e, f in zip(error, floor, strict=True)
+            factor * e + unit * f + g for e, f, g in zip(error, floor, known, strict=True)
         )
     return limits
 
@@ -271,8 +273,22 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
             weight = jnp.where(jnp.isfinite(exact["lse"]), weight, 0.0)
             squares = jnp.square(weight * delta).sum((0, 2))
         found[f"d{name}"] = jnp.sqrt(squares)
-    found |= _of_saved_output(case, pull, p, o, do)
-    return {name: x for name, x in found.items() if name.removesuffix(" of o") in exact}
+    found |= _of_saved_output(case, pull, p, o, do) | _of_tangents(case, x, qk, keep)
+    return {name: x for name, x in found.items() if name.split(" of ")[0] in exact}
+
+
+def _of_tangents(case: Case, x: Inputs, qk, keep) -> Results:
+    """What row scalars owe to an error of 1 in every capped logit: the slope of score_mod there."""
+    if not case.softcap:
+        return {}
+    m = reference.Modifiers(**case.arguments(x))
+    capped = dataclasses.replace(m, score_mod=None).logits(qk, keep, rounded=case.rounds)
+    after = dataclasses.replace(m, bias=None, alibi_slopes=None, softcap=None)
+    s, slope = jax.jvp(lambda z: after.logits(z, keep), (capped,), (jnp.ones_like(capped),))
+    p, _, most = m.softmax(s, keep)
+    slope = jnp.where(keep, jnp.abs(slope), 0.0)
+    of_most = jnp.where(keep & (s == most[..., None]), slope, 0.0).max(-1)
+    return {"lse of a tangent": (p * slope).sum(-1), "max_logit of a tangent": of_most}
 
 
 def _of_saved_output(case: Case, pull, p, o, do) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import zlib
 
 ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") == "1"
 
@@ -31,8 +32,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()))
 
 
+# The interpreter takes ten seconds a case, and there are four hundred: each day has its third. All
+# of them: FLASH_PALLAS_INTERPRETED=all, `make test-interpreted`, or a test that is named.
+DAYS = 3
+ALL_INTERPRETED = os.environ.get("FLASH_PALLAS_INTERPRETED") == "all"
+
+
 def pytest_report_header():
-    return f"random calls: FLASH_PALLAS_SEED={SEED}"
+    interpreted = "all" if ALL_INTERPRETED else f"part {SEED % DAYS + 1} of {DAYS}"
+    return f"random calls: FLASH_PALLAS_SEED={SEED}; interpreted kernels: {interpreted}"
 
 
 @pytest.fixture
@@ -41,12 +49,30 @@ def seed_of_the_day() -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` run where FLASH_PALLAS_TEST_GPU=1 and are deselected elsewhere."""
+    """Tests marked `gpu` run where FLASH_PALLAS_TEST_GPU=1, cases marked `interpret` in turns."""
     if ON_GPU:
         return
-    skipped = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    everything = ALL_INTERPRETED or any("::" in str(name) for name in config.args)
+
+    def runs(item) -> bool:
+        if item.get_closest_marker("gpu"):
+            return False
+        takes_turns = item.get_closest_marker("interpret") and hasattr(item, "callspec")
+        return everything or not takes_turns or zlib.crc32(item.name.encode()) % DAYS == SEED % DAYS
+
+    skipped = [item for item in items if not runs(item)]
+    items[:] = [item for item in items if runs(item)]
     config.hook.pytest_deselected(items=skipped)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forgets what was compiled after each interpreted kernel and each file.
+
+    A kernel leaves 600 mappings of memory. Linux gives a process 65,530; without any more XLA's
+    compiler dies by a segmentation fault.
+    """
+    if item.get_closest_marker("interpret") or nextitem is None or nextitem.fspath != item.fspath:
+        jax.clear_caches()
 
 
 @pytest.fixture

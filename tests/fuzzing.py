@@ -6,12 +6,13 @@ import argparse
 import concurrent.futures
 import datetime
 import multiprocessing
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from benchmarks import results
 
 
 def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentParser:
@@ -38,6 +39,5 @@ def run(share: Callable[[range], list], arguments: argparse.Namespace) -> list:
 
 def provenance() -> dict[str, Any]:
     """The versions, the commit and the day of a run."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     today = datetime.date.today().isoformat()
-    return {"jax": jax.__version__, "commit": commit.stdout.strip(), "date": today}
+    return {"jax": jax.__version__, "commit": results.commit(), "date": today}

@@ -97,12 +97,11 @@ while True:
 @pytest.fixture(scope="module")
 def load():
     """Another process that multiplies matrices on the same GPU, as a neighbour would."""
-    busy = subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True)
-    assert busy.stdout is not None and busy.stdout.readline() == "ready\n"
-    yield
-    assert busy.poll() is None, "the load has ended before its time"
-    busy.kill()
-    busy.wait()
+    with subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True) as busy:
+        assert busy.stdout is not None and busy.stdout.readline() == "ready\n"
+        yield
+        assert busy.poll() is None, "the load has ended before its time"
+        busy.kill()
 
 
 REPEATED = {

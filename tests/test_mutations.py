@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .cases import CASES, FEATURES
+from .cases import CASES, FEATURES, LARGE
 from .hopper_cases import FUSED_BLOCKS, MAXIMA, MODIFIERS, WITHOUT_PRODUCER
 from .hopper_decode_cases import STEPS
 from .mutations import MUTATIONS, ROOT
@@ -30,7 +30,17 @@ def test_the_line_is_there(mutation):
     function, _, case = name.partition("[")
     assert not name or f"def {function}(" in text
     own_blocks = (case for case, _ in FUSED_BLOCKS)
-    cases = (*CASES, *FEATURES, *MODIFIERS, *MAXIMA, *WITHOUT_PRODUCER, *STEPS, *SUMS, *own_blocks)
+    cases = (
+        *CASES,
+        *FEATURES,
+        *LARGE,
+        *MODIFIERS,
+        *MAXIMA,
+        *WITHOUT_PRODUCER,
+        *STEPS,
+        *SUMS,
+        *own_blocks,
+    )
     names = {c.name for c in cases}
     assert not case or case.removesuffix("]") in names
 

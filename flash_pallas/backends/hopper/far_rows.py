@@ -1,10 +1,10 @@
 """Calls whose rows with large logits are computed by a launch of their own.
 
 Most kernels have code for such rows (core/softmax.py) beside that for all others. At head dim 64
-that code, which hardly any call ever runs, makes the other slower: the forward by 2 to 5 %, the
-backward by 7 to 12 (H200, T=4096; benchmarks/NOTES.md, "logits of any size"). There the kernel that
-all calls run has none of it. It says where it met such rows, and leaves their CTA or their group of
-heads to a second launch, which ends at once where there are none.
+that code, which hardly any call ever runs, makes the other slower: the forward without a mask by
+2.4 %, the causal backward by 5.9 % (H100, T=4096, benchmarks/results/versions_head_dim_64.json).
+There the kernel that all calls run has none of it. It says where it met such rows, and leaves their
+CTA or their group of heads to a second launch, which ends at once where there are none.
 
 Only plain calls: a bias may make every row of a padded batch large, and then everything would be
 computed twice. In a plain call logits beyond 2^12 come from q and k themselves.

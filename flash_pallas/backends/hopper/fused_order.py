@@ -74,9 +74,8 @@ class Order:
             place = functools.partial(self.key_block, gmem, lax.axis_index("first"))
             own = place(jnp.int32(0))
             far = gmem.side.far[own.batch, own.kv_head]
-            return Turns(
-                lax.select(far > 0, jnp.int32(self.launch.key_blocks), jnp.int32(0)), place
-            )
+            blocks = jnp.int32(self.launch.key_blocks)
+            return Turns(lax.select(far > 0, blocks, jnp.int32(0)), place)
         first, step = lax.axis_index("first"), jnp.int32(self.clusters)
         count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
         return Turns(count, lambda turn: self.place(gmem, first + turn * step))
