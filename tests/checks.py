@@ -8,7 +8,6 @@ floor: part of a rounding of the sum of the absolute values of the terms that ar
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache, partial
@@ -71,20 +70,12 @@ def run(call, case: Case, seed: int = 0) -> Results:
     return _widen(_jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
 
 
-# Without optimisation, as compiling is most of what the tests do on a CPU.
-ON_CPU = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 def _jit(function):
-    """jax.jit, for where the kernels run."""
-    return jax.jit(function, compiler_options=ON_CPU if jax.default_backend() == "cpu" else None)
-
-
-@contextlib.contextmanager
-def _exactly():
-    """float64 on the CPU, beside a GPU too, where compiling it takes longer than running it."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        yield
+    """jax.jit; without optimisation on a CPU, where compiling is most of what the tests do."""
+    if jax.default_backend() != "cpu":
+        return jax.jit(function)
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, compiler_options=options)
 
 
 def _outputs_and_gradients(call, case: Case, x: Inputs) -> Results:
@@ -106,7 +97,7 @@ def _widen(results) -> Results:
 
 
 def _exact_inputs(case: Case, seed: int) -> Inputs:
-    """The inputs as rounded to the case's dtype, in float64. Inside `_exactly`."""
+    """The inputs as rounded to the case's dtype, in float64. Under x64 only."""
     widen = lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(lambda x: jnp.asarray(widen(np.asarray(x))), case.inputs(seed))
 
@@ -114,10 +105,10 @@ def _exact_inputs(case: Case, seed: int) -> Inputs:
 @lru_cache(maxsize=256)
 def oracle(case: Case, seed: int = 0) -> Results:
     """The case in float64, from the inputs as rounded to its dtype."""
-    with _exactly():
+    with jax.enable_x64(True):
         call = partial(reference.attention, full_precision=True, rounded_logits=case.rounds)
-        whole = partial(_outputs_and_gradients, call, case)
-        return _widen(jax.jit(whole, compiler_options=ON_CPU)(_exact_inputs(case, seed)))
+        inputs = _exact_inputs(case, seed)
+        return _widen(_jit(partial(_outputs_and_gradients, call, case))(inputs))
 
 
 def plain(q, k, v, *, max_logit=False, **arguments):
@@ -225,9 +216,9 @@ def _absolute_terms(case: Case, seed: int) -> Results:
     For the gradients of side inputs, which add up terms of T * S scores, their root sum of squares:
     with so many the cancelling of the roundings is certain.
     """
-    with _exactly():
-        terms = jax.jit(partial(_terms, case), compiler_options=ON_CPU)
-        return _widen(terms(_exact_inputs(case, seed), dict(oracle(case, seed))))
+    with jax.enable_x64(True):
+        terms = _jit(partial(_terms, case))(_exact_inputs(case, seed), dict(oracle(case, seed)))
+        return _widen(terms)
 
 
 def _terms(case: Case, x: Inputs, exact) -> Results:

@@ -374,18 +374,15 @@ LARGE_ON_DEVICE = (
     # Enough tiles and key blocks for the launches of backends/hopper/far_rows.py.
     *(
         _case(
-            f"many_far_entries_{dtype}_{'causal' if causal else 'full'}",
-            T=300,
-            S=300,
-            B=4,
-            N=64,
-            K=32,
+            f"many_far_entries_{width}_{'causal' if causal else 'full'}",
+            **{"T": 300, "S": 300, "B": 4, "N": 64, "K": 32, "H": width, "causal": causal},
             magnitude=(0, 6, 5, 0),
-            causal=causal,
-            dtype=dtype,
         )
-        for dtype in ("bfloat16", "float16")
+        for width in (64, 128)
         for causal in (False, True)
+    ),
+    _case(
+        "many_far_float16", T=300, S=300, B=4, N=64, K=32, magnitude=(0, 6, 0, 9), dtype="float16"
     ),
     _case("all_far", T=257, S=400, B=4, N=32, K=32, magnitude=15),
     _case("long_scores_of_2^30", T=1500, S=1500, B=2, N=4, K=2, magnitude=15, causal=True),

@@ -40,7 +40,7 @@ from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from . import forward_layout
 from .blocks import ForwardBlocks
 from .clearing import Padding
-from .far_rows import Part, parts
+from .far_rows import Part, forward_gains, parts
 from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
@@ -334,10 +334,8 @@ def forward(
     assignment = (
         Assignment.persistent(order, num_sms) if blocks.persistent else Assignment.one_each(order)
     )
-    # With a causal mask the launch would cost 1 %, and the code in the loop does not.
     several = blocks.persistent and blocks.producer and bool(blocks.speculates)
-    several = several and problem.spec.mask.is_trivial
-    first, *rest = parts(problem, several)
+    first, *rest = parts(problem, several and forward_gains(problem))
     plan = Plan(problem, blocks, assignment, interpret, first)
     rows = plan.tile_rows
     table = assignment.table(lambda block: plan.visited(block * rows + problem.spec.q_offset)[1])

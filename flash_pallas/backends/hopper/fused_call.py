@@ -17,7 +17,7 @@ from ..mosaic.launch import float32, launch
 from . import cluster
 from .arrays import BackwardArrays
 from .backward_fused import Fused
-from .far_rows import Part, parts
+from .far_rows import Part, backward_gains, parts
 from .fused_bias import gradient_of_bias
 from .fused_blocks import FusedBlocks, for_far_rows
 from .fused_cta import Results
@@ -112,7 +112,7 @@ class Call:
 
     def portion(self, found: Results, dbias, given: BackwardArrays):
         """The launches of one portion; `found` and `dbias` with what they add."""
-        part, *rest = parts(self.problem, self.may_leave)
+        part, *rest = parts(self.problem, self.may_leave and backward_gains(self.problem))
         for each in launches_of(self.problem, self.blocks):
             found = self.launch(dataclasses.replace(each, part=part), found, given)
             for other in rest:
