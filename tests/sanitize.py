@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 
 from flash_pallas import dispatch
+from flash_pallas.backends.hopper import far_rows
 from flash_pallas.backends.mosaic import launch
 
 from . import checks, gpu_fuzz
@@ -64,7 +65,8 @@ def main() -> int:
         launched.add(kernel_name)
         return kernel(*arguments, kernel_name=kernel_name, **options)
 
-    with mock.patch.object(launch.plgpu, "kernel", spy):
+    several = mock.patch.object(far_rows, "ENOUGH", 1)
+    with mock.patch.object(launch.plgpu, "kernel", spy), several:
         cases = [case for case in ON_DEVICE if case.name in NAMES]
         for backend in backends:
             for case in (*cases, APART, FAR):

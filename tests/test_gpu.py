@@ -12,17 +12,29 @@ import pytest
 
 import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
-from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper import HopperBackend, far_rows
 
 from . import checks, hopper_decode_cases
 from .cases import Case
-from .hopper_cases import FORWARD_BLOCKS, FUSED_BLOCKS, LARGE_ON_DEVICE, ON_DEVICE
+from .hopper_cases import (
+    FAR_ON_DEVICE,
+    FORWARD_BLOCKS,
+    FUSED_BLOCKS,
+    LARGE_ON_DEVICE,
+    ON_DEVICE,
+)
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", (*ON_DEVICE, *LARGE_ON_DEVICE), ids=str)
 def test_kernels(case):
+    checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
+
+
+@pytest.mark.parametrize("case", FAR_ON_DEVICE, ids=str)
+def test_rows_that_are_left_to_another_launch(case, monkeypatch):
+    monkeypatch.setattr(far_rows, "ENOUGH", 1)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
@@ -94,7 +106,7 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def load():
     """Another process that multiplies matrices on the same GPU, as a neighbour would."""
     with subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True) as busy:

@@ -162,7 +162,7 @@ def test_rows_compile_or_say_why_not(tmp_path):
     """One kernel through the whole chain, a call without kernels, and one that cannot be traced."""
     spec = jax.ShapeDtypeStruct((8,), jnp.float32)
     make = lambda f: rows.Row("forward", 64, "float32", "full", f, (spec,))
-    forward = next(row for row in rows.rows() if str(row) == "forward 64 bfloat16 full")
+    forward = next(row for row in rows.rows() if str(row) == "forward 128 bfloat16 full")
     with dump_to(tmp_path, find_tools()):
         (kernel,), wrong = checking.check(H200, forward, tmp_path)
         assert (kernel.kernel, wrong) == ("flash_pallas_forward", [])
@@ -176,7 +176,7 @@ def test_rows_compile_or_say_why_not(tmp_path):
 @pytest.mark.compile
 def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
     """Of a kernel made for it, which a compiler that ignores setmaxnreg says it does."""
-    q = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 512, 1, 128), jnp.bfloat16)
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
     backend = HopperBackend(trades_registers=True)
     blocks = backend.blocks(describe(operands, spec), None)

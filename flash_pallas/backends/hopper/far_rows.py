@@ -22,6 +22,8 @@ from ..mosaic.row_maxima import far_of
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
 # nothing to do takes its multiprocessor for about a microsecond.
 MOST_PAIRS = 512
+# Of tiles or key blocks, eight for each multiprocessor: shorter calls would notice 2 us more.
+ENOUGH = 1056
 
 
 class Part(enum.Enum):
@@ -45,9 +47,10 @@ def may_be_apart(problem: Problem) -> bool:
     return plain and few and problem.dtype.itemsize == 2 and bool(far_of(spec, problem.dtype))
 
 
-def parts(problem: Problem, wanted: bool) -> tuple[Part, ...]:
-    """The launches, in their order: two where they are `wanted` and can be had."""
-    return (Part.NEAR, Part.FAR) if wanted and may_be_apart(problem) else (Part.ALL,)
+def parts(problem: Problem, tiles: int, wanted: bool) -> tuple[Part, ...]:
+    """The launches, in their order: two where they are `wanted`, possible, and there is enough."""
+    several = wanted and tiles >= ENOUGH and may_be_apart(problem)
+    return (Part.NEAR, Part.FAR) if several else (Part.ALL,)
 
 
 def forward_gains(problem: Problem) -> bool:

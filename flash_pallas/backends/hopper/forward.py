@@ -335,7 +335,7 @@ def forward(
         Assignment.persistent(order, num_sms) if blocks.persistent else Assignment.one_each(order)
     )
     several = blocks.persistent and blocks.producer and bool(blocks.speculates)
-    first, *rest = parts(problem, several and forward_gains(problem))
+    first, *rest = parts(problem, order.total, several and forward_gains(problem))
     plan = Plan(problem, blocks, assignment, interpret, first)
     rows = plan.tile_rows
     table = assignment.table(lambda block: plan.visited(block * rows + problem.spec.q_offset)[1])

@@ -112,8 +112,9 @@ class Call:
 
     def portion(self, found: Results, dbias, given: BackwardArrays):
         """The launches of one portion; `found` and `dbias` with what they add."""
-        part, *rest = parts(self.problem, self.may_leave and backward_gains(self.problem))
+        wanted = self.may_leave and backward_gains(self.problem)
         for each in launches_of(self.problem, self.blocks):
+            part, *rest = parts(self.problem, each.pairs * each.key_blocks, wanted)
             found = self.launch(dataclasses.replace(each, part=part), found, given)
             for other in rest:
                 again = dataclasses.replace(self, blocks=for_far_rows(each.pairs))
