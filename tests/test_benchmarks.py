@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import itertools
@@ -20,11 +21,30 @@ from benchmarks import (
     providers,
     results,
     run,
+    run_versions,
     suites,
+    timing,
+    tracing,
 )
 
 SHAPE = suites.Shape(1, 128, 4, 2, 64)
 CELL = suites.Cell(SHAPE, True)
+
+
+# --- versions
+
+
+def test_versions_are_divided_by_the_first():
+    attention = providers.flash_pallas_attention(CELL, backend="xla")
+    make = tracing.compiled(tracing.lower(attention, gate.input_shapes(SHAPE, jnp.bfloat16)))
+    asked = argparse.Namespace(rounds=3, reading_ms=1.0)
+    versions = {"before": make, "after": make}
+    found = run_versions.compare(versions, CELL, timing.HostTimer(), asked)
+    assert [row["direction"] for row in found] == ["forward", "backward"]
+    for row in found:
+        assert row["time_ratio"]["before"] == 1.0 and row["spread"]["before"] == 0.0
+        assert row["time_ratio"]["after"] > 0 and row["ms"].keys() == versions.keys()
+        assert "after" in run_versions.line(row) and "before" not in run_versions.line(row)
 
 
 # --- flops

@@ -2,10 +2,10 @@
 
 Most kernels have code for such rows (core/softmax.py) beside that for all others. That code, which
 hardly any call ever runs, makes the other slower in some: the forward of head dim 64 without a mask
-by 2.4 %, the causal backward of 64 by 5.9 % and of 128 by 2.0 % (H100, T=4096, `inside` in
-benchmarks/results/versions_head_dim_64.json and versions_inside_128.json). There the kernel that
-all calls run has none of it. It says where it met such rows, and leaves their CTA or their group of
-heads to a second launch, which ends at once where there are none.
+by 2.4 %, the causal backward of 64 by 5.9 % and of 128 by 2.0 % (H100, T=4096; benchmarks/NOTES.md,
+"Logits of any size"). There the kernel that all calls run has none of it. It says where it met such
+rows, and leaves their CTA or their group of heads to a second launch, which ends at once where
+there are none.
 
 Only plain calls: a bias may make every row of a padded batch large, and then everything would be
 computed twice. In a plain call logits beyond 2^12 come from q and k themselves.
