@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import flash_pallas as fp
 from flash_pallas import validate, vjp
 from flash_pallas.arguments import Arguments
-from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper import HopperBackend, far_rows
 from flash_pallas.nn import RingCache, ScaledCache
 from flash_pallas.nn import nnx as fp_nnx
 from flash_pallas.parallel import context_parallel_attention, from_zigzag, to_zigzag
@@ -343,9 +343,9 @@ def lowered_for_hopper(attend, *args) -> str:
     return grad.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def hopper(q, k, v):
+def hopper(q, k, v, causal=True):
     backend = HopperBackend(num_sms=132)
-    call = validate.canonicalize(q, k, v, Arguments(causal=True))
+    call = validate.canonicalize(q, k, v, Arguments(causal=causal))
     return vjp.attend(backend, call.spec, backend.blocks(call.problem, None), call.operands)[0]
 
 
@@ -370,6 +370,24 @@ def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
         "shard_map, Auto": "2x256x4x64",
     }[around]
     assert "flash_pallas_backward_fused" in text and f"tensor<{local}xbf16>" in text
+
+
+@pytest.mark.parametrize("around", ["vmap", "shard_map"])
+def test_launches_for_far_rows_lower_where_axes_are_taken(eight_devices, around, monkeypatch):
+    """They write to arrays of another launch, which has axes of its own."""
+    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    mesh = mesh_of(eight_devices, AxisType.Explicit, data=2, fsdp=2, model=2)
+    attend, spec, shape = partial(hopper, causal=False), P("data", None, "model"), (4,)
+    if around == "vmap":
+        attend, spec, shape = jax.vmap(attend), P("data", "fsdp", None, "model"), (2, 4)
+    else:
+        rows = P("data")
+        how = {"mesh": mesh, "axis_names": {"data"}}
+        attend = jax.shard_map(attend, in_specs=rows, out_specs=rows, **how)
+    sharding = NamedSharding(mesh, spec)
+    x = jax.ShapeDtypeStruct((*shape, 16384, 4, 64), jnp.bfloat16, sharding=sharding)
+    text = lowered_for_hopper(attend, x, x, x)
+    assert "flash_pallas_forward_far" in text and "flash_pallas_backward_fused_far" in text
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
