@@ -36,7 +36,7 @@ def export(package: str, backend: str, cell: suites.Cell) -> tracing.Programs:
 
 
 def compile_all(arguments, cells: list[suites.Cell]):
-    """What makes a Runner of inputs, by (package, cell)."""
+    """Compiles all programs side by side; returns what makes a Runner of inputs."""
     jobs = [(package, cell) for cell in cells for package in arguments.packages]
     workers = arguments.workers
     apart = multiprocessing.get_context("spawn")
@@ -76,7 +76,7 @@ def compare(
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row in words."""
+    """Says a row in one line."""
     first, *others = row["ms"]
     parts = [f"{p} {100 * (row['time_ratio'][p] - 1):+.1f} %" for p in others]
     return f"{row['cell']:<24} {row['direction']:<9} {row['ms'][first]:7.4f} ms  " + "  ".join(

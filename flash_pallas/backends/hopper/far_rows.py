@@ -35,7 +35,7 @@ class Part(enum.Enum):
 
 
 def may_be_apart(problem: Problem) -> bool:
-    """Rows with large logits can have a launch of their own.
+    """Says whether rows with large logits can have a launch of their own.
 
     Args:
         problem: with native head dims.
@@ -48,17 +48,17 @@ def may_be_apart(problem: Problem) -> bool:
 
 
 def parts(problem: Problem, tiles: int, wanted: bool) -> tuple[Part, ...]:
-    """The launches, in their order: two where they are `wanted`, possible, and there is enough."""
+    """Returns the launches in order: two where they are `wanted`, possible and worth it."""
     several = wanted and tiles >= ENOUGH and may_be_apart(problem)
     return (Part.NEAR, Part.FAR) if several else (Part.ALL,)
 
 
 def forward_gains(problem: Problem) -> bool:
-    """The forward is faster with two; with a causal mask it is the launch that would cost 1 %."""
+    """Says whether the forward is faster with two; if causal, the launch would cost 1 %."""
     return (problem.head_dim, problem.v_head_dim) == (64, 64) and problem.spec.mask.is_trivial
 
 
 def backward_gains(problem: Problem) -> bool:
-    """The fused backward is; at 128 without a mask it is 2 to 3 % faster with one."""
+    """Says whether the fused backward is; at 128 without a mask it is 2 to 3 % slower."""
     masked = not problem.spec.mask.is_trivial
     return problem.head_dim == 64 or (problem.head_dim == 128 and masked)

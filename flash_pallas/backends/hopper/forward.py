@@ -89,7 +89,7 @@ class Forward:
         return Turns(self.blocks.warpgroups, self.interpret)
 
     def __call__(self, counter, gmem: Gmem, *refs):
-        """All that a CTA does; `refs` are of results, shared memory and barriers."""
+        """Runs a CTA; `refs` are of results, shared memory and barriers."""
         *results, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
@@ -110,7 +110,7 @@ class Forward:
         pl.when(functools.reduce(lax.max, left) > 0)(lambda: self.run(cta))
 
     def run(self, cta: Cta):
-        """All warpgroups."""
+        """Gives each warpgroup its role."""
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         if self.blocks.producer:
             pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
@@ -372,7 +372,7 @@ def forward(
 
 
 def again(plan: Plan, run, gmem: Gmem, results):
-    """`results` of an earlier launch, in which one of what that has left writes its own."""
+    """Launches the kernel for what an earlier launch has left, and returns its `results`."""
 
     def kernel(refs, gmem, smem, bars):
         Forward(plan)(None, gmem, *refs, smem, bars)

@@ -221,7 +221,7 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
 def for_far_rows(pairs: int) -> FusedBlocks:
-    """Of a launch for Part.FAR: a CTA for each pair of a batch entry and a head of keys."""
+    """Returns the tiles of Part.FAR, a CTA for each pair of a batch entry and a head of keys."""
     return FusedBlocks(block_q=64, mask_all=True, resident=max(2, pairs))
 
 

@@ -107,7 +107,7 @@ class QueryWalk:
     def whole(
         cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
     ) -> QueryWalk:
-        """Over all query tiles, in one loop: the same for every CTA, where no array hides keys."""
+        """Makes the walk over all query tiles, in one loop, where no array hides keys."""
         stop = -(-problem.q_len // block_q)
         offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
         masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
