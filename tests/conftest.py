@@ -32,7 +32,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()))
 
 
-# The interpreter takes ten seconds a case, and there are four hundred: each day has its third. All
+# The interpreter takes ten seconds a case, and there are 380: each day has its third. All
 # of them: FLASH_PALLAS_INTERPRETED=all, `make test-interpreted`, or a test that is named.
 DAYS = 3
 ALL_INTERPRETED = os.environ.get("FLASH_PALLAS_INTERPRETED") == "all"
@@ -68,8 +68,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_teardown(item, nextitem):
     """Forgets what was compiled after each interpreted kernel and each file.
 
-    A kernel leaves 600 mappings of memory. Linux gives a process 65,530; without any more XLA's
-    compiler dies by a segmentation fault.
+    A kernel leaves some 600 mappings of memory and Linux gives a process 65,530. A process that had
+    run a hundred of them died in XLA's compiler, by a segmentation fault: for want of mappings, it
+    is assumed, as nobody had counted them by then.
     """
     if item.get_closest_marker("interpret") or nextitem is None or nextitem.fspath != item.fspath:
         jax.clear_caches()
