@@ -37,7 +37,8 @@ def run(share: Callable[[range], list], arguments: argparse.Namespace) -> list:
     return sorted(found, key=lambda each: each.number)
 
 
-def provenance() -> dict[str, Any]:
-    """The versions, the commit and the day of a run."""
+def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Which calls a run was of, and its version of jax, its commit and its day."""
+    calls = {"seed": arguments.seed, "first": arguments.first, "calls": arguments.count}
     today = datetime.date.today().isoformat()
-    return {"jax": jax.__version__, "commit": results.commit(), "date": today}
+    return calls | {"jax": jax.__version__, "commit": results.commit(), "date": today}

@@ -137,18 +137,15 @@ def run_share(seed: int, backends: tuple[str, ...], numbers: range) -> list[Outc
     return found
 
 
-def summary(seed: int, calls: int, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """What is committed of a run."""
+def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+    """What came of a run."""
     counts = collections.Counter(f"{each.backend} {each.kind}" for each in outcomes)
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
-        "seed": seed,
-        "calls": calls,
         "outcomes": dict(sorted(counts.items())),
         "wrong": [dataclasses.asdict(each) for each in outcomes if each.kind == "wrong"],
         "seconds": round(seconds),
-        **fuzzing.provenance(),
     }
 
 
@@ -160,7 +157,7 @@ def main() -> int:
     seed, started = arguments.seed, time.monotonic()
     share = functools.partial(run_share, seed, tuple(arguments.backend))
     outcomes = fuzzing.run(share, arguments)
-    found = summary(seed, arguments.count, outcomes, time.monotonic() - started)
+    found = summary(outcomes, time.monotonic() - started) | fuzzing.provenance(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "wrong"}, indent=2))

@@ -153,19 +153,16 @@ def run_share(gpu: Gpu, seed: int, numbers: range) -> list[Outcome]:
     return found
 
 
-def summary(gpu: Gpu, seed: int, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """What is committed of a run."""
+def summary(gpu: Gpu, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+    """What came of a run."""
     kinds = collections.Counter(each.kind for each in outcomes)
     refused = (x.error.split(": ", 1)[-1][:60] for x in outcomes if x.kind == "refused")
     return {
         "gpu": dataclasses.asdict(gpu),
-        "seed": seed,
-        "calls": len(outcomes),
         **{kind: kinds[kind] for kind in ("lowered", "refused", "failed")},
         "most_refused": dict(collections.Counter(refused).most_common(5)),
         "failures": [dataclasses.asdict(each) for each in outcomes if each.kind == "failed"],
         "seconds": round(seconds),
-        **fuzzing.provenance(),
     }
 
 
@@ -177,7 +174,7 @@ def main() -> int:
     gpu, seed, started = GPUS[arguments.gpu], arguments.seed, time.monotonic()
     print(f"{arguments.gpu}: seed {seed}, calls from {arguments.first} on", flush=True)
     outcomes = fuzzing.run(functools.partial(run_share, gpu, seed), arguments)
-    found = summary(gpu, seed, outcomes, time.monotonic() - started)
+    found = summary(gpu, outcomes, time.monotonic() - started) | fuzzing.provenance(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "failures"}, indent=2))

@@ -253,20 +253,16 @@ class Scores:
         keep = scores.kept(self.spec, self.plan.tile(cta, work, tile.kv_block), tile.inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
-    def settled(self, cta: Cta, rows: Rows) -> Rows:
-        """Rows that have seen all their keys, with maxima as `finish` takes them."""
-        if rows.maxima is None:
-            return rows
-        return rows._replace(maxima=Maxima(*row_maxima.settled(rows.maxima, self.kept(cta))))
-
-    def finish(self, cta: Cta, work: Work, maxima: Maxima | None, l) -> Finished:
-        """Rows that are settled; no maxima where `bounded`."""
+    def finish(self, cta: Cta, work: Work, rows: Rows) -> Finished:
+        """Ends rows that have seen all their keys."""
+        l = rows.l.sum(axis=1)
         sink, sinks, unit = None, cta.gmem.side.sinks, self.problem.unit
         if sinks is not None:
             sink = lax.broadcast_in_dim(sinks[work.at.batch, work.at.head], l.shape, ())
             sink = plgpu.layout_cast(sink, inline.ROWS)
-        zero = jnp.zeros_like(l)
-        m, shift = (zero, zero) if maxima is None else maxima
+        m = shift = jnp.zeros_like(l)  # where `bounded`
+        if rows.maxima is not None:
+            m, shift = row_maxima.settled(rows.maxima, self.kept(cta))
         inverse, lse, shift_ = softmax.finish(m, l, shift, sink, unit)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)

@@ -1,4 +1,8 @@
-"""The end of a query tile in the forward kernel."""
+"""The end of a query tile in the forward kernel.
+
+What is kept of each row goes to shared memory before the last products of the tile, and O after
+them. Between the two a persistent CTA takes the softmax of its next tile, when registers are rare.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +16,34 @@ from .forward_plan import Cta, Rows, Work
 from .forward_scores import Scores, per_row
 from .memory import rows_of
 
+VECTORS = ("lse", "shift", "most")  # the results of one value a row
 
-def store(scores: Scores, cta: Cta, work: Work, o, rows: Rows):
-    """Divide by the row sums and write O and the log-sum-exp."""
+
+def store_rows(scores: Scores, cta: Cta, work: Work, rows: Rows):
+    """Writes the results of one value a row; returns what O is to be multiplied by."""
+    found = scores.finish(cta, work, rows)
+    wg = lax.optimization_barrier(cta.wg)  # as in `store`
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for name in VECTORS:
+        buffer, values = getattr(cta.smem, name), getattr(found, name)
+        if buffer is not None:  # the zeros of Part.NEAR have no layout
+            buffer[wg] = plgpu.layout_cast(values, inline.ROWS)
+    return found.inverse
+
+
+def store(scores: Scores, cta: Cta, work: Work, o, inverse):
+    """Divides O by the row sums and sends it off with what `store_rows` has written."""
     batch, head, block = work.at
     # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
     wg = lax.optimization_barrier(cta.wg)
-    found = scores.finish(cta, work, rows.maxima, rows.l.sum(axis=1))
-    staging = cta.smem.q if cta.smem.o is None else cta.smem.o
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    scores.plan.products.store(staging.at[wg], o * per_row(found.inverse, o.shape))
     smem, out = cta.smem, cta.out
-    vectors = [(found.lse, smem.lse, out.lse)]
-    if out.shift is not None:
-        shift = plgpu.layout_cast(found.shift, inline.ROWS)  # zeros of Part.NEAR have no layout
-        vectors.append((shift, smem.shift, out.shift))
-    if out.most is not None:
-        vectors.append((found.most, smem.most, out.most))
-    for values, buffer, _ in vectors:
-        buffer[wg] = values
+    staging = smem.q if smem.o is None else smem.o
+    scores.plan.products.store(staging.at[wg], o * per_row(inverse, o.shape))
     plgpu.commit_smem()
-    row = block * scores.plan.tile_rows + wg * WARPGROUP_ROWS
-    rows_at = pl.ds(row, WARPGROUP_ROWS)
-    o_at = rows_of(cta.out.o, (batch, rows_at, head), staging)
+    rows_at = pl.ds(block * scores.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    o_at = rows_of(out.o, (batch, rows_at, head), staging)
     plgpu.copy_smem_to_gmem(staging.at[wg], o_at)
-    for _, buffer, target in vectors:
-        plgpu.copy_smem_to_gmem(buffer.at[wg], target.at[batch, head, rows_at])
+    for name in VECTORS:
+        buffer, target = getattr(smem, name), getattr(out, name)
+        if buffer is not None:
+            plgpu.copy_smem_to_gmem(buffer.at[wg], target.at[batch, head, rows_at])
