@@ -230,6 +230,7 @@ class Fused:
 
     def walk(self, cta: Cta, dk_acc, dv_acc):
         """Every query tile of every head of the group; masked tiles are a loop of their own."""
+        far = self.far(cta)  # its way from device memory is as long as that of K and V
         cta.kv.wait_full(cta.turn)
 
         held = self.side.hold_rows(cta.gmem.side, self.own_place(cta, 0))
@@ -237,21 +238,25 @@ class Fused:
             held = self.side.hold_head(held, cta.gmem.side, self.own_place(cta, 0))
         self.finish.start(cta)
         step = functools.partial(self.step, cta, held, (dk_acc, dv_acc))
-        self.visit(cta, step)
+        self.visit(cta, step, far)
         self.finish.end(cta)
         if not self.blocks.producer:
             Feeder(self.producer).end(cta)
         return dk_acc[...], dv_acc[...]
 
-    def visit(self, cta: Cta, step):
+    def far(self, cta: Cta):
+        """i32: not 0 if rows of the group are shifted; None where those are left to Part.FAR."""
+        if self.launch.part is Part.NEAR:
+            return None
+        head = cta.keys.kv_head * self.problem.group
+        return self.side.far(cta.gmem.side, cta.keys.batch, head)
+
+    def visit(self, cta: Cta, step, far):
         """Call it for every tile, as its rows and the part of this launch want it."""
+        far_step = functools.partial(step, far=far)
         if self.launch.part is Part.NEAR:
             cta.walk.visit(step)
-            return
-        head = cta.keys.kv_head * self.problem.group
-        far = self.side.far(cta.gmem.side, cta.keys.batch, head)
-        far_step = functools.partial(step, far=far)
-        if self.launch.part is Part.FAR:
+        elif self.launch.part is Part.FAR:
             cta.walk.visit(far_step, in_one_loop=True)
         else:
             cta.walk.visit(step, far, far_step)

@@ -45,7 +45,7 @@ from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer
 from .forward_scores import Logits, Scores, per_row
-from .forward_store import store, store_rows
+from .forward_store import begin, stage_rows, store
 from .memory import Ring
 from .schedule import Assignment, TileOrder
 from .tile_queue import with_counter
@@ -171,7 +171,8 @@ class Forward:
         self.plan.products.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
-        store(self.scores, cta, work, o, store_rows(self.scores, cta, work, rows))
+        found = begin(self.scores, cta, work, rows)
+        store(self.scores, cta, work, o, found, staged=False)
         return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
@@ -182,8 +183,8 @@ class Forward:
         release = lambda: cta.k.release(use)
         tile = self.logits(cta, work, use, s, j, edges, release)
         if self.scores.bounded:
-            p, sums = self.bounded_weights(cta, work, use, tile)
-            return Rows(p, None, rows.l + sums)
+            p, sums, lost = self.bounded_weights(cta, work, use, tile)
+            return Rows(p, None, rows.l + sums, rows.lost + lost)
         if self.plan.speculates:
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             cta.v.release(use - 1)
@@ -218,16 +219,23 @@ class Forward:
         return Rows(p, found.maxima, l)
 
     def bounded_weights(self, cta: Cta, work: Work, use, tile: Logits):
-        """(p as an operand, row sums) of a step without maxima, after PV of the block before."""
+        """(p as an operand, row sums, what rounding took of them) of a step without maxima.
+
+        After PV of the block before.
+        """
         weights = functools.partial(self.scores.weights, cta, work, tile, None)
+        masked, lost = tile.edges != "none", jnp.zeros_like(tile.x[:, 0])
         first = None
-        if self.blocks.weighs_first and self.scores.cap(tile.edges) is not None:
+        if masked or (self.blocks.weighs_first and self.scores.cap(tile.edges) is not None):
             # 16 bits would take registers beside those that PV reads; float32 takes the logits'.
             first = lax.optimization_barrier(weights(jnp.float32))
         plgpu.wgmma_wait(0)
         cta.v.release(use - 1)
         p, sums = weights(self.problem.dtype) if first is None else first
-        return self.plan.products.split(p), sums
+        if masked:
+            lost = self.scores.lost(p)
+            p = self.scores.dropped(cta, work, tile, p)
+        return self.plan.products.split(p), sums, lost
 
     def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
@@ -255,17 +263,22 @@ class Forward:
 
         s = self.issue(cta, cta.smem.q.at[wg], after, rows.p, after - 1, o_acc)
         following = following._replace(held=self.scores.hold(cta, following))
-        stored = lambda: store_rows(self.scores, cta, work, rows)
-        # ptxas moves nothing over the branch of a softmax that looks for far rows: what stands
-        # behind it no longer runs beside the products (1.9 % at T=1024).
-        inverse = stored() if self.plan.far else None
+        # Early: before the next tile has a shift. And ptxas moves nothing over the branch of a
+        # softmax that looks for far rows, so that what stands behind it does not run beside the
+        # products (1.9 % at T=1024).
+        found, early = None, self.plan.keeps_shift
+        if early:
+            found = begin(self.scores, cta, work, rows)
+            stage_rows(cta, found)
         release = lambda: pl.when(more)(lambda: cta.k.release(after))
         start = self.first_softmax(cta, following, s, after, release)
         start = lax.optimization_barrier(start)
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         cta.v.release(after - 1)
         p16 = self.plan.products.split(start.p)
-        store(self.scores, cta, work, o, stored() if inverse is None else inverse)
+        if found is None:
+            found = begin(self.scores, cta, work, rows)
+        store(self.scores, cta, work, o, found, staged=early)
         return start._replace(p=p16)
 
     def issue(self, cta: Cta, q, k_use, p, v_use, o_acc):
@@ -300,7 +313,8 @@ class Forward:
             found = self.scores.compared(cta, tile, self.scores.unseen(tile), None)
             tile, m, maxima = tile._replace(x=found.x), found.m, found.maxima
         p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
-        return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums)
+        lost = self.scores.lost(p) if self.scores.bounded else None
+        return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums, lost)
 
     def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release) -> Logits:
         """Scores.logits of the j-th block; `release` gives K's slot back when that was read."""

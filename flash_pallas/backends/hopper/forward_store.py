@@ -1,7 +1,8 @@
 """The end of a query tile in the forward kernel.
 
-What is kept of each row goes to shared memory before the last products of the tile, and O after
-them. Between the two a persistent CTA takes the softmax of its next tile, when registers are rare.
+Row sums, log-sum-exp and O go to shared memory and from there to the results. Where rows keep their
+shift in shared memory, all but O is staged under the last products of the tile: between those and
+the store of O a persistent CTA takes the softmax of its next tile, which has a shift of its own.
 """
 
 from __future__ import annotations
@@ -13,32 +14,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..mosaic import inline
 from ..mosaic.launch import WARPGROUP_ROWS
 from .forward_plan import Cta, Rows, Work
-from .forward_scores import Scores, per_row
+from .forward_scores import Finished, Scores, per_row
 from .memory import rows_of
 
 VECTORS = ("lse", "shift", "most")  # the results of one value a row
 
 
-def store_rows(scores: Scores, cta: Cta, work: Work, rows: Rows):
-    """Writes the results of one value a row; returns what O is to be multiplied by."""
+def begin(scores: Scores, cta: Cta, work: Work, rows: Rows) -> Finished:
+    """Ends the rows, and waits until the results of the tile before have left shared memory."""
     found = scores.finish(cta, work, rows)
-    wg = lax.optimization_barrier(cta.wg)  # as in `store`
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    return found
+
+
+def stage_rows(cta: Cta, found: Finished):
+    """Writes the results of one value a row to shared memory."""
+    wg = lax.optimization_barrier(cta.wg)  # as in `store`
     for name in VECTORS:
-        buffer, values = getattr(cta.smem, name), getattr(found, name)
+        buffer = getattr(cta.smem, name)
         if buffer is not None:  # the zeros of Part.NEAR have no layout
-            buffer[wg] = plgpu.layout_cast(values, inline.ROWS)
-    return found.inverse
+            buffer[wg] = plgpu.layout_cast(getattr(found, name), inline.ROWS)
 
 
-def store(scores: Scores, cta: Cta, work: Work, o, inverse):
-    """Divides O by the row sums and sends it off with what `store_rows` has written."""
+def store(scores: Scores, cta: Cta, work: Work, o, found: Finished, *, staged: bool):
+    """Divides O by the row sums and sends all results off; `staged`: those of `stage_rows` too."""
     batch, head, block = work.at
     # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
     wg = lax.optimization_barrier(cta.wg)
     smem, out = cta.smem, cta.out
     staging = smem.q if smem.o is None else smem.o
-    scores.plan.products.store(staging.at[wg], o * per_row(inverse, o.shape))
+    scores.plan.products.store(staging.at[wg], o * per_row(found.inverse, o.shape))
+    if not staged:
+        stage_rows(cta, found)
     plgpu.commit_smem()
     rows_at = pl.ds(block * scores.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
     o_at = rows_of(out.o, (batch, rows_at, head), staging)
