@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
+import functools
+import itertools
+import math
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,9 @@ from typing import Any
 import jax
 
 from benchmarks import results
+
+# Whose compiled programs a process keeps: it grows by 100 MB a minute else.
+CALLS_HELD = 8
 
 
 def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentParser:
@@ -22,23 +29,44 @@ def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentPa
     found.add_argument("--seed", type=int, default=today, help="default: the number of today")
     found.add_argument("--count", type=int, default=100, help="calls")
     found.add_argument("--first", type=int, default=0, help="number of the first call")
+    found.add_argument(
+        "--minutes", type=float, default=math.inf, help="then no further call begins"
+    )
     found.add_argument("--workers", type=int, default=workers, help="processes")
     found.add_argument("--json", type=Path, help="write a summary to this file")
     return found
 
 
-def run(share: Callable[[range], list], arguments: argparse.Namespace) -> list:
-    """What `share` returns of all calls, in the order of their numbers; each has a `number`."""
-    workers, last = arguments.workers, arguments.first + arguments.count
-    shares = [range(arguments.first + i, last, workers) for i in range(workers)]
+def run(calls: Callable[[int], list], arguments: argparse.Namespace) -> tuple[list, int]:
+    """Runs the calls in several processes, in the order of their numbers.
+
+    Returns:
+        What `calls` returns of all numbers, in their order; and for how many there was time,
+        counted from the first.
+    """
+    last = arguments.first + arguments.count
+    each = functools.partial(_in_time, calls, time.time() + 60.0 * arguments.minutes)
     apart = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=apart) as pool:
-        found = [each for part in pool.map(share, shares) for each in part]
-    return sorted(found, key=lambda each: each.number)
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart) as pool:
+        found = [x for x in pool.map(each, range(arguments.first, last)) if x is not None]
+    return list(itertools.chain.from_iterable(found)), len(found)
 
 
-def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
+_done = itertools.count(1)  # calls of this process
+
+
+def _in_time(calls: Callable[[int], list], until: float, number: int) -> list | None:
+    """What comes of one; None after that time."""
+    if time.time() >= until:
+        return None
+    found = calls(number)
+    if next(_done) % CALLS_HELD == 0:
+        jax.clear_caches()
+    return found
+
+
+def provenance(arguments: argparse.Namespace, calls: int) -> dict[str, Any]:
     """Which calls a run was of, and its version of jax, its commit and its day."""
-    calls = {"seed": arguments.seed, "first": arguments.first, "calls": arguments.count}
+    numbers = {"seed": arguments.seed, "first": arguments.first, "calls": calls}
     today = datetime.date.today().isoformat()
-    return calls | {"jax": jax.__version__, "commit": results.commit(), "date": today}
+    return numbers | {"jax": jax.__version__, "commit": results.commit(), "date": today}

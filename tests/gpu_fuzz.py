@@ -122,18 +122,13 @@ def random_step(draw: Draw) -> Step:
     )
 
 
-def run_share(seed: int, backends: tuple[str, ...], numbers: range) -> list[Outcome]:
-    """These calls, in a process of its own."""
-    found: list[Outcome] = []
-    for number in numbers:
-        made = one_call(seed, number, backends)
-        for each in made:
-            if each.kind == "wrong":
-                print(f"WRONG seed {seed} call {number} on {each.backend}: {each.call}", flush=True)
-                print(each.why, flush=True)
-        found += made
-        if number % 8 == 0:
-            jax.clear_caches()
+def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
+    """What comes of a call on each of these backends; prints what is wrong at once."""
+    found = one_call(seed, number, backends)
+    for each in found:
+        if each.kind == "wrong":
+            print(f"WRONG seed {seed} call {number} on {each.backend}: {each.call}", flush=True)
+            print(each.why, flush=True)
     return found
 
 
@@ -155,9 +150,10 @@ def main() -> int:
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
     arguments = parser.parse_args()
     seed, started = arguments.seed, time.monotonic()
-    share = functools.partial(run_share, seed, tuple(arguments.backend))
-    outcomes = fuzzing.run(share, arguments)
-    found = summary(outcomes, time.monotonic() - started) | fuzzing.provenance(arguments)
+    attempts = functools.partial(attempt, seed, tuple(arguments.backend))
+    outcomes, calls = fuzzing.run(attempts, arguments)
+    found = summary(outcomes, time.monotonic() - started)
+    found |= fuzzing.provenance(arguments, calls)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "wrong"}, indent=2))

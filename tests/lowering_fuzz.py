@@ -139,18 +139,14 @@ def _by_kernel(blocks) -> dict[str, Any]:
     return {name: each for name, each in parts.items() if each is not None}
 
 
-def run_share(gpu: Gpu, seed: int, numbers: range) -> list[Outcome]:
-    """These calls, in a process of its own."""
-    found = []
+def attempt(gpu: Gpu, seed: int, number: int) -> list[Outcome]:
+    """What comes of a call; prints a failure at once."""
     with on(gpu):
-        for number in numbers:
-            found.append(try_call(gpu, seed, number))
-            if found[-1].kind == "failed":
-                print(f"FAILED seed {seed} call {number}: {found[-1].call}", flush=True)
-                print(found[-1].error, flush=True)
-            if len(found) % 20 == 0:
-                jax.clear_caches()  # else a process grows by 100 MB a minute
-    return found
+        found = try_call(gpu, seed, number)
+    if found.kind == "failed":
+        print(f"FAILED seed {seed} call {number}: {found.call}", flush=True)
+        print(found.error, flush=True)
+    return [found]
 
 
 def summary(gpu: Gpu, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
@@ -173,8 +169,9 @@ def main() -> int:
     arguments = parser.parse_args()
     gpu, seed, started = GPUS[arguments.gpu], arguments.seed, time.monotonic()
     print(f"{arguments.gpu}: seed {seed}, calls from {arguments.first} on", flush=True)
-    outcomes = fuzzing.run(functools.partial(run_share, gpu, seed), arguments)
-    found = summary(gpu, outcomes, time.monotonic() - started) | fuzzing.provenance(arguments)
+    outcomes, calls = fuzzing.run(functools.partial(attempt, gpu, seed), arguments)
+    found = summary(gpu, outcomes, time.monotonic() - started)
+    found |= fuzzing.provenance(arguments, calls)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "failures"}, indent=2))
