@@ -22,7 +22,7 @@ help:
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
 	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
-	@echo "make sanitize-gpu   one case of every kernel under compute-sanitizer"
+	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
 	@echo "In an environment that has everything: make test SETUP=: PY=python3"
 
@@ -88,11 +88,8 @@ fuzz-gpu:
 	$(GPU_ENV) $(PY) -m tests.gpu_fuzz --count $(COUNT) $(if $(SEED),--seed $(SEED))
 
 sanitize-gpu:
-	@$(SETUP) dev cuda13
-	for tool in memcheck racecheck; do \
-		$(GPU_ENV) compute-sanitizer --tool $$tool --kernel-name kns=flash_pallas \
-			--error-exitcode 1 $(PY) -m tests.sanitize || exit 1; \
-	done
+	@$(SETUP) dev cuda13 sanitizer
+	$(GPU_ENV) $(PY) -m tests.sanitize --json benchmarks/results/sanitizer.json
 
 bench:
 	@$(SETUP) dev cuda13 bench

@@ -1,18 +1,31 @@
-"""One case of every kernel, for compute-sanitizer: `make sanitize-gpu`.
+"""Every kernel under compute-sanitizer: `make sanitize-gpu`.
 
-    compute-sanitizer --tool memcheck python -m tests.sanitize
+    python -m tests.sanitize --json benchmarks/results/sanitizer.json
 
-Runs and checks the numbers; what memcheck or racecheck say of the kernels is theirs to print.
+Each case is a process of its own under memcheck and another under racecheck, some at a time, and
+its numbers are checked too. `--case hopper/d128` is what such a process runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
 import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
 
+from benchmarks import results
 from flash_pallas import dispatch
 from flash_pallas.backends.hopper import far_rows
 from flash_pallas.backends.mosaic import launch
@@ -22,6 +35,8 @@ from .cases import Case
 from .hopper_cases import ON_DEVICE
 from .hopper_decode_cases import STEPS
 
+TOOLS = ("memcheck", "racecheck")
+BACKENDS = ("hopper", "portable")
 NAMES = (
     "d64_causal",
     "d128",
@@ -49,15 +64,55 @@ APART = Case("apart", T=70, S=90, H=256, dtype="bfloat16", deterministic=True)
 FAR = Case("far", T=130, S=130, B=4, N=32, K=32, magnitude=(0, 15, 0, 9), dtype="bfloat16")
 
 
-def _backend(kernel: str) -> str:
-    return "portable" if "_portable_" in kernel else "hopper"
+ATTENTION = {case.name: case for case in ON_DEVICE if case.name in NAMES}
+ATTENTION |= {case.name: case for case in (APART, FAR)}
+STEP = {step.name: step for step in STEPS if step.name in DECODES}
+
+LAUNCHED = "launched:"  # what a process says of its kernels
 
 
-def main() -> int:
-    """Runs everything; 1 if a kernel was never launched."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__)
-    parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
-    backends = parser.parse_args().backend
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a tool says of a case.
+
+    Attributes:
+        tool: one of TOOLS.
+        case: backend and name, as `--case` takes them.
+        kernels: that ran.
+        said: the tool's summary, or how the process ended without one.
+        clean: the process ended well and the tool found nothing.
+    """
+
+    tool: str
+    case: str
+    kernels: tuple[str, ...]
+    said: str
+    clean: bool
+
+
+def sanitizer() -> str:
+    """The program of the wheel, else that on PATH.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    wheel = Path(sysconfig.get_path("purelib"), "nvidia/cu13/compute-sanitizer/compute-sanitizer")
+    found = str(wheel) if wheel.exists() else shutil.which("compute-sanitizer")
+    if found is None:
+        raise FileNotFoundError("no compute-sanitizer: install nvidia-cuda-sanitizer-api>=13.5")
+    return found
+
+
+def cases() -> list[str]:
+    """Those that the backends take, as `--case` has them."""
+    takes = lambda backend, case: dispatch.BACKENDS[backend].unsupported(case.problem) is None
+    found = [f"{b}/{name}" for b in BACKENDS for name, c in ATTENTION.items() if takes(b, c)]
+    return found + [f"{backend}/{name}" for backend in BACKENDS for name in STEP]
+
+
+def run_case(case: str) -> set[str]:
+    """Runs it and checks its numbers; returns the names of the kernels that it launched."""
+    backend, name = case.split("/")
     launched: set[str] = set()
     kernel = launch.plgpu.kernel
 
@@ -67,18 +122,84 @@ def main() -> int:
 
     several = mock.patch.object(far_rows, "ENOUGH", 1)
     with mock.patch.object(launch.plgpu, "kernel", spy), several:
-        cases = [case for case in ON_DEVICE if case.name in NAMES]
-        for backend in backends:
-            for case in (*cases, APART, FAR):
-                if dispatch.BACKENDS[backend].unsupported(case.problem) is None:
-                    checks.assert_matches_oracle(checks.bind(backend), case, kernels=True)
-            for step in STEPS:
-                if step.name in DECODES:
-                    gpu_fuzz.decodes(backend, step)
-    wanted = {name for name in KERNELS if _backend(name) in backends}
-    missing = sorted(wanted - launched)
-    print(f"{len(launched)} kernels on {jax.devices()[0].device_kind}; never launched: {missing}")
-    return 1 if missing else 0
+        if name in STEP:
+            gpu_fuzz.decodes(backend, STEP[name])
+        else:
+            bound = checks.bind(dispatch.BACKENDS[backend])
+            checks.assert_matches_oracle(bound, ATTENTION[name], kernels=True)
+    return launched
+
+
+def under(program: str, tool: str, case: str, seconds: float) -> Verdict:
+    """The verdict of a tool on a case."""
+    command = [
+        program,
+        "--tool",
+        tool,
+        "--kernel-name",
+        "kns=flash_pallas",
+        "--error-exitcode",
+        "9",
+    ]
+    command += [sys.executable, "-m", "tests.sanitize", "--case", case]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return Verdict(tool, case, (), f"not done in {seconds:.0f} s", clean=False)
+    told = re.search(rf"^{LAUNCHED}(.*)$", done.stdout, re.MULTILINE)
+    kernels = tuple(told.group(1).split()) if told else ()
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", done.stdout)
+    clean = done.returncode == 0 and bool(summary) and bool(kernels)
+    said = (
+        summary[-1] if clean else f"exit {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+    )
+    return Verdict(tool, case, kernels, said, clean)
+
+
+def report(verdicts: list[Verdict]) -> dict[str, Any]:
+    """Of each tool the kernels that it found clean and those it has not seen; what is not clean."""
+    found = {}
+    for tool in TOOLS:
+        seen = {k for v in verdicts if v.tool == tool and v.clean for k in v.kernels}
+        found[tool] = {"clean": sorted(seen), "not_seen": sorted(KERNELS - seen)}
+    return found | {"not_clean": [dataclasses.asdict(v) for v in verdicts if not v.clean]}
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Every case under every tool; 1 if something is not clean or a kernel was not seen."""
+    program = sanitizer()
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    jobs = [(tool, case) for tool in arguments.tools for case in cases()]
+    with concurrent.futures.ThreadPoolExecutor(arguments.workers) as pool:
+        run = lambda job: under(program, *job, arguments.seconds)
+        verdicts = list(pool.map(run, jobs))
+    found = {
+        "device": jax.devices()[0].device_kind,
+        "sanitizer": version.stdout.strip().splitlines()[-1],
+        "jax": jax.__version__,
+        "commit": results.commit(),
+        "date": datetime.date.today().isoformat(),
+    } | report(verdicts)
+    print(json.dumps(found, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    missed = any(found[tool]["not_seen"] for tool in arguments.tools)
+    return 1 if missed or found["not_clean"] else 0
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__)
+    parser.add_argument("--case", help="run this one, under no tool")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--seconds", type=float, default=300.0, help="for a case")
+    parser.add_argument("--json", type=Path, help="write the verdicts to this file")
+    arguments = parser.parse_args()
+    if arguments.case is None:
+        return run_all(arguments)
+    print(LAUNCHED, *sorted(run_case(arguments.case)))
+    return 0
 
 
 if __name__ == "__main__":
