@@ -27,21 +27,19 @@ from . import gate, providers, results, suites, timing, tracing
 from .run import DIRECTIONS, probes
 
 
-def export(package: str, backend: str, cell: suites.Cell) -> tracing.Programs:
-    """The programs of one version for a cell, traced by another process."""
-    attention = providers.flash_pallas_attention(
-        cell, importlib.import_module(package), backend=backend
-    )
+def export(package: str, call: dict[str, Any], cell: suites.Cell) -> tracing.Programs:
+    """The programs of one version for a cell, traced by another process; `call`: keywords."""
+    attention = providers.flash_pallas_attention(cell, importlib.import_module(package), **call)
     return tracing.export(attention, gate.input_shapes(cell.shape, jnp.dtype(jnp.bfloat16)))
 
 
 def compile_all(arguments, cells: list[suites.Cell]):
     """Compiles all programs side by side; returns what makes a Runner of inputs."""
     jobs = [(package, cell) for cell in cells for package in arguments.packages]
-    workers = arguments.workers
+    workers, call = arguments.workers, arguments.call | {"backend": arguments.backend}
     apart = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=apart) as processes:
-        traced = [processes.submit(export, p, arguments.backend, cell) for p, cell in jobs]
+        traced = [processes.submit(export, p, call, cell) for p, cell in jobs]
         with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
             finish = lambda t: tracing.compiled(tracing.lower_exported(t.result()))
             return dict(zip(jobs, pool.map(finish, traced), strict=True))
@@ -89,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_versions", description=__doc__)
     parser.add_argument("--packages", nargs="+", required=True)
     parser.add_argument("--backend", default="hopper")
+    parser.add_argument("--call", type=json.loads, default={}, help='as {"softcap": 50.0}')
     parser.add_argument("--suite", default="h200", choices=sorted(suites.SUITES))
     parser.add_argument("--only", default="", help="cells whose label contains this")
     parser.add_argument("--rounds", type=int, default=24)
@@ -104,6 +103,7 @@ def main() -> None:
     about = {
         "summary": f"device time over that of {arguments.packages[0]}, median of "
         f"{arguments.rounds} interleaved rounds of {arguments.reading_ms} ms, bfloat16",
+        "call": arguments.call,
         "timer": timer.name,
         "timer_check": log,
     }
