@@ -132,7 +132,7 @@ class Forward:
         cta.k.wait_full(first)
         s = self.first_products(cta)
         rows = self.first_softmax(cta, work, s, first, lambda: start.k.release(first))
-        rows = rows._replace(p=self.plan.products.split(rows.p))
+        rows = self.begun(rows, self.plan.products.split(rows.p))
         self.turns.start(cta.wg)
 
         def tile(turn, number, carry):
@@ -183,8 +183,8 @@ class Forward:
         release = lambda: cta.k.release(use)
         tile = self.logits(cta, work, use, s, j, edges, release)
         if self.scores.bounded:
-            p, sums, lost = self.bounded_weights(cta, work, use, tile)
-            return Rows(p, None, rows.l + sums, rows.lost + lost)
+            p, sums = self.bounded_weights(cta, work, use, tile)
+            return Rows(p, None, rows.l + sums, self.scores.joined(rows.only, p, edges))
         if self.plan.speculates:
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             cta.v.release(use - 1)
@@ -219,23 +219,16 @@ class Forward:
         return Rows(p, found.maxima, l)
 
     def bounded_weights(self, cta: Cta, work: Work, use, tile: Logits):
-        """(p as an operand, row sums, what rounding took of them) of a step without maxima.
-
-        After PV of the block before.
-        """
+        """(p as an operand, row sums) of a step without maxima, after PV of the block before."""
         weights = functools.partial(self.scores.weights, cta, work, tile, None)
-        masked, lost = tile.edges != "none", jnp.zeros_like(tile.x[:, 0])
         first = None
-        if masked or (self.blocks.weighs_first and self.scores.cap(tile.edges) is not None):
+        if self.blocks.weighs_first and self.scores.cap(tile.edges) is not None:
             # 16 bits would take registers beside those that PV reads; float32 takes the logits'.
             first = lax.optimization_barrier(weights(jnp.float32))
         plgpu.wgmma_wait(0)
         cta.v.release(use - 1)
         p, sums = weights(self.problem.dtype) if first is None else first
-        if masked:
-            lost = self.scores.lost(p)
-            p = self.scores.dropped(cta, work, tile, p)
-        return self.plan.products.split(p), sums, lost
+        return self.plan.products.split(p), sums
 
     def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
         """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
@@ -279,7 +272,11 @@ class Forward:
         if found is None:
             found = begin(self.scores, cta, work, rows)
         store(self.scores, cta, work, o, found, staged=early)
-        return start._replace(p=p16)
+        return self.begun(start, p16)
+
+    def begun(self, rows: Rows, p) -> Rows:
+        """Rows after the first softmax of a tile, with its weights as an operand."""
+        return rows._replace(p=p, only=self.scores.joined(None, p, "last"))
 
     def issue(self, cta: Cta, q, k_use, p, v_use, o_acc):
         """Issue S = QK^T and O += PV when it is our turn; return S, leave O pending."""
@@ -313,8 +310,7 @@ class Forward:
             found = self.scores.compared(cta, tile, self.scores.unseen(tile), None)
             tile, m, maxima = tile._replace(x=found.x), found.m, found.maxima
         p, sums = self.scores.plain_weights(tile, self.scores.finite(m, "last"))
-        lost = self.scores.lost(p) if self.scores.bounded else None
-        return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums, lost)
+        return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums)
 
     def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release) -> Logits:
         """Scores.logits of the j-th block; `release` gives K's slot back when that was read."""

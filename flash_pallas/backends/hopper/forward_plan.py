@@ -82,9 +82,7 @@ class Rows(NamedTuple):
     p: Any  # Products.split of the weights of the block whose PV is still to be issued
     maxima: Any  # Maxima of 64 rows; None where Scores.bounded
     l: Any  # f32[64, 8] running sums of each thread's own columns
-    # f32[64], what rounding took from the weights of tiles that are masked; None unless
-    # Scores.bounded.
-    lost: Any = None
+    only: Any = None  # f32[64], bits of lone_weight.py; None unless Scores.bounded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import dropout, scores, softmax
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import TileInputs
-from ..mosaic import inline, inline_cap, inline_weights, register_tile, row_maxima
+from ..mosaic import (
+    inline,
+    inline_cap,
+    inline_weights,
+    lone_weight,
+    register_tile,
+    row_maxima,
+)
 from ..mosaic.inline_cap import Cap
 from ..mosaic.inline_weights import Drop, Powers
 from ..mosaic.launch import WARPGROUP_ROWS
@@ -90,7 +97,7 @@ class Scores:
         bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
         times values of 2**26 still fits. This saves the maximum, the rescaling of O and the wait of
         every exponential for the whole row. But the largest weight of a row is not 1, and rounding
-        it takes something: `lost`.
+        it shows: lone_weight.py.
         """
         spec = self.spec
         return (
@@ -210,15 +217,17 @@ class Scores:
         exceeds = inline.exceeds(sums, 2.0**self.plan.speculates, self.plan.interpret)
         return lax.cond(exceeds > 0, again, lambda: (o, Rows(p, rows.maxima, rows.l + sums)))
 
-    def lost(self, p):
-        """What rounding to 16 bits takes from each row of a tile of weights, which is f32.
+    def joined(self, only, p, edges: str):
+        """Rows.only after a step whose operand is p; `only`: before it, None in a tile's first.
 
-        O of a row that sees one key is V to the last bit, as with a largest weight of 1, if weights
-        are divided by the sum of what they were rounded to. Few keys are seen where tiles are
-        masked; elsewhere these errors are many, and cancel.
+        Where neither positions nor anything else hides keys every row sees several.
         """
-        rounded = p.astype(self.problem.dtype).astype(jnp.float32)
-        return (p - rounded).sum(axis=1)
+        if not self.bounded:
+            return None
+        rows = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if only is None else only
+        if edges == "none" and not self.may_be_empty:
+            return lone_weight.several(rows)
+        return lone_weight.joined(plgpu.layout_cast(rows, inline.ROWS), *p, self.plan.interpret)
 
     def plain_weights(self, tile: Logits, m):
         """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""
@@ -275,8 +284,9 @@ class Scores:
         if rows.maxima is not None:
             m, shift = row_maxima.settled(rows.maxima, self.kept(cta))
         inverse, lse, shift_ = softmax.finish(m, l, shift, sink, unit)
-        if rows.lost is not None:
-            inverse = inverse / (1.0 - rows.lost * inverse)
+        if rows.only is not None:
+            less = l - lone_weight.divisor(rows.only, l)
+            inverse = inverse / (1.0 - less * inverse)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)
         most = shift * unit + m * softmax.LN2 if self.spec.max_logit else None
