@@ -1,0 +1,25 @@
+"""How much of the package a plain call enters: no more than it did.
+
+A change that enters fewer lowers the figures here. `python -m tests.house` prints them for one
+device: the stack is two deeper here, where tests have eight and a call is partitioned.
+"""
+
+from __future__ import annotations
+
+from . import house
+
+FILES, STACK, RECORDS = 70, 40, 71
+
+
+def test_a_plain_gradient_enters_no_more_than_it_did():
+    found = house.plain_gradient()
+    entered = len(found.files), found.deepest, len(found.records)
+    limits = FILES, STACK, RECORDS
+    assert all(x <= y for x, y in zip(entered, limits, strict=True)), f"{found}; allowed {limits}"
+    assert "backends/hopper/forward.py" in found.files
+    assert "flash_pallas.core.problem.Problem" in found.records
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert house.reached(graph, "a") == {"a", "b", "c"} and "d" not in house.reached(graph, "d")
