@@ -37,6 +37,7 @@ lint:
 	@$(SETUP) $(EXTRAS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m tests.language
 	$(PY) -m pyright --pythonpath $(PY)
 
 demo:

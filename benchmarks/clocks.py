@@ -48,7 +48,7 @@ class ClockReader:
                 raise OSError(f"{name} failed with status {status}")
 
     def mhz(self) -> int | None:
-        """The clock of the multiprocessors now; None where it cannot be read."""
+        """Reads the SM clock of this moment, in MHz; returns None where it cannot be read."""
         found = ctypes.c_uint()
         status = self._nvml.nvmlDeviceGetClockInfo(self._device, _SM_CLOCK, ctypes.byref(found))
         return found.value if status == _SUCCESS else None
@@ -56,7 +56,7 @@ class ClockReader:
 
 @functools.cache
 def reader_or_none() -> ClockReader | None:
-    """A reader, where there is a GPU and NVIDIA's library."""
+    """Returns a reader, where there is a GPU and NVIDIA's library, else None."""
     try:
         return ClockReader()
     except (OSError, AttributeError):  # AttributeError: a library without one of the functions.
@@ -70,7 +70,7 @@ def median_clock(
     """Reads the clock in a thread of its own while the block runs.
 
     Yields:
-        A function that gives the median in MHz once the block is left, None without readings.
+        A function that returns the median in MHz once the block is left; None without readings.
     """
     readings: list[int] = []
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""Collectives of a program: which, of how many bytes, and how long they take by themselves."""
+"""Collectives of a program: their kinds and bytes, and how long they take by themselves."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Message(NamedTuple):
     """One collective, as every device calls it.
 
     Attributes:
-        name: of jax's primitive.
-        shapes: of what one device hands over.
-        equation: jax's own.
+        name: name of jax's primitive.
+        shapes: dtypes and shapes of the arrays that one device hands over.
+        equation: jax's own equation (of the jaxpr).
     """
 
     name: str
@@ -45,16 +45,16 @@ class Message(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Two messages with the same are the same work."""
+        """Name and shapes; two messages with the same key are the same work."""
         return self.name, self.shapes
 
     @property
     def nbytes(self) -> int:
-        """That one device hands over."""
+        """Bytes that one device hands over."""
         return sum(v.aval.size * v.aval.dtype.itemsize for v in self.equation.invars)
 
     def sent(self, devices: int) -> float:
-        """Bytes that one device sends to others, at least."""
+        """Returns the least number of bytes that one device sends to the others."""
         share = (devices - 1) / devices
         return self.nbytes * {
             "ppermute": 1.0,
@@ -64,10 +64,10 @@ class Message(NamedTuple):
         }.get(self.name, 2 * share)  # of an all-reduce
 
     def program(self, mesh, axis: str) -> tuple[Any, jax.ShapeDtypeStruct]:
-        """What does it REPEATS times in a row, and what on.
+        """Returns a jitted function that runs it REPEATS times in a row, and its operand's shape.
 
-        A number of each result goes into the next operand: XLA takes collectives of the same array
-        for one, and no barrier keeps it from that.
+        One element of each result goes into the next operand: XLA would merge collectives of the
+        same array, and no barrier keeps it from that.
         """
         (operand,) = (v.aval for v in self.equation.invars)
         shape = (operand.shape[0] * mesh.size, *operand.shape[1:])
@@ -87,7 +87,7 @@ class Message(NamedTuple):
         return jax.jit(cut), like
 
     def published_ms(self, devices: int) -> float:
-        """Milliseconds at PUBLISHED rates, interpolated over the logarithm of the bytes sent."""
+        """Returns ms at PUBLISHED rates, interpolated over the logarithm of the bytes sent."""
         rates = PUBLISHED.get(self.name, PUBLISHED["all_reduce"])
         sent = self.sent(devices)
         rate = np.interp(np.log2(sent / 2**20), np.log2(PUBLISHED_MIB), rates)
@@ -98,7 +98,7 @@ _COLLECTIVES = ("ppermute", "all_gather", "reduce_scatter", "all_to_all", "psum"
 
 
 def messages(function, like) -> list[tuple[Message, int]]:
-    """Every collective of a program, and how often it is called."""
+    """Returns every collective of a program, and how often it is called."""
     found: dict[tuple[str, str], Message] = {}
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
@@ -129,5 +129,5 @@ _IN_HLO = re.compile(
 
 
 def kept(hlo: str) -> int:
-    """How many collectives a compiled program has."""
+    """Counts the collectives in the HLO text of a compiled program."""
     return len(_IN_HLO.findall(hlo))

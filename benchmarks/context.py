@@ -1,4 +1,4 @@
-"""Context parallelism: what is timed, and what the interconnect allows."""
+"""Context parallelism: the steps that are timed, and what the interconnect allows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ALONE = "one GPU"
 
 
 class Kind(NamedTuple):
-    """One way to cut a sequence; none is attention on one device."""
+    """One way to shard a sequence; strategy None is attention on one device."""
 
     strategy: str | None
     layout: str = "contiguous"
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """Name in tables."""
         return ALONE if self.strategy is None else f"{self.strategy} {self.layout}"
 
 
@@ -57,12 +57,12 @@ ERROR_FACTORS = {"o": 2.0} | dict.fromkeys(gate.BACKWARD, 3.0)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all calls of a run have in common.
+    """Sizes, devices and backend that all calls of a run have in common.
 
     Attributes:
-        sizes: query heads, key heads and head dim; one sequence, bfloat16, causal.
-        mesh: its only axis is AXIS.
-        backend: of flash_pallas.
+        sizes: query heads, KV heads and head dim; one sequence, bfloat16, causal.
+        mesh: device mesh whose only axis is AXIS.
+        backend: backend of flash_pallas.
     """
 
     sizes: tuple[int, int, int]
@@ -71,39 +71,39 @@ class Setting:
 
     @classmethod
     def of(cls, devices, sizes, backend: str) -> Setting:
-        """On these devices."""
+        """Makes a setting on these devices."""
         types = (AxisType.Auto,)
         mesh = jax.make_mesh((len(devices),), (AXIS,), axis_types=types, devices=devices)
         return cls(tuple(sizes), mesh, backend)
 
     @property
     def devices(self) -> int:
-        """How many."""
+        """Number of devices in the mesh."""
         return self.mesh.size
 
     def shape(self, length: int) -> suites.Shape:
-        """Of a sequence so long."""
+        """Returns the shape of one sequence of this length."""
         return suites.Shape(1, length, *self.sizes)
 
     def sharding(self, kind: Kind):
-        """Of q, k, v and do."""
+        """Returns the sharding of q, k, v and do."""
         if kind.strategy is None:
             return jax.sharding.SingleDeviceSharding(self.mesh.devices.flat[0])
         return NamedSharding(self.mesh, P(None, AXIS))
 
     def like(self, kind: Kind, length: int) -> gate.Inputs:
-        """Shapes of q, k, v and do, and how they are cut."""
+        """Returns the shapes of q, k, v and do, with their sharding."""
         bare = gate.input_shapes(self.shape(length))
         put = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding(kind))
         return gate.Inputs(*(put(x.shape, x.dtype) for x in bare))
 
     def draw(self, kind: Kind, length: int) -> gate.Inputs:
-        """Standard normal arrays, made where they lie."""
+        """Draws standard normal arrays, made where they lie."""
         make = functools.partial(gate.random_inputs, self.shape(length))
         return jax.jit(make, out_shardings=self.sharding(kind))()
 
     def step(self, kind: Kind, **options: Any) -> Callable[..., Any]:
-        """(q, k, v, do) -> (o, (dq, dk, dv)), with these options beside a causal mask."""
+        """Returns the jitted (q, k, v, do) -> (o, (dq, dk, dv)), causal and with these options."""
         options = {"causal": True, "backend": self.backend} | options
         if kind.strategy is None:
             attend = flash_pallas.flash_attention
@@ -123,12 +123,12 @@ class Setting:
         return jax.jit(forward_and_backward)
 
     def moved(self, kind: Kind, arrays) -> list[jax.Array]:
-        """Arrays in order, as a kind wants them."""
+        """Puts arrays, given in order, into a kind's layout and sharding."""
         there = lambda x: to_zigzag(x, self.devices) if kind.layout == "zigzag" else x
         return [jax.device_put(there(x), self.sharding(kind)) for x in arrays]
 
     def named(self, kind: Kind, results) -> dict[str, Any]:
-        """Results of a step by the names of the gate, in order, on the first device."""
+        """Returns a step's results by the gate's names, in sequence order, on the first device."""
         back = lambda x: from_zigzag(x, self.devices) if kind.layout == "zigzag" else x
         o, gradients = results
         first = self.mesh.devices.flat[0]
@@ -136,8 +136,11 @@ class Setting:
         return dict(zip(("o", *gate.BACKWARD), alone, strict=True))
 
     def feature_error(self, kind: Kind, name: str, length: int) -> float:
-        """Of a call with a feature, as a share of what is allowed: 1 is twice (gradients: three
-        times) the root mean square error of plain jnp attention in bfloat16."""
+        """Returns the error of a call with a feature, as a share of what is allowed.
+
+        1 is twice (gradients: three times) the root mean square error of plain jnp attention in
+        bfloat16.
+        """
         alone = KINDS[ALONE]
         inputs = self.draw(alone, length)
         options = dict(FEATURES[name])
@@ -157,13 +160,13 @@ class Setting:
         )
 
     def flops(self, length: int) -> int:
-        """Of one step, forward and backward."""
+        """Returns the floating-point operations of one step, forward and backward."""
         shape = self.shape(length)
         return sum(flops.attention_flops(shape, True, d) for d in ("forward", "backward"))
 
 
 class Workshop:
-    """Programs in the making: lowered when they are announced, then compiled beside one another."""
+    """Background compilation: programs are lowered when announced, then compiled in parallel."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -171,14 +174,14 @@ class Workshop:
         self._steps: dict[tuple[Kind, int], concurrent.futures.Future] = {}
 
     def step(self, kind: Kind, length: int) -> concurrent.futures.Future:
-        """The executable of a step; asked for twice, made once."""
+        """Returns the future executable of a step; it is made once, even if asked for twice."""
         if (kind, length) not in self._steps:
             like = self._setting.like(kind, length)
             self._steps[kind, length] = self.other(self._setting.step(kind), *like)
         return self._steps[kind, length]
 
     def other(self, function, *like) -> concurrent.futures.Future:
-        """The executable of a jitted function; whoever asks for it gets the failure."""
+        """Returns the future executable of a jitted function; its result raises any failure."""
         try:
             lowered = function.lower(*like)
         except Exception as error:
@@ -189,28 +192,28 @@ class Workshop:
 
 
 def said(error: Exception) -> str:
-    """In a row."""
+    """Formats an error for a row."""
     return f"{type(error).__name__}: {error}"[:300]
 
 
 def balance(kind: Kind, devices: int) -> float:
-    """The mean device's share of the busiest one's causal work."""
+    """Returns the mean device's share of the busiest one's causal work."""
     if kind.strategy in ("ring", "all_gather") and kind.layout == "contiguous":
         return devices / (2 * devices - 1)
     return 1.0
 
 
 def bound(kind: Kind, devices: int, compute_ms: float, sending_ms: float) -> float:
-    """The share of so many times one GPU's speed that the interconnect allows at best.
+    """Returns the best share of `devices` times one GPU's speed that the interconnect allows.
 
-    A ring's keys travel while others are used. What is gathered or exchanged must be there before
-    anything is computed, and results follow after.
+    The keys of a ring travel while others are used. Arrays that are gathered or exchanged must
+    arrive before anything is computed, and results follow after.
 
     Args:
-        kind: how the sequence is cut.
-        devices: how many.
-        compute_ms: of a step at one GPU's speed, divided among all.
-        sending_ms: of its collectives alone.
+        kind: how the sequence is sharded.
+        devices: number of devices.
+        compute_ms: time of a step at one GPU's speed, divided among all.
+        sending_ms: time of its collectives alone.
     """
     busiest = compute_ms / balance(kind, devices)
     if kind.strategy == "ring":
@@ -219,11 +222,12 @@ def bound(kind: Kind, devices: int, compute_ms: float, sending_ms: float) -> flo
 
 
 def overlap(intervals: list[cupti.Interval]) -> dict[str, float]:
-    """Of a step's device work: milliseconds, the mean of the devices.
+    """Measures how a step's device work overlaps, in milliseconds, as the mean of the devices.
 
     Returns:
-        sending: while a kernel of NCCL runs, `hidden` of them beside one of attention; attention;
-        other: neither of the two, but something; whole: from the first to the last.
+        sending: while a kernel of NCCL runs; hidden: the part of it overlapped with attention;
+        attention: while one of our kernels runs; other: while something runs that is neither;
+        whole: from the first start to the last end.
     """
     devices = sorted({i.device for i in intervals})
     names = ("sending", "hidden", "attention", "other", "whole")
@@ -242,7 +246,7 @@ def overlap(intervals: list[cupti.Interval]) -> dict[str, float]:
 
 
 def planned_bytes(executable) -> dict[str, int]:
-    """XLA's plan of a program's memory on one device."""
+    """Returns XLA's plan of a program's memory on one device."""
     plan = executable.memory_analysis()
     found = {
         "argument_bytes": plan.argument_size_in_bytes,
@@ -253,7 +257,7 @@ def planned_bytes(executable) -> dict[str, int]:
 
 
 def longest(intervals: list[cupti.Interval]) -> dict[str, float]:
-    """Milliseconds of the six kernels that took most, by name, on all devices together."""
+    """Returns the ms of the six kernels that took most, by name, on all devices together."""
     sums: dict[str, float] = collections.defaultdict(float)
     for start, end, name, _ in intervals:
         sums[name[:80]] += (end - start) / 1e6

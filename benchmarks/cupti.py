@@ -39,7 +39,7 @@ _COMPLETED = ctypes.CFUNCTYPE(
 
 
 class Interval(NamedTuple):
-    """One piece of work on the device."""
+    """One piece of work on the device, with its start and end in nanoseconds."""
 
     start_ns: int
     end_ns: int
@@ -48,14 +48,14 @@ class Interval(NamedTuple):
 
 
 class CuptiError(RuntimeError):
-    """A call to CUPTI failed; the message names it."""
+    """Raised where a call to CUPTI fails; the message names the call."""
 
 
 def busy_ns(intervals: list[Interval]) -> int:
-    """Nanoseconds in which at least one of the intervals was running.
+    """Returns the nanoseconds in which at least one of the intervals was running.
 
-    A union and not a sum: kernels that overlap on purpose (programmatic dependent launch) are not
-    charged twice.
+    It is a union and not a sum: kernels that overlap on purpose (programmatic dependent launch) are
+    not charged twice.
     """
     total, reached = 0, 0
     for start, end, *_ in sorted(intervals):
@@ -83,7 +83,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Interval]]:
-        """Yields a list that holds what ran in the block once it has ended.
+        """Yields a list that holds what ran in the block once the block has ended.
 
         The caller synchronises the device at the end of the block.
         """
@@ -133,7 +133,7 @@ class Recorder:
 
 
 def parse(address: int) -> Interval | None:
-    """The activity record at this address, or None for a kind that is not measured."""
+    """Parses the activity record at this address; returns None for a kind that is not measured."""
     kind = _KINDS.get(ctypes.c_uint32.from_address(address).value)
     if kind is None:
         return None
@@ -147,7 +147,7 @@ def parse(address: int) -> Interval | None:
 
 
 def _load() -> ctypes.CDLL:
-    """The CUPTI that torch and jax also use where there is one, else the system's."""
+    """Loads CUPTI: one that is loaded or on the loader's path, else that of NVIDIA's wheels."""
     candidates = ["libcupti.so.13", "libcupti.so.12", "libcupti.so"]
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,4 +1,4 @@
-"""Who decodes: this package, and what jax has for a few queries against a cache.
+"""Decoders: this package, and what jax has for a few queries against a cache.
 
 The peers read a contiguous cache in full and have no lengths. For the Triton kernel the cache is
 laid out head by head before it is timed, as it would copy it otherwise.
@@ -28,7 +28,7 @@ TRITON_RANGES = (
 
 
 class Unsupported(Exception):
-    """The provider cannot run this call; the message says why."""
+    """Raised where a provider cannot run a call; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Decoder:
 
     Attributes:
         arrange: (q, k, v) -> the arrays of `run`; not timed.
-        run: those arrays -> o [B, T, N, H]. To be jitted.
-        chosen: what was left to the provider: number of splits and the like, for the results.
+        run: those arrays -> o [B, T, N, H]; to be jitted.
+        chosen: what was left to the provider, for the results: number of splits and the like.
     """
 
     arrange: Callable[..., tuple]
@@ -46,13 +46,13 @@ class Decoder:
     chosen: dict[str, Any]
 
     def lower(self, sizes: Sizes, call: Call):
-        """The program, ready to compile."""
+        """Lowers the program; it is ready to compile."""
         arrays = jax.eval_shape(self.arrange, *sizes.shapes(call.queries))
         return jax.jit(self.run).lower(*arrays)
 
 
 def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
-    """flash_decode with full lengths, traced as data; pages in a random order.
+    """Returns flash_decode with full lengths, traced as data; pages lie in a random order.
 
     Pages of eight bits have scales of their own, all alike.
     """
@@ -104,14 +104,14 @@ def _eight_bits(x, dtype, step):
 
 
 def jax_cudnn(sizes: Sizes, call: Call, backend: str) -> Decoder:
-    """jax.nn.dot_product_attention on cuDNN, one query."""
+    """Returns jax.nn.dot_product_attention on cuDNN, for one query."""
     _only_plain(call)
     run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     return Decoder(lambda q, k, v: (q, k, v), run, {})
 
 
 def pallas_triton(sizes: Sizes, call: Call, backend: str) -> Decoder:
-    """jax.experimental.pallas.ops.gpu.decode_attention.gqa, one query."""
+    """Returns jax.experimental.pallas.ops.gpu.decode_attention.gqa, for one query."""
     _only_plain(call)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -145,7 +145,7 @@ PROVIDERS: dict[str, Callable[[Sizes, Call, str], Decoder]] = {
 
 
 def reference(q, k, v):
-    """(o in float32, o of plain jnp in q's dtype): what is right, and how far off one may be."""
+    """Computes (o in float32, o of plain jnp in q's dtype): the truth, and a measure of error."""
     seen = jnp.arange(k.shape[1])[None] <= jnp.arange(q.shape[1])[:, None] + (
         k.shape[1] - q.shape[1]
     )

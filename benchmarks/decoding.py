@@ -1,4 +1,4 @@
-"""What is measured of decoding: groups of calls on caches of one size, compared in one run."""
+"""Decoding calls that are measured: groups on caches of one size, compared in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS, CUDNN, TRITON = "flash_pallas", "jax_cudnn", "pallas_triton"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A cache k and v [B, S, K, H] of bfloat16, and how many query heads read it."""
+    """Sizes of a bfloat16 cache, k and v [B, S, K, H], and how many query heads read it."""
 
     batch: int
     length: int
@@ -31,17 +31,17 @@ class Sizes:
 
     @property
     def kv_bytes(self) -> int:
-        """Of k and v together: what a step has to read."""
+        """Bytes of k and v together, which a step has to read."""
         return 4 * self.batch * self.length * self.kv_heads * self.head_dim
 
     def shapes(self, queries: int) -> list[jax.ShapeDtypeStruct]:
-        """Of q [B, T, N, H], k and v."""
+        """Returns the bfloat16 shapes of q [B, T, N, H], k and v."""
         heads = (queries, self.heads), *((self.length, self.kv_heads),) * 2
         dims = [(self.batch, *lead, self.head_dim) for lead in heads]
         return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in dims]
 
     def caches(self, at_least: int) -> list[tuple[jax.Array, jax.Array]]:
-        """(k, v), standard normal, as many pairs as hold so many bytes."""
+        """Returns standard normal (k, v) pairs, as many as hold `at_least` bytes together."""
         shape = self.shapes(1)[1].shape
         pairs = -(-at_least // self.kv_bytes)
         return [
@@ -50,7 +50,7 @@ class Sizes:
         ]
 
     def queries(self, number: int) -> jax.Array:
-        """q [B, T, N, H], standard normal."""
+        """Returns q [B, T, N, H], standard normal, for `number` query tokens."""
         return _normal(jax.random.key(999), self.shapes(number)[0].shape)
 
 
@@ -69,11 +69,11 @@ class Call:
     """One way to decode.
 
     Attributes:
-        provider: who; the names of PROVIDERS in decoders.py.
-        queries: new tokens of each sequence.
-        page_size: of a paged cache; None is a contiguous one.
-        cache: dtype of a cache in eight bits, with a scale for each head, or each page and head.
-        num_splits: ranges that the keys are read in; None is the provider's choice.
+        provider: the implementation, one of the names of PROVIDERS in decoders.py.
+        queries: number of new tokens in each sequence.
+        page_size: tokens of a page in a paged cache; None means a contiguous cache.
+        cache: dtype of an 8-bit cache, with a scale for each head, or for each page and head.
+        num_splits: number of ranges that the keys are read in; None leaves it to the provider.
         blocks: fields of the backend's tile sizes to replace, for tuning.
     """
 
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def label(self) -> str:
-        """What sets this call apart from one token and a contiguous cache."""
+        """Everything that sets this call apart from one token and a contiguous cache."""
         parts = [self.provider] * (self.provider != OURS)
         parts += [f"T={self.queries}"]
         parts += [f"pages of {self.page_size}"] * (self.page_size is not None)

@@ -1,4 +1,4 @@
-"""What is measured beyond plain and causal attention: groups of calls, compared in one run."""
+"""Calls that are measured beyond plain and causal attention, in groups compared in one run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Maker = Callable[["Sizes", Any], Arguments]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] of a dtype."""
+    """Sizes of q [B, T, N, H], k [B, T, K, H] and v [B, T, K, Hv], and their dtype."""
 
     batch: int
     length: int
@@ -39,7 +39,7 @@ class Sizes:
         return label if self.dtype == "bfloat16" else f"{label} {self.dtype}"
 
     def arrays(self, seed: int = 0):
-        """(q, k, v, do), standard normal."""
+        """Draws (q, k, v, do), standard normal."""
         shapes = (
             (self.batch, self.length, self.heads, self.head_dim),
             (self.batch, self.length, self.kv_heads, self.head_dim),
@@ -56,11 +56,11 @@ class Variant:
     """One way to call attention.
 
     Attributes:
-        name: unique in its group.
+        name: name, unique in its group.
         static: keyword arguments of flash_attention that are not arrays.
-        make: (sizes, key) -> those that are.
-        differentiated: names of arrays whose gradient is asked for beside q, k and v.
-        visible: share of the T * T pairs that is visible, or None where it is not said.
+        make: returns, from (sizes, key), the keyword arguments that are arrays.
+        differentiated: names of arrays whose gradients are asked for besides those of q, k and v.
+        visible: share of the T * T pairs that is visible, or None where it is not stated.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Variant:
     visible: Callable[[Sizes], float] | None = None
 
     def attention(self, backend: str) -> Callable:
-        """(q, k, v, arrays) -> o on this backend."""
+        """Returns the function (q, k, v, arrays) -> o on this backend."""
         static = dict(self.static)
         return lambda q, k, v, arrays: flash_pallas.flash_attention(
             q, k, v, backend=backend, **static, **arrays
@@ -82,10 +82,10 @@ class Group:
     """Variants on the same sizes, timed against each other; the first is the yardstick.
 
     Attributes:
-        name: of the table.
-        sizes: of the arrays.
+        name: name of the table.
+        sizes: sizes of the arrays.
         variants: what is called.
-        peers: other implementations of the last variant, see peers.py: names.
+        peers: names of other implementations of the last variant, see peers.py.
         whole: plan the memory of gradients in one program too.
     """
 
@@ -100,7 +100,7 @@ DOCUMENTS = 16
 
 
 def packed_ids(length: int, documents: int = DOCUMENTS, seed: int = 0) -> np.ndarray:
-    """Segment ids of documents of unequal lengths, none shorter than a fourth of the mean."""
+    """Draws segment ids of documents of unequal lengths, none shorter than a fourth of the mean."""
     cuts = np.random.default_rng(seed).dirichlet(np.full(documents, 4.0)) * 0.75 + 0.25 / documents
     ends = np.round(np.cumsum(cuts) * length).astype(int)
     return np.searchsorted(ends, np.arange(length), side="right").clip(0, documents - 1)
@@ -145,7 +145,7 @@ def _sinks(sizes: Sizes, key) -> Arguments:
 
 
 def squashed(score, b, n, i, j):
-    """A score_mod that is neither linear nor one of the built-in ones."""
+    """Computes a score_mod that is neither linear nor one of the built-in ones."""
     return score / (1.0 + jnp.abs(score) * 0.01)
 
 

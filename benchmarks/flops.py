@@ -12,7 +12,7 @@ GEMM_FLOPS = 2 * GEMM_SIZE**3
 
 
 def visible_pairs(q_len: int, kv_len: int, causal: bool) -> int:
-    """How many (query, key) pairs attend; causal keeps key j <= i (top-left)."""
+    """Counts the (query, key) pairs that attend; causal keeps key j <= i (top-left)."""
     if not causal:
         return q_len * kv_len
     triangle = min(q_len, kv_len)
@@ -20,7 +20,7 @@ def visible_pairs(q_len: int, kv_len: int, causal: bool) -> int:
 
 
 def attention_flops(shape, causal: bool, direction: str) -> int:
-    """Floating-point operations of the matrix products that attention needs.
+    """Returns the floating-point operations of the matmuls that attention needs.
 
     Args:
         shape: has batch, q_len, kv_len, q_heads and head_dim.
@@ -36,5 +36,5 @@ def attention_flops(shape, causal: bool, direction: str) -> int:
 
 
 def tflops(shape, causal: bool, direction: str, ms: float) -> float:
-    """Achieved TFLOP/s of one pass that took `ms` milliseconds."""
+    """Returns the TFLOP/s that one pass of `ms` milliseconds achieved."""
     return attention_flops(shape, causal, direction) / ms / 1e9

@@ -2,7 +2,7 @@
 
 The bound is the 2x rule: the error may be twice that of plain jnp attention in the same dtype,
 three times for gradients, in the maximum and in the root mean square. Both sides are computed for
-every batch element and head, one key head at a time, so that one head's scores are in memory.
+every batch element and head, one KV head at a time, so that one head's scores are in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORWARD, BACKWARD = ("o", "lse"), ("dq", "dk", "dv")
 
 
 class Inputs(NamedTuple):
-    """q and do [B, T, N, H], k and v [B, S, K, H], of one dtype."""
+    """The arrays q and do [B, T, N, H], k and v [B, S, K, H], all of one dtype."""
 
     q: Any
     k: Any
@@ -33,14 +33,14 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How far one tensor may be and is from the oracle, as (maximum, root mean square)."""
+    """Error of one tensor from the oracle and its bound, each as (maximum, root mean square)."""
 
     error: tuple[float, float]
     bound: tuple[float, float]
 
     @property
     def ok(self) -> bool:
-        """Within both bounds; a NaN is not."""
+        """True within both bounds; a NaN is not."""
         return all(e <= b for e, b in zip(self.error, self.bound, strict=True))
 
     @property
@@ -53,18 +53,18 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What one cell must give.
+    """Exact results of one cell, and how far others may be from them.
 
     Attributes:
         exact: float32 tensors by name, in the layout of the public API.
-        bounds: the largest allowed (maximum, root mean square) of the error by name.
+        bounds: the largest allowed (maximum, root mean square) of the error, by name.
     """
 
     exact: dict[str, Any]
     bounds: dict[str, tuple[float, float]]
 
     def check(self, found: dict[str, Any]) -> dict[str, Verdict]:
-        """A verdict on each tensor that was found.
+        """Returns a verdict on each tensor that was found.
 
         Raises:
             ValueError: a tensor has another shape than the oracle's.
@@ -79,7 +79,7 @@ class Oracle:
 
 
 def input_shapes(shape, dtype=jnp.bfloat16) -> Inputs:
-    """Shapes and dtypes of a cell's arrays."""
+    """Returns the shapes and dtypes of a cell's arrays."""
     q_shape = (shape.batch, shape.q_len, shape.q_heads, shape.head_dim)
     kv_shape = (shape.batch, shape.kv_len, shape.kv_heads, shape.head_dim)
     shapes = (q_shape, kv_shape, kv_shape, q_shape)
@@ -87,19 +87,19 @@ def input_shapes(shape, dtype=jnp.bfloat16) -> Inputs:
 
 
 def random_inputs(shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
-    """Standard normal arrays: zeros would draw less power and flatter everybody."""
+    """Draws standard normal arrays: zeros would draw less power and flatter everybody."""
     keys = jax.random.split(jax.random.key(seed), 4)
     wanted = zip(keys, input_shapes(shape, dtype), strict=True)
     return Inputs(*(jax.random.normal(key, like.shape, like.dtype) for key, like in wanted))
 
 
 def build_oracle(inputs: Inputs, causal: bool) -> Oracle:
-    """Float32 results and the bounds for inputs of this dtype."""
+    """Computes the float32 results and the bounds for inputs of this dtype."""
     return compile_oracle(inputs, causal)(inputs)
 
 
 def compile_oracle(like: Inputs, causal: bool) -> Callable[[Inputs], Oracle]:
-    """`build_oracle` for inputs of these shapes, compiled."""
+    """Compiles `build_oracle` for inputs of these shapes."""
     return functools.partial(_judge, _both.lower(like, causal).compile())
 
 
@@ -119,7 +119,7 @@ def _judge(compiled, inputs: Inputs) -> Oracle:
 # Nothing here is timed, and tuning matrix products takes XLA longer than running them.
 @functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_gpu_autotune_level": 0})
 def _both(inputs: Inputs, causal: bool):
-    """(exact, plain, largest sum of absolute terms of an LSE), one key head after the other."""
+    """Returns (exact, plain, largest sum of absolute terms of an LSE), one KV head at a time."""
     batch, _, kv_heads, _ = inputs.k.shape
 
     def one_head(head: Inputs):
@@ -140,28 +140,31 @@ def _both(inputs: Inputs, causal: bool):
 
 
 def _split(x, kv_heads: int):
-    """[B, T, N, H] -> [B * K, 1, T, N / K, H]."""
+    """Reshapes [B, T, N, H] to [B * K, 1, T, N / K, H]."""
     batch, length, heads, dim = x.shape
     x = x.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     return x.transpose(0, 2, 1, 3, 4).reshape(batch * kv_heads, 1, length, heads // kv_heads, dim)
 
 
 def _join(x, batch: int):
-    """The inverse of _split."""
+    """Inverts _split: reshapes [B * K, 1, T, N / K, H] to [B, T, N, H]."""
     slices, _, length, group, dim = x.shape
     x = x.reshape(batch, slices // batch, length, group, dim).transpose(0, 2, 1, 3, 4)
     return x.reshape(batch, length, -1, dim)
 
 
 def _run(attention, inputs: Inputs):
-    """Outputs and gradients by name."""
+    """Computes outputs and gradients by name."""
     q, k, v, do = inputs
     o, pullback, lse = jax.vjp(attention, q, k, v, has_aux=True)
     return dict(zip((*FORWARD, *BACKWARD), (o, lse, *pullback(do.astype(o.dtype))), strict=True))
 
 
 def _plain(q, k, v, *, causal: bool):
-    """As one writes it in jnp, for one key head: float32 softmax, the rest in q's dtype."""
+    """Computes attention as one writes it in jnp, for one KV head.
+
+    The softmax is in float32, the rest in q's dtype.
+    """
     k, v = k[:, :, 0], v[:, :, 0]
     scores = jnp.einsum("btgh,bsh->bgts", q, k, preferred_element_type=jnp.float32)
     scores = scores * q.shape[-1] ** -0.5
@@ -175,6 +178,6 @@ def _plain(q, k, v, *, causal: bool):
 
 @jax.jit
 def _sizes(found, exact):
-    """(maximum, root mean square) of the difference."""
+    """Returns (maximum, root mean square) of the difference."""
     error = jnp.abs(found.astype(jnp.float32) - exact.astype(jnp.float32))
     return jnp.max(error), jnp.sqrt(jnp.mean(jnp.square(error)))

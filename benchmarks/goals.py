@@ -1,4 +1,4 @@
-"""What the main table is held against: a goal for each of its cells, and FlashAttention-4.
+"""Standards for the main table: a goal for each of its cells, and FlashAttention-4.
 
 FlashAttention-4's Hopper kernels need a Python of their own, so they were measured in another
 process: their speed relative to torch_cudnn of that process, on the same kind of card, by wall time
@@ -14,8 +14,8 @@ class Goal(NamedTuple):
     """Speeds relative to torch_cudnn.
 
     Attributes:
-        wanted: of ours.
-        flash_attention_4: measured; None where it was not.
+        wanted: speed that ours should reach.
+        flash_attention_4: measured speed of FlashAttention-4; None where it was not measured.
     """
 
     wanted: float
@@ -54,7 +54,7 @@ GOALS = {"forward": _FORWARD, "backward": _BACKWARD}
 
 
 def goal(row: dict[str, Any]) -> Goal | None:
-    """The goal of a row's cell, whoever its provider is."""
+    """Returns the goal of a row's cell, whichever its provider is, or None."""
     sizes = ("batch", "q_len", "q_heads", "kv_heads", "head_dim")
     label = ",".join(str(row[name]) for name in sizes)
     return GOALS[row["direction"]].get((label, row["causal"]))

@@ -12,12 +12,12 @@ NEARLY = 0.99  # of what is available is all of it
 
 
 def fitting(plans: dict[int, int], available: float, multiple: int) -> int:
-    """The length whose plan fills the memory, by the line through those of the longest two.
+    """Returns the length whose plan fills the memory, on the line through those of the longest two.
 
     Args:
-        plans: bytes by length.
-        available: bytes.
-        multiple: of it.
+        plans: planned bytes by length.
+        available: bytes of memory.
+        multiple: the length is rounded down to a multiple of it.
     """
     (short, less), (long, more) = sorted(plans.items())[-2:]
     slope = (more - less) / (long - short)
@@ -25,13 +25,13 @@ def fitting(plans: dict[int, int], available: float, multiple: int) -> int:
 
 
 class Search:
-    """By one kind; its first program is announced when this is made.
+    """A search with one kind; it announces its first program when it is made.
 
     Args:
         shop: makes programs.
-        kind: how sequences are cut.
-        lengths: two at least, of which the longest two are planned first.
-        available: bytes.
+        kind: how sequences are sharded.
+        lengths: two or more, in ascending order; the longest two are planned first.
+        available: bytes of memory.
         multiple: lengths are multiples of it.
     """
 
@@ -48,7 +48,7 @@ class Search:
         shop.step(kind, self._next())
 
     def row(self) -> dict[str, Any]:
-        """The length and the plan of just that, or why there is none."""
+        """Returns the length and the plan of just that length, or why there is none."""
         try:
             length = self._found()
             return {"q_len": length, "refused": None} | self._planned(length)
@@ -56,7 +56,10 @@ class Search:
             return {"q_len": max(self.plans), "refused": context.said(error)}
 
     def _found(self) -> int:
-        """Of a few lengths whose plan fits, each on the line through the last two."""
+        """Returns the longest of a few lengths whose plan fits.
+
+        Each further one is on the line through the plans of the longest two.
+        """
         for _ in range(TRIES):
             length = self._next()
             if length in self.plans:

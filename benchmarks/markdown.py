@@ -1,4 +1,4 @@
-"""What all tables are made of."""
+"""Building blocks of all tables."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ REASON_LENGTH = 160
 
 
 def grid(head: list[str], body: list[list[str]]) -> str:
-    """A table: names of columns, then rows."""
+    """Returns a Markdown table: names of columns, then rows."""
     rows = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def unique(values) -> list:
-    """Without repetitions, in order."""
+    """Returns the values without repetitions, in order."""
     return list(dict.fromkeys(values))
 
 
 def thousands(length: int) -> str:
-    """A length as people write it."""
+    """Formats a length as people write it, as in "16k"."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def reasons(rows: list[dict[str, Any]]) -> str:
-    """One line per provider and reason for having no number."""
+    """Returns one line per provider and reason for having no number, or an empty string."""
     lines: dict[str, int] = {}
     for row in rows:
         if row["refused"] is not None:

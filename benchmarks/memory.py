@@ -43,11 +43,11 @@ DEFAULT_PROVIDERS = (
 
 
 def measure_jax(provider: str, shape: suites.Shape) -> dict[str, Any]:
-    """Bytes of one causal forward and backward in jax, inputs and gradients included.
+    """Measures the bytes of one causal forward and backward in jax, inputs and gradients included.
 
     Returns:
         `planned`, what XLA's buffer assignment says, and `measured`, the allocator's peak (None
-        where the device keeps no statistics, as on a CPU).
+        where the device keeps no statistics, as on a CPU, or where the peak did not rise).
     """
     attention = JAX_ATTENTION[provider]
     inputs = gate.random_inputs(shape)
@@ -72,7 +72,7 @@ def measure_jax(provider: str, shape: suites.Shape) -> dict[str, Any]:
 
 
 def measure_torch(shape: suites.Shape) -> dict[str, Any]:
-    """The same in PyTorch on cuDNN; `planned` is None."""
+    """Measures the same in PyTorch on cuDNN; `planned` is None."""
     torch = torch_or_none()
     if torch is None:
         raise NotImplementedError("torch with a GPU is not installed")
@@ -91,7 +91,7 @@ def measure_torch(shape: suites.Shape) -> dict[str, Any]:
 
 
 def measure(provider: str, lengths) -> Iterator[dict[str, Any]]:
-    """One row per length, stopping at the first that fails (longer ones would too)."""
+    """Yields one row per length, up to the first that fails (longer ones would fail too)."""
     for length in sorted(lengths):
         shape = dataclasses.replace(suites.MEMORY_SHAPE, q_len=length)
         row = {"provider": provider, "q_len": length, "planned": None, "measured": None}
@@ -105,7 +105,7 @@ def measure(provider: str, lengths) -> Iterator[dict[str, Any]]:
 
 
 def run_suite(providers, lengths=suites.MEMORY_LENGTHS, timeout: int = 240) -> list[dict[str, Any]]:
-    """All rows, each provider measured by a fresh process."""
+    """Returns all rows, each provider measured by a fresh process within `timeout` seconds."""
     rows = []
     for provider in providers:
         command = [sys.executable, "-m", "benchmarks.memory", provider, *map(str, lengths)]

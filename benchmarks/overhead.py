@@ -1,4 +1,4 @@
-"""What is launched for the overhead's sake: single calls and stacks of layers, few tiles each."""
+"""Workloads for launch overhead: single calls and stacks of layers, with few tiles each."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Work:
     """Something to launch.
 
     Attributes:
-        name: for the table.
-        calls: of attention in one launch.
-        function: to be jitted, of (q, k, v, do); None for the public function called eagerly.
+        name: name in the table.
+        calls: number of attention calls in one launch.
+        function: takes (q, k, v, do) and is to be jitted; None means the public function, eagerly.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Work:
 
 
 def tiles(shape: suites.Shape) -> int:
-    """Of queries in one call."""
+    """Returns the number of Q tiles (of ROWS rows) in one call."""
     return shape.batch * shape.q_heads * -(-shape.q_len // ROWS)
 
 
 def work(attention: Callable[..., Any]) -> tuple[Work, ...]:
-    """Of one implementation."""
+    """Returns the workloads of one implementation."""
     return (
         Work("eager", 1, None),
         Work("jit", 1, lambda q, k, v, do: attention(q, k, v)),
@@ -68,13 +68,13 @@ def work(attention: Callable[..., Any]) -> tuple[Work, ...]:
 
 
 def _stack(attention, q, k, v, do=None):
-    """Layers that feed each other their outputs as queries."""
+    """Runs LAYERS layers, each of which takes the previous one's output as its queries."""
     del do
     layer = lambda x, _: (attention(x, k, v), None)
     return lax.scan(layer, q, length=LAYERS)[0]
 
 
 def _gradient(attention, q, k, v, do):
-    """Output and gradients, as in a step of training."""
+    """Returns the output and the gradients, as in a training step."""
     o, pullback = jax.vjp(attention, q, k, v)
     return o, pullback(do)

@@ -8,7 +8,7 @@ from .markdown import grid, reasons, thousands, unique
 
 
 def render(results: dict[str, Any]) -> str:
-    """Steps; what was sent beside attention; the longest sequences; which runs these are."""
+    """Returns tables of steps, overlap, longest sequences and features, and names their runs."""
     of = lambda what: [row for row in results["rows"] if row["what"] == what]
     percent = lambda x: "-" if x is None else f"{100 * x:.1f}"
     number = lambda x, digits=1: "-" if x is None else f"{x:.{digits}f}"
@@ -58,7 +58,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _shares(steps: list[dict[str, Any]]) -> str:
-    """What the shares of a step are of."""
+    """Explains the columns "% of one GPU" and "% reckoned" of the steps."""
     of = {r["q_len"]: r["share_of"] for r in steps if r["share"] is not None}
     others = [f", but at {thousands(of[n])} for {thousands(n)}" for n in of if of[n] != n]
     return (
@@ -70,7 +70,7 @@ def _shares(steps: list[dict[str, Any]]) -> str:
 
 
 def _rates(rows: list[dict[str, Any]]) -> list[str]:
-    """GB/s that every GPU sends, of messages that took at least 20 microseconds."""
+    """Returns the GB/s that every GPU sends, over messages that took more than 20 microseconds."""
     rows = [row for row in rows if row["refused"] is None]
     found = []
     for gpus, name in unique((row["gpus"], row["name"]) for row in rows):

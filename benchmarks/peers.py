@@ -12,7 +12,7 @@ from .programs import Program, compile_jax
 
 
 class Unsupported(Exception):
-    """The peer cannot run this call here; the message says why."""
+    """Raised where a peer cannot run a call on this machine; the message says why."""
 
 
 def _jax(implementation, variant, arrays, do):

@@ -1,5 +1,9 @@
-"""Pictures: python -m benchmarks.plot results RESULTS.json --out h200.png
-python -m benchmarks.plot losses A/loss.csv B/loss.csv --out losses.png
+"""Draws a results file or loss curves into a picture.
+
+    python -m benchmarks.plot results RESULTS.json --out h200.png
+    python -m benchmarks.plot losses A/loss.csv B/loss.csv --out losses.png
+
+The suffix of --out is the format.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ from .run import row_label
 
 
 def plot_results(results: dict[str, Any], out: pathlib.Path) -> None:
-    """TFLOP/s as bars, or peak memory or rates of decoding as lines.
+    """Draws TFLOP/s as bars, or peak memory or the rates of decoding as lines.
 
     Args:
         results: of any suite but that of run_features.
-        out: the picture; its suffix is the format (.png, .svg). The suite of charts makes two,
-            with "_forward" and "_backward" behind the stem.
+        out: the picture; its suffix is the format (.png, .svg). The suite of charts makes two
+            pictures, with "_forward" and "_backward" after the stem.
     """
     if results["suite"] == "charts":
         for direction in ("forward", "backward"):
@@ -44,9 +48,10 @@ def _save(figure, results: dict[str, Any], out: pathlib.Path) -> None:
 
 
 def _charts(rows: list[dict[str, Any]], direction: str):
-    """A panel for each head dim (down) and mask (across); bars by length, TFLOP/s written on them.
+    """Draws a panel for each head dim (down) and mask (across), with TFLOP/s bars by length.
 
-    The grey line is the product of large matrices of the same rounds, as the median over a panel.
+    Each bar carries its TFLOP/s as a number. The grey line is the large GEMM of the same rounds, as
+    the median over a panel.
     """
     rows = [row for row in rows if row["direction"] == direction and row["ms"] is not None]
     providers = list(dict.fromkeys(row["provider"] for row in rows))
@@ -88,7 +93,7 @@ def _short(length: int) -> str:
 
 
 def _bars(rows: list[dict[str, Any]]):
-    """One panel a direction; cells along x, a bar for each provider that has a number."""
+    """Draws one panel per direction: cells along x, a bar for each provider that has a number."""
     cells = list(dict.fromkeys(row_label(row) for row in rows))
     providers = list(dict.fromkeys(row["provider"] for row in rows if row["ms"] is not None))
     figure, panels = plt.subplots(2, 1, figsize=(12, 7), layout="constrained", sharex=True)
@@ -111,7 +116,7 @@ def _bars(rows: list[dict[str, Any]]):
 
 
 def _memory(rows: list[dict[str, Any]]):
-    """Peak GiB against T, both logarithmic: linear growth is a line of slope 1."""
+    """Draws peak GiB against T, both logarithmic: linear growth is a line of slope 1."""
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     for index, provider in enumerate(dict.fromkeys(row["provider"] for row in rows)):
         points = [
@@ -128,7 +133,7 @@ def _memory(rows: list[dict[str, Any]]):
 
 
 def _splits(rows: list[dict[str, Any]]):
-    """GB/s against the number of splits, a line for each cache; dashed what plain readers reach."""
+    """Draws GB/s against the number of splits, a line per cache; plain readers' best is dashed."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     best = max(row["gb_per_s"] for row in rows if row["group"] == "ceiling")
     swept = [row for row in rows if row["group"] == "splits" and row["ms"] is not None]
@@ -144,7 +149,7 @@ def _splits(rows: list[dict[str, Any]]):
 
 
 def plot_losses(paths: list[pathlib.Path], out: pathlib.Path) -> None:
-    """Curves of several CSV files, whose first column is the step and whose second the loss.
+    """Draws the curves of several CSV files, whose first column is the step and second the loss.
 
     Args:
         paths: the files; a curve is labelled with its file's folder.
@@ -168,7 +173,7 @@ def plot_losses(paths: list[pathlib.Path], out: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Parses the command line and draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["results", "losses"])
     parser.add_argument("files", nargs="+", type=pathlib.Path)

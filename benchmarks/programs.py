@@ -11,11 +11,12 @@ from . import timing
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled forward and backward with its residuals.
+    """A compiled forward, and a backward with its residuals.
 
     Attributes:
-        launches: by direction.
-        peak_bytes: what each plans to allocate, and perhaps "both": gradients in one program.
+        launches: what to time, by direction.
+        peak_bytes: bytes that each direction plans to allocate, and perhaps "both": gradients in
+            one program.
     """
 
     launches: dict[str, timing.Launch]
@@ -23,9 +24,9 @@ class Program:
 
 
 def compile_jax(attention, arrays, do, differentiated, whole: bool = False) -> Program:
-    """(q, k, v, extra arrays) -> o as a Program; the backward starts from saved residuals.
+    """Compiles (q, k, v, extra arrays) -> o to a Program; its backward starts from saved residuals.
 
-    `whole`: plan the gradients as one program, with the forward inside, too; it is not launched.
+    `whole` also plans the gradients as one program with the forward inside, which is not launched.
     """
     q, k, v, extra = arrays
     wanted = {name: extra[name] for name in differentiated}

@@ -1,4 +1,7 @@
-"""Who is measured: name -> (forward, backward, results), or a sentence saying why not."""
+"""The attention implementations that are measured, by name.
+
+Each gives a forward, a backward and results for a cell, or a sentence that says why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ EARLIER = "flash_pallas_earlier"
 
 
 class Unsupported(Exception):
-    """This provider cannot run this cell here; the message says why."""
+    """Raised where a provider cannot run a cell on this machine; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +38,10 @@ class Provider:
     """One implementation of attention. Its functions raise Unsupported, or NotImplementedError.
 
     Attributes:
-        description: for the README's list.
-        attention: of jax, for a cell; None for another framework, which has `runner`.
-        runner: for a cell and its inputs.
-        directions: which are worth timing.
+        description: text for the README's list.
+        attention: makes jax's function for a cell; None for another framework, which has `runner`.
+        runner: makes a Runner of a cell and its inputs.
+        directions: the passes that are worth timing.
     """
 
     description: str
@@ -50,15 +53,15 @@ class Provider:
 def prepare(
     name: str, cell: Cell, dtype, processes: Executor | None = None
 ) -> Callable[[Inputs], Runner]:
-    """Compiles a provider's programs for a cell; what is returned makes a Runner of the inputs.
+    """Compiles a provider's programs for a cell; returns a function from inputs to a Runner.
 
-    It needs no memory of the device, so that many can be prepared side by side.
+    It needs no memory of the device, so that many can be prepared in parallel.
 
     Args:
-        name: of PROVIDERS.
+        name: a key of PROVIDERS.
         cell: what is computed.
-        dtype: of the inputs.
-        processes: those that trace; without, this one does.
+        dtype: dtype of the inputs.
+        processes: the processes that trace; without them, this one does.
 
     Raises:
         Unsupported, NotImplementedError: this provider cannot run this cell; says why.
@@ -76,7 +79,7 @@ def _lower(name: str, cell: Cell, dtype) -> tracing.Programs:
 
 
 def _traced_by(processes: Executor, name: str, cell: Cell, dtype) -> tracing.Programs:
-    """What `_lower` gives, traced by another process; by this one where that cannot export it."""
+    """Returns what `_lower` does, traced by another process, or here if that cannot export it."""
     try:
         return tracing.lower_exported(processes.submit(_export, name, cell, dtype).result())
     except (Unsupported, NotImplementedError):
@@ -88,12 +91,12 @@ def _traced_by(processes: Executor, name: str, cell: Cell, dtype) -> tracing.Pro
 
 
 def _export(name: str, cell: Cell, dtype) -> tracing.Programs:
-    """A provider's programs in a form that can be sent: what another process does for `prepare`."""
+    """Traces a provider's programs in a form that can be sent; `prepare` has it run elsewhere."""
     return tracing.export(PROVIDERS[name].attention(cell), input_shapes(cell.shape, dtype))
 
 
 def flash_pallas_attention(cell: Cell, package=flash_pallas, **arguments) -> Attention:
-    """Our kernels through the public functions."""
+    """Returns our kernels, called through the public functions."""
     arguments["causal"] = cell.causal
     return Attention(
         functools.partial(package.flash_attention, **arguments),
@@ -102,7 +105,7 @@ def flash_pallas_attention(cell: Cell, package=flash_pallas, **arguments) -> Att
 
 
 def earlier_attention(cell: Cell, **arguments) -> Attention:
-    """Another version of this package, which lies beside it as the package EARLIER."""
+    """Returns another version of this package, which lies next to it as the package EARLIER."""
     if importlib.util.find_spec(EARLIER) is None:
         raise Unsupported(
             f"there is no package {EARLIER}: a copy of flash_pallas of another commit"
@@ -111,7 +114,7 @@ def earlier_attention(cell: Cell, **arguments) -> Attention:
 
 
 def jax_nn_attention(cell: Cell, implementation: str) -> Attention:
-    """jax.nn.dot_product_attention."""
+    """Returns jax.nn.dot_product_attention with this implementation, "cudnn" or "xla"."""
     if implementation == "cudnn" and jax.default_backend() != "gpu":
         raise Unsupported("cuDNN needs a GPU")
     if implementation == "xla":
@@ -124,7 +127,10 @@ def jax_nn_attention(cell: Cell, implementation: str) -> Attention:
 
 
 def _refuse_dense(cell: Cell) -> None:
-    """The dense path keeps several [B, N, T, S] arrays in float32; four is a low count."""
+    """Raises Unsupported where the scores of the dense path exceed the device's memory.
+
+    That path keeps several [B, N, T, S] arrays in float32; four is a low count.
+    """
     shape, stats = cell.shape, jax.local_devices()[0].memory_stats() or {}
     need = 4 * 4 * shape.batch * shape.q_heads * shape.q_len * shape.kv_len
     limit = stats.get("bytes_limit")
@@ -133,7 +139,7 @@ def _refuse_dense(cell: Cell) -> None:
 
 
 def tokamax_attention(cell: Cell) -> Attention:
-    """Tokamax's Mosaic GPU kernels with its own choice of tiles."""
+    """Returns Tokamax's Mosaic GPU kernels with their own choice of tiles."""
     if importlib.util.find_spec("tokamax") is None:
         raise Unsupported("tokamax is not installed")
     import tokamax
@@ -148,7 +154,7 @@ def tokamax_attention(cell: Cell) -> Attention:
 
 
 def triton_attention(cell: Cell) -> Attention:
-    """Our Triton kernel, called through jax-triton."""
+    """Returns our Triton kernels, called through jax-triton."""
     if jax.default_backend() != "gpu":
         raise Unsupported("Triton needs a GPU")
     try:
@@ -170,11 +176,11 @@ def torch_runner(
     contiguous_heads: bool = False,
     backend: str = "CUDNN_ATTENTION",
 ) -> Runner:
-    """PyTorch's scaled_dot_product_attention on cuDNN, on the very same arrays.
+    """Makes a Runner of PyTorch's scaled_dot_product_attention, on the very same arrays.
 
-    Torch wants [B, N, T, H]. It gets a transposed view of the [B, T, N, H] arrays, which is what a
-    projection layer produces and which cuDNN reads as it is; with contiguous_heads, a copy in that
-    order instead.
+    It runs on cuDNN, or on another `backend`. Torch wants [B, N, T, H]. It gets a transposed view
+    of the [B, T, N, H] arrays, which is what a projection layer produces and which cuDNN reads as
+    it is; with contiguous_heads, it gets a copy in that order instead.
     """
     torch = torch_or_none()
     if torch is None:

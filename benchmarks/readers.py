@@ -1,6 +1,6 @@
-"""How fast the card reads memory: the ceiling of what decoding can reach.
+"""Plain readers of memory: their speed is the ceiling of what decoding can reach.
 
-Kernels that stream an array through shared memory and compute nothing, and a sum by XLA.
+They are kernels that stream an array through shared memory and compute nothing, and a sum by XLA.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SUM = "XLA sum"
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Every CTA streams its share of x [R, 128] through a ring of tiles, by TMA.
+    """A kernel in which every CTA streams its share of x [R, 128] through a ring of tiles, by TMA.
 
     Attributes:
-        ctas: how many share the rows.
-        rows: of a tile.
+        ctas: number of CTAs that share the rows.
+        rows: rows of a tile.
         stages: tiles in flight.
         interpret: run by the interpreter.
     """
@@ -38,11 +38,11 @@ class Reader:
 
     @property
     def label(self) -> str:
-        """For the results."""
+        """Name in the results."""
         return f"TMA, {self.ctas} CTAs, {self.stages} stages of {self.rows} rows"
 
     def __call__(self, x):
-        """int32[ctas, 128]: the tiles that each CTA has read."""
+        """Returns int32[ctas, 128]: the number of tiles that each CTA has read."""
         buffer = tile_buffer((self.stages, self.rows, COLUMNS), x.dtype)
         barrier = plgpu.Barrier(num_barriers=self.stages)
         return launch(
@@ -56,7 +56,7 @@ class Reader:
         )(x)
 
     def kernel(self, x, out, smem, full, empty):
-        """One warpgroup loads, the other gives the slots back."""
+        """Runs a producer warpgroup that loads, and a consumer that gives the slots back."""
         ring = Ring(full, empty, self.stages)
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         tiles = x.shape[0] // self.rows
@@ -88,5 +88,5 @@ READERS = (Reader(132, 64, 12), Reader(264, 64, 6))
 
 
 def xla_sum(x):
-    """What jnp makes of reading an array once."""
+    """Sums an array in float32, for which XLA reads it once."""
     return jnp.sum(x, dtype=jnp.float32)

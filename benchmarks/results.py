@@ -1,4 +1,4 @@
-"""The results file: what is in it, where it comes from, how it is read back."""
+"""The results file: its contents, where they come from, and how it is read back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versi
 
 
 def header(suite: str, method: dict[str, Any]) -> dict[str, Any]:
-    """Everything about a run apart from its rows."""
+    """Returns everything about a run apart from its rows."""
     return {
         "schema": SCHEMA,
         "suite": suite,
@@ -45,7 +45,10 @@ def header(suite: str, method: dict[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """FLASH_PALLAS_COMMIT where it is set (a copy without .git), else what git says."""
+    """Returns FLASH_PALLAS_COMMIT where it is set (a copy without .git), else git's commit.
+
+    Git's commit ends in "-dirty" where tracked files other than results have changed.
+    """
     named = os.environ.get("FLASH_PALLAS_COMMIT")
     if named:
         return named
@@ -58,7 +61,7 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that decides a number, where it is installed."""
+    """Returns the versions of all packages that decide a number, where they are installed."""
     packages = ("jax", "jaxlib", "torch", "triton", "jax-triton", "tokamax", "nvidia-cudnn-cu13")
     found = {}
     for package in packages:
@@ -82,7 +85,7 @@ def _command(*words: str) -> str | None:
 
 
 def check(results: dict[str, Any]) -> None:
-    """Raises ValueError where a results file is not what this module describes."""
+    """Raises ValueError where a results file is not as this module describes it."""
     missing = [name for name in (*HEADER_FIELDS, "rows") if name not in results]
     if missing:
         raise ValueError(f"results lack {missing}")
@@ -100,7 +103,7 @@ def check(results: dict[str, Any]) -> None:
 
 
 def save(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Writes the file in one step, and a CSV of its rows beside it."""
+    """Writes the file in one step, and a CSV file of its rows next to it."""
     check(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
@@ -116,7 +119,7 @@ def save(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 def _finite(value):
-    """NaN and infinity as None: JSON has neither."""
+    """Replaces NaN and infinity by None, as JSON has neither."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -128,7 +131,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     """Reads and checks a results file.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the file is not one.
     """
     results = json.loads(path.read_text())
     check(results)

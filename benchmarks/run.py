@@ -1,4 +1,6 @@
-"""Runs a suite: python -m benchmarks.run --suite h200 --out benchmarks/results/h200.json
+"""Runs a suite.
+
+    python -m benchmarks.run --suite h200 --out benchmarks/results/h200.json
 
 Providers whose results miss the oracle get no number. The file is written after every cell, so that
 a run cut short keeps what it has; --append goes on from there. A markdown table is printed last.
@@ -38,7 +40,7 @@ GEMM = "gemm"  # among the contestants; no provider, so it has no row
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What was compiled for one cell; the futures are done."""
+    """Compiled programs of one cell; the futures are done."""
 
     oracle: Future
     providers: dict[str, Future]
@@ -46,14 +48,14 @@ class Compiled:
 
 @dataclasses.dataclass
 class Entry:
-    """One provider on one cell: a runner and verdicts, or why there are none."""
+    """One provider on one cell: a runner and verdicts, or the reason why there are none."""
 
     runner: Runner | None = None
     verdicts: dict[str, gate.Verdict] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
     def refusal(self, direction: str) -> str | None:
-        """Why this direction gets no number, or None."""
+        """Returns why this direction gets no number, or None."""
         if self.refused is not None:
             return self.refused
         wrong = [n for n in GATED[direction] if n in self.verdicts and not self.verdicts[n].ok]
@@ -65,7 +67,7 @@ class Entry:
 
 
 def compile_cells(cells: Sequence[suites.Cell], arguments) -> list[Compiled]:
-    """Everybody's programs of these cells, side by side; nothing is timed meanwhile.
+    """Compiles all providers' programs of these cells in parallel; nothing is timed meanwhile.
 
     A job that failed keeps its exception until it is asked for its result.
     """
@@ -108,7 +110,7 @@ def admit(name: str, job: Future, inputs: gate.Inputs, oracle: gate.Oracle) -> E
 def run_cell(
     cell: suites.Cell, compiled: Compiled, timer: timing.Timer, arguments
 ) -> list[dict[str, Any]]:
-    """The rows of one cell: every provider, both directions."""
+    """Returns the rows of one cell: every provider, both directions."""
     inputs = gate.random_inputs(cell.shape, jnp.dtype(arguments.dtype))
     oracle = compiled.oracle.result()(inputs)
     entries = {name: admit(name, job, inputs, oracle) for name, job in compiled.providers.items()}
@@ -136,7 +138,7 @@ def run_cell(
 
 @functools.cache
 def gemm() -> timing.Launch:
-    """The limit that a number is held against: a large product of standard normal matrices."""
+    """Returns the limit for all numbers: a large matmul of standard normal bfloat16 matrices."""
     keys = jax.random.split(jax.random.key(0))
     x, y = (jax.random.normal(key, (flops.GEMM_SIZE,) * 2, jnp.bfloat16) for key in keys)
     product = jax.jit(jnp.dot).lower(x, y).compile()
@@ -144,7 +146,7 @@ def gemm() -> timing.Launch:
 
 
 def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any]:
-    """One row of the results file."""
+    """Returns one row of the results file."""
     row = dict.fromkeys((*results.ROW_FIELDS, *results.LATER_FIELDS))
     shape = {f: getattr(cell.shape, f) for f in results.ROW_FIELDS[:5]}
     row.update(shape, causal=cell.causal, direction=direction, provider=name, refused=refused)
@@ -169,7 +171,7 @@ def make_row(cell, direction, name, samples, refused, verdicts) -> dict[str, Any
 
 
 def gate_summary(verdicts: dict[str, gate.Verdict]) -> dict[str, Any] | None:
-    """The tensor nearest to its bound, and all of them as [maximum, root mean square]."""
+    """Returns the tensor nearest to its bound, and all of them as [maximum, root mean square]."""
     if not verdicts:
         return None
     # A NaN compares false with everything, so a failed tensor is looked for first.
@@ -185,7 +187,7 @@ def gate_summary(verdicts: dict[str, gate.Verdict]) -> dict[str, Any] | None:
 
 
 def probes() -> dict[str, timing.Launch]:
-    """Work whose device time is nearly its wall time, to try a timer on."""
+    """Returns work whose device time is nearly its wall time, to try a timer on."""
     found = {}
     x = jnp.ones((8192, 8192), jnp.bfloat16)
     product = jax.jit(jnp.dot)
@@ -200,7 +202,7 @@ def probes() -> dict[str, timing.Launch]:
 
 
 def method(timer: timing.Timer, log: dict[str, Any], arguments) -> dict[str, Any]:
-    """How the numbers were taken, for the results file."""
+    """Describes, for the results file, how the numbers were taken."""
     summary = (
         f"TFLOP/s, in parentheses the speed relative to {YARDSTICK} (above 1 is faster), "
         f"{arguments.dtype}; {timer.name}; median of {arguments.rounds} interleaved rounds, "
@@ -219,7 +221,7 @@ def method(timer: timing.Timer, log: dict[str, Any], arguments) -> dict[str, Any
 
 
 def run_timing(arguments) -> dict[str, Any]:
-    """A timing suite; the file is saved after every cell."""
+    """Runs a timing suite; the file is saved after every cell."""
     begin = time.monotonic()
     if jax.default_backend() == "gpu":
         timer, log = timing.choose(arguments.timer, probes())
@@ -241,7 +243,11 @@ def run_timing(arguments) -> dict[str, Any]:
 
 
 def time_batch(cells, timer: timing.Timer, arguments, begin: float, found) -> suites.Cell | None:
-    """Adds the rows of some cells to the file, compiled together; the cell at which time was up."""
+    """Times some cells, compiled together, and adds their rows to the file.
+
+    Returns:
+        The cell at which time was up, or None.
+    """
     longest = 0.0
     left = lambda: arguments.time_limit - (time.monotonic() - begin)
     if left() < 0:
@@ -263,7 +269,7 @@ def time_batch(cells, timer: timing.Timer, arguments, begin: float, found) -> su
 
 
 def reusable_rows(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier part of the same run.
+    """Returns the rows of an earlier part of the same run.
 
     Raises:
         ValueError: they were taken on something else, and one table must not mix the two.
@@ -278,13 +284,13 @@ def reusable_rows(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, An
 
 
 def row_label(row: dict[str, Any]) -> str:
-    """The label of the cell that a row belongs to."""
+    """Returns the label of the cell that a row belongs to."""
     sizes = ",".join(str(row[name]) for name in results.ROW_FIELDS[:5])
     return f"{sizes} {'causal' if row['causal'] else 'full'}"
 
 
 def run_memory(arguments) -> dict[str, Any]:
-    """The memory suite."""
+    """Runs the memory suite and saves its file."""
     shape = suites.MEMORY_SHAPE
     summary = (
         f"GiB at the peak of one causal forward and backward, inputs and gradients included, "
@@ -299,7 +305,7 @@ def run_memory(arguments) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", choices=[*suites.SUITES, "memory"], default="quick")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="results, a .json file")
@@ -326,7 +332,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare_process(time_limit: float) -> None:
-    """What must be set before jax first touches the device."""
+    """Sets variables that jax reads when it first touches the device, and a watchdog for hangs."""
     # Torch needs its share of the memory. And CUPTI sees the kernels of a CUDA graph only where it
     # was attached when the graph was made: without command buffers XLA makes none.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

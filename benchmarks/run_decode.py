@@ -1,10 +1,12 @@
-"""Times the groups of decoding.py: python -m benchmarks.run_decode --out results/decode.json
+"""Times the groups of decoding.py.
+
+    python -m benchmarks.run_decode --out results/decode.json
 
 Every call must first agree with attention in float32 on the same inputs, within twice the error of
 plain jnp in bfloat16 (root mean square). Rates count k and v once, whatever is read; the ceiling is
 the best of several plain readers in the same run. Every launch reads another cache than the one
-before it, 512 MiB in all, so the L2 serves none. A group is compiled
-while the one before it is timed.
+before it, 512 MiB in all, so the L2 serves none. A group is compiled while the one before it is
+timed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ ALLOWED = 2.0  # times the error of plain jnp
 
 
 class Workshop:
-    """Programs in the making: lowered when they are announced, then compiled beside one another."""
+    """Background compilation: programs are lowered when announced, then compiled in parallel."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -41,7 +43,7 @@ class Workshop:
         self._made: dict[Any, concurrent.futures.Future] = {}
 
     def call(self, sizes: Sizes, call: Call) -> concurrent.futures.Future:
-        """(Decoder, executable) of a call; asked for twice, made once."""
+        """Returns the future (Decoder, executable) of a call; asked for twice, it is made once."""
 
         def lower():
             decoder = PROVIDERS[call.provider](sizes, call, self._backend)
@@ -50,16 +52,16 @@ class Workshop:
         return self._make((sizes, call), lower)
 
     def other(self, function, *shapes) -> concurrent.futures.Future:
-        """(None, executable) of any function."""
+        """Returns the future (None, executable) of any function."""
         lower = lambda: (None, jax.jit(function).lower(*shapes))
         return self._make((function, *shapes), lower)
 
     def reference(self, sizes: Sizes, queries: int) -> concurrent.futures.Future:
-        """Of decoders.reference."""
+        """Returns the future (None, executable) of decoders.reference."""
         return self.other(reference, *sizes.shapes(queries))
 
     def announce(self, group: Group) -> None:
-        """Start on everything that a group needs."""
+        """Starts compiling everything that a group needs."""
         for call in group.calls:
             self.reference(group.sizes, call.queries)
             self.call(group.sizes, call)
@@ -80,7 +82,7 @@ class Workshop:
 
 
 def start_ceiling(shop: Workshop, size: int) -> tuple[Any, dict[str, concurrent.futures.Future]]:
-    """(what is read, by name what reads it)."""
+    """Starts compiling the plain readers; returns (shape that they read, futures by name)."""
     shape = (size // (2 * readers.COLUMNS), readers.COLUMNS)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     functions = {readers.SUM: readers.xla_sum}
@@ -90,7 +92,7 @@ def start_ceiling(shop: Workshop, size: int) -> tuple[Any, dict[str, concurrent.
 
 
 def ceiling(shape, made, timer: timing.Timer, rounds: int) -> list[dict[str, Any]]:
-    """A row for each plain reader."""
+    """Times the plain readers and returns a row for each."""
     number = -(-ROTATED_BYTES // (shape.size * shape.dtype.itemsize))
     arrays = [jax.random.normal(jax.random.key(i), shape.shape, shape.dtype) for i in range(number)]
     x, turns = arrays[0], itertools.cycle(arrays)
@@ -105,7 +107,7 @@ def ceiling(shape, made, timer: timing.Timer, rounds: int) -> list[dict[str, Any
 
 
 def timed(samples: list[timing.Sample] | None, size: int, refused: str | None) -> dict[str, Any]:
-    """What every row has: a time, and the rate of reading so many bytes, or why there is none."""
+    """Returns what every row has: a time and the rate of reading `size` bytes, or a refusal."""
     if samples is None:
         return {"refused": refused, "ms": None}
     ms, spread = timing.median_and_spread([sample.ms for sample in samples])
@@ -116,13 +118,13 @@ def timed(samples: list[timing.Sample] | None, size: int, refused: str | None) -
 
 @jax.jit
 def gate(found, exact, plain):
-    """The error as a share of what is allowed."""
+    """Computes the error as a share of what is allowed."""
     rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32) - exact)))
     return rms(found) / (ALLOWED * rms(plain) + 1e-12)
 
 
 def admit(shop: Workshop, sizes: Sizes, call: Call, caches) -> tuple[timing.Launch, dict[str, Any]]:
-    """What to time, and what the row says of it.
+    """Checks a call; returns the launch to time, and what the row says of it.
 
     Raises:
         ValueError: a wrong result.
@@ -142,7 +144,7 @@ def admit(shop: Workshop, sizes: Sizes, call: Call, caches) -> tuple[timing.Laun
 def run_group(
     shop: Workshop, group: Group, timer: timing.Timer, rounds: int, best: float
 ) -> list[dict[str, Any]]:
-    """A row for each call of a group; `best` is the ceiling in GB/s."""
+    """Returns a row for each call of a group; `best` is the ceiling in GB/s."""
     sizes = group.sizes
     caches = sizes.caches(ROTATED_BYTES)
     contestants, said, refused = {}, {}, {}
@@ -170,7 +172,7 @@ def run_group(
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for a terminal."""
+    """Formats one row for a terminal."""
     head = f"{row['group']:<10} {row['shape']:<20} {row['call']:<40}"
     if row["ms"] is None:
         return f"{head} {row['refused']}"[:200]
@@ -183,7 +185,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def run(arguments, timer: timing.Timer, log: dict[str, Any], backend: str = "hopper") -> None:
-    """All groups; the file is saved after each of them."""
+    """Times all groups; the file is saved after each of them."""
     begin = time.monotonic()
     shop = Workshop(backend)
     whole = arguments.ceiling_bytes
@@ -213,7 +215,7 @@ def run(arguments, timer: timing.Timer, log: dict[str, Any], backend: str = "hop
 
 
 def main() -> None:
-    """Command line."""
+    """Parses the command line, chooses a timer and runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", default="", help="groups whose name and shape contain this")

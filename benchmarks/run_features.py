@@ -1,9 +1,12 @@
-"""Times the groups of features.py: python -m benchmarks.run_features --out results/features.json
+"""Times the groups of features.py.
+
+    python -m benchmarks.run_features --out results/features.json
 
 Every variant must first agree, within the 2x rule, with this package's jnp backend in float32 on
-the same inputs (at most 2,048 queries of 2 batch entries, where whole arrays would take minutes).
-Peak memory is XLA's plan of the compiled program: arguments, results and temporaries; of the
-backward, from saved residuals, and where a group says so of gradients in one program.
+the same inputs (at most 2,048 queries of 2 batch entries, as whole arrays would take minutes).
+Peak memory is XLA's plan of the compiled program: arguments, results and temporaries. The plan of
+the backward starts from saved residuals; where a group asks for it, gradients in one program are
+planned too.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ SHARES = {"bfloat16": 1.0, "float32": 2.0**-8}
 
 
 def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
-    """How far o and all gradients are from float32, as a share of what the 2x rule allows."""
+    """Returns the errors of o and of all gradients from float32, as shares of what is allowed.
+
+    That is the 2x rule's bound on the root mean square; for float32 inputs, 2**-8 of it.
+    """
     small = dataclasses.replace(
         sizes, batch=min(sizes.batch, GATE_BATCH), length=min(sizes.length, GATE_LENGTH)
     )
@@ -78,7 +84,7 @@ Prepared = tuple[dict[str, Program], dict[str, str], dict]
 
 
 def prepare(group: Group, backend: str = "hopper") -> Prepared:
-    """(programs, refusals, gates) by name of variant or peer, compiled beside one another."""
+    """Compiles a group in parallel; returns (programs, refusals, gates) by variant or peer."""
     *qkv, do = group.sizes.arrays()
     gates: dict[str, dict[str, float]] = {}
 
@@ -110,7 +116,7 @@ def prepare(group: Group, backend: str = "hopper") -> Prepared:
 def run_group(
     group: Group, prepared: Prepared, timer: timing.Timer, rounds: int
 ) -> list[dict[str, Any]]:
-    """The rows of one group, of which `prepare` made the programs."""
+    """Times one group, whose programs `prepare` made, and returns its rows."""
     programs, refused, gates = prepared
     shares = {v.name: v.visible(group.sizes) for v in group.variants if v.visible}
     rows = []
@@ -142,7 +148,7 @@ def run_group(
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for a terminal."""
+    """Formats one row for a terminal."""
     head = f"{row['group']:<10} {row['shape']:<22} {row['name']:<30} {row['direction']:<9}"
     if row.get("ms") is None:
         return f"{head} {row['refused']}"[:200]
@@ -154,7 +160,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def refreshed(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The run `found`, with the groups of an earlier one that it has not timed.
+    """Returns the run `found`, with the groups of an earlier run that it has not timed.
 
     Rows that are not of the commit in the header name theirs.
     """
@@ -168,7 +174,7 @@ def refreshed(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parses the command line, times the chosen groups and writes the file after each of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", default="", help="groups whose name and shape contain this")

@@ -1,4 +1,6 @@
-"""Device time against wall time: python -m benchmarks.run_overhead --out results/overhead.json
+"""Compares device time with wall time.
+
+    python -m benchmarks.run_overhead --out results/overhead.json
 
 The wall time of XLA's default, which replays parts of a program as CUDA graphs, is taken by a
 process of its own: CUPTI would not see their kernels, so the process that reads the device's time
@@ -27,7 +29,7 @@ REPEATS = 100  # launches of a reading, at most
 
 
 class Job(NamedTuple):
-    """One thing to launch, compiled, or why it cannot be."""
+    """One thing to launch, compiled, or the reason why it cannot be."""
 
     shape: suites.Shape
     provider: str
@@ -37,7 +39,7 @@ class Job(NamedTuple):
 
 
 def compile_job(shape: suites.Shape, provider: str, work: overhead.Work, inputs) -> Job:
-    """Compiled, unless it is called eagerly."""
+    """Compiles a job, unless it is called eagerly."""
     attention = overhead.ATTENTION[provider]
     try:
         if work.function is None:
@@ -53,7 +55,7 @@ def compile_job(shape: suites.Shape, provider: str, work: overhead.Work, inputs)
 
 
 def jobs(shapes, providers: list[str]) -> list[Job]:
-    """Everything that is launched, compiled side by side."""
+    """Returns everything that is launched, compiled in parallel."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = []
         for shape in shapes:
@@ -65,7 +67,7 @@ def jobs(shapes, providers: list[str]) -> list[Job]:
 
 
 def wall_us(job: Job, rounds: int) -> float:
-    """Of one call of attention, when one launch follows another."""
+    """Returns the microseconds of one call of attention, when one launch follows another."""
     repeats = max(2, REPEATS // job.work.calls)
     timing.synchronize(job.launch.run())
     found = []
@@ -79,12 +81,12 @@ def wall_us(job: Job, rounds: int) -> float:
 
 
 def key(job: Job) -> list[str]:
-    """How the two processes name a job to each other."""
+    """Returns the names by which both processes identify a job."""
     return [job.shape.label, job.provider, job.work.name]
 
 
 def row(job: Job, with_graphs: float | None, timer: timing.Timer | None, rounds: int):
-    """One row of the results; microseconds of one call of attention."""
+    """Returns one row of the results, in microseconds of one call of attention."""
     fields = ("shape", "provider", "work")
     found: dict[str, Any] = dict(zip(fields, key(job), strict=True))
     found |= {"tiles": overhead.tiles(job.shape), "refused": job.refused}
@@ -100,7 +102,7 @@ def row(job: Job, with_graphs: float | None, timer: timing.Timer | None, rounds:
 
 
 def judged(found: list[Job]) -> list[Job]:
-    """The same; who computes something wrong gets no number."""
+    """Returns the same jobs; a provider that computes something wrong gets no number."""
     wrong: dict[tuple[suites.Shape, str], str] = {}
     for shape in dict.fromkeys(job.shape for job in found):
         oracle = gate.build_oracle(gate.random_inputs(shape), True)
@@ -115,7 +117,7 @@ def judged(found: list[Job]) -> list[Job]:
 
 
 def with_graphs(arguments) -> dict[tuple[str, ...], float]:
-    """Wall times of a process with XLA's default flags."""
+    """Returns the wall times of a process with XLA's default flags."""
     command = [sys.executable, "-m", "benchmarks.run_overhead", "--wall-only"]
     command += ["--providers", ",".join(arguments.providers), "--only", arguments.only]
     command += ["--rounds", str(arguments.rounds)]
@@ -127,7 +129,7 @@ def with_graphs(arguments) -> dict[tuple[str, ...], float]:
 
 
 def run(arguments, graphs, timer: timing.Timer | None, log: dict[str, Any]) -> dict[str, Any]:
-    """All rows; saved at the end."""
+    """Returns the results with all rows, and saves them at the end."""
     shapes = [shape for shape in overhead.SHAPES if arguments.only in shape.label]
     summary = (
         "us of one call of attention, causal, bfloat16: wall time when one launch follows another "
@@ -145,7 +147,7 @@ def run(arguments, graphs, timer: timing.Timer | None, log: dict[str, Any]) -> d
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="results, a .json file")
     parser.add_argument("--only", default="", help="shapes whose label has this")

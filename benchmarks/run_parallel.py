@@ -1,10 +1,13 @@
-"""Times context parallelism: python -m benchmarks.run_parallel --out results/parallel.json
+"""Times context parallelism.
 
-One causal forward and backward of a sequence that is cut over the GPUs of a host, by every strategy
-side by side; wall time, as the GPUs of a step wait for each other. Every strategy must first pass
-the gate. Collectives are timed alone at the very sizes that the programs use (or reckoned, `--rates
-published`), and CUPTI says how much of them ran beside attention. Runs on different numbers of
-GPUs, or of other lengths, are parts of one file.
+    python -m benchmarks.run_parallel --out results/parallel.json
+
+One causal forward and backward of a sequence that is sharded over the GPUs of a host, by every
+strategy, in interleaved rounds. Times are wall times, as the GPUs of a step wait for each other.
+Every strategy must first pass the gate. Collectives are timed alone at the very sizes that the
+programs use (or estimated from published rates, `--rates published`), and CUPTI says how much of
+them was overlapped with attention. Runs on different numbers of GPUs, or at other lengths, are
+parts of one file.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ AVAILABLE = 0.95  # of the memory: the rest is CUDA's and NCCL's
 
 
 def reading(executable, args, iterations: int) -> float:
-    """Milliseconds of one run, on the host's clock."""
+    """Returns the milliseconds of one run by the host's clock, the mean of `iterations` runs."""
     outputs = None
     begin = time.perf_counter()
     for _ in range(iterations):
@@ -43,7 +46,7 @@ def reading(executable, args, iterations: int) -> float:
 
 
 class Run:
-    """One run: what it has found so far, and how to find more."""
+    """One run of the benchmark: its rows so far, and the methods that add more."""
 
     def __init__(self, setting: Setting, kinds: list[Kind], most_s: float) -> None:
         self.setting, self.kinds, self.most_s = setting, kinds, most_s
@@ -55,17 +58,17 @@ class Run:
         self.alone_rate: tuple[int, float] | None = None  # length, FLOP/ms of one GPU
 
     def announce(self, length: int) -> None:
-        """Start on a length's programs."""
+        """Starts compiling the programs of a length."""
         for kind in self.kinds:
             self.shop.step(kind, length)
 
     def row(self, what: str, **fields) -> None:
-        """Keep and print it."""
+        """Keeps a row and prints it."""
         self.rows.append({"what": what, "gpus": self.setting.devices, **fields})
         print(line(self.rows[-1]), flush=True)
 
     def judge(self) -> None:
-        """Whoever misses the oracle gets no number."""
+        """Checks every kind against the oracle; one that misses it gets no number."""
         length = GATE_LENGTH * self.setting.devices
         inputs = self.setting.draw(KINDS[context.ALONE], length)
         oracle = gate.build_oracle(inputs, True)
@@ -82,7 +85,7 @@ class Run:
         print(f"gate: { {k.name: self.refused.get(k, self.used.get(k)) for k in self.kinds} }")
 
     def judge_features(self) -> None:
-        """A row for each kind and feature: how far it is from one device's result in float32."""
+        """Adds a row per kind and feature: its distance from one device's result in float32."""
         length = GATE_LENGTH * self.setting.devices
         for kind, name in itertools.product(self.kinds, context.FEATURES):
             if kind.strategy is None or kind in self.refused:
@@ -96,7 +99,7 @@ class Run:
             self.row("feature", **fields)
 
     def send(self, length: int, measured: bool = True) -> None:
-        """What is sent at this length, and in what time, measured or at published rates."""
+        """Finds each kind's bytes sent at this length and their time, measured or published."""
         listed = {
             kind: collectives.messages(self.setting.step(kind), self.setting.like(kind, length))
             for kind in self.kinds
@@ -113,7 +116,7 @@ class Run:
             self.sent[kind, length] = sent, None if math.isnan(ms) else ms
 
     def _sending(self, every: dict[Any, Message], length: int) -> dict[Any, float]:
-        """Milliseconds of collectives by themselves, and a row for each; NaN where XLA cut some."""
+        """Times collectives by themselves in ms, with a row for each; NaN where XLA cut some."""
         made = {key: m.program(self.setting.mesh, context.AXIS) for key, m in every.items()}
         futures = {key: self.shop.other(function, like) for key, (function, like) in made.items()}
         times = {}
@@ -134,7 +137,7 @@ class Run:
         return times
 
     def time(self, length: int, alone: bool) -> None:
-        """A row for each kind; one GPU by itself computes this length only if `alone`."""
+        """Adds a row for each kind; one GPU by itself computes this length only if `alone`."""
         contestants = {}
         for kind in self.kinds:
             if kind in self.refused or (kind.strategy is None and not alone):
@@ -148,7 +151,7 @@ class Run:
             self.row("step", **self._step(kind, length, samples.get(kind)))
 
     def _samples(self, contestants: dict[Kind, Any], length: int) -> dict[Kind, list[float]]:
-        """Milliseconds, interleaved: as many rounds as there are seconds, one at least."""
+        """Takes interleaved readings in ms: as many rounds as `most_s` seconds allow, 1 to 7."""
         inputs = {}
         for kind in contestants:
             if kind.strategy is None or not any(k.strategy for k in inputs):
@@ -173,7 +176,7 @@ class Run:
         return samples
 
     def _step(self, kind: Kind, length: int, samples: list[float] | None) -> dict[str, Any]:
-        """One row's fields."""
+        """Returns the fields of one row."""
         refused = self.refused.get(kind)
         found: dict[str, Any] = {"kind": kind.name, "q_len": length, "refused": refused}
         names = ("gate", "ms", "spread", "rounds", "tflops", "share", "share_of", "sent_bytes")
@@ -200,7 +203,7 @@ class Run:
         return found
 
     def profile(self, length: int) -> None:
-        """A row for each kind: what ran beside what in one step."""
+        """Adds a row for each kind: how much sending of one step was overlapped with attention."""
         try:
             recorder = cupti.Recorder()
             with recorder.record():  # there may be a library and no GPU
@@ -220,7 +223,7 @@ class Run:
                 self.row("overlap", kind=kind.name, q_len=length, **fields)
 
     def fill(self, lengths: list[int], memory: float) -> None:
-        """A row for each kind: the longest sequence by the plan, and the plan of just that."""
+        """Adds a row for each kind: the longest sequence that fits by XLA's plan, and that plan."""
         if len(lengths) < 2:
             return
         kinds = [kind for kind in self.kinds if kind not in self.refused]
@@ -231,7 +234,7 @@ class Run:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for a terminal."""
+    """Formats one row for a terminal."""
     head = f"{row['gpus']} GPUs {row['what']:<10} T={row['q_len']:<8} {row.get('kind', ''):<20}"
     if row.get("refused"):
         return f"{head} {row['refused']}"[:200]
@@ -249,12 +252,12 @@ _IN_HEAD = ("gpus", "what", "q_len", "kind")
 
 
 def merged(path: pathlib.Path, found: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """`found` with the rows that the file has of other lengths, or other numbers of GPUs.
+    """Returns `found` with the file's rows of other lengths, or of other numbers of GPUs.
 
-    Each of its runs says which lengths are left of it.
+    Each run in the file lists the lengths whose rows are still its own.
 
     Raises:
-        ValueError: they were taken on another kind of device.
+        ValueError: the file's rows were taken on another kind of device.
     """
     lengths = sorted({row["q_len"] for row in found["rows"]})
     ran = {name: found[name] for name in ("date", "commit", "versions")}
@@ -274,7 +277,7 @@ def merged(path: pathlib.Path, found: dict[str, Any], gpus: int) -> dict[str, An
 
 
 def run(arguments) -> dict[str, Any]:
-    """All lengths; the file is saved after each of them."""
+    """Measures all lengths; saves the file after each of them."""
     begin = time.monotonic()
     devices = jax.devices()[: arguments.gpus or None]
     setting = Setting.of(devices, arguments.sizes, arguments.backend)
@@ -320,7 +323,7 @@ def run(arguments) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = lambda text: text.split(",")
     numbers = lambda text: [int(x) for x in text.split(",")]

@@ -1,10 +1,10 @@
-"""Versions of this package against each other, in one process.
+"""Compares versions of this package with each other, in one process.
 
     python -m benchmarks.run_versions --out benchmarks/results/versions.json \\
         --packages flash_pallas_earlier flash_pallas_copy flash_pallas
 
-The first is what the others are divided by. One of them should be a copy of it: how far that is
-from 1 is what a reading is worth. Each package is a folder `flash_pallas` of some commit, copied
+The others are divided by the first. One of them should be a copy of it: its distance from 1 says
+how far a reading can be trusted. Each package is a folder `flash_pallas` of some commit, copied
 under this name to where Python finds it. Readings are short and rounds many, so that the card's
 drift is the same for all.
 """
@@ -28,13 +28,13 @@ from .run import DIRECTIONS, probes
 
 
 def export(package: str, call: dict[str, Any], cell: suites.Cell) -> tracing.Programs:
-    """The programs of one version for a cell, traced by another process; `call`: keywords."""
+    """Traces one version's programs for a cell in a worker process; `call`: keyword arguments."""
     attention = providers.flash_pallas_attention(cell, importlib.import_module(package), **call)
     return tracing.export(attention, gate.input_shapes(cell.shape, jnp.dtype(jnp.bfloat16)))
 
 
 def compile_all(arguments, cells: list[suites.Cell]):
-    """Compiles all programs side by side; returns what makes a Runner of inputs."""
+    """Compiles all programs in parallel; returns functions from inputs to a Runner, by job."""
     jobs = [(package, cell) for cell in cells for package in arguments.packages]
     workers, call = arguments.workers, arguments.call | {"backend": arguments.backend}
     apart = multiprocessing.get_context("spawn")
@@ -48,7 +48,7 @@ def compile_all(arguments, cells: list[suites.Cell]):
 def compare(
     makers: dict[str, Any], cell: suites.Cell, timer: timing.Timer, arguments
 ) -> list[dict[str, Any]]:
-    """A row for each direction: medians in ms, and each version's time over the first one's."""
+    """Returns a row per direction: medians in ms, and each version's time over the first one's."""
     inputs = gate.random_inputs(cell.shape, jnp.dtype(jnp.bfloat16))
     runners = {package: make(inputs) for package, make in makers.items()}
     first = next(iter(makers))
@@ -74,7 +74,7 @@ def compare(
 
 
 def line(row: dict[str, Any]) -> str:
-    """Says a row in one line."""
+    """Formats a row as one line for a terminal."""
     first, *others = row["ms"]
     parts = [f"{p} {100 * (row['time_ratio'][p] - 1):+.1f} %" for p in others]
     return f"{row['cell']:<24} {row['direction']:<9} {row['ms'][first]:7.4f} ms  " + "  ".join(
@@ -83,7 +83,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Parses the command line, runs the comparison and writes the results after every cell."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_versions", description=__doc__)
     parser.add_argument("--packages", nargs="+", required=True)
     parser.add_argument("--backend", default="hopper")

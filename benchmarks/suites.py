@@ -18,7 +18,7 @@ class Shape:
 
     @property
     def kv_len(self) -> int:
-        """S; every suite measures self-attention."""
+        """S, the length of k and v, equal to T; every suite measures self-attention."""
         return self.q_len
 
     @property

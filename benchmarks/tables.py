@@ -3,7 +3,7 @@
     python -m benchmarks.tables RESULTS.json
     python -m benchmarks.tables RESULTS.json --into README.md --name NAME
 
-The second replaces what stands between `<!-- table:NAME -->` and `<!-- end -->`.
+The second command replaces the text between `<!-- table:NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .providers import YARDSTICK
 
 
 def render(results: dict[str, Any]) -> str:
-    """The whole table of a results file with the line that says where it comes from."""
+    """Returns the whole table of a results file, with the line that says where it comes from."""
     own = {
         "memory": _memory_table,
         "features": _features_table,
@@ -33,7 +33,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def provenance(results: dict[str, Any]) -> str:
-    """Device, date, commit, versions and method in one line."""
+    """Returns device, driver, date, commit, versions and method in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     commit = (results["commit"] or "unknown")[:12]
     return (
@@ -43,7 +43,7 @@ def provenance(results: dict[str, Any]) -> str:
 
 
 def _timing_table(results: dict[str, Any]) -> str:
-    """TFLOP/s of everybody, and in parentheses the speed as a ratio to the yardstick."""
+    """Tabulates all TFLOP/s, with the speed relative to the yardstick in parentheses."""
     rows = results["rows"]
     key = lambda r: (*(r[name] for name in results_file.ROW_FIELDS[:7]),)
     cells = {(key(row), row["provider"]): row for row in rows}
@@ -69,7 +69,7 @@ _PORTABLE = {"flash_pallas_portable", "torch_flash"}
 
 
 def _against_flash(entries: dict[str, dict[str, Any] | None]) -> str:
-    """The portable kernels' speed relative to PyTorch's FlashAttention-2."""
+    """Returns the portable kernels' speed relative to PyTorch's FlashAttention-2."""
     ours = entries["flash_pallas_portable"]
     ratio = ours and (ours.get("relative") or {}).get("torch_flash")
     return "-" if ratio is None else f"{ratio:.2f}"
@@ -86,7 +86,7 @@ _FOOTNOTE = (
 
 
 def _judgement(entries: dict[str, dict[str, Any] | None]) -> list[str]:
-    """FlashAttention-4, the goal and whether it is met, and ours against the best and the card."""
+    """Returns the _JUDGEMENT columns: FA4, goal and verdict, ours / best peer, ours / GEMM."""
     ours = entries[OURS]
     if ours is None or ours["ratio_to_torch_cudnn"] is None:
         return ["-"] * len(_JUDGEMENT)
@@ -117,7 +117,7 @@ def _entry(row: dict[str, Any] | None) -> str:
 
 
 def _memory_table(results: dict[str, Any]) -> str:
-    """GiB by T (rows) and provider (columns); measured, else XLA's plan marked with a tilde."""
+    """Tabulates GiB by T (rows) and provider (columns): measured, else XLA's plan after a tilde."""
     rows = results["rows"]
     cells = {(row["q_len"], row["provider"]): row for row in rows}
     providers = unique(row["provider"] for row in rows)
@@ -130,7 +130,7 @@ def _memory_table(results: dict[str, Any]) -> str:
 
 
 def _features_table(results: dict[str, Any]) -> str:
-    """Milliseconds and, in parentheses, the speed relative to the first call of each group."""
+    """Tabulates ms with the speed relative to each group's first call in parentheses, and GiB."""
     body = []
     for group in groups(results["rows"]):
         for name in unique(row["name"] for row in group):
@@ -145,7 +145,7 @@ def _features_table(results: dict[str, Any]) -> str:
 
 
 def _decode_table(results: dict[str, Any]) -> str:
-    """Microseconds and GB/s of every call, but for those that plot.py shows and those of tuning."""
+    """Tabulates us and GB/s of every call, except the splits that plot.py draws and the tuning."""
     rows = [row for row in results["rows"] if row["group"] not in ("splits", "blocks")]
     body = []
     for row in (row for row in rows if row["ms"] is not None):
@@ -160,7 +160,7 @@ def _decode_table(results: dict[str, Any]) -> str:
 
 
 def _overhead_table(results: dict[str, Any]) -> str:
-    """Of every provider the device's time, wall time without and with CUDA graphs, and launches."""
+    """Tabulates device time, wall time without and with CUDA graphs, and launches, by provider."""
     rows = results["rows"]
     providers = unique(row["provider"] for row in rows)
     cells = {(row["shape"], row["work"], row["provider"]): row for row in rows}
@@ -181,7 +181,7 @@ def _overhead_table(results: dict[str, Any]) -> str:
 
 
 def _of_other_commits(results: dict[str, Any]) -> str:
-    """Which rows were kept from earlier runs."""
+    """Names the rows that were kept from earlier runs, by commit."""
     named = [
         (row["commit"], f"{row['group']} {row['shape']}")
         for row in results["rows"]
@@ -195,7 +195,7 @@ def _of_other_commits(results: dict[str, Any]) -> str:
 
 
 def groups(rows: list[dict[str, Any]]):
-    """The rows of each group: its forward rows, then its backward rows."""
+    """Returns the rows of each group: its forward rows, then its backward rows."""
     found: list[list[dict[str, Any]]] = []
     for row in rows:
         if not found or (row["direction"], found[-1][-1]["direction"]) == ("forward", "backward"):
@@ -229,7 +229,7 @@ def _gibibytes(row: dict[str, Any] | None) -> str:
 
 
 def replace(document: str, name: str, table: str) -> str:
-    """The document with the text between the markers of this name replaced.
+    """Returns the document with the text between the markers of this name replaced.
 
     Raises:
         ValueError: it does not have exactly one such pair.
@@ -244,7 +244,7 @@ def replace(document: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Prints the table of a results file, or puts it into a document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=pathlib.Path)
     parser.add_argument("--into", type=pathlib.Path, help="the document to change")

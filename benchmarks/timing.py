@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     """One reading: milliseconds and pieces of device work, per iteration.
 
     Attributes:
-        mhz: the clock of the multiprocessors meanwhile; None where nothing reads it.
+        mhz: the SM clock meanwhile; None where nothing reads it.
     """
 
     ms: float
@@ -46,12 +46,12 @@ class Timer(Protocol):
     name: str
 
     def measure(self, launch: Launch, iterations: int) -> Sample:
-        """The time of `iterations` runs, divided by their number."""
+        """Returns the time of `iterations` runs, divided by their number."""
         ...
 
 
 def torch_or_none():
-    """The torch module where it is installed and sees a GPU."""
+    """Returns the torch module where it is installed and sees a GPU, else None."""
     try:
         import torch
     except ImportError:
@@ -62,8 +62,8 @@ def torch_or_none():
 def synchronize(outputs: Any = None) -> None:
     """Waits for everything on the device.
 
-    First for the given outputs: jax may still be enqueueing when its call returns, and a wait for
-    the device does not see what has not been enqueued.
+    It waits first for the given outputs: jax may still be enqueueing when its call returns, and a
+    wait for the device does not see what has not been enqueued.
     """
     jax.block_until_ready(outputs)
     torch = torch_or_none()
@@ -93,7 +93,7 @@ class CuptiTimer:
         self._recorder = cupti.Recorder()
 
     def measure(self, launch: Launch, iterations: int) -> Sample:
-        """See Timer."""
+        """Measures by CUPTI's records; see Timer."""
         synchronize()
         with self._recorder.record() as intervals:
             _repeat(launch, iterations)
@@ -101,7 +101,7 @@ class CuptiTimer:
 
 
 class KinetoTimer:
-    """The same records by way of torch.profiler, which also sees what jax launches."""
+    """Busy time from the same records through torch.profiler, which also sees what jax launches."""
 
     name = "torch.profiler: device busy time over kernels, memsets and copies"
 
@@ -113,7 +113,7 @@ class KinetoTimer:
             raise RuntimeError("torch with a GPU is not installed")
 
     def measure(self, launch: Launch, iterations: int) -> Sample:
-        """See Timer."""
+        """Measures by the trace of torch.profiler; see Timer."""
         profiler = self._torch.profiler
         synchronize()
         with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
@@ -126,7 +126,7 @@ class KinetoTimer:
 
     @classmethod
     def intervals(cls, events: list[dict[str, Any]]) -> list[cupti.Interval]:
-        """The device work among the events of a trace, whose times are microseconds."""
+        """Returns the device work among the events of a trace, whose times are microseconds."""
         return [
             cupti.Interval(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3), e["name"])
             for e in events
@@ -137,14 +137,14 @@ class KinetoTimer:
 class HostTimer:
     """The last resort: CUDA events around torch, the host's clock around jax.
 
-    Dispatch of jax is in its number (5 to 20 % at short lengths), so a ratio of jax to torch taken
-    this way is a lower bound.
+    The dispatch of jax is in its number (5 to 20 % at short lengths), so a ratio of jax to torch
+    taken this way is a lower bound.
     """
 
     name = "cuda events (torch), wall clock (jax)"
 
     def measure(self, launch: Launch, iterations: int) -> Sample:
-        """See Timer."""
+        """Measures by CUDA events or the host's clock, with NaN for launches; see Timer."""
         synchronize()
         torch = torch_or_none() if launch.framework == "torch" else None
         if torch is None:
@@ -172,7 +172,7 @@ _PLAUSIBLE = (0.7, 1.1)
 
 
 def verify(timer: Timer, probes: dict[str, Launch], iterations: int = 10) -> dict[str, float]:
-    """Device time over wall time for each probe.
+    """Returns device time over wall time for each probe.
 
     Raises:
         RuntimeError: the timer cannot be trusted with one of them.
@@ -190,7 +190,7 @@ def verify(timer: Timer, probes: dict[str, Launch], iterations: int = 10) -> dic
 
 
 def choose(name: str, probes: dict[str, Launch]) -> tuple[Timer, dict[str, Any]]:
-    """The timer of this name, or for "auto" the first that passes `verify`.
+    """Chooses the timer of this name, or for "auto" the first that passes `verify`.
 
     Returns:
         The timer, and what was found on the way, for the results.
@@ -213,20 +213,21 @@ def choose(name: str, probes: dict[str, Launch]) -> tuple[Timer, dict[str, Any]]
 
 
 def iterations_for(pilot_ms: float, target_ms: float = 30.0) -> int:
-    """How often to run what takes pilot_ms, so that one reading lasts about target_ms.
+    """Returns how often to run what takes pilot_ms, so that a reading lasts about target_ms.
 
-    At most 100 times in 30 ms: dispatch takes the host longer than what is shorter than that.
+    It is at least 2, and at most 100 per 30 ms: shorter work takes the host longer to dispatch than
+    the device to run.
     """
     most = max(100, round(100 * target_ms / 30.0))
     return min(max(math.ceil(target_ms / max(pilot_ms, 1e-6)), 2), most)
 
 
 def order(count: int, turn: int) -> list[int]:
-    """Of so many contestants in a round: each comes behind every other equally often.
+    """Returns the order of `count` contestants in a round: each follows every other equally often.
 
-    Over `count` rounds where it is even, else over twice as many (Williams 1949, for residual
-    effects of treatments): always behind the same one, a contestant is timed on the card as that
-    one leaves it. Behind a GEMM that was up to 10 % (benchmarks/NOTES.md).
+    This holds over `count` rounds where that is even, else over twice as many (Williams 1949, for
+    residual effects of treatments). A contestant that always follows the same one is timed on the
+    card as that one leaves it. After a GEMM that was up to 10 % (benchmarks/NOTES.md).
     """
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
     if count % 2 and turn // count % 2:
@@ -241,10 +242,10 @@ def interleave(
     reading_ms: float = 30.0,
     clock: clocks.ClockReader | None = None,
 ) -> tuple[dict[str, list[Sample]], dict[str, str]]:
-    """Readings of all contestants, round by round, in the order of `order`.
+    """Takes readings of all contestants, round by round, in the order of `order`.
 
     The card is power-limited and drifts by 10 % within minutes, so only readings of the same round
-    are comparable. Each is taken behind another of the same contestant, which is dropped. One that
+    are comparable. Each is taken after another of the same contestant, which is dropped. One that
     raises drops out.
 
     Returns:
@@ -283,7 +284,7 @@ def interleave(
 
 
 def median_and_spread(values: list[float]) -> tuple[float, float]:
-    """The median, and the interquartile range as a fraction of it."""
+    """Returns the median, and the interquartile range as a fraction of it."""
     middle = statistics.median(values)
     if len(values) < 2:
         return middle, 0.0
@@ -292,6 +293,6 @@ def median_and_spread(values: list[float]) -> tuple[float, float]:
 
 
 def speed_ratio(yardstick: list[Sample], mine: list[Sample]) -> float:
-    """Median over the rounds of (yardstick's time / my time): above 1 is faster than it."""
+    """Returns the median over the rounds of (yardstick's time / my time): above 1 is faster."""
     pairs = zip(yardstick, mine, strict=True)
     return statistics.median(theirs.ms / ours.ms for theirs, ours in pairs)

@@ -1,8 +1,8 @@
-"""The programs of a differentiable jax function: traced here or elsewhere, compiled, run.
+"""Programs of a differentiable jax function: traced in this process or another, compiled and run.
 
-Tracing a kernel takes Python half a second and holds its lock, so many programs are traced by
-several processes. They hand them over in the form of jax.export, which knows no pytrees of ours:
-what goes from one program to the next are lists of arrays.
+Tracing a kernel takes half a second of Python and holds the interpreter's lock, so several
+processes share the tracing of many programs. They hand the programs over in the form of jax.export,
+which does not know our pytrees: one program passes lists of arrays to the next.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _CUSTOM_CALLS = (
 
 
 class Attention(NamedTuple):
-    """A function (q, k, v) -> o, and (q, k, v) -> (o, lse) for the gate where there is one."""
+    """A function (q, k, v) -> o and, where there is one, (q, k, v) -> (o, lse) for the gate."""
 
     run: Callable[..., Any]
     with_lse: Callable[..., Any] | None = None
 
 
 class Programs(NamedTuple):
-    """Of one function: its forward, the forward that saves residuals, and the backward alone."""
+    """Programs of one function: its forward, the forward that saves residuals, and the backward."""
 
     forward: Any  # (q, k, v) -> o
     save: Any  # (q, k, v) -> residuals, a list, and lse or None
@@ -50,8 +50,8 @@ class Runner(NamedTuple):
     Attributes:
         launches: what to time, by direction. The backward starts from saved residuals and includes
             everything it needs: delta, zeroed buffers, conversions.
-        results: o, dq, dk, dv and, where the provider gives it, lse, in the layout of the public
-            API; computed when called.
+        results: computes o, dq, dk, dv and, where the provider gives it, lse, in the layout of the
+            public API.
     """
 
     launches: dict[str, Launch]
@@ -59,10 +59,10 @@ class Runner(NamedTuple):
 
 
 def _jitted(attention: Attention, like: Inputs) -> list[tuple[Any, tuple]]:
-    """The jitted functions of Programs, each with what it is called on.
+    """Returns the jitted functions of Programs, each with the arguments it is called on.
 
-    The pullback of jax.vjp is a pytree of the residuals, so it is computed by one program and given
-    to another, which is then the backward and nothing else.
+    The pullback of jax.vjp is a pytree of the residuals. One program computes it and hands it to
+    another, which is then the backward and nothing else.
     """
     *qkv, do = like
     primal = attention.with_lse or (lambda *args: (attention.run(*args), None))
@@ -84,12 +84,12 @@ def _jitted(attention: Attention, like: Inputs) -> list[tuple[Any, tuple]]:
 
 
 def lower(attention: Attention, like: Inputs) -> Programs:
-    """The programs for inputs of these shapes, traced and ready to compile."""
+    """Traces and lowers the programs for inputs of these shapes; they are ready to compile."""
     return Programs(*(function.lower(*args) for function, args in _jitted(attention, like)))
 
 
 def export(attention: Attention, like: Inputs) -> Programs:
-    """The same as records that can be pickled, for `lower_exported` in another process."""
+    """Traces the same programs as records that can be pickled, for `lower_exported` elsewhere."""
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
     exported = (
         jax.export.export(function, disabled_checks=allowed)(*args)
@@ -100,7 +100,7 @@ def export(attention: Attention, like: Inputs) -> Programs:
 
 
 def lower_exported(programs: Programs) -> Programs:
-    """What `lower` gives, of what `export` gave."""
+    """Lowers what `export` returned to what `lower` would return."""
     lowered = []
     for exported in programs:
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in exported.in_avals]
@@ -110,7 +110,7 @@ def lower_exported(programs: Programs) -> Programs:
 
 
 def compiled(lowered: Programs) -> Callable[[Inputs], Runner]:
-    """What makes a Runner of inputs."""
+    """Compiles the programs; returns a function from inputs to a Runner."""
     # XLA and ptxas compile outside Python's lock: three programs in the time of the slowest.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = pool.map(lambda program: program.compile(), lowered)

@@ -1,9 +1,10 @@
 """The classical baseline: FlashAttention-2 in Triton, forward and split backward.
 
-Our own kernels, structured as in Triton's FlashAttention-2 guide: one program per block of queries
-forward, then delta = rowsum(o * do), then one kernel for dK and dV and one for dQ. Plain pointers,
-one fixed tile per head dim, not autotuned: what a good afternoon with Triton gives, and the bar
-that a Hopper kernel has to clear. Needs triton, and jax-triton to be called from jax.
+These are our own kernels, structured as in Triton's FlashAttention-2 guide: a forward with one
+program per Q tile, then delta = rowsum(o * do), then one kernel for dK and dV and one for dQ. They
+use plain pointers and one fixed tile per head dim, and are not autotuned: what a good afternoon
+with Triton gives, and the bar that a Hopper kernel has to clear. They need triton, and jax-triton
+to be called from jax.
 """
 
 # A Triton kernel's sizes are parameters: it can read no enclosing scope.
@@ -24,7 +25,7 @@ LN2 = math.log(2.0)
 
 
 class Tiles(NamedTuple):
-    """Block sizes and launch options of the three kernels."""
+    """Tile sizes and launch options of the three kernels."""
 
     forward: tuple[int, int, int, int]  # queries, keys, warps, stages
     dkv: tuple[int, int, int, int]
@@ -42,21 +43,21 @@ TILES = {
 
 @triton.jit
 def _place(pair, N: tl.constexpr, K: tl.constexpr):
-    """(batch as int64, query head, key head) of program `pair` of B * N."""
+    """Returns (batch as int64, query head, KV head) of program `pair` of B * N."""
     head = pair % N
     return (pair // N).to(tl.int64), head, head // (N // K)
 
 
 @triton.jit
 def _rows(base, first, BLOCK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """Pointers [BLOCK, H] to consecutive rows of one head of a [B, T, HEADS, H] array."""
+    """Returns pointers [BLOCK, H] to consecutive rows of one head of a [B, T, HEADS, H] array."""
     row = first + tl.arange(0, BLOCK)
     return base + row[:, None] * (HEADS * H) + tl.arange(0, H)[None, :]
 
 
 @triton.jit
 def _columns(base, first, BLOCK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """The transpose of _rows: pointers [H, BLOCK]."""
+    """Returns the transpose of _rows: pointers [H, BLOCK]."""
     row = first + tl.arange(0, BLOCK)
     return base + row[None, :] * (HEADS * H) + tl.arange(0, H)[:, None]
 
@@ -66,7 +67,7 @@ def _forward_span(
     acc, total, peak, q, k, v, query, low, high, MASKED: tl.constexpr,
     LOG2_SCALE: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [low, high)."""
+    """Updates acc, row sum and row max by an online softmax over the keys [low, high)."""
     for start in tl.range(low, high, BLOCK_KV):
         k_t = tl.load(_columns(k, start, BLOCK_KV, K, H))
         scores = tl.dot(q, k_t) * LOG2_SCALE
@@ -88,7 +89,7 @@ def forward_kernel(
     q, k, v, o, lse, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
     LOG2_SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """o and the base-2 LSE f32[B, N, T] of one block of queries; BLOCK_KV divides BLOCK_Q."""
+    """Computes o and the base-2 LSE f32[B, N, T] of one Q tile; BLOCK_KV divides BLOCK_Q."""
     first = tl.program_id(0) * BLOCK_Q
     batch, head, kv_head = _place(tl.program_id(1), N, K)
     q += (batch * T * N + head) * H
@@ -118,7 +119,7 @@ def _dkv_span(
     dk, dv, k, v, q, do, lse, delta, key, low, high, MASKED: tl.constexpr,
     LOG2_SCALE: tl.constexpr, N: tl.constexpr, H: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Adds the queries [low, high), with scores transposed: [keys, queries]."""
+    """Adds the queries [low, high) to dK and dV, with scores transposed: [keys, queries]."""
     for start in tl.range(low, high, BLOCK_Q):
         query = start + tl.arange(0, BLOCK_Q)
         q_t = tl.load(_columns(q, start, BLOCK_Q, N, H))
@@ -139,7 +140,7 @@ def dkv_kernel(
     H: tl.constexpr, SCALE: tl.constexpr, LOG2_SCALE: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys, summed over the query heads that read them."""
+    """Computes dK and dV of one KV tile, summed over the query heads that read it."""
     first = tl.program_id(0) * BLOCK_KV
     kv_head = tl.program_id(1) % K
     batch = (tl.program_id(1) // K).to(tl.int64)
@@ -173,7 +174,7 @@ def _dq_span(
     dq, q, do, row_lse, row_delta, k, v, query, low, high, MASKED: tl.constexpr,
     LOG2_SCALE: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [low, high)."""
+    """Adds the keys [low, high) to dQ."""
     for start in tl.range(low, high, BLOCK_KV):
         k_t = tl.load(_columns(k, start, BLOCK_KV, K, H))
         p = tl.math.exp2(tl.dot(q, k_t) * LOG2_SCALE - row_lse[:, None])
@@ -192,7 +193,7 @@ def dq_kernel(
     H: tl.constexpr, SCALE: tl.constexpr, LOG2_SCALE: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries."""
+    """Computes dQ of one Q tile."""
     first = tl.program_id(0) * BLOCK_Q
     batch, head, kv_head = _place(tl.program_id(1), N, K)
     q_base = (batch * T * N + head) * H
@@ -218,7 +219,7 @@ def dq_kernel(
 
 
 def constants(shape, causal: bool) -> dict[str, object]:
-    """The compile-time arguments that all three kernels share."""
+    """Returns the compile-time arguments that all three kernels share."""
     scale = shape.head_dim**-0.5
     return {
         "T": shape.q_len,
@@ -231,12 +232,12 @@ def constants(shape, causal: bool) -> dict[str, object]:
 
 
 def launch_options(tile: tuple[int, int, int, int]) -> dict[str, int]:
-    """A tile as keyword arguments of a launch."""
+    """Returns a tile as keyword arguments of a launch."""
     return dict(zip(("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages"), tile, strict=True))
 
 
 def unsupported(shape) -> str | None:
-    """Why this shape cannot be run, or None."""
+    """Returns why this shape cannot be run, or None."""
     if shape.head_dim not in TILES:
         return f"head dim {shape.head_dim} has no tile; there are {sorted(TILES)}"
     if shape.q_len != shape.kv_len or shape.q_len % 128:
@@ -245,7 +246,7 @@ def unsupported(shape) -> str | None:
 
 
 def make_attention(shape, causal: bool):
-    """(q, k, v) -> (o, natural lse), differentiable in o, through jax-triton.
+    """Returns (q, k, v) -> (o, natural LSE), differentiable in o, through jax-triton.
 
     Raises:
         ImportError: jax-triton is not installed or does not fit the installed triton.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tune --out flash_pallas/tuned/nvidia_h200.json
 
-It is `flash_pallas.autotune` on the cells of the suite h200. What it would change has to pass the
-gate of gate.py first.
+It runs `flash_pallas.autotune` on the cells of the suite h200. Every change it would make has to
+pass the gate of gate.py first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from . import gate, providers, suites
 
 
 def prepare(cell: suites.Cell, backend: str) -> tuning.Trial:
-    """What is timed for a cell, compiled, on the inputs that run.py would take."""
+    """Compiles the candidates that are timed for a cell, on the inputs that run.py would take."""
     q, k, v, _ = gate.random_inputs(cell.shape)
     return tuning.prepare(q, k, v, Arguments(causal=cell.causal), backend)
 
 
 def wrong(cell: suites.Cell, provider: str) -> list[str]:
-    """The tensors that miss the oracle with the tile sizes that the call now runs with."""
+    """Returns the names of the tensors that miss the oracle with the tile sizes now in force."""
     inputs = gate.random_inputs(cell.shape)
     runner = providers.prepare(provider, cell, jnp.dtype(jnp.bfloat16))(inputs)
     verdicts = gate.build_oracle(inputs, cell.causal).check(runner.results())
@@ -41,7 +41,7 @@ def wrong(cell: suites.Cell, provider: str) -> list[str]:
 def main(
     argv: list[str] | None = None, backend: str = "hopper", provider: str = "flash_pallas"
 ) -> None:
-    """Command line; tests name a backend that runs without a GPU and who calls it."""
+    """Runs the command line; tests name a backend that runs without a GPU and who calls it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--suite", choices=list(suites.SUITES), default="h200")

@@ -16,12 +16,12 @@ _PARAMETERS = "parameters"
 
 
 def save(folder: pathlib.Path, config: ModelConfig, params) -> None:
-    """Writes both, over what is there.
+    """Writes the sizes and the parameters, over what is there.
 
     Args:
-        folder: is made where it does not exist.
-        config: of the model.
-        params: of the model, from nnx.split.
+        folder: where to write; it is made if it does not exist.
+        config: sizes of the model.
+        params: parameters of the model, from nnx.split.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sizes = dataclasses.asdict(config) | {"dtype": jnp.dtype(config.dtype).name}
@@ -32,16 +32,16 @@ def save(folder: pathlib.Path, config: ModelConfig, params) -> None:
 
 
 def exists(folder: pathlib.Path) -> bool:
-    """Whether `save` has written there."""
+    """Returns whether `save` has written there."""
     return (folder / _SIZES).exists() and (folder / _PARAMETERS).exists()
 
 
 def load(folder: pathlib.Path, backend: str) -> Transformer:
-    """The model.
+    """Returns the saved model.
 
     Args:
-        folder: that `save` has written.
-        backend: of flash_pallas, whatever the model was trained on.
+        folder: a folder that `save` has written.
+        backend: backend of flash_pallas, whichever the model was trained on.
     """
     sizes = json.loads((folder / _SIZES).read_text())
     sizes |= {"dtype": jnp.dtype(sizes["dtype"]), "backend": backend, "attention": "flash"}

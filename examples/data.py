@@ -23,7 +23,7 @@ _HOLD_OUT = 20
 
 
 def standard_library(max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source bytes of the standard library, the same on every run of one Python installation.
+    """Reads the source of the standard library, the same on every run of one Python installation.
 
     Args:
         max_bytes: stop at the file that reaches this many, but not before both parts have a file.
@@ -39,19 +39,19 @@ def standard_library(max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def documents(max_bytes: int) -> list[np.ndarray]:
-    """The files to train on, uint8 arrays of at least two bytes.
+    """Returns the files to train on, uint8 arrays of at least two bytes.
 
     Args:
-        max_bytes: as of `standard_library`.
+        max_bytes: as in `standard_library`.
 
     Raises:
-        FileNotFoundError: likewise.
+        FileNotFoundError: as in `standard_library`.
     """
     return [np.frombuffer(text, np.uint8) for text in _texts(max_bytes)[0] if len(text) > 1]
 
 
 def _texts(max_bytes: int) -> tuple[list[bytes], list[bytes]]:
-    """(training, validation): files."""
+    """Reads the files; returns (training, validation)."""
     root = pathlib.Path(os.__file__).parent
     files = [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -75,7 +75,7 @@ class Windows:
         self._random = np.random.default_rng(seed)
 
     def next(self) -> np.ndarray:
-        """int32[batch, length + 1]."""
+        """Draws the next windows, int32[batch, length + 1]."""
         starts = self._random.integers(0, len(self._text) - self._length, self._batch)
         return self._text[starts[:, None] + np.arange(self._length + 1)].astype(np.int32)
 
@@ -92,7 +92,7 @@ class PackedDocuments:
         self._rest = texts[0][:0]
 
     def next(self) -> dict[str, np.ndarray]:
-        """int32[batch, length] each: tokens, targets, segment_ids, and positions in documents."""
+        """Returns int32[batch, length] tokens, targets, segment_ids, and positions in documents."""
         rows = [self._row() for _ in range(self._batch)]
         return {name: np.stack([row[name] for row in rows]).astype(np.int32) for name in rows[0]}
 

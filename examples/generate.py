@@ -1,12 +1,12 @@
-"""Continues prompts with the demo's model and a cache of keys and values.
+"""Continues prompts with the demo's model and a KV cache.
 
     python examples/generate.py --prompts "def " "import " "class A"
 
 Prompts of any lengths are read at once; then every step adds a byte to each. The model is that of
-`make demo`; where there is none yet it is trained first. Prints what was written and the bytes per
+`make demo`; where there is none yet, it is trained first. Prints what was written and the bytes per
 second, with the keys read in one range and in as many as flash_decode chooses (split-KV).
 
-What split-KV is worth shows in long contexts. Speed does not depend on what a model has learnt:
+The benefit of split-KV shows in long contexts. Speed does not depend on what a model has learnt:
 
     python examples/generate.py --random 8 2048 16 4 128 --prompt-bytes 65536 --json generate.json
 """
@@ -37,7 +37,7 @@ ROOM_MULTIPLE = 128
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,14 +65,14 @@ def parse_arguments() -> argparse.Namespace:
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def read(graph, params, caches, prompts, lengths):
-    """The prompts into the caches.
+    """Prefills the caches with the prompts.
 
     Args:
-        graph: of the model, from nnx.split.
-        params: of the model, from nnx.split.
-        caches: empty, one for each layer.
+        graph: graph of the model, from nnx.split.
+        params: parameters of the model, from nnx.split.
+        caches: empty caches, one for each layer.
         prompts: int32 [batch, length], each filled up to the longest.
-        lengths: int32 [batch], of the prompts.
+        lengths: int32 [batch], lengths of the prompts.
 
     Returns:
         The caches, and the logits [batch, 256] of the byte after each prompt.
@@ -83,14 +83,14 @@ def read(graph, params, caches, prompts, lengths):
 
 @functools.partial(jax.jit, static_argnames=("graph", "count"))
 def generate(graph, params, caches, logits, count: int, key, temperature):
-    """`count` bytes after what is in the caches.
+    """Generates `count` bytes after what is in the caches.
 
     Args:
-        graph: of the model, from nnx.split.
-        params: of the model, from nnx.split.
-        caches: one for each layer.
-        logits: [batch, 256], of the next byte.
-        count: of bytes.
+        graph: graph of the model, from nnx.split.
+        params: parameters of the model, from nnx.split.
+        caches: filled caches, one for each layer.
+        logits: [batch, 256], logits of the next byte.
+        count: number of bytes to add to each sequence.
         key: a jax.random key.
         temperature: below 1 favours likely bytes.
 
@@ -113,7 +113,7 @@ def generate(graph, params, caches, logits, count: int, key, temperature):
 
 
 def timed(model, num_splits, state, arguments):
-    """(what is generated, bytes per second of all sequences); compiled before the clock starts."""
+    """Generates twice, first to compile; returns (bytes, bytes per second of all sequences)."""
     for block in model.blocks:
         block.attention.num_splits = num_splits
     graph, params = nnx.split(model)
@@ -126,7 +126,7 @@ def timed(model, num_splits, state, arguments):
 
 
 def load_or_train(arguments: argparse.Namespace) -> Transformer:
-    """The model of `make demo`."""
+    """Loads the model of `make demo`, or trains it where there is none yet."""
     import checkpoint  # needs Orbax, which a model without training does not
 
     folder = arguments.model_dir / "checkpoint"
@@ -136,7 +136,7 @@ def load_or_train(arguments: argparse.Namespace) -> Transformer:
 
 
 def untrained(sizes: list[int], arguments: argparse.Namespace) -> Transformer:
-    """A model of these sizes with random parameters, all of them in the dtype it computes in."""
+    """Makes a model of these sizes with random parameters, all in the dtype it computes in."""
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     config = ModelConfig(*sizes, dtype=dtype, backend=arguments.backend, attention="flash")
 
@@ -151,7 +151,7 @@ def untrained(sizes: list[int], arguments: argparse.Namespace) -> Transformer:
 
 
 def encode(arguments: argparse.Namespace) -> list[bytes]:
-    """The prompts."""
+    """Returns the prompts as bytes."""
     if arguments.prompt_bytes is None:
         return [text.encode() for text in arguments.prompts]
     text, _ = standard_library(20 * arguments.prompt_bytes)
@@ -159,7 +159,7 @@ def encode(arguments: argparse.Namespace) -> list[bytes]:
 
 
 def describe(model: Transformer, caches) -> dict:
-    """How a step reads the caches."""
+    """Describes how a step reads the caches."""
     k, v = caches[0].k, caches[0].v
     attention = model.blocks[0].attention
     q = jax.ShapeDtypeStruct((len(k), 1, attention.num_heads, k.shape[-1]), k.dtype)
@@ -168,7 +168,7 @@ def describe(model: Transformer, caches) -> dict:
 
 
 def main() -> None:
-    """Loads or trains, generates twice, and prints."""
+    """Loads or trains a model, generates twice, and prints."""
     arguments = parse_arguments()
     sizes = arguments.random
     model = load_or_train(arguments) if sizes is None else untrained(sizes, arguments)

@@ -22,12 +22,12 @@ class ModelConfig:
     """Sizes of the model.
 
     Attributes:
-        layers: how many blocks.
+        layers: number of blocks.
         d_model: width of the residual stream.
-        heads: query heads.
-        kv_heads: key and value heads.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
         head_dim: size of a head.
-        dtype: to compute in; parameters are float32.
+        dtype: dtype to compute in; parameters are float32.
         backend: as in flash_attention.
         attention: a key of ATTENTIONS.
     """
@@ -92,7 +92,7 @@ class Block(nnx.Module):
         self.down = linear(hidden, width, kernel_init=small)
 
     def __call__(self, x, cache=None, new_lengths=None, **packed):
-        """x and the result: [batch, length, d_model]; with a cache the result and the new cache.
+        """Applies the block to x [batch, length, d_model]; with a cache returns the new one too.
 
         Without one, `packed` may be the segment_ids and positions of packed documents.
         """
@@ -108,7 +108,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes in, logits of the next byte out."""
+    """Maps bytes to the logits of the next byte."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class Transformer(nnx.Module):
         self.logits = nnx.Linear(width, VOCABULARY, use_bias=False, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens, caches=None, new_lengths=None):
-        """Logits float32[batch, length, VOCABULARY] of int32[batch, length].
+        """Returns logits float32[batch, length, VOCABULARY] of tokens int32[batch, length].
 
         Args:
-            tokens: all there are, or with caches new ones.
-            caches: one for each block, of the tokens before; then the new ones are returned too.
-            new_lengths: of the new tokens of each sequence, those from there on are padding.
+            tokens: all tokens there are, or with caches the new ones.
+            caches: one for each block, of the tokens before; then the new caches are returned too.
+            new_lengths: number of new tokens of each sequence; those after them are padding.
         """
         x, new_caches = self.embed(tokens), []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
@@ -141,5 +141,5 @@ class Transformer(nnx.Module):
         return logits if caches is None else (logits, new_caches)
 
     def empty_caches(self, batch: int, length: int) -> list[KVCache]:
-        """One for each block, with room for `length` tokens of each sequence."""
+        """Returns one cache per block, with room for `length` tokens of each sequence."""
         return [KVCache.empty(batch, length, *self.cache_sizes) for _ in self.blocks]

@@ -1,4 +1,4 @@
-"""Documents of different lengths in rows of one length, none of which sees another.
+"""Packs documents of different lengths into rows of one length, so that none sees another.
 
 Run: python examples/packed_documents.py
 """
@@ -16,7 +16,7 @@ PADDING = -1
 
 
 def pack(lengths):
-    """Segment ids int32 [rows, ROW]; each document goes into the first row that has room for it."""
+    """Returns segment ids int32 [rows, ROW]; a document goes into the first row that has room."""
     rows = []
     for document, length in enumerate(lengths):
         row = next((row for row in rows if len(row) + length <= ROW), None)

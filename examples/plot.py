@@ -1,4 +1,7 @@
-"""Loss curves from loss.csv files: python examples/plot.py a/loss.csv b/loss.csv --out both.png"""
+"""Draws loss curves of loss.csv files into one picture.
+
+Run: python examples/plot.py a/loss.csv b/loss.csv --out both.png
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def plot_losses(curves: dict[str, pathlib.Path], out: pathlib.Path) -> None:
     """Draws training (thin) and validation (thick) bits per byte of each file into one picture.
 
     Args:
-        curves: legend to loss.csv.
+        curves: paths of loss.csv files, by legend.
         out: the picture to write.
     """
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")

@@ -1,4 +1,7 @@
-"""Exact causal attention and its gradients, on any device. Run: python examples/quickstart.py"""
+"""Exact causal attention and its gradients, on any device.
+
+Run: python examples/quickstart.py
+"""
 
 import jax
 import jax.numpy as jnp

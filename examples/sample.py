@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""Generates text with a trained model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def generate(graph, params, prompt: bytes, count: int, window: int, key, tempera
     """Continues prompt by `count` bytes, each from the last `window` bytes, recomputed each time.
 
     Args:
-        graph: of the model, from nnx.split.
-        params: of the model, from nnx.split.
+        graph: graph of the model, from nnx.split.
+        params: parameters of the model, from nnx.split.
         prompt: at least one byte.
-        count: bytes to add.
-        window: bytes the model sees at once.
+        count: number of bytes to add.
+        window: number of bytes that the model sees at once.
         key: a jax.random key.
         temperature: below 1 favours likely bytes.
 

@@ -2,10 +2,10 @@
 
     python examples/train_long_context.py
 
-The batch is cut over the mesh axis "data" and every sequence over the axis "context", whose devices
-send keys round in a ring (`--strategy`). Parameters and the optimizer's state are cut over all of
-them and gathered one block at a time (FSDP). On a CPU four devices are pretended. With several
-processes, on one machine or on many, start it once for each:
+The batch is sharded over the mesh axis "data" and every sequence over the axis "context", whose
+devices send K and V round in a ring (`--strategy`). Parameters and the optimizer's state are
+sharded over all devices and gathered one block at a time (FSDP). A CPU pretends to be four devices.
+With several processes, on one machine or on many, start it once for each:
 
     python examples/train_long_context.py --coordinator localhost:9876 --processes 2 --process 0 &
     python examples/train_long_context.py --coordinator localhost:9876 --processes 2 --process 1
@@ -56,7 +56,7 @@ _DEFAULTS = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags; sizes that depend on the device are filled in by `start`."""
+    """Parses the flags; `start` fills in the sizes that depend on the device."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(arguments: argparse.Namespace) -> jax.sharding.Mesh:
-    """Joins the other processes; the mesh of all devices."""
+    """Joins the other processes and returns the mesh of all devices."""
     jax.config.update("jax_num_cpu_devices", arguments.cpu_devices)
     if arguments.coordinator is not None:
         jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
@@ -90,7 +90,7 @@ def start(arguments: argparse.Namespace) -> jax.sharding.Mesh:
 
 
 def make_model(arguments: argparse.Namespace, mesh: jax.sharding.Mesh) -> Transformer:
-    """The model, whose sequences lie in zigzag layout."""
+    """Makes the model, whose sequences lie in zigzag layout."""
     context = ContextParallel("context", arguments.strategy, "zigzag", batch_axis="data", mesh=mesh)
     config = ModelConfig(
         layers=arguments.layers,
@@ -106,7 +106,7 @@ def make_model(arguments: argparse.Namespace, mesh: jax.sharding.Mesh) -> Transf
 
 
 def cut(mesh: jax.sharding.Mesh, x) -> NamedSharding:
-    """The longest axis that all devices together divide is cut over all of them."""
+    """Returns a sharding that splits, over all devices, the longest axis that they divide."""
     fitting = [i for i, size in enumerate(x.shape) if size % mesh.size == 0]
     spec = [None] * x.ndim
     if fitting:
@@ -115,7 +115,10 @@ def cut(mesh: jax.sharding.Mesh, x) -> NamedSharding:
 
 
 def make_loss(graph, mesh: jax.sharding.Mesh):
-    """(params, batch) -> nats per byte; each block gathers its parameters, forward and backward."""
+    """Returns (params, batch) -> nats per byte.
+
+    Each block gathers its parameters, in the forward and again in the backward.
+    """
 
     def gathered(graph, params):
         whole = NamedSharding(mesh, PartitionSpec())
@@ -139,7 +142,7 @@ def make_loss(graph, mesh: jax.sharding.Mesh):
 
 
 def make_step(loss, optimizer, shardings):
-    """(params, state, batch) -> the same after a step, and bits per byte before it."""
+    """Returns (params, state, batch) -> (params, state, bits per byte before the step)."""
 
     def step(params, state, batch):
         nats, grads = jax.value_and_grad(loss)(params, batch)
@@ -190,7 +193,7 @@ def train(arguments: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
 
 
 def main() -> None:
-    """Trains."""
+    """Parses the flags, joins the other processes and trains."""
     arguments = parse_arguments()
     train(arguments, start(arguments))
 

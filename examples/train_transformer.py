@@ -69,7 +69,7 @@ _LN2 = math.log(2.0)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags; those that depend on the device are filled in here."""
+    """Parses the flags, whose defaults depend on the device."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay, gradients clipped; only matrices decay."""
+    """Returns AdamW with warm-up and cosine decay, gradients clipped; only matrices decay."""
     warmup = max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=peak / warmup,
@@ -108,7 +108,7 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
 
 
 def make_steps(graph, optimizer):
-    """(train, evaluate): jitted; the first takes over the buffers of parameters and state."""
+    """Returns (train, evaluate), jitted; train takes over the buffers of parameters and state."""
 
     def loss(params, window):
         logits = nnx.merge(graph, params)(window[:, :-1])
@@ -124,7 +124,7 @@ def make_steps(graph, optimizer):
 
 
 def describe_attention(arguments: argparse.Namespace) -> str:
-    """Which implementation of attention runs."""
+    """Names the implementation of attention that runs."""
     if arguments.attention != "flash":
         return f"jax.nn.dot_product_attention, {arguments.attention}"
     shape = lambda heads: (arguments.batch, arguments.seq_len, heads, arguments.head_dim)
@@ -134,14 +134,14 @@ def describe_attention(arguments: argparse.Namespace) -> str:
 
 
 def model_config(arguments: argparse.Namespace) -> ModelConfig:
-    """The sizes asked for."""
+    """Returns the sizes that were asked for."""
     return ModelConfig(
         **{name: getattr(arguments, name) for name in ModelConfig.__dataclass_fields__}
     )
 
 
 def train(arguments: argparse.Namespace, csv_path: pathlib.Path):
-    """Trains and writes csv_path on the way.
+    """Trains, and writes csv_path on the way.
 
     Returns:
         (graph, params, bits per byte on the validation text, tokens per second).
@@ -209,7 +209,7 @@ class _Clock:
 
 
 def main() -> None:
-    """Trains, then writes the picture and a sample."""
+    """Trains, then writes the picture, a checkpoint and a sample."""
     arguments = parse_arguments()
     begin = time.perf_counter()
     arguments.out_dir.mkdir(parents=True, exist_ok=True)

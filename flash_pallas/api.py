@@ -1,4 +1,4 @@
-"""The public functions."""
+"""Public functions of attention."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def flash_attention(
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
 ) -> Float[Array, "*B T N Hv"]:
-    """Exact attention, softmax(scale * q @ k^T) @ v, in memory linear in T and S.
+    """Computes exact attention, softmax(scale * q @ k^T) @ v, in memory linear in T and S.
 
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differentiable once, in reverse mode; works
     under jit, vmap, scan, checkpoint (see `save_attention`) and shard_map, and on arrays that are
     sharded over batch and heads, each shard where it lies.
 
-    A score is made in this order: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
+    The order on a score: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
     A query that sees no key returns zeros, has zero gradients and never makes a NaN;
     `jax.nn.dot_product_attention` returns the mean of `v` there.
 
@@ -66,18 +66,18 @@ def flash_attention(
     Args:
         q: queries [*B, T, N, H], bfloat16, float16, float32 or float64. Any number of leading batch
             dimensions, none included. Numpy arrays are taken too.
-        k: keys [*B, S, K, H] in q's dtype. N is a multiple of K: query head n reads key head
-            n // (N // K), which is never repeated in memory (grouped-query attention).
+        k: keys [*B, S, K, H] in q's dtype. N is a multiple of K: query head n reads KV head
+            n // (N // K), which is never repeated in memory (GQA, grouped-query attention).
         v: values [*B, S, K, Hv] in q's dtype.
         causal: the query at position i sees the keys at positions up to and including i.
         window: (left, right): the query at position i sees the keys at i - left to i + right, both
             included; None is unbounded, an int is both sides. Keys outside are never loaded.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        q_offset: position of query 0, where key 0 has position 0. 0, which None means, aligns the
-            first query with the first key as `jax.nn` does, S - T the last with the last as
-            FlashAttention does; one causal query of several keys must say it. An int, or integers
-            [*B] (or one), which may be traced and change without recompiling. Positions beyond
-            2**30 either way raise; those of a jax array are clipped to it.
+        q_offset: position of query 0, where key 0 has position 0. The default None means 0, which
+            aligns the first query with the first key as `jax.nn` does; S - T aligns the last with
+            the last as FlashAttention does. A single causal query of several keys must pass it. An
+            int, or integers [*B] (or one), which may be traced and change without recompiling.
+            Positions beyond 2**30 either way raise; those of a jax array are clipped to it.
         q_segment_ids: integers [*B, T]. A query sees the keys with its own id; negative ids are
             padding, which sees and is seen by nothing and may hold anything. Ids need be neither
             sorted nor contiguous, but blocks of keys are skipped only where they are.
@@ -85,34 +85,37 @@ def flash_attention(
         q_lengths: integers [*B] or one: queries from there on see nothing and may hold anything.
         kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
-            1. Its gradient has its own shape: the kernel itself sums over broadcast axes. Not those
-            of vmap: there one that members share is repeated where its gradient is wanted.
+            1. Its gradient has its own shape: the kernel itself sums over broadcast axes, but not
+            over those of vmap: a bias that members share is repeated if its gradient is wanted.
         mask: bool of the same shapes, True is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores
             (https://arxiv.org/abs/2108.12409). Differentiable.
         sinks: [N] or [*B, N]: a further score of every query (https://arxiv.org/abs/2309.17453),
-            without a value; in the log-sum-exp, which it is where no key is seen. Differentiable.
-            One of -inf is none; one of +inf counts as 1e30, which leaves no weight to the keys.
+            without a value. It counts in the log-sum-exp, which equals it if no key is seen.
+            Differentiable. A sink of -inf is none; one of +inf counts as 1e30, which leaves no
+            weight to the keys.
         dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
-            others are divided by what is left.
-        dropout_seed: an int, integer array or key of jax.random; may be traced. What is dropped
+            others are divided by the share that is kept.
+        dropout_seed: an int, integer array or key of jax.random; may be traced. The dropout mask
             depends on it, batch entry, head and positions alone: not on backend, tiles or vmap, nor
             on the type of a number: 3, np.int64(3) and a traced jnp.uint32(3) are one seed.
-        broadcast_dropout: drop the same for every batch entry and head.
-        shard_axes: inside `jax.shard_map`, the mesh axes that cut the first batch dimension and the
-            heads, each a name, a tuple or None: dropout, and b and n of mods, count in the whole.
+        broadcast_dropout: share the dropout mask between all batch entries and heads.
+        shard_axes: inside `jax.shard_map`, the mesh axes that shard the first batch dimension and
+            the heads, each a name, a tuple or None: with them, dropout and the b and n of mods
+            count in the whole arrays.
         score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
             batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
-        mask_mod: (b, n, i, j) -> bool, likewise; True is visible.
+        mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
-        precision: of products of float32 arrays, a name or a jax.lax.Precision. "highest" is full
+        precision: precision of float32 matmuls, a name or a jax.lax.Precision. "highest" is full
             float32, which hopper refuses. "high", which None means, is three products of bfloat16
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
-            on xla. "default" is that on hopper, and what XLA does (TF32 on GPUs) on xla.
+            on xla. "default" is the same as "high" on hopper, and what XLA does (TF32 on GPUs) on
+            xla.
         backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
-            this one or raises. It is chosen for where the arrays were put, or `jax.default_device`
-            is; for other devices than the default ones, under jit say "xla".
+            this one or raises. "auto" chooses for the device that the arrays were put on, or
+            `jax.default_device`; for other devices than the default ones, under jit say "xla".
         blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
 
     Returns:
@@ -162,7 +165,7 @@ def flash_attention(
 def flash_attention_with_lse(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"]]:
-    """`flash_attention`, and the log-sum-exp of the scores of every query.
+    """Computes `flash_attention`, and the log-sum-exp (LSE) of the scores of every query.
 
     FlashAttention-2, section 3.1.1 (https://arxiv.org/abs/2307.08691). With it, attention over
     parts of the keys can be merged into attention over all. Both outputs are differentiable.
@@ -171,7 +174,7 @@ def flash_attention_with_lse(
         q: as in `flash_attention`, as are all the others.
         k: keys.
         v: values.
-        backend: which implementation.
+        backend: name of the implementation.
         blocks: tile sizes.
         **options: every other argument of `flash_attention`.
 
@@ -196,7 +199,7 @@ def flash_attention_with_lse(
 def flash_attention_with_max_logit(
     q, k, v, *, backend="auto", blocks=None, **options
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"], Float[Array, "*B N T"]]:
-    """`flash_attention_with_lse`, and the largest visible logit of every query.
+    """Computes `flash_attention_with_lse`, and the largest visible logit of every query.
 
     For QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534, section 2.1), which wants its maximum
     over queries and batch, as in `max_logit.max((0, 2))`. The kernel has the number anyway.
@@ -205,7 +208,7 @@ def flash_attention_with_max_logit(
         q: as in `flash_attention`, as are all the others.
         k: keys.
         v: values.
-        backend: which implementation.
+        backend: name of the implementation.
         blocks: tile sizes.
         **options: every other argument of `flash_attention`.
 
@@ -231,16 +234,16 @@ def flash_attention_with_max_logit(
 def explain(
     q, k, v, *, backend="auto", blocks=None, device: str | None = None, **options
 ) -> Explanation:
-    """Which backend and which tiles `flash_attention` would use here, and why not the others.
+    """Returns the backend and tiles that `flash_attention` would use here, and why not others.
 
     Nothing is run.
 
     Args:
-        q: as in `flash_attention`, as are all the others. Instead of any array, here and in the
-            others, a `jax.ShapeDtypeStruct` will do.
+        q: as in `flash_attention`, as are all the others. Any array, here and in the others, may be
+            replaced by a `jax.ShapeDtypeStruct`.
         k: keys.
         v: values.
-        backend: which implementation.
+        backend: name of the implementation.
         blocks: tile sizes.
         device: a GPU to answer for that need not be here: "a100", "l40s", "h100", "h200", "b200" or
             "rtx5090"; None is the device here.
@@ -267,7 +270,7 @@ def explain(
 
 
 def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
-    """(o, lse, max_logit or None) of one call."""
+    """Computes (o, lse, max_logit or None) of one call."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)
     if call.is_empty:
@@ -305,15 +308,15 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ):
-    """`flash_attention` behind the signature of `jax.nn.dot_product_attention`.
+    """Computes `flash_attention` with the signature of `jax.nn.dot_product_attention`.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Where `jax.nn` differs:
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differences from `jax.nn`:
 
     - a query that sees no key, or lies beyond `query_seq_lengths`, returns zeros and a log-sum-exp
       of -inf; `jax.nn` returns the mean of `value`;
     - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders;
     - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
-    - products of float32 arrays are not TF32, see `precision` of `flash_attention`;
+    - matmuls of float32 arrays are not TF32, see `precision` of `flash_attention`;
     - lengths are known while tracing: there is no export with symbolic shapes;
     - a sequence axis that is sharded is refused, and no device gathers it;
     - `implementation` names other choices, and there is no "cudnn".
@@ -325,11 +328,11 @@ def dot_product_attention(
         query: [*B, T, N, H], or [T, N, H].
         key: [*B, S, K, H]; N is a multiple of K.
         value: [*B, S, K, Hv]; unlike in `jax.nn`, Hv may differ from H.
-        bias: added to the scaled scores; [*B, N, T, S], each axis full or 1, those in front may be
+        bias: added to the scaled scores; [*B, N, T, S], each axis full or 1; leading axes may be
             left out. With [T, N, H] arrays it may also have a batch of 1, as in `jax.nn`.
         mask: bool of the same shapes, True is visible.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        is_causal: the query i sees the keys up to and including i.
+        is_causal: query i sees the keys up to and including i.
         query_seq_lengths: [B], or one for all; queries from there on return zeros.
         key_value_seq_lengths: [B], or one for all; keys from there on are hidden.
         local_window_size: (left, right), both included, or an int for both.

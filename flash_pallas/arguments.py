@@ -26,7 +26,10 @@ LARGEST_SINK = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What `flash_attention` takes beside q, k, v, `backend` and `blocks`, with its defaults."""
+    """The optional arguments of `flash_attention`, with their defaults.
+
+    All but q, k, v, `backend` and `blocks`; only `flash_attention_with_max_logit` sets max_logit.
+    """
 
     causal: bool = False
     window: Any = None
@@ -54,7 +57,7 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of one call: the user's batch dimensions, lengths and heads."""
+    """Sizes of one call: the user's batch dimensions, lengths and heads."""
 
     batch_shape: tuple[int, ...]
     q_len: int
@@ -66,17 +69,17 @@ class Sizes:
 
     @property
     def batch(self) -> int:
-        """Entries of all batch dimensions together."""
+        """Number of entries of all batch dimensions together."""
         return math.prod(self.batch_shape)
 
     @property
     def score_dtype(self):
-        """Of scores, sums and everything per row."""
+        """Dtype of scores, sums and everything per row."""
         return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
 
 
 def flag(name: str, value) -> bool:
-    """A Python bool, static."""
+    """Checks that `value` is a static bool and returns it as a Python bool."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -88,7 +91,7 @@ def flag(name: str, value) -> bool:
 
 
 def band(causal, window) -> Mask:
-    """`causal` and `window` as one mask."""
+    """Returns `causal` and `window` as one mask."""
     left, right = _window(window)
     if flag("causal", causal):
         right = 0
@@ -131,10 +134,10 @@ def _side(window, side) -> int | None:
 
 
 def offset(q_offset, sizes: Sizes, causal: bool = False):
-    """(int, None) for an offset known now, (0, int32[B]) for an array.
+    """Returns (int, None) for an offset known now, (0, int32[B]) for an array.
 
-    Beyond 2**30 positions would wrap: such an int, or one in a numpy array, is refused, and in a
-    jax array clipped, which hides and shows the same keys.
+    Positions beyond 2**30 would wrap: such an int, or one in a numpy array, is refused; in a jax
+    array it is clipped, which hides and shows the same keys.
     """
     if q_offset is None:
         if causal and sizes.q_len == 1 < sizes.kv_len:
@@ -164,7 +167,7 @@ def _check_offset(found: int):
 
 
 def lengths(name: str, value, longest: int | None, sizes: Sizes):
-    """int32[B] in [0, longest], not clipped where that is None, or None."""
+    """Returns int32[B] clipped to [0, longest] (not clipped if `longest` is None), or None."""
     if value is None:
         return None
     if isinstance(value, bool):
@@ -175,7 +178,7 @@ def lengths(name: str, value, longest: int | None, sizes: Sizes):
 
 
 def _per_entry(name: str, value, sizes: Sizes):
-    """int32[B] of one integer per batch entry, or of one for all."""
+    """Returns int32[B] from one integer per batch entry, or from one for all."""
     value = _integers(name, value, sizes.batch_shape)
     if value.shape not in ((), sizes.batch_shape):
         raise ValueError(
@@ -186,7 +189,7 @@ def _per_entry(name: str, value, sizes: Sizes):
 
 
 def segments(q_ids, kv_ids, sizes: Sizes):
-    """(int32[B, T], int32[B, S]) with -1 and -2 for padding, or (None, None)."""
+    """Returns (int32[B, T], int32[B, S]) with -1 and -2 for padding, or (None, None)."""
     if (q_ids is None) != (kv_ids is None):
         missing = "q_segment_ids" if q_ids is None else "kv_segment_ids"
         raise ValueError(
@@ -209,7 +212,7 @@ def _ids(name: str, ids, length: int, sizes: Sizes):
 
 
 def bias(value, sizes: Sizes):
-    """[Bb, N or 1, T or 1, S or 1] of a float dtype, or None."""
+    """Checks a bias; returns [Bb, N or 1, T or 1, S or 1] of a float dtype, or None."""
     if value is None:
         return None
     value = _array("bias", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
@@ -221,7 +224,7 @@ def bias(value, sizes: Sizes):
 
 
 def mask(value, sizes: Sizes):
-    """bool [Bb, N or 1, T or 1, S or 1], or None."""
+    """Checks a mask; returns bool [Bb, N or 1, T or 1, S or 1], or None."""
     if value is None:
         return None
     value = _array("mask", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
@@ -234,7 +237,7 @@ def mask(value, sizes: Sizes):
 
 
 def _pairwise(name: str, x, sizes: Sizes):
-    """x [*B, N, T, S], each full or 1, with its batch dimensions folded."""
+    """Folds the batch dimensions of x [*B, N, T, S], whose axes are each full or 1."""
     full = (*sizes.batch_shape, sizes.q_heads, sizes.q_len, sizes.kv_len)
     fits = x.ndim == len(full) and all(a in (1, b) for a, b in zip(x.shape, full, strict=True))
     if not fits:
@@ -254,12 +257,12 @@ def _pairwise(name: str, x, sizes: Sizes):
 
 
 def slopes(value, sizes: Sizes):
-    """ALiBi slopes, [B, N] in the dtype of scores, or None."""
+    """Returns ALiBi slopes, [B, N] in the dtype of scores, or None."""
     return None if value is None else _per_head("alibi_slopes", value, sizes)
 
 
 def sinks(value, sizes: Sizes):
-    """Sink logits, [B, N] in the dtype of scores, or None."""
+    """Returns sink logits, [B, N] in the dtype of scores, or None."""
     if value is None:
         return None
     # In the sums an infinite logit would be subtracted from itself.
@@ -280,7 +283,7 @@ def _per_head(name: str, value, sizes: Sizes):
 
 
 def dropout_rate(value) -> float:
-    """The share of weights dropped."""
+    """Checks the share of weights that is dropped; returns it as a float."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError("dropout_rate is traced, but it must be static: list it in static_argnames")
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
@@ -291,7 +294,7 @@ def dropout_rate(value) -> float:
 
 
 def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
-    """uint32[B, N], or None without dropout."""
+    """Returns uint32[B, N], the dropout key of each batch entry and head; None without dropout."""
     shared = flag("broadcast_dropout", broadcast)
     if rate == 0.0:
         return None
@@ -307,7 +310,7 @@ def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
 
 
 def mod(name: str, function, sizes: Sizes):
-    """(Mod, its [B, N] arrays) of a user's function, or (None, ())."""
+    """Traces a user's function; returns (Mod, its [B, N] arrays), or (None, ()) without one."""
     if function is None:
         return None, ()
     if not callable(function):
@@ -326,7 +329,7 @@ def _array(name: str, x, shape):
 
 
 def _integers(name: str, x, shape):
-    """An int32 array of this one, which may have any integer dtype."""
+    """Converts an array of any integer dtype to int32."""
     if not is_array(x):
         raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
     return as_int32(name, x)

@@ -1,9 +1,9 @@
 """vmap of attention: the vmapped axis becomes part of the batch.
 
-A kernel then sees one larger batch instead of one more grid axis. What is not batched is repeated,
-except a bias or a mask: entry b of a batch of B reads entry b // (B // Bb) of a bias of Bb entries.
-So what is shared by the entries of a member needs the members folded outermost, and what is shared
-by the members needs them innermost; the order is the one that repeats fewer bytes.
+A kernel then sees one larger batch instead of one more grid axis. Operands that are not batched are
+repeated, except a bias or a mask: entry b of a batch of B reads entry b // (B // Bb) of a bias of
+Bb entries. So a bias shared by the entries of a member needs the members folded outermost, and one
+shared by the members needs them innermost; the order is the one that repeats fewer bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARED = ("bias", "mask")  # operands whose batch may be a divisor of the batch
 
 
 def fold_vmap(call, wanted: frozenset[str] = frozenset()):
-    """`call` with a vmapped axis folded into axis 0 of every argument and result.
+    """Wraps `call` so that a vmapped axis is folded into axis 0 of every argument and result.
 
     Args:
         call: (Operands, ...) -> a tree of arrays, all with the batch first.
@@ -57,12 +57,12 @@ def fold_vmap(call, wanted: frozenset[str] = frozenset()):
 
 
 def of_no_members(call, is_batched, args):
-    """The results of a vmap of size 0: arrays without elements, of the shapes that call says.
+    """Returns the results of a vmap of size 0: arrays without elements, in the shapes of `call`.
 
     Args:
         call: the function of one member.
-        is_batched: which of `args` have the axis, as their first.
-        args: as vmap gives them.
+        is_batched: says which of `args` have the vmapped axis, as their first.
+        args: the arguments as vmap gives them.
     """
     member = lambda x, batched: jax.ShapeDtypeStruct(x.shape[1:] if batched else x.shape, x.dtype)
     shapes = jax.eval_shape(call, *jax.tree.map(member, args, tuple(is_batched)))
@@ -70,7 +70,7 @@ def of_no_members(call, is_batched, args):
 
 
 def _inner_is_cheaper(size: int, batch: int, shared, is_batched, tie: bool) -> bool:
-    """Whether the members' own biases and masks are smaller than the copies of the shared ones."""
+    """Returns whether members' own biases and masks are smaller than copies of the shared ones."""
     outer_bytes = inner_bytes = 0
     for name, x in shared.items():
         if x is None:
@@ -84,18 +84,21 @@ def _inner_is_cheaper(size: int, batch: int, shared, is_batched, tie: bool) -> b
 
 
 def _may_be_cut(q) -> bool:
-    """The partitioner may cut the batch: it stays so only if it is the outer of two folded axes."""
+    """Returns whether the partitioner may shard the batch.
+
+    The batch stays sharded only if it is the outer of two folded axes.
+    """
     return AxisType.Auto in jax.typeof(q).sharding.mesh.axis_types
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fold:
-    """How `size` members of a batch of `batch` entries are folded into one.
+    """Folding of `size` members with `batch` entries each into one batch.
 
     Attributes:
-        size: of the vmapped axis.
-        batch: entries of each member.
-        inner: entry b of member i becomes b * size + i, else i * batch + b.
+        size: size of the vmapped axis.
+        batch: number of entries of each member.
+        inner: True if entry b of member i becomes b * size + i, else it becomes i * batch + b.
     """
 
     size: int
@@ -103,13 +106,13 @@ class _Fold:
     inner: bool
 
     def one(self, x, is_batched):
-        """An array [batch, ...], or [size, batch, ...] if batched."""
+        """Folds an array [batch, ...], or [size, batch, ...] if batched."""
         x = x if is_batched else jnp.broadcast_to(x[None], (self.size, *x.shape))
         x = jnp.swapaxes(x, 0, 1) if self.inner else x
         return x.reshape(-1, *x.shape[2:])
 
     def shared(self, x, is_batched, repeat):
-        """A shared operand: x [Bb, ...], or [size, Bb, ...] if batched."""
+        """Folds a shared operand: x [Bb, ...], or [size, Bb, ...] if batched."""
         if not is_batched and not repeat and (self.inner or len(x) == 1):
             return x
         if not self.inner:
@@ -118,22 +121,22 @@ class _Fold:
         return self.one(whole, is_batched)
 
     def undone(self, x):
-        """[size, batch, ...] of a result."""
+        """Unfolds a result to [size, batch, ...]."""
         if not self.inner:
             return x.reshape(self.size, -1, *x.shape[1:])
         return jnp.swapaxes(x.reshape(-1, self.size, *x.shape[1:]), 0, 1)
 
 
 def fold_decode(size: int, is_batched: DecodeOperands, operands: DecodeOperands) -> DecodeOperands:
-    """The operands of one call for all members of a vmapped axis, which becomes the outer batch.
+    """Folds a vmapped axis into the operands of one call, as the outer batch.
 
-    Pages that all members share are not repeated; those of each member's own are put behind one
-    another, and the tables say so.
+    Pages that all members share are not repeated; members' own pages are concatenated, and the
+    page tables are shifted to match.
 
     Args:
-        size: of the axis.
-        is_batched: which operands have it, as their first.
-        operands: as vmap gives them.
+        size: size of the vmapped axis.
+        is_batched: says which operands have it, as their first.
+        operands: the operands as vmap gives them.
     """
     of_cache = ("k", "v", "k_scale", "v_scale")
     own_cache = any(getattr(is_batched, name) for name in of_cache)

@@ -1,4 +1,4 @@
-"""Caches of keys and values, contiguous or in pages: new tokens go in, page tables are checked."""
+"""KV caches, contiguous or in pages: new tokens go in, page tables are checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KVCache(NamedTuple):
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H].
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv].
-        lengths: int32 [B], how many tokens each sequence has.
+        lengths: int32 [B], number of tokens of each sequence.
     """
 
     k: Any
@@ -36,7 +36,7 @@ class KVCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
-        """A contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
         zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
         return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
 
@@ -52,31 +52,31 @@ def append_kv(
     v_scale: Float[Array, "*#rows K"] | None = None,
     rope_theta: float | None = None,
 ) -> KVCache:
-    """The cache with T more tokens in every sequence, each after its own last one.
+    """Appends T more tokens to every sequence of a cache, each after its own last one.
 
     Functional; in place where the cache is donated, as in `jax.jit(step, donate_argnums=...)`.
 
     Nothing is written beyond the room of a sequence (S, or max_pages * page_size) and nothing wraps
-    around: such tokens are dropped, and the length stops at what there is room for. So are tokens
-    whose page has an id out of range, but their lengths count; `check_pages` finds such ids before.
-    Two sequences that share a page must not both write to it: copy it first.
+    around: such tokens are dropped, and the length stops at what there is room for. Tokens whose
+    page has an id out of range are dropped too, but their lengths count; `check_pages` finds such
+    ids before. Two sequences that share a page must not both write to it: copy it first.
 
     Args:
         cache: keys, values and lengths; see `KVCache`.
         k: keys [B, T, K, H] of the new tokens, in the cache's dtype, or in any float dtype where
             there is a `k_scale`; any T.
-        v: values [B, T, K, Hv], likewise.
-        new_lengths: int32 [B]: of the T tokens those before this are real, the others padding that
-            is not written, as in prompts of different lengths. None is all of them. Clipped to
-            [0, T].
-        page_table: int32 [B, max_pages], for a cache of pages: where token j of sequence b goes is
-            row j % page_size of page page_table[b, j // page_size].
+        v: values [B, T, K, Hv], of the same dtypes.
+        new_lengths: int32 [B]: the number of the T tokens, from the first on, that are real; the
+            others are padding that is not written, as in prompts of different lengths. None is all
+            of them. Clipped to [0, T].
+        page_table: int32 [B, max_pages], for a cache of pages: token j of sequence b goes to row
+            j % page_size of page page_table[b, j // page_size].
         k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
-            to what the dtype holds (int8: 127 either way); by a scale of 0 to 0. As of
+            to what the dtype holds (int8: 127 either way); a scale of 0 gives 0. Shapes as in
             `flash_decode`: [K], [B, K], or for pages [P, K].
-        v_scale: likewise, for the values.
+        v_scale: the same for the values.
         rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
-            as `apply_rope` does, before they are stored; rotate the queries likewise. None is no
+            as `apply_rope` does, before they are stored; rotate the queries by theirs. None is no
             rotation.
 
     Returns:
@@ -122,11 +122,12 @@ def append_kv(
 def gather_pages(
     pages: Float[Array, "P page_size K H"], page_table: Int[Array, "B max_pages"]
 ) -> Float[Array, "B S K H"]:
-    """The keys or values of every sequence one after the other, S = max_pages * page_size: a copy.
+    """Gathers every sequence's keys or values from its pages into a contiguous copy.
 
-    For more new tokens than `flash_decode` takes, such as a prompt that continues an earlier one:
-    `flash_attention(q, gather_pages(k, table), gather_pages(v, table), causal=True, q_offset=...,
-    kv_lengths=...)`. Many queries read a key often, so the copy is little beside them.
+    S = max_pages * page_size. For more new tokens than `flash_decode` takes, such as a prompt that
+    continues an earlier one: `flash_attention(q, gather_pages(k, table), gather_pages(v, table),
+    causal=True, q_offset=..., kv_lengths=...)`. Many queries read a key often, so the copy costs
+    little next to them.
 
     Args:
         pages: [P, page_size, K, H].
@@ -156,7 +157,7 @@ def gather_pages(
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
-    """Raise unless every key of every sequence lies in a page that exists. Not under jit.
+    """Checks that every key of every sequence lies in a page that exists. Not under jit.
 
     `flash_decode` cannot look at values: it clips lengths and page ids and computes something.
     This looks, on the host, and waits for the arrays to be computed.
@@ -164,8 +165,8 @@ def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
     Args:
         page_table: ints [B, max_pages].
         kv_lengths: ints [B].
-        num_pages: pages of the cache.
-        page_size: keys of a page.
+        num_pages: number of pages of the cache.
+        page_size: number of keys of a page.
 
     Raises:
         ValueError: a length is negative or more than max_pages * page_size, or a page id that a
@@ -210,7 +211,7 @@ def _gathered(pages, page_table):
 
 
 class _New(NamedTuple):
-    """What `append_kv` adds, checked; scales are f32[1 or rows of the cache, K]."""
+    """Arrays that `append_kv` adds, checked; scales are f32[1 or rows of the cache, K]."""
 
     k: Any
     v: Any
@@ -242,7 +243,7 @@ def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
 
 
 def _rows(place, room: int, shape, page_table):
-    """Indices of a cache of this shape, out of its bounds where a token is to be dropped."""
+    """Returns indices into a cache of this shape, out of bounds if a token is to be dropped."""
     if page_table is None:
         return jnp.arange(len(place), dtype=jnp.int32)[:, None], place
     num_pages, page_size = shape[:2]
@@ -254,7 +255,7 @@ def _rows(place, room: int, shape, page_table):
 
 
 def _quantised(x, scale, rows, dtype):
-    """x [B, T, K, H] in the cache's dtype, divided by the scale of its row of the cache."""
+    """Quantizes x [B, T, K, H] to the cache's dtype, divided by the scale of its row."""
     scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
     scale = jnp.broadcast_to(scale, x.shape[:3])[..., None]
     # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
@@ -298,7 +299,7 @@ def _checked_cache(cache) -> KVCache:
 
 
 def _check_new(name: str, x, scale, cache, batch: int):
-    """Of one of the new arrays, beside the cache that it goes to."""
+    """Checks that one of the new arrays fits the cache that it goes to."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     way_out = f"cast with {name}.astype(cache.{name}.dtype)"
@@ -318,7 +319,7 @@ def _check_new(name: str, x, scale, cache, batch: int):
 
 
 def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:
-    """An int32 array of this rank for so many sequences, None for any number."""
+    """Returns an int32 array of this rank for `batch` sequences; None is any number."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}")
     if not jnp.issubdtype(x.dtype, jnp.integer):

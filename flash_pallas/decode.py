@@ -1,4 +1,4 @@
-"""Attention of a few new tokens to a cache: the public functions."""
+"""Public functions of decoding: attention of a few new tokens to a KV cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def flash_decode(
     backend: str = "auto",
     return_lse: bool = False,
 ):
-    """Attention of 1 to 16 new tokens of each sequence to its cache of keys and values.
+    """Computes attention of 1 to 16 new tokens of each sequence to its KV cache.
 
     For generation: a step of one token, or the proposals of speculative decoding. Append their keys
     and values first (`append_kv`); the last query is then the last key. Queries are causal, among
@@ -58,11 +58,11 @@ def flash_decode(
         q: queries [B, T, N, H], T from 1 to 16; bfloat16, float16, float32 or float64.
         k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
             page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
-            `k_scale`. N is a multiple of K: query head n reads
-            key head n // (N // K), which is never repeated in memory (grouped-query attention).
+            `k_scale`. N is a multiple of K: query head n reads KV head
+            n // (N // K), which is never repeated in memory (GQA, grouped-query attention).
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype.
-        kv_lengths: int32 [B] or a scalar: how many keys each sequence has, its new tokens included;
-            may be traced. What lies beyond may hold anything. None is S; pages need it. Lengths are
+        kv_lengths: int32 [B] or a scalar: number of keys of each sequence, its new tokens included;
+            may be traced. Keys beyond it may hold anything. None is S; pages need it. Lengths are
             clipped to what there is room for: see `check_pages`.
         q_offset: int, or int32 [B] or a scalar: position of query 0, where key 0 has position 0.
             Query t sees keys up to q_offset + t. None is kv_lengths - T.
@@ -73,16 +73,16 @@ def flash_decode(
         sinks: [N] or [B, N]: a further score of every query, without a value.
         alibi_slopes: [N] or [B, N]: slope * |i - j| is subtracted from scores.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        num_splits: ranges that the keys are read in, 1 to 128. "auto" is 1 on xla, and on hopper as
-            many as keep the multiprocessors busy if the sequences are as long as the cache.
+        num_splits: number of ranges in which the keys are read, 1 to 128. "auto" is 1 on xla, and
+            on hopper as many as keep the SMs busy if the sequences are as long as the cache.
         page_table: int32 [B, max_pages]: key j of sequence b is row j % page_size of page
             page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
             beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
             is read that does not belong to the cache; `check_pages` finds them.
-        k_scale: of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per head [K],
-            or per sequence and head [B, K], or with `page_table` per page and head [P, K]; None is
-            1. `append_kv` divides by the same numbers.
-        v_scale: likewise, of the values.
+        k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
+            head [K], or per sequence and head [B, K], or with `page_table` per page and head
+            [P, K]; None is 1. `append_kv` divides by the same numbers.
+        v_scale: scale of the values, of the same shapes.
         backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
             this one or raises.
         return_lse: also return the log-sum-exp.
@@ -130,16 +130,16 @@ def flash_decode(
 def explain_decode(
     q, k, v, *, backend: str = "auto", device: str | None = None, **options
 ) -> Explanation:
-    """Which backend `flash_decode` would use here, in how many ranges, and why not the others.
+    """Returns the backend and splits that `flash_decode` would use here, and why not others.
 
     Nothing is run.
 
     Args:
-        q: as in `flash_decode`, as are all the others. Instead of any array, here and in the
-            others, a `jax.ShapeDtypeStruct` will do.
+        q: as in `flash_decode`, as are all the others. Any array, here and in the others, may be
+            replaced by a `jax.ShapeDtypeStruct`.
         k: keys, or pages of them.
         v: values.
-        backend: which implementation.
+        backend: name of the implementation.
         device: a GPU to answer for that need not be here, as in `explain`.
         **options: every other argument of `flash_decode` but `return_lse`.
 
@@ -178,13 +178,13 @@ def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
 
 
 def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
-    """Outputs, with the blocks that fit these operands: the whole ones, or those of a shard."""
+    """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
     blocks = backend.decode_blocks(decode.describe(operands, spec))
     return _foldable(backend, spec, blocks)(operands)
 
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
-    """operands -> Outputs; under vmap the axis becomes part of the batch, and blocks fit that."""
+    """Returns operands -> Outputs; vmap folds its axis into the batch, and blocks fit that."""
     call = custom_vmap(partial(backend.decode, spec, blocks))
 
     @call.def_vmap

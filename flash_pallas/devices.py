@@ -1,4 +1,4 @@
-"""GPUs that `explain` answers for where there is none."""
+"""GPUs that `explain` answers for when they are not present."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, as far as backends and tables of tile sizes ask for it.
+    """Properties of a GPU that backends and tables of tile sizes ask for.
 
     Attributes:
         kind: its name, as jax spells it.
         capability: its compute capability.
-        sms: its multiprocessors.
+        sms: its number of SMs.
     """
 
     kind: str
@@ -31,7 +31,7 @@ DEVICES = {
 
 
 def device_of(name: str | None) -> Device | None:
-    """The GPU of this name; None for the device that is here.
+    """Returns the GPU of this name; None for the device that is here.
 
     Raises:
         ValueError: a name that is not known.

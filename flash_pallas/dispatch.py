@@ -1,4 +1,4 @@
-"""Which backend runs a call. Every UnsupportedByBackend is raised here."""
+"""Choice of the backend that runs a call. Every UnsupportedByBackend is raised here."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def select(
     device: Device | None = None,
     platform: str | None = None,
 ) -> Backend:
-    """The backend that runs `problem`.
+    """Returns the backend that runs `problem`.
 
     Args:
         problem: the shapes, of attention or of decoding.
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
-        device: to answer for; None is the one here.
-        platform: where it will run, from `platform_of`; None is JAX's default backend.
+        device: the GPU to answer for; None is the one here.
+        platform: the platform that the call will run on, from `platform_of`; None is JAX's default
+            backend.
 
     Raises:
         ValueError: an unknown name.
@@ -67,7 +68,7 @@ def select(
 
 
 def _backends(device: Device | None) -> dict[str, Backend]:
-    """The backends as they are here, or as they would be on a GPU of another machine."""
+    """Returns the backends as they are here, or as they would be on another machine's GPU."""
     if device is None:
         return BACKENDS
     return {
@@ -78,10 +79,10 @@ def _backends(device: Device | None) -> dict[str, Backend]:
 
 
 def platform_of(arrays) -> str | None:
-    """The platform ("cpu", "gpu") that a call on these arrays will run on, as far as can be seen.
+    """Returns the platform ("cpu", "gpu") of a call on these arrays, as far as can be seen.
 
-    That of the device that one of them was put on, else that of `jax.default_device`; None where
-    neither says. While jit traces, only the second can be seen.
+    It is that of the device that one of them was put on, else that of `jax.default_device`; None
+    if neither says. While jit traces, only the second can be seen.
     """
     for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
@@ -96,16 +97,16 @@ def tiles(
     override: dict[str, Any] | None = None,
     kind: str | None = None,
 ) -> Any:
-    """The tile sizes that `problem` runs with on `backend`.
+    """Returns the tile sizes that `problem` runs with on `backend`.
 
-    Of each kernel, in this order: the caller's, put into the backend's own; those that were timed
-    for exactly this call, here or for the package; the backend's own.
+    For each kernel, in this order of precedence: the caller's, put into the backend's own; those
+    timed for exactly this call, here or for the package; the backend's own.
 
     Args:
-        backend: that runs it.
+        backend: the backend that runs it.
         problem: the shapes.
         override: the caller's tile sizes.
-        kind: of device, whose tables are asked; None is the one here.
+        kind: kind of device whose tables are asked; None is the one here.
 
     Raises:
         ValueError: tile sizes of the caller's that the backend cannot take.
@@ -119,7 +120,7 @@ def tiles(
 # An eager call would otherwise spend 0.1 ms on the same choice every time.
 @lru_cache(maxsize=1024)
 def _tiles(backend: Backend, problem: Problem, kind: str | None) -> tuple[Any, tables.Tuned | None]:
-    """The tile sizes without the caller's, and the table that they are from."""
+    """Returns the tile sizes without the caller's, and the table entry that they come from."""
     tuned = tables.lookup(backend.name, problem, kind)
     if tuned is not None:
         try:
@@ -135,11 +136,11 @@ def forget_tiles() -> None:
 
 
 def tunable(problem: Problem, name: str) -> Backend:
-    """The backend that runs `problem`, where it has tile sizes to choose from.
+    """Returns the backend that runs `problem`, if it has tile sizes to choose from.
 
     Raises:
         ValueError: an unknown name.
-        UnsupportedByBackend: as `select`, or it has none.
+        UnsupportedByBackend: as in `select`, or it has none.
     """
     chosen = select(problem, name)
     if not chosen.candidates(problem):
@@ -156,14 +157,14 @@ def tunable(problem: Problem, name: str) -> Backend:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a call would run, and why not something else; `str()` makes a text of it.
+    """The backend and tiles that a call would run, and why not others; `str()` makes text of it.
 
     Attributes:
         problem: the shapes.
         backend: name of the backend that would run.
         blocks: its tile sizes.
         reasons: for every other backend, one sentence saying why it would not run.
-        sources: for every kernel, where its tile sizes come from: "caller", the user's cache or the
+        sources: for every kernel, the source of its tile sizes: "caller", the user's cache or the
             shipped table with the name of the file, or "heuristic"; also where a table says that
             the heuristic's were the fastest of those timed.
         device: the kind of the GPU that was asked about; None is what is here.
@@ -203,18 +204,18 @@ def explanation(
     device: str | None = None,
     platform: str | None = None,
 ) -> Explanation:
-    """What `select` and the chosen backend's `blocks` would answer, without running anything.
+    """Returns what `select` and the chosen backend's `blocks` would answer, running nothing.
 
     Args:
         problem: the shapes.
-        name: "auto", or a backend's.
+        name: "auto", or a backend's name.
         override: the caller's tile sizes.
         device: a name of `devices.DEVICES`; None is the device here.
-        platform: as of `select`.
+        platform: as in `select`.
 
     Raises:
         ValueError: an unknown name, or tile sizes that the backend cannot take.
-        UnsupportedByBackend: as `select`.
+        UnsupportedByBackend: as in `select`.
     """
     check_name(name)
     there = device_of(device)
@@ -246,7 +247,7 @@ def explanation(
 def _sources(
     chosen: Backend, problem: Problem, override: dict[str, Any] | None, kind: str | None
 ) -> dict[str, str]:
-    """By kernel, where its tile sizes come from."""
+    """Returns, by kernel, the source of its tile sizes."""
     kernels = chosen.candidates(problem)
     if not kernels:
         return {"all": "caller" if override else "heuristic"}
@@ -261,7 +262,7 @@ def _sources(
 
 
 def check_name(name):
-    """Raise ValueError, listing the choices, unless `name` is "auto" or a backend's."""
+    """Raises ValueError, listing the choices, unless `name` is "auto" or a backend's name."""
     choices = [AUTO, *BACKENDS]
     if name not in choices:
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(map(repr, choices))}")

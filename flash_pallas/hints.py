@@ -1,4 +1,4 @@
-"""What errors and warnings suggest where an argument looks like a known mistake."""
+"""Suggestions of errors and warnings where an argument looks like a known mistake."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MANY_HEADS = 256  # more than any model of note has
 
 
 def missing_axes(name: str, shape, full) -> str:
-    """The ways in which further axes of 1 make a mask or a bias fit, as the end of a message.
+    """Returns the ways in which axes of 1 make a mask or bias fit, as the end of a message.
 
     Args:
-        name: of the argument.
-        shape: of the array that does not fit; a layer has put axes of 1 in front.
+        name: name of the argument.
+        shape: shape of the array that does not fit; a layer has put axes of 1 in front.
         full: [*batch, heads, q_length, kv_length].
     """
     few = tuple(shape)
@@ -34,7 +34,7 @@ def missing_axes(name: str, shape, full) -> str:
 
 
 def one_causal_query(kv_len: int) -> str:
-    """The message for a step of decoding that was written for another alignment of causal masks."""
+    """Returns the message for a decoding step written for another alignment of causal masks."""
     return (
         f"q has one query, k {kv_len} keys, and causal=True (or window=(.., 0)) without q_offset "
         "puts the query at position 0, where it sees key 0 alone: pass "
@@ -44,7 +44,7 @@ def one_causal_query(kv_len: int) -> str:
 
 
 def warn_of_swapped_axes(q, k) -> None:
-    """Warn where [length, heads, head_dim] of q and k look like PyTorch's [heads, length, dim]."""
+    """Warns if [length, heads, head_dim] of q and k look like PyTorch's [heads, length, dim]."""
     (q_len, q_heads, _), (kv_len, kv_heads, _) = q, k
     if q_heads == kv_heads > max(MANY_HEADS, 4 * q_len, 4 * kv_len):
         warnings.warn(

@@ -1,7 +1,8 @@
 """Integer arguments of every public function: one rule for dtypes and for values too large.
 
-Any integer dtype is taken and no value wraps around. One that does not fit is an error where it is
-known, in Python, in numpy, or in a jax array outside of jit; a traced one is clipped to what fits.
+Any integer dtype is taken and no value wraps around. A value that does not fit is an error where it
+is known, in Python, in numpy, or in a jax array outside of jit; a traced one is clipped to what
+fits.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ INT32 = jnp.iinfo(jnp.int32)
 
 
 def as_int32(name: str, value) -> jax.Array:
-    """int32 array of an integer, or of an array of any integer dtype.
+    """Converts an integer, or an array of any integer dtype, to an int32 array.
 
     Values out of range raise where they are known; where they are traced they are clipped, so that
     a length or an offset keeps its meaning.
 
     Args:
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
         value: an int, or a numpy or jax array.
 
     Raises:
@@ -61,19 +62,19 @@ def as_int32(name: str, value) -> jax.Array:
 
 
 def is_array(value) -> bool:
-    """True for an array, or for what turns into one (`__jax_array__`, as parameters of Flax do)."""
+    """Returns True for an array, or for what has `__jax_array__`, as parameters of Flax do."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) or hasattr(value, "__jax_array__")
 
 
 def is_known(value) -> bool:
-    """True where the values of an array can be looked at: not traced, and all in this process."""
+    """Returns True if an array's values can be read: not traced, and all in this process."""
     if isinstance(value, jax.core.Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def known(value) -> np.ndarray:
-    """The values of an array for which `is_known`; waits for a jax array to be computed."""
+    """Returns the values of an array for which `is_known`; waits for a jax array to be computed."""
     return np.asarray(jax.device_get(value))
 
 
@@ -86,7 +87,7 @@ def _refuse_wide(what: str, value: int):
 
 
 def seed_words(seed) -> jax.Array:
-    """uint32[words] of `dropout_seed`: the same of the same number, whatever type carries it.
+    """Returns the uint32[words] of `dropout_seed`: the same for equal numbers of any type.
 
     Raises:
         TypeError: neither an integer, nor integers, nor a key.

@@ -1,4 +1,4 @@
-"""Names of arguments: one signature for several functions, and what a wrong name stands for."""
+"""Names of arguments: one signature for several functions, and hints for wrong names."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SYNONYMS = (
 
 
 def unexpected(function: str, wrong: Collection[str], names: Collection[str]) -> str:
-    """The message of a TypeError: arguments that a function does not have, and what was meant.
+    """Returns the message of a TypeError for unknown arguments, which says what was meant.
 
     Args:
-        function: its name.
-        wrong: the arguments.
+        function: name of the function.
+        wrong: the arguments that it does not have.
         names: those that it has.
     """
     listed = ", ".join(map(repr, sorted(wrong)))
@@ -50,14 +50,14 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
 
 
 def _meant(name: str, names: Collection[str]) -> list[str]:
-    """Those of `names` that stand for the same as `name`, else the one most like it."""
+    """Returns those of `names` that are synonyms of `name`, else the one most like it."""
     groups = [group.split() for group in SYNONYMS if name in group.split()]
     found = [other for group in groups for other in group if other in names]
     return found or difflib.get_close_matches(name, names, 1)
 
 
 def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose TypeError for an unknown argument says which one was meant."""
+    """Wraps `function` so that its TypeError for an unknown argument says which one was meant."""
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -70,9 +70,9 @@ def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def same_arguments(original: Callable):
-    """A decorator that gives a (q, k, v, **options) the signature of `original`.
+    """Returns a decorator that gives a (q, k, v, **options) the signature of `original`.
 
-    Keyword arguments that the decorated function names and `original` has not come behind those.
+    Keyword arguments of the decorated function that `original` does not have come after those.
     """
     return functools.partial(_with_signature, inspect.signature(original))
 

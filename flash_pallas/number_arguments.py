@@ -1,4 +1,4 @@
-"""The arguments of `flash_attention` that are static numbers, checked."""
+"""Static numbers among the arguments of `flash_attention`, checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SCALE, SOFTCAPS = 1e30, (1e-6, 1e30)
 
 
 def scale(value, head_dim: int) -> float:
-    """The factor of the scores."""
+    """Checks the factor of the scores; None becomes 1 / sqrt(head_dim)."""
     if value is None:
         return 1.0 / math.sqrt(head_dim)
     factor = _number("scale", value)
@@ -22,7 +22,7 @@ def scale(value, head_dim: int) -> float:
 
 
 def softcap(value) -> float | None:
-    """The bound of the logits."""
+    """Checks the bound of the logits; None is no bound."""
     if value is None:
         return None
     cap = _number("softcap", value)

@@ -1,7 +1,7 @@
 """The oracle: attention in plain jnp, with the whole matrix of scores in memory.
 
-It says what every backend must compute and shares no code with them but two definitions: which keys
-a band of positions shows (`core.mask.Mask.visible`) and which weights dropout keeps
+It says what every backend must compute and shares no code with them but two definitions: the keys
+that a band of positions shows (`core.mask.Mask.visible`) and the dropout mask
 (`core.dropout.keep`). Not meant for training: memory grows with T * S.
 """
 
@@ -32,10 +32,10 @@ def attention(
     rounded_logits: bool = False,
     **arguments,
 ):
-    """softmax(modified(scale * q @ k^T)) @ v and the log-sum-exp of its rows.
+    """Computes softmax(modified(scale * q @ k^T)) @ v and the log-sum-exp of its rows.
 
-    Differentiable to any order by ordinary autodiff. Everything is computed in float32, in float64
-    for float64 inputs.
+    Differentiable to any order by ordinary autodiff. Everything is computed in float32, or in
+    float64 for float64 inputs.
 
     Args:
         q: queries [B, T, N, H].
@@ -44,8 +44,8 @@ def attention(
         full_precision: return o as it was computed instead of in q's dtype.
         max_logit: return the largest visible score of every row too; it has no gradient.
         rounded_logits: round sums with the bias and with ALiBi to float32, as float32 inputs do
-            anyway. To a bias of -1e9 that leaves nothing of a score, and a row in which it hides
-            all keys attends to all of them alike.
+            anyway. Next to a bias of -1e9 that leaves nothing of a score, and a row in which it
+            hides all keys attends to all of them alike.
         **arguments: the other arguments of `flash_attention` that change what is computed: the
             fields of `Modifiers`.
 
@@ -73,7 +73,7 @@ def attention(
 
 @dataclasses.dataclass(frozen=True)
 class Modifiers:
-    """What changes attention, named and explained as the arguments of `flash_attention`.
+    """Modifiers of attention, named and explained as the arguments of `flash_attention`.
 
     Scores are [B, N, T, S] throughout.
     """
@@ -98,15 +98,15 @@ class Modifiers:
     mask_mod: Any = None
 
     def cleared_queries(self, x):
-        """x [B, T, N, H] with 0 in place of padding: 0 times a NaN would be a NaN."""
+        """Returns x [B, T, N, H] with 0 in place of padding: 0 times a NaN would be a NaN."""
         return _cleared(x, self.q_lengths, self.q_segment_ids)
 
     def cleared_keys(self, x):
-        """x [B, S, K, H] likewise."""
+        """Returns x [B, S, K, H] with 0 in place of padding."""
         return _cleared(x, self.kv_lengths, self.kv_segment_ids)
 
     def visible(self, shape):
-        """bool[B, N, T, S]: which keys each query sees. Queries beyond their length see none."""
+        """Returns bool[B, N, T, S]: which keys each query sees; none beyond its length."""
         _, _, q_len, kv_len = shape
         i, j = self._positions(shape)
         left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
@@ -126,9 +126,9 @@ class Modifiers:
         return keep
 
     def logits(self, scores, keep, *, rounded: bool = False):
-        """The modified scores, where `keep` says that they are visible; elsewhere anything finite.
+        """Computes the modified scores where `keep` is True; elsewhere they are anything finite.
 
-        Order: bias, ALiBi, softcap, score_mod. `rounded` as `rounded_logits` of `attention`.
+        The order is bias, ALiBi, softcap, score_mod. `rounded` is `rounded_logits` of `attention`.
         """
         i, j = self._positions(scores.shape)
         sum_of = _rounded if rounded else lambda x: x
@@ -145,7 +145,7 @@ class Modifiers:
         return scores
 
     def softmax(self, scores, keep):
-        """(weights, log-sum-exp, largest score) of rows; sinks count in the first two."""
+        """Computes (weights, log-sum-exp, row max) of scores; sinks count in the first two."""
         keep = keep & (scores > -jnp.inf)
         most = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
         most = lax.stop_gradient(most)
@@ -169,21 +169,21 @@ class Modifiers:
         return weights / divisor[..., None], lse, most
 
     def kept(self, shape):
-        """bool[B, N, T, S]: which weights dropout keeps."""
+        """Returns the dropout mask, bool[B, N, T, S], True for weights that are kept."""
         batch, heads = (1, 1) if self.broadcast_dropout else shape[:2]
         keys = dropout.call_keys(dropout.seed_words(self.dropout_seed), batch, heads)
         found = dropout.keep(keys[..., None, None], *self._positions(shape), self.dropout_rate)
         return jnp.broadcast_to(found, shape)
 
     def _positions(self, shape):
-        """(int32[B, 1, T, 1], int32[1, 1, 1, S]): of queries and of keys."""
+        """Returns the positions of queries and of keys, (int32[B, 1, T, 1], int32[1, 1, 1, S])."""
         batch, _, q_len, kv_len = shape
         offset = jnp.broadcast_to(jnp.asarray(self.q_offset, jnp.int32), (batch,))
         i = offset[:, None] + jnp.arange(q_len, dtype=jnp.int32)[None]
         return i[:, None, :, None], jnp.arange(kv_len, dtype=jnp.int32)[None, None, None]
 
     def _everywhere(self, function, scores):
-        """function(score, b, n, i, j) of scalars for every element of scores."""
+        """Maps function(score, b, n, i, j) of scalars over every element of scores."""
         i, j = (x.reshape(-1, x.size // x.shape[0]) for x in self._positions(scores.shape))
         b, n = (jnp.arange(size, dtype=jnp.int32) for size in scores.shape[:2])
         for axes in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
@@ -191,12 +191,12 @@ class Modifiers:
         return jax.vmap(function, (0, 0, None, 0, None))(scores, b, n, i, j[0])
 
     def _per_head(self, x, scores):
-        """x [N] or [B, N] as [B, N, 1, 1]."""
+        """Broadcasts x [N] or [B, N] to [B, N, 1, 1]."""
         return jnp.broadcast_to(x.astype(scores.dtype), scores.shape[:2])[..., None, None]
 
 
 def _rounded(x):
-    """x as float32 holds it, with the gradient of x."""
+    """Rounds x to float32, with the gradient of x."""
     # Not by converting it there and back, which XLA leaves out on a GPU.
     rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
     return x + lax.stop_gradient(jnp.where(jnp.isfinite(x), rounded - x, 0.0))
@@ -211,5 +211,5 @@ def _cleared(x, lengths, segments):
 
 
 def _within(lengths, longest: int):
-    """bool[B, longest]: what comes before the length."""
+    """Returns bool[B, longest]: True before the length."""
     return jnp.arange(longest, dtype=jnp.int32)[None] < lengths[:, None]

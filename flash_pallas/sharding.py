@@ -1,14 +1,14 @@
-"""Attention of arrays that are cut over the devices of a mesh: every device computes its own part.
+"""Attention of arrays that are sharded over a mesh: every device computes its own part.
 
-Batch entries and query heads are independent, so what is cut over them needs no communication in
-the forward. In the backward a gradient is summed over the devices that share its operand. Which
-mesh axes cut what is decided in core/shards.py, once. How arrays are cut is known
+Batch entries and query heads are independent, so arrays sharded over them need no communication in
+the forward. In the backward a gradient is summed over the devices that share its operand.
+core/shards.py decides, in one place, which mesh axes shard what. The sharding of arrays is known
 
 - in types, where mesh axes are `Explicit`: `over_explicit_axes` is a `jax.shard_map`;
-- to the partitioner alone, where they are `Auto`: `per_shard` tells it what it may cut;
+- to the partitioner alone, where they are `Auto`: `per_shard` tells it what it may shard;
 - to the caller, inside a `jax.shard_map` of theirs, where nothing is left to do.
 
-Plain jnp around attention, as where a cache grows, is the matter of core/explicit_axes.py.
+Plain jnp around attention, as where a cache grows, is the business of core/explicit_axes.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .core.shards import PLACES, Shards
 
 
 def per_shard(call, enabled: bool):
-    """`call`, of which the partitioner runs one for each shard of the batch and of the heads.
+    """Wraps `call` so that the partitioner runs one for each shard of the batch and of the heads.
 
     Args:
         call: (Operands, ...) -> Outputs or Grads, of whole arrays and of parts alike.
@@ -67,7 +67,7 @@ def _partitioned(call, args):
 
 
 def over_explicit_axes(call, results):
-    """`call` on each shard, where types say how arrays are cut; else on the whole.
+    """Wraps `call` to run on each shard if types say how arrays are sharded; else on the whole.
 
     Args:
         call: (Operands or DecodeOperands, ...) -> a record of the type `results`.
@@ -83,10 +83,10 @@ def over_explicit_axes(call, results):
 
 
 def placed(operands):
-    """The operands cut as the shards of `over_explicit_axes` read them; as they are without a mesh.
+    """Reshards operands to what the shards of `over_explicit_axes` read; a no-op without a mesh.
 
     Raises:
-        ValueError: the axis of queries or of keys is cut.
+        ValueError: the axis of queries or of keys is sharded.
     """
     mesh = explicit_axes.mesh_of(operands[:3])
     if mesh is None:
@@ -99,13 +99,13 @@ def placed(operands):
 class _OnShards:
     """A call by `jax.shard_map` over all Explicit axes.
 
-    JAX does not vmap a shard_map along an axis that the mesh cuts: here vmap is inside of it.
+    JAX does not vmap a shard_map along an axis that the mesh shards: here vmap is inside of it.
 
     Attributes:
-        call: of one shard.
+        call: the function of one shard.
         results: as in `over_explicit_axes`.
-        levels: of vmap, the innermost first: which of the arguments' arrays have its axis. These
-            axes come before an array's own, the outermost first.
+        levels: levels of vmap, the innermost first; each says which of the arguments' arrays have
+            its axis. These axes come before an array's own, the outermost first.
     """
 
     call: Any
@@ -149,7 +149,7 @@ class _OnShards:
         return cut(*_resharded(args, specs, mesh))
 
     def _names_of_levels(self, args) -> list[tuple[str, ...]]:
-        """The mesh axes that cut each level of vmap."""
+        """Returns the mesh axes that shard each level of vmap."""
         flags = list(zip(*map(jax.tree.leaves, self.levels), strict=True))
         found: list[tuple[str, ...]] = []
         for level in range(len(self.levels)):
@@ -175,7 +175,7 @@ class _OnShards:
 
 
 def _behind(levels, flags, spec: PartitionSpec) -> PartitionSpec:
-    """The spec of an array with the axes of those levels in front that its flags say."""
+    """Returns the spec of an array with the axes of the levels that its flags name in front."""
     own = [names or None for names, has in zip(levels, flags, strict=True) if has]
     return PartitionSpec(*own[::-1], *spec)
 
@@ -186,12 +186,12 @@ def _resharded(tree, specs, mesh):
 
 
 def first_of_shard(shard_axes, batch: int, heads: int):
-    """Numbers of the first entry and the first head of a shard, int or int32.
+    """Returns the numbers of the first entry and the first head of a shard, int or int32.
 
     Args:
-        shard_axes: None, or the mesh axes that cut the batch and those that cut the heads.
-        batch: entries of the shard.
-        heads: query heads of the shard.
+        shard_axes: None, or the mesh axes that shard the batch and those that shard the heads.
+        batch: number of entries of the shard.
+        heads: number of query heads of the shard.
 
     Raises:
         ValueError: these are no names of mesh axes of a `jax.shard_map` around.
@@ -213,10 +213,10 @@ def first_of_shard(shard_axes, batch: int, heads: int):
 
 
 def _rule(args, results) -> str:
-    """What may be cut alike: the batch, and the heads.
+    """Returns the sharding rule, which says what may be sharded alike: the batch, and the heads.
 
-    Key heads of grouped queries are a factor of their own, or the partitioner would divide a mesh
-    axis between them and the group. `Shards` has the last word anyway.
+    KV heads of GQA are a factor of their own, or the partitioner would divide a mesh axis between
+    them and the group. `Shards` has the last word anyway.
     """
     batch, _, heads, _ = args[0].q.shape
     numbers = itertools.count()
@@ -239,7 +239,7 @@ def _rule(args, results) -> str:
 
 
 def _partition(call, mesh, args, results):
-    """What the partitioner asks: (mesh, a shard's function, shardings of results and of args)."""
+    """Answers the partitioner: (mesh, a shard's function, shardings of results and of args)."""
     cuts = [_cuts(x.sharding, mesh, len(x.shape)) for x in args[0][:3]]
     shards = Shards.of(args[0], cuts, dict(mesh.shape))
     named = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
@@ -247,7 +247,7 @@ def _partition(call, mesh, args, results):
 
 
 def _cuts(sharding, mesh, rank: int) -> list[tuple[str, ...]]:
-    """For each axis of an array, the mesh axes that cut it and nothing else, major first."""
+    """Returns, for each axis of an array, the mesh axes that shard only it, major first."""
     devices = mesh.devices
     # The partitioner may cut what does not divide. Into how many parts, any multiple of them says.
     slices = sharding.devices_indices_map((devices.size,) * rank)

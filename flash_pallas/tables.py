@@ -1,8 +1,8 @@
-"""Tile sizes that were timed: the table that the package ships, and those of the user's own device.
+"""Tables of tuned tile sizes: that shipped with the package, and those of the user's own device.
 
 A table belongs to one kind of device and one minor version of jax (whose compiler decides what a
 tile costs), and names each call by everything that is static in it, so it says nothing of calls
-that were not timed. What it says is what a caller could have passed as `blocks=`.
+that were not timed. Its entries are what a caller could have passed as `blocks=`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _SHIPPED_FOR = {"NVIDIA H200": _H200, "NVIDIA H100 80GB HBM3": _H200}
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What a table says of a call.
+    """Entry of a table for one call.
 
     Attributes:
-        blocks: as the caller might pass it, of those kernels that the heuristics are not best for.
-        path: which table.
-        timed: the kernels that were timed.
+        blocks: tile sizes as the caller might pass them, of those kernels for which the heuristics
+            are not best.
+        path: path of the table.
+        timed: names of the kernels that were timed.
     """
 
     blocks: dict[str, dict[str, Any]]
@@ -48,16 +49,16 @@ class Tuned:
 
     @property
     def source(self) -> str:
-        """For `explain`."""
+        """Name of the table as `explain` shows it."""
         if self.path.parent == _SHIPPED:
             return f"shipped table {self.path.name}"
         return f"user cache {self.path}"
 
 
 def key(backend: str, problem: Problem) -> str | None:
-    """The name of a call in a table; None where a function of the user's takes part in it.
+    """Returns the name of a call in a table; None if a function of the user's takes part in it.
 
-    Every field of the problem and of its spec that is not at its default is in it.
+    It contains every field of the problem and of its spec that is not at its default.
     """
     if problem.spec.score_mod is not None or problem.spec.mask_mod is not None:
         return None
@@ -74,10 +75,10 @@ def _stated(record) -> dict[str, Any]:
 
 
 def lookup(backend: str, problem: Problem, device: str | None = None) -> Tuned | None:
-    """What was timed for exactly this call: by the user, else as shipped.
+    """Looks up what was timed for exactly this call: by the user, else as shipped.
 
     Args:
-        backend: its name.
+        backend: name of the backend.
         problem: the call.
         device: a kind of device, as jax spells it; None is the one here.
     """
@@ -92,14 +93,14 @@ def lookup(backend: str, problem: Problem, device: str | None = None) -> Tuned |
 
 
 def _tables(device: str | None) -> list[pathlib.Path]:
-    """In order of precedence."""
+    """Returns the paths of the tables in order of precedence."""
     shipped, folder = _SHIPPED_FOR.get(device or _device()), _user_folder()
     own = [] if folder is None else [folder / _file_name(device)]
     return [*own, *([_SHIPPED / shipped] if shipped else [])]
 
 
 def user_path(kind: str | None = None) -> pathlib.Path:
-    """The user's table for this kind of device, None for the one here, and this jax.
+    """Returns the path of the user's table for a kind of device (None: the one here) and this jax.
 
     It is in the folder that FLASH_PALLAS_CACHE_DIR names, else in flash_pallas under XDG_CACHE_HOME
     or ~/.cache.
@@ -117,7 +118,10 @@ def user_path(kind: str | None = None) -> pathlib.Path:
 
 
 def _user_folder() -> pathlib.Path | None:
-    """None where no variable names one and the user, as in many containers, has no home."""
+    """Returns the folder of the user's tables.
+
+    It is None if no variable names one and the user, as in many containers, has no home.
+    """
     folder = os.environ.get(CACHE_VARIABLE)
     if folder:
         return pathlib.Path(folder)
@@ -137,10 +141,10 @@ def store(path: pathlib.Path, name: str, blocks: dict[str, Any], gain: dict[str,
     what is in the file by then.
 
     Args:
-        path: of the table.
+        path: path of the table.
         name: the call's `key`.
-        blocks: the tile sizes of those kernels that the heuristics are not best for.
-        gain: for the reader, of every kernel that was timed: speed relative to the heuristics.
+        blocks: the tile sizes of those kernels for which the heuristics are not best.
+        gain: for the reader, speed relative to the heuristics of every kernel that was timed.
 
     Raises:
         OSError: the file cannot be written.
@@ -168,7 +172,7 @@ def _only_writer(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_writable(path: pathlib.Path) -> None:
-    """Makes the folder of a table.
+    """Makes the folder of a table and checks that it can be written to.
 
     Raises:
         OSError: it cannot be made or written to; the message names it and the way out.
@@ -201,7 +205,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _entries(path: pathlib.Path) -> dict[str, Any]:
-    """The entries of a table; none where there is no file or it cannot be used."""
+    """Returns the entries of a table; none if there is no file or it cannot be used."""
     if not os.path.exists(path):  # False too where this user may not look into the folder
         return {}
     try:

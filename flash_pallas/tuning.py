@@ -1,4 +1,4 @@
-"""`autotune`: times tile sizes for one call on the user's device and remembers the fastest."""
+"""Autotuning: times tile sizes for one call on the user's device and remembers the fastest."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _log = logging.getLogger("flash_pallas")
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What `autotune` found; `str()` makes a table of it.
+    """Results of `autotune`; `str()` makes a table of them.
 
     Attributes:
         blocks: the tile sizes that this call runs with from now on, as `blocks=` takes them; only
             of kernels for which the rules' choice was not the fastest.
-        gain: by kernel, how many times as fast as the rules' choice.
-        times: by kernel, all that ran, the rules' choice first: fields, milliseconds.
-        path: the file that says so.
+        gain: by kernel, speed relative to the rules' choice.
+        times: by kernel, all candidates that ran, the rules' choice first: fields, milliseconds.
+        path: the file that stores this.
     """
 
     blocks: dict[str, dict[str, Any]]
@@ -65,20 +65,19 @@ def autotune(q, k, v, *, backend="auto", blocks=None, **options) -> Tuning:
 
     From then on this process, and every later one of the same user on the same kind of device and
     minor version of jax, runs exactly this call with them: the same sizes, dtypes, masks and
-    options; not programs that were compiled before. Results change by no more than rounding, as
-    with `blocks=`. Takes a second for each of about a dozen tile sizes, most of it to compile.
+    options. Programs compiled before do not change. Results change by no more than rounding, as
+    with `blocks=`. It takes a second for each of about a dozen tile sizes, most of it to compile.
 
     The table is JSON, in the folder that the environment variable FLASH_PALLAS_CACHE_DIR names,
-    else in flash_pallas under XDG_CACHE_HOME or ~/.cache; `explain` names it where it decides. Of
-    several hosts that run one program, give all the same table. Under vmap it is the sizes of one
-    member that count.
+    else in flash_pallas under XDG_CACHE_HOME or ~/.cache; `explain` names it where it decides. Give
+    all hosts that run one program the same table. Under vmap the sizes of one member count.
 
     Args:
-        q: as in `flash_attention`, as are all the others; the values are used, so that what depends
-            on data is timed with yours.
+        q: as in `flash_attention`, as are all the others; the values are used, so that whatever
+            depends on data is timed with yours.
         k: keys.
         v: values.
-        backend: which implementation.
+        backend: name of the implementation.
         blocks: must be None.
         **options: every other argument of `flash_attention`.
 
@@ -130,7 +129,7 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
 
 
 class Program(NamedTuple):
-    """So many calls with one choice of tile sizes, compiled: program(*args)."""
+    """A compiled program of `count` calls with one choice of tile sizes; runs as program(*args)."""
 
     fields: dict[str, Any]
     program: Any
@@ -140,7 +139,7 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What `autotune` times: the name of a call, the table, and by kernel the candidates."""
+    """Programs that `autotune` times: the name of a call, its table, and candidates by kernel."""
 
     name: str
     path: pathlib.Path
@@ -167,10 +166,12 @@ class Trial:
 
 
 def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
-    """Every candidate that compiles, the rules' choice first, of kernels with several.
+    """Compiles the candidates of kernels with several; those that fail are left out.
+
+    The rules' choice comes first.
 
     Raises:
-        Exception: of the compiler, where it does not even take the rules' choice.
+        Exception: that of the compiler, if it does not even take the rules' choice.
     """
     jobs = []
     residuals = _residuals(backend, call)
@@ -193,7 +194,7 @@ def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
 
 
 def _residuals(backend: Backend, call: Call):
-    """What the backward starts from: the leaves of the pullback."""
+    """Computes the residuals from which the backward starts: the leaves of the pullback."""
     tiles = backend.blocks(call.problem, None)
     save = jax.jit(lambda operands: _pullback(backend, call, tiles, operands))
     return jax.tree.leaves(save(call.operands))
@@ -211,7 +212,7 @@ def _attend(backend: Backend, call: Call, tiles, operands):
 
 
 def _forward(backend: Backend, call: Call, tiles, residuals):
-    """(program, arguments, number of calls)."""
+    """Returns (program, arguments, number of calls) of the forward."""
     del residuals
     count = _repetitions(call, products=2)
 
@@ -224,7 +225,10 @@ def _forward(backend: Backend, call: Call, tiles, residuals):
 
 
 def _backward(backend: Backend, call: Call, tiles, residuals):
-    """The same of the pullback. Its residuals are the same with all tile sizes."""
+    """Returns (program, arguments, number of calls) of the pullback.
+
+    Its residuals are the same with all tile sizes.
+    """
     p, count = call.problem, _repetitions(call, products=5)
     trace = lambda operands: _pullback(backend, call, tiles, operands)
     form = jax.tree.structure(jax.eval_shape(trace, call.operands))
@@ -239,17 +243,17 @@ def _backward(backend: Backend, call: Call, tiles, residuals):
 
 
 def _repetitions(call: Call, products: int) -> int:
-    """How many calls one reading takes."""
+    """Returns the number of calls in one reading."""
     p = call.problem
     work = 2 * products * p.batch * p.q_heads * p.q_len * p.kv_len * p.head_dim
     return min(max(math.ceil(TARGET_SECONDS * ASSUMED_FLOPS / work), 4), 200)
 
 
 def _repeated(step, x, count: int):
-    """step(x) so many times in one program, so that the host's part is in no number.
+    """Runs step(x) `count` times in one program, so that no reading includes the host's part.
 
-    Each waits for the one before: a zero made of all of its results is added to one element of x.
-    Of all, as XLA drops the kernel of a result that nobody reads.
+    Each call waits for the one before: a zero made of all of its results is added to one element
+    of x. It takes all of them, as XLA drops the kernel of a result that nobody reads.
     """
     first = (0,) * x.ndim
     one = (1,) * x.ndim
@@ -265,14 +269,14 @@ def _repeated(step, x, count: int):
 
 
 def milliseconds(program: Program) -> float:
-    """Of one call."""
+    """Measures the time of one call in milliseconds."""
     begin = time.perf_counter()
     jax.block_until_ready(program.program(*program.args))
     return (time.perf_counter() - begin) * 1e3 / program.count
 
 
 def readings(programs: list[Program]) -> list[list[float]]:
-    """Of every program a time in each round, each round starting with another of them.
+    """Measures every program once in each round, each round starting with another of them.
 
     Clocks drift by 10 % within minutes, so only times of one round are comparable.
     """
@@ -287,7 +291,10 @@ def readings(programs: list[Program]) -> list[list[float]]:
 
 
 def fastest(times: list[list[float]]) -> tuple[int, float]:
-    """Which is fastest, and how many times as fast as the first: that one, unless it gains."""
+    """Returns (index of the fastest, its speed relative to the first); (0, 1.0) if it gains little.
+
+    A gain below LEAST_GAIN is too little.
+    """
     first = times[0]
     ratios = [statistics.median(map(operator.truediv, first, mine)) for mine in times]
     best = max(range(len(ratios)), key=ratios.__getitem__)

@@ -1,4 +1,4 @@
-"""From what the user wrote to what a backend reads. Every TypeError and ValueError is raised here.
+"""Canonical form of a user's call. Wrong operands and options raise here or in arguments.py.
 
 Layout: q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv], any number of leading batch dimensions.
 Positions: query i sits at q_offset + i, key j at j, so q_offset = 0 aligns the first query with the
@@ -30,11 +30,12 @@ class Call:
     """One call in canonical form.
 
     Attributes:
-        spec: what is computed.
-        operands: on what; the batch dimensions folded into one.
-        problem: the shapes of both.
+        spec: static parameters, everything but the arrays.
+        operands: the arrays, their batch dimensions folded into one.
+        problem: the shapes and dtypes of the operands, with the spec.
         batch_shape: the user's batch dimensions, to be restored by `unfold`.
-        queries: the user's, whose batch dimensions say how those of the outputs are cut.
+        queries: the user's queries, whose batch dimensions say how those of the outputs are
+            sharded.
     """
 
     spec: AttentionSpec
@@ -45,11 +46,11 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """There is no query or no key: the answer is known without a backend."""
+        """True if there is no query or no key: the answer is known without a backend."""
         return 0 in (self.problem.batch, self.problem.q_len, self.problem.kv_len)
 
     def empty_result(self):
-        """(o, lse, max_logit or None) of an empty call, unfolded: rows without keys."""
+        """Returns (o, lse, max_logit or None) of an empty call, unfolded: rows without keys."""
         p, sinks = self.problem, self.operands.sinks
         rows = (*self.batch_shape, p.q_heads, p.q_len)
         o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
@@ -65,7 +66,7 @@ class Call:
         return o, lse.reshape(rows), most
 
     def unfold(self, o, lse, max_logit=None):
-        """The outputs with the user's batch dimensions."""
+        """Returns the outputs with the user's batch dimensions."""
         if len(self.batch_shape) == 1:  # reshapes that do nothing cost an eager call 30 us
             return o, lse, max_logit
         restore = lambda x: explicit_axes.unfolded(x, self.batch_shape, self.queries)
@@ -73,7 +74,7 @@ class Call:
 
 
 def canonicalize(q, k, v, arguments: Arguments) -> Call:
-    """Check the arguments of `flash_attention` and put them in canonical form.
+    """Checks the arguments of `flash_attention` and puts them in canonical form.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype, or traced where it must be static.
@@ -94,7 +95,7 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
 
 
 def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):
-    """(spec, operands) with everything optional in them."""
+    """Returns (spec, operands) with everything optional in them."""
     rate = checks.dropout_rate(a.dropout_rate)
     score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
     mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
@@ -134,7 +135,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
 
 
 def _precision(value, dtype) -> str:
-    """One of PRECISIONS; always "high" where the dtype leaves no choice."""
+    """Returns one of PRECISIONS; always "high" if the dtype leaves no choice."""
     name = value.name.lower() if isinstance(value, jax.lax.Precision) else value
     if name is not None and (not isinstance(name, str) or name not in PRECISIONS):
         raise ValueError(
@@ -145,14 +146,17 @@ def _precision(value, dtype) -> str:
 
 
 def positive_scale(q, scale: float):
-    """The same scores with a positive scale: the running maximum is taken before scaling."""
+    """Returns (q, scale) with a positive scale and the same scores.
+
+    The running row max is taken before scaling.
+    """
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (jnp.zeros_like(q), 1.0)
 
 
 def check_blocks(blocks) -> dict[str, Any] | None:
-    """The tile sizes asked for, as a dict.
+    """Returns the tile sizes asked for, as a dict.
 
     Raises:
         TypeError: not a mapping from field names.
@@ -168,7 +172,7 @@ def check_blocks(blocks) -> dict[str, Any] | None:
 
 
 def as_array(name: str, x):
-    """x as a jax array.
+    """Converts x to a jax array.
 
     Raises:
         TypeError: not an array.
@@ -183,7 +187,7 @@ def as_array(name: str, x):
 
 
 def check_dtypes(q, k, v):
-    """One floating dtype for all three.
+    """Checks that q, k and v have one floating dtype that some backend takes.
 
     Raises:
         TypeError: not floats, or different ones.
@@ -207,7 +211,7 @@ def check_dtypes(q, k, v):
 
 
 def check_shapes(q, k, v):
-    """Check that three arrays [*batch, length, heads, head_dim] fit together.
+    """Checks that three arrays [*batch, length, heads, head_dim] fit together.
 
     Raises:
         ValueError: they do not fit together.
@@ -233,7 +237,7 @@ def check_shapes(q, k, v):
 
 
 def check_sizes(q, k, v):
-    """Of the last three dimensions: length, heads, head_dim.
+    """Checks the last three dimensions of q, k and v: length, heads, head_dim.
 
     Raises:
         ValueError: they do not fit together.
@@ -267,7 +271,7 @@ def check_sizes(q, k, v):
 
 
 def of_shapes(function: Callable, *args):
-    """function(*args), where any `jax.ShapeDtypeStruct` in args stands for an array.
+    """Calls function(*args), where any `jax.ShapeDtypeStruct` in args stands for an array.
 
     Args:
         function: returns something that has no arrays in it.
@@ -289,7 +293,7 @@ def of_shapes(function: Callable, *args):
 
 
 def of_rank(x, rank: int):
-    """x with axes of 1 in front up to this rank, or without one where it has one too many."""
+    """Prepends axes of 1 to x up to this rank, or drops one from an x with one too many."""
     if x is None:
         return None
     x = x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
@@ -299,5 +303,5 @@ def of_rank(x, rank: int):
 
 
 def lengths_of_rank(x, rank: int):
-    """Lengths likewise; one for all entries stays one."""
+    """Brings lengths to this rank as `of_rank` does; one for all entries stays one."""
     return x if x is None or not np.ndim(x) else of_rank(x, rank)

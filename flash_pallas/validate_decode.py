@@ -1,4 +1,4 @@
-"""From what the user of `flash_decode` wrote to what a backend reads."""
+"""Canonical form of a user's call of `flash_decode`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class DecodeArguments:
-    """What `flash_decode` takes beside q, k, v, `backend` and `return_lse`, with its defaults."""
+    """The optional arguments of `flash_decode`, with their defaults; no `backend`, `return_lse`."""
 
     kv_lengths: Any = None
     q_offset: Any = None
@@ -42,7 +42,7 @@ class DecodeArguments:
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
-    """Check the arguments of `flash_decode` and put them in canonical form.
+    """Checks the arguments of `flash_decode` and puts them in canonical form.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype, or traced where it must be static.
@@ -89,10 +89,10 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
 
 
 def cache_scale(name: str, value, cache):
-    """f32[1 or rows of the cache, K] of a cache [rows, length, K, H], or None.
+    """Returns f32[1 or rows of the cache, K] for a cache [rows, length, K, H], or None.
 
     Raises:
-        TypeError: not floats, or the cache's numbers need none.
+        TypeError: not floats, or the cache's dtype needs no scale.
         ValueError: a shape that does not fit.
     """
     if value is None:
@@ -115,7 +115,7 @@ def cache_scale(name: str, value, cache):
 
 
 def _check_dtypes(q, k, v):
-    """One floating dtype, or a cache in one of QUANTISED."""
+    """Checks for one floating dtype, or a cache in one of QUANTISED."""
     if k.dtype == v.dtype and k.dtype.name in QUANTISED:
         k = v = q
     validate.check_dtypes(q, k, v)
@@ -146,7 +146,7 @@ def _check_shapes(q, k, v, paged: bool):
 
 
 def _page_table(value, batch: int):
-    """int32[B, max_pages]."""
+    """Checks a page table; returns int32[B, max_pages]."""
     value = as_int32("page_table", value)
     if value.ndim != 2 or value.shape[0] != batch or not value.shape[1]:
         raise ValueError(
@@ -181,7 +181,7 @@ def _num_splits(value) -> int | None:
 
 
 def _offset(value, sizes: checks.Sizes):
-    """int32[B]: the position of the first query; None where the last query is the last key."""
+    """Returns int32[B]: the position of the first query; None if the last query is the last key."""
     if value is None:
         return None
     known, traced = checks.offset(value, sizes)

@@ -41,11 +41,11 @@ the result, which would be O once more. Policies that offload take the names lik
 
 
 def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operands):
-    """Attention of one canonical call.
+    """Computes attention of one canonical call.
 
     Args:
-        backend: runs it; static, as are `spec` and `blocks`.
-        spec: what is computed.
+        backend: the backend that runs it; static, as are `spec` and `blocks`.
+        spec: static parameters of the call.
         blocks: tile sizes, from `backend.blocks`.
         operands: the arrays, see `Operands`.
 
@@ -128,13 +128,13 @@ class _Wanted:
 
 
 def _public(spec, operands, out: Outputs):
-    """(o, lse, max_logit) in natural units."""
+    """Returns (o, lse, max_logit) in natural units."""
     unit = describe(operands, spec).unit
     return out.o, softmax.natural(out.lse_log2, out.shift, unit), out.max_logit
 
 
 def delta_of(operands, o, do, dlse, lse_log2):
-    """What the Jacobian of the softmax subtracts from dP: rowsum(o * do) - dlse, [B, N, T].
+    """Computes what the softmax's Jacobian subtracts from dP: rowsum(o * do) - dlse, [B, N, T].
 
     `dlse` is the cotangent of the natural logarithm, None for zero. The gradient of lse with
     respect to the scores is P itself: that is why it joins here and costs the kernels nothing.
@@ -151,7 +151,10 @@ def delta_of(operands, o, do, dlse, lse_log2):
 
 
 def sink_gradient(sinks, rows: Cotangents, unit: float):
-    """[B, N]: a sink is a logit without a value, so its dP is 0; `unit` as in softmax.finish."""
+    """Computes the gradient of the sinks, [B, N].
+
+    A sink is a logit without a value, so its dP is 0; `unit` is that of softmax.finish.
+    """
     sink = sinks.astype(rows.lse_log2.dtype)[..., None]
     above = sink if rows.shift is None else sink - rows.shift * unit
     weight = jnp.exp2(above * softmax.LOG2E - rows.lse_log2)
@@ -160,7 +163,7 @@ def sink_gradient(sinks, rows: Cotangents, unit: float):
 
 @lru_cache(maxsize=1024)
 def forward_of(backend, spec, blocks):
-    """operands -> Outputs: the backend's forward, wrapped as the module's docstring says."""
+    """Returns operands -> Outputs: the backend's forward, wrapped as described in the module."""
 
     def forward(operands):
         outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
@@ -173,7 +176,10 @@ def forward_of(backend, spec, blocks):
 
 @lru_cache(maxsize=1024)
 def backward_of(backend, spec, blocks, wanted):
-    """(operands, Cotangents) -> Grads, wrapped likewise; `wanted` as in `Backend.backward`."""
+    """Returns (operands, Cotangents) -> Grads: the backend's backward, wrapped like its forward.
+
+    `wanted` is that of `Backend.backward`.
+    """
 
     def backward(operands, cotangents):
         grads = backend.backward(spec, blocks, operands, cotangents, wanted)

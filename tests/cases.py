@@ -1,4 +1,4 @@
-"""Named problems, one per feature, pair that interacts and edge: what numerical tests draw from."""
+"""Named problems that numerical tests draw from: one per feature, edge and pair that interacts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED_KINDS = {
 
 
 class Inputs(NamedTuple):
-    """Operands, the cotangents of both outputs and the arrays of the features."""
+    """Operands, the cotangents of both outputs, and the arrays of the features."""
 
     q: Any
     k: Any
@@ -38,27 +38,29 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem, in jax.nn's letters. Arrays are drawn by named recipes.
+    """One problem, in jax.nn's letters; its arrays are drawn by named recipes.
 
     Attributes:
-        q_offset: a tuple is an int32 array, one per batch entry.
-        bias, mask: an axis each of "BNTS", or "1"; "BNTS-inf" hides a fifth of the elements.
-        segments: "packed", "unsorted", "padded" or "long": a short document, a long one, padding.
-        q_lengths, kv_lengths: one per batch entry.
-        poison: padding holds NaN and Inf.
-        alibi: "N" or "BN".
-        score_mod, mask_mod: names of tests/mods.py.
-        maxima: how those of a row behave from right to left: "rising" by 2**29 every 64 keys, a
-            "jump" by 2**577 that is none again 64 keys further, "wide", every fifth row far out, or
-            "apart", each 16 of 64 rows by 2**29 at other 64 keys, from left to right.
-        additive: a bias in float32 that hides keys by a number, another for each batch entry:
-            ("left_padding", numbers) the first keys, ("no_key", ...) all keys of some queries, or
-            ("one_key", ...) all but one. Scores are multiples of 1/8, so that nobody's sum with the
-            bias is rounded another way.
-        magnitude: by so many powers of two q and k are larger, a tuple has one for each batch
-            entry; with such scores too, of which several keys have the largest.
-        integers: dtype of lengths, offsets and ids, where what they hold fits it.
-        seed_kind: what carries the seed: "int", "numpy", "array", "uint32" or "key".
+        q_offset: int, or a tuple, which becomes an int32 array with one entry per batch entry.
+        bias, mask: shape as a string, each axis a letter of "BNTS" or "1"; "BNTS-inf" hides a fifth
+            of the elements.
+        segments: "packed", "unsorted", "padded", or "long": a short document, a long one, padding.
+        q_lengths, kv_lengths: one length per batch entry.
+        poison: whether padding holds NaN and Inf.
+        alibi: shape of the slopes, "N" or "BN".
+        score_mod, mask_mod: names of functions in tests/mods.py.
+        maxima: how the row max changes from right to left; factors are those of the weights.
+            "rising" grows by 2**29 every 64 keys. "jump" grows by 2**577 and drops again 64 keys
+            later. "wide" puts every fifth row far out. "apart" grows by 2**29 in each 16 of 64
+            rows at a different block of 64 keys, from left to right.
+        additive: a float32 bias that hides keys by a number, a different one for each batch entry:
+            ("left_padding", numbers) hides the first keys, ("no_key", ...) all keys of some
+            queries, and ("one_key", ...) all but one. Scores are multiples of 1/8, so that every
+            implementation rounds their sum with the bias the same way.
+        magnitude: power of two by which q and k are scaled up; a tuple has one for each batch
+            entry. Scores are as exact as with `additive`, and several keys share the row max.
+        integers: dtype of lengths, offsets and ids, where it can hold their values.
+        seed_kind: type that carries the seed: "int", "numpy", "array", "uint32" or "key".
     """
 
     name: str
@@ -101,7 +103,7 @@ class Case:
 
     @property
     def rounds(self) -> bool:
-        """Logits are so large that rounding them to float32 is part of what is computed."""
+        """True where logits are so large that rounding them to float32 is part of the result."""
         return self.additive is not None or self.magnitude != 0
 
     @property
@@ -109,7 +111,7 @@ class Case:
         return self.H if self.Hv is None else self.Hv
 
     def arguments(self, x: Inputs) -> dict[str, Any]:
-        """The arguments that both the oracle and `flash_attention` take."""
+        """Returns the keyword arguments that both the oracle and `flash_attention` take."""
         found = {
             "causal": self.causal,
             "window": self.window,
@@ -136,7 +138,7 @@ class Case:
         return validate.canonicalize(x.q, x.k, x.v, arguments).problem
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Normally distributed, cotangents too: ones would hide errors of the softmax."""
+        """Draws normal operands and cotangents: ones would hide errors of the softmax."""
         draw = np.random.default_rng(seed).standard_normal
         q = draw((self.B, self.T, self.N, self.H))
         k = draw((self.B, self.S, self.K, self.H))
@@ -169,18 +171,18 @@ class Case:
         )
 
     def _as_asked(self, name: str, x):
-        """The same integers as `integers` says."""
+        """Casts an int32 array to the dtype `integers`, where its values fit."""
         if x.dtype != np.int32 or name == "prefix" or not x.size:
             return x
         held = np.iinfo(self.integers)
         return x.astype(self.integers) if held.min <= x.min() and x.max() <= held.max else x
 
     def _draw(self, seed: int, name: str):
-        """A generator of its own for each array, so that features do not change each other."""
+        """Returns a generator for this array only, so that features do not change each other."""
         return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
     def _whole_numbers(self, seed: int):
-        """q and k such that every score is exact in every dtype; pairs of keys are alike."""
+        """Draws q and k such that every score is exact in every dtype; pairs of keys are alike."""
         draw = self._draw(seed, "whole").integers
         q = draw(-2, 3, (self.B, self.T, self.N, self.H)).astype(float)
         k = draw(-2, 3, (self.B, -(-self.S // 2), self.K, self.H)).astype(float)
@@ -189,7 +191,7 @@ class Case:
         return q * factor, k * factor
 
     def _additive(self):
-        """The bias that hides keys."""
+        """Builds the float32 bias that hides keys, [B, 1, 1, S] or [B, 1, T, S]."""
         kind, values = self.additive
         value = np.array(values, np.float32)[:, None, None, None]
         if kind == "left_padding":
@@ -206,7 +208,7 @@ class Case:
         return tuple(sizes[letter] for letter in pattern)
 
     def _side(self, seed: int) -> dict[str, Any]:
-        """Float arrays that have gradients."""
+        """Draws the float arrays that have gradients."""
         found: dict[str, Any] = {}
         normal = lambda name, shape: self._draw(seed, name).standard_normal(shape)
         if self.bias:
@@ -228,7 +230,7 @@ class Case:
         return found
 
     def _given(self, seed: int) -> dict[str, Any]:
-        """Arrays that have none."""
+        """Draws the arrays that have no gradients."""
         found: dict[str, Any] = {}
         if isinstance(self.q_offset, tuple):
             found["q_offset"] = np.array(self.q_offset, np.int32)
@@ -251,7 +253,7 @@ class Case:
         return found
 
     def _padding(self, length: int, lengths, segments):
-        """bool[B, length]."""
+        """Returns bool[B, length], True where a position is padding."""
         found = np.zeros((self.B, length), bool)
         if lengths is not None:
             found |= np.arange(length) >= np.array(lengths)[:, None]
@@ -259,7 +261,7 @@ class Case:
 
 
 def _segments(recipe: str, rng, batch: int, length: int):
-    """int32[batch, length] of documents."""
+    """Draws document ids, int32[batch, length], by a named recipe."""
     cuts = np.sort(rng.integers(0, length + 1, (batch, 3)), axis=1)
     ids = (np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1)
     if recipe == "unsorted":
@@ -274,7 +276,7 @@ def _segments(recipe: str, rng, batch: int, length: int):
 
 
 def _lead(recipe: str, q, k):
-    """The logits of normal q and k get the maxima that a Case wants; the scale is H**-0.5."""
+    """Changes normal q and k so that their logits, at scale H**-0.5, get the maxima of a Case."""
     if recipe == "wide":
         q[:, ::5] *= 11.0
         return
@@ -291,7 +293,7 @@ def _lead(recipe: str, q, k):
 
 
 def _poison_bias(bias, queries, keys):
-    """NaN where every entry of the batch that reads an element has padding there."""
+    """Writes NaN where every batch entry that reads an element of the bias has padding there."""
     if bias is None:
         return
     shared = len(bias) == 1
@@ -342,7 +344,7 @@ CASES = (
 
 
 def _small(name: str, **fields) -> Case:
-    """A case of a modifier: several tiles with SMALL_BLOCKS, a few heads and entries."""
+    """Returns a case of a modifier: several tiles with SMALL_BLOCKS, a few heads and entries."""
     return Case(name, **({"T": 70, "S": 83, "B": 2, "N": 4, "H": 16} | fields))
 
 
@@ -436,7 +438,7 @@ ATTRACTING = tuple(-x for x in HIDING if np.isfinite(x))
 
 
 def additive_cases(values=HIDING + ATTRACTING, **fields) -> tuple[Case, ...]:
-    """Every pattern in every dtype, one number a batch entry."""
+    """Returns every pattern in every dtype, with one number per batch entry."""
     sizes = {"T": 70, "S": 70, "N": 2, "K": 1} | fields
     patterns = {"left_padding": True, "no_key": False, "one_key": False}
     return tuple(
@@ -485,6 +487,6 @@ LARGE = (
 
 
 def named(*names: str) -> tuple[Case, ...]:
-    """The cases of these names."""
+    """Returns the cases of these names."""
     table = {case.name: case for case in (*CASES, *FEATURES)}
     return tuple(table[name] for name in names)

@@ -1,9 +1,9 @@
 """The one numerical check: no worse than twice plain jnp attention in the same dtype.
 
-For outputs the error may be twice that of plain jnp, for gradients three times, in the maximum and
-in the root mean square, both measured against the oracle in float64 on the same (rounded) inputs.
-Where plain jnp happens to be exact (one key: its dq is 0) that bound would be 0, so each gets a
-floor: part of a rounding of the sum of the absolute values of the terms that are added.
+The error of outputs may be twice that of plain jnp, the error of gradients three times. Both are
+measured against the oracle in float64 on the same (rounded) inputs, in the maximum and in the root
+mean square. Where plain jnp happens to be exact (one key: its dq is 0) that bound would be 0, so
+each result gets a floor: a fraction of a rounding of the sum of the absolute values of its terms.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Results = Mapping[str, Any]  # float64 numpy arrays by name
 
 
 def bind(backend, blocks: dict[str, int] | None = None):
-    """(q, k, v, **arguments) -> (o, lse[, max_logit]) on this backend, an object or a name."""
+    """Returns (q, k, v, **arguments) -> (o, lse[, max_logit]) on a backend, an object or a name."""
     if isinstance(backend, str):
         backend = dispatch.BACKENDS[backend]
 
@@ -64,14 +64,14 @@ def bind(backend, blocks: dict[str, int] | None = None):
 
 
 def run(call, case: Case, seed: int = 0) -> Results:
-    """What `call` makes of the case: jitted, outputs and gradients in one."""
+    """Runs `call` on the case: outputs and gradients in one jitted program."""
     if case.deterministic:
         call = partial(call, deterministic=True)
     return _widen(_jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
 
 
 def _jit(function):
-    """jax.jit; without optimisation on a CPU, where compiling is most of what the tests do."""
+    """Calls jax.jit, without optimization on a CPU, where compilation dominates the tests' time."""
     if jax.default_backend() != "cpu":
         return jax.jit(function)
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -97,14 +97,14 @@ def _widen(results) -> Results:
 
 
 def _exact_inputs(case: Case, seed: int) -> Inputs:
-    """The inputs as rounded to the case's dtype, in float64. Under x64 only."""
+    """Returns the inputs, rounded to the case's dtype, as float64. Works under x64 only."""
     widen = lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(lambda x: jnp.asarray(widen(np.asarray(x))), case.inputs(seed))
 
 
 @lru_cache(maxsize=256)
 def oracle(case: Case, seed: int = 0) -> Results:
-    """The case in float64, from the inputs as rounded to its dtype."""
+    """Computes the case in float64, from inputs rounded to its dtype."""
     with jax.enable_x64(True):
         call = partial(reference.attention, full_precision=True, rounded_logits=case.rounds)
         inputs = _exact_inputs(case, seed)
@@ -112,7 +112,7 @@ def oracle(case: Case, seed: int = 0) -> Results:
 
 
 def plain(q, k, v, *, max_logit=False, **arguments):
-    """Attention as one would write it in jnp: float32 softmax, everything else in q's dtype."""
+    """Computes attention as one would write it in jnp: float32 softmax, the rest in q's dtype."""
     m = reference.Modifiers(**arguments)
     q, k, v = m.cleared_queries(q), m.cleared_keys(k), m.cleared_keys(v)
     batch, q_len, q_heads, head_dim = q.shape
@@ -135,12 +135,13 @@ def plain(q, k, v, *, max_logit=False, **arguments):
 
 @lru_cache(maxsize=256)
 def bounds(case: Case, seed: int = 0, kernels: bool = False) -> dict[str, tuple[float, float]]:
-    """For each result the largest allowed (maximum, root mean square) of its error.
+    """Computes the largest allowed (maximum, root mean square) of the error of each result.
 
     Args:
-        case: on what.
-        seed: of the inputs.
-        kernels: the Hopper kernels compute it, in 16 bits, with tangents right to TANH_ERROR.
+        case: problem to solve.
+        seed: seed of the inputs.
+        kernels: whether the Hopper kernels compute it, in 16 bits, with tangents right to
+            TANH_ERROR.
     """
     tangents = TANH_ERROR * case.softcap if kernels and case.softcap else 0.0
     exact, terms = oracle(case, seed), _absolute_terms(case, seed)
@@ -166,7 +167,7 @@ def bounds(case: Case, seed: int = 0, kernels: bool = False) -> dict[str, tuple[
 
 
 def bounds_in_parts(case: Case, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """`bounds` of a float32 case for the Hopper kernels: IN_PARTS of those in bfloat16.
+    """Computes `bounds` of a float32 case for the Hopper kernels: IN_PARTS of those in bfloat16.
 
     Row scalars come from exact products there, so they get IN_PARTS of a rounding of their terms.
     """
@@ -180,13 +181,13 @@ def bounds_in_parts(case: Case, seed: int = 0) -> dict[str, tuple[float, float]]
 
 
 def assert_matches_oracle(call, case: Case, seed: int = 0, *, kernels: bool = False):
-    """All outputs and all gradients of `call` are within the bounds of this module.
+    """Checks that all outputs and all gradients of `call` are within the bounds of this module.
 
     Args:
         call: (q, k, v, **arguments) -> (o, lse[, max_logit]), differentiable; see `bind`.
-        case: on what.
-        seed: of the inputs.
-        kernels: these are the Hopper kernels, which have bounds of their own.
+        case: problem to solve.
+        seed: seed of the inputs.
+        kernels: whether these are the Hopper kernels, which have bounds of their own.
     """
     usual = dataclasses.replace(case, integers="int32")
     if kernels and case.dtype == "float32":
@@ -197,7 +198,7 @@ def assert_matches_oracle(call, case: Case, seed: int = 0, *, kernels: bool = Fa
 
 
 def assert_results_match(found: Results, case: Case, seed: int = 0, limits=None):
-    """The same for results already at hand; `limits` are those of `bounds` unless given."""
+    """Checks results that are already computed; `limits` defaults to `bounds`."""
     exact = oracle(case, seed)
     limits = bounds(case, seed) if limits is None else limits
     assert set(found) == set(exact)
@@ -211,10 +212,10 @@ def assert_results_match(found: Results, case: Case, seed: int = 0, limits=None)
 
 
 def _absolute_terms(case: Case, seed: int) -> Results:
-    """For each result the sum of the absolute values of what is added up to make it.
+    """Computes for each result the sum of the absolute values of the terms that are added up.
 
-    For the gradients of side inputs, which add up terms of T * S scores, their root sum of squares:
-    with so many the cancelling of the roundings is certain.
+    Gradients of side inputs add up terms of T * S scores and get the root of the sum of squares
+    instead: with so many terms, roundings are certain to cancel.
     """
     with jax.enable_x64(True):
         terms = _jit(partial(_terms, case))(_exact_inputs(case, seed), dict(oracle(case, seed)))
@@ -278,7 +279,7 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
 
 
 def _of_tangents(case: Case, x: Inputs, qk, keep) -> Results:
-    """What row scalars owe to an error of 1 in every capped logit: the slope of score_mod there."""
+    """Computes what row scalars owe to an error of 1 in every capped logit: score_mod's slope."""
     if not case.softcap:
         return {}
     m = reference.Modifiers(**case.arguments(x))
@@ -292,10 +293,10 @@ def _of_tangents(case: Case, x: Inputs, qk, keep) -> Results:
 
 
 def _of_saved_output(case: Case, pull, p, o, do) -> Results:
-    """What gradients of side inputs owe to O, which is saved in its dtype and not as plain jnp has.
+    """Computes what gradients of side inputs owe to the rounding of O, saved in its dtype.
 
-    Its rounding is one error of delta a row, which all scores of the row share, with the sign that
-    it happens to have: the root mean square of a few draws of signs.
+    Plain jnp does not have this rounding. It is one error of delta per row, shared by all scores of
+    the row, and its sign is arbitrary: this is the root mean square over a few draws of signs.
     """
     if not set(case.inputs().side) - {"sinks"}:
         return {}
@@ -314,7 +315,7 @@ def _zeros(side):
 
 
 def assert_precision_of_float32(call):
-    """What README.md states of `call`, by root mean squares: right to 2^-16, 100 times bfloat16."""
+    """Checks README.md's claim in root mean squares: right to 2^-16, 100 times bfloat16."""
     case = Case("precision", T=130, S=130, N=2, K=1, causal=True)
     single = relative_errors(call, case)
     half = relative_errors(call, dataclasses.replace(case, dtype="bfloat16"))
@@ -323,7 +324,7 @@ def assert_precision_of_float32(call):
 
 
 def relative_errors(call, case: Case) -> dict[str, float]:
-    """Of each array of `ALWAYS` with head dims: root mean squares of error by result."""
+    """Returns the relative RMS error of each result in `ALWAYS` that has a head dim."""
     found, exact = run(call, case), oracle(case)
     size = lambda x: _sizes(x)[1]
     names = [name for name in ALWAYS if name not in ROW_SCALARS]
@@ -331,7 +332,7 @@ def relative_errors(call, case: Case) -> dict[str, float]:
 
 
 def _error(found, exact):
-    """Elementwise |found - exact|, where two equal infinities differ by 0."""
+    """Computes the elementwise |found - exact|, where two equal infinities differ by 0."""
     with np.errstate(invalid="ignore"):
         return np.where(found == exact, 0.0, np.abs(found - exact))
 

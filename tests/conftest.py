@@ -1,4 +1,4 @@
-"""Set up before jax is imported: which devices there are, and jax as strict as it can be."""
+"""Setup before jax is imported: the devices that it has, and jax as strict as it can be."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def seed_of_the_day() -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` run where FLASH_PALLAS_TEST_GPU=1, cases marked `interpret` in turns."""
+    """Keeps `gpu` tests only where FLASH_PALLAS_TEST_GPU=1; `interpret` cases take turns."""
     if ON_GPU:
         return
     everything = ALL_INTERPRETED or any("::" in str(name) for name in config.args)
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Forgets what was compiled after each interpreted kernel and each file.
+    """Clears jax's compilation caches after each interpreted kernel and each file.
 
     A kernel leaves some 600 mappings of memory and Linux gives a process 65,530. A process that had
     run a hundred of them died in XLA's compiler, by a segmentation fault: for want of mappings, it
@@ -78,13 +78,13 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture
 def devices():
-    """Four devices of those that XLA pretends to have on a CPU."""
+    """Four of the devices that XLA simulates on a CPU."""
     return cpu_devices()[:4]
 
 
 @pytest.fixture
 def quickly():
-    """Without optimisation, where compiling is most of what a test does."""
+    """Compilation without optimizations, for tests whose time is mostly compilation."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -92,7 +92,7 @@ def quickly():
 
 @pytest.fixture
 def eight_devices():
-    """All of them."""
+    """All devices that XLA simulates on a CPU."""
     return cpu_devices()
 
 

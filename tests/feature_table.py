@@ -1,4 +1,4 @@
-"""The table of README.md that says what runs where: made from what the backends answer.
+"""The table of README.md that says what runs where, generated from the backends' answers.
 
 `python -m tests.feature_table` writes it into README.md; tests/test_readme.py compares.
 """
@@ -84,7 +84,7 @@ def _runs(backend, example: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """The lines between the markers. Backends for GPUs are asked as if there were one."""
+    """Returns the lines between the markers. GPU backends answer as if there were a GPU."""
     backends = HopperBackend(interpret=True), PortableBackend(interpret=True), XlaBackend()
     names = [backend.name for backend in backends]
     columns = ["", "argument", "gradient", *names]
@@ -96,7 +96,7 @@ def table() -> str:
 
 
 def in_readme() -> str:
-    """The same lines as README.md has them."""
+    """Returns the same lines as README.md has them."""
     (found,) = MARKED.findall(README.read_text())
     return found[1]
 

@@ -1,4 +1,4 @@
-"""What the two fuzz targets have in common: their command line, processes, and what a run is of."""
+"""Shared parts of the two fuzz targets: command line, processes, and provenance of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS_HELD = 8
 
 
 def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentParser:
-    """With the arguments that every target has."""
+    """Builds a parser with the arguments that every target has."""
     found = argparse.ArgumentParser(prog=f"python -m tests.{program}", description=about)
     today = datetime.date.today().toordinal()
     found.add_argument("--seed", type=int, default=today, help="default: the number of today")
@@ -38,11 +38,11 @@ def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentPa
 
 
 def run(calls: Callable[[int], list], arguments: argparse.Namespace) -> tuple[list, int]:
-    """Runs the calls in several processes, in the order of their numbers.
+    """Runs the calls in several processes.
 
     Returns:
-        What `calls` returns of all numbers, in their order; and for how many there was time,
-        counted from the first.
+        The results of `calls` for all numbers, in their order; and the count of calls, from the
+        first on, for which there was time.
     """
     last = arguments.first + arguments.count
     each = functools.partial(_in_time, calls, time.time() + 60.0 * arguments.minutes)
@@ -56,7 +56,7 @@ _done = itertools.count(1)  # calls of this process
 
 
 def _in_time(calls: Callable[[int], list], until: float, number: int) -> list | None:
-    """What comes of one; None after that time."""
+    """Runs one call; returns None after the time `until`."""
     if time.time() >= until:
         return None
     found = calls(number)
@@ -66,7 +66,7 @@ def _in_time(calls: Callable[[int], list], until: float, number: int) -> list | 
 
 
 def provenance(arguments: argparse.Namespace, calls: int) -> dict[str, Any]:
-    """Which calls a run was of, and its version of jax, its commit and its day."""
+    """Returns the seed and numbers of a run's calls, and its jax version, commit and day."""
     numbers = {"seed": arguments.seed, "first": arguments.first, "calls": calls}
     today = datetime.date.today().isoformat()
     return numbers | {"jax": jax.__version__, "commit": results.commit(), "date": today}

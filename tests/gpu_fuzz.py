@@ -44,7 +44,7 @@ SIZES = Sizes(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of one call on one backend: "right", "refused" or "wrong", and why."""
+    """Result of one call on one backend: "right", "refused" or "wrong", and why."""
 
     number: int
     backend: str
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def one_call(seed: int, number: int, backends: tuple[str, ...]) -> list[Outcome]:
-    """The call of this number, on each of these backends."""
+    """Runs the call of this number on each of these backends."""
     draw = Draw(seed, number)
     if draw.chance(0.125):
         step = random_step(draw)
@@ -82,7 +82,7 @@ def _attends(backend: str, case) -> str | None:
 
 
 def decodes(backend: str, step: Step) -> str | None:
-    """Checks one call of flash_decode; why the backend does not take it, or None."""
+    """Checks one call of flash_decode; returns why the backend does not take it, or None."""
     given, whole = step.operands()
     options = {"window": step.window, "softcap": step.softcap, "num_splits": step.num_splits}
     if step.scaled == "heads":  # as users have them: one per head
@@ -96,7 +96,7 @@ def decodes(backend: str, step: Step) -> str | None:
 
 
 def random_step(draw: Draw) -> Step:
-    """A call of flash_decode."""
+    """Draws a call of flash_decode."""
     kv_heads, queries = draw.between(1, 3), draw.one_of((1, 1, 1, 2, 4, 16))
     page_size = draw.one_of((None, None, 16, 48, 64, 128))
     room = (page_size or 8) * draw.between(1, 9) * (1 if page_size else 8)
@@ -123,7 +123,7 @@ def random_step(draw: Draw) -> Step:
 
 
 def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
-    """What comes of a call on each of these backends; prints what is wrong at once."""
+    """Runs a call on each of these backends; prints wrong results at once."""
     found = one_call(seed, number, backends)
     for each in found:
         if each.kind == "wrong":
@@ -133,7 +133,7 @@ def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
 
 
 def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """What came of a run."""
+    """Returns the figures of a run: device, counts of outcomes, wrong calls, seconds."""
     counts = collections.Counter(f"{each.backend} {each.kind}" for each in outcomes)
     device = jax.devices()[0]
     return {
@@ -145,7 +145,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = fuzzing.parser("gpu_fuzz", __doc__, max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
     arguments = parser.parse_args()

@@ -49,7 +49,7 @@ INTERPRETED = (
 
 
 def _small(name: str, **fields) -> Case:
-    """A case of a modifier: two tiles of queries and of keys, none of them whole."""
+    """Returns a case of a modifier: 100 queries and 136 keys, so the last tiles are partial."""
     return _case(name, **({"T": 100, "S": 136, "N": 2, "K": 1} | fields))
 
 

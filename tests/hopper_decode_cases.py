@@ -19,7 +19,7 @@ from . import checks
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call; blocks are of 64 keys unless `block_kv` says otherwise."""
+    """One decode call; KV blocks have 64 keys unless `block_kv` says otherwise."""
 
     name: str
     lengths: tuple[int, ...]
@@ -51,7 +51,7 @@ class Step:
         )
 
     def operands(self):
-        """(what the kernel gets, the same keys in one piece and all said); NaN where no key is."""
+        """Draws (the kernel's operands, the same keys contiguous, all set); NaN past the keys."""
         rng, batch = np.random.default_rng(3), len(self.lengths)
         normal = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))
         given = np.array(self.lengths, np.int32)
@@ -73,7 +73,7 @@ class Step:
         return cache._replace(kv_lengths=given, q_offset=said), whole
 
     def quantised(self, whole: decode.DecodeOperands):
-        """(the cache in eight bits, what it says): scales are powers of two, so both are exact."""
+        """Quantizes K and V: (8-bit cache, its values); power-of-two scales make both exact."""
         batch, paged = len(self.lengths), self.page_size is not None
         spans = self.S // (self.page_size or 0) if paged and self.scaled == "rows" else 1
         found, said, scales = [], [], []
@@ -97,7 +97,7 @@ class Step:
         return stored, whole._replace(k=said[0], v=said[1])
 
     def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
-        """The same keys in shuffled pages; ids beyond a length are no pages."""
+        """Moves the same keys into shuffled pages; page ids past a length are invalid."""
         size, batch = self.page_size or 0, len(self.lengths)
         columns = self.S // size
         table = rng.permutation(batch * columns).reshape(batch, columns)
@@ -185,7 +185,7 @@ ON_DEVICE = (
 
 
 def run(backend: HopperBackend, step: Step, stages: int = 2):
-    """((o, lse), the same keys with a contiguous cache)."""
+    """Runs the decode kernel; returns ((o, lse), the same operands with a contiguous cache)."""
     given, whole = step.operands()
     problem = decode.describe(given, step.spec)
     assert backend.unsupported_decode(problem) is None
@@ -196,7 +196,7 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
 
 
 def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
-    """No further from the oracle than twice plain jnp; see checks.py."""
+    """Checks that results are no further from the oracle than twice plain jnp; see checks.py."""
     window = (step.window, 0) if step.window is not None else None
     options = {"window": window, "softcap": step.softcap, "sinks": whole.sinks}
     options |= {"q_offset": whole.q_offset, "kv_lengths": whole.kv_lengths}

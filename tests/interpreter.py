@@ -5,22 +5,22 @@
     with race_checked():
         out = jax.jit(f)(q, k, v)  # f calls plgpu.kernel(..., interpret=INTERPRET)
 
-JAX's interpreter (0.11, 0.12) lacks or simplifies what these kernels are made of. Added here:
+JAX's interpreter (0.11, 0.12) lacks or simplifies parts of these kernels. This module adds:
 
 * `acc_ref[...] = value` on a `plgpu.ACC`, and wgmma with its left operand in registers;
-* wgmma as what it is, asynchronous: it reads shared memory from its issue until `wgmma_wait(n)` or
+* asynchronous wgmma: it reads shared memory from its issue until `wgmma_wait(n)` or
   `wgmma_accumulator_load(wait_n=n)` retires it, so a slot released too early is a race, and so is
   touching an accumulator that is still being added to;
 * `copy_smem_to_gmem(reduction_op=...)`;
 * the race rules of `interpreter_races`, and an end to deadlocks.
 
-Still missing is multicast, which only a GPU runs: of a copy with `collective_axes` every CTA makes
-all parts itself.
+Multicast is still missing and runs only on a GPU: for a copy with `collective_axes` every CTA
+copies all parts itself.
 
-Install happens by replacing functions of `jax._src` (once, when first needed); every function that
-is replaced is looked up by name first, so a JAX that moved one fails here and says which.
-`NPROC=16` must be in the environment before jax is imported: every waiting warpgroup occupies a
-thread of XLA's pool, which has one thread per core, and two cores hang now and then.
+Installation replaces functions of `jax._src` (once, when first needed). Every function that is
+replaced is looked up by name first, so a JAX that moved one fails here and says which. `NPROC=16`
+must be in the environment before jax is imported: every waiting warpgroup occupies a thread of
+XLA's pool, which has one thread per core, and two cores hang now and then.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 class KernelFault(AssertionError):
-    """An interpreted kernel broke a rule that the GPU would punish silently."""
+    """Error of an interpreted kernel that broke a rule which the GPU would punish silently."""
 
 
 class RaceError(KernelFault):
-    """Two accesses to one place are not ordered, or an accumulator was touched in flight."""
+    """Error of two unordered accesses to one place, or of touching an accumulator in flight."""
 
 
 class DeadlockError(KernelFault):
-    """A thread waited for a barrier that nobody completes."""
+    """Error of a thread that waited for a barrier that nobody completes."""
 
 
 @contextlib.contextmanager
 def race_checked(deadlock_s: float = 60.0) -> Iterator[None]:
-    """Everything interpreted inside must be free of races and deadlocks.
+    """Checks that everything interpreted inside is free of races and deadlocks.
 
-    Kernels must be traced inside or after a first use of this context, with
-    `interpret=INTERPRET`. The interpreter's state is reset on the way out, whatever happened.
+    Kernels must be traced inside or after a first use of this context, with `interpret=INTERPRET`.
+    The interpreter's state is reset on the way out, whatever happened.
 
     Args:
         deadlock_s: a wait fails after this many seconds in which no barrier completed. The default
@@ -122,7 +122,7 @@ _RULES = {
 
 
 def _interpret(original, self, jaxpr, token, *args):
-    """JaxprInterpreter.interpret with `_RULES`; all other equations go to JAX, one by one."""
+    """Runs JaxprInterpreter.interpret with `_RULES`; JAX gets all other equations, one by one."""
     if not any(eqn.primitive in _RULES for eqn in jaxpr.eqns):
         return original(self, jaxpr, token, *args)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))

@@ -1,4 +1,4 @@
-"""Interpreted wgmma and TMA: values at once, effects on the race log as time goes by.
+"""Interpreted wgmma and TMA: values are computed at once, effects reach the race log over time.
 
 Each function replaces the callback of the same purpose in JAX's interpreter (`interpreter`) and
 runs in the Python thread of the warpgroup that issued the instruction.
@@ -37,9 +37,9 @@ def _access(key: Key, transforms):
 def _log_operand_reads(thread, group: _Group) -> None:
     """Logs that `group` reads its operands now, through the async proxy.
 
-    Time of the tensor core is the vector-clock place of the warpgroup's warp 3, which no wgmma
-    can be issued from. The warpgroup's own place would not do: advancing it in the async clock
-    would mark the warpgroup's earlier stores as committed.
+    The time of the tensor core is the vector-clock place of the warpgroup's warp 3, which cannot
+    issue wgmma. The warpgroup's own place would not do: advancing it in the async clock would mark
+    the warpgroup's earlier stores as committed.
     """
     memory = gpu_callbacks._get_shared_memory()
     if not memory.detect_races:
@@ -52,7 +52,7 @@ def _log_operand_reads(thread, group: _Group) -> None:
 
 
 def _retire(thread, n: int) -> None:
-    """`wgmma.wait_group n`: all but the newest n groups have read their last operand byte."""
+    """Executes `wgmma.wait_group n`: all but the newest n groups have read all their operands."""
     groups = monitor().in_flight[thread]
     while len(groups) > n:
         _log_operand_reads(thread, groups.popleft())
@@ -89,7 +89,7 @@ def wgmma(
     b_transforms,
     source_info=None,
 ):
-    """acc += a @ b; `a` is a buffer's key or, for an operand in registers, the values."""
+    """Computes acc += a @ b; `a` is a buffer's key or, for an operand in registers, the values."""
     del mesh_location
     memory = gpu_callbacks._get_shared_memory()
     acc_key = Key.from_array(acc_allocation_key_as_array)
@@ -117,7 +117,7 @@ def wgmma(
 
 @gpu_callbacks.fail_on_exception
 def wgmma_wait(*, token, thread, n):
-    """`plgpu.wgmma_wait(n)`."""
+    """Implements `plgpu.wgmma_wait(n)`."""
     _retire(thread, n)
     return token
 
@@ -126,7 +126,7 @@ def wgmma_wait(*, token, thread, n):
 def accumulator_load(
     *, token, mesh_location, thread, acc_allocation_key_as_array, wait_n, source_info=None
 ):
-    """`plgpu.wgmma_accumulator_load(acc, wait_n)`, or `acc[...]` with wait_n = 0."""
+    """Implements `plgpu.wgmma_accumulator_load(acc, wait_n)`, and `acc[...]` with wait_n = 0."""
     del mesh_location
     if wait_n is not None:
         _retire(thread, wait_n)
@@ -137,7 +137,7 @@ def accumulator_load(
 
 @gpu_callbacks.fail_on_exception
 def accumulator_store(*, token, thread, key, value, source_info=None):
-    """`acc[...] = value`."""
+    """Implements `acc[...] = value`."""
     key = Key.from_array(key)
     _require_idle(thread, key, "accumulator overwritten", source_info)
     memory = gpu_callbacks._get_shared_memory()
@@ -146,7 +146,7 @@ def accumulator_store(*, token, thread, key, value, source_info=None):
 
 
 def log_tma_write(task, tma_thread_id: int, memory) -> None:
-    """The write half of a TMA load, AsyncCopyGmemToSmemTask.post_read; rule 1 of the race log."""
+    """Logs the write half of a TMA load (AsyncCopyGmemToSmemTask.post_read); rule 1 of the log."""
     if not memory.detect_races:
         return
     task.clock.inc(tma_thread_id)
@@ -165,7 +165,7 @@ _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 
 class _Reduction(gpu_callbacks.AsyncCopySmemToGmemTask):
-    """A TMA store that combines with what is in GMEM."""
+    """A TMA store that combines its values with those in GMEM."""
 
     operation = np.add
 
@@ -200,7 +200,7 @@ class _Reduction(gpu_callbacks.AsyncCopySmemToGmemTask):
 
 @gpu_callbacks.fail_on_exception
 def copy_smem_to_gmem(original, *, token, thread, reduction_op=None, **call):
-    """`plgpu.copy_smem_to_gmem`; JAX's own function does all but reductions."""
+    """Implements `plgpu.copy_smem_to_gmem`; JAX's own function does all but reductions."""
     if reduction_op is None:
         return original(token=token, thread=thread, reduction_op=None, **call)
     if call["predicate"] is not None:

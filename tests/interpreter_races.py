@@ -1,6 +1,6 @@
-"""What the extended interpreter observes: accesses, their order, and barriers that never complete.
+"""The race log of the extended interpreter: accesses, their order, and barriers never completed.
 
-The interpreter runs the warpgroups of one block as Python threads, the blocks one after the other.
+The interpreter runs the warpgroups of one CTA as Python threads, the CTAs one after the other.
 Every access carries a vector clock; two accesses to one place race if one of them writes and
 neither clock is behind the other. This module keeps that log (`RaceLog`) in place of JAX's own,
 because three rules of the hardware are missing there:
@@ -8,17 +8,17 @@ because three rules of the hardware are missing there:
 * **Generic read, then TMA write.** A slot is read with ordinary loads, released through an mbarrier
   and refilled by TMA. JAX orders a TMA access after the *committed* (`plgpu.commit_smem`) part of
   the past only, and so calls this a race. A proxy fence makes generic *writes* visible to the
-  async proxy; a load has returned its value before its thread can arrive, there is nothing left to
-  make visible. So a TMA write is held against earlier reads with the clock of ordinary
-  synchronisation, against earlier writes with the committed one. Kernels thus need no
+  async proxy; a load has returned its value before its thread can arrive, so nothing is left to
+  make visible. Therefore a TMA write is compared with earlier reads by the clock of ordinary
+  synchronization, and with earlier writes by the committed one. Kernels thus need no
   `commit_smem` before they release a slot that they only read.
 * **Reductions commute.** Two `copy_smem_to_gmem(reduction_op=...)` to one place do not race with
   each other, but do with plain accesses.
-* **Blocks of a grid are never ordered.** Their clocks start anew and cannot be compared; any
-  conflict in GMEM between two blocks is a race.
+* **CTAs of a grid are never ordered.** Their clocks start anew and cannot be compared; any
+  conflict in GMEM between two CTAs is a race.
 
-Not modelled: hazards between the warps of one warpgroup (`unsafe_no_auto_barriers`), the contents
-of registers, bank conflicts, anything that depends on time.
+Not modeled: hazards between the warps of one warpgroup (`unsafe_no_auto_barriers`), the contents of
+registers, bank conflicts, anything that depends on time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as jax_rac
 
 @dataclasses.dataclass
 class Monitor:
-    """What one `race_checked` block has seen.
+    """Observations of one `race_checked` context.
 
     Attributes:
         races: one text per pair of conflicting accesses.
         deadlocks: one text per thread that waited in vain.
-        accesses: race-checked accesses; zero means that no kernel was interpreted.
+        accesses: number of race-checked accesses; zero means that no kernel was interpreted.
         deadlock_s: longest time without any barrier completing while a thread waits for one.
         last_progress: when a barrier last completed a phase (time.monotonic).
         in_flight: per thread, the wgmma groups that no wait has retired yet, oldest first.
@@ -61,7 +61,7 @@ _monitor = Monitor()
 
 
 def monitor() -> Monitor:
-    """The monitor of the block that runs now."""
+    """Returns the monitor of the `race_checked` context that runs now."""
     return _monitor
 
 
@@ -101,7 +101,7 @@ class RaceLog(jax_races.GPURaceDetectionState):
     """All accesses of one kernel launch; conflicts go to the monitor. Module docstring: the rules.
 
     Attributes:
-        block: number of the block (cluster) that runs now.
+        block: number of the CTA (or cluster) that runs now.
     """
 
     def __init__(self, **settings: Any):
@@ -157,7 +157,7 @@ class RaceLog(jax_races.GPURaceDetectionState):
 
 
 class WatchedCondition(threading.Condition):
-    """A condition that gives up once no barrier anywhere has made progress for `deadlock_s`."""
+    """A condition variable that gives up once no barrier has completed a phase for `deadlock_s`."""
 
     def notify_all(self) -> None:
         monitor().last_progress = time.monotonic()

@@ -56,8 +56,9 @@ def faults_of(node: ast.AST, text: str) -> Iterator[str]:
         yield f"begins with {word!r}: make it a sentence that says what this is"
     if not first.endswith((".", ":", "?", "!")):
         yield "the first paragraph does not end in a full stop"
+    prose = re.sub(r"(?m)^\s*\w+(, \w+)*:|`[^`]*`", "", text)  # without names
     for synonym, term in SYNONYMS.items():
-        if found := re.search(rf"\b{synonym}\b", text):
+        if found := re.search(rf"\b{synonym}\b", prose):
             yield f"says {found.group()!r}: the field says {term}"
 
 

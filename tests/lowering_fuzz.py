@@ -4,7 +4,7 @@
 
 Whatever a call holds, the backend either lowers it or says in an error of its own why it does not:
 shared memory never overflows, and no error comes from inside. Some calls also change the tiles, as
-`blocks=` and autotuning do; what validation then accepts must lower too.
+`blocks=` and autotuning do; tiles that pass validation must lower too.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ KB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What is lowered for.
+    """A GPU to lower for.
 
     Attributes:
-        backend: whose kernels, by name.
+        backend: name of the backend whose kernels are lowered.
         capability: compute capability.
-        multiprocessors: how many of them.
-        smem: bytes of shared memory that one block may ask for.
+        multiprocessors: number of SMs.
+        smem: bytes of shared memory that one CTA may ask for.
     """
 
     backend: str
@@ -52,7 +52,7 @@ class Gpu:
     smem: int
 
     def make(self):
-        """The backend as it is on this GPU."""
+        """Returns the backend as it is on this GPU."""
         if self.backend == "hopper":
             return HopperBackend(num_sms=self.multiprocessors, capability=self.capability)
         return PortableBackend(capability=self.capability, multiprocessors=self.multiprocessors)
@@ -67,7 +67,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of one call: "lowered", "refused" or "failed", and the error's text."""
+    """Result of one call: "lowered", "refused" or "failed", and the error's text."""
 
     number: int
     kind: str
@@ -77,7 +77,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def on(gpu: Gpu) -> Iterator[None]:
-    """Calls find this GPU's kernels, and Mosaic GPU its shared memory."""
+    """Makes calls find this GPU's kernels, and Mosaic GPU its amount of shared memory."""
     from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
     there = {**dispatch.BACKENDS, gpu.backend: gpu.make()}
@@ -88,7 +88,7 @@ def on(gpu: Gpu) -> Iterator[None]:
 
 
 def try_call(gpu: Gpu, seed: int, number: int) -> Outcome:
-    """Lowers one call; to be used within `on`."""
+    """Lowers one call; must run within `on`."""
     call = random_call(seed, number)
     try:
         call = _with_blocks(gpu, call, seed, number)
@@ -105,7 +105,7 @@ def try_call(gpu: Gpu, seed: int, number: int) -> Outcome:
 
 
 def _with_blocks(gpu: Gpu, call: RandomCall, seed: int, number: int) -> RandomCall:
-    """Some calls of flash_attention with tiles that somebody might try."""
+    """Replaces the tiles of some calls of flash_attention by others that a user might try."""
     if call.function is not fp.flash_attention:
         return call
     wanted, others = call.arguments
@@ -130,7 +130,7 @@ def _with_blocks(gpu: Gpu, call: RandomCall, seed: int, number: int) -> RandomCa
 
 
 def _by_kernel(blocks) -> dict[str, Any]:
-    """Tile sizes by the names that `blocks=` has for them."""
+    """Returns tile sizes under their names in `blocks=`."""
     parts: dict[str, Any] = {"forward": blocks.forward}
     split = hasattr(blocks.backward, "dkv")
     parts |= vars(blocks.backward) if split else {"fused": blocks.backward}
@@ -140,7 +140,7 @@ def _by_kernel(blocks) -> dict[str, Any]:
 
 
 def attempt(gpu: Gpu, seed: int, number: int) -> list[Outcome]:
-    """What comes of a call; prints a failure at once."""
+    """Lowers a call; prints a failure at once."""
     with on(gpu):
         found = try_call(gpu, seed, number)
     if found.kind == "failed":
@@ -150,7 +150,7 @@ def attempt(gpu: Gpu, seed: int, number: int) -> list[Outcome]:
 
 
 def summary(gpu: Gpu, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
-    """What came of a run."""
+    """Returns the figures of a run: counts, frequent refusals, failures, seconds."""
     kinds = collections.Counter(each.kind for each in outcomes)
     refused = (x.error.split(": ", 1)[-1][:60] for x in outcomes if x.kind == "refused")
     return {
@@ -163,7 +163,7 @@ def summary(gpu: Gpu, outcomes: list[Outcome], seconds: float) -> dict[str, Any]
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = fuzzing.parser("lowering_fuzz", __doc__, os.cpu_count() or 1)
     parser.add_argument("--gpu", choices=GPUS, required=True, help="whose kernels are lowered")
     arguments = parser.parse_args()

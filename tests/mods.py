@@ -1,4 +1,4 @@
-"""Score and mask functions as a user would write them."""
+"""Score and mask functions as users write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ScoreMod(NamedTuple):
     """A score_mod over a float array.
 
     Attributes:
-        captured: the axes of that array, of "BN"; "" for a scalar.
+        captured: axes of that array, letters of "BN"; "" for a scalar.
         make: array -> score_mod.
     """
 
@@ -21,7 +21,7 @@ class ScoreMod(NamedTuple):
 
 
 def _relative(per_head):
-    """A bias of each head's own size, by distance."""
+    """Returns a score_mod that adds a bias by distance, with a size for each head."""
 
     def score_mod(score, b, n, i, j):
         distance = (i - j).astype(score.dtype)
@@ -31,7 +31,7 @@ def _relative(per_head):
 
 
 def _square(strength):
-    """Not linear in the score: its derivative is another one at every element."""
+    """Returns a score_mod that is not linear: every element has a different derivative."""
 
     def score_mod(score, b, n, i, j):
         return score - 0.125 * strength.astype(score.dtype) * score * score
@@ -40,7 +40,7 @@ def _square(strength):
 
 
 def _per_entry(per_entry):
-    """Reads every index, and has integers of its own."""
+    """Reads every index, and uses integer arithmetic of its own."""
 
     def score_mod(score, b, n, i, j):
         factor = 1.0 + per_entry[b, n].astype(score.dtype)
@@ -50,7 +50,7 @@ def _per_entry(per_entry):
 
 
 def _hiding(per_head):
-    """Hides keys by a large number, and all keys of every fifth query."""
+    """Hides keys with a large negative number, and all keys of every fifth query."""
 
     def score_mod(score, b, n, i, j):
         hidden = (i % 5 == 0) | ((i + j) % 7 == 0)
@@ -74,7 +74,7 @@ def _stripes(_):
 
 
 def _prefix(lengths):
-    """A prefix of each entry's own length that all see; causal after it."""
+    """Returns a mask_mod: everyone sees a prefix of each entry's own length; causal after it."""
     return lambda b, n, i, j: (j < lengths[b]) | (j <= i)
 
 

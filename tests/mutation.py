@@ -9,11 +9,11 @@ class Mutation(NamedTuple):
     """One wrong edit.
 
     Attributes:
-        feature: what it breaks.
-        file: in flash_pallas/.
+        feature: feature that it breaks.
+        file: path in flash_pallas/.
         old: text that occurs once in the file.
-        new: what replaces it.
-        test: relative to tests/; must fail.
+        new: its replacement.
+        test: test that must fail, relative to tests/.
     """
 
     feature: str

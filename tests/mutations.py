@@ -1,6 +1,6 @@
-"""Breaks one line at a time, in a copy, and expects the test named beside it to fail.
+"""Breaks one line at a time, in a copy, and expects the test named with it to fail.
 
-Not part of the default run, for it takes ten minutes on two cores:
+The default run leaves this out, because it takes ten minutes on two cores:
 
     python -m pytest tests/mutations.py -n 2
 
@@ -27,7 +27,7 @@ MUTATIONS = (*SHARED_AND_HOPPER, *PORTABLE)
 
 @pytest.fixture
 def copy(tmp_path):
-    """Package and tests, where they can be broken without harm."""
+    """Copy of package and tests that can be broken without harm."""
     for name in ("flash_pallas", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

@@ -1,9 +1,9 @@
-"""For the tests of flash_pallas.nn: the rule for errors, and the layer written out densely.
+"""Tools for the tests of flash_pallas.nn: the rule for errors, and the layer written out densely.
 
-The rule is that of `checks`: what is ours may be off by at most twice (gradients: three times) as
-much as the plain version in the same dtype, in the maximum and in the root mean square, both
-measured against the plain version in float64. The floor is one eps of the result's own size, for
-where the plain version happens to be exact.
+The rule is that of `checks`: our error may be at most twice (gradients: three times) that of the
+plain version in the same dtype, in the maximum and in the root mean square, both measured against
+the plain version in float64. The floor is one eps of the result's own size, for results in which
+the plain version happens to be exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .checks import FLOOR, GRADIENT_FACTOR, OUTPUT_FACTOR
 
 
 def in_float64(f, *arguments):
-    """f of the arguments' floats widened to float64, as numpy arrays."""
+    """Calls f with its arguments' floats widened to float64; returns numpy arrays."""
     arguments = jax.tree.map(np.asarray, arguments)
     # Flax's normalisation mixes float64 with float32 and needs the standard promotion.
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -26,7 +26,7 @@ def in_float64(f, *arguments):
 
 
 def value_and_grads(f):
-    """(params, x) -> ((output,), (d/dparams, d/dx) of the sum of its squares)."""
+    """Returns (params, x) -> ((output,), (d/dparams, d/dx) of half the sum of its squares)."""
 
     def call(params, x):
         out, pull = jax.vjp(f, params, x)
@@ -36,11 +36,11 @@ def value_and_grads(f):
 
 
 def assert_no_worse(ours, plain, params, x):
-    """Output and gradients of `ours` keep the rule against those of `plain`.
+    """Checks that output and gradients of `ours` keep the rule against those of `plain`.
 
     Args:
         ours: (params, x) -> output.
-        plain: the same in plain jnp, of any float dtype.
+        plain: the same in plain jnp, for any float dtype.
         params: pytree of float32.
         x: float32.
     """
@@ -65,15 +65,15 @@ def _assert_leaf(name, exact, found, baseline, factor):
 
 
 def dense_layer(params, x, *, rope_theta=None, qk_norm=None, positions=None, **modifiers):
-    """flash_pallas.nn's layer in plain jnp: repeated K/V heads, rotation by complex numbers.
+    """Computes flash_pallas.nn's layer in plain jnp: repeated K/V heads, complex rotation.
 
     Args:
-        params: as the layer's, boxes removed.
+        params: parameters of the layer, boxes removed.
         x: [B, T, features].
-        rope_theta: base.
+        rope_theta: base of the rotary angles; None: no rotation.
         qk_norm: None, "rms" or "layer".
         positions: [B, T]; None counts from 0.
-        **modifiers: of `dense_attention`.
+        **modifiers: keyword arguments of `dense_attention`.
     """
     project = lambda name: _with_bias(
         jnp.einsum("btd,dnh->btnh", x, params[name]["kernel"]), params[name]
@@ -96,16 +96,16 @@ def dense_layer(params, x, *, rope_theta=None, qk_norm=None, positions=None, **m
 def dense_attention(
     q, k, v, *, causal=False, scale=None, keep=None, bias=None, softcap=None, sinks=None
 ):
-    """Attention with the matrix of logits in memory; a query without keys gives 0.
+    """Computes attention with the matrix of logits in memory; a query without keys gives 0.
 
     Args:
         q: [B, T, N, H].
-        k: [B, S, K, H], and so v.
-        v: values.
-        causal: up to the query's own index.
-        scale: None is 1 / sqrt(H).
+        k: [B, S, K, H].
+        v: [B, S, K, H], the values.
+        causal: whether a query sees keys up to its own index only.
+        scale: factor of the logits; None is 1 / sqrt(H).
         keep: bool, broadcasts to [B, N, T, S] and has its rank.
-        bias: float, the same.
+        bias: float, with such a shape too.
         softcap: bound of the logits.
         sinks: [N].
     """
@@ -150,7 +150,7 @@ def _rotated(x, positions, theta):
 
 
 def quadratic_arrays(jaxpr, length: int) -> int:
-    """How many arrays of a jaxpr, inner ones included, have two dimensions of at least `length`."""
+    """Counts arrays of a jaxpr, inner ones included, with two dimensions of at least `length`."""
     found = 0
     for equation in jaxpr.eqns:
         for variable in equation.outvars:

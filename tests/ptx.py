@@ -1,10 +1,10 @@
-"""Runs what a portable kernel writes as PTX: all threads of a block at once, in numpy.
+"""Simulates the PTX that a portable kernel writes: all threads of a warpgroup at once, in numpy.
 
-The interpreter runs the plain meaning of each inlined piece, so an address that is wrong there is
-seen on a GPU only. Here the pieces themselves run: `Machine` stands for the modules of MLIR that
-they are written with, a value is one number per thread, and each instruction does what the PTX ISA
-(9.0, sections on ldmatrix, mma.m16n8k16 and cp.async) says, at real addresses. A read of what does
-not exist, or at an address that is not aligned, fails.
+The interpreter runs the plain meaning of each inlined piece, so a wrong address shows only on a
+GPU. Here the pieces themselves run: `Machine` stands for the modules of MLIR that they are written
+with, a value is one number per thread, and each instruction does what the PTX ISA (9.0, sections on
+ldmatrix, mma.m16n8k16 and cp.async) says, at real addresses. A read of what does not exist, or at
+an address that is not aligned, fails.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 class Memory:
-    """Arrays at addresses, with room that belongs to none between them."""
+    """Arrays at addresses, separated by gaps that belong to none."""
 
     def __init__(self, start: int) -> None:
         self.end, self.arrays = start, []
 
     def add(self, array: np.ndarray) -> int:
-        """The address of a contiguous array, whose elements `read` and `write` then reach."""
+        """Adds a contiguous array; returns the address at which `read` and `write` reach it."""
         address = self.end
         self.arrays.append((address, array.reshape(-1).view(np.uint8)))
         self.end = address + -(-array.nbytes // 1024) * 1024 + 4096
@@ -47,16 +47,16 @@ class Memory:
         raise AssertionError(f"{size} bytes at {address:#x}: there is no array")
 
     def read(self, address, size: int) -> np.ndarray:
-        """Bytes."""
+        """Returns `size` bytes at an aligned address."""
         return self._at(int(address), size)
 
     def write(self, address, data: np.ndarray) -> None:
-        """The same."""
+        """Writes bytes at an aligned address."""
         self._at(int(address), data.size)[:] = data
 
 
 class _Type:
-    """Of a memref."""
+    """Type of a memref: shape, strides and element type."""
 
     def __init__(self, array: np.ndarray, kind) -> None:
         self.shape, self.element_type = list(array.shape), kind
@@ -76,27 +76,30 @@ class _Ref:
 
 
 class Layout:
-    """WGMMA's registers, where its own would emit code for a thread's first element."""
+    """WGMMA's register layout; its own thread_idxs would emit code for a thread's first element."""
 
     tiling = WGMMA.to_mgpu().tiling
     registers_shape = staticmethod(WGMMA.to_mgpu().registers_shape)
 
     @staticmethod
     def thread_idxs(shape):
-        """Of the first element alone: lane l of warp w has row 16 w + l / 4, column 2 (l % 4)."""
+        """Yields (row, column) of each thread's first element only.
+
+        Lane l of warp w has row 16 w + l / 4, column 2 (l % 4).
+        """
         lane, warp = np.arange(THREADS) % WARP, np.arange(THREADS) // WARP
         yield 16 * warp + lane // 4, 2 * (lane % 4)
 
 
 class Tile:
-    """A FragmentedArray: register -> [threads, 2]."""
+    """A FragmentedArray; each register is [threads, 2]."""
 
     def __init__(self, registers: np.ndarray, shape, kind=None) -> None:
         self.registers, self.shape, self.layout, self.mlir_dtype = registers, shape, Layout(), kind
 
     @classmethod
     def of(cls, values: np.ndarray) -> Tile:
-        """In the registers that hold it."""
+        """Distributes a tile over the registers that hold it."""
         found = np.empty(Layout.registers_shape(values.shape), dtype=object)
         rows, columns = next(Layout.thread_idxs(values.shape))
         for index, row, column in registers.coordinates(values.shape, Layout):
@@ -106,7 +109,7 @@ class Tile:
         return cls(found, values.shape)
 
     def values(self, dtype=np.float32) -> np.ndarray:
-        """Out of them."""
+        """Gathers the tile from its registers."""
         found = np.empty(self.shape, dtype)
         rows, columns = next(Layout.thread_idxs(self.shape))
         for index, row, column in registers.coordinates(self.shape, Layout):
@@ -124,7 +127,7 @@ def _unsigned(x) -> np.ndarray:
 
 
 class Machine:
-    """A block of threads; its attributes replace the modules that inlined code is written with."""
+    """A simulated CTA of 128 threads; its attributes replace the modules that inlined code uses."""
 
     def __init__(self) -> None:
         self.shared, self.device, self.active = Memory(SHARED), Memory(GLOBAL), [True]
@@ -186,7 +189,7 @@ class Machine:
     shape: tuple[int, int] = (0, 0)  # of what `fragmented` makes
 
     def array(self, values: np.ndarray, view=None, *, shared: bool = False) -> _Ref:
-        """A ref of values, or of view(values), put into memory; later writes change `values`."""
+        """Stores values in memory; returns a ref of them or of view(values). Writes change them."""
         address = (self.shared if shared else self.device).add(values)
         kind = _BFloat16() if values.dtype == BFLOAT16 else values.dtype
         return _Ref(values if view is None else view(values), values, address, kind)
@@ -243,7 +246,7 @@ class Machine:
         self.pending.clear()
 
     def _matrices(self, code, operands, offsets):
-        """ldmatrix.x4: lane 8 j + i has the address of row i of matrix j."""
+        """Executes ldmatrix.x4: lane 8 j + i has the address of row i of matrix j."""
         (address,), (offset,) = operands, offsets.values()
         found = np.empty((4, THREADS, 2), np.uint16)
         lane = np.arange(WARP)
@@ -259,7 +262,7 @@ class Machine:
         return [x.view(np.uint32)[:, 0] for x in found]
 
     def _multiply(self, code, operands, offsets):
-        """mma.m16n8k16: in lane 4 g + t, rows g and g + 8, columns 2 t and 2 t + 1, and so on."""
+        """Executes mma.m16n8k16: lane 4 g + t has rows g, g + 8 and columns 2 t, 2 t + 1, etc."""
         dtype = BFLOAT16 if "bf16" in code else np.dtype(np.float16)
         of_a, of_b, c = operands[:4], operands[4:6], operands[6:]
         found = np.empty((4, THREADS), np.float32)
@@ -296,7 +299,7 @@ class Machine:
         return list(found) if count > 1 else found[0]
 
     def _add(self, code, operands, offsets):
-        """red.global.add of one float32 or of several that lie side by side."""
+        """Executes red.global.add of one float32 or of several adjacent ones."""
         address, *values = operands
         assert len(values) == _count(code), code
         for thread in self._threads():
@@ -320,29 +323,29 @@ class Machine:
 
 
 class _BFloat16:
-    """Stands for ir.BF16Type."""
+    """Stand-in for ir.BF16Type."""
 
     itemsize = 2
 
 
 def _count(code: str) -> int:
-    """Elements of an instruction on a vector, or 1."""
+    """Returns the elements of a vector instruction, 1 for a scalar one."""
     found = re.search(r"\.v(\d)\.", code)
     return int(found.group(1)) if found else 1
 
 
 def _halves(register, dtype):
-    """Both elements of registers of 32 bits, each one number per thread."""
+    """Unpacks both elements of 32-bit registers, each one number per thread."""
     return register[:, None].view(dtype).astype(np.float32).T
 
 
 def _dtype(kind):
-    """Of numpy."""
+    """Converts an element type to numpy's dtype."""
     return BFLOAT16 if isinstance(kind, _BFloat16) else kind
 
 
 def _bits(kind, register):
-    """A register of two halves as one of 32 bits, or as it is; or the other way round."""
+    """Bitcasts a vector of two halves, or one 32-bit value, to a 32-bit register; or back."""
     if isinstance(kind, tuple):
         return np.ascontiguousarray(register)[:, None].view(_dtype(kind[1]))
     return np.ascontiguousarray(register).view(np.uint32)[:, 0]

@@ -31,14 +31,14 @@ _TILES = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 
 @dataclasses.dataclass(frozen=True)
 class RandomCall:
-    """One call.
+    """One random call.
 
     Attributes:
-        function: of the package.
+        function: function of the package.
         arrays: jax.ShapeDtypeStruct by name of the argument; q, k and v among them.
         options: all other arguments.
-        captured: shapes that the functions of `options` are made from, by their argument's name.
-        wanted: arrays whose gradients are wanted; none: the forward alone.
+        captured: (recipe, shape) of each function argument and of the array that it captures.
+        wanted: names of arrays whose gradients are computed; empty: the forward alone.
     """
 
     function: Callable
@@ -54,14 +54,14 @@ class RandomCall:
 
     @property
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(wanted, all others): shapes of what `run` takes."""
+        """The shapes of the arguments of `run`: (wanted, all others)."""
         captured = {name: x for name, (_, x) in self.captured.items()}
         everything = self.arrays | captured
         wanted = {name: x for name, x in everything.items() if name in self.wanted}
         return wanted, {name: x for name, x in everything.items() if name not in wanted}
 
     def run(self, backend: str) -> Callable:
-        """(wanted, others) -> the call's results, or the gradients of their sum."""
+        """Returns (wanted, others) -> the call's results, or the gradients of their sum."""
 
         def call(wanted, others):
             given = wanted | others
@@ -81,36 +81,36 @@ class RandomCall:
 
 
 class Draw:
-    """A generator and the small decisions that are made of it."""
+    """A random generator and the small decisions that it makes."""
 
     def __init__(self, seed: int, number: int):
         self.rng = np.random.default_rng([seed, number])
 
     def one_of(self, values) -> Any:
-        """One of these, as it is."""
+        """Picks one of these values, as it is."""
         return values[int(self.rng.integers(len(values)))]
 
     def chance(self, p: float) -> bool:
-        """True as often."""
+        """Returns True with probability p."""
         return bool(self.rng.random() < p)
 
     def between(self, low: int, high: int) -> int:
-        """An integer, both ends included."""
+        """Draws an integer, both ends included."""
         return int(self.rng.integers(low, high + 1))
 
     def shape(self, *sizes: int) -> tuple[int, ...]:
-        """Each size, or 1."""
+        """Draws a shape with each size, or 1."""
         return tuple(self.one_of((1, size)) for size in sizes)
 
 
 def random_call(seed: int, number: int) -> RandomCall:
-    """The same for the same numbers: one in eight decodes."""
+    """Draws a call, the same for the same numbers; one in eight decodes."""
     draw = Draw(seed, number)
     return _decode(draw) if draw.chance(0.125) else _attention(draw)
 
 
 def random_blocks(seed: int, number: int, chosen: dict[str, Any]) -> dict[str, Any] | None:
-    """For one call of three, a change of `chosen`, the tiles by kernel that would run."""
+    """Changes `chosen`, the tiles by kernel, for about one call of three; None for the others."""
     draw = Draw(seed + 1, number)
     if not draw.chance(0.35):
         return None

@@ -14,30 +14,30 @@ HALF_MAGNITUDES = (-8, 3, 6)  # q and k fit float16
 
 
 class Draws(Protocol):
-    """Where decisions come from: hypothesis, which makes failures smaller, or a generator."""
+    """Source of decisions: hypothesis, which shrinks failures, or a generator."""
 
     def one_of(self, values) -> Any:
-        """One of these."""
+        """Picks one of these values."""
 
     def chance(self, p: float) -> bool:
-        """True as often."""
+        """Returns True with probability p."""
         ...
 
     def between(self, low: int, high: int) -> int:
-        """An integer, both ends included."""
+        """Draws an integer, both ends included."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of what is drawn.
+    """Limits of the sizes that are drawn.
 
     Attributes:
-        length: the most queries and keys.
-        batch, kv_heads, group: the most of each.
-        head_dims: of q and k.
-        v_head_dims: of v; None is that of q and k.
-        dtypes: of all arrays.
+        length: most queries and keys.
+        batch, kv_heads, group: largest value of each.
+        head_dims: head dims of q and k to choose from.
+        v_head_dims: head dims of v; None is that of q and k.
+        dtypes: dtypes of all arrays.
     """
 
     length: int = 300
@@ -50,7 +50,7 @@ class Sizes:
 
 
 def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
-    """A third of the draws have a feature, so that most have several of them and few have all."""
+    """Draws a case; most features are in a third of them, so most have several and few all."""
     batch, kv_heads = draw.between(1, sizes.batch), draw.between(1, sizes.kv_heads)
     q_len, kv_len = draw.between(1, sizes.length), draw.between(1, sizes.length)
     dtype = draw.one_of(sizes.dtypes)
@@ -82,7 +82,7 @@ def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
 
 
 def _masks(draw: Draws, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
-    """What hides keys. A window of (0, 0) leaves one, an offset before the keys none."""
+    """Draws fields that hide keys: a window of (0, 0) leaves 1, an offset before the keys none."""
     rarely = lambda make: make() if draw.chance(0.33) else None
     side = lambda: draw.one_of((None, 0, 0, draw.between(0, 100)))
     offset = lambda: draw.between(-q_len, kv_len)
@@ -101,7 +101,7 @@ def _masks(draw: Draws, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
 
 
 def _logits(draw: Draws, batch: int, dtype: str) -> dict[str, Any]:
-    """What makes logits of scores; a third are huge, or hidden by numbers, or tiny."""
+    """Draws fields that turn scores into logits; a third are huge, tiny or hidden by numbers."""
     rarely = lambda make: make() if draw.chance(0.33) else None
     kind = draw.one_of(("usual", "usual", "usual", "usual", "additive", "magnitude"))
     if kind == "additive":

@@ -2,8 +2,8 @@
 
     python -m tests.sanitize --json benchmarks/results/sanitizer.json
 
-Each case is a process of its own under memcheck and another under racecheck, some at a time, and
-its numbers are checked too. `--case hopper/d128` is what such a process runs.
+Each case runs in a process of its own under memcheck and in another under racecheck, several at a
+time, and its numbers are checked too. `--case hopper/d128` is what such a process runs.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ LAUNCHED = "launched:"  # what a process says of its kernels
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a tool says of a case.
+    """Verdict of a tool on a case.
 
     Attributes:
         tool: one of TOOLS.
         case: backend and name, as `--case` takes them.
-        kernels: that ran.
+        kernels: names of the kernels that ran.
         said: the tool's summary, or how the process ended without one.
-        clean: the process ended well and the tool found nothing.
+        clean: whether the process ended well and the tool found nothing.
     """
 
     tool: str
@@ -91,7 +91,7 @@ class Verdict:
 
 
 def sanitizer() -> str:
-    """The program of the wheel, else that on PATH.
+    """Finds the wheel's sanitizer, else the one on PATH.
 
     Raises:
         FileNotFoundError: there is none.
@@ -104,14 +104,14 @@ def sanitizer() -> str:
 
 
 def cases() -> list[str]:
-    """Those that the backends take, as `--case` has them."""
+    """Returns the cases that the backends take, as `--case` takes them."""
     takes = lambda backend, case: dispatch.BACKENDS[backend].unsupported(case.problem) is None
     found = [f"{b}/{name}" for b in BACKENDS for name, c in ATTENTION.items() if takes(b, c)]
     return found + [f"{backend}/{name}" for backend in BACKENDS for name in STEP]
 
 
 def run_case(case: str) -> set[str]:
-    """Runs it and checks its numbers; returns the names of the kernels that it launched."""
+    """Runs a case and checks its numbers; returns the names of the kernels that it launched."""
     backend, name = case.split("/")
     launched: set[str] = set()
     kernel = launch.plgpu.kernel
@@ -131,7 +131,7 @@ def run_case(case: str) -> set[str]:
 
 
 def under(program: str, tool: str, case: str, seconds: float) -> Verdict:
-    """The verdict of a tool on a case."""
+    """Runs a case under a tool; returns the verdict."""
     command = [
         program,
         "--tool",
@@ -157,7 +157,7 @@ def under(program: str, tool: str, case: str, seconds: float) -> Verdict:
 
 
 def report(verdicts: list[Verdict]) -> dict[str, Any]:
-    """Of each tool the kernels that it found clean and those it has not seen; what is not clean."""
+    """Returns the kernels that each tool found clean or has not seen, and verdicts not clean."""
     found = {}
     for tool in TOOLS:
         seen = {k for v in verdicts if v.tool == tool and v.clean for k in v.kernels}
@@ -166,7 +166,7 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 def run_all(arguments: argparse.Namespace) -> int:
-    """Every case under every tool; 1 if something is not clean or a kernel was not seen."""
+    """Runs every case under every tool; returns 1 if one is not clean or a kernel was not seen."""
     program = sanitizer()
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     jobs = [(tool, case) for tool in arguments.tools for case in cases()]
@@ -188,7 +188,7 @@ def run_all(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The command line."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__)
     parser.add_argument("--case", help="run this one, under no tool")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)

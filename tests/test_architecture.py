@@ -49,13 +49,13 @@ def name_of(path: Path) -> str:
 
 
 def unit(module: str) -> str | None:
-    """The entry of RANKS that a module belongs to."""
+    """Returns the entry of RANKS that a module belongs to."""
     fits = [u for u in RANKS if module == u or module.startswith(u + ".")]
     return fits[0] if fits else None
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of this package that a file imports, by names relative to the package."""
+    """Lists modules of this package that a file imports, by names relative to the package."""
     here = ["flash_pallas", *path.relative_to(PACKAGE).with_suffix("").parts]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -70,7 +70,7 @@ def imported(path: Path) -> set[str]:
 
 
 def functions(tree, depth=1):
-    """(function, nesting) of every def, methods counting from their class."""
+    """Yields (function, nesting) of every def; a method's nesting is counted within its class."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, depth

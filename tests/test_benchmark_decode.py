@@ -1,4 +1,4 @@
-"""The benchmark of decoding: its gate, what it says of a run, and that it runs on a CPU."""
+"""The benchmark of decoding: its gate, its report of a run, and that it runs on a CPU."""
 
 from __future__ import annotations
 

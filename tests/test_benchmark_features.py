@@ -1,4 +1,4 @@
-"""The benchmarks of masks and modifiers: what they claim is visible, and that they run on a CPU."""
+"""The benchmarks of masks and modifiers: the pairs they call visible, and a run on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
 
 
 def visible_pairs(variant, sizes):
-    """By asking which values each query reads, for one head."""
+    """Finds visible (query, key) pairs by asking which values each query reads, for one head."""
     one = dataclasses.replace(
         sizes, batch=1, heads=1, kv_heads=1, head_dim=8, v_head_dim=sizes.length
     )

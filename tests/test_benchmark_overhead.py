@@ -1,4 +1,4 @@
-"""The overhead of launches: what is timed, and what the table says of it."""
+"""The overhead of launches: what is timed, and what the table says about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism: what it sends, what it bounds, and a run to its tables."""
+"""The benchmark of context parallelism: its traffic, its bounds, and a run to its tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def setting(devices):
 
 
 def sent(setting, name, length=64):
-    """{name of the collective and dtype: bytes that a device sends in a step}."""
+    """Returns {name of the collective and dtype: bytes that a device sends in a step}."""
     kind = KINDS[name]
     found = {}
     for message, count in collectives.messages(setting.step(kind), setting.like(kind, length)):
@@ -43,7 +43,7 @@ def test_bytes_that_a_step_sends(setting):
 
 @pytest.mark.parametrize("name", ["ring zigzag", "all_gather zigzag", "ulysses contiguous"])
 def test_every_repetition_of_a_collective_is_kept(setting, name):
-    """Of the same array XLA would call a collective once, and the rate come out eightfold."""
+    """Checks that XLA does not merge equal collectives, which would make the rate eightfold."""
     kind = KINDS[name]
     found = collectives.messages(setting.step(kind), setting.like(kind, 64))
     assert found
@@ -170,7 +170,7 @@ def test_no_rate_where_xla_left_some_out(monkeypatch, setting):
 
 
 def test_memory_is_filled(monkeypatch, setting):
-    """Plans with a step in the line, as where sizes are rounded up."""
+    """Plans memory with a step in its line, as where sizes are rounded up."""
     asked = []
 
     def step(self, kind, length):

@@ -27,7 +27,7 @@ def test_busy_time_is_a_union():
 
 
 def _record(kind: int, start: int, end: int, name: bytes | None = None, device: int = 0):
-    """An activity record as cupti_activity.h lays it out, and the string that it points to."""
+    """Packs an activity record as in cupti_activity.h; returns it and its name's buffer."""
     text = ctypes.create_string_buffer(name) if name else None
     address = ctypes.addressof(text) if text else 0
     devices = (0, device) if name else (device, 0)  # of copies, and of kernels
@@ -112,7 +112,7 @@ def test_recorder_names_the_call_that_failed(monkeypatch):
 
 
 class FakeTimer:
-    """Reads durations that the launches themselves announce; keeps the order of readings."""
+    """A timer that reads durations announced by the launches; keeps the order of readings."""
 
     name = "fake"
 

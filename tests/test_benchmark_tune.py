@@ -1,4 +1,4 @@
-"""The tool that makes the table of tile sizes that the package ships, and that table."""
+"""The tool that makes the table of tile sizes shipped with the package, and that table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_shipped_table_holds_only_what_was_timed_and_still_fits():
 
 
 class Tunable(XlaBackend):
-    """Two tile sizes to choose from; the second is faster, and wrong where there is a mask."""
+    """A backend with two tile sizes; the second is faster, and wrong where there is a mask."""
 
     name = "tunable"
 
@@ -51,7 +51,7 @@ class Tunable(XlaBackend):
 
 @pytest.fixture
 def tunable(monkeypatch, tmp_path):
-    """That backend, a provider of it, a suite of seconds and a clock."""
+    """The Tunable backend, a provider of it, a suite that takes seconds, and a clock."""
     monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(dispatch, "BACKENDS", {"tunable": Tunable()})
     attention = lambda cell: providers.Attention(

@@ -1,4 +1,4 @@
-"""Which CTA owns which tile of the gradient of a bias, and which choose to work in pairs."""
+"""The owner CTA of each tile of a bias gradient, and which CTAs work in pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_tile_of_every_sum_has_one_owner(rows, columns):
 
 
 def test_ctas_that_run_together_share_rows_and_columns():
-    """132 of 64 x 64 tiles: row by row they would read 64 tiles of keys and 3 of queries."""
+    """Checks 132 of 64 x 64 tiles: row by row, they would read 64 KV tiles and 3 Q tiles."""
     own = BiasTiles(64, 64).at(jnp.arange(132, dtype=jnp.int32))
     assert len(np.unique(own.kv_block)) == SECTION_TILES
     assert len(np.unique(own.q_block)) == 9

@@ -19,7 +19,7 @@ def normal(seed: int, *shape):
 
 
 def appended(cache, k, v, new_lengths, table=None):
-    """What `append_kv` should return, token by token."""
+    """Computes the expected result of `append_kv`, token by token."""
     k_cache, v_cache, lengths = (np.array(x) for x in cache)
     room = k_cache.shape[1] * (1 if table is None else table.shape[1])
     for b, new in enumerate(new_lengths):

@@ -30,7 +30,7 @@ def small_blocks(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call. `pages` is how a table is drawn: "shuffled", or "repeated" and shared."""
+    """One decode call. `pages` is how the table is drawn: "shuffled", or "repeated" and shared."""
 
     T: int = 1
     N: int = 4
@@ -44,7 +44,7 @@ class Step:
     options: tuple[tuple[str, Any], ...] = ()
 
     def draw(self):
-        """(q, (k, v), (pages of k, pages of v), page table, arguments), arrays in self.dtype.
+        """Draws (q, (k, v), (pages of k, pages of v), page table, arguments), in self.dtype.
 
         The contiguous arrays and the pages hold the same keys, and NaN where there is none.
         """
@@ -97,7 +97,7 @@ STEPS = {
 
 
 def dense(function, step: Step, arguments):
-    """`function` of (q, k, v) with the arguments as the dense functions call them."""
+    """Returns `function` of (q, k, v) with the arguments as the dense functions call them."""
     offset = {"q_offset": arguments["kv_lengths"] - step.T}
     options = offset | arguments | dict(step.options)
     return lambda q, k, v: function(q, k, v, causal=True, **options)
@@ -126,7 +126,7 @@ def test_the_oracle(name):
 
 
 def terms(dtype, q, k, v, **arguments):
-    """Floors of the errors of o and lse; see checks.py, whose own are those of a Case."""
+    """Computes floors of the errors of o and lse; checks.py has its own, for a Case."""
     m, group = reference.Modifiers(**arguments), q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(m.cleared_keys(x), group, axis=2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if m.scale is None else m.scale
@@ -146,7 +146,7 @@ def terms(dtype, q, k, v, **arguments):
 
 
 def assert_close(got, near, right, floor):
-    """No further from the oracle's `right` than plain jnp's `near` allows; see checks.py."""
+    """Checks that `got` is as near to `right` as plain jnp's `near` demands; see checks.py."""
     errors = (checks._error(np.asarray(x).astype(np.float64), right) for x in (got, near))
     found, allowed, least = (checks._sizes(x) for x in (*errors, floor))
     for e, a, s in zip(found, allowed, least, strict=True):
@@ -241,7 +241,7 @@ def test_a_derivative_that_is_stopped_need_not_exist():
 
 @dataclasses.dataclass(frozen=True)
 class Picky(XlaBackend):
-    """Does not decode."""
+    """A backend that does not decode."""
 
     name = "picky"
 

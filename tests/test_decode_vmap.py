@@ -27,7 +27,7 @@ def test_no_members():
 
 
 def drawn(paged: bool, quantised: bool) -> dict[str, Any]:
-    """Every array with V members in front."""
+    """Draws every array with a leading axis of V members."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     rows, length = (5, PAGE) if paged else (B, S)
@@ -55,7 +55,7 @@ def decode(arrays, **options):
 
 
 def one_by_one(arrays, shared, **options):
-    """What vmap should give; `shared` are the names of arrays that have no axis."""
+    """Computes the expected result of vmap; arrays named in `shared` have no member axis."""
     members = [{n: x if n in shared else x[i] for n, x in arrays.items()} for i in range(V)]
     return jax.tree.map(lambda *x: jnp.stack(x), *(decode(m, **options) for m in members))
 

@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what is said about the others."""
+"""The choice of the backend, and what is said about the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Picky(XlaBackend):
-    """Runs what xla runs, if it has no reason not to."""
+    """A backend that runs whatever xla runs, unless it has a reason not to."""
 
     reason: str | None = None
     name = "picky"
@@ -82,7 +82,7 @@ def test_passing_over_is_logged_once_and_only_on_a_gpu(registry, monkeypatch, ca
 def test_arrays_that_were_put_on_another_platform_take_no_kernel_of_the_default(
     registry, monkeypatch
 ):
-    """As arrays on the CPU of a machine with a GPU: the kernels' own answer is about the GPU."""
+    """Explains calls on arrays on the CPU of a machine with a GPU: kernels answer for the GPU."""
     registry(None)
     (cpu,) = jax.devices("cpu")[:1]
     here = jax.device_put(Q, cpu)
@@ -176,7 +176,7 @@ def test_modifiers_take_two_warpgroups_without_a_producer():
 
 @pytest.mark.parametrize("slots", ["stages", "do_stages", "ds_stages"])
 def test_alternating_warpgroups_take_two_slots(slots):
-    """With one, each would wait for the other for ever."""
+    """Checks that one slot is refused: each of the warpgroups would wait for the other for ever."""
     x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
     described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
     with pytest.raises(ValueError, match=rf"'{slots}': 1.*two stages.*'alternate': False"):

@@ -33,7 +33,7 @@ LONG = {name: x for name, x in TINY.items() if name != "sample-bytes"} | {"steps
 
 
 def run(script, *arguments, cwd):
-    """Its output; the examples import flash_pallas from this checkout, warnings are errors."""
+    """Returns a script's output; examples import this checkout, and warnings are errors."""
     return finished(start(script, *arguments, cwd=cwd))
 
 
@@ -108,7 +108,7 @@ def test_training_writes_its_files(tmp_path):
 
 
 def test_long_documents_on_many_devices_and_in_two_processes(tmp_path):
-    """Four devices of one process, and a ring of two processes with one device each."""
+    """Compares four devices of one process with a ring of two processes of one device each."""
     flags = [part for name, value in LONG.items() for part in (f"--{name}", value)]
     script = "train_long_context.py"
     with socket.socket() as free:

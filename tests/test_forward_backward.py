@@ -39,7 +39,7 @@ def test_xla_with_many_small_blocks(case):
 
 @pytest.mark.parametrize("name", ["everything", "everything_bfloat16", "bias_infinite"])
 def test_xla_in_float64(name):
-    """Nothing is rounded to anything shorter on the way, and the two agree to the last digits."""
+    """Checks that nothing is rounded to less than float64: both agree to the last digits."""
     case = dataclasses.replace(*named(name), dtype="float64")
     exact = checks.oracle(case)
     with jax.enable_x64(True):

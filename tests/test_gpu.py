@@ -1,4 +1,4 @@
-"""What needs a Hopper GPU: `make test-gpu`."""
+"""Tests that need a Hopper GPU: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ while True:
 
 @pytest.fixture
 def load():
-    """Another process that multiplies matrices on the same GPU, as a neighbour would."""
+    """Another process that multiplies matrices on the same GPU, as a neighbor would."""
     with subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True) as busy:
         assert busy.stdout is not None and busy.stdout.readline() == "ready\n"
         yield
@@ -127,7 +127,7 @@ REPEATED = {
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 @pytest.mark.parametrize("name", REPEATED)
 def test_200_runs_under_load_have_the_same_bits(name, backend, load):
-    """A race that needs another timing: forward, and the deterministic backward."""
+    """Looks for races that need another timing: forward, and the deterministic backward."""
     head_dim, causal = REPEATED[name]["head_dim"], REPEATED[name]["causal"]
     q, k, v, do = _inputs(2, 1000, 8, 4, head_dim)
     ids = jnp.asarray(np.repeat([[0, 1, 2]], [300, 411, 289], axis=1).repeat(2, axis=0))

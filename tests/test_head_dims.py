@@ -1,4 +1,4 @@
-"""Which head dims the Hopper kernels run as they are, which TMA fills up, and which are padded."""
+"""Head dims that the Hopper kernels run as they are, that TMA fills up, and that are padded."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_compute_warpgroups_that_load(case):
 
 @pytest.mark.interpret
 def test_sections_of_heads_and_batch(monkeypatch):
-    """Two of nine pairs of a head and a batch entry at one time; the ninth alone."""
+    """Runs two of nine (head, batch entry) pairs at a time; the ninth runs alone."""
     monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
@@ -69,7 +69,7 @@ def test_sections_of_heads_and_batch(monkeypatch):
 
 @pytest.mark.interpret
 def test_sections_in_turns(monkeypatch):
-    """Nine pairs, two at a time but for the last, of two key blocks each; four CTAs."""
+    """Runs nine pairs, two at a time but for the last, with two KV blocks each, on four CTAs."""
     case, blocks = SECTIONS_IN_TURNS, {"fused": {"resident": 4}}
     monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
     with race_checked():
@@ -79,7 +79,7 @@ def test_sections_in_turns(monkeypatch):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
-    """An odd number of tiles, in sections of one pair, all members in one sum."""
+    """Sums over all members in one sum: an odd number of tiles, in sections of one CTA pair."""
     monkeypatch.setattr(score_blocks, "PAIRS_FROM", 1)
     monkeypatch.setattr(score_blocks, "ENOUGH_CTAS", 1)
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
@@ -90,7 +90,7 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
 @pytest.mark.interpret
 @pytest.mark.parametrize("ctas", [1, 2, 200])
 def test_zeros_reach_the_end(monkeypatch, ctas):
-    """Tiles of 128 rows, the last one of 72 alone and of 96; more tiles than CTAs and fewer."""
+    """Clears tiles of 128 rows, the last with 72 rows or 96; more tiles than CTAs, and fewer."""
     monkeypatch.setattr(zeros, "CTAS", ctas)
     shapes = [(2, 70, 3, 128), (1, 32, 192)]
     with race_checked():

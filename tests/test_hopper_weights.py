@@ -38,7 +38,7 @@ def test_near_the_smallest_numbers_the_polynomial_is_small():
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_every_thread_computes_its_share_of_polynomials(share):
-    """A thread holds columns c and c + 1 of every 8."""
+    """Checks the share per thread, which holds columns c and c + 1 of every 8."""
     columns = np.arange(128).reshape(16, 4, 2)
     chosen = np.vectorize(lambda c: inline_weights.is_polynomial(int(c), share))(columns)
     np.testing.assert_array_equal(chosen.mean(axis=(0, 2)), share)
@@ -72,7 +72,7 @@ def test_one_element_makes_a_tile_large(sign):
 
 
 def test_the_case_straddles_what_the_polynomial_serves():
-    """Some tiles on either side, none so large that twice the threshold would leave it out."""
+    """Checks that tiles lie on either side of the threshold, and none beyond twice of it."""
     case = next(case for case in MODIFIERS if case.name == "softcap_straddles")
     x = case.inputs()
     q, k = (np.asarray(a, np.float64) for a in (x.q, x.k))

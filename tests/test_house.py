@@ -1,4 +1,4 @@
-"""How much of the package a plain call enters: no more than it did.
+"""A plain call enters no more of the package than it did.
 
 A change that enters fewer lowers the figures here. `python -m tests.house` prints them for one
 device: the stack is two deeper here, where tests have eight and a call is partitioned.

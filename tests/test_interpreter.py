@@ -20,7 +20,7 @@ TILE, STEPS, STAGES = 64, 4, 2
 
 
 def _consume(fault, o_ref, x_s, w_s, bias_s, o_s, full, empty):
-    """out += (x[j] @ w[j] as registers) @ w[j] + bias[j], one ring slot per j."""
+    """Computes out += (x[j] @ w[j] as registers) @ w[j] + bias[j], one ring slot per j."""
 
     def step(j, total):
         slot = lax.rem(j, jnp.int32(STAGES))
@@ -80,7 +80,7 @@ def _produce(fault, x_ref, w_ref, bias_ref, x_s, w_s, bias_s, full, empty):
 
 
 def _pipeline(x, w, bias, fault: str = "", blocks: int = 1):
-    """[TILE, TILE] f32: every block of the grid adds the same sum to one zeroed output."""
+    """Computes [TILE, TILE] f32: every CTA of the grid adds the same sum to one zeroed output."""
 
     def kernel(x_ref, w_ref, bias_ref, x_s, w_s, bias_s, o_s, full, empty):
         warpgroup = lax.axis_index("wg")
@@ -145,7 +145,7 @@ def _expected():
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_correct_kernel_passes(blocks):
-    """Right values, and none of: ACC, register operand, reductions, slot reuse is called a race."""
+    """Checks values, and that ACC, register operands, reductions and slot reuse are no races."""
     np.testing.assert_allclose(_run(blocks=blocks), blocks * _expected(), rtol=1e-5, atol=1e-5)
 
 
@@ -165,7 +165,7 @@ def test_race_is_reported(fault):
 
 
 def test_missing_full_wait_is_reported():
-    """A race, or the interpreter's own error where the consumer outran every phase."""
+    """Expects a race, or the interpreter's own error if the consumer outran every phase."""
     with pytest.raises((RaceError, jax.errors.JaxRuntimeError)):
         _run("missing full wait")
 

@@ -1,4 +1,4 @@
-"""Additive masks and other large logits: what jax.nn makes of them, as right as it is."""
+"""Additive masks and other large logits: results are as right as those of jax.nn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_xla(case):
 
 
 def assert_lse_of_every_row(found, case):
-    """To a few roundings of each; among 1e4 and 1e38 a maximum would hide the small ones."""
+    """Checks each row to a few roundings: among 1e4 and 1e38 a maximum would hide small rows."""
     exact = checks.oracle(case)["lse"]
     with np.errstate(invalid="ignore"):
         off = np.where(found["lse"] == exact, 0.0, np.abs(found["lse"] - exact))
@@ -54,7 +54,7 @@ def assert_lse_of_every_row(found, case):
 
 @pytest.mark.parametrize("case", additive_cases([x for x in HIDING if np.isfinite(x)]), ids=str)
 def test_no_worse_than_jax_nn(case):
-    """The same numbers from whoever changes one name: both against float64."""
+    """Compares errors against float64 for a user who only replaces jax.nn by flash_pallas."""
     x, exact = case.inputs(), checks.oracle(case)
 
     def errors(call):
@@ -78,7 +78,7 @@ def test_no_worse_than_jax_nn(case):
 
 
 def gradients_of_o_alone(case):
-    """Of the oracle, without a cotangent of the log-sum-exp, which jax.nn has none of."""
+    """Computes the oracle's results with no LSE cotangent, because jax.nn has none."""
     x = case.inputs()
     silent = x._replace(dlse=jnp.zeros_like(x.dlse))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""How many launches the fused backward takes, and what may be asked for."""
+"""Launch counts of the fused backward, and which of them a caller may ask for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKEND = HopperBackend(num_sms=132, trades_registers=True)
 
 
 def described(batch, length, heads, head_dim, biased=False, **given):
-    """The problem of a call; heads are (of queries, of keys)."""
+    """Returns the problem of a call; heads are (query heads, KV heads)."""
     shape = lambda n: jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.bfloat16)
     spec = AttentionSpec(scale=1.0, mask=given.pop("mask", Mask()))
     if biased:
@@ -29,7 +29,7 @@ def described(batch, length, heads, head_dim, biased=False, **given):
 
 
 def chosen(*sizes, blocks=None, backend=BACKEND, **given):
-    """Tiles of the fused backward."""
+    """Returns the tiles of the fused backward."""
     override = blocks and {"fused": blocks}
     return backend.blocks(described(*sizes, **given), override).backward
 
@@ -66,7 +66,7 @@ def test_portions_where_each_keeps_multiprocessors_busy():
 
 
 def test_portions_of_keys_where_sums_of_the_bias_would_be_large():
-    """At most a quarter of Q's bytes, if each launch keeps multiprocessors busy."""
+    """Checks portions of keys: at most a quarter of Q's bytes, if each launch keeps SMs busy."""
     portions = lambda *sizes: chosen(*sizes, biased=True).key_launches
     assert [portions(128, length, (4, 4), 16) for length in (1024, 2048, 4096)] == [1, 2, 4]
     assert [portions(128, length, (4, 4), 32) for length in (2048, 4096)] == [1, 2]
@@ -98,7 +98,7 @@ def test_clusters_that_take_turns_have_as_many_but_for_one():
 
 
 def test_without_the_gradient_of_the_bias():
-    """The launches are those for its sums."""
+    """Checks that without its sums the call with a bias takes one launch."""
     for length in (1024, 2048):
         found = without_sums(chosen(128, length, (4, 4), 64, biased=True))
         assert (found.bias_cluster, found.launches, found.first_alone) == (1, 1, False)
@@ -108,7 +108,7 @@ def test_without_the_gradient_of_the_bias():
 
 
 def test_shards_of_a_call_take_what_they_can():
-    """Tiles are chosen for the whole call; its shards have fewer batch entries and heads."""
+    """Fits tiles of the whole call to its shards, which have fewer batch entries and heads."""
     whole = chosen(6, 256, (4, 4), 64, biased=True, blocks={"launches": 4})
     assert (whole.bias_cluster, whole.launches) == (2, 4)
     at = lambda *sizes: fitting(described(*sizes, 64, biased=True), whole)

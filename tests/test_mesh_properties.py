@@ -1,4 +1,4 @@
-"""Random meshes, and random ways to cut arrays over them: what one device computes, to rounding.
+"""Random meshes, and random shardings of arrays: results equal one device's, to rounding.
 
 FLASH_PALLAS_EXAMPLES=500 looks further than the few of the default run; what it draws is the same
 every time.
@@ -33,13 +33,13 @@ T, S, H = 9, 12, 8
 
 
 def numbered(score, b, n, i, j):
-    """Differs from entry to entry and from head to head, in the numbers of the whole call."""
+    """Modifies scores by the entry and head numbers of the whole call."""
     return score * 0.5 + (b - n).astype(score.dtype)
 
 
 @st.composite
 def meshes(draw):
-    """One to three axes of one to eight devices in all."""
+    """Draws one to three mesh axes with one to eight devices in all."""
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True))
     sizes: dict[str, int] = {}
     for name in names:
@@ -52,10 +52,10 @@ def meshes(draw):
 
 @st.composite
 def cuts(draw, sizes, axes):
-    """The mesh axes, in any order, that cut an axis of an array each: what divides it, no others.
+    """Draws, for each array axis, mesh axes in any order whose product divides its length.
 
     Args:
-        sizes: of mesh axes.
+        sizes: sizes of the mesh axes.
         axes: lengths of the array's axes, None for one that is not cut.
     """
     free, spec = draw(st.permutations(sorted(sizes))), []
@@ -71,7 +71,7 @@ def cuts(draw, sizes, axes):
 
 @st.composite
 def calls(draw):
-    """(mesh, arrays, how they are cut, how constraints inside jit cut q, k and v, options)."""
+    """Draws (mesh, shapes of arrays, their specs, the spec of constraints inside jit, options)."""
     sizes, types = draw(meshes())
     batch = draw(st.sampled_from([1, 2, 3, 4, 8, 12]))
     kv_heads, group = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2, 4]))

@@ -1,4 +1,4 @@
-"""Calls on meshes of real programs, beside attention of whole sharded arrays (test_sharding.py).
+"""Calls on meshes of real programs; test_sharding.py has attention of whole sharded arrays.
 
 Everything is compared with the same call on one device: outputs, gradients, and how they are cut.
 """
@@ -42,12 +42,12 @@ def assert_close(found, expected):
 
 
 def assert_same_types(found, like):
-    """Explicit types of arrays, which a loop carries, for example."""
+    """Compares explicit types of arrays, which a loop carries, for example."""
     assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, like)
 
 
 def gradient(attend):
-    """(output, gradients of all arguments) of a call; the cotangent is not constant."""
+    """Returns a call's (output, gradients of all arguments); the cotangent is not constant."""
 
     def loss(*args):
         o = attend(*args)
@@ -128,7 +128,7 @@ CACHES = {
 
 @pytest.mark.parametrize("case", CACHES.values(), ids=CACHES)
 def test_steps_with_a_cache(devices, case):
-    """A loop carries the cache, so that appending must leave it cut as it is."""
+    """Carries the cache through a loop, so that appending must leave its sharding as it is."""
     kv_heads, q_spec, kv_spec = case
     mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
 
@@ -155,7 +155,7 @@ def test_steps_with_a_cache(devices, case):
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("heads", [None, "model"])
 def test_pages_on_explicit_axes(devices, heads, scaled):
-    """Sequences are cut over devices that all have all the pages, or their heads of them."""
+    """Cuts sequences over devices; all devices have all the pages, or their heads of them."""
     mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
     dtype = jnp.int8 if scaled else jnp.float32
     table = jnp.array([[3, 0], [5, 1], [2, 7], [6, 4]], jnp.int32)
@@ -192,7 +192,7 @@ def test_a_cache_that_is_cut_where_it_cannot_be(devices, paged):
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "scaled"])
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_a_layer_with_a_cache(devices, kind, length):
-    """20 tokens at once are more than flash_decode takes."""
+    """Runs the layer with a cache; 20 tokens at once are more than flash_decode takes."""
     mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
     layer = fp_nnx.FlashAttention(
         4, 32, num_kv_heads=2, causal=True, window=(7, 0), rope_theta=1e4, rngs=nnx.Rngs(0)
@@ -225,7 +225,7 @@ def vmapped(q, k, v, bias):
     "cut", [("data",), (None, "data"), ("fsdp", "data"), (None, None, ("data", "fsdp"))], ids=str
 )
 def test_vmap_over_axes_that_are_cut(eight_devices, cut):
-    """Twice: v belongs to the members of one axis, k to those of the other, the bias to all."""
+    """Maps twice: v belongs to members of one axis, k to those of the other, the bias to all."""
     mesh = mesh_of(eight_devices, AxisType.Explicit, data=2, fsdp=2, model=2)
     args = draw(4, 2, 4, 9, 4, 8), draw(2, 4, 12, 2, 8), draw(4, 4, 12, 2, 8), draw(1, 4, 9, 12)
     first, second, batch, *_ = (*cut, None, None)
@@ -301,7 +301,7 @@ def test_what_the_mesh_does_not_divide(eight_devices, case):
 
 
 def test_an_axis_that_does_not_divide_heads_cuts_the_batch(eight_devices):
-    """Every device then computes one of the 8 entries, not all of them."""
+    """Checks that every device then computes one of the 8 entries, not all of them."""
     mesh = mesh_of(eight_devices, AxisType.Auto, model=8)
     x = draw(8, 8, 12, 16)
     cut = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, HEADS))
@@ -337,7 +337,7 @@ def test_a_shard_map_over_some_of_the_axes(eight_devices, manual, types):
 
 
 def lowered_for_hopper(attend, *args) -> str:
-    """The text of a gradient; what Pallas or the lowering refuses raises."""
+    """Returns the lowered text of a gradient; raises what Pallas or the lowering refuses."""
     loss = lambda *args: jnp.sum(attend(*args).astype(jnp.float32))
     grad = jax.jit(jax.grad(loss, tuple(range(len(args)))))
     return grad.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
@@ -351,7 +351,7 @@ def hopper(q, k, v, causal=True):
 
 @pytest.mark.parametrize("around", ["vmap", "shard_map", "shard_map, Auto"])
 def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
-    """Pallas refuses axes that are not manual: xla would not show that one is left."""
+    """Lowers for Hopper: Pallas refuses axes that are not manual; xla would hide one left over."""
     types = AxisType.Auto if around.endswith("Auto") else AxisType.Explicit
     mesh = mesh_of(eight_devices, types, data=2, fsdp=2, model=2)
     if around == "vmap":
@@ -374,7 +374,7 @@ def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
 
 @pytest.mark.parametrize("around", ["vmap", "shard_map"])
 def test_launches_for_far_rows_lower_where_axes_are_taken(eight_devices, around, monkeypatch):
-    """They write to arrays of another launch, which has axes of its own."""
+    """Lowers launches that write to arrays of another launch, which has axes of its own."""
     monkeypatch.setattr(far_rows, "ENOUGH", 1)
     mesh = mesh_of(eight_devices, AxisType.Explicit, data=2, fsdp=2, model=2)
     attend, spec, shape = partial(hopper, causal=False), P("data", None, "model"), (4,)
@@ -391,7 +391,7 @@ def test_launches_for_far_rows_lower_where_axes_are_taken(eight_devices, around,
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
-    """(what, shape of each of its results) of all that devices exchange, sorted."""
+    """Lists (kind, shape of each result) of everything that devices exchange, sorted."""
     kinds = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
     lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
     return sorted(
@@ -412,7 +412,7 @@ EXCHANGED = {
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("case", EXCHANGED.values(), ids=EXCHANGED)
 def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, case, types):
-    """The forward moves nothing, though tensor parallelism does not cut its keys."""
+    """Checks that the forward moves nothing, though tensor parallelism does not cut its keys."""
     kv_heads, cut, expected = case
     mesh = mesh_of(eight_devices, types, data=2, fsdp=2, model=2)
     rows = ("data", "fsdp")
@@ -428,7 +428,7 @@ def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, ca
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_an_nnx_layer_under_logical_axis_rules(eight_devices, kv_heads, types):
-    """Heads on one axis, features of parameters on another, the batch on two."""
+    """Puts heads on one axis, features of parameters on another, and the batch on two."""
     mesh = mesh_of(eight_devices, types, data=2, fsdp=2, model=2)
     rules = (("embed", "fsdp"), ("heads", "model"), ("kv_heads", "model" if kv_heads > 1 else None))
     fields = {"num_kv_heads": kv_heads, "causal": True, "rope_theta": 1e4, "use_sinks": True}

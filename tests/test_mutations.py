@@ -1,4 +1,4 @@
-"""The list of mutations says what it says, and the README shows it."""
+"""The list of mutations: each entry is what it claims, and the README shows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README = Path(__file__).parent / "README.md"
 
 
 def row(mutation) -> str:
-    """Of the table in the README."""
+    """Returns a mutation's row of the table in the README."""
     cells = (mutation.file, mutation.old.strip(), mutation.test)
     return f"| {mutation.feature} | " + " | ".join(f"`{cell}`" for cell in cells) + " |"
 

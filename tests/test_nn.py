@@ -25,7 +25,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def linen_modules(causal, **fields):
-    """(ours, Flax's default) with the same fields."""
+    """Returns (ours, Flax's default) with the same fields."""
     make = lambda f: linen.MultiHeadDotProductAttention(HEADS, attention_fn=f, **fields)
     return make(causal_attention_fn if causal else attention_fn), make(linen.dot_product_attention)
 

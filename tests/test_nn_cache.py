@@ -31,7 +31,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def built(kind: str, kernels=None, **options):
-    """(x, **keywords) -> what a layer with random parameters returns, or these for keys, values."""
+    """Builds a layer with random parameters, or the given kernels: (x, **keywords) -> output."""
     x, kernels = jnp.zeros((1, 4, FEATURES)), kernels or {}
     if kind == "nnx":
         layer = NnxAttention(in_features=FEATURES, **SIZES, **options, rngs=nnx.Rngs(0))
@@ -50,7 +50,7 @@ def built(kind: str, kernels=None, **options):
 
 
 def empty(kind: str):
-    """(cache, page table or None)."""
+    """Returns an empty cache and its page table: (cache, page table or None)."""
     heads = (2, FEATURES // 4, jnp.float32)
     if kind == "ring":
         return RingCache.empty(B, 9, *heads), None
@@ -61,7 +61,7 @@ def empty(kind: str):
 
 
 def generated(layer, x, cache, steps, **table):
-    """Outputs [B, T, features]: prompts of PROMPTS tokens, then by so many tokens at a time."""
+    """Generates outputs [B, T, features]: prompts of PROMPTS tokens, then steps of given counts."""
     found = np.zeros(x.shape, np.float32)
     call = jax.jit(lambda x, cache, new: layer(x, cache=cache, new_lengths=new, **table))
     done, prompt = np.zeros(B, int), PROMPTS.max()

@@ -42,7 +42,7 @@ def normal(seed, *shape):
 
 
 def make_linen(fields, x, *other):
-    """(module, params without boxes), every parameter random: zero biases would hide mistakes."""
+    """Returns (module, params without boxes), all random: zero biases would hide mistakes."""
     module = fp_linen.FlashAttention(**fields)
     params = linen.meta.unbox(module.init(jax.random.key(1), x, *other))["params"]
     leaves, tree = jax.tree.flatten(params)
@@ -51,7 +51,7 @@ def make_linen(fields, x, *other):
 
 
 def make_nnx(fields, params, **sizes):
-    """The nnx layer with the given parameters, all of which it must have, and no others."""
+    """Returns the nnx layer with the given parameters, which must be exactly its own."""
     module = fp_nnx.FlashAttention(**{"in_features": FEATURES, **sizes}, **fields, rngs=nnx.Rngs(0))
     own = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, params)
@@ -60,7 +60,7 @@ def make_nnx(fields, params, **sizes):
 
 
 def pick(fields):
-    """What the dense layer is told; it reads the rest from the parameters."""
+    """Picks the fields that the dense layer is told; it reads the rest from the parameters."""
     told = ("causal", "rope_theta", "qk_norm", "scale")
     return {name: fields[name] for name in told if name in fields}
 

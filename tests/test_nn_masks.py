@@ -1,4 +1,4 @@
-"""What Flax's modules hand to flash_pallas.nn.attention_fn: masks, bias, caches and dropout."""
+"""Inputs that Flax's modules pass to flash_pallas.nn.attention_fn: masks, bias, caches, dropout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def mask_of(*shape, dtype=jnp.float32):
-    """As Flax makes them: 0 and 1 in float32. The last key is visible, so no row is empty."""
+    """Makes 0/1 masks like Flax; the last key is visible, so no row is empty."""
     return (normal(7, *shape) > 0.0).at[..., -1].set(True).astype(dtype)
 
 
@@ -144,7 +144,7 @@ def test_the_mask_of_decoding_is_not_expanded():
 
 
 def kept(function=attention_fn, batch=3, **arguments):
-    """bool[batch, queries, heads, keys]: which weights dropout keeps, read off the output."""
+    """Reads off the output which weights dropout keeps: bool[batch, queries, heads, keys]."""
     v = jnp.broadcast_to(jnp.eye(64)[None, :, None], (batch, 64, HEADS, 64))
     keyword = {"dropout_rng": jax.random.key(3), "dropout_rate": 0.25, **arguments}
     out = function(jnp.zeros((batch, 64, HEADS, 8)), jnp.zeros((batch, 64, HEADS, 8)), v, **keyword)

@@ -78,7 +78,7 @@ each_case = pytest.mark.parametrize(("fields", "call", "told"), CASES.values(), 
 
 
 def make_linen(fields, x, *other):
-    """(module, params without boxes), every parameter random: zeros would hide mistakes."""
+    """Returns (module, params without boxes), all random: zeros would hide mistakes."""
     module = fp_linen.FlashAttention(**fields)
     params = linen.meta.unbox(module.init(jax.random.key(1), x, *other))["params"]
     leaves, tree = jax.tree.flatten(params)
@@ -87,7 +87,7 @@ def make_linen(fields, x, *other):
 
 
 def make_nnx(fields, params, **sizes):
-    """The nnx layer with the given parameters, all of which it must have, and no others."""
+    """Returns the nnx layer with the given parameters, which must be exactly its own."""
     module = fp_nnx.FlashAttention(**{"in_features": FEATURES, **sizes}, **fields, rngs=nnx.Rngs(0))
     own = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, params)

@@ -1,4 +1,4 @@
-"""Layers whose sequences are cut over devices are the layers that see them whole."""
+"""Layers whose sequences are cut over devices equal layers that see them whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIELDS = {"num_heads": 4, "num_kv_heads": 2, "causal": True, "rope_theta": 100.0
 
 @pytest.fixture
 def mesh(eight_devices):
-    """Of three axes, of which one cuts nothing here."""
+    """Mesh of three axes, one of which cuts nothing here."""
     types, names = (AxisType.Auto,) * 3, ("data", "fsdp", "context")
     return jax.make_mesh((2, 2, 2), names, axis_types=types, devices=eight_devices)
 
@@ -43,7 +43,7 @@ def tokens():
 
 
 def output_and_gradients(layer, x, **given):
-    """(output, gradients of the parameters and of x), jitted."""
+    """Computes (output, gradients of the parameters, gradient of x), jitted."""
     graph, params = nnx.split(layer, nnx.Param)
 
     def loss(params, x):
@@ -71,7 +71,7 @@ def test_nnx_under_jit_in_zigzag_layout(mesh):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_linen_inside_shard_map(mesh, layout):
-    """Documents with positions of their own, and rotary positions that count in the whole."""
+    """Runs documents with positions of their own, and rotary positions that count in the whole."""
     context = ContextParallel("context", "all_gather", layout, batch_axis="data")
     there = partial(to_zigzag, shards=2) if layout == "zigzag" else lambda x: x
     x, ids = tokens()

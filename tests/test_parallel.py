@@ -1,4 +1,4 @@
-"""Context parallelism: every strategy is attention on whole arrays, and balanced as it says."""
+"""Context parallelism: every strategy equals attention on whole arrays, balanced as it claims."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_seed_of_any_type_drops_what_it_drops_on_one_device(devices, seed):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
-    """Whatever else is cut: the batch, or the heads."""
+    """Compares dropout with one device, with the batch or the heads cut as well."""
     mesh = jax.make_mesh(
         (2, 2), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2, devices=devices
     )
@@ -203,7 +203,7 @@ def test_bad_arguments(devices, options, message):
 
 
 def place_on(devices):
-    """Two axes, the sequence over one of them."""
+    """Returns a mesh of two axes, with the sequence over one of them."""
     mesh = jax.make_mesh(
         (2, 2), ("context", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices
     )
@@ -231,7 +231,7 @@ def test_a_traced_scale(devices):
 
 
 def test_options_that_are_the_same(devices):
-    """Lists of axes, and numbers of jax and numpy."""
+    """Passes lists of axes, and numbers of jax and numpy, in place of plain options."""
     call = partial(context_parallel_attention, *inputs(), causal=True)
     place = place_on(devices)
     expected = call(**place, batch_axis="fsdp", scale=0.5, window=(3, 0), softcap=2.0)

@@ -56,7 +56,7 @@ ROWS = [
 
 
 def in_order(call, layout, shards):
-    """`call` on arrays of this layout, as a function of arrays in order."""
+    """Wraps `call`, which takes arrays of this layout, as a function of arrays in order."""
     there, back = (lambda x: x), (lambda x, axis=1: x)
     if layout == "zigzag":
         there, back = partial(to_zigzag, shards=shards), partial(from_zigzag, shards=shards)
@@ -81,7 +81,7 @@ def test_strategies(eight_devices, case, strategy, layout):
 
 
 def test_hopper_kernels_drop_by_places_in_the_whole():
-    """Queries and keys that are parts of longer sequences, and the whole of both."""
+    """Compares dropout keys of parts of longer sequences with those of the whole."""
     case = Case("dropped", B=2, T=64, S=64, N=4, K=2, H=64, dropout_rate=0.3, dtype="bfloat16")
     x = case.inputs()
     call = validate.canonicalize(x.q, x.k, x.v, Arguments(**case.arguments(x)))
@@ -104,7 +104,7 @@ def test_hopper_kernels_drop_by_places_in_the_whole():
 
 
 def test_the_hopper_kernels_lower_in_a_ring(monkeypatch, devices):
-    """Pallas refuses types that vary, which xla would not show."""
+    """Lowers a ring for Hopper: Pallas refuses types that vary, which xla would not show."""
     monkeypatch.setattr(dispatch, "select", lambda problem, name: HopperBackend(num_sms=132))
     mesh = jax.make_mesh((2,), ("context",), devices=devices[:2])
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What the portable backend takes, its tile sizes, and the order of its steps."""
+"""The portable backend: calls that it takes, its tile sizes, and the order of its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def problem(head_dim=64, v_head_dim=None, dtype=jnp.bfloat16, batch=1, **spec):
 
 
 def kernels(found: PortableBlocks):
-    """Sizes of each kernel that runs."""
+    """Returns the sizes of each kernel that runs."""
     if isinstance(found.backward, FusedSizes):
         return {"forward": found.forward, "fused": found.backward}
     return {"forward": found.forward, "dkv": found.backward.dkv, "dq": found.backward.dq}
@@ -59,7 +59,7 @@ def test_tiles_fit(capability, head_dims, deterministic):
     ],
 )
 def test_which_backward_runs(capability, head_dim, deterministic, expected):
-    """The fused one where it may add dQ up in any order and shared memory has room."""
+    """Expects the fused backward where dQ may be summed in any order and shared memory has room."""
     backend = PortableBackend(interpret=True, capability=capability)
     found = backend.blocks(problem(head_dim, deterministic=deterministic), None).backward
     if expected is None:
@@ -128,7 +128,7 @@ def test_what_changes_scores_leaves_registers_for_fewer_columns():
 )  # fmt: skip
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_weights_are_shared_where_o_is_wide(dims, shared, softcap):
-    """And can be cut into columns: 144 of them cannot."""
+    """Checks that weights are shared where O is wide and can be cut: 144 columns cannot."""
     plain = dataclasses.replace(problem(dims[0]), v_head_dim=dims[1])
     described = dataclasses.replace(plain, spec=AttentionSpec(scale=1.0, softcap=softcap))
     assert ANYWHERE.blocks(described, None).forward.shared_weights == shared
@@ -165,7 +165,7 @@ def test_what_it_refuses(described, message):
     ],
 )
 def test_steps_go_through_every_zone_with_every_head(zones, group):
-    """In the order in which the loops do, which is what the next copy is asked for by."""
+    """Compares the order of steps with that of the loops; it decides the next copy."""
     expected = [
         (member, block, masked)
         for low, high, masked in zones

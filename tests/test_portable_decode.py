@@ -36,7 +36,7 @@ CASES = (
 
 
 def run(step: Step, operands, num_splits: int):
-    """Outputs with blocks of the size that the backend takes."""
+    """Runs decode with the backend's block sizes and the given number of splits."""
     problem = decode.describe(operands, step.spec)
     assert BACKEND.unsupported_decode(problem) is None
     blocks = dataclasses.replace(BACKEND.decode_blocks(problem), num_splits=num_splits)
@@ -44,7 +44,7 @@ def run(step: Step, operands, num_splits: int):
 
 
 def assert_right(step: Step, num_splits: int):
-    """Free of races, and as near to the oracle as it has to be."""
+    """Checks that the kernel is free of races, and as near to the oracle as it has to be."""
     given, whole = step.operands()
     with race_checked():
         found = run(step, given, num_splits)

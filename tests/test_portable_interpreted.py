@@ -45,7 +45,7 @@ SPLIT = (
 
 
 def assert_right(case, blocks=None, backend=BACKEND):
-    """Free of races, and as near to the oracle as it has to be."""
+    """Checks that kernels are free of races, and as near to the oracle as they have to be."""
     with race_checked():
         checks.assert_matches_oracle(checks.bind(backend, blocks), case, kernels=True)
 
@@ -58,7 +58,7 @@ def named(name: str):
 @pytest.mark.interpret
 @pytest.mark.parametrize("mask_all", [False, True])
 def test_keys_past_the_end_weigh_nothing(mask_all):
-    """Their score is 0, which is so far above all others that e to the difference is infinite."""
+    """Checks keys past the end: their score 0 exceeds all others so far that exp overflows."""
     q = jnp.full((1, 64, 1, 64), 30.0, jnp.bfloat16)
     call = checks.bind(BACKEND, {"fused": {"mask_all": mask_all}})
     with race_checked():
@@ -76,7 +76,7 @@ def test_deterministic_kernels(name):
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["everything", "packed_causal", "d64"])
 def test_other_tiles(name):
-    """Sizes that a caller may ask for: everything is as it was."""
+    """Checks that other tile sizes that a caller may ask for change nothing."""
     blocks = {
         "forward": {"rows": 64, "columns": 48, "slots": 2},
         "dkv": {"rows": 128, "columns": 16},
@@ -89,7 +89,7 @@ def test_other_tiles(name):
 @pytest.mark.parametrize("fields", [{"slots": 2}, {"rows": 64}], ids=str)
 @pytest.mark.parametrize("name", ["everything", "jump_128", "d80_padded_narrow_values", "sinks"])
 def test_weights_through_shared_memory(name, fields):
-    """Also where O has few columns: everything is as it was."""
+    """Checks that weights pass through shared memory correctly, also where O has few columns."""
     assert_right(named(name), {"forward": fields | {"shared_weights": True}})
 
 
@@ -111,13 +111,13 @@ def test_other_tiles_of_the_fused_backward(name, fields):
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["d128_causal", "window_causal_128", "dropout_causal_128"])
 def test_weights_that_registers_have_no_room_for(name):
-    """The fused backward reads them back; not where dropout needs them as they were."""
+    """Checks weights that the fused backward reads back, except where dropout needs them as is."""
     backend = dataclasses.replace(BACKEND, capability="9.0")
     assert_right(named(name), {"fused": {"columns": 128, "slots": 1}}, backend)
 
 
 def sums(name: str, **fields):
-    """Whose modifiers have gradients; two tiles of queries and of keys, none of them whole."""
+    """Returns a case whose modifiers have gradients; the last Q and KV tiles are partial."""
     return Case(name, **({"T": 100, "S": 136, "N": 2, "K": 1, "dtype": "bfloat16"} | fields))
 
 
@@ -157,7 +157,7 @@ def test_gradients_of_what_modifies_scores(case):
     ids=str,
 )
 def test_other_tiles_of_sums(monkeypatch, case, blocks):
-    """One block for all members; sections of two tiles."""
+    """Checks sums over all members in one CTA per tile, in sections of two tiles."""
     monkeypatch.setattr(score_tiles, "ENOUGH_BLOCKS", 1)
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     assert_right(case, blocks)

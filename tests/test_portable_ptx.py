@@ -54,7 +54,7 @@ def draw(seed, *shape, dtype=BFLOAT16):
 
 
 def tile(machine, rows, columns, values=None, dtype=BFLOAT16):
-    """(array of shared memory with its padding, ref)."""
+    """Returns (array of shared memory with its padding, ref)."""
     array = np.full((rows, columns + UNIT_ELEMENTS), np.nan, dtype)
     if values is not None:
         array[:, :columns] = values
@@ -67,7 +67,7 @@ def tile(machine, rows, columns, values=None, dtype=BFLOAT16):
 )
 @pytest.mark.parametrize(("first", "limit"), [(0, 200), (32, 70), (160, 200), (192, 0)])
 def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
-    """With rows of one head of [T, N, H], and zeros from the limit on and beside its columns."""
+    """Copies rows of one head of [T, N, H]; zeros follow the limit and fill its missing columns."""
     source = draw(0, 200, 3, held)
     found, ref = tile(machine, rows, columns)
     of_head = machine.array(source, lambda x: x[:, 1])
@@ -82,7 +82,7 @@ def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
 
 @pytest.mark.parametrize("first", [0, 64])
 def test_copies_of_rows_of_two_axes(machine, first):
-    """Row r of a tile is [r // 4, r % 4]: the queries and heads of decoding."""
+    """Copies tiles whose row r is [r // 4, r % 4]: the queries and heads of decoding."""
     source = draw(0, 30, 8, 64)
     found, ref = tile(machine, 64, 64)
     group = machine.array(source, lambda x: x[:, 4:8])
@@ -97,7 +97,7 @@ def test_copies_of_rows_of_two_axes(machine, first):
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize(("columns", "held"), [(16, 16), (80, 72), (128, 128)])
 def test_results_are_written(machine, rows, columns, held):
-    """From registers through a tile to rows of one head; nothing else of the array changes."""
+    """Stores registers through a tile to rows of one head; nothing else of the array changes."""
     values = draw(1, rows, columns)
     staged, ref = tile(machine, rows, columns)
     grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(0))
@@ -130,7 +130,7 @@ def test_products(machine, dtype, rows, summed, columns, transposed, in_register
 
 @pytest.mark.parametrize("summed", [16, 48])
 def test_products_of_some_columns(machine, summed):
-    """Tiles have more of them than are summed: those may be anything."""
+    """Checks products that sum over some columns of their tiles; the others may hold anything."""
     a, b = draw(2, 64, 64), draw(3, 32, 64)
     of_a, of_b = (tile(machine, *x.shape, x)[1] for x in (a, b))
     machine.shape = 64, 32
@@ -142,7 +142,7 @@ def test_products_of_some_columns(machine, summed):
 
 
 def labelled(values, grid: Grid) -> np.ndarray:
-    """Where an accumulator of the grid has the elements of a product."""
+    """Returns a product's elements at the places where an accumulator of the grid has them."""
     rows, columns = grid.label(*values.shape)
     found = np.empty((rows, columns), values.dtype)
     for row, column in np.ndindex(rows, columns):
@@ -170,7 +170,7 @@ def test_parts_of_warps_are_square():
 @pytest.mark.parametrize("column", [0, 48])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_a_grid(machine, dtype, shape, summed, column, transposed):
-    """With some columns of the right operand; the left one may lie transposed."""
+    """Multiplies with some columns of the right operand; the left one may lie transposed."""
     (rows, columns), own = shape, Grid.of(*shape)
     a = draw(2, rows, summed, dtype=dtype)
     b = draw(3, summed, columns + 48, dtype=dtype)
@@ -188,7 +188,7 @@ def test_products_of_a_grid(machine, dtype, shape, summed, column, transposed):
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 def test_accumulators_of_a_grid_are_written(machine, shape):
-    """Every element to its own place, and to no other."""
+    """Checks that every element goes to its own place, and to no other."""
     values, own = draw(1, *shape), Grid.of(*shape)
     staged, ref = tile(machine, shape[0], shape[1] + 32)
     grid.put_body(own, None, Tile.of(labelled(values, own)), ref, np.int64(16))
@@ -199,7 +199,7 @@ def test_accumulators_of_a_grid_are_written(machine, shape):
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 def test_numbers_of_rows_reach_accumulators_of_a_grid(machine, shape):
-    """Every lane of a row writes the same; each row of an accumulator gets that of its product."""
+    """Writes numbers of rows from every lane of a row; each accumulator row reads its product's."""
     own, layout = Grid.of(*shape), inline.ROWS.to_mgpu()
     rows = own.label(*shape)[0]
     numbers = draw(9, shape[0], dtype=np.float32)
@@ -224,7 +224,7 @@ def test_numbers_of_rows_reach_accumulators_of_a_grid(machine, shape):
 @pytest.mark.parametrize("count", [64, 128])
 @pytest.mark.parametrize("exists", [False, True])
 def test_vectors_are_copied(machine, count, exists):
-    """The elements asked for; none where there is no such step."""
+    """Copies the requested elements; none where there is no such step."""
     source, found = draw(8, 2, 512, dtype=np.float32), np.full((2, count), np.nan, np.float32)
     of, to = (
         machine.array(source, lambda x: x[1]),
@@ -241,7 +241,7 @@ def test_vectors_are_copied(machine, count, exists):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("column", [0, 64])
 def test_what_was_written_is_read_back(machine, dtype, column):
-    """Part of a tile, by the threads that wrote it."""
+    """Reads part of a tile back, in the threads that wrote it."""
     values = draw(1, 128, 64, dtype=dtype)
     _, ref = tile(machine, 128, 128, dtype=dtype)
     grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
@@ -252,7 +252,7 @@ def test_what_was_written_is_read_back(machine, dtype, column):
 
 @pytest.mark.parametrize("column", [0, 32])
 def test_part_of_a_tile_is_written(machine, column):
-    """Both halves of its columns by a warpgroup each; neither writes the other's."""
+    """Writes half of the columns, as one of two warpgroups does; the other half stays as it is."""
     values = draw(1, 128, 32)
     staged, ref = tile(machine, 128, 64)
     grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
@@ -263,7 +263,7 @@ def test_part_of_a_tile_is_written(machine, column):
 @pytest.mark.parametrize("vector", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "width"), [(64, 128), (128, 64), (64, 96)])
 def test_sums_of_dq(machine, vector, rows, width):
-    """Added by two warpgroups, twice, every float of the buffer once each time; read as added."""
+    """Adds dQ twice from two warpgroups: each add reaches every float once; loads see the sums."""
     sums = dq_sums.DqSums(rows, width, vector, interpret=False)
     values = draw(7, 2, rows, width, dtype=np.float32)
     buffer = np.ones((3, *sums.tile), np.float32)
@@ -283,7 +283,7 @@ def test_sums_of_dq(machine, vector, rows, width):
 
 
 def test_a_warp_adds_to_consecutive_bytes(machine):
-    """Thread t's element of an instruction follows that of thread t - 1."""
+    """Checks that thread t's element of an instruction follows that of thread t - 1."""
     for vector in (1, 4):
         sums = dq_sums.DqSums(64, 64, vector, interpret=False)
         buffer = np.zeros(sums.tile, np.float32)
@@ -300,7 +300,7 @@ def test_a_warp_adds_to_consecutive_bytes(machine):
 @pytest.mark.parametrize("q_axis", [0, 1])
 @pytest.mark.parametrize("start", [(0, 0), (64, 32)])
 def test_a_bias_in_registers(machine, dtype, q_axis, start):
-    """Rows and columns of the tile that the array has; what lies beyond is read from inside it."""
+    """Loads the tile's rows and columns that the array has; others are read from inside it."""
     bias = draw(5, 2, 104, 128, dtype=dtype)
     machine.shape = shape = 64, 48
     ref = machine.array(bias, lambda x: x[1])
@@ -313,7 +313,7 @@ def test_a_bias_in_registers(machine, dtype, q_axis, start):
 @pytest.mark.parametrize("columns", [72, 128])
 @pytest.mark.parametrize("first", [0, 64])
 def test_partial_results_of_decoding(machine, columns, first):
-    """float32 straight from registers; rows and columns that the array does not have are not."""
+    """Stores float32 straight from registers, but no rows or columns that the array lacks."""
     values = draw(6, 64, 128, dtype=np.float32)
     target = np.zeros((2, 90, columns), np.float32)
     ref = machine.array(target, lambda x: x[1])
@@ -327,7 +327,7 @@ def test_partial_results_of_decoding(machine, columns, first):
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize(("starts", "columns"), [((0, 0), 64), ((64, 32), 72), ((0, 96), 104)])
 def test_a_sum_is_written(machine, dtype, starts, columns):
-    """Rows and columns that the array has; nothing else of it changes."""
+    """Writes the rows and columns that the array has; nothing else of it changes."""
     values = draw(8, 64, 48, dtype=dtype)
     target = np.zeros((2, 90, columns), dtype)
     ref = machine.array(target, lambda x: x[1])
@@ -339,7 +339,7 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
 
 
 def test_layouts_agree():
-    """A tile is in the registers where Mosaic has it: the simulator's lanes are WGMMA's."""
+    """Checks that the simulator's lanes hold a tile where Mosaic's WGMMA layout has it."""
     values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
     np.testing.assert_array_equal(Tile.of(values).values(), values)
     assert Tile.of(values).registers.shape == inline.WGMMA.to_mgpu().registers_shape((64, 32))

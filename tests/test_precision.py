@@ -1,4 +1,4 @@
-"""float32 and `precision`: what is accepted, who multiplies how, and how precisely."""
+"""float32 and `precision`: what is accepted, the matmuls that run, and how precise they are."""
 
 from __future__ import annotations
 

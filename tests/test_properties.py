@@ -26,7 +26,7 @@ EXAMPLES = int(os.environ.get("FLASH_PALLAS_EXAMPLES", "30"))
 
 
 class Drawn:
-    """random_cases.Draws of hypothesis: what it makes smaller has fewer features."""
+    """Implements random_cases.Draws with hypothesis, which shrinks towards fewer features."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -45,7 +45,7 @@ cases = st.composite(lambda draw, sizes: random_case(Drawn(draw), sizes))
 
 
 def examples(count: int, part: int):
-    """So many, the same every time."""
+    """Decorates a check to run `count` examples, the same ones every time."""
 
     def decorate(check):
         settings = hypothesis.settings(
@@ -81,7 +81,7 @@ SMALL = Sizes(length=40, batch=2, group=2, head_dims=(8,), v_head_dims=(None, 16
 @examples(-(-EXAMPLES // 5), 0)
 @hypothesis.given(cases(SMALL), st.sampled_from([np.int64, np.uint64, np.uint32]))
 def test_wide_integers_are_the_same_numbers(case, dtype):
-    """Of numpy, which jit never sees: as int32, bit for bit."""
+    """Compares wide integers of numpy, which jit never sees, with int32, bit for bit."""
     x = case.inputs()
     arguments = case.arguments(x)
     wide = {
@@ -96,7 +96,7 @@ def test_wide_integers_are_the_same_numbers(case, dtype):
 @examples(-(-EXAMPLES // 5), 1)
 @hypothesis.given(cases(SMALL))
 def test_a_gradient_inside_stop_gradient_is_a_constant(case):
-    """As in first-order meta-learning: an inner step whose own derivative is not wanted."""
+    """Checks first-order meta-learning: an inner step whose own derivative is not wanted."""
     x = case.inputs()
 
     def loss(q):

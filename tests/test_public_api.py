@@ -1,4 +1,4 @@
-"""What the package exports, that it is documented, and that its examples run."""
+"""The package's exports, their documentation, and that its examples run."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def inputs(*batch):
 
 
 def mask_of(*shape):
-    """Two thirds visible, the first key always: no row is empty."""
+    """Draws a mask with two thirds visible, the first key always: no row is empty."""
     return (draw(8, *shape) > -0.5).at[..., 0].set(True)
 
 
@@ -195,7 +195,7 @@ LIKE_JAX_NN = {
 
 
 def assert_same_as_jax_nn(args, keywords, valid=None):
-    """Values and gradients of q, k, v and bias; rows where `valid` is False are left out."""
+    """Compares with jax.nn: values, and gradients of q, k, v and bias; only rows in `valid`."""
     differentiable = {"bias": keywords["bias"]} if "bias" in keywords else {}
     rest = {name: x for name, x in keywords.items() if name != "bias"}
     weight = draw(9, *args[0].shape)

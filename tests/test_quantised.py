@@ -22,7 +22,7 @@ def normal(seed: int, *shape):
 
 
 def drawn(dtype: str, paged: bool, kind: str):
-    """(empty cache, k, v, arguments): heads, and rows where they have their own, differ in size."""
+    """Draws (empty cache, k, v, arguments); heads, and rows with own scales, differ in size."""
     rows, length = (7, PAGE) if paged else (B, 48)
     zeros = jnp.zeros((rows, length, K, H), dtype)
     cache = KVCache(zeros, zeros, jnp.zeros(B, jnp.int32))
@@ -37,7 +37,7 @@ def drawn(dtype: str, paged: bool, kind: str):
 
 
 def numbers(x, scale, paged: bool):
-    """float64[B, T, K, H] that a cache and its scale say."""
+    """Dequantizes a cache with its scale to float64[B, T, K, H]."""
     x = np.asarray(x.astype(jnp.float32)).astype(np.float64)
     x *= np.broadcast_to(scale, (len(x), K))[:, None, :, None]
     return (x[TABLE].reshape(B, -1, K, H) if paged else x)[:, :T]
@@ -124,7 +124,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_a_scale_of_zero_stores_and_reads_zero(dtype):
-    """Such as that of a head whose largest number was 0 when scales were made."""
+    """Tests a scale of 0, as of a head whose largest number was 0 when scales were made."""
     scale = jnp.array([0.0, 1.0])
     new = normal(0, B, T, K, H).astype(np.float32)
     for dead in (0.0, 1.0):

@@ -27,7 +27,7 @@ PATH = re.compile(r"`((?:flash_pallas|tests|benchmarks|examples|[.]ci)/[\w./-]*)
 
 
 def blocks():
-    """(code, what it prints) of each block, under the heading that it stands below."""
+    """Yields (line, code, expected output) of each block, named after the heading above it."""
     text = (ROOT / "README.md").read_text()
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
@@ -50,7 +50,7 @@ def test_every_python_block_is_found():
 
 
 def _targets(document: str) -> set[Path]:
-    """The files that a document links to or names."""
+    """Returns the files that a document links to or names."""
     text = (ROOT / document).read_text()
     links = {link.split("#")[0] for link in LINK.findall(text) if "://" not in link}
     linked = {(ROOT / document).parent / link for link in links if link}

@@ -1,4 +1,4 @@
-"""Attention under jit of arrays that are sharded over batch and heads: per shard, and the same."""
+"""Attention under jit on arrays sharded over batch and heads: per shard, with the same results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def mesh_of(devices, types, **sizes):
-    """A mesh of these axes, all of one type; their names are those of real programs."""
+    """Returns a mesh of these axes, all of one type; names are those of real programs."""
     types = (types,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
@@ -43,7 +43,7 @@ def inputs(kv_heads, *extra, batch=B):
 
 
 def sides(batch=B):
-    """Operands with gradients that shards share, and some without."""
+    """Returns operands with gradients that shards share, and some without."""
     ids = np.sort(np.random.default_rng(3).integers(-1, 2, (batch, S)), axis=1)
     return {
         "bias": draw(1, N, 1, S, seed=4),
@@ -56,7 +56,7 @@ def sides(batch=B):
 
 
 def gradient(q, k, v, side, **options):
-    """(o, gradients of q, k, v and what of `side` has any); the cotangents are not symmetric."""
+    """Computes (o, gradients of q, k, v and floats of `side`); cotangents are not symmetric."""
 
     def loss(q, k, v, learned):
         o, lse = fp.flash_attention_with_lse(q, k, v, **options, **{**side, **learned})
@@ -68,7 +68,7 @@ def gradient(q, k, v, side, **options):
 
 
 def compare(call, args, specs, mesh):
-    """Results of `call` on sharded arguments and on whole ones, which are close.
+    """Runs `call` on sharded and on whole arguments; returns both results, which are close.
 
     No shard of q, k or v is gathered or sent; gradients of small operands may be.
     """
@@ -84,7 +84,7 @@ def compare(call, args, specs, mesh):
 
 
 def moved(text: str) -> int:
-    """Elements of the largest array that is gathered or sent."""
+    """Returns the number of elements of the largest array that is gathered or sent."""
     names = r"(?:all-gather|all-to-all|collective-permute)(?:-start)?\("
     shapes = re.findall(rf"= \(?\w+\[([\d,]*)\]\S* {names}", text)
     return max([int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes], default=0)
@@ -150,7 +150,7 @@ def test_vmap_scan_and_checkpoint_of_sharded_arrays(devices, types):
 
 
 def test_specs_of_jit_and_a_context_of_auto_axes(devices):
-    """The mesh is in no type of an argument where jit alone is told of it."""
+    """Gives the mesh to jit alone: no type of an argument has it."""
     mesh = mesh_of(devices, AxisType.Auto, data=2, model=2)
     spec = NamedSharding(mesh, BOTH)
     attend = jax.jit(fp.flash_attention, in_shardings=(spec,) * 3)
@@ -216,7 +216,7 @@ def test_bad_shard_axes(axes):
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_the_hopper_kernels_lower_for_shards(devices, types):
-    """Pallas refuses types that vary, and the partitioner constants: xla would show neither."""
+    """Lowers for Hopper: Pallas refuses varying types, the partitioner constants; xla does not."""
     mesh = mesh_of(devices, types, data=2, model=2)
     sharding, heads = NamedSharding(mesh, BOTH), NamedSharding(mesh, P(None, "model"))
     x = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16, sharding=sharding)
@@ -244,7 +244,7 @@ def test_the_hopper_kernels_lower_for_shards(devices, types):
 
 
 def test_gradients_that_shards_share_in_16_bits(devices):
-    """They are summed in float32: each of the two parts, and the sum, is rounded once."""
+    """Checks gradients summed in float32: each of the two parts, and the sum, is rounded once."""
     mesh = mesh_of(devices, AxisType.Auto, data=1, model=4)
     args = [x.astype(jnp.bfloat16) for x in inputs(2)]
     loss = lambda q, k, v: jnp.sum(jnp.sin(fp.flash_attention(q, k, v).astype(jnp.float32)))

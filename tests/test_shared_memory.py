@@ -1,4 +1,4 @@
-"""Tiles fit into shared memory: what a launch takes is known before it is lowered."""
+"""Tiles fit into shared memory: the usage of a launch is known before it is lowered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _call(width: int, v_width: int, dtype: str, length: int, **arrays):
 
 
 def _everything(length: int, bias_dtype: str) -> dict:
-    """All that takes shared memory beside Q, K and V."""
+    """Returns all operands that take shared memory besides Q, K and V."""
     per_token = _shape(2, length)
     return {
         "bias": _shape(2, 4, length, length, dtype=bias_dtype),
@@ -81,7 +81,7 @@ CALLS = {
 @pytest.mark.parametrize("gpu", ["hopper", "portable-163"])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_figure_is_that_of_mosaic(gpu, name):
-    """With as much as the largest launch takes a call is lowered, with a byte less it is not."""
+    """Lowers a call with as much shared memory as its largest launch takes; a byte less fails."""
     arrays, options = CALLS[name]
     if gpu != "hopper" and name == "float32":
         arrays = {n: _shape(*x.shape, dtype="bfloat16") for n, x in arrays.items()}
@@ -117,7 +117,7 @@ def _spy(kernel, taken: list):
 
 
 def _problems():
-    """Every head dim with everything that takes shared memory, alone and together."""
+    """Yields every head dim with everything that takes shared memory, alone and together."""
     sides = ("bias", "mask", "segments", "dropout", "slopes", "max_logit")
     for pair, dtype in itertools.product(
         itertools.product(WIDTHS, WIDTHS), ("bfloat16", "float32")
@@ -226,7 +226,7 @@ def test_tiles_that_are_refused(gpu, blocks, said):
 
 
 def test_three_warpgroups_beside_segment_ids():
-    """232,584 bytes: of the tiles that autotuning tries, those that do not fit are left out."""
+    """Refuses 3 warpgroups with segment ids, 232,584 bytes: autotuning leaves out such tiles."""
     ids = _shape(2, 512)
     arrays = _call(128, 128, "bfloat16", 512, q_segment_ids=ids, kv_segment_ids=ids)
     options = {"blocks": {"forward": {"warpgroups": 3}}}
@@ -248,14 +248,14 @@ def test_random_calls_are_lowered(gpu, seed_of_the_day):
 
 
 def test_dropout_without_a_mask():
-    """At head dim 128 the second loop of the backward keeps predicates beside rounded tiles."""
+    """Lowers dropout at head dim 128: the second loop keeps predicates next to rounded tiles."""
     arrays = _call(128, 128, "bfloat16", 512, dropout_seed=_shape(), q_lengths=_shape(2))
     with on(GPUS["hopper"]):
         _lower(_gradients(arrays, {"dropout_rate": 0.1}, "hopper"))
 
 
 def test_every_form_of_a_bias():
-    """Its gradient too, with everything else beside it."""
+    """Lowers the bias, its gradient too, with every other operand present."""
     for shape in ((2, 4, 77, 77), (1, 4, 1, 77)):
         arrays = _call(64, 64, "bfloat16", 77, **_everything(77, "float32"))
         arrays["bias"] = _shape(*shape, dtype="float32")

@@ -1,4 +1,4 @@
-"""What the Hopper backend does where multiprocessors outnumber tiles."""
+"""Choices of the Hopper backend where SMs outnumber tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKEND = HopperBackend(num_sms=132)
 
 
 def chosen(batch, q_len, kv_len, heads, head_dim, blocks=None, **spec):
-    """The tiles of a call; heads are (of queries, of keys)."""
+    """Returns the tiles of a call; heads are (query heads, KV heads)."""
     shape = lambda length, n: jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.bfloat16)
     q, kv = shape(q_len, heads[0]), shape(kv_len, heads[1])
     problem = describe(Operands(q, kv, kv), AttentionSpec(scale=1.0, **spec))
@@ -37,7 +37,7 @@ def test_parts_keep_multiprocessors_busy(head_dim, spec):
 
 
 def test_causal_walks_are_cut_though_multiprocessors_are_busy():
-    """128 CTAs are one for each multiprocessor, but the longest walk is 16 times the shortest."""
+    """Checks 128 CTAs, one per SM, whose longest walk is 16 times the shortest."""
     parts = lambda batch, length, **spec: (
         chosen(batch, length, length, (32, 8), 128, **spec).backward.parts
     )

@@ -1,4 +1,4 @@
-"""The forward's guess that maxima do not grow: where it is made, and what its tests put to it."""
+"""The forward's guess that row maxima do not grow: where it is made, and how tests challenge it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_half_precision_speculates(head_dims):
 
 
 def test_limits_keep_weights_and_their_sums_finite():
-    """In float16 each weight, in float32 a row of a million keys with values of 2**80."""
+    """Checks float16 weights, and float32 rows of a million keys with values of 2**80."""
     assert np.finfo(np.float16).max >= 2.0 ** (MOST_HALF + 1)
     assert np.finfo(np.float32).max >= 2.0 ** (SPECULATES + 20 + 80)
 
@@ -91,7 +91,7 @@ def test_dropout_speculates_in_two_warpgroups(H):
 
 @pytest.mark.parametrize("block_kv", [64, 128])
 def test_the_cases_guess_wrong_as_they_say(block_kv):
-    """Steps, from right to left, whose maxima are beyond the limit, by rows."""
+    """Counts steps, from right to left, whose row max exceeds the limit, by rows."""
     cases = (*MAXIMA, *(case for case, _ in FORWARD_BLOCKS))
     named = lambda recipe: [case for case in cases if case.maxima == recipe and not case.bias]
     for case in named("rising"):
@@ -106,7 +106,7 @@ def test_the_cases_guess_wrong_as_they_say(block_kv):
 
 
 def _wrong_guesses(case: Case, block_kv: int):
-    """bool[steps after the first, rows], without what hides keys."""
+    """Returns bool[steps after the first, rows], ignoring whatever hides keys."""
     x = case.inputs()
     q, k = (np.asarray(a, np.float64)[0, :, 0] for a in (x.q, x.k))
     logits = q @ k.T * (case.H**-0.5 * np.log2(np.e))

@@ -80,7 +80,7 @@ def test_stand_ins_are_of_primitives_that_a_mod_may_use():
 
 
 def _lowers(score_mod):
-    """The Hopper forward and backward with this score_mod become kernels."""
+    """Checks that the Hopper forward and backward with this score_mod become kernels."""
     backend = HopperBackend(num_sms=132)
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
@@ -108,7 +108,7 @@ def test_functions_of_positions_lower():
 
 @pytest.mark.parametrize("name", ["lgamma", "atan"])
 def test_functions_that_only_xla_has(name):
-    """The GPU kernels say which they cannot compile, and xla runs them with their derivatives."""
+    """Checks that GPU kernels name what they cannot compute; xla runs it with its derivatives."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 8))
     function = getattr(lax, name)
     call = lambda q, k, v, attend: attend(

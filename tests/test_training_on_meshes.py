@@ -42,7 +42,7 @@ ATTENTION = ("query", "key", "value", "out")
 
 
 def nnx_model():
-    """The model that `make demo` trains: (parameters, (parameters, one-hot tokens) -> logits)."""
+    """Loads the model of `make demo`: (parameters, (parameters, one-hot tokens) -> logits)."""
     spec = importlib.util.spec_from_file_location("demo_model", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,14 +87,14 @@ MODELS = {"linen": linen_model, "nnx": nnx_model}
 
 
 def module_of(path) -> str:
-    """The name of the module whose kernel or embedding this is, or ""."""
+    """Returns the name of the module whose kernel or embedding this is, or ""."""
     names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
     names = [name for name in names if name != "value"]
     return names[-2] if names[-1] in ("kernel", "embedding") else ""
 
 
 def shardings(params, mesh):
-    """Of every parameter, as it lies at rest."""
+    """Returns the sharding of every parameter, as it lies at rest."""
 
     def of(path, _):
         axes = SHARDED.get(module_of(path), ())
@@ -104,7 +104,7 @@ def shardings(params, mesh):
 
 
 def batches():
-    """Tokens of every step, from a text that repeats, so that there is something to learn."""
+    """Draws tokens of every step, from a text that repeats, so that there is something to learn."""
     rng = np.random.default_rng(0)
     text = np.tile(rng.integers(0, VOCABULARY, 23), 99)
     starts = rng.integers(0, 1000, (STEPS, BATCH))
@@ -112,10 +112,10 @@ def batches():
 
 
 def train(apply, params, batches, prepare=lambda params: params, rows=None):
-    """The parameters after a step on every batch, and the losses.
+    """Trains a step on every batch; returns the parameters and the losses.
 
     Args:
-        prepare: what a step makes of the parameters before it reads them.
+        prepare: transforms the parameters before a step reads them.
         rows: sharding of the batch in the loss, or None.
     """
     # Not Adam, which would make much of gradients that are nothing but rounding.
@@ -141,7 +141,7 @@ def train(apply, params, batches, prepare=lambda params: params, rows=None):
 
 
 def gather_others(params):
-    """FSDP on Explicit axes: attention gathers its own parameters, the rest is gathered here."""
+    """Gathers parameters for FSDP on Explicit axes, except attention's, which it gathers itself."""
 
     def gathered(path, x):
         return x if module_of(path) in ATTENTION else jax.sharding.reshard(x, P())

@@ -104,7 +104,7 @@ def test_vmap_out_axis_and_an_unbatched_cotangent():
 
 
 def count(jaxpr, is_match) -> int:
-    """Equations that match, in the jaxpr and in all those inside it."""
+    """Counts equations that match, in the jaxpr and in all those inside it."""
     subs = lambda eqn: jax.tree.leaves(
         list(eqn.params.values()),
         is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns"),
@@ -120,7 +120,7 @@ def count(jaxpr, is_match) -> int:
 
 
 class Counting(xla.XlaBackend):
-    """Marks its forward with a primitive that nothing else in the program uses."""
+    """A backend whose forward carries a primitive that nothing else in the program uses."""
 
     def forward(self, spec, blocks, operands):
         out = super().forward(spec, blocks, operands)
@@ -179,7 +179,7 @@ CLIENTS = {
 
 @pytest.mark.parametrize(("policy", "forwards"), CLIENTS.values(), ids=CLIENTS)
 def test_a_policy_of_a_model_that_names_what_attention_returns(policy, forwards):
-    """As of `save_attention`: a name on the result alone is not what the backward starts from."""
+    """Checks policies like `save_attention`: a name on O alone is not what the backward needs."""
     q, k, v = inputs()
 
     @partial(jax.checkpoint, policy=policy)
@@ -307,7 +307,7 @@ def test_debug_infs_finds_only_the_lse_of_rows_without_keys():
 
 
 def test_tracer_leaks_are_checked_on_xla_and_found_in_every_kernel_of_mosaic_gpu():
-    """README says so: Pallas itself keeps tracers, those of a kernel that only copies too."""
+    """Checks README's claim: Pallas itself keeps tracers, even of a kernel that only copies."""
     args = inputs()
 
     def copied(x_ref, o_ref):

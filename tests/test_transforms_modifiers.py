@@ -26,7 +26,7 @@ def inputs(*batch):
 
 
 def visible(seed, *shape):
-    """Two thirds visible; some queries may see nothing."""
+    """Draws a mask with two thirds visible; some queries may see nothing."""
     return draw(seed, *shape) > -0.5
 
 
@@ -40,7 +40,7 @@ def assert_close(found, expected):
 
 
 def one_by_one(function, in_axes, *args):
-    """What vmap says it does."""
+    """Computes the expected result of vmap, one member at a time."""
     size = next(x.shape[0] for x, axis in zip(args, in_axes, strict=True) if axis is not None)
     member = lambda i: [x if a is None else x[i] for x, a in zip(args, in_axes, strict=True)]
     results = [function(*member(i)) for i in range(size)]
@@ -122,7 +122,7 @@ def test_vmap_over_every_other_operand():
 
 
 def with_slopes(q, k, v, slopes):
-    """ALiBi as a score_mod with a captured array."""
+    """Computes ALiBi as a score_mod with a captured array."""
 
     def score_mod(score, b, n, i, j):
         distance = jnp.abs(i - j).astype(score.dtype)
@@ -183,7 +183,7 @@ def test_a_mask_mod_sees_the_entry_of_the_whole_batch():
 
 
 def weights(seed, batch=2, length=24, **keywords):
-    """[batch, queries, heads, keys]: the kept weights themselves."""
+    """Computes the kept weights themselves, [batch, queries, heads, keys]."""
     q = jnp.zeros((batch, length, N, 8))
     v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (batch, length, K, length))
     k = jnp.zeros((batch, length, K, 8))
@@ -351,7 +351,7 @@ def test_x64_widens_nothing():
 
 
 def test_members_share_the_gradient_of_a_bias_as_batch_entries_only():
-    """vmap wants one gradient per member, and has copies; a batch adds up into one."""
+    """Compares vmap, which has one bias gradient per member, with a batch, which adds into one."""
     members, length = 8, 512
     x = jax.ShapeDtypeStruct((members, length, 2, 8), jnp.float32)
     bias = jax.ShapeDtypeStruct((1, 2, length, length), jnp.float32)

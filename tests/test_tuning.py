@@ -30,7 +30,7 @@ HOPPER = HopperBackend(interpret=True, num_sms=132)
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """A user cache of its own, the Hopper kernels' rules without a GPU, and nothing remembered."""
+    """User cache of its own, the Hopper kernels' rules without a GPU, and nothing remembered."""
     monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(dispatch, "BACKENDS", {"hopper": HOPPER, "xla": XlaBackend()})
     forget()
@@ -40,7 +40,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def forget():
-    """As a new process would start."""
+    """Clears what was read and chosen, as a new process would start."""
     tables._read.cache_clear()
     tables._warn.cache_clear()
     dispatch.forget_tiles()
@@ -48,7 +48,7 @@ def forget():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A fake timer: candidates are not compiled, and take the time that a test says."""
+    """Fake timer: candidates are not compiled, and take the time that a test says."""
 
     def fake(backend, call):
         found = backend.candidates(call.problem)
@@ -62,7 +62,7 @@ def clock(monkeypatch):
 
 
 def prefer_64_keys(fields):
-    """Faster for one candidate of the forward, equal for all others."""
+    """Returns a shorter time for one candidate of the forward, equal times for all others."""
     wanted = fields.get("warpgroups") == 3 and fields.get("block_kv") == 64
     return 0.5 if wanted else 1.0
 
@@ -230,7 +230,7 @@ def test_writers_of_other_processes_and_threads_lose_nothing(folder):
 
 
 def spoilt(text):
-    """A user's table with this text."""
+    """Writes a user's table with this text."""
     tables.user_path().write_text(text)
     forget()
 
@@ -319,7 +319,7 @@ def test_where_the_table_is(monkeypatch, tmp_path):
 
 
 def test_a_user_without_a_home_computes_and_is_told_where_to_tune(monkeypatch):
-    """As in a container that runs with any user id: no variable, no entry in passwd."""
+    """Simulates a container that runs with any user id: no variable, no entry in passwd."""
     for variable in (tables.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -391,7 +391,7 @@ def test_candidates_name_fields_that_there_are():
 
 @dataclasses.dataclass(frozen=True)
 class Tunable(XlaBackend):
-    """xla, with tile sizes to choose from; those of 7 are refused when they are traced."""
+    """The xla backend with tile sizes to choose from; those of 7 are refused during tracing."""
 
     name = "tunable"
 

@@ -192,7 +192,7 @@ def test_the_canonical_form():
 @pytest.mark.parametrize("band", [{"causal": True}, {"window": (3, 0)}], ids=["causal", "window"])
 @pytest.mark.parametrize("function", [fp.flash_attention, fp.explain])
 def test_one_causal_query_says_where_it_is(function, band):
-    """As a step of decoding from FlashAttention, which aligns the ends, would be written."""
+    """Refuses a decode step as written for FlashAttention, which aligns the ends."""
     q, k = Q[:, :1], K
     with pytest.raises(ValueError, match=r"one query, k 8 keys.*q_offset=7.*q_offset=0"):
         function(q, k, k, **band)

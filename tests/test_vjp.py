@@ -1,4 +1,4 @@
-"""The custom_vjp: what it saves, its cotangents, and derivatives that it does not have."""
+"""The custom_vjp: its residuals, its cotangents, and derivatives that it does not have."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ INNER = {
 @pytest.mark.parametrize("wrap", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_first_order_meta_learning(wrap, jitted):
-    """MAML without second derivatives: the inner gradient is a constant of the outer one."""
+    """Runs MAML without second derivatives: the inner gradient is a constant of the outer one."""
     q, k, v = inputs()
 
     def outer_gradient(attend):

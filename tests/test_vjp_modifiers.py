@@ -67,7 +67,7 @@ def test_the_residuals_are_those_of_plain_attention_and_the_side_inputs(keywords
 
 
 class Recording(XlaBackend):
-    """Notes whose gradients its backward is asked for."""
+    """A backend that notes which gradients its backward is asked for."""
 
     wanted: list
     # No other one is equal, so nothing that was traced for another is reused.
@@ -80,7 +80,7 @@ class Recording(XlaBackend):
 
 
 def recorded(function, *args):
-    """The sets asked for by every backward in `function(attend)(*args)`, which is only traced."""
+    """Returns the sets that every backward in `function(attend)(*args)` wants; only traces it."""
     backend = Recording()
     object.__setattr__(backend, "wanted", [])
 
@@ -140,7 +140,7 @@ def test_no_gradient_of_the_bias_under_vmap_and_scan():
 
 
 def largest(jaxpr) -> int:
-    """Elements of the largest array that a jaxpr or one inside it makes."""
+    """Returns the size, in elements, of the largest array made in a jaxpr or inside it."""
     found = 0
     for equation in jaxpr.eqns:
         found = max([found, *(getattr(x.aval, "size", 0) for x in equation.outvars)])

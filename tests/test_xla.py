@@ -1,4 +1,4 @@
-"""What the fallback promises beyond the numbers: its memory, and what does not change them."""
+"""Promises of the fallback beyond the numbers: its memory, and what does not change them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_BLOCKS = {"block_q": 32, "block_kv": 16}
 
 
 def shapes(jaxpr):
-    """The shapes of all values in a jaxpr, those inside loops and calls included."""
+    """Yields (primitive, shape) of all values in a jaxpr, those in loops and calls included."""
     for eqn in jaxpr.eqns:
         yield from ((eqn.primitive.name, tuple(x.aval.shape)) for x in eqn.outvars)
         for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
@@ -54,7 +54,7 @@ def test_no_array_of_all_scores_is_ever_made(bias, mask):
 
 
 def test_one_query_reads_the_keys_where_they_lie():
-    """Keys of a length that no tile divides are neither padded nor transposed as a whole."""
+    """Checks that keys whose length no tile divides are neither padded nor transposed whole."""
     q, (k, v) = jnp.ones((1, 1, 8, 64)), jnp.ones((2, 1, 1000, 4, 64))
     call = lambda q, k, v: fp.dot_product_attention(q, k, v, implementation="xla")
     found = list(shapes(jax.make_jaxpr(call)(q, k, v).jaxpr))
@@ -135,7 +135,7 @@ def test_what_padding_holds_changes_no_bit(name):
 @pytest.mark.parametrize("blocks", [None, SMALL_BLOCKS, {"block_q": 7, "block_kv": 70}])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_the_weights_that_dropout_keeps_can_be_read_off(blocks, broadcast):
-    """With equal scores and one-hot values the output is the mask itself."""
+    """Checks the dropout mask: with equal scores and one-hot values the output is the mask."""
     batch, heads, length, rate = 2, 3, 70, 0.4
     zeros = jnp.zeros((batch, length, heads, 8))
     v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (batch, length, heads, length))

@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""Interface of a backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, 
 
 
 class UnsupportedByBackend(NotImplementedError):
-    """A backend that was asked for by name cannot run this call; the message says why."""
+    """Error: a backend that was asked for by name cannot run this call; the message says why."""
 
 
 class Backend(Protocol):
@@ -19,33 +19,35 @@ class Backend(Protocol):
 
     @property
     def partitionable(self) -> bool:
-        """XLA's partitioner may run it on parts of the batch and of the heads; see sharding.py."""
+        """True if XLA's partitioner may run it on parts of the batch and heads; see sharding.py."""
         ...
 
     def unsupported(self, problem: Problem) -> str | None:
-        """None if this backend runs `problem` here; else one sentence saying why not."""
+        """Returns None if this backend runs `problem` here; else one sentence saying why not."""
         ...
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> Any:
-        """The tile sizes that would run, a frozen (hashable) dataclass; `override` replaces fields.
+        """Returns the tile sizes that would run, a frozen (hashable) dataclass.
 
-        Raises ValueError for an unknown field or a size the kernels cannot take.
+        `override` replaces fields. Raises ValueError for an unknown field or a size the kernels
+        cannot take.
         """
         ...
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """For each kernel, tile sizes worth timing as dicts of all fields, those of `blocks` first.
+        """Returns, for each kernel, tile sizes worth timing as dicts of all fields.
 
-        `blocks` takes each of them as its `override`. Empty where there is nothing to choose.
+        Those of `blocks` come first. `blocks` takes each of them as its `override`. Empty where
+        there is nothing to choose.
         """
         ...
 
     def forward(self, spec: AttentionSpec, blocks: Any, operands: Operands) -> Outputs:
-        """Attention.
+        """Computes attention.
 
         What kv_lengths or a negative segment id hides may hold NaN, which must not spread. Outputs
-        of queries beyond q_lengths may be anything, those of a negative segment id are of a row
-        without keys.
+        of queries beyond q_lengths may be anything; those of a negative segment id are those of a
+        row without keys.
         """
         ...
 
@@ -57,7 +59,7 @@ class Backend(Protocol):
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients of q, k, v and of the operands named in `wanted` (of core.problem.EXTRA_GRADS).
+        """Computes gradients of q, k, v and the operands in `wanted` (of core.problem.EXTRA_GRADS).
 
         Queries whose outputs were discarded (beyond a length, padding) have EMPTY_ROW in lse_log2
         and 0 in delta. Their q and do may hold NaN, as may k and v of padding, and none of it must
@@ -66,19 +68,20 @@ class Backend(Protocol):
         ...
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """None if this backend decodes `problem` here; else one sentence saying why not."""
+        """Returns None if this backend decodes `problem` here; else one sentence saying why not."""
         ...
 
     def decode_blocks(self, problem: DecodeProblem) -> Any:
-        """How `problem` would run, a frozen dataclass; its `num_splits` is an int.
+        """Returns how `problem` would run, a frozen dataclass; its `num_splits` is an int.
 
         Not called where `unsupported_decode` has a reason.
         """
         ...
 
     def decode(self, spec: DecodeSpec, blocks: Any, operands: DecodeOperands) -> Outputs:
-        """Attention of a few queries to a cache; lengths, offsets and page ids are in their ranges.
+        """Computes attention of a few queries to a cache.
 
-        o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T]. The same bits in every run.
+        The backend clips lengths and page ids, as `DecodeOperands` says. Returns o [B, T, N, Hv] in
+        q's dtype and lse_log2 f32[B, N, T], the same bits in every run.
         """
         ...

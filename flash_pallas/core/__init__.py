@@ -1,1 +1,1 @@
-"""The meaning of attention, traced inside every kernel. Imports jax and nothing above it."""
+"""Definition of attention, traced inside every kernel. Imports jax and nothing above it."""

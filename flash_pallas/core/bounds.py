@@ -1,7 +1,7 @@
-"""Which blocks a block reads, where arrays decide it: lengths, segment ids, traced offsets.
+"""Block ranges where arrays decide what a block reads: lengths, segment ids, traced offsets.
 
-Computed by XLA from per-block minima and maxima, never from pairs of positions; a kernel reads two
-integers per block. `Mask.kv_blocks` alone answers where everything is known at trace time.
+XLA computes them from per-block minima and maxima, never from pairs of positions; a kernel reads
+two integers per block. Where everything is known at trace time, `Mask.kv_blocks` alone answers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _MOST = jnp.iinfo(jnp.int32).max
 
 
 def is_dynamic(problem: Problem) -> bool:
-    """Some array decides which blocks are read, beyond what arithmetic on a q_offset gives."""
+    """Returns whether an array decides which blocks are read, beyond arithmetic on a q_offset."""
     return bool({"kv_lengths", "q_segments"} & problem.features)
 
 
 def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
-    """int32[B, query blocks, 2]: first and one past the last key block that each query block reads.
+    """Returns int32[B, Q blocks, 2]: first and one past the last KV block that each Q block reads.
 
     Blocks between them may still hide everything (ids need not be sorted); none outside is visible.
     An empty range is (0, 0).
@@ -37,17 +37,17 @@ def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int)
 
 
 def kv_whole(operands: Operands, block_q: int, block_kv: int):
-    """int32[B, query blocks, 2]: a range of key blocks none of whose pairs segment ids hide."""
+    """Returns int32[B, Q blocks, 2]: a range of KV blocks in which segment ids hide no pair."""
     return _one_document(operands.q_segments, operands.kv_segments, block_q, block_kv)
 
 
 def q_whole(operands: Operands, block_q: int, block_kv: int):
-    """int32[B, key blocks, 2]: likewise, query blocks."""
+    """Returns int32[B, KV blocks, 2]: a range of Q blocks in which segment ids hide no pair."""
     return _one_document(operands.kv_segments, operands.q_segments, block_kv, block_q)
 
 
 def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
-    """int32[B, key blocks, 2]: first and one past the last query block that reads a key block."""
+    """Returns int32[B, KV blocks, 2]: first and one past the last Q block that reads a KV block."""
     kv_blocks = -(-problem.kv_len // block_kv)
     start = jnp.arange(kv_blocks, dtype=jnp.int32) * block_kv
     position = start[None] - _offsets(problem, operands)[:, None]
@@ -63,7 +63,7 @@ def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
 
 
 def _each(find, position):
-    """(start, stop) of the BlockRange at every position."""
+    """Returns (start, stop), int32 each, of the BlockRange that `find` gives for every position."""
 
     def ends(p):
         found = find(p)
@@ -95,7 +95,10 @@ def _offsets(problem: Problem, operands: Operands):
 
 
 def _overlap(own, other, own_block: int, other_block: int):
-    """(first, one past the last) block of `other` that shares an id with each block of `own`."""
+    """Returns (first, one past the last) block of `other` that shares an id with each `own` block.
+
+    The id ranges of two blocks must meet, which is necessary for a shared id. None without ids.
+    """
     if own is None:
         return None
     low, high = _ranges(own, own_block)
@@ -107,11 +110,12 @@ def _overlap(own, other, own_block: int, other_block: int):
 
 
 def _one_document(own, other, own_block: int, other_block: int):
-    """(first, one past the last) block of `other` of the whole ones that end with the last of them.
+    """Returns int32[B, own blocks, 2]: (first, one past the last) of the last run of whole blocks.
 
-    Whole: it lies in the same document as the block of `own`, all of it. (Padding does not, as it
-    has another id in queries than in keys, nor does a block that reaches past the end.) Unsorted
-    ids may have others before these; who reads the range must not need them all.
+    A block of `other` is whole if all of it lies in the same document as all of the `own` block.
+    (Padding does not, as it has another id in queries than in keys, nor does a block that reaches
+    past the end.) With unsorted ids, other whole blocks may precede the run; a caller must not rely
+    on the range to hold all of them.
     """
     (low, high), (other_low, other_high) = _extremes(own, own_block), _extremes(other, other_block)
     same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
@@ -123,7 +127,7 @@ def _one_document(own, other, own_block: int, other_block: int):
 
 
 def _extremes(ids, block: int):
-    """(smallest, largest) id of every block of int32[B, length]; what is past the end is -1."""
+    """Returns (smallest, largest) id of every block of int32[B, length], with -1 past the end."""
     pad = -ids.shape[1] % block
     ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=-1)
     ids = ids.reshape(ids.shape[0], -1, block)
@@ -131,9 +135,9 @@ def _extremes(ids, block: int):
 
 
 def _ranges(ids, block: int):
-    """(smallest, largest) id of every block of int32[B, length]; padding (negative) is passed over.
+    """Returns (smallest, largest) id of every block of int32[B, length], without padding (ids < 0).
 
-    A block of padding alone gets (most, -1): it meets nothing.
+    A block that is all padding gets (largest int32, -1), which overlaps nothing.
     """
     pad = -ids.shape[1] % block
     ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=-1)

@@ -1,8 +1,8 @@
-"""Attention of a few new tokens to a cache of keys: what is computed, on what, in how many parts.
+"""Records of decoding, attention of a few new tokens to a KV cache: spec, operands, shapes.
 
-The cache is read once and there is little to compute, so the reading decides the time. One sequence
-and one key head are too little work for a GPU: the keys are split into ranges that are read at the
-same time, each with an output and a log-sum-exp of its own, and `softmax.merge` joins them.
+The cache is read once and there is little to compute, so decoding is memory-bound. One sequence
+and one KV head are too little work for a GPU: the keys are split into ranges that are read at the
+same time (split-KV), each with its own output and log-sum-exp, and `softmax.merge` joins them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ QUANTISED = ("float8_e4m3fn", "int8")  # dtypes of a cache that q may not have
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
-    """What is computed, apart from the arrays. Always causal.
+    """Static parameters of one decode call: everything but the arrays. Always causal.
 
     Attributes:
         scale: multiplies q @ k^T; positive.
-        window_left: how many keys before its own position a query sees; None is all.
+        window_left: number of keys before its own position that a query sees; None is all.
         softcap: logits become softcap * tanh(logits / softcap).
-        num_splits: ranges that the keys are read in; None is the backend's choice.
-        page_size: keys of a page; None for a contiguous cache.
+        num_splits: number of ranges in which the keys are read; None leaves it to the backend.
+        page_size: keys per page; None for a contiguous cache.
     """
 
     scale: float
@@ -41,20 +41,20 @@ class DecodeSpec:
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees, in positions."""
+        """Mask in positions: the keys that a query sees."""
         return Mask(self.window_left, 0)
 
     @property
     def attention(self) -> AttentionSpec:
-        """The same for `scores.logits` and `Tile.limits`."""
+        """The same parameters as an AttentionSpec, for `scores.logits` and `Tile.limits`."""
         return AttentionSpec(scale=self.scale, mask=self.mask, softcap=self.softcap)
 
 
 class DecodeOperands(NamedTuple):
-    """The arrays of one call; None where there is none.
+    """The arrays of one decode call; an absent one is None.
 
     Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
-    i - window_left <= j <= i and j < kv_lengths[b]: none at a negative position.
+    i - window_left <= j <= i and j < kv_lengths[b]; a query at a negative position sees none.
     Key j of a paged cache is row j % page_size of page page_table[b, j // page_size].
 
     Backends clip: a kernel does so in passing, where XLA would launch another for it, about 1 us.
@@ -75,15 +75,15 @@ class DecodeOperands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeProblem:
-    """The shapes and the spec: supported?, which blocks?
+    """Shapes, dtypes and spec of a decode call, from which a backend tells support and tile sizes.
 
     Attributes:
-        kv_len: keys that a sequence has room for: S, or max_pages * page_size.
-        num_pages: None for a contiguous cache.
-        dtype: of q and o.
-        kv_dtype: of the cache.
-        features: of "page_table", "sinks", "alibi_slopes", and of "page_scales" (the pages of a
-            cache have their own), those that are present.
+        kv_len: number of keys that a sequence has room for: S, or max_pages * page_size.
+        num_pages: number of pages of the cache; None for a contiguous cache.
+        dtype: dtype of q and o.
+        kv_dtype: dtype of the cache.
+        features: those that are present of "page_table", "sinks", "alibi_slopes" and "page_scales"
+            (the pages of a cache have scales of their own).
     """
 
     batch: int
@@ -101,22 +101,22 @@ class DecodeProblem:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head (1 for multi-head attention)."""
+        """Number of query heads that share one KV head (1 for multi-head attention)."""
         return self.q_heads // self.kv_heads
 
     @property
     def unit(self) -> float:
-        """As `Problem.unit`."""
+        """Factor from logits as `scores.Logits` has them to natural ones, as in `Problem.unit`."""
         return self.spec.attention.unit("alibi_slopes" in self.features)
 
     @property
     def quantised(self) -> bool:
-        """The cache is in one of QUANTISED."""
+        """True if the cache has one of the dtypes in QUANTISED."""
         return self.kv_dtype != self.dtype
 
 
 def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
-    """The DecodeProblem of these operands."""
+    """Returns the DecodeProblem of these operands."""
     batch, q_len, q_heads, head_dim = operands.q.shape
     rows, length, kv_heads, v_head_dim = operands.v.shape
     table = operands.page_table

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a function of (seed, batch, head, query, key), stored nowhere.
+"""Dropout mask as a function of (seed, batch, head, query, key), stored nowhere.
 
 Every backend, tile size and pass asks `keep` and so sees the same bits. A row key is a full hash of
 (seed, batch entry, head, query position) and a column key one of the key position; both are odd.
@@ -20,23 +20,23 @@ TWIN = 2891336453  # a multiplier of L'Ecuyer (1999, table 4), good modulo 2**32
 
 
 def threshold(rate: float) -> int:
-    """Weights whose 15 bits are below it are dropped."""
+    """Returns the threshold of a dropout rate: weights whose 15 bits are below it are dropped."""
     return min(round(rate * LEVELS), LEVELS - 1)
 
 
 def gain(rate: float) -> float:
-    """What kept weights are multiplied by: 1 / (the share that is really kept)."""
+    """Returns the factor that scales kept weights: 1 / (the share that is really kept)."""
     return LEVELS / (LEVELS - threshold(rate))
 
 
 def call_keys(seed, batch: int, heads: int, first=(0, 0)):
-    """uint32[batch, heads]: the seed of each (batch entry, head) of a call.
+    """Returns uint32[batch, heads]: the seed of each (batch entry, head) of a call.
 
     Args:
         seed: uint32[words].
-        batch: entries of the batch; 1 shares the mask between them all.
-        heads: likewise.
-        first: number of the first entry and of the first head, int or int32.
+        batch: number of batch entries; 1 shares the mask between them all.
+        heads: number of heads; 1 shares the mask between them all.
+        first: numbers of the first entry and of the first head, int or int32.
     """
     state = jnp.uint32(0x243F6A88)
     for i in range(seed.shape[0]):
@@ -48,13 +48,13 @@ def call_keys(seed, batch: int, heads: int, first=(0, 0)):
 
 
 def row_keys(call_key, q_pos):
-    """uint32 of each query, odd: of its (batch entry, head) key and its position."""
+    """Returns an odd uint32 per query, hashed from its (batch entry, head) key and its position."""
     key = mix(mix(_uint32(q_pos)) ^ call_key)
     return key | _like(key, 1)
 
 
 def column_keys(kv_pos):
-    """uint32 of each key, odd: of its position."""
+    """Returns an odd uint32 per key, hashed from its position."""
     pos = _uint32(kv_pos)
     one = _like(pos, 1)
     key = mix((pos >> one) ^ _like(pos, 0x9E3779B9)) | one
@@ -62,25 +62,25 @@ def column_keys(kv_pos):
 
 
 def keep(call_key, q_pos, kv_pos, rate: float):
-    """True where the weight of query q_pos and key kv_pos is kept; all broadcast against another.
+    """Returns True where the weight of query q_pos and key kv_pos is kept; the arguments broadcast.
 
     Args:
         call_key: uint32, an element of `call_keys`.
         q_pos: int32, positions of queries (index plus query offset); of the rank of kv_pos.
         kv_pos: int32, positions of keys.
-        rate: in [0, 1).
+        rate: dropout rate in [0, 1).
     """
     return kept(row_keys(call_key, q_pos) * column_keys(kv_pos), rate)
 
 
 def kept(products, rate: float):
-    """True where the product (uint32) of a row key and a column key keeps the weight."""
+    """Returns True where the product (uint32) of a row key and a column key keeps the weight."""
     field = products >> _like(products, FIELD) & _like(products, LEVELS - 1)
     return field >= _like(products, threshold(rate))
 
 
 def mix(x):
-    """A bijection of uint32 in which every bit depends on every other.
+    """Computes a bijection of uint32 in which every bit depends on every other.
 
     The constants are those of the `lowbias32` search by C. Wellons (2018, public domain).
     """
@@ -102,7 +102,7 @@ def _uint32(x):
 
 
 def seed_words(seed) -> jax.Array:
-    """uint32[words] of a seed; equal numbers give equal words, whatever type carries them.
+    """Returns the uint32[words] of a seed; equal numbers give equal words, whatever their type.
 
     Args:
         seed: an int or an integer scalar of any dtype, which make two words, the low half and the
@@ -123,7 +123,10 @@ def seed_words(seed) -> jax.Array:
 
 
 def _halves(x):
-    """(low, high) uint32 of integers in two's complement of 64 bits; numpy's of a numpy array."""
+    """Returns (low, high) uint32 halves of integers in 64-bit two's complement.
+
+    They are numpy arrays if x is one.
+    """
     if isinstance(x, np.ndarray):  # jnp would cut off the high half without jax_enable_x64
         wide = x.astype(np.uint64)
         return wide.astype(np.uint32), (wide >> np.uint64(32)).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Equations of a traced function, with calls inlined, and which of them are elementwise."""
+"""Equations of a traced function, with calls inlined, and the primitives that are elementwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tape:
     constants: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def inline(self, jaxpr, constants, inputs: list) -> list:
-        """Append the equations of `jaxpr` called on `inputs`; returns what stands for its results.
+        """Appends the equations of `jaxpr` called on `inputs`; returns what stands for its results.
 
         A value is a fresh object per equation output, so the same jaxpr may be inlined twice.
         """
@@ -65,7 +65,7 @@ class Tape:
         return [read(x) for x in jaxpr.outvars]
 
     def needed(self, results: list) -> list:
-        """The equations that the results depend on."""
+        """Returns the equations that the results depend on."""
         wanted, kept = {x for x in results if not isinstance(x, Literal)}, []
         for equation in reversed(self.equations):
             _, _, operands, made = equation
@@ -76,7 +76,7 @@ class Tape:
 
 
 def fill(x, shape: tuple[int, ...]):
-    """A tile of the scalar x; x itself if it is a tile."""
+    """Returns the scalar x spread over a tile of this shape; x itself if it is such a tile."""
     if jnp.shape(x) == shape:
         return x
     if isinstance(x, jax.core.Tracer):

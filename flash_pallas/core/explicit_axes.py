@@ -1,8 +1,8 @@
-"""Plain jnp on arrays whose types say how they are cut: those of meshes with Explicit axes.
+"""Plain jnp on arrays whose types carry their sharding: those of meshes with Explicit axes.
 
 JAX finds the sharding of a result from the types of its operands, and raises where they leave a
-choice: where a cut axis is indexed, or becomes one with its neighbours. The compiler chooses where
-axes are Auto; here it is asked to, and told how the result is to be cut.
+choice: where a sharded axis is indexed or merged with its neighbours. Where axes are Auto the
+compiler chooses; the functions here ask it to, and tell it how the result is to be sharded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def mesh_of(*trees):
-    """The mesh with Explicit axes that the types of these arrays name, or None."""
+    """Returns the mesh with Explicit axes that the types of these arrays name, or None."""
     for x in jax.tree.leaves(trees):
         mesh = jax.typeof(x).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
@@ -26,23 +26,25 @@ def mesh_of(*trees):
 
 
 def names_of(x) -> list[tuple[str, ...]]:
-    """The mesh axes that cut each axis of an array, as its type says."""
+    """Returns the mesh axes that shard each axis of an array, as its type says."""
     spec = jax.typeof(x).sharding.spec
     return [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
 
 
 def spec_of(x) -> PartitionSpec:
-    """How an array is cut, as its type says."""
+    """Returns the PartitionSpec of an array, as its type says."""
     return PartitionSpec(*(names or None for names in names_of(x)))
 
 
 def compiled_as_auto(call, args: tuple, specs) -> Any:
-    """call(*args), sharded by the compiler as where axes are Auto; on other meshes just that.
+    """Calls call(*args) with the sharding left to the compiler, as where axes are Auto.
+
+    Without a mesh that has Explicit axes, it just calls.
 
     Args:
         call: any function of arrays.
         args: trees of arrays.
-        specs: PartitionSpecs of what it returns.
+        specs: PartitionSpecs of the results.
     """
     mesh = mesh_of(args)
     if mesh is None:
@@ -52,9 +54,9 @@ def compiled_as_auto(call, args: tuple, specs) -> Any:
 
 
 def folded(x, kept: int):
-    """x with all axes but the last `kept` as one.
+    """Returns x with all axes but the last `kept` folded into one.
 
-    Where the mesh cuts another of them than the first, entries move between devices.
+    If the mesh shards any of the folded axes but the first, entries move between devices.
     """
     number = x.ndim - kept
     shape = (math.prod(x.shape[:number]), *x.shape[number:])
@@ -69,12 +71,12 @@ def folded(x, kept: int):
 
 
 def unfolded(x, shape: tuple[int, ...], like):
-    """x with axes of this shape in the place of its first.
+    """Returns x with its first axis replaced by axes of this shape.
 
     Args:
         x: an array [prod(shape), ...].
-        shape: of the new axes.
-        like: an array whose first axes are these, before it was `folded`: they are cut as its.
+        shape: sizes of the new axes.
+        like: an array whose first axes are these, before it was `folded`: they are sharded alike.
     """
     mesh, whole = mesh_of(x), (*shape, *x.shape[1:])
     if mesh is None or not any(names_of(like)[1 : len(shape)]):

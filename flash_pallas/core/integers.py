@@ -1,6 +1,6 @@
 """Arithmetic on block indices that are Python ints at trace time or traced int32 scalars.
 
-Kept apart from jnp because inside a Mosaic kernel a Python int must stay a Python int: a bound
+It does not use jnp because inside a Mosaic kernel a Python int must stay a Python int: a bound
 known at trace time removes whole loops from the binary.
 """
 
@@ -11,27 +11,27 @@ from jax import lax
 
 
 def is_static(x) -> bool:
-    """True for a Python int."""
+    """Returns True for a Python int."""
     return isinstance(x, int)
 
 
 def minimum(a, b):
-    """min(a, b); a Python int where both are."""
+    """Returns min(a, b); a Python int if both are."""
     return min(a, b) if is_static(a) and is_static(b) else lax.min(jnp.int32(a), jnp.int32(b))
 
 
 def maximum(a, b):
-    """max(a, b); a Python int where both are."""
+    """Returns max(a, b); a Python int if both are."""
     return max(a, b) if is_static(a) and is_static(b) else lax.max(jnp.int32(a), jnp.int32(b))
 
 
 def clip(x, low, high):
-    """x limited to [low, high]."""
+    """Returns x limited to [low, high]."""
     return minimum(maximum(x, low), high)
 
 
 def floor_div(x, divisor: int):
-    """floor(x / divisor) for x >= 0, floor or 0 towards zero below: callers clip at 0 anyway."""
+    """Returns floor(x / divisor) for x >= 0, else 0: callers clip negative x at 0 anyway."""
     return (
         max(x, 0) // divisor
         if is_static(x)
@@ -40,12 +40,12 @@ def floor_div(x, divisor: int):
 
 
 def ceil_div(x, divisor: int):
-    """ceil(x / divisor), or 0 for negative x."""
+    """Returns ceil(x / divisor), or 0 for negative x."""
     return floor_div(x + (divisor - 1), divisor)
 
 
 def remainder(x, divisor: int):
-    """x mod divisor for x >= 0; free for divisor 1."""
+    """Returns x mod divisor for x >= 0; free for divisor 1."""
     if divisor == 1:
         return 0
     if is_static(x):
@@ -56,5 +56,5 @@ def remainder(x, divisor: int):
 
 
 def round_up(x: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least x."""
+    """Returns the smallest multiple of `multiple` that is at least x."""
     return -(-x // multiple) * multiple

@@ -1,4 +1,4 @@
-"""The mesh axes over which a value varies inside `jax.shard_map`.
+"""Mesh axes over which a value varies inside `jax.shard_map`.
 
 shard_map (check_vma=True, its default) types every value by these axes. A loop wants the same type
 going in and out, a custom_vjp wants cotangents typed like their primals, and a Pallas kernel drops
@@ -13,13 +13,13 @@ from jax.extend.core import jaxpr_as_fun
 
 
 def varying(*trees) -> frozenset[str]:
-    """The axes over which any array of the trees varies."""
+    """Returns the mesh axes over which any array of the trees varies."""
     types = (jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(trees))
     return frozenset().union(*(t.varying for t in types))
 
 
 def spread(tree, axes: frozenset[str]):
-    """The same values, marked as varying over `axes` too; the transpose sums over what it added."""
+    """Marks values as varying over `axes` too; the transpose sums over the axes that it added."""
     return jax.tree.map(lambda x: _spread(x, axes), tree)
 
 
@@ -29,7 +29,7 @@ def _spread(x, axes):
 
 
 def untyped(call):
-    """`call`, which sees arguments that vary over no axis: Pallas refuses others within warps."""
+    """Wraps `call` to see arguments that vary over no axis: Pallas refuses others within warps."""
 
     def run(*args):
         if not varying(args):

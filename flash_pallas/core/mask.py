@@ -1,8 +1,8 @@
-"""Which (query, key) pairs may attend. One definition, read by every backend.
+"""Static attention mask: which (query, key) pairs may attend. One definition for every backend.
 
 A mask is a band: key position minus query position lies in [-left, right]. Causal is right = 0.
-Three questions are asked of it: is this pair visible, which key blocks does a query block read (and
-which of them need no mask), and the same for the query blocks of a key block.
+It answers three questions: is this pair visible, which KV blocks does a Q block read (and which of
+them need no mask), and the same for the Q blocks of a KV block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import integers as ints
 
 
 class BlockRange(NamedTuple):
-    """Consecutive blocks: partial to full_start, wholly visible to full_stop, then partial."""
+    """Consecutive blocks: partial up to full_start, fully visible up to full_stop, then partial."""
 
     start: Any
     full_start: Any
@@ -24,7 +24,7 @@ class BlockRange(NamedTuple):
     stop: Any
 
     def zones(self):
-        """(low, high, masked) for each of the three parts; parts known to be empty are left out."""
+        """Returns (low, high, masked) of each of the three parts, less those known to be empty."""
         zones = (
             (self.start, self.full_start, True),
             (self.full_start, self.full_stop, False),
@@ -37,11 +37,11 @@ class BlockRange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Keys kept on either side of a query, in positions; None is unbounded.
+    """Band of keys that a query keeps on either side, in positions; None is unbounded.
 
     Attributes:
-        left: how many keys before the query's own position are visible.
-        right: how many after it; 0 is causal.
+        left: number of keys before the query's own position that are visible.
+        right: number of keys after it that are visible; 0 is causal.
     """
 
     left: int | None = None
@@ -49,12 +49,12 @@ class Mask:
 
     @classmethod
     def causal(cls) -> Mask:
-        """Every key up to and including the query's own position."""
+        """Returns the mask that keeps every key up to and including the query's own position."""
         return cls(right=0)
 
     @property
     def is_trivial(self) -> bool:
-        """Nothing is hidden."""
+        """True if nothing is hidden."""
         return self.left is None and self.right is None
 
     @property
@@ -63,7 +63,10 @@ class Mask:
         return Mask(left=self.right, right=self.left)
 
     def visible(self, q_pos, kv_pos):
-        """True where the query at q_pos may read the key at kv_pos; broadcasts. None if trivial."""
+        """Returns True where the query at q_pos may read the key at kv_pos (they broadcast).
+
+        It returns None for a trivial mask.
+        """
         keep = None
         if self.left is not None:
             keep = kv_pos - q_pos >= -self.left
@@ -73,7 +76,7 @@ class Mask:
         return keep
 
     def keys_of(self, q_pos, kv_len):
-        """(first, last) key that the queries at q_pos see; first is None where that is key 0.
+        """Returns (first, last) key that the queries at q_pos see; first is None if it is key 0.
 
         They see none where last < first, or last < 0.
         """
@@ -82,7 +85,7 @@ class Mask:
         return first, end if self.right is None else jnp.minimum(q_pos + self.right, end)
 
     def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int) -> BlockRange:
-        """Key blocks read by the queries at positions [q_start, q_start + q_rows).
+        """Returns the KV blocks read by the queries at positions [q_start, q_start + q_rows).
 
         A block that reaches past kv_len is never called full. All but block_kv may be traced.
         """
@@ -103,7 +106,7 @@ class Mask:
         return BlockRange(start, full_start, ints.clip(full_stop, full_start, stop), stop)
 
     def q_blocks(self, kv_start, kv_rows: int, q_len: int, block_q: int) -> BlockRange:
-        """Query blocks that read keys [kv_start, kv_start + kv_rows): the transpose of kv_blocks.
+        """Returns the Q blocks that read keys [kv_start, kv_start + kv_rows); kv_blocks transposed.
 
         Positions count from query 0, so a caller with a query offset passes kv_start - q_offset.
         """

@@ -1,4 +1,4 @@
-"""The user's own score_mod(score, b, n, i, j) and mask_mod(b, n, i, j), traced once into a `Mod`.
+"""User functions score_mod(score, b, n, i, j) and mask_mod(b, n, i, j), traced into a `Mod`.
 
 A traced function is cut in two. What depends on b and n alone, and on whatever arrays the function
 captured, is evaluated outside the kernels for all batch entries and heads: one [B, N] array for
@@ -24,17 +24,17 @@ from .elementwise import CONTROL_FLOW, ELEMENTWISE, Tape, fill
 
 
 class NotElementwise(ValueError):
-    """The user's function does something that cannot be traced into a tile."""
+    """Error: the user's function does something that cannot be traced into a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """A traced function of one score and its place; equal if it computes the same.
+    """A traced function of one score and its position; two are equal if they compute the same.
 
     Attributes:
-        text: what it computes.
+        text: the computation as text.
         primitives: names of the primitives it uses.
-        step: (environment) -> result, not compared: the text says it.
+        step: function (tile, params, score) -> result; not compared, as the text says it.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Mod:
     step: Callable = dataclasses.field(compare=False, repr=False)
 
     def __call__(self, tile, params, score=None):
-        """The function on a whole tile.
+        """Applies the function to a whole tile.
 
         Args:
             tile: gives the positions of queries (i) and keys (j).
@@ -53,13 +53,13 @@ class Mod:
 
 
 def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0, 0)):
-    """(Mod, [B, N] arrays of the values it needs) of a user's function.
+    """Traces a user's function; returns (Mod, [B, N] arrays of the values it needs).
 
     Args:
         function: score_mod(score, b, n, i, j) or, without score_dtype, mask_mod(b, n, i, j); called
             with traced scalars, int32 except the score.
-        batch: entries of the (flattened) batch.
-        heads: query heads.
+        batch: number of entries of the (flattened) batch.
+        heads: number of query heads.
         score_dtype: dtype of scores, for a score_mod.
         first: numbers of the first entry and of the first head, int or int32.
 
@@ -121,7 +121,7 @@ def _check_result(closed, score_dtype):
 
 
 def _needed(rest, result, tiled) -> list:
-    """Values computed outside the tiles that the tiles read, each once, in order of first use."""
+    """Returns the values from outside that the tiles read, each once, in order of first use."""
     found: dict[Any, None] = {}
     for x in [x for _, _, operands, _ in rest for x in operands] + [result]:
         if not isinstance(x, Literal) and x not in tiled:
@@ -130,7 +130,7 @@ def _needed(rest, result, tiled) -> list:
 
 
 def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
-    """The needed values for every batch entry and head, [B, N] each."""
+    """Evaluates the needed values for every batch entry and head, [B, N] each."""
     captured = list(tape.constants)
 
     def one(constants, b, n):
@@ -163,14 +163,14 @@ def _bind(values, primitive, params, operands, results):
 
 
 def _storable(x):
-    """As a kernel holds it: float32 (float64 under x64) or int32."""
+    """Casts x to the dtype in which kernels hold it: float32 (float64 under x64) or int32."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     return x.astype(jnp.int32)
 
 
 def _mod(rest, needed, places, dtypes) -> Mod:
-    """The elementwise part as a Mod."""
+    """Builds the Mod of the elementwise part; raises NotElementwise if it is not elementwise."""
     score, i, j, result = places
     for primitive, _, _, _ in rest:
         if primitive.name in CONTROL_FLOW:
@@ -207,7 +207,7 @@ def _mod(rest, needed, places, dtypes) -> Mod:
 
 
 def _restore(x, dtype):
-    """A spread value in the dtype that the function computed it in."""
+    """Casts a spread value back to the dtype that the function computed it in."""
     return x != 0 if dtype == jnp.bool_ else lax.convert_element_type(x, dtype)
 
 

@@ -1,7 +1,7 @@
 """Queries and keys that are padding: beyond a length, or with a negative segment id.
 
-A weight of 0 times a NaN is a NaN, so what padding holds is replaced by 0 before a product sums
-over it. A product that does not needs no such care: a NaN in Q or K stays in scores that are hidden
+A weight of 0 times a NaN is a NaN, so padding is replaced by 0 before a matmul sums over it. A
+matmul that does not sum over it needs no such care: a NaN in Q or K stays in scores that are hidden
 or discarded. `cleared` costs one copy of each array; kernels that clear tiles in shared memory need
 `valid_queries` and `valid_keys` alone. Padding is made by `pad_axis`.
 """
@@ -16,7 +16,7 @@ from .softmax import EMPTY_ROW
 
 
 def cleared(operands: Operands, arrays=None):
-    """`arrays` (Operands or Grads; the operands themselves) with 0 for padding in q, k and v."""
+    """Returns `arrays` (Operands or Grads; by default `operands`) with 0 for padding in q, k, v."""
     arrays = operands if arrays is None else arrays
     keys = valid_keys(operands)
     return arrays._replace(
@@ -27,33 +27,33 @@ def cleared(operands: Operands, arrays=None):
 
 
 def cleared_queries(operands: Operands, x):
-    """x [B, T, ...] with 0 in place of padding."""
+    """Returns x [B, T, ...] with 0 in place of padding."""
     return _clear(valid_queries(operands), x)
 
 
 def cleared_rows(operands: Operands, x):
-    """x [B, N, T] with 0 in place of padding."""
+    """Returns x [B, N, T] with 0 in place of padding."""
     valid = valid_queries(operands)
     return x if valid is None else jnp.where(valid[:, None], x, lax.full_like(x, 0))
 
 
 def valid_queries(operands: Operands):
-    """bool[B, T]: which queries are not padding; None where none is."""
+    """Returns bool[B, T]: which queries are not padding; None without lengths and segment ids."""
     return _valid(operands.q, operands.q_lengths, operands.q_segments)
 
 
 def queries_within(operands: Operands):
-    """bool[B, T]: which queries q_lengths leaves; None without lengths."""
+    """Returns bool[B, T]: which queries lie within q_lengths; None without lengths."""
     return _valid(operands.q, operands.q_lengths, None)
 
 
 def valid_keys(operands: Operands):
-    """bool[B, S], likewise."""
+    """Returns bool[B, S]: which keys are not padding; None without lengths and segment ids."""
     return _valid(operands.k, operands.kv_lengths, operands.kv_segments)
 
 
 def discarded(operands: Operands, out: Outputs) -> Outputs:
-    """The outputs with queries beyond their length made rows without keys."""
+    """Returns the outputs with queries beyond their length turned into rows without keys."""
     valid = queries_within(operands)
     if valid is None:
         return out
@@ -67,7 +67,7 @@ def discarded(operands: Operands, out: Outputs) -> Outputs:
 
 
 def pad_axis(x, axis: int, size: int, value: float = 0):
-    """x grown to `size` along one axis; x itself where it already has that size."""
+    """Pads x to `size` along one axis; returns x itself if it already has that size."""
     if x.shape[axis] == size:
         return x
     widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
@@ -75,7 +75,7 @@ def pad_axis(x, axis: int, size: int, value: float = 0):
 
 
 def _valid(x, lengths, segments):
-    """bool[B, length], or None where everything is."""
+    """Returns bool[B, length]: what is not padding; None without lengths and segment ids."""
     valid = None if segments is None else segments >= 0
     if lengths is not None:
         length = (x if segments is None else segments).shape[1]  # a backend may have padded x

@@ -1,4 +1,4 @@
-"""What is computed, on what, and what comes back: the records every backend reads."""
+"""Records that every backend reads: the parameters, operands, shapes and results of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = ("default", "high", "highest")  # see flash_attention
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What is computed, apart from the arrays.
+    """Static parameters of one attention call: everything but the arrays.
 
     The order on a score: scale, bias, ALiBi, softcap, score_mod, then everything that hides.
 
@@ -28,9 +28,9 @@ class AttentionSpec:
         dropout_rate: share of the weights that are dropped, in [0, 1).
         score_mod: the user's function of a score.
         mask_mod: the user's function that says which keys are visible.
-        deterministic: the gradients must be bit-identical from run to run.
-        precision: of products of float32: one of PRECISIONS; of other dtypes always "high".
-        max_logit: the largest logit of every query is wanted too.
+        deterministic: True if the gradients must be bit-identical from run to run.
+        precision: precision of float32 matmuls, one of PRECISIONS; other dtypes always have "high".
+        max_logit: True if the largest logit of every query is wanted too.
     """
 
     scale: float
@@ -45,10 +45,10 @@ class AttentionSpec:
     max_logit: bool = False
 
     def unit(self, added: bool) -> float:
-        """What logits as `scores.Logits` has them are multiplied by to be natural ones.
+        """Returns the factor from logits as `scores.Logits` has them to natural ones.
 
         Args:
-            added: there is a bias, or ALiBi.
+            added: True if there is a bias, or ALiBi.
         """
         if self.score_mod is not None:
             return 1.0
@@ -58,7 +58,7 @@ class AttentionSpec:
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, batch dimensions folded into one; None where there is none.
+    """The arrays of one call, with batch dimensions folded into one; an absent one is None.
 
     Bb is a divisor of B: entry b of the batch reads entry b // (B // Bb). N1 is N or 1, and so on.
     """
@@ -89,12 +89,12 @@ EXTRA_GRADS = ("bias", "alibi_slopes", "score_params")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The one description of a shape: supported?, which blocks?, how many FLOPs?
+    """Shapes, dtypes and spec of a call, from which a backend tells support, tile sizes and FLOPs.
 
-    Sizes in jax.nn's letters: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
+    Sizes are in jax.nn's letters: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
 
     Attributes:
-        features: the fields of Operands that are present, beside q, k and v.
+        features: the fields of Operands that are present, besides q, k and v.
         bias_shape, mask_shape: four sizes of these operands, or None.
         bias_dtype: a numpy dtype, or None.
     """
@@ -115,22 +115,22 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head (1 for multi-head attention)."""
+        """Number of query heads that share one KV head (1 for multi-head attention)."""
         return self.q_heads // self.kv_heads
 
     @property
     def unit(self) -> float:
-        """What logits as `scores.Logits` has them are multiplied by to be natural ones."""
+        """Factor from logits as `scores.Logits` has them to natural ones."""
         return self.spec.unit(bool({"bias", "alibi_slopes"} & self.features))
 
     @property
     def traced_offset(self) -> bool:
-        """The query offset is an array."""
+        """True if the query offset is an array."""
         return "q_offset" in self.features
 
 
 class Outputs(NamedTuple):
-    """What a backend's forward returns."""
+    """Results of a backend's forward."""
 
     o: Any  # [B, T, N, Hv] in q's dtype
     lse_log2: Any  # f32[B, N, T], see core/softmax.py
@@ -139,7 +139,7 @@ class Outputs(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backend's backward starts from."""
+    """Inputs of a backend's backward, besides the operands."""
 
     lse_log2: Any  # f32[B, N, T], of the forward; EMPTY_ROW for rows without keys
     do: Any  # [B, T, N, Hv]
@@ -148,7 +148,7 @@ class Cotangents(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Cotangents in the dtypes and shapes of the operands; None for what was not asked for."""
+    """Cotangents in the dtypes and shapes of the operands; None for those not asked for."""
 
     q: Any
     k: Any
@@ -159,7 +159,7 @@ class Grads(NamedTuple):
 
 
 def describe(operands: Operands, spec: AttentionSpec) -> Problem:
-    """The Problem of these operands."""
+    """Returns the Problem of these operands."""
     batch, q_len, q_heads, head_dim = operands.q.shape
     _, kv_len, kv_heads, v_head_dim = operands.v.shape
     bias, mask = operands.bias, operands.mask

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def wide_dtype(dtype):
-    """float32, or float64 for float64: what statistics and angles are computed in."""
+    """Returns the dtype of statistics and angles: float32, or float64 for float64."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
@@ -24,11 +24,11 @@ def apply_rope(x, positions, theta: float):
         theta: the base; the slowest pair turns once in about 2 * pi * theta positions.
 
     Returns:
-        x's shape and dtype.
+        An array of x's shape and dtype.
 
     Raises:
-        TypeError: no arrays, x no float of 16 bits or more, or theta traced.
-        ValueError: positions do not fit x, H is odd, or theta not positive and finite.
+        TypeError: x or positions is no array, x is no float of 16 bits or more, or theta is traced.
+        ValueError: positions do not fit x, H is odd, or theta is not positive and finite.
 
     Example:
         >>> import jax.numpy as jnp
@@ -81,7 +81,7 @@ def _check_kinds(x, positions, theta):
 
 
 def rotate_query_key(query, key, positions, key_positions, theta: float | None):
-    """Both sides rotated; positions count from 0 where None; theta None is no rotation.
+    """Rotates queries and keys; positions of None count from 0, and theta of None rotates nothing.
 
     Raises:
         ValueError: positions without a theta would be ignored, or do not fit.

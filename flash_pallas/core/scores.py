@@ -1,7 +1,7 @@
-"""From the product q @ k^T to logits, and the derivative of that. One definition for every backend.
+"""Logits from the product q @ k^T, and their derivative. One definition for every backend.
 
-The order: scale, + bias, + ALiBi, softcap, score_mod; then, by `visible` and by `Tile.limits`, what
-is hidden. Everything here is elementwise on one tile in either orientation.
+The order: scale, + bias, + ALiBi, softcap, score_mod; then `visible` and `Tile.limits` say what is
+hidden. Everything here is elementwise on one tile in either orientation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tile import Tile
 
 
 class TileInputs(NamedTuple):
-    """What the modifiers read at one tile; None where there is none. Scalars are rank 0."""
+    """Inputs of the score modifiers at one tile; an absent one is None. Scalars are rank 0."""
 
     bias: Any = None  # of the tile's shape, in the dtype of the scores
     mask: Any = None  # bool of the tile's shape
@@ -39,11 +39,11 @@ class Logits(NamedTuple):
     """A tile of logits, kept unscaled so that exp2(x * log2_scale - m) is one multiply-add each.
 
     Attributes:
-        x: x * log2_scale are the logits in base 2.
+        x: unscaled logits; x * log2_scale are the logits in base 2.
         log2_scale: a Python float.
-        pull: from the gradient of the natural logits to (that of scale * qk, which is that of the
-            bias too, and what each element adds to that of every score_param, None for integers).
-            See `slope_pull`.
+        pull: function of the gradient of the natural logits; returns (gradient of scale * qk, which
+            is that of the bias too; what each element adds to the gradient of every score_param,
+            None for integers). See `slope_pull`.
     """
 
     x: Any
@@ -52,7 +52,7 @@ class Logits(NamedTuple):
 
 
 def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
-    """Logits of a tile of products, before anything is hidden.
+    """Computes the logits of a tile of products, before anything is hidden.
 
     A bias is a number like any other: the sum with it is rounded to float32 and not exact.
     """
@@ -83,7 +83,7 @@ def _through_tanh(tanh):
 
 
 def _mod_pull(tile: Tile, mod, x, params, d):
-    """(gradient of the score, of each param or None for integers), computed when it is called."""
+    """Computes (gradient of the score, of each param or None for integers) when it is called."""
 
     def pull(x, params, d):
         dx, dparams = jax.vjp(mod, x, params)[1](d)
@@ -101,14 +101,17 @@ def _through_mod(mod_pull, pull):
 
 
 def slope_pull(tile: Tile, dz):
-    """What each element adds to the gradient of its head's ALiBi slope, from d (scale * qk)."""
+    """Computes each element's part of the gradient of its head's ALiBi slope.
+
+    dz is the gradient of scale * qk.
+    """
     return -dz * tile.distance(dz.dtype)
 
 
 def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
-    """bool of the tile's shape, or None: what segments, mask and mask_mod leave visible.
+    """Returns a bool of the tile's shape: what segments, mask and mask_mod leave visible, or None.
 
-    Positions (causal, windows, lengths) are `Tile.limits`.
+    Positions (causal, windows, lengths) are the business of `Tile.limits`.
     """
     keep = None
     if inputs.q_segments is not None:
@@ -124,7 +127,7 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
 
 
 def kept(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
-    """bool of the tile's shape: which weights dropout keeps. Not called without dropout."""
+    """Returns a bool of the tile's shape: the dropout mask. Not called without dropout."""
     if inputs.q_keys is not None:
         return tile.kept(inputs.q_keys, inputs.kv_keys, spec.dropout_rate)
     return dropout.keep(inputs.dropout_key, tile.q_pos, tile.kv_pos, spec.dropout_rate)

@@ -1,8 +1,8 @@
-"""Which mesh axes cut which array of a call: the one rule, wherever it is known how arrays are cut.
+"""Mesh axes that shard each array of a call: the one rule, wherever arrays' shardings are known.
 
-The batch is cut by what cuts the batch of q, the heads by what cuts its heads. Every other array
-follows: what has an entry of its own for each batch entry or head is cut alike, what several of
-them share is whole on every device, which takes what it reads of it.
+The batch is sharded by what shards the batch of q, the heads by what shards its heads. Every other
+array follows: one with an entry of its own for each batch entry or head is sharded alike; one that
+several of them share is whole on every device, which takes the entries that it reads.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PAGES = {**dict.fromkeys(("k", "v"), "..k."), **dict.fromkeys(("k_scale", "v_sca
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shards:
-    """Over which mesh axes a call is cut, major first.
+    """Mesh axes over which a call is sharded, major first.
 
     Attributes:
-        whole: the operands, or their shapes, before that.
-        batch, heads: names of mesh axes.
-        counts: into how many parts each of the two is cut.
+        whole: the operands, or their shapes, before sharding.
+        batch, heads: names of the mesh axes that shard the batch and the heads.
+        counts: number of parts into which each of the two is cut.
     """
 
     whole: Any
@@ -54,18 +54,18 @@ class Shards:
 
     @classmethod
     def of(cls, whole, cuts, sizes: dict[str, int]) -> Shards:
-        """The shards of a call whose q, k and v are cut like this.
+        """Returns the shards of a call whose q, k and v are sharded by `cuts`.
 
-        An axis that does not divide what it cuts, as 8 devices do not divide 12 heads, cuts the
+        An axis that does not divide what it shards, as 8 devices do not divide 12 heads, shards the
         other of batch and heads if it divides that, and else nothing.
 
         Args:
             whole: Operands or DecodeOperands.
-            cuts: the mesh axes that cut each axis of q, of k and of v.
-            sizes: of all mesh axes, by name.
+            cuts: the mesh axes that shard each axis of q, of k and of v.
+            sizes: sizes of all mesh axes, by name.
 
         Raises:
-            ValueError: the axis of queries or of keys is cut.
+            ValueError: the axis of queries or of keys is sharded.
         """
         places = _places(whole)
         _check_whole_sequences(places, cuts)
@@ -87,18 +87,18 @@ class Shards:
         return cls(whole, batch, heads, (count(batch), count(heads)))
 
     def run(self, call, *mine):
-        """The record that `call` makes of one shard's arguments, with the sums over shards."""
+        """Calls `call` on one shard's arguments; if it returns Grads, sums them over shards."""
         given = self.selected(mine[0]), *mine[1:]
         found = call(*manual_axes.spread(given, manual_axes.varying(given)))
         return self.summed(mine[0], found) if isinstance(found, Grads) else found
 
     def specs(self, record):
-        """The PartitionSpecs of a NamedTuple of whole arrays."""
+        """Returns the PartitionSpecs of a NamedTuple of whole arrays."""
         one = lambda name: jax.tree.map(lambda x: self.spec(name, x.shape), getattr(record, name))
         return record._replace(**{name: one(name) for name in record._fields})
 
     def result_specs(self, results: Any):
-        """The PartitionSpecs of what a call returns: of a Grads those of its operands.
+        """Returns the PartitionSpecs of a call's results; those of Grads are those of its operands.
 
         Args:
             results: Outputs or Grads.
@@ -114,11 +114,14 @@ class Shards:
         return results(**specs)
 
     def spec(self, name: str, shape) -> PartitionSpec:
-        """The PartitionSpec of an array; of this shape, where some axis may be smaller than q's."""
+        """Returns the PartitionSpec of an array.
+
+        The shape is needed where some axis may be smaller than q's.
+        """
         return PartitionSpec(*(axes or None for axes in self._cuts(name, shape)))
 
     def _cuts(self, name: str, shape) -> list[tuple[str, ...]]:
-        """The mesh axes that cut each axis of an array of PLACES.
+        """Returns the mesh axes that shard each axis of an array of PLACES.
 
         A PartitionSpec does not serve here: it stores a single name as a string, not as a tuple.
         """
@@ -132,14 +135,14 @@ class Shards:
         ]
 
     def selected(self, mine):
-        """One shard's operands, with those entries alone that it reads of what is not cut."""
+        """Returns one shard's operands, with only the entries it reads of those not sharded."""
         given = {name: getattr(mine, name) for name in self._shared}
         return mine._replace(
             **{n: x if x is None else self._select(n)(x) for n, x in given.items()}
         )
 
     def summed(self, mine: Operands, grads: Grads) -> Grads:
-        """Gradients of one shard's operands, from those of what `selected` made of them."""
+        """Computes gradients of one shard's operands from those of what `selected` made of them."""
         given = {name: (getattr(mine, name), getattr(grads, name)) for name in ("k", "v", "bias")}
         return grads._replace(
             **{n: None if g is None else self._sum(n, x, g) for n, (x, g) in given.items()}
@@ -147,12 +150,12 @@ class Shards:
 
     @property
     def _shared(self) -> list[str]:
-        """Operands of which several entries of the batch, or several heads, may read one."""
+        """Operands of which several batch entries, or several heads, may read the same entry."""
         places = _places(self.whole)
         return [n for n in self.whole._fields if not {"B", "k"}.isdisjoint(places[n])]
 
     def _select(self, name: str):
-        """The function from a shard's array of this name to the entries that it reads."""
+        """Returns the function from a shard's array of this name to the entries that it reads."""
         x, q, letters = getattr(self.whole, name), self.whole.q, _places(self.whole)[name]
         of_heads = "k" in letters
         axis, names = (
@@ -173,7 +176,7 @@ class Shards:
         return select
 
     def _sum(self, name: str, x, grad):
-        """The gradient of x, over all shards that read it; in float32, as kernels sum."""
+        """Sums the gradient of x over all shards that read it, in float32 as kernels do."""
         cut = {a for axes in self._cuts(name, getattr(self.whole, name).shape) for a in axes}
         shared = tuple(a for a in self.batch + self.heads if a not in cut)
         if not shared:
@@ -185,13 +188,13 @@ class Shards:
 
 
 def _places(operands) -> dict[str, str]:
-    """PLACES, with those of a paged cache where the operands have one."""
+    """Returns PLACES, updated by PAGES if the operands have a paged cache."""
     paged = isinstance(operands, DecodeOperands) and operands.page_table is not None
     return PLACES | PAGES if paged else PLACES
 
 
 def _asked(places, cuts, letters: str) -> tuple[str, ...]:
-    """The mesh axes of the first axis of q, k or v that is cut and has one of these letters."""
+    """Returns the mesh axes of the first sharded axis of q, k or v that is one of these letters."""
     for name, cut in zip("qkv", cuts, strict=True):
         for letter, axes in zip(places[name], cut, strict=True):
             if axes and letter in letters:

@@ -28,22 +28,22 @@ FAR_16_BITS, FAR_FLOAT32 = 2.0**12, 2.0**8
 
 
 def far(dtype) -> float:
-    """From which logits on, in base 2, rows of q's dtype are shifted."""
+    """Returns the magnitude of logits, in base 2, beyond which rows of q's dtype have a shift."""
     return FAR_16_BITS if jnp.dtype(dtype).itemsize == 2 else FAR_FLOAT32
 
 
 def sum_dtype(dtype):
-    """In which numbers of this dtype are summed, whatever the rules of promotion."""
+    """Returns the dtype in which numbers of this dtype are summed, whatever the promotion rules."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def parted(m, unit: float, far: float):
-    """(m in base 2, shift) for `finish`, of rows with weights of exp2((x - m) * log2_scale).
+    """Returns (m in base 2, shift) for `finish`, of rows with weights exp2((x - m) * log2_scale).
 
     Args:
         m: the largest x of each row; -inf for a row with no key.
-        unit: as of `finish`.
-        far: see the function of this name.
+        unit: as in `finish`.
+        far: as returned by the function `far`.
     """
     m_log2 = m * (unit * LOG2E)
     is_far = (jnp.abs(m_log2) > far) & (m > -jnp.inf)
@@ -52,15 +52,15 @@ def parted(m, unit: float, far: float):
 
 
 def finish(m, l, shift, sink=None, unit: float = 1.0):
-    """(1 / l, lse_log2, shift) of finished rows; a row with no key gets (0, EMPTY_ROW, 0).
+    """Returns (1 / l, lse_log2, shift) of finished rows; a row with no key gets (0, EMPTY_ROW, 0).
 
     Args:
         m: what the weights of each row are relative to, base 2; -inf for a row with no key.
         l: sum of exp2((x - shift) * log2_scale - m).
-        shift: of each row, in units of x.
-        sink: a further logit, natural, of the shape of m, that has no value: it joins the sum
-            alone. A row with no key then gets the sink for its log-sum-exp; one of -inf is none.
-        unit: what x is multiplied by to be a natural logit.
+        shift: shift of each row, in units of x.
+        sink: a further natural logit without a value, of the shape of m: it joins the sum alone. A
+            row with no key then gets the sink for its log-sum-exp; a sink of -inf is none.
+        unit: factor that turns x into a natural logit.
     """
     shrink = None
     if sink is not None:
@@ -79,7 +79,7 @@ def finish(m, l, shift, sink=None, unit: float = 1.0):
 
 
 def _with_sink(m, shift, sink, unit: float):
-    """(m, shift, sink in base 2), relative to the sink's own shift in rows where it is largest."""
+    """Returns (m, shift, sink in base 2), relative to the sink's own shift where it is largest."""
     wins = (sink - shift * unit) * LOG2E > m
     is_far = jnp.abs(sink) > FAR_FLOAT32 * LN2
     own = jnp.where(is_far, sink * (1.0 / unit), jnp.zeros_like(sink))
@@ -89,17 +89,18 @@ def _with_sink(m, shift, sink, unit: float):
 
 
 def merge(o, lse_log2, shift, sink=None, unit: float = 1.0):
-    """(o, lse_log2, shift) of attention to all keys, from those to disjoint parts of them.
+    """Merges (o, lse_log2, shift) of attention to disjoint parts of the keys.
 
     Args:
         o: [parts, ..., H] in the dtype of lse_log2, anything finite in a row without keys.
         lse_log2: [parts, ...], EMPTY_ROW for a row without keys in that part.
         shift: [parts, ...].
-        sink: as of `finish`, [...]; the parts must be without it.
-        unit: likewise.
+        sink: [...], as in `finish`; the parts must be without it.
+        unit: as in `finish`.
 
     Returns:
-        o [..., H], lse_log2 and shift [...]. The sums run in the order of the parts, always.
+        o [..., H], lse_log2 and shift [...] of attention to all keys. The sums always run in the
+        order of the parts.
     """
     seen = lse_log2 < EMPTY_ROW / 2
     largest = jnp.max(jnp.where(seen, shift, -jnp.inf), axis=0)
@@ -114,12 +115,12 @@ def merge(o, lse_log2, shift, sink=None, unit: float = 1.0):
 
 
 def natural(lse_log2, shift=None, unit: float = 1.0):
-    """The public LSE: natural logarithm, -inf for rows that see no key.
+    """Computes the public LSE: natural logarithm, -inf for rows that see no key.
 
     Args:
-        lse_log2: relative to the shift.
-        shift: None is 0.
-        unit: what shift is multiplied by to be a natural logit.
+        lse_log2: base 2, relative to the shift.
+        shift: the shift of each row; None is 0.
+        unit: factor that turns the shift into a natural logit.
     """
     empty = lse_log2 >= EMPTY_ROW / 2
     lse = jnp.where(empty, 0.0, lse_log2) * LN2

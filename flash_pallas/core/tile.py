@@ -1,4 +1,4 @@
-"""Where a tile of scores sits, and what of it is visible."""
+"""Positions of a tile of scores, and the part of it that is visible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .mask import Mask
 
 
 class Limits(NamedTuple):
-    """What a tile keeps, in its own coordinates; None is no limit.
+    """Part of a tile that is kept, in the tile's own coordinates; None is no limit.
 
     An element is kept where low <= col - row <= high, row < rows and col < cols. A backend applies
     this with the cheapest instructions it has; `keep` is the meaning.
@@ -27,11 +27,11 @@ class Limits(NamedTuple):
 
     @property
     def is_trivial(self) -> bool:
-        """Everything is kept."""
+        """True if everything is kept."""
         return all(x is None for x in self)
 
     def keep(self, shape):
-        """The same as a bool array of the tile's shape."""
+        """Returns the limits as a bool array of the tile's shape, True where an element is kept."""
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         col = lax.broadcasted_iota(jnp.int32, shape, 1)
         kept = jnp.ones(shape, bool)
@@ -48,13 +48,13 @@ class Limits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A [block_q, block_kv] tile of scores, or its transpose where q_axis == 1 (dK/dV kernels).
+    """A [block_q, block_kv] tile of scores, or its transpose if q_axis == 1 (dK/dV kernels).
 
     Attributes:
         q_start: position of its first query (index plus query offset).
         kv_start: position of its first key.
-        shape: of the tile as held.
-        q_axis: which axis runs over queries.
+        shape: shape of the tile as held.
+        q_axis: the axis that runs over queries.
     """
 
     q_start: Any
@@ -64,41 +64,44 @@ class Tile:
 
     @property
     def q_pos(self):
-        """int32[shape], the position of each element's query."""
+        """Position of each element's query, int32[shape]."""
         return lax.broadcasted_iota(jnp.int32, self.shape, self.q_axis) + self.q_start
 
     @property
     def kv_pos(self):
-        """int32[shape], the position of each element's key."""
+        """Position of each element's key, int32[shape]."""
         return lax.broadcasted_iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
 
     def call(self, function: Callable, *args):
-        """function(*args), which works on tiles of this shape."""
+        """Calls function(*args), which works on tiles of this shape."""
         return function(*args)
 
     def tanh(self, x):
-        """Of each element."""
+        """Computes tanh of each element."""
         return jnp.tanh(x)
 
     def distance(self, dtype):
-        """|query position - key position| of each element."""
+        """Computes |query position - key position| of each element in this dtype."""
         return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)
 
     def kept(self, q_keys, kv_keys, rate: float):
-        """bool of the tile's shape: what dropout keeps, from the keys in core.scores.TileInputs."""
+        """Returns the dropout mask, bool of the tile's shape, from keys as in scores.TileInputs."""
         products = self.per_q(q_keys) * self.per_kv(kv_keys)
         return dropout.kept(lax.convert_element_type(products, jnp.uint32), rate)
 
     def per_q(self, x):
-        """Spread one value per query over the tile."""
+        """Spreads one value per query over the tile."""
         return lax.broadcast_in_dim(x, self.shape, (self.q_axis,))
 
     def per_kv(self, x):
-        """Spread one value per key over the tile."""
+        """Spreads one value per key over the tile."""
         return lax.broadcast_in_dim(x, self.shape, (1 - self.q_axis,))
 
     def limits(self, mask: Mask, kv_len=None) -> Limits:
-        """What `mask` keeps of this tile, and, given kv_len (it may be traced), keys before it."""
+        """Returns what `mask` keeps of this tile and, given kv_len, which keys lie before it.
+
+        kv_len may be traced.
+        """
         band = mask if self.q_axis == 0 else mask.transposed
         first_row, first_col = (
             (self.q_start, self.kv_start) if self.q_axis == 0 else (self.kv_start, self.q_start)

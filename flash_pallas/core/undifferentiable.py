@@ -1,4 +1,4 @@
-"""Results whose derivative does not exist, and where nobody asks for it need not.
+"""Results without a derivative, which is an error only if somebody asks for it.
 
 An error in a rule of `jax.custom_jvp` comes too early: `jax.grad` of a function that contains
 `stop_gradient(f(x))` applies the rule of f, and only then drops the tangent. So the tangent here is
@@ -13,12 +13,12 @@ from jax.interpreters import ad, batching, mlir
 
 
 def tangents(outputs, inputs, message: str):
-    """Tangents of `outputs` that raise NotImplementedError where they are used.
+    """Returns tangents of `outputs` that raise NotImplementedError where they are used.
 
     Args:
         outputs: a tree of arrays.
         inputs: a tree of the tangents that these depend on.
-        message: of the error.
+        message: text of the error.
     """
     is_real = lambda x: jax.typeof(x).dtype != jax.dtypes.float0
     given = [x for x in jax.tree.leaves(inputs) if is_real(x)]

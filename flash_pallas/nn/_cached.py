@@ -1,4 +1,4 @@
-"""What both layers do with a cache: new keys go in, queries see them and those before. No Flax."""
+"""Caches in both layers: new keys go in, queries see them and those before. No Flax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RingCache(NamedTuple):
     Attributes:
         k: keys [B, S, K, H].
         v: values [B, S, K, Hv].
-        lengths: int32 [B], how many tokens each sequence has had.
+        lengths: int32 [B], number of tokens that each sequence has had.
     """
 
     k: Any
@@ -33,7 +33,7 @@ class RingCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, window: int, kv_heads: int, head_dim: int, dtype) -> RingCache:
-        """Room for `window` tokens of each sequence, and no token yet.
+        """Makes a cache with room for `window` tokens of each sequence, and no token yet.
 
         Raises:
             TypeError: a dtype that no layer computes in; eight bits would need scales.
@@ -47,17 +47,17 @@ class RingCache(NamedTuple):
 
 
 class ScaledCache(NamedTuple):
-    """Keys and values in eight bits, and what they are multiplied by; contiguous or in pages.
+    """Keys and values in eight bits with the scales that dequantize them; contiguous or in pages.
 
     Scales are given once, such as the largest number that a head is expected to hold over 127 for
     int8 or 448 for float8_e4m3fn; what exceeds that is clipped. The layer keeps them as they are.
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H], in int8 or float8_e4m3fn.
-        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], likewise.
-        lengths: int32 [B], how many tokens each sequence has.
-        k_scale: as in `flash_decode`: [K], [B, K], or for pages [P, K].
-        v_scale: likewise, of the values.
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in int8 or float8_e4m3fn.
+        lengths: int32 [B], number of tokens of each sequence.
+        k_scale: scale of the keys as in `flash_decode`: [K], [B, K], or for pages [P, K].
+        v_scale: scale of the values, of the same shapes.
     """
 
     k: Any
@@ -70,24 +70,24 @@ class ScaledCache(NamedTuple):
     def empty(
         cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype, k_scale, v_scale
     ) -> ScaledCache:
-        """A contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
         return cls(*KVCache.empty(batch, length, kv_heads, head_dim, dtype), k_scale, v_scale)
 
     @property
     def scales(self) -> dict[str, Any]:
-        """What `append_kv` and `flash_decode` take beside the cache."""
+        """Keywords that `append_kv` and `flash_decode` take besides the cache."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 class New(NamedTuple):
-    """What a call with a cache may say beside it; None is not said."""
+    """Optional arguments of a call with a cache; None is not given."""
 
     lengths: Any = None  # int [B]: real tokens among the new ones
     page_table: Any = None  # int32 [B, max_pages]
 
 
 def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: int) -> None:
-    """Raise unless a call with this cache means what it says.
+    """Checks that a call with this cache means what it says.
 
     Raises:
         TypeError: no cache.
@@ -120,12 +120,12 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
 
 
 def positions(cache, length: int):
-    """int32[B, length] of the new tokens."""
+    """Returns int32[B, length]: the positions of the new tokens."""
     return cache.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 
 def check_absent(new: New) -> None:
-    """Raise ValueError where what is said of a cache would be ignored."""
+    """Raises ValueError if an argument for a cache is given without one and would be ignored."""
     names = ("new_lengths", "page_table")
     said = [name for name, x in zip(names, new, strict=True) if x is not None]
     if said:
@@ -133,7 +133,7 @@ def check_absent(new: New) -> None:
 
 
 def rotated(layer, cache, given: CallArguments, qkv):
-    """The same with rotary positions, by default those that follow the cache's tokens."""
+    """Applies RoPE to queries and keys; by default positions follow the cache's tokens."""
     query, key, value = qkv
     if layer.rope_theta is None:
         at = given.positions
@@ -143,14 +143,14 @@ def rotated(layer, cache, given: CallArguments, qkv):
 
 
 def attend(layer, cache, qkv, new: New, slopes, sinks):
-    """(o [B, T, N, H], cache) of T new tokens, rotated already where the layer rotates.
+    """Computes (o [B, T, N, H], cache) of T new tokens, already rotated if the layer rotates.
 
     Args:
         layer: has window, softcap, scale, precision, num_splits and backend.
         cache: a KVCache, RingCache or ScaledCache, as `check` wants it.
         qkv: [B, T, N, H] and twice [B, T, K, H].
-        new: of this call.
-        slopes: of ALiBi, for each head, or None.
+        new: the optional arguments of this call.
+        slopes: ALiBi slopes, one for each head, or None.
         sinks: [N], or None.
     """
     q, k, v = qkv
@@ -179,10 +179,14 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
 
 
 def _check_fits(cache, k, v, new: New) -> None:
-    """Raise unless the new keys and values can be put into the cache, as far as can be seen.
+    """Checks that the new keys and values can be put into the cache, as far as can be seen.
 
-    Known lengths are looked at, which waits for them. Under jit nobody can: tokens that there is no
-    room for are then dropped, and outputs from there on miss them.
+    Known lengths are looked at, which waits for them. Under jit nobody can: tokens without room
+    are then dropped, and outputs from there on miss them.
+
+    Raises:
+        TypeError: the cache has another dtype than the layer computes in.
+        ValueError: heads, head_dim or lengths that do not fit.
     """
     for name, x in (("k", k), ("v", v)):
         own = getattr(cache, name)
@@ -217,7 +221,7 @@ def _check_fits(cache, k, v, new: New) -> None:
 
 
 def _whole(x, scale, page_table, dtype):
-    """[B, S, K, H] in this dtype: a copy, unless x is contiguous and has it."""
+    """Returns [B, S, K, H] in this dtype: a copy, unless x is contiguous and has it."""
     spans = x.shape[1]
     if scale is not None:
         scale = jnp.asarray(scale, jnp.float32)
@@ -236,7 +240,10 @@ def _attend(layer, q, k, v, **options):
 
 
 def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
-    """As `attend`. One token sees all of the ring; more see it put in order, and one another."""
+    """Computes what `attend` does for a ring.
+
+    A single token sees all of the ring; several see it put in order, and one another.
+    """
     q, k, v = qkv
     count, room = q.shape[1], cache.k.shape[1]
     before, after = cache, _append_to_ring(cache, k, v, new_lengths)
@@ -256,7 +263,10 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
 
 
 def _in_order(cache: RingCache, k, v):
-    """Keys and values of the ring in order, with the new ones behind, and ids of the ring's."""
+    """Returns keys and values of the ring in order, the new ones behind, and ids of the ring's.
+
+    An id is -1 where the ring has no key yet, else 0.
+    """
     room = cache.k.shape[1]
     first = cache.lengths[:, None] - room
     place = (

@@ -1,4 +1,4 @@
-"""What the linen and the nnx layer share: sizes, their checks, axis names and the arithmetic."""
+"""Parts shared by the linen and nnx layers: sizes, their checks, axis names and arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LECUN = jax.nn.initializers.lecun_normal()
 
 
 def lecun_normal(key, shape, dtype):
-    """The initializer of this name, as a function that pickle finds, so that layers have it too."""
+    """Calls the initializer of this name; pickle finds this function, so layers can be pickled."""
     return _LECUN(key, shape, dtype)
 
 
@@ -48,11 +48,11 @@ class Heads:
 
 
 def resolve(layer, features: int) -> Heads:
-    """The sizes that a layer's fields ask for, checked.
+    """Returns the sizes that a layer's fields ask for, checked.
 
     Args:
         layer: has num_heads, num_kv_heads, head_dim, out_features, qk_norm, rope_theta.
-        features: of the input.
+        features: number of features of the input.
 
     Raises:
         ValueError: fields that contradict each other.
@@ -79,11 +79,11 @@ def resolve(layer, features: int) -> Heads:
 
 
 def flat_init(init, contracted: int):
-    """`init` called on the matrix that a kernel is, so that it sees the true fan-in and fan-out.
+    """Wraps `init` to see a kernel as a matrix, with the true fan-in and fan-out.
 
     Args:
         init: a jax.nn initializer, or any function of (key, shape, dtype).
-        contracted: how many leading dimensions of the kernel are summed over.
+        contracted: number of leading dimensions of the kernel that are summed over.
     """
 
     def initializer(key, shape, dtype):
@@ -101,7 +101,7 @@ def project(x, kernel, bias, contracted: int, dtype=None, like=None):
         kernel: [*inputs, *outputs].
         bias: [*outputs] or None.
         contracted: len(inputs).
-        dtype: to compute in; None is the promoted dtype of the arrays.
+        dtype: dtype to compute in; None is the promoted dtype of the arrays.
         like: [..., features]: on a mesh with Explicit axes the result is sharded like this array.
             None where JAX infers the sharding. It cannot where x and kernel are both sharded along
             `inputs`, as in the projection of heads that tensor parallelism divides.
@@ -123,9 +123,9 @@ def project(x, kernel, bias, contracted: int, dtype=None, like=None):
 
 
 def _explicit_sharding(like, features: int) -> NamedSharding | None:
-    """The sharding of `like` [..., any], of which features may be another number than its own.
+    """Returns the sharding of `like` [..., any] for an array with this number of features.
 
-    None where no mesh axis is Explicit: the type of an array then says nothing of its sharding.
+    It is None if no mesh axis is Explicit: the type of an array then does not tell its sharding.
     """
     sharding = jax.typeof(like).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -137,15 +137,17 @@ def _explicit_sharding(like, features: int) -> NamedSharding | None:
 
 
 def normalize(x, scale, kind: str):
-    """RMS ("rms") or layer ("layer") normalisation of each head, statistics in float32 or wider.
+    """Applies RMS ("rms") or layer ("layer") normalisation to each head.
+
+    Statistics are computed in float32 or wider.
 
     Args:
         x: [..., head_dim].
         scale: [head_dim].
-        kind: which.
+        kind: "rms" or "layer".
 
     Returns:
-        x's shape and dtype.
+        An array of x's shape and dtype.
     """
     wide = x.astype(wide_dtype(x.dtype))
     if kind == "layer":

@@ -1,4 +1,4 @@
-"""From what a Flax module or its caller says to the keywords of `flash_attention`.
+"""Keywords of `flash_attention`, from what a Flax module or its caller says.
 
 Shared by `attention_fn` and both layers; needs no Flax.
 """
@@ -17,7 +17,7 @@ from ..integer_arguments import as_int32
 
 
 class CallArguments(NamedTuple):
-    """What a call of a layer may say beside its inputs; None is not said."""
+    """Optional arguments of a layer's call, besides its inputs; None is not given."""
 
     positions: Any = None
     kv_positions: Any = None
@@ -29,7 +29,7 @@ class CallArguments(NamedTuple):
     bias: Any = None
 
     def of_self_attention(self) -> CallArguments:
-        """What is said of the queries alone is said of the keys too: they are the same tokens."""
+        """Fills in the keys' arguments from the queries', which are the same tokens."""
         both = {
             name: getattr(self, name.removeprefix("kv_")) if found is None else found
             for name, found in self._asdict().items()
@@ -39,7 +39,7 @@ class CallArguments(NamedTuple):
 
 
 def check_inputs(**inputs):
-    """Refuses what has no axis of tokens; None is left out.
+    """Refuses inputs without an axis of tokens; None is left out.
 
     Raises:
         ValueError: fewer than two axes.
@@ -53,18 +53,18 @@ def check_inputs(**inputs):
 
 
 def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key) -> dict[str, Any]:
-    """The keywords of `flash_attention`. What is off is left out.
+    """Returns the keywords of `flash_attention`, without those that are off.
 
     So a function that replaces it need not know what its user does not ask for.
 
     Args:
         layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout, precision,
             deterministic_backward and backend.
-        given: of this call, complete.
-        rank: of the queries [*batch, length, heads, head_dim].
-        slopes: of ALiBi, from `alibi`.
+        given: arguments of this call, complete.
+        rank: rank of the queries [*batch, length, heads, head_dim].
+        slopes: ALiBi slopes, from `alibi`.
         sinks: the parameter, or None.
-        dropout_key: None without dropout.
+        dropout_key: the dropout key; None without dropout.
     """
     optional = {
         "window": layer.window,
@@ -95,7 +95,7 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
 
 
 def attention(layer):
-    """What the layer calls for attention.
+    """Returns the function that the layer calls for attention.
 
     Raises:
         ValueError: fields that contradict each other.
@@ -108,7 +108,7 @@ def attention(layer):
 
 
 def in_context(layer, given: CallArguments, length: int) -> CallArguments:
-    """`given` with the positions that context parallelism has where none are given."""
+    """Fills in, if none are given, the positions that context parallelism has."""
     if layer.context_parallel is None or layer.rope_theta is None:
         return given
     at = layer.context_parallel.positions(length)
@@ -119,13 +119,16 @@ def in_context(layer, given: CallArguments, length: int) -> CallArguments:
 
 
 def truth(mask, rank: int):
-    """A mask of any dtype (Flax makes float32 of 0 and 1) as a bool one of this rank, or None."""
+    """Converts a mask of any dtype (Flax makes float32 of 0 and 1) to bool of this rank.
+
+    None stays None.
+    """
     mask = with_rank(mask, rank)
     return mask if mask is None or mask.dtype == jnp.bool_ else mask != 0
 
 
 def with_rank(x, rank: int):
-    """x with axes of 1 in front up to this rank, as broadcasting would have it, or None."""
+    """Prepends axes of 1 to x up to this rank, as broadcasting would; None stays None."""
     if x is None:
         return None
     x = jnp.asarray(x)
@@ -133,11 +136,11 @@ def with_rank(x, rank: int):
 
 
 def alibi(setting, num_heads: int) -> tuple[float, ...] | None:
-    """The slopes that a layer's field asks for.
+    """Returns the slopes that a layer's field asks for, or None.
 
     Args:
         setting: False for none, True for `alibi_slopes`, or one number per head.
-        num_heads: query heads.
+        num_heads: number of query heads.
 
     Raises:
         ValueError: not one number per head.
@@ -154,13 +157,14 @@ def alibi(setting, num_heads: int) -> tuple[float, ...] | None:
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slopes of the ALiBi paper (https://arxiv.org/abs/2108.12409), for `flash_attention`.
+    """Returns the slopes of the ALiBi paper (https://arxiv.org/abs/2108.12409).
 
-    For n heads, n a power of two, a geometric sequence from 2^(-8/n) to 2^-8; else that of the next
-    smaller power of two, followed by every second one of the next larger.
+    They are what `flash_attention` takes as alibi_slopes. For n heads, n a power of two, they are
+    a geometric sequence from 2^(-8/n) to 2^-8; else that of the next smaller power of two,
+    followed by every second one of the next larger.
 
     Args:
-        num_heads: at least 1.
+        num_heads: number of heads, at least 1.
 
     Returns:
         float32 [num_heads].
@@ -182,14 +186,14 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def segment_positions(segment_ids) -> jax.Array:
-    """The position of every token in its own document, for RoPE in a batch of packed documents.
+    """Returns the position of every token in its own document, for RoPE of packed documents.
 
     Args:
         segment_ids: int32 [*batch, length]; ids need be neither sorted nor contiguous.
 
     Returns:
-        int32 of the same shape: how many tokens before this one have the same id; 0 for padding,
-        which has negative ids. In memory and time linear in the length but for one sort.
+        int32 of the same shape: the number of tokens before this one that have the same id; 0 for
+        padding, which has negative ids. Memory and time are linear in the length but for one sort.
 
     Raises:
         TypeError: the ids are not integers.
@@ -207,7 +211,7 @@ def segment_positions(segment_ids) -> jax.Array:
 
 
 def _ranks(ids):
-    """int32[length]: how many equal ids are before each."""
+    """Returns int32[length]: the number of equal ids before each."""
     place = jnp.arange(ids.shape[0], dtype=jnp.int32)
     order = jnp.argsort(ids, stable=True)
     in_order = ids[order]

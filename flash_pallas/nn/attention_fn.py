@@ -36,7 +36,7 @@ def attention_fn(
     is_causal=False,
     input_positions=None,
 ):
-    """Exact attention with O(length) memory, in the shape Flax's attention modules expect.
+    """Computes exact attention in O(length) memory, as Flax's attention modules expect it.
 
     A query that sees no key gives 0, where Flax's default gives the mean of the values.
 
@@ -47,13 +47,13 @@ def attention_fn(
         bias: floats added to the scaled scores, of a shape that broadcasts to
             [*batch, heads, q_length, kv_length]; of lower rank too. It is never expanded.
         mask: what is false or 0 is hidden, whatever the dtype; of the same shapes.
-        broadcast_dropout: drop the same for every batch entry and head.
+        broadcast_dropout: share the dropout mask between all batch entries and heads.
         dropout_rng: a key of jax.random, typed or raw; for dropout only.
         dropout_rate: share of the weights that is dropped, in [0, 1). The mask is not Flax's for
             the same key, but has the same distribution.
         deterministic: True switches dropout off.
-        dtype: to compute in; None is the promoted dtype of the three arrays.
-        precision: of products of float32 arrays, as in `flash_attention`, where None is "high".
+        dtype: dtype to compute in; None is the promoted dtype of the three arrays.
+        precision: precision of float32 matmuls, as in `flash_attention`, where None is "high".
         module: must be None: there are no attention weights to sow.
         force_fp32_for_softmax: accepted; the softmax is never computed in less than float32.
         einsum_dot_general: must be None.
@@ -117,7 +117,7 @@ def causal_attention_fn(
     is_causal=True,
     input_positions=None,
 ):
-    """`attention_fn` that is causal unasked: for linen, whose modules have no is_causal.
+    """Computes a causal `attention_fn` unasked: for linen, whose modules have no is_causal.
 
     A dense causal mask is not needed with it; a mask hides further keys. Arguments, result and
     errors are those of `attention_fn`, except that is_causal has no effect (nnx passes False where
@@ -172,7 +172,7 @@ def _refuse(**arguments):
 
 
 def _dropout(rate, rng, broadcast, deterministic):
-    """The keywords of `flash_attention` for dropout."""
+    """Returns the keywords of `flash_attention` for dropout."""
     if deterministic or rate == 0.0:
         return {}
     if rng is None:

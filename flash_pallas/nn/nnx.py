@@ -72,16 +72,16 @@ class FlashAttention(nnx.Module):
         """Makes the parameters.
 
         Args:
-            num_heads: query heads.
-            in_features: of the input.
-            in_kv_features: of inputs_kv; None is in_features.
-            num_kv_heads: key and value heads, a divisor of num_heads; None is num_heads.
+            num_heads: number of query heads.
+            in_features: number of features of the input.
+            in_kv_features: number of features of inputs_kv; None is in_features.
+            num_kv_heads: number of KV heads, a divisor of num_heads; None is num_heads.
             head_dim: size of a head; None is in_features / num_heads.
-            out_features: of the output; None is in_features.
+            out_features: number of features of the output; None is in_features.
             causal: a query sees the keys up to its own index (whatever `positions` say).
             rope_theta: base of the rotary embedding; None for none.
             qk_norm: None, "rms" or "layer": normalise each query and key head before the rotation.
-            scale: of the logits; None is 1 / sqrt(head_dim).
+            scale: scale of the logits; None is 1 / sqrt(head_dim).
             window: (left, right), how many keys a query sees on either side of its own index, both
                 included; None on a side is unbounded, an int is both.
             softcap: logits become softcap * tanh(logits / softcap).
@@ -89,20 +89,20 @@ class FlashAttention(nnx.Module):
                 head.
             use_sinks: add a parameter "sinks" [num_heads], a logit of every query without a value.
             dropout_rate: share of the attention weights that is dropped in training.
-            broadcast_dropout: drop the same for every batch entry and head.
+            broadcast_dropout: share the dropout mask between all batch entries and heads.
             deterministic: True switches dropout off. Say it here or in the call (which wins).
             use_qkv_bias: add a bias to query, key and value.
             use_out_bias: add a bias to the output.
-            dtype: to compute in; None is the promoted dtype of input and parameters.
-            param_dtype: of the parameters.
+            dtype: dtype to compute in; None is the promoted dtype of input and parameters.
+            param_dtype: dtype of the parameters.
             kernel_init: called on each kernel as a matrix [inputs, outputs].
-            bias_init: of the biases.
-            precision: of products of float32 in attention, as in flash_attention.
+            bias_init: initializer of the biases.
+            precision: precision of float32 matmuls in attention, as in flash_attention.
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
-            num_splits: with a cache, ranges that the keys are read in, as in flash_decode.
+            num_splits: with a cache, number of ranges in which keys are read, as in flash_decode.
             context_parallel: a `flash_pallas.parallel.ContextParallel`, which names the mesh axis
-                that cuts the sequences; None where they are whole.
+                that shards the sequences; None where they are whole.
             attention: replaces flash_attention; called as
                 attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
                 keywords of flash_attention that are asked for.
@@ -159,20 +159,20 @@ class FlashAttention(nnx.Module):
         new_lengths=None,
         page_table=None,
     ):
-        """Attention of `inputs` over `inputs_kv`, or over itself.
+        """Computes attention of `inputs` over `inputs_kv`, or over itself.
 
-        In self-attention whatever is said of the queries alone (positions, segment_ids, lengths)
-        is said of the keys too.
+        In self-attention, arguments of the queries alone (positions, segment_ids, lengths) hold
+        for the keys too.
 
         Args:
             inputs: [*batch, q_length, in_features].
             inputs_kv: [*batch, kv_length, in_kv_features]; None is self-attention.
-            positions: of the queries, for RoPE: [q_length] or [*batch, q_length]; None counts
-                from 0. For packed documents see `flash_pallas.nn.segment_positions`.
-            kv_positions: of the keys.
+            positions: positions of the queries, for RoPE: [q_length] or [*batch, q_length]; None
+                counts from 0. For packed documents see `flash_pallas.nn.segment_positions`.
+            kv_positions: positions of the keys, of the same shapes with kv_length.
             segment_ids: int32 [*batch, q_length]: a query sees the keys with its own id. Negative
                 is padding.
-            kv_segment_ids: int32 [*batch, kv_length], of the keys.
+            kv_segment_ids: int32 [*batch, kv_length]: ids of the keys.
             lengths: int32 [*batch]: queries from there on see nothing.
             kv_lengths: int32 [*batch]: keys from there on are hidden.
             mask: what is false or 0 is hidden; broadcasts to
@@ -184,8 +184,8 @@ class FlashAttention(nnx.Module):
                 `ScaledCache` in eight bits: the inputs are new tokens, any number, that follow
                 those in it. Their positions follow too, unless `positions` says otherwise. Needs
                 causal=True.
-            new_lengths: with a cache, int32 [batch]: of the new tokens those from there on are
-                padding: not stored, and their outputs mean nothing.
+            new_lengths: with a cache, int32 [batch]: new tokens from there on are padding, which
+                is not stored and whose outputs mean nothing.
             page_table: with a cache of pages, int32 [batch, max_pages]; see `append_kv`.
 
         Returns:
@@ -223,7 +223,7 @@ class FlashAttention(nnx.Module):
         return self.out(_options.attention(self)(query, key, value, **options), inputs)
 
     def set_view(self, deterministic: bool | None = None):
-        """What `nnx.view` calls.
+        """Sets `deterministic`; `nnx.view` calls this.
 
         Args:
             deterministic: True switches dropout off; None leaves it as it is.
@@ -287,7 +287,7 @@ class _Norm(nnx.Module):
 
 
 def _as_rngs(rngs) -> nnx.Rngs:
-    """The nnx.Rngs that this is, or that a key of jax.random or a seed makes."""
+    """Returns an nnx.Rngs as it is, or makes one of a key of jax.random or a seed."""
     if isinstance(rngs, nnx.Rngs):
         return rngs
     if isinstance(rngs, bool) or not isinstance(rngs, (int, jax.Array)):

@@ -1,4 +1,4 @@
-"""Attention to sequences that are cut over devices: context parallelism."""
+"""Context parallelism: attention to sequences that are sharded over devices."""
 
 from .context import context_parallel_attention as context_parallel_attention
 from .context import sharded_attention as sharded_attention

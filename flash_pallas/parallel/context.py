@@ -1,4 +1,4 @@
-"""The public functions: attention to sequences that are cut over a mesh axis."""
+"""Public functions of context parallelism: attention to sequences sharded over a mesh axis."""
 
 from __future__ import annotations
 
@@ -46,37 +46,38 @@ def context_parallel_attention(
     return_lse: bool = False,
     **options: Any,
 ):
-    """`flash_attention` to a sequence that is cut over a mesh axis, by `jax.shard_map`.
+    """Computes `flash_attention` to a sequence that is sharded over a mesh axis.
 
-    Ring attention (https://arxiv.org/abs/2310.01889) or another strategy, with the result of
-    `flash_attention` on whole arrays up to rounding. Differentiable once, in reverse mode.
+    Ring attention (https://arxiv.org/abs/2310.01889) or another strategy, by `jax.shard_map`, with
+    the result of `flash_attention` on whole arrays up to rounding. Differentiable once, in reverse
+    mode.
 
     Args:
         q: queries [B, T, N, H], whole. If the devices of `axis` do not divide T, the arrays are
             padded, which copies them; in zigzag layout T must be a multiple of twice the devices.
         k: keys [B, S, K, H], with S = T.
         v: values [B, S, K, Hv].
-        mesh: of the devices.
-        axis: the mesh axis that cuts the sequence, or a tuple of such.
-        strategy: "ring" sends keys from device to device, while others are used; memory for one
-            device's keys twice. "all_gather" has them all on every device. "ulysses" gives every
-            device some of the heads and the whole sequence; N is a multiple of the devices.
-        layout: how the sequences of q, k, v and ids lie: "contiguous" is in order, "zigzag" as
-            `to_zigzag` puts them. With a causal mask only that gives every device of a ring as much
-            to do.
-        batch_axis: the mesh axes that cut the batch.
-        head_axis: the mesh axes that cut the heads, those of k and v too.
+        mesh: the mesh of the devices.
+        axis: the mesh axis that shards the sequence, or a tuple of such.
+        strategy: "ring" sends keys from device to device, overlapped with the use of others; memory
+            for one device's keys twice. "all_gather" has them all on every device. "ulysses" gives
+            every device some of the heads and the whole sequence; N is a multiple of the devices.
+        layout: order of the sequences of q, k, v and ids: "contiguous" is in order, "zigzag" as
+            `to_zigzag` puts them. With a causal mask only "zigzag" gives every device of a ring
+            equal work.
+        batch_axis: the mesh axes that shard the batch.
+        head_axis: the mesh axes that shard the heads, those of k and v too.
         q_segment_ids: as in `flash_attention`.
-        kv_segment_ids: likewise.
-        sinks: likewise, one per head.
-        dropout_seed: likewise.
+        kv_segment_ids: as in `flash_attention`.
+        sinks: as in `flash_attention`, one per head.
+        dropout_seed: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
         **options: those of `sharded_attention`: causal, window, scale, softcap, dropout_rate and so
             on.
 
     Returns:
-        o [B, T, N, Hv] in q's dtype and in the layout of q, cut as q is; with return_lse the pair
-        of it and lse [B, N, T] in float32.
+        o [B, T, N, Hv] in q's dtype and in the layout of q, sharded as q is; with return_lse the
+        pair of it and lse [B, N, T] in float32.
 
     Raises:
         TypeError: and others, as `flash_attention` lists them.
@@ -131,7 +132,7 @@ def context_parallel_attention(
 
 
 def _static(name: str, value, head_dim: int):
-    """An option in a form that jit can hash.
+    """Returns an option in a form that jit can hash.
 
     Raises:
         TypeError: and others, as `flash_attention` says what an option must be.
@@ -152,7 +153,7 @@ def _static(name: str, value, head_dim: int):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _on_devices(cuts: Cuts, options, q, k, v, given):
-    """`sharded_attention` on every device. Jitted, or a call by itself would run bit by bit."""
+    """Runs `sharded_attention` on every device; jitted, or an eager call would run op by op."""
     static = dict(options)
     rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in given}
     place = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
@@ -193,29 +194,29 @@ def sharded_attention(
     backend: str = "auto",
     return_lse: bool = False,
 ):
-    """`context_parallel_attention` for use inside `jax.shard_map`: on one device's part.
+    """Computes `context_parallel_attention` of one device's part, inside `jax.shard_map`.
 
     Args:
         q: queries of this device, [B, T, N, H].
         k: keys of this device, [B, T, K, H].
         v: values of this device, [B, T, K, Hv].
-        axis: the mesh axis that cuts the sequence, or a tuple of such.
+        axis: the mesh axis that shards the sequence, or a tuple of such.
         strategy: as in `context_parallel_attention`.
-        layout: likewise.
-        causal: as in `flash_attention`, in positions of the whole sequence, as are the others.
-        window: likewise.
-        scale: likewise.
-        q_segment_ids: likewise, of this device, [B, T].
-        kv_segment_ids: likewise.
-        softcap: likewise.
-        sinks: likewise, of this device's heads, [N].
-        dropout_rate: likewise: what is dropped is what `flash_attention` drops.
-        dropout_seed: likewise.
-        broadcast_dropout: likewise.
-        shard_axes: likewise.
-        deterministic: likewise.
-        precision: likewise.
-        backend: likewise.
+        layout: as in `context_parallel_attention`.
+        causal: as in `flash_attention`; it and all others are in positions of the whole sequence.
+        window: as in `flash_attention`.
+        scale: as in `flash_attention`.
+        q_segment_ids: as in `flash_attention`, of this device's queries, [B, T].
+        kv_segment_ids: as in `flash_attention`, of this device's keys, [B, T].
+        softcap: as in `flash_attention`.
+        sinks: as in `flash_attention`, of this device's heads, [N].
+        dropout_rate: as in `flash_attention`, which drops the same weights.
+        dropout_seed: as in `flash_attention`.
+        broadcast_dropout: as in `flash_attention`.
+        shard_axes: as in `flash_attention`.
+        deterministic: as in `flash_attention`.
+        precision: as in `flash_attention`.
+        backend: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -261,7 +262,7 @@ def sharded_attention(
 
 
 def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> Any:
-    """(o, lse) of the ring."""
+    """Computes (o, lse) by ring attention."""
     dispatch.check_name(backend)
     call = validate.canonicalize(q, k, v, arguments)
     if call.is_empty:
@@ -276,14 +277,17 @@ def _check(name: str, value, choices):
 
 
 def _lengthened(x, shards: int, value: int):
-    """x [B, T, ...] with T a multiple of the shards."""
+    """Pads x [B, T, ...] so that T is a multiple of the shards."""
     after = [(0, 0)] * x.ndim
     after[1] = (0, -x.shape[1] % shards)
     return jnp.pad(x, after, constant_values=value)
 
 
 def _shortened(length: int, x):
-    """o [B, T, N, H] or lse [B, N, T] of so many queries; whole, where types say how it is cut."""
+    """Cuts o [B, T, N, H] or lse [B, N, T] to this many queries.
+
+    If its type says that the sequence axis is sharded, that axis is gathered.
+    """
     axis = 1 if x.ndim == 4 else 2
     sharding = jax.typeof(x).sharding
     if sharding.spec[axis] is not None:

@@ -1,4 +1,4 @@
-"""How the axes of a mesh cut the arrays of `context_parallel_attention`."""
+"""Sharding of the arrays of `context_parallel_attention` over the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .layout import names_of
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """Which axes of a mesh cut what; each a name, a tuple of names or None."""
+    """Mesh axes that shard the sequence, batch and heads; each a name, a tuple of names or None."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     sequence: Any
@@ -24,11 +24,11 @@ class Cuts:
 
     @classmethod
     def of(cls, mesh, axis, batch_axis, head_axis) -> Cuts:
-        """The arguments of `context_parallel_attention`, checked.
+        """Checks the arguments of `context_parallel_attention` and makes Cuts of them.
 
         Raises:
             TypeError: no mesh.
-            ValueError: names that the mesh does not have, or one that cuts two things.
+            ValueError: names that the mesh does not have, or one that shards two things.
         """
         if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
             raise TypeError(
@@ -58,11 +58,11 @@ class Cuts:
         return cls(mesh, *given.values())
 
     def shards(self, axes) -> int:
-        """Into how many parts these axes cut."""
+        """Returns the number of parts into which these axes cut."""
         return math.prod(self.mesh.shape[name] for name in names_of(axes))
 
     def check_sizes(self, q, k, zigzag: bool):
-        """Whether batch and heads, and in zigzag layout the sequence, can be cut.
+        """Checks that batch and heads, and in zigzag layout the sequence, can be sharded.
 
         Raises:
             ValueError: the devices do not divide one of them.
@@ -86,7 +86,7 @@ class Cuts:
                 )
 
     def spec(self, name: str) -> PartitionSpec:
-        """How an array of this name is cut; as q, k, v and o are where it has no entry."""
+        """Returns the PartitionSpec of an array of this name; by default that of q, k, v and o."""
         return {
             "q_segment_ids": PartitionSpec(self.batch, self.sequence),
             "kv_segment_ids": PartitionSpec(self.batch, self.sequence),
@@ -97,7 +97,9 @@ class Cuts:
 
 
 def shards_around(axis) -> int:
-    """How many devices of a `jax.shard_map` around an axis, or a tuple of axes, has.
+    """Returns the number of devices that the `jax.shard_map` around has along an axis.
+
+    It may be a tuple of axes.
 
     Raises:
         ValueError: there is no `jax.shard_map` over it.

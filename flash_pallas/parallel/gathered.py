@@ -15,7 +15,7 @@ from .layout import from_zigzag, names_of, to_zigzag
 def all_gather_attention(
     q, k, v, axis, shards: int, zigzag: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(o, lse) of this device's queries to the keys of all devices, which are gathered.
+    """Computes (o, lse) of this device's queries to the keys of all devices, which are gathered.
 
     Memory for keys is that of the whole sequence. The gradients of k and v are summed by a
     reduce-scatter, the transpose of the gathering.
@@ -44,7 +44,7 @@ def all_gather_attention(
 def ulysses_attention(
     q, k, v, axis, shards: int, zigzag: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(o, lse) by all-to-all: each device attends with some of the heads to the whole sequence.
+    """Computes (o, lse) by all-to-all: each device has some heads and the whole sequence.
 
     DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509).
 
@@ -80,10 +80,10 @@ def ulysses_attention(
 
 
 def _ordered(x, shards: int, zigzag: bool):
-    """x [B, T, ...] of the whole sequence, in order."""
+    """Returns x [B, T, ...] of the whole sequence, in order."""
     return from_zigzag(x, shards) if zigzag else x
 
 
 def _as_laid_out(x, shards: int, zigzag: bool, axis: int):
-    """The reverse."""
+    """Returns x, whose sequence axis is in order, in the layout of the call."""
     return to_zigzag(x, shards, axis) if zigzag else x

@@ -1,4 +1,4 @@
-"""The zigzag layout: which tokens lie on which device, so that causal work is balanced.
+"""Zigzag layout: the assignment of tokens to devices that balances causal work.
 
 A sequence is cut into 2 P chunks, and device i of P has chunks i and 2 P - 1 - i: the early ones
 see few keys and the late ones many, and together every device sees the same number.
@@ -13,11 +13,11 @@ from ..core import explicit_axes
 
 
 def zigzag_positions(length: int, shards: int) -> np.ndarray:
-    """int32[length]: the position of every token of a sequence in zigzag layout.
+    """Returns int32[length]: the position of every token of a sequence in zigzag layout.
 
     Args:
-        length: of the sequence, a multiple of 2 * shards.
-        shards: devices that it is cut over.
+        length: length of the sequence, a multiple of 2 * shards.
+        shards: number of devices that it is sharded over.
 
     Raises:
         ValueError: the length is no such multiple.
@@ -31,15 +31,15 @@ def zigzag_positions(length: int, shards: int) -> np.ndarray:
 
 
 def to_zigzag(x, shards: int, axis: int = 1):
-    """x with its sequence axis in zigzag layout.
+    """Permutes the sequence axis of x to zigzag layout.
 
     Args:
         x: an array with the tokens in order along `axis`.
-        shards: devices that the axis is cut over.
-        axis: of the sequence.
+        shards: number of devices that the axis is sharded over.
+        axis: the sequence axis.
 
     Returns:
-        An array of the same shape. Rotary positions are to be permuted likewise, or taken from
+        An array of the same shape. Permute rotary positions in the same way, or take them from
         `zigzag_positions`.
 
     Raises:
@@ -55,12 +55,12 @@ def to_zigzag(x, shards: int, axis: int = 1):
 
 
 def from_zigzag(x, shards: int, axis: int = 1):
-    """x with its sequence axis in order again: what undoes `to_zigzag`.
+    """Puts the sequence axis of x in order again, which undoes `to_zigzag`.
 
     Args:
         x: an array in zigzag layout along `axis`.
-        shards: devices that the axis is cut over.
-        axis: of the sequence.
+        shards: number of devices that the axis is sharded over.
+        axis: the sequence axis.
 
     Returns:
         An array of the same shape.
@@ -78,18 +78,18 @@ def from_zigzag(x, shards: int, axis: int = 1):
 
 
 def names_of(axes) -> tuple[str, ...]:
-    """Of mesh axes: one, several or None."""
+    """Returns the names of mesh axes given as one name, several or None."""
     return () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def local_positions(device, length: int, shards: int, zigzag: bool):
-    """int32[length]: the positions of one device's tokens.
+    """Returns int32[length]: the positions of one device's tokens.
 
     Args:
         device: its number, which may be traced.
-        length: of its part of the sequence; an even number in zigzag layout.
-        shards: devices that the sequence is cut over.
-        zigzag: the layout; else every device has consecutive tokens.
+        length: length of its part of the sequence; an even number in zigzag layout.
+        shards: number of devices that the sequence is sharded over.
+        zigzag: True for the zigzag layout; else every device has consecutive tokens.
     """
     index = jnp.arange(length, dtype=jnp.int32)
     if not zigzag:
@@ -100,13 +100,13 @@ def local_positions(device, length: int, shards: int, zigzag: bool):
 
 
 def _order(shards: int) -> np.ndarray:
-    """The chunks as they lie."""
+    """Returns the numbers of the 2 * shards chunks in the order in which they lie."""
     first = np.arange(shards)
     return np.stack([first, 2 * shards - 1 - first], axis=1).reshape(-1)
 
 
 def _moved(x, chunks: np.ndarray, axis: int, numpy=jnp):
-    """x with these chunks of the axis, in this order: few indices, however long the axis is."""
+    """Reorders the chunks of an axis of x; it takes few indices, however long the axis is."""
     axis = axis % x.ndim
     length, count = x.shape[axis], len(chunks)
     if length % count:

@@ -1,4 +1,4 @@
-"""What a device has to compute in every step of the ring, known before anything runs.
+"""Static schedule of ring attention: what a device computes in every step of the ring.
 
 Step s brings the keys of the device s places before this one: those of `me - s`, or, where that
 wraps around, those of `me - s + P`, which lie behind. In either case distances between queries and
@@ -16,12 +16,12 @@ EMPTY, FULL, PARTIAL = "empty", "full", "partial"
 
 
 class Piece(NamedTuple):
-    """One call: some queries of this device against some keys of another.
+    """One attention call: some queries of this device against some keys of another.
 
     Attributes:
-        rows: which half of the queries, 0 or 1, or None for all.
-        cols: which half of the keys.
-        mask: in positions; trivial where everything is visible.
+        rows: the half of the queries, 0 or 1, or None for all.
+        cols: the half of the keys, 0 or 1, or None for all.
+        mask: mask in positions; trivial where everything is visible.
         offset: position of the first query relative to the first key, unless `far`.
         far: 1 for late queries and early keys, -1 for the reverse, at a distance that depends on
             the device; else 0.
@@ -36,13 +36,13 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The geometry of a ring.
+    """Geometry of a ring.
 
     Attributes:
-        shards: devices of the ring.
-        length: of one device's part of the sequence.
-        zigzag: the layout; else every device has consecutive tokens.
-        mask: of the whole attention.
+        shards: number of devices of the ring.
+        length: length of one device's part of the sequence.
+        zigzag: True for the zigzag layout; else every device has consecutive tokens.
+        mask: mask of the whole attention.
     """
 
     shards: int
@@ -52,22 +52,25 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """After it no device has anything to do."""
+        """The last step in which any device has something to do."""
         return max(s for s in range(self.shards) if self.pieces(s, False) or self.pieces(s, True))
 
     def pieces(self, step: int, wrapped: bool) -> list[Piece]:
-        """What is to be done in a step by devices for which it has wrapped around, or has not."""
+        """Returns the pieces of a step for devices whose step has `wrapped` around, or has not."""
         if wrapped and not step:
             return []
         ahead = step - self.shards if wrapped else step  # this device's number minus the other's
         return self._zigzag_pieces(ahead) if self.zigzag else self._piece(None, None, ahead)
 
     def far_distance(self, ahead: int, me):
-        """From the late chunk of device `me` to the early one of the device `ahead` before it."""
+        """Returns the distance from the late chunk of device `me` to the early chunk of another.
+
+        The other device is the one `ahead` places before it.
+        """
         return (2 * self.shards - 1 - 2 * me + ahead) * (self.length // 2)
 
     def _piece(self, rows, cols, chunks: int) -> list[Piece]:
-        """Of queries so many chunks after the keys."""
+        """Returns the piece of queries that lie this many chunks after the keys; [] if empty."""
         size = self.length if rows is None else self.length // 2
         offset = chunks * size
         kind = self._kind(offset, offset, size)
@@ -91,7 +94,7 @@ class Plan:
         return early + late + before + after
 
     def _far(self, rows, cols, sign: int, ends) -> list[Piece]:
-        """Of chunks whose distance lies between two ends, times the sign."""
+        """Returns the piece of chunks whose distance lies between two ends, times the sign."""
         low, high = sorted(sign * end for end in ends)
         kind = self._kind(low, high, self.length // 2)
         if kind == EMPTY:
@@ -101,7 +104,10 @@ class Plan:
         ]
 
     def _kind(self, low: int, high: int, size: int) -> str:
-        """Of two chunks, the queries between `low` and `high` positions after the keys."""
+        """Classifies two chunks whose queries lie `low` to `high` positions after the keys.
+
+        Returns EMPTY, FULL or PARTIAL.
+        """
         left, right = self.mask.left, self.mask.right
         reach = lambda offset: (-(offset + size - 1), size - 1 - offset)  # key minus query position
         nearest, furthest = reach(low), reach(high)

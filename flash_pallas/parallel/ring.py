@@ -1,7 +1,7 @@
 """Ring attention: keys and values travel from device to device, queries stay where they are.
 
 Ring attention (https://arxiv.org/abs/2310.01889). Every step computes attention to the keys at hand
-while the next ones are on their way, and joins it to what was found before through the log-sum-exp,
+while the next ones are on their way, and merges it with the results before through the log-sum-exp,
 in float32. The backward goes round once more: with the final log-sum-exp and delta the gradients of
 all steps are independent, and those of keys and values travel with them.
 """
@@ -26,13 +26,13 @@ from .plan import Piece, Plan
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """What is static of a call.
+    """Static parameters of a call.
 
     Attributes:
         axis: the mesh axis, or a tuple of them.
-        plan: who computes what.
-        spec: of the whole attention.
-        backend: its name, or "auto".
+        plan: the schedule, which says what each device computes.
+        spec: spec of the whole attention.
+        backend: name of the backend, or "auto".
     """
 
     axis: Any
@@ -42,12 +42,15 @@ class Ring:
 
     @property
     def unit(self) -> float:
-        """As `Problem.unit`: there is neither a bias nor ALiBi here."""
+        """Factor from unscaled logits to natural ones, as in `Problem.unit`.
+
+        There is neither a bias nor ALiBi here.
+        """
         return self.spec.unit(added=False)
 
 
 class _Keys(NamedTuple):
-    """What travels."""
+    """Arrays that travel around the ring."""
 
     k: Any
     v: Any
@@ -55,7 +58,7 @@ class _Keys(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Attention to the keys so far."""
+    """Results of attention to the keys so far."""
 
     o: Any  # f32[B, T, N, Hv]
     lse_log2: Any  # f32[B, N, T]
@@ -63,9 +66,9 @@ class _Sums(NamedTuple):
 
 
 def attend(ring: Ring, operands: Operands):
-    """(o [B, T, N, Hv], natural lse [B, N, T]) of this device's queries to all keys.
+    """Computes (o [B, T, N, Hv], natural lse [B, N, T]) of this device's queries to all keys.
 
-    Inside `jax.shard_map`. Of the operands, all but sinks are this device's parts.
+    Runs inside `jax.shard_map`. All operands but sinks are this device's parts.
     """
     axes = manual_axes.varying(operands)
     # Outside shard_map's check of types no value has axes, and none must be given one.
@@ -101,12 +104,12 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _public(ring: Ring, found: _Sums):
-    """(o, natural lse)."""
+    """Returns (o, natural lse)."""
     return found.o, softmax.natural(found.lse_log2, found.shift, ring.unit)
 
 
 def _forward(ring: Ring, operands: Operands) -> _Sums:
-    """Attention to all keys, o in q's dtype."""
+    """Computes attention to all keys, o in q's dtype."""
     q, v = operands.q, operands.v
     dtype = softmax.sum_dtype(q.dtype)
     rows = (q.shape[0], q.shape[2], q.shape[1])
@@ -132,7 +135,7 @@ def _forward(ring: Ring, operands: Operands) -> _Sums:
 
 
 def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums, keys):
-    """`sums` with what one step adds."""
+    """Merges what one step adds into `sums`."""
     for piece in ring.plan.pieces(step, wrapped):
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
         chosen, blocks = _chosen(ring, spec, part)
@@ -148,7 +151,7 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
 
 
 def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
-    """Attention to all keys from that to several parts of them, stacked."""
+    """Merges stacked results of attention to parts of the keys into that to all of them."""
     last = lambda x: jnp.swapaxes(x, -1, -2)  # [.., N, T] to [.., T, N]
     sinks = None if sinks is None else last(sinks)
     given = parts.o, last(parts.lse_log2), last(parts.shift)
@@ -157,7 +160,7 @@ def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
 
 
 def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
-    """(dq, dk, dv) in the dtypes of the operands."""
+    """Computes (dq, dk, dv) in the dtypes of the operands."""
     dtype = cotangents.lse_log2.dtype
     zeros = lambda x: _like(operands, jnp.zeros(x.shape, dtype))
     dq: Any = zeros(operands.q)
@@ -180,7 +183,7 @@ def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
 
 
 def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotangents, sums, keys):
-    """(dq, dk, dv) with what one step adds."""
+    """Adds what one step contributes to `sums`, (dq, dk, dv)."""
     dq, dk, dv = sums
     for piece in ring.plan.pieces(step, wrapped):
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
@@ -199,7 +202,7 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
 
 
 def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands, keys: _Keys):
-    """(spec, operands) of one piece."""
+    """Returns (spec, operands) of one piece."""
     rows = _halves(operands.q.shape[1], piece.rows)
     cols = _halves(keys.k.shape[1], piece.cols)
     spec = dataclasses.replace(ring.spec, mask=piece.mask, q_offset=piece.offset)
@@ -222,7 +225,7 @@ def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands
 
 
 def _with_places(ring: Ring, ahead: int, operands: Operands, part: Operands, cut) -> Operands:
-    """`part` with what dropout needs: weights are dropped by positions in the whole sequence."""
+    """Adds to `part` what dropout needs: it drops by positions in the whole sequence."""
     plan, me, batch = ring.plan, lax.axis_index(ring.axis), len(operands.q)
     places = (
         local_positions(device, plan.length, plan.shards, plan.zigzag)[None, half]
@@ -240,7 +243,7 @@ def _chosen(ring: Ring, spec: AttentionSpec, part: Operands):
 
 
 def _either(ring: Ring, step: int, fold, sums, keys):
-    """fold(wrapped, sums, keys), as it is for this device; nothing where no device has to."""
+    """Calls fold(wrapped, sums, keys) as it is for this device; a no-op if no device has work."""
     has = [bool(ring.plan.pieces(step, wrapped)) for wrapped in (False, True)]
     if step == 0:
         return fold(False, sums, keys)
@@ -252,7 +255,7 @@ def _either(ring: Ring, step: int, fold, sums, keys):
 
 
 def _rotated(ring: Ring, tree, shift: int = 1):
-    """Every device's arrays, sent on to the device `shift` places behind it."""
+    """Sends every device's arrays to the device `shift` places behind it."""
     size = ring.plan.shards
     if not shift % size:
         return tree
@@ -265,7 +268,7 @@ def _halves(length: int, half: int | None) -> slice:
 
 
 def _replaced(x, part, axis: int, half: int | None):
-    """x with one half of an axis, or all of it, exchanged."""
+    """Replaces one half of an axis of x, or all of x, by `part`."""
     if half is None:
         return part
     halves = jnp.split(x, 2, axis)
@@ -274,5 +277,5 @@ def _replaced(x, part, axis: int, half: int | None):
 
 
 def _like(operands: Operands, tree):
-    """Constants typed by shard_map as the operands are."""
+    """Types constants by mesh axes, for shard_map, as the operands are."""
     return manual_axes.spread(tree, manual_axes.varying(operands))

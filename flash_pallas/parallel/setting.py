@@ -1,4 +1,4 @@
-"""Context parallelism as a layer is told of it: one value beside those that say what to compute."""
+"""Context parallelism of a layer: one value next to those that say what to compute."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .layout import local_positions, names_of, zigzag_positions
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
-    """How the sequences of a layer are cut over devices; its field `context_parallel`.
+    """Sharding of a layer's sequences over devices; the value of its field `context_parallel`.
 
     The layer may run under `jax.jit` on whole arrays, or inside a `jax.shard_map` over `axis`, on
-    one device's part of them. Whatever depends on places counts them in the whole sequence: causal
-    masks, windows, dropout, and rotary positions unless the call gives others.
+    one device's part of them. Whatever depends on positions counts them in the whole sequence:
+    causal masks, windows, dropout, and rotary positions unless the call gives others.
 
     Attributes:
-        axis: the mesh axis that cuts the sequence, or a tuple of such.
+        axis: the mesh axis that shards the sequence, or a tuple of such.
         strategy: as in `context_parallel_attention`.
-        layout: of the sequences that the layer gets, likewise: "contiguous", or "zigzag" as
-            `to_zigzag` puts them.
-        batch_axis: the mesh axes that cut the batch. An axis that cuts it and is not named costs a
-            gathering of it.
-        head_axis: the mesh axes that cut the heads.
-        mesh: None is that of `jax.set_mesh`.
+        layout: layout of the sequences that the layer gets, as in `context_parallel_attention`:
+            "contiguous", or "zigzag" as `to_zigzag` puts them.
+        batch_axis: the mesh axes that shard the batch. An axis that shards it and is not named
+            costs an all-gather of it.
+        head_axis: the mesh axes that shard the heads.
+        mesh: the mesh; None is that of `jax.set_mesh`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -54,16 +54,16 @@ class ContextParallel:
     mesh: jax.sharding.Mesh | None = None
 
     def attend(self, q, k, v, **options: Any):
-        """Attention of q [B, T, N, H] to k and v [B, T, K, H].
+        """Computes attention of q [B, T, N, H] to k and v [B, T, K, H].
 
         Args:
             q: queries, whole or of this device.
-            k: keys, likewise.
-            v: values, likewise.
-            **options: of `flash_attention`, those that `sharded_attention` has too.
+            k: keys, whole or of this device.
+            v: values, whole or of this device.
+            **options: those of `flash_attention` that `sharded_attention` has too.
 
         Returns:
-            o [B, T, N, H], cut as q is.
+            o [B, T, N, H], sharded as q is.
 
         Raises:
             ValueError: an option that cannot be honoured, or no mesh.
@@ -83,10 +83,10 @@ class ContextParallel:
         return context_parallel_attention(q, k, v, mesh=self._mesh, **axes, **how, **options)
 
     def positions(self, length: int):
-        """int32[length]: the positions of the tokens of a call, for RoPE.
+        """Returns int32[length]: the positions of the tokens of a call, for RoPE.
 
         Args:
-            length: of the sequences, or inside `jax.shard_map` of this device's part of them.
+            length: length of the sequences, or inside `jax.shard_map` of this device's part.
 
         Raises:
             ValueError: no mesh, or a length that the zigzag layout cannot have.
@@ -103,7 +103,7 @@ class ContextParallel:
 
     @property
     def _inside(self) -> bool:
-        """The axis is one of a `jax.shard_map` around."""
+        """True inside a `jax.shard_map` over the axis."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return set(names_of(self.axis)) <= set(manual)
 

@@ -16,7 +16,7 @@ from .device import H200, TARGETS, find_tools
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile_check", description=__doc__)
     parser.add_argument("--target", choices=TARGETS, default="h200", help="what to compile for")
     parser.add_argument("--backend", choices=BACKENDS, help="whose kernels, on an H200: hopper's")

@@ -1,4 +1,4 @@
-"""Compiling many rows, in several processes, and what is found of each."""
+"""Compilation of many rows in several processes, and the verdict on each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HEADER = COLUMNS.format(
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which rows.
+    """Selection of the rows to compile.
 
     Attributes:
-        only: parts of names, of which a row's has one or more; none: all rows.
-        suite: of the benchmarks, whose cells they are; None: those that ship.
-        backend: one of BACKENDS; None: that which the target's calls reach.
+        only: substrings of names; a row is chosen if its name has one of them. Empty: all rows.
+        suite: suite of the benchmarks whose cells are the rows. None: the kernels that ship.
+        backend: one of BACKENDS. None: the backend that calls reach on the target.
     """
 
     only: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Choice:
     backend: str | None = None
 
     def rows(self, target: Target) -> Iterator[Row]:
-        """Those of this GPU."""
+        """Returns the chosen rows for this GPU."""
         hopper = (self.backend or BACKENDS[target != H200]) == "hopper"
         found = portable_rows(target)
         if hopper:
@@ -51,7 +51,7 @@ class Choice:
 
 
 def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[str]]:
-    """Compiles one row; its kernels' reports, and what is wrong with the row as a whole."""
+    """Compiles one row; returns its kernels' reports and the faults of the row as a whole."""
     try:
         compile_for(target, row.function, *row.arguments)
     except Exception as error:  # whatever stage refuses it, the row has failed and the rest goes on
@@ -62,7 +62,7 @@ def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[st
 
 
 def line(row: Row, report: Report, allowed: int) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     highest = report.highest_register
     return COLUMNS.format(
         report.kernel,
@@ -83,13 +83,13 @@ Found = tuple[int, list[dict[str, Any]], list[str]]
 
 
 def run(target: Target, choice: Choice, tools: Tools, share: tuple[int, int]) -> list[Found]:
-    """Compiles and prints rows.
+    """Compiles rows and prints one line per kernel.
 
     Args:
-        target: to compile for.
-        choice: which of its rows.
-        tools: that compile.
-        share: (i, n): every n-th of the rows, from the i-th on.
+        target: GPU to compile for.
+        choice: selection of the target's rows.
+        tools: CUDA programs that compile.
+        share: (i, n): this process takes every n-th row, from the i-th on.
     """
     jax.config.update("jax_platforms", "cpu")  # there is no GPU to look for
     found = []
@@ -111,9 +111,9 @@ def run(target: Target, choice: Choice, tools: Tools, share: tuple[int, int]) ->
 
 
 def run_all(target: Target, choice: Choice, tools: Tools, workers: int) -> list[Found]:
-    """`run` in as many processes, in the order of the rows.
+    """Calls `run` in `workers` processes; returns the results in the order of the rows.
 
-    `run` lies in a module of its own as processes that are spawned cannot find what __main__ has.
+    `run` lives in a module of its own because spawned processes cannot find what __main__ defines.
     """
     shares = [(i, workers) for i in range(workers)]
     part = functools.partial(run, target, choice, tools)

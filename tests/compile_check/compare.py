@@ -1,4 +1,4 @@
-"""What a change did to the instructions of the kernels that two versions share.
+"""Compares the instruction counts of kernels that two versions share.
 
     python -m tests.compile_check --json before.json      # at the earlier commit
     python -m tests.compile_check --json after.json
@@ -18,7 +18,7 @@ KEY = ("kernel", "path", "head_dim", "dtype", "mask")
 
 
 def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record for each kernel that is in both lists: sums, and opcodes whose count changed.
+    """Returns one record for each kernel in both lists: totals, and opcodes whose count changed.
 
     Raises:
         ValueError: a record has no instruction counts, or the lists share no kernel.
@@ -53,7 +53,7 @@ def _changed(old: dict[str, int], new: dict[str, int]) -> dict[str, list[int]]:
 
 
 def main():
-    """The command line."""
+    """Runs the command line: prints the table and writes the records."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile_check.compare")
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

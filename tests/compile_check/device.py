@@ -1,7 +1,7 @@
 """GPUs that can be compiled for but not run on.
 
-XLA, the Mosaic GPU pipeline and ptxas all run as they would beside the card; what they need to know
-of it is in the topology description that `Target` writes.
+XLA, the Mosaic GPU pipeline and ptxas all run as they would on a machine with the card. All they
+need to know about it is in the topology description that `Target` writes.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Target:
     """A GPU to compile for. Mosaic GPU asks for `major`, `minor` and `smem` only.
 
     Attributes:
-        name: as the driver gives it.
+        name: name that the driver gives.
         major, minor: compute capability.
-        multiprocessors: how many of them.
-        threads: that one multiprocessor holds.
-        smem: bytes of shared memory that one block may ask for.
+        multiprocessors: number of SMs.
+        threads: threads that one SM holds.
+        smem: bytes of shared memory that one CTA may ask for.
         l2_cache, memory: bytes.
-        bandwidth: of the memory, in GB/s.
+        bandwidth: memory bandwidth in GB/s.
         clock: GHz.
     """
 
@@ -87,12 +87,12 @@ class Target:
 
     @property
     def smem_per_multiprocessor(self) -> int:
-        """Of each block's shared memory the system keeps 1 KB, so that one block never has all."""
+        """Bytes of shared memory of an SM: the system keeps 1 KB per CTA, so no CTA has all."""
         return self.smem + 1024
 
     @property
     def accelerated(self) -> bool:
-        """Compiled with the features that are this capability's alone, the "a" of sm_90a.
+        """True where code is compiled with this capability's own features, the "a" of sm_90a.
 
         Mosaic GPU writes PTX for them wherever LLVM knows such a target (GetSmVersion in
         jaxlib/mosaic/gpu/target.cc), which is from 9.0 on. ptxas must be told the same: asked for
@@ -102,11 +102,11 @@ class Target:
 
     @property
     def architecture(self) -> str:
-        """What ptxas calls it."""
+        """Architecture in ptxas' spelling, such as "sm_90a"."""
         return f"sm_{self.major}{self.minor}{'a' if self.accelerated else ''}"
 
     def description(self) -> str:
-        """The text form of XLA's GpuTargetConfigProto."""
+        """Returns XLA's GpuTargetConfigProto in text form."""
         return _DESCRIPTION.format(
             extension="feature_extension: ACCELERATED_FEATURES" if self.accelerated else "",
             smem_per_multiprocessor=self.smem_per_multiprocessor,
@@ -139,21 +139,21 @@ class Tools:
     """The CUDA programs that a compilation runs.
 
     Attributes:
-        ptxas: the assembler.
-        nvdisasm: the disassembler, or None: no instruction counts then.
+        ptxas: path of the assembler.
+        nvdisasm: path of the disassembler, or None, which gives no instruction counts.
     """
 
     ptxas: Path
     nvdisasm: Path | None
 
     def version(self) -> str:
-        """The release of ptxas, such as "V13.0.88"."""
+        """Returns the release of ptxas, such as "V13.0.88"."""
         told = subprocess.run([self.ptxas, "--version"], capture_output=True, text=True, check=True)
         return next(word for word in told.stdout.split() if word.startswith("V"))
 
 
 def find_tools() -> Tools:
-    """The wheel's own tools, else those on PATH, and puts the wheel's first on PATH for XLA.
+    """Finds the wheel's own tools, else those on PATH, and puts the wheel's first on PATH for XLA.
 
     Raises:
         FileNotFoundError: there is no ptxas anywhere.
@@ -171,7 +171,7 @@ def find_tools() -> Tools:
 
 @contextlib.contextmanager
 def dump_to(folder: Path, tools: Tools) -> Iterator[None]:
-    """Mosaic GPU leaves .ptx, .ptxas, .resources.txt (and .sass_ctrl) of every kernel in `folder`.
+    """Makes Mosaic GPU dump .ptx, .ptxas, .resources.txt (and .sass_ctrl) of kernels to `folder`.
 
     Importing Mosaic GPU overwrites MOSAIC_GPU_CUDA_ROOT, where it looks for bin/nvdisasm, so the
     variable is set after that import.
@@ -189,7 +189,7 @@ def dump_to(folder: Path, tools: Tools) -> Iterator[None]:
 
 
 def _silent_disassembler(folder: Path) -> Path:
-    """One that prints nothing: without any, Mosaic GPU complains of every kernel in three lines."""
+    """Writes an nvdisasm that prints nothing: without any, Mosaic GPU prints 3 lines per kernel."""
     program = folder / "bin" / "nvdisasm"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\n")
@@ -220,15 +220,15 @@ def compile_for(target: Target, function: Callable, *arguments: Any) -> Any:
     Lowering asks jax.extend.backend.get_default_device() which compute capability it writes for
     (`_infer_arch` in jax/experimental/mosaic/gpu/utils.py; 9.0 where that is a CPU), hence the
     target's device as the default one. It asks jax.local_devices() how much shared memory there is
-    (`_launch` in core.py; 227 KB where that is a CPU), hence the limit, which goes down only.
+    (`_launch` in core.py; 227 KB where that is a CPU), hence the limit, which can only lower it.
 
     Args:
         target: one of TARGETS.
-        function: what users would jit.
+        function: function that users would jit.
         *arguments: pytrees of jax.ShapeDtypeStruct.
 
     Returns:
-        What XLA made, a jax.stages.Compiled that nothing here can run.
+        What XLA made, a jax.stages.Compiled that cannot run here.
 
     Raises:
         RuntimeError: this process has compiled for another architecture. jaxlib keeps the first

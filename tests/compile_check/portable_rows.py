@@ -1,4 +1,4 @@
-"""What is compiled of the portable backend: its kernels at every head dim that has tiles."""
+"""Rows of the portable backend: its kernels at every head dim that has tiles."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ ALLOWED_BY_TARGET = {
 
 
 def portable_rows(target: Target) -> Iterator[Row]:
-    """Forward and backward of the backend on this GPU, with every gradient that a call has."""
+    """Yields the backend's forward and backward rows on this GPU, with every gradient of a call."""
     backend = PortableBackend(capability=f"{target.major}.{target.minor}")
     allowed = ALLOWED_SPILLS | ALLOWED_BY_TARGET.get(target, {})
     for row in _rows(backend):

@@ -1,4 +1,4 @@
-"""Reads what ptxas and Mosaic GPU say of a kernel, and judges it."""
+"""Parses and judges what ptxas and Mosaic GPU say about a kernel."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _QUALIFIED = ("MUFU", "WARPGROUP")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One compiled kernel.
+    """Figures of one compiled kernel.
 
     Attributes:
         kernel: its name.
-        architecture: what ptxas compiled it for, such as "sm_90a".
+        architecture: architecture that ptxas compiled for, such as "sm_90a".
         launch_registers: registers per thread at launch; warpgroups trade them afterwards.
         stack, spill_stores, spill_loads: bytes per thread.
         remarks: codes of ptxas' remarks (C7512, ...), each once.
         smem: bytes of shared memory, without barriers.
         highest_register: highest register number that an instruction names, or None without SASS.
-        instructions: how often each opcode occurs, or None without SASS.
+        instructions: count of each opcode, or None without SASS.
     """
 
     kernel: str
@@ -56,12 +56,12 @@ class Report:
     def faults(
         self, target: Target, allowed_spills: int, most_registers: int = MOST_REGISTERS
     ) -> list[str]:
-        """Why this kernel must not be shipped; empty if it may.
+        """Returns the reasons why this kernel must not be shipped; empty if it may.
 
         Args:
-            target: what it should have been compiled for.
+            target: GPU that it should have been compiled for.
             allowed_spills: bytes of spill stores per thread that are known and accepted.
-            most_registers: with more at launch, fewer blocks fit on a multiprocessor than planned.
+            most_registers: limit at launch; with more, fewer CTAs fit on an SM than planned.
         """
         faults = [f"wgmma serialised ({code})" for code in self.remarks if code in SERIALISED]
         if REGISTERS_IGNORED in self.remarks:
@@ -85,7 +85,7 @@ def _one(pattern: re.Pattern, text: str, source: Path) -> tuple[str, ...]:
 
 
 def _kernel(path: Path) -> str:
-    """The kernel's name, of a file named after it with a number."""
+    """Returns the name of a kernel from its file name, which ends with a number."""
     return re.sub(r"_\d+$", "", path.name.split(".")[0])
 
 
@@ -102,7 +102,7 @@ def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
 
 
 def read(ptxas: Path, resources: Path) -> Report:
-    """The report of the kernel whose ptxas output and shared memory are in these two files.
+    """Reads the report of the kernel whose ptxas output and shared memory are in these two files.
 
     Raises:
         ValueError: a file lacks a figure that is printed for every kernel.
@@ -128,10 +128,11 @@ def read(ptxas: Path, resources: Path) -> Report:
 
 
 def take(folder: Path) -> list[Report]:
-    """The reports of all kernels in a dump folder, which is emptied (40 MB per kernel).
+    """Reads the reports of all kernels in a dump folder and empties it (40 MB per kernel).
 
-    Mosaic GPU numbers kernels as they are lowered and, in other files, as they are compiled: with
-    jax 0.12 not in the same order. Of a kernel that it knows already it writes the first kind only.
+    Mosaic GPU numbers kernels as they are lowered and, in other files, as they are compiled; with
+    jax 0.12 the two orders differ. For a kernel that it has compiled before, it writes the first
+    kind of file only.
 
     Raises:
         ValueError: a file lacks a figure that is printed for every kernel.

@@ -1,4 +1,4 @@
-"""What is compiled: every kernel that a user's call can reach, as that call reaches it."""
+"""Rows to compile: every kernel that a user's call can reach, as that call reaches it."""
 
 from __future__ import annotations
 
@@ -196,14 +196,14 @@ class Row:
     """One call of the backend.
 
     Attributes:
-        path: "forward", "backward", "deterministic backward" or "decode", and perhaps ALONE; or one
-            of portable_rows.
-        head_dim: of q and k.
+        path: "forward", "backward", "deterministic backward" or "decode", perhaps followed by
+            ALONE; or a path of portable_rows.
+        head_dim: head dim of q and k.
         dtype: "bfloat16", "float16" or "float32".
-        mask: one of MASKS, of LONG_MASKS or of MODIFIERS; or a cell of a suite.
+        mask: an entry of MASKS, of LONG_MASKS or of MODIFIERS; or a cell of a suite.
         function, arguments: what to compile.
-        most_registers: that each thread may have at launch.
-        allowed: as ALLOWED_SPILLS; None: one of the tables of this module.
+        most_registers: registers that each thread may have at launch.
+        allowed: table of allowed spills like ALLOWED_SPILLS; None: a table of this module.
     """
 
     path: str
@@ -217,14 +217,14 @@ class Row:
 
     @property
     def producer(self) -> bool:
-        """A warpgroup only loads."""
+        """True where the kernel has a producer warpgroup, which only loads."""
         return trades_registers() and not self.path.endswith(ALONE)
 
     def __str__(self) -> str:
         return f"{self.path} {self.head_dim} {self.dtype} {self.mask}"
 
     def allowed_spills(self, kernel: str) -> int:
-        """Bytes that this kernel may spill in this row; entries for MASKS are those of 16 bits."""
+        """Returns the bytes that this kernel may spill; entries for MASKS are of 16 bits."""
         key = (kernel, self.head_dim, self.mask)
         if self.allowed is not None:
             return self.allowed.get(key, 0)
@@ -242,7 +242,7 @@ def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
 
 
 def suite_rows(suite: str) -> Iterator[Row]:
-    """Forward and backward of every cell of a suite of the benchmarks: none of them may spill."""
+    """Yields forward and backward of every cell of a benchmark suite: none of them may spill."""
     for cell in SUITES[suite]:
         for path in ("forward", "backward"):
             yield _of_shape(path, cell.shape, "bfloat16", cell.label, cell.causal)
@@ -273,15 +273,15 @@ def _of_shape(
 
 
 def cotangents(spec: AttentionSpec, do, per_row) -> Cotangents:
-    """What a backward starts from; a shift where the forward may find one."""
+    """Returns the inputs of a backward; with a shift where the forward may find one."""
     shift = per_row if far_of(spec, do.dtype) else None
     return Cotangents(per_row, do, per_row, shift)
 
 
 def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Row]:
-    """Forward and backward, with every gradient, of a case of the Hopper tests.
+    """Yields forward and backward, with every gradient, of a case of the Hopper tests.
 
-    `launches`: of the fused backward, fields of its blocks.
+    `launches` overrides fields of the blocks of the fused backward.
     """
     x = case.inputs()
     arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
@@ -302,7 +302,7 @@ def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({}
 
 
 def _pair_bias_row(length: int, head_dim: int) -> Row:
-    """One of PAIR_BIASES, with as many batch entries and heads as in benchmarks/features.py."""
+    """Returns a row of PAIR_BIASES, with the batch entries and heads of benchmarks/features.py."""
     entries, heads = 128, 4
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     q = shape(entries, length, heads, head_dim)
@@ -316,7 +316,7 @@ def _pair_bias_row(length: int, head_dim: int) -> Row:
 
 
 def _decode_row(head_dim: int, name: str) -> Row:
-    """One of DECODES."""
+    """Returns the row of an entry of DECODES."""
     entries, cached = DECODE_BATCH, DECODE_LENGTH
     spec = decode.DecodeSpec(head_dim**-0.5, **DECODES[name])
     q_len = TOKENS.get(name, 1)
@@ -357,7 +357,7 @@ def _rows_of_other_lengths() -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """All rows; masks other than full and causal in bfloat16 alone, whose code is the same."""
+    """Yields all rows; other masks than full and causal in bfloat16 only, the code is the same."""
     for name in MODIFIERS:
         yield from _modifier_rows(CASES[name])
     for name, launches in LAUNCHES.items():

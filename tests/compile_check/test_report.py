@@ -131,7 +131,7 @@ def test_portable_rows_are_distinct_and_of_every_tile():
 
 
 def test_portable_allowances_are_of_rows():
-    """None outlives its row."""
+    """Checks that no allowance outlives its row."""
     there = {(row.head_dim, row.mask) for row in portable_rows.portable_rows(A100)}
     tables = (portable_rows.ALLOWED_SPILLS, *portable_rows.ALLOWED_BY_TARGET.values())
     assert {(width, mask) for table in tables for _, width, mask in table} <= there
@@ -159,7 +159,7 @@ def test_backend_of_a_target():
 @pytest.mark.compile
 @pytest.mark.slow
 def test_rows_compile_or_say_why_not(tmp_path):
-    """One kernel through the whole chain, a call without kernels, and one that cannot be traced."""
+    """Compiles a kernel, a call without kernels, and one that cannot be traced."""
     spec = jax.ShapeDtypeStruct((8,), jnp.float32)
     make = lambda f: rows.Row("forward", 64, "float32", "full", f, (spec,))
     forward = next(row for row in rows.rows() if str(row) == "forward 128 bfloat16 full")
@@ -175,7 +175,7 @@ def test_rows_compile_or_say_why_not(tmp_path):
 
 @pytest.mark.compile
 def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
-    """Of a kernel made for it, which a compiler that ignores setmaxnreg says it does."""
+    """Compiles a kernel that trades registers: a compiler that ignores setmaxnreg says so."""
     q = jax.ShapeDtypeStruct((1, 512, 1, 128), jnp.bfloat16)
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
     backend = HopperBackend(trades_registers=True)
@@ -187,7 +187,7 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
 
 
 def _greedy(target):
-    """A kernel that asks for more shared memory than there is."""
+    """Returns the row of a kernel that asks for more shared memory than the target has."""
 
     def kernel(x, out, _):
         out[...] = x[...]
@@ -199,7 +199,7 @@ def _greedy(target):
 
 
 def _compiled(target):
-    """The row of the smallest portable kernel, its report, and what is wrong with a greedy one."""
+    """Compiles the smallest portable row and a greedy one; returns a report, and faults."""
     row = next(portable_rows.portable_rows(target))
     with tempfile.TemporaryDirectory() as name, dump_to(Path(name), find_tools()):
         (kernel,), wrong = checking.check(target, row, Path(name))
@@ -212,7 +212,7 @@ def _compiled(target):
 @pytest.mark.compile
 @pytest.mark.parametrize("name", TARGETS)
 def test_portable_forward_compiles_for_every_target(name):
-    """In a process of its own, as each compiles for one architecture only."""
+    """Compiles in a process of its own, because each process compiles for one architecture only."""
     target = TARGETS[name]
     apart = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=apart) as pool:

@@ -1,4 +1,4 @@
-"""Block ranges that arrays decide, against brute force over all pairs of positions."""
+"""Block ranges that depend on arrays, against brute force over all pairs of positions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEGMENTS = {
 
 
 def build(mask, segments, lengths, offset):
-    """(Problem, Operands, bool[B, T, S] of what is visible)."""
+    """Builds (Problem, Operands, bool[B, T, S] of visible pairs)."""
     q = jnp.zeros((BATCH, Q_LEN, 2, 8))
     k = jnp.zeros((BATCH, KV_LEN, 1, 8))
     arrays = {}
@@ -51,7 +51,7 @@ def build(mask, segments, lengths, offset):
 
 
 def check(found, table, own, other, *, exact):
-    """found: int32[B, blocks, 2]; table: bool[B, own length, other length]."""
+    """Checks `found`, int32[B, blocks, 2], against `table`, bool[B, own length, other length]."""
     found = np.asarray(found)
     own_blocks, other_blocks = (
         -(-n // b) for n, b in zip(table.shape[1:], (own, other), strict=True)
@@ -101,7 +101,7 @@ def test_sorted_segments_and_lengths_read_no_block_in_vain(name, lengths):
 
 
 def whole(same, own, other):
-    """bool[B, own blocks, other blocks]: whole blocks all of whose pairs are in one document."""
+    """Returns bool[B, own blocks, other blocks]: True for whole blocks of one document only."""
     shape = [n // b for n, b in zip(same.shape[1:], (own, other), strict=True)]
     sizes = zip(same.shape[1:], (own, other), strict=True)
     found = np.zeros((len(same), *(-(-n // b) for n, b in sizes)), bool)

@@ -1,4 +1,4 @@
-"""The generator of dropout: the right share, and no pattern anywhere."""
+"""The random bits of dropout: the right share is kept, and there is no pattern anywhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LENGTH = 512
 
 
 def kept(rate=0.5, seed=0, batch=1, heads=1, length=LENGTH):
-    """bool[batch, heads, length, length]."""
+    """Computes the dropout mask, bool[batch, heads, length, length]; True means kept."""
     keys = dropout.call_keys(dropout.seed_words(seed), batch, heads)[..., None, None]
     i = jnp.arange(length, dtype=jnp.int32)
     return np.asarray(dropout.keep(keys, i[None, None, :, None], i[None, None, None], rate))
 
 
 def deviations(found, share):
-    """How many standard deviations a count of independent bits is from what is expected."""
+    """Returns by how many standard deviations a count of independent bits is off its mean."""
     return abs(found.sum() - found.size * share) / np.sqrt(found.size * share * (1 - share))
 
 
@@ -50,7 +50,7 @@ def test_a_rate_of_zero_keeps_everything():
 
 
 def pairs():
-    """Two masks each that must have nothing to do with one another."""
+    """Yields (name, mask, mask) for masks that must be independent of each other."""
     many = kept(batch=2, heads=3)
     one = many[0, 0]
     yield "heads", many[:, :-1], many[:, 1:]
@@ -79,7 +79,7 @@ def test_keys_that_share_a_hash_are_independent(rate):
 
 
 def normal(rate, **sizes):
-    """A mask as numbers of mean 0 and variance 1."""
+    """Returns a mask as numbers of mean 0 and variance 1."""
     share = 1.0 - dropout.threshold(rate) / dropout.LEVELS
     return (kept(rate=rate, **sizes) - np.float32(share)) / np.float32(np.sqrt(share * (1 - share)))
 
@@ -87,7 +87,7 @@ def normal(rate, **sizes):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_no_two_rows_and_no_two_columns_go_together(rate, seed):
-    """All 523,776 pairs of rows: correlations as of independent bits, in size and tails."""
+    """Checks all 523,776 pairs of rows, and of columns: they correlate like independent bits."""
     z = normal(rate, seed=seed, length=1024)[0, 0]
     for x in (z, z.T):
         pairs = (x @ x.T)[np.triu_indices(1024, 1)] / np.sqrt(1024)
@@ -98,7 +98,7 @@ def test_no_two_rows_and_no_two_columns_go_together(rate, seed):
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_no_pattern_of_low_rank(rate):
-    """The largest singular value of independent bits is 2 sqrt(n), within a few per cent."""
+    """Compares the largest singular value with 2 sqrt(n), that of independent bits, within 5 %."""
     z = normal(rate)[0, 0]
     assert np.linalg.norm(z, 2) < 2 * np.sqrt(LENGTH) * 1.05
 
@@ -107,7 +107,7 @@ def test_no_pattern_of_low_rank(rate):
 @pytest.mark.parametrize("right", [1, 8, 16])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_squares_of_four_show_all_patterns(rate, down, right):
-    """Chi-square of the 16 patterns at the corners of rectangles, the rectangles disjoint."""
+    """Computes chi-square of the 16 patterns at the corners of disjoint rectangles."""
     z = kept(rate=rate, length=1024)[0, 0].astype(int)
     blocks = z.reshape(1024 // down // 2, 2, down, 1024 // right // 2, 2, right)
     pattern = sum(blocks[:, a, :, :, b, :] << (2 * a + b) for a in (0, 1) for b in (0, 1))
@@ -119,7 +119,7 @@ def test_squares_of_four_show_all_patterns(rate, down, right):
 
 
 def test_the_rank_of_the_matrix_of_bits_is_full():
-    """A sum or an exclusive or of a row key and a column key would have a very low one."""
+    """Checks that the rank is almost full: a sum or xor of row and column keys has a low one."""
     bits = kept(length=256)[0, 0].astype(np.uint8)
     rank = 0
     for column in range(256):
@@ -144,7 +144,7 @@ def test_every_tile_and_orientation_sees_the_same_bits():
 
 
 def test_all_keys_are_odd():
-    """Multiplying by an even number would lose bits, by 0 all of them."""
+    """Checks that keys are odd: multiplying by an even number would lose bits, by 0 all of them."""
     i = jnp.arange(1000, dtype=jnp.int32)
     for keys in (dropout.column_keys(i), dropout.row_keys(jnp.uint32(7), i)):
         assert (np.asarray(keys) & 1 == 1).all() and len(np.unique(keys)) == 1000

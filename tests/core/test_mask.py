@@ -15,7 +15,7 @@ MASKS = [Mask(), Mask.causal(), Mask(left=0), Mask(3, 0), Mask(2, 4), Mask(0, 0)
 
 
 def visible(mask, q_len, kv_len, q_offset=0):
-    """bool[T, S], written out element by element from the words of the docstring."""
+    """Computes bool[T, S] element by element, from the words of the docstring."""
     table = np.zeros((q_len, kv_len), bool)
     for i, j in itertools.product(range(q_len), range(kv_len)):
         distance = j - (i + q_offset)
@@ -90,7 +90,7 @@ def test_q_blocks(mask, q_offset):
 
 
 def _check_range(found, rows, length, block):
-    """rows: bool[rows of the tile, the other length rounded up to blocks]."""
+    """Checks a block range; rows: bool[rows of the tile, the other length rounded up to blocks]."""
     start, full_start, full_stop, stop = (int(x) for x in found)
     some, full = [], []
     for first in range(0, length, block):

@@ -18,7 +18,7 @@ COUNTS = jnp.asarray([7, 9, 12], jnp.int32)
 
 
 def on_tile(function, b, n, score=SCORES):
-    """The traced function on one tile of head n of entry b."""
+    """Evaluates the traced function on one tile of head n of batch entry b."""
     mod, arrays = mods.trace(function, B, N, None if score is None else jnp.float32)
     assert all(x.shape == (B, N) for x in arrays)
     params = [jnp.broadcast_to(x[b, n], TILE.shape) for x in arrays]

@@ -1,4 +1,4 @@
-"""Logits and their derivative: written out once more, and by jax.grad."""
+"""Logits and their derivative, compared with a second implementation and with jax.grad."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def score_mod(score, b, n, i, j, captured):
 
 
 def built(bias, alibi, softcap, mod, q_axis):
-    """(spec, Tile, qk, TileInputs) with these features."""
+    """Builds (spec, Tile, qk, TileInputs) with these features."""
     turn = (lambda x: jnp.asarray(x)) if q_axis == 0 else (lambda x: jnp.asarray(x.T))
     traced, params = None, ()
     if mod:
@@ -51,7 +51,7 @@ def built(bias, alibi, softcap, mod, q_axis):
 
 
 def written_out(bias, alibi, softcap, mod):
-    """(scale * qk, bias, slope, captured) -> natural logits, from the words of the contract."""
+    """Returns (scale * qk, bias, slope, captured) -> natural logits, by the contract's words."""
     i = Q_START + jnp.arange(Q, dtype=jnp.int32)[:, None]
     j = KV_START + jnp.arange(KV, dtype=jnp.int32)[None]
 
@@ -154,7 +154,7 @@ def test_kept_from_a_key_and_from_hashed_keys(q_axis):
 
 
 def test_the_mods_of_the_cases_are_what_they_say():
-    """All of them move the scores: a case with one would test nothing otherwise."""
+    """Checks that every mod changes scores: a case whose mod does not would test nothing."""
     for name, (axes, make) in SCORE_MODS.items():
         function = make(jnp.ones((2,) * len(axes)))
         moved = [

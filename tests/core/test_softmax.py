@@ -1,4 +1,4 @@
-"""The end of the online softmax, rows without keys included."""
+"""The end of the online softmax, including rows without keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ZERO = jnp.zeros(1)
 
 
 def drawn():
-    """(logits, their maxima in base 2, sums of the weights relative to these)."""
+    """Draws (logits, their row max in base 2, row sums of the weights relative to it)."""
     x = np.random.default_rng(0).standard_normal((5, 9)).astype(np.float32)
     m = (x * softmax.LOG2E).max(-1)
     return x.astype(np.float64), m, np.exp2(x * softmax.LOG2E - m[:, None]).sum(-1)
@@ -28,7 +28,7 @@ def test_finish_and_natural_give_the_log_sum_exp():
 
 @pytest.mark.parametrize("far", [1e6, -1e10, -3e38])
 def test_rows_that_are_far_have_a_shift(far):
-    """Their sum keeps its bits, where a log-sum-exp in one part has none left for it."""
+    """Checks that sums of far rows keep their bits, though an LSE in one part has none left."""
     _, _, l = drawn()
     m, shift = softmax.parted(jnp.full(5, far, jnp.float32), 1.0, softmax.FAR_FLOAT32)
     assert not m.any()

@@ -19,12 +19,12 @@ ROW_MULTIPLE = 128  # of lse and delta: the widest query tile
 
 
 class BackwardArrays(NamedTuple):
-    """Operands in device memory.
+    """Operands of a backward kernel in device memory.
 
-    T8 and S8 are the lengths rounded up to 8, D and Dv the head dims that a kernel runs or, where
-    TMA fills its tiles up with zeros, those of the call. What padding adds is 0 except in lse_log2,
-    where it is core.softmax.EMPTY_ROW, so that padded queries get P = 0. q, k, v and do are
-    operands of products.py, and so are all gradients of the first three.
+    T8 and S8 are the sequence lengths rounded up to a multiple of 8. D and Dv are the head dims
+    that a kernel runs or, where TMA fills its tiles up with zeros, those of the call. Padding is 0
+    except in lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries get P = 0. q, k,
+    v and do have the operand form of products.py, and so have the gradients of q, k and v.
     """
 
     q: Any  # [B, T8, N, D]
@@ -47,7 +47,7 @@ class BackwardArrays(NamedTuple):
     def of(
         cls, problem: Problem, operands: Operands, cotangents: Cotangents, summed_rows: Any
     ) -> BackwardArrays:
-        """For the head dims of `problem`; an array that needs no padding is passed as it is.
+        """Makes the arrays for the head dims of `problem`; copies only what is padded or split.
 
         `summed_rows`: of all tiles of Q and K, and of V and dO, as Products.operand takes them.
         """
@@ -66,17 +66,17 @@ class BackwardArrays(NamedTuple):
         )
 
     def side_of(self, problem: Problem, operands: Operands, q_axis: int) -> Gmem:
-        """What modifiers read, and which rows are shifted."""
+        """Returns what modifiers read, with the shift of each row and the groups that have one."""
         side = SideInputs(problem, q_axis).arrays(operands)
         return with_shift(side, self.shift, problem.kv_heads)
 
     def for_rows(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BackwardArrays:
-        """With what a kernel reads whose rows are queries (q_axis 0) or keys (1).
+        """Adds what a kernel reads whose rows are queries (q_axis 0) or keys (1).
 
         Args:
             problem: what is computed.
-            operands: as the backend got them.
-            q_axis: which axis of its tiles runs over queries.
+            operands: operands as the backend got them.
+            q_axis: axis of the kernel's tiles that runs over queries.
             tile: (queries, keys) of one step of a CTA.
         """
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
@@ -88,23 +88,23 @@ class BackwardArrays(NamedTuple):
         )
 
     def with_padding(self, operands: Operands, block_q: int, block_kv: int) -> BackwardArrays:
-        """For a kernel that clears padding itself, in tiles of these sizes."""
+        """Adds the padding of Q and KV tiles of these sizes, for a kernel that clears it itself."""
         return self._replace(
             q_padding=Padding.of(padding.valid_queries(operands), block_q),
             kv_padding=Padding.of(padding.valid_keys(operands), block_kv),
         )
 
     def scaled(self, factor: float) -> BackwardArrays:
-        """With what makes factor * P of the log-sum-exp, and the delta that such a P takes."""
+        """Rescales the LSE so that kernels make factor * P of it, and delta to go with such a P."""
         lse_log2 = self.lse_log2 - math.log2(factor)
         return self._replace(lse_log2=lse_log2, delta=self.delta / factor)
 
     def offset(self, problem: Problem, batch):
-        """Position of query 0 of a batch entry."""
+        """Returns the position of query 0 of a batch entry."""
         return self.q_offset[batch] if problem.traced_offset else problem.spec.q_offset
 
     def kv_len(self, problem: Problem, batch, block_kv: int):
-        """Keys of a batch entry; None where all blocks of keys are whole."""
+        """Returns the number of keys of a batch entry; None where all key blocks are whole."""
         if self.side.kv_lengths is not None:
             return self.side.kv_lengths[batch]
         return problem.kv_len if problem.kv_len % block_kv else None

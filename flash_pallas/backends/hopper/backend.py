@@ -1,4 +1,4 @@
-"""The Hopper kernels as a backend: what they take, and how arrays are padded for them."""
+"""The Hopper kernels as a backend: which problems they take, and how arrays are padded for them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ H200_SMS = 132  # assumed where there is no GPU to ask: H100 SXM and H200
 
 @dataclasses.dataclass(frozen=True)
 class HopperBackend:
-    """Kernels for H100 and H200.
+    """Backend of the kernels for H100 and H200.
 
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter, with race detection (for tests).
-        num_sms: multiprocessors to spread persistent kernels over; None asks the device.
-        trades_registers: the compiler honours setmaxnreg; None asks the installed jaxlib.
-        capability: of the GPU to answer for; None asks the device.
+        num_sms: number of SMs to spread persistent kernels over; None asks the device.
+        trades_registers: whether the compiler honours setmaxnreg; None asks the installed jaxlib.
+        capability: compute capability of the GPU to answer for; None asks the device.
     """
 
     interpret: bool = False
@@ -47,21 +47,24 @@ class HopperBackend:
 
     @property
     def producer(self) -> bool:
-        """A warpgroup of the kernels only loads."""
+        """Says whether the kernels have a producer warpgroup, which only loads."""
         return trades_registers() if self.trades_registers is None else self.trades_registers
 
     @property
     def multiprocessors(self) -> int:
-        """That a kernel has."""
+        """Number of SMs that a kernel has."""
         return self.num_sms or _num_sms()
 
     @property
     def partitionable(self) -> bool:
-        """Not under the interpreter, whose callbacks the partitioner would drop."""
+        """Says whether calls may be partitioned over devices.
+
+        Not under the interpreter, whose callbacks the partitioner would drop.
+        """
         return not self.interpret
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why these kernels cannot run `problem` here, or None."""
+        """Returns why these kernels cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         if problem.dtype not in DTYPES:
@@ -79,15 +82,15 @@ class HopperBackend:
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
-        """Tile sizes of the kernels that would run; see blocks.py."""
+        """Returns the tile sizes of the kernels that would run; see blocks.py."""
         return choose_blocks(problem, override, self.producer, self.multiprocessors)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """Tile sizes worth timing; see candidates.py."""
+        """Returns the tile sizes worth timing, by kernel; see candidates.py."""
         return candidates(problem, self.producer, self.multiprocessors)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
-        """Attention; see core.problem.Outputs."""
+        """Computes attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
         if blocks.forward.packed:
             return forward_packed(problem, operands, self.multiprocessors, self.interpret)
@@ -114,24 +117,24 @@ class HopperBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients; dK and dV summed over each group of query heads inside the kernels."""
+        """Computes gradients; the kernels sum dK and dV over each group of query heads."""
         problem = describe(operands, spec)
         return backward(problem, blocks.backward, operands, cotangents, wanted, self.interpret)
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """Why the decode kernel cannot run `problem` here, or None."""
+        """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         return decode_blocks.unsupported(problem)
 
     def decode_blocks(self, problem: DecodeProblem) -> decode_blocks.DecodeBlocks:
-        """Tile sizes and the number of splits; see decode_blocks.py."""
+        """Returns the tile sizes and the number of splits; see decode_blocks.py."""
         return decode_blocks.choose_decode(problem, self.multiprocessors)
 
     def decode(
         self, spec: DecodeSpec, blocks: decode_blocks.DecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
-        """Attention of a few queries to a cache; see decode.py."""
+        """Computes attention of a few queries to a KV cache; see decode.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 

@@ -1,4 +1,4 @@
-"""The backward of one call: the kernels it takes, on padded copies where that is needed."""
+"""The backward of one call: the kernels that it runs, on padded copies where those are needed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def backward(
     wanted: frozenset[str],
     interpret: bool,
 ) -> Grads:
-    """Gradients; dK and dV summed over each group of query heads inside the kernels.
+    """Computes gradients; the kernels sum dK and dV over each group of query heads.
 
     Args:
-        problem: of the operands.
-        blocks: tiles of the kernels that run.
-        operands: of the call.
-        cotangents: where the backward starts from.
-        wanted: the operands beside q, k and v whose gradient is asked for.
-        interpret: under the interpreter.
+        problem: problem of the operands.
+        blocks: tile sizes of the kernels that run.
+        operands: operands of the call.
+        cotangents: what the backward starts from: LSE, dO, delta and shifts.
+        wanted: names of the operands besides q, k and v whose gradients are asked for.
+        interpret: run under the interpreter.
     """
     fused = isinstance(blocks, FusedBlocks)
     native = native_problem(problem, fused=fused)
@@ -65,7 +65,10 @@ def backward(
 
 
 def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
-    """Of Q's and K's, and of V's and dO's tiles; 0 is for the kernel of backward_scores.py."""
+    """Returns `summed_rows` of BackwardArrays.of: for the tiles of Q and K, and of V and dO.
+
+    A 0 stands for the kernel of backward_scores.py.
+    """
     if isinstance(blocks, FusedBlocks):
         return (blocks.dq_tile(native.head_dim)[1], 0), (0,)
     rows = (blocks.dkv.block_q, blocks.dq.block_kv, 0)

@@ -1,4 +1,4 @@
-"""Which kernels run the backward of a problem, and with which tiles."""
+"""Choice of the kernels that run the backward of a problem, and of their tile sizes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .split_blocks import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_hea
 
 @dataclasses.dataclass(frozen=True)
 class SplitBlocks:
-    """The deterministic backward, which also runs what the fused one does not."""
+    """Tile sizes of the deterministic backward, which also runs what the fused one does not."""
 
     dkv: DkvBlocks
     dq: DqBlocks
 
 
 def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
-    """Tiles of each kernel that runs: of "fused", or of "dkv" and "dq"."""
+    """Chooses the tile sizes of each kernel that runs: of "fused", or of "dkv" and "dq"."""
     widest = max(problem.head_dim, problem.v_head_dim)
     fused = None
     atomics = not problem.spec.deterministic and problem.dtype != np.float32
@@ -39,7 +39,7 @@ def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
 
 
 def native_problem(problem: Problem, *, fused: bool) -> Problem:
-    """The problem with the head dims that the kernels run: filled up with zeros."""
+    """Returns the problem with the head dims that the kernels run: zero-padded to a native size."""
     q, v = problem.head_dim, problem.v_head_dim
     if fused:
         q = v = next(dim for dim in FUSED_HEAD_DIMS if dim >= max(q, v))

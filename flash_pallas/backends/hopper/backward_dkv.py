@@ -1,19 +1,20 @@
 """dK and dV without atomics: one half of the deterministic backward.
 
-A CTA owns 64 keys of one key head and walks the query tiles of every head of its group. Scores are
-held transposed, so that P^T and dS^T come out of the registers as left operands. The two compute
-warpgroups do different things, so that each accumulator of 64 x head dim has one owner:
+A KV-stationary CTA owns 64 keys of one key head and loops over the Q tiles of every query head of
+its group. Scores are held transposed, so that P^T and dS^T come out of the registers as left
+operands. The two compute warpgroups do different things, so that each accumulator of 64 x head dim
+has one owner:
 
     warpgroup 0   S^T = K Q^T -> P^T (operand) -> dV += P^T dO       hands P^T over in shared memory
     warpgroup 1   dP^T = V dO^T -> dS^T = P^T (dP^T - delta) -> dK += dS^T Q
     warpgroup 2   the producer: K and V once, Q with lse and dO with delta through two rings
 
-dV and dK of a tile stay in flight while S^T and dP^T of the next are issued, and the elementwise
-work of one warpgroup runs under the products of the other; they meet only at the P^T ring. Issuing
-the next S^T before dV instead makes a tile live for two steps, so that two stages prefetch nothing
-(1.09 against 1.28 of cuDNN at head dim 256).
-K is read by warpgroup 0 alone and V by warpgroup 1 alone: dV and dK are staged in them at the end,
-if they are of the same size.
+The wgmmas of dV and dK of a tile stay in flight while S^T and dP^T of the next tile are issued, and
+the elementwise work of one warpgroup overlaps with the wgmmas of the other; they meet only at the
+P^T ring. Issuing the next S^T before dV instead keeps a tile alive for two steps, so that two
+stages prefetch nothing (a ratio to cuDNN of 1.09 instead of 1.28 at head dim 256).
+Only warpgroup 0 reads K and only warpgroup 1 reads V: dV and dK are staged in them at the end, if
+they are of the same size.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Dkv:
-    """One launch; the methods are the phases of a CTA."""
+    """One launch of the dK/dV kernel; the methods are the phases of a CTA."""
 
     problem: Problem
     blocks: DkvBlocks
@@ -59,17 +60,17 @@ class Dkv:
 
     @property
     def products(self) -> Products:
-        """How operands are multiplied."""
+        """Matrix products of operands of the call's dtype."""
         return Products(self.problem.dtype, self.interpret)
 
     @property
     def loads(self) -> Loads:
-        """From device memory."""
+        """Copies from device memory into shared memory."""
         return Loads(self.problem, self.blocks)
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read."""
+        """Side inputs, which modifiers read."""
         return self.loads.side
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: Smem, bars: Barriers):
@@ -113,7 +114,7 @@ class Dkv:
             pl.when(far != 0)(lambda: self.sum_dv(cta, far))
 
     def sum_dv(self, cta: Cta, far):
-        """dV of these keys; `far` where some query may be shifted, else None."""
+        """Computes and writes dV of these keys; `far` is None unless some query may be shifted."""
         accumulator = self.result_accumulator(self.problem.v_head_dim)
         dv = pl.run_scoped(functools.partial(self.dv_walk, cta, far), accumulator)
         cta.p.drain(cta.walk.total)
@@ -121,7 +122,7 @@ class Dkv:
         self.store(dv, staging, rows_of(cta.dv, cta.keys, staging))
 
     def dv_walk(self, cta: Cta, far, dv_acc):
-        """dV, f32[64, Dv]."""
+        """Sums dV over all tiles; returns f32[64, Dv]."""
         held = self.side.hold_rows(cta.gmem.side, self.loads.place(cta, 0, 0))
         if self.problem.group == 1:
             held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
@@ -133,7 +134,7 @@ class Dkv:
         return recompute.gained(self.problem, dv_acc[...])
 
     def dv_step(self, cta: Cta, held: Held, far, dv_acc, n, block, *, masked):
-        """dV += P^T dO of the n-th tile."""
+        """Hands over P^T of the n-th tile and issues dV += P^T dO."""
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)
@@ -149,7 +150,7 @@ class Dkv:
         self.products.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
 
     def weights(self, cta: Cta, held: Held, at, masked, far, s_acc):
-        """What dV and the other warpgroup need of P^T, as operands; ends the previous dV."""
+        """Computes P^T for dV and for the other warpgroup, as operands; awaits the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
         self.products.multiply(s_acc, cta.smem.k, cta.smem.q.at[slot], transposed=True)
@@ -170,14 +171,15 @@ class Dkv:
         return p, self.hand_over(w, p)
 
     def inputs(self, cta: Cta, held: Held, slot) -> TileInputs:
-        """What modifiers read at the tile that lies in a slot of Q."""
+        """Returns what modifiers read at the tile that lies in a slot of Q."""
         shape, rows = (WARPGROUP_ROWS, self.blocks.block_q), pl.ds(0, WARPGROUP_ROWS)
         return self.side.inputs(held, cta.smem.side, slot, shape, rows)
 
     def hand_over(self, w: Weights, p):
-        """pull(P), from which warpgroup 1 makes dS; what dropout dropped is negative.
+        """Returns pull(P), from which warpgroup 1 makes dS; what dropout drops is negative.
 
-        Nothing is negative by itself: softcap's pull multiplies by 1 - tanh^2.
+        Nothing is negative by itself: softcap's pull multiplies by 1 - tanh^2. With score_mod,
+        whose pull may be negative, no sign is set: see `drops_twice`.
         """
         spec = self.problem.spec
         if spec.softcap is None and spec.score_mod is None and w.kept is None:
@@ -189,11 +191,14 @@ class Dkv:
 
     @property
     def drops_twice(self) -> bool:
-        """Both warpgroups compute what dropout keeps: score_mod leaves no sign to pass it as."""
+        """Says whether both warpgroups compute the dropout mask.
+
+        They do with score_mod, which leaves no sign to pass it as.
+        """
         return self.problem.spec.dropout_rate > 0 and self.problem.spec.score_mod is not None
 
     def tile(self, cta: Cta, block) -> RegisterTile:
-        """Where the tile of a query block lies."""
+        """Describes the tile of a query block: where it lies, and its shape."""
         return RegisterTile(
             q_start=block * self.blocks.block_q + cta.walk.q_offset,
             kv_start=cta.kv_start,
@@ -219,7 +224,10 @@ class Dkv:
         self.store(dk * self.problem.spec.scale, staging, out)
 
     def dk_walk(self, cta: Cta, dk_acc):
-        """dK before scaling, f32[64, D]. Hidden scores have P = 0, so there is no mask here."""
+        """Sums dK over all tiles; returns it before scaling, f32[64, D].
+
+        Hidden scores have P = 0, so there is no mask here.
+        """
         plgpu.barrier_wait(cta.bars.v_full)
         pl.loop(jnp.int32(0), cta.walk.total)(functools.partial(self.dk_step, cta, dk_acc))
         plgpu.wgmma_wait(0)
@@ -227,7 +235,7 @@ class Dkv:
         return dk_acc[...]
 
     def dk_step(self, cta: Cta, dk_acc, n):
-        """dK += dS^T Q of the n-th tile."""
+        """Computes dS^T of the n-th tile and issues dK += dS^T Q."""
         if not self.blocks.producer:
             self.loads.refill_do(cta, n)
         cta.do.wait_full(n)
@@ -239,7 +247,7 @@ class Dkv:
         self.products.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
 
     def score_gradients(self, cta: Cta, n, dp_acc):
-        """dS^T of the n-th tile as an operand; ends the previous dK on the way."""
+        """Computes dS^T of the n-th tile as an operand; awaits the previous dK on the way."""
         slot = cta.do.slot(n)
         self.products.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
         delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
@@ -254,14 +262,14 @@ class Dkv:
         return self.products.split(self.handed(cta, n) * centred)
 
     def handed(self, cta: Cta, n):
-        """What the other warpgroup's `hand_over` made, f32."""
+        """Loads what the other warpgroup's `hand_over` made, as f32, and releases its slot."""
         cta.p.wait_full(n)
         p = self.products.load(cta.smem.p.at[cta.p.slot(n)], inline.WGMMA)
         cta.p.release(n)
         return p
 
     def with_dropout(self, cta: Cta, n, dp, delta):
-        """dS^T where some weights were dropped."""
+        """Computes dS^T, f32, where some weights were dropped."""
         p = self.handed(cta, n)
         if not self.drops_twice:
             return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
@@ -275,7 +283,7 @@ class Dkv:
     # --- both ------------------------------------------------------------------------------------
 
     def store(self, result, staging, out):
-        """Write one gradient through shared memory that its warpgroup alone has read."""
+        """Writes one gradient through shared memory that only its warpgroup has read."""
         self.products.store(staging, result)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, out)
@@ -290,7 +298,10 @@ class Dkv:
 
 
 def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: BackwardArrays, interpret):
-    """Launch; returns (dk, dv) in the form of arrays.k and v, the same bits in every run."""
+    """Launches the kernel; returns (dk, dv) in the form of arrays.k and v.
+
+    The result has the same bits in every run.
+    """
     run = launch(
         Dkv(problem, blocks, interpret),
         out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)),

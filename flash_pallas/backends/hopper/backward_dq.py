@@ -1,15 +1,15 @@
 """dQ without atomics: the other half of the deterministic backward.
 
-A CTA owns 64 queries per compute warpgroup of one head and folds the key blocks they see into dQ,
-which stays in registers; the producer warpgroup streams K and V. Per block:
+A CTA owns 64 queries of one head per compute warpgroup and loops over the key blocks that they see.
+dQ stays in registers; the producer warpgroup streams K and V. Each block takes:
 
     S = Q K^T, dP = dO V^T       shared x shared
     dS = P (dP - delta)          registers, the left operand of
     dQ += dS K                   in flight while S of the next block is issued
 
-The previous dQ is awaited before dP is issued, not after: the registers of dS die before dP needs
-its own (after: 0.74 of the speed at head dim 256). Masked blocks, of which the last may reach past
-the last key, come last, in a loop of their own. Each warpgroup alone reads its rows of Q, and
+The wait for the previous dQ comes before dP is issued, not after: the registers of dS die before dP
+needs its own (after: 0.74 of the speed at head dim 256). Masked blocks, the last of which may reach
+past the last key, come last, in a loop of their own. Each warpgroup alone reads its rows of Q, and
 stages dQ in them.
 """
 
@@ -42,7 +42,7 @@ from .split_blocks import DqBlocks
 
 
 class Rows(NamedTuple):
-    """What a warpgroup knows of its 64 queries."""
+    """Row vectors and held side inputs of a warpgroup's 64 queries."""
 
     lse: Any  # f32[64], base 2
     delta: Any  # f32[64]
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dq:
-    """One launch; the methods are the phases of a CTA."""
+    """One launch of the dQ kernel; the methods are the phases of a CTA."""
 
     problem: Problem
     blocks: DqBlocks
@@ -59,17 +59,17 @@ class Dq:
 
     @property
     def products(self) -> Products:
-        """How operands are multiplied."""
+        """Matrix products of operands of the call's dtype."""
         return Products(self.problem.dtype, self.interpret)
 
     @property
     def loads(self) -> Loads:
-        """From device memory."""
+        """Copies from device memory into shared memory."""
         return Loads(self.problem, self.blocks)
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read."""
+        """Side inputs, which modifiers read."""
         return self.loads.side
 
     def __call__(self, gmem: BackwardArrays, dq, smem: Smem, bars: Barriers):
@@ -99,7 +99,7 @@ class Dq:
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def consume(self, cta: Cta):
-        """Fold the key blocks into this warpgroup's rows and write them."""
+        """Computes dQ of this warpgroup's rows over the key blocks, scales it and writes it."""
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
@@ -115,7 +115,7 @@ class Dq:
         plgpu.wait_smem_to_gmem(0)
 
     def fold(self, cta: Cta, dq_acc):
-        """dQ before scaling, f32[64, D]."""
+        """Sums dQ over the key blocks; returns it before scaling, f32[64, D]."""
         plgpu.barrier_wait(cta.bars.queries)
         own = warpgroup_rows(cta.wg)
         rows = Rows(
@@ -135,12 +135,15 @@ class Dq:
         return dq_acc[...]
 
     def masks(self, walk: KeyWalk) -> bool:
-        """Some tile may need its mask."""
+        """Says whether some tile may need its mask."""
         band = not self.problem.spec.mask.is_trivial
         return band or walk.kv_len is not None or mask_everywhere(self.problem)
 
     def step(self, cta: Cta, walk: KeyWalk, rows: Rows, dq_acc, n, *, masked, far=None):
-        """dQ += dS K of the n-th key block; `far` where queries may be shifted."""
+        """Computes dS of the n-th key block and issues dQ += dS K.
+
+        `far` is given where queries may be shifted.
+        """
         limits = Limits()
         tile = self.tile(cta, walk[n])
         if masked:
@@ -153,7 +156,7 @@ class Dq:
         self.products.multiply(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])
 
     def score_gradients(self, cta: Cta, rows: Rows, n, where, s_acc):
-        """dS of the n-th key block as an operand; ends the previous dQ on the way."""
+        """Computes dS of the n-th key block as an operand; awaits the previous dQ on the way."""
         k = cta.smem.k.at[cta.k.slot(n)]
         # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
         # live through the loop: 144 bytes of spills at head dim 256, 344 if causal, against none.
@@ -166,7 +169,7 @@ class Dq:
         return pl.run_scoped(product, self.score_accumulator)
 
     def with_dp(self, cta: Cta, rows: Rows, n, where, s_acc, dp_acc):
-        """dS of the n-th key block as an operand, once S is issued."""
+        """Computes dP and dS of the n-th key block, dS as an operand, once S is issued."""
         v, own = cta.smem.v.at[cta.v.slot(n)], warpgroup_rows(lax.optimization_barrier(cta.wg))
         self.products.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
@@ -189,7 +192,7 @@ class Dq:
         return plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_kv), jnp.float32)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
-        """Where this warpgroup's tile of a key block lies."""
+        """Describes this warpgroup's tile of a key block: where it lies, and its shape."""
         return RegisterTile(
             q_start=cta.position + cta.wg * WARPGROUP_ROWS,
             kv_start=block * self.blocks.block_kv,
@@ -200,7 +203,7 @@ class Dq:
 
 
 def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
-    """Launch; returns dq in the form of arrays.q, the same bits in every run."""
+    """Launches the kernel; returns dq in the form of arrays.q, with the same bits in every run."""
     block_q, block_kv = blocks.block_q, blocks.block_kv
     run = launch(
         Dq(problem, blocks, interpret),

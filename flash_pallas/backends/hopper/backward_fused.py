@@ -1,8 +1,8 @@
 """The fused backward: all five products of FlashAttention-2's Algorithm 2 in one kernel.
 
-A CTA owns 128 keys of one key head (two compute warpgroups, 64 keys each) and walks the query tiles
-of every head of its group. Scores are held transposed, so that P^T and dS^T come out of the
-registers as left operands of the products that consume them:
+A KV-stationary CTA owns 128 keys of one key head (two compute warpgroups, 64 keys each) and loops
+over the Q tiles of every query head of its group. Scores are held transposed, so that P^T and dS^T
+come out of the registers as left operands of the products that consume them:
 
     (1) S^T  = K Q^T           shared x shared
     (2) dP^T = V dO^T          shared x shared
@@ -10,7 +10,7 @@ registers as left operands of the products that consume them:
     (4) dK  += dS^T Q          registers x shared
     (5) dQ   = dS K            shared (dS^T of both warpgroups, read transposed) x shared
 
-In which order the two warpgroups run (3) to (5) is in fused_finish.py.
+The order in which the two warpgroups run (3) to (5) is in fused_finish.py.
 
 dK and dV stay in registers for the whole walk. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add. The
@@ -18,7 +18,8 @@ order of those adds differs from run to run, and with it the last bits of dQ; ba
 backward_dq.py are the deterministic pair. The gradient of a bias may be added up here too:
 fused_bias.py.
 
-    K, V            one slot each, loaded once; dK and dV are staged in them at the end
+    K, V            loaded once per key block; dK and dV are staged in them at the end. One slot
+                    each, or kv_stages where a CTA takes several key blocks
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
     dS^T            ds slots, written by both warpgroups, read by both
     dQ              one float32 slot per warpgroup, handed to the storing warp and back
@@ -60,7 +61,7 @@ from .side_inputs import Held, Place, SideInputs
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """One launch; the methods are the phases of a CTA."""
+    """One launch of the fused backward; the methods are the phases of a CTA."""
 
     problem: Problem
     blocks: FusedBlocks
@@ -69,28 +70,28 @@ class Fused:
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read."""
+        """Side inputs, which modifiers read."""
         return SideInputs(self.problem, q_axis=1)
 
     @property
     def finish(self) -> Finish:
-        """The second half of every step."""
+        """Second half of every step: dV, dK and dQ."""
         way = Alternating if self.blocks.alternate else Together
         return way(self.blocks, self.problem.head_dim, self.interpret)
 
     @property
     def weights(self) -> Weights:
-        """The elementwise part."""
+        """Elementwise part of every step: from S^T and dP^T to P^T and dS^T."""
         return weights_of(self.problem, self.blocks)
 
     @property
     def order(self) -> Order:
-        """Which CTA takes what."""
+        """Order of the key blocks: which CTA takes which."""
         return Order(self.problem, self.blocks, self.launch)
 
     @property
     def producer(self) -> Producer:
-        """What loads and adds dQ."""
+        """Producer, which loads tiles and adds dQ into device memory."""
         return Producer(self.problem, self.blocks, self.interpret)
 
     def __call__(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers):
@@ -107,7 +108,7 @@ class Fused:
             pl.when(pair < total)(work)
 
     def work(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers, pair):
-        """Everything that a CTA with one key block does."""
+        """Runs a CTA that has one key block."""
         block, parts = lax.axis_index("kv") + self.launch.first_block, self.blocks.parts
         keys = self.order.key_block(gmem, pair, block)
         walk = self.query_walk(gmem, keys, block)
@@ -125,7 +126,7 @@ class Fused:
             pl.when((walk.total == 0) & (cta.wg < WARPGROUPS))(lambda: self.store_nothing(cta))
 
     def work_in_turns(self, results: Results, gmem: BackwardArrays, smem: Smem, bars: Barriers):
-        """Everything that a CTA with several key blocks does; all have the same walk."""
+        """Runs a CTA that has several key blocks; all of them have the same walk."""
         turns, zero = self.order.turns(gmem), jnp.int32(0)
         first = KeyBlock(zero, zero, zero, 0)
         if self.launch.part is Part.FAR:
@@ -136,13 +137,13 @@ class Fused:
         self.run(dataclasses.replace(cta, turns=turns))
 
     def query_walk(self, gmem: BackwardArrays, keys: KeyBlock, block) -> QueryWalk:
-        """Of a key block, which is the `block`-th of its head."""
+        """Returns the walk over Q tiles of a key block, which is the `block`-th of its head."""
         size = self.blocks.block_kv, self.blocks.block_q
         loops = {"mask_all": self.blocks.mask_all, "shift": keys.shift}
         return QueryWalk.of(self.problem, gmem, (keys.batch, block), *size, **loops)
 
     def cta(self, results, gmem, smem: Smem, bars: Barriers, keys: KeyBlock, walk) -> Cta:
-        """At a key block, with the query tiles that it reads."""
+        """Returns the record of this CTA at a key block, with the walk over its Q tiles."""
         blocks = self.blocks
         return Cta(
             gmem=gmem,
@@ -159,7 +160,7 @@ class Fused:
         )
 
     def run(self, cta: Cta):
-        """All warpgroups."""
+        """Sends each warpgroup to its role: compute, producer, or sums of the bias's gradient."""
         pl.when(cta.wg < WARPGROUPS)(lambda: self.consume(cta))
         if self.blocks.producer:
             pl.when(cta.wg == WARPGROUPS)(lambda: self.producer(cta))
@@ -184,7 +185,7 @@ class Fused:
             cta.sums.drain(cta.tiles)  # nobody reads dS of this CTA any more
 
     def key_block(self, cta: Cta):
-        """dK and dV of one, and its part of dQ."""
+        """Computes and writes dK and dV of one key block, and adds its part of dQ."""
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dk, dv = pl.run_scoped(functools.partial(self.walk, cta), accumulator, accumulator)
         dk, dv = dk * self.problem.spec.scale, self.weights.finished(dv)
@@ -193,7 +194,7 @@ class Fused:
         (self.store if self.blocks.parts == 1 else self.store_part)(cta, dk, dv)
 
     def store(self, cta: Cta, dk, dv):
-        """This warpgroup's keys of the results."""
+        """Writes dK and dV of this warpgroup's keys, staged in shared memory of K and V."""
         keys = warpgroup_rows(cta.wg)
         cta.meet()  # both warpgroups have read K for the last time
         slot = cta.kv_slot
@@ -210,7 +211,7 @@ class Fused:
             cta.kv.release(cta.turn)
 
     def store_part(self, cta: Cta, dk, dv):
-        """This warpgroup's keys of what one part of the walk adds to the results, in float32.
+        """Writes what one part of the walk adds to dK and dV of this warpgroup's keys, in float32.
 
         Straight from registers: four threads write the 32 bytes of a sector.
         """
@@ -219,17 +220,20 @@ class Fused:
         plgpu.wait_smem_to_gmem(0)  # dQ's adds, where there is no producer
 
     def store_nothing(self, cta: Cta):
-        """What a part without tiles adds."""
+        """Writes the zeros that a part without tiles adds."""
         tile = jnp.zeros((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         self.store_part(cta, *[plgpu.layout_cast(tile, inline.WGMMA)] * 2)
 
     def own_keys(self, cta: Cta):
-        """(batch entry, keys of this warpgroup, key head) of dK and dV."""
+        """Returns (batch entry, keys of this warpgroup, key head), an index into dK and dV."""
         rows = pl.ds(cta.keys.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         return cta.keys.batch, rows, cta.keys.kv_head
 
     def walk(self, cta: Cta, dk_acc, dv_acc):
-        """Every query tile of every head of the group; masked tiles are a loop of their own."""
+        """Sums dK and dV over every Q tile of every head of the group; returns them, f32[64, D].
+
+        Masked tiles are a loop of their own.
+        """
         far = self.far(cta)  # its way from device memory is as long as that of K and V
         cta.kv.wait_full(cta.turn)
 
@@ -245,14 +249,17 @@ class Fused:
         return dk_acc[...], dv_acc[...]
 
     def far(self, cta: Cta):
-        """i32: not 0 if rows of the group are shifted; None where those are left to Part.FAR."""
+        """Returns an i32, not 0 if rows of the group are shifted.
+
+        Returns None where no row can be, and where those that are get left to Part.FAR.
+        """
         if self.launch.part is Part.NEAR:
             return None
         head = cta.keys.kv_head * self.problem.group
         return self.side.far(cta.gmem.side, cta.keys.batch, head)
 
     def visit(self, cta: Cta, step, far):
-        """Call it for every tile, as its rows and the part of this launch want it."""
+        """Calls `step` for every tile, in the loops that `far` and this launch's part ask for."""
         far_step = functools.partial(step, far=far)
         if self.launch.part is Part.NEAR:
             cta.walk.visit(step)
@@ -262,19 +269,19 @@ class Fused:
             cta.walk.visit(step, far, far_step)
 
     def own_place(self, cta: Cta, n) -> Place:
-        """Of this warpgroup's part of the n-th tile."""
+        """Returns the place of this warpgroup's part of the n-th tile."""
         first = cta.keys.start + cta.wg * WARPGROUP_ROWS
         return cta.place(n, first, WARPGROUP_ROWS, self.blocks.block_q)
 
     def step(self, cta: Cta, held: Held, sums, n, block, *, masked, far=None):
-        """The five products of the n-th tile; `far` where rows of it may be shifted."""
+        """Computes the five products of the n-th tile; `far` where rows of it may be shifted."""
         if far is not None:
             cta = cta.apart()
         p, ds = self.score_gradients(cta, held, (n, block), masked, far)
         self.finish(cta, n, p, ds, *sums)
 
     def score_gradients(self, cta: Cta, held: Held, at, masked, far):
-        """(1), (2) and the elementwise part: P^T and dS^T in 16 bits."""
+        """Computes (1), (2) and the elementwise part; returns P^T and dS^T in 16 bits."""
         n, block = at
         keys = warpgroup_rows(cta.anew().wg)
         q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
@@ -327,18 +334,19 @@ class Fused:
         return pl.run_scoped(functools.partial(late, w), accumulator)
 
     def narrows(self, masked: bool) -> bool:
-        """Tiles of the second loop wait for dP^T in 16 bits.
+        """Says whether tiles of the second loop wait for dP^T in 16 bits.
 
-        What this loop has no registers for, the one that matters loads again in every step. Head
-        dim 64, T=4096: 1.01 of the time without this loop, and not 1.09; but where tiles are masked
-        1.13, and not 1.08. At head dim 128 204 bytes would spill and wgmma be serialised (C7512) at
-        T=1024 and 16k, where nothing spills without.
+        Values for which the second loop has no registers are loaded again in every step of the
+        first one, which matters. Head dim 64, T=4096: with narrow tiles 1.01 of the time without
+        the second loop, instead of 1.09; but where tiles are masked 1.13, instead of 1.08. At head
+        dim 128 204 bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where
+        nothing spills without narrow tiles.
         """
         small = not masked and self.problem.head_dim < 128
         return small and self.launch.part is Part.ALL
 
     def narrowed(self, tiles):
-        """Tiles in float32, rounded to 16 bits until they are used."""
+        """Rounds float32 tiles to 16 bits until they are used."""
 
         leaves, form = jax.tree.flatten(tiles)
         wide = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]  # no predicates
@@ -348,7 +356,7 @@ class Fused:
         return jax.tree.unflatten(form, leaves)
 
     def early(self, cta: Cta, held: Held, n, tile: RegisterTile, masked, s, shift):
-        """What is made of S^T before dP^T has arrived."""
+        """Computes what can be made of S^T before dP^T has arrived."""
         slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
         inputs = self.side.inputs(held, cta.smem.side, slot, s.shape, keys, ids=masked)
@@ -357,7 +365,7 @@ class Fused:
         return self.weights.early(tile, Scores(s, lse, inputs, limits))
 
     def late(self, cta: Cta, n, tile: RegisterTile, early, dp_acc):
-        """P^T and dS^T in 16 bits."""
+        """Waits for dP^T and delta; returns P^T and dS^T in 16 bits."""
         slot = cta.do.slot(n)
         plgpu.barrier_wait(cta.bars.delta_full.at[slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
@@ -367,7 +375,7 @@ class Fused:
         return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
 
     def tile(self, cta: Cta, block) -> RegisterTile:
-        """Where this warpgroup's part of the tile of a query block lies."""
+        """Describes this warpgroup's part of the tile of a query block: its place and shape."""
         return RegisterTile(
             q_start=block * self.blocks.block_q + cta.walk.q_offset,
             kv_start=cta.keys.start + cta.wg * WARPGROUP_ROWS,

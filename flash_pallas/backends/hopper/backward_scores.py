@@ -1,15 +1,15 @@
 """Gradients of what modifies scores: of the bias, of ALiBi's slopes, of what score_mod captured.
 
 All are sums of the gradient dS of the scores, which is as large as the scores. So S and dP are
-computed once more, tile by tile, and summed in registers; dS is never stored. What is summed over
+computed once more, tile by tile, and dS is summed in registers, never stored. What is summed over
 (`Sums.axes`) decides what a CTA owns:
 
     tile     a tile of the bias, for all batch entries and heads that share it: written once
     columns  some keys of one head, for all queries: a bias that is the same for every query
     rows     some queries of one head, for all keys: everything else
 
-No sum depends on the order in which CTAs run: the same bits in every run. Sums over rows or columns
-are [B, N, T] or [B, N, S], and XLA adds up the batch entries and heads that share a value.
+No sum depends on the order in which CTAs run: every run gives the same bits. Sums over rows or
+columns are [B, N, T] or [B, N, S], and XLA adds up the batch entries and heads that share a value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .side_inputs import Place
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """One launch; the methods are the phases of a CTA."""
+    """One launch of this kernel; the methods are the phases of a CTA."""
 
     sums: Sums
     blocks: ScoreBlocks
@@ -52,17 +52,17 @@ class Scores:
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """Problem that is computed."""
         return self.sums.problem
 
     @property
     def products(self) -> Products:
-        """Of the operands' dtype."""
+        """Matrix products of operands of the call's dtype."""
         return Products(self.problem.dtype, self.interpret)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a warpgroup's tile."""
+        """Shape of a warpgroup's tile: (queries, keys)."""
         return WARPGROUP_ROWS, self.blocks.block_kv
 
     def __call__(self, gmem: BackwardArrays, bias, *refs):
@@ -76,7 +76,7 @@ class Scores:
     # --- the producer ----------------------------------------------------------------------------
 
     def produce(self, cta: Cta):
-        """The tile of the bias, if it is held, then all that every step reads."""
+        """Loads the tile of the bias, if it is held, then everything that each step reads."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_bias(cta)
         steps = cta.steps()
@@ -84,9 +84,9 @@ class Scores:
         cta.ring.drain(steps.total)
 
     def feed(self, cta: Cta) -> Cta:
-        """Without a producer: the last warpgroup loads what the steps start with.
+        """Loads what the first steps read, in the last warpgroup, where there is no producer.
 
-        Returns the CTA with a ring that it fills again where it releases it.
+        Returns the CTA with a ring that this warpgroup fills again where it releases it.
         """
         steps, loads = cta.steps(), cta.wg == self.blocks.warpgroups - 1
         fill = lambda n: pl.when(n < steps.total)(lambda: self.load(cta, steps, n))
@@ -100,13 +100,13 @@ class Scores:
         return dataclasses.replace(cta, refill=lambda n: pl.when(loads)(lambda: fill(n)))
 
     def load_bias(self, cta: Cta):
-        """The tile of the bias, if it is held."""
+        """Loads the tile of the bias, if it is held."""
         if self.sums.holds_bias:
             source = cta.bias.at[cta.bias_place + self.tile_at(cta)]
             plgpu.copy_gmem_to_smem(source, cta.smem.bias, cta.bars.bias)
 
     def load(self, cta: Cta, steps: Steps, n):
-        """All that the n-th step reads."""
+        """Loads everything that the n-th step reads."""
         slot, step = cta.ring.slot(n), steps[n]
         cta.ring.wait_empty(n)
         sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
@@ -119,7 +119,7 @@ class Scores:
         self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
 
     def sources(self, cta: Cta, step: Step):
-        """What a step reads beside side inputs, by name."""
+        """Returns what a step reads besides side inputs, in device memory, by name."""
         queries = pl.ds(step.q_block * self.blocks.block_q, self.blocks.block_q)
         keys = pl.ds(step.kv_block * self.blocks.block_kv, self.blocks.block_kv)
         kv_head = lax.div(jnp.int32(step.head), jnp.int32(self.problem.group))
@@ -135,13 +135,13 @@ class Scores:
         }
 
     def place(self, step: Step, first_row, rows: int) -> Place:
-        """Of some rows of a tile."""
+        """Returns the place of some rows of a tile."""
         start = step.q_block * self.blocks.block_q + first_row
         columns = self.blocks.block_kv
         return Place(step.batch, step.head, start, step.kv_block * columns, rows, columns)
 
     def tile_at(self, cta: Cta):
-        """(queries, keys) of the tile that a CTA owns."""
+        """Returns (queries, keys) of the tile that a CTA owns, as slices."""
         own = cta.owned
         return (
             pl.ds(own.q_block * self.blocks.block_q, self.blocks.block_q),
@@ -151,7 +151,7 @@ class Scores:
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def consume(self, cta: Cta):
-        """Add up this warpgroup's 64 rows of every tile, and write the sums."""
+        """Adds up this warpgroup's 64 rows of every tile, and writes the sums."""
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
@@ -177,7 +177,7 @@ class Scores:
         plgpu.wait_smem_to_gmem(0)
 
     def tile(self, cta: Cta, n, step: Step, bias):
-        """What the n-th tile adds to each sum."""
+        """Computes what the n-th tile adds to each sum."""
         slot, smem = cta.ring.slot(n), cta.smem
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
         place = self.place(step, cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -218,14 +218,14 @@ class Scores:
         return pl.run_scoped(products, accumulator, accumulator)
 
     def terms(self, where: RegisterTile, dz, dparams):
-        """What a tile adds to each sum, from the gradients of its scores and of score_mod."""
+        """Returns what a tile adds to each sum, from the gradients of scores and of score_mod."""
         if self.sums.axes != "rows":
             return (dz,)
         lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
         return tuple(lanes(term(name, where, dz, dparams)) for name in self.sums.names)
 
     def shift(self, cta: Cta, place: Place) -> RowShift | None:
-        """Of the queries of a tile."""
+        """Returns the shift of the queries of a tile; None where there is none."""
         far = self.sums.side.far(cta.gmem.side, place.batch, place.head)
         if far is None:
             return None
@@ -233,19 +233,22 @@ class Scores:
         return RowShift.of(self.problem, *given)._replace(some=far)
 
     def own_bias(self, cta: Cta):
-        """This warpgroup's rows of the tile of the bias that a CTA holds."""
+        """Loads this warpgroup's rows of the tile of the bias that a CTA holds."""
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
         return plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA)
 
     def limits(self, cta: Cta, step: Step, where: RegisterTile) -> Limits:
-        """What positions hide of a tile. Keys past the end matter to sums over keys alone."""
+        """Returns what positions leave visible of a tile.
+
+        Keys past the end matter to sums over keys alone.
+        """
         kv_len = cta.gmem.kv_len(self.problem, step.batch, self.blocks.block_kv)
         if self.sums.axes != "rows" and cta.gmem.side.kv_lengths is None:
             kv_len = None
         return where.limits(self.problem.spec.mask, kv_len)
 
     def store_tile(self, cta: Cta, total):
-        """One tile of the bias's gradient."""
+        """Writes this warpgroup's rows of one tile of the bias's gradient."""
         own = warpgroup_rows(cta.wg)
         (out,) = cta.out
         staging = cta.smem.bias if cta.smem.sums is None else cta.smem.sums
@@ -257,7 +260,10 @@ class Scores:
         plgpu.copy_smem_to_gmem(staging.at[own], out.at[at])
 
     def store_columns(self, cta: Cta, total):
-        """This warpgroup's sum over its rows: the tile is transposed on its way through memory."""
+        """Writes this warpgroup's sums over its rows, one per key.
+
+        The tile is transposed on its way through shared memory.
+        """
         staging, vectors = cta.smem.sums.at[cta.wg], cta.smem.vectors.at[cta.wg]
         staging[...] = total[0]
         plgpu.commit_smem()  # each warp reads what the others wrote
@@ -273,7 +279,7 @@ class Scores:
         plgpu.copy_smem_to_gmem(vectors, cta.out[0].at[batch, head, cta.wg, keys])
 
     def store_rows(self, cta: Cta, total):
-        """This warpgroup's rows of every sum."""
+        """Writes this warpgroup's rows of every sum."""
         own = warpgroup_rows(cta.wg)
         for i, lanes in enumerate(total):
             cta.smem.vectors[i, own] = lanes.sum(axis=1)
@@ -287,20 +293,20 @@ class Scores:
 def score_sums(
     problem: Problem, sums, operands: Operands, arrays: BackwardArrays, producer: bool, interpret
 ):
-    """Launch. One array per name.
+    """Launches the kernel; returns one array per name.
 
     Args:
-        problem: with the head dims that run.
+        problem: problem with the head dims that run.
         sums: axes and names of `Sums`.
-        operands: of the call.
+        operands: operands of the call.
         arrays: what a backward reads.
-        producer: of ScoreBlocks.
-        interpret: run by the interpreter.
+        producer: `producer` of ScoreBlocks.
+        interpret: run under the interpreter.
 
     Returns:
-        tile: [parts * Bb, N1, T, S up to whole rows of 128 bytes] in the dtype of the bias, f32 if
-        there are several parts; columns: f32[B, N, S up to a multiple of 128]; rows: f32[B, N, T up
-        to whole tiles].
+        tile: [parts * Bb, N1, T up to a multiple of 8, S up to whole rows of 128 bytes] in the
+        dtype of the bias, f32 if there are several parts; columns: f32[B, N, S up to a multiple
+        of 128]; rows: f32[B, N, T up to whole tiles].
     """
     axes, names = sums
     sums = Sums(problem, axes, names)

@@ -30,11 +30,11 @@ class HopperBlocks:
 
 
 def trades_registers() -> bool:
-    """The installed jaxlib compiles setmaxnreg, with which warpgroups hand registers to each other.
+    """Says whether the installed jaxlib compiles setmaxnreg, by which warpgroups trade registers.
 
     From 0.12 on its wheels compile Mosaic GPU kernels through nvJitLink, as code to be linked, in
-    which the instruction has no effect (C7504). Three warpgroups then have 168 registers a thread,
-    and what is made for 240 spills up to 1,300 bytes and has its wgmma serialised. Two have 255.
+    which the instruction has no effect (C7504). Three warpgroups then have 168 registers a thread;
+    code made for 240 spills up to 1,300 bytes and has its wgmma serialised. Two have 255.
     """
     return jaxlib.version.__version_info__ < (0, 12)
 
@@ -42,13 +42,13 @@ def trades_registers() -> bool:
 def choose_blocks(
     problem: Problem, override: dict[str, Any] | None, producer: bool, num_sms: int
 ) -> HopperBlocks:
-    """The tuned tile sizes, with fields replaced by `override`.
+    """Chooses the tuned tile sizes, with fields replaced by `override`.
 
     Args:
         problem: the shapes.
-        producer: of the blocks that are chosen: a warpgroup of its own loads, which takes
+        producer: whether the chosen blocks have a producer warpgroup, which takes
             `trades_registers`.
-        num_sms: multiprocessors that the tiles are to keep busy.
+        num_sms: number of SMs that the tiles are to keep busy.
         override: for each kernel that runs (`"forward"`, `"fused"`, `"dkv"`, `"dq"`), a dict of the
             fields to replace, such as `{"forward": {"block_kv": 64}}`.
 
@@ -120,7 +120,7 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
 
 
 def _misfit(name: str, value, kind: type, kernel: str) -> str | None:
-    """Why a field of this type cannot have this value, whatever else is asked for."""
+    """Returns why a field of this type cannot have this value, whatever the others are, or None."""
     unit = 64 if kernel == "fused" else 32
     if name.startswith("block_"):
         tile = type(value) is int and 0 < value <= 256 and value % unit == 0
@@ -134,7 +134,7 @@ def _misfit(name: str, value, kind: type, kernel: str) -> str | None:
 
 
 def _refused(blocks: FusedBlocks, size) -> str | None:
-    """Why the fused backward cannot run with these blocks."""
+    """Returns why the fused backward cannot run with these blocks, or None."""
     if not blocks.runs(size.head_dim):
         return "'block_q' must be 128 for head dims up to 16"
     if blocks.alternate and not blocks.may_alternate:

@@ -47,7 +47,7 @@ CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
 
 
 def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list[dict[str, Any]]]:
-    """For each kernel of a call, tile sizes that it can run with; those of the rules come first.
+    """Returns the tile sizes that each kernel of a call can run with; those of the rules first.
 
     `producer` and `num_sms` are those of `choose_blocks`.
     """

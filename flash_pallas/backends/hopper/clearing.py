@@ -1,8 +1,8 @@
 """Loads of tiles whose padding may hold NaN: its rows are overwritten with 0 in shared memory.
 
-Only tiles that hold padding pay: whoever loads waits for the copy, writes zeros and arrives itself.
-A copy of the whole array with padding cleared would be as large as the array (20 % of the forward
-at T = 32k with packed documents).
+Only tiles that hold padding pay: the loading threads wait for the copy, write zeros and then arrive
+themselves. A copy of the whole array with padding cleared would be as large as the array (20 % of
+the forward at T = 32k with packed documents).
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ WARP, WARPGROUP = 32, 128  # threads
 
 
 class Padding(NamedTuple):
-    """In device memory: what of one axis is padding."""
+    """Padding of one axis, in device memory."""
 
     valid: Any  # int32[B, length, and further ones]: 0 for padding
     tiles: Any  # int32[B, tiles]: 1 for those that hold padding
 
     @classmethod
     def of(cls, valid, tile: int) -> Padding | None:
-        """Of bool[B, length] or None, for tiles of so many rows."""
+        """Makes the record from bool[B, length], for tiles of `tile` rows.
+
+        Returns None where `valid` is None.
+        """
         if valid is None:
             return None
         whole = pad_axis(valid, 1, -(-valid.shape[1] // tile) * tile, True)
@@ -47,14 +50,14 @@ class Padding(NamedTuple):
 
 
 class Loader(NamedTuple):
-    """Copies tiles of one array.
+    """Loader of the tiles of one array, which clears the padding in them.
 
     Attributes:
-        padding: of its rows, or None: plain copies.
+        padding: padding of the array's rows; None for plain copies.
         arrived: mbarrier of one arrival that nobody else uses; None without padding.
-        swizzle: of the tile in shared memory, in bytes.
-        interpret: run by the interpreter.
-        threads: that load together, WARP or WARPGROUP.
+        swizzle: swizzle of the tile in shared memory, in bytes.
+        interpret: run under the interpreter.
+        threads: number of threads that load together, WARP or WARPGROUP.
     """
 
     padding: Padding | None
@@ -64,10 +67,12 @@ class Loader(NamedTuple):
     threads: int = WARPGROUP
 
     def __call__(self, source, destination, full, batch, tile):
-        """Start the copy of a tile, which arrives once on `full`.
+        """Starts the copy of a tile, which arrives once on `full`.
+
+        Where rows are padding, waits for the copy, zeroes them and then arrives.
 
         Args:
-            source: in device memory.
+            source: the tile in device memory.
             destination: [rows, columns] in shared memory.
             full: the barrier.
             batch: the batch entry.
@@ -90,7 +95,7 @@ class Loader(NamedTuple):
             plgpu.barrier_arrive(full)
 
     def clear(self, tile, valid):
-        """Zeros in the rows whose `valid` is 0, visible to products after an arrival."""
+        """Zeroes the rows whose `valid` is 0; wgmma sees the zeros after an arrival."""
         if self.interpret:
             keep = valid[...][:, None] != 0
             tile[...] = jnp.where(keep, tile[...], jnp.zeros(tile.shape, tile.dtype))
@@ -102,14 +107,14 @@ class Loader(NamedTuple):
 
 
 def clear_from(tile, first, swizzle: int, interpret: bool, threads: int = WARPGROUP):
-    """Zeros in the rows of a tile from `first` on, visible to products after an arrival.
+    """Zeroes the rows of a tile from `first` on; wgmma sees the zeros after an arrival.
 
     Args:
         tile: [rows, columns] in shared memory, with this swizzle in bytes.
         first: int32, at least 0.
-        swizzle: of the tile, in bytes.
-        interpret: run by the interpreter.
-        threads: that clear together.
+        swizzle: swizzle of the tile, in bytes.
+        interpret: run under the interpreter.
+        threads: number of threads that clear together.
     """
     if interpret:
         keep = lax.broadcasted_iota(jnp.int32, tile.shape, 0) < first
@@ -135,7 +140,7 @@ def _clear_from_body(threads: int, _, tile, first):
 
 
 def _clear_rows(threads: int, tile, is_padding: Callable):
-    """Each thread clears whole rows: a swizzle only permutes pieces within a row."""
+    """Zeroes padding, whole rows in each thread: a swizzle only permutes pieces within a row."""
     index = ir.IndexType.get()
     at = lambda x: arith.constant(index, x)
     row_pieces, column_pieces, _, columns = tile.type.shape

@@ -1,8 +1,9 @@
 """The decode kernel: a few queries against a range of keys, as fast as memory delivers them.
 
 A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
-key head (split-KV) for all queries and heads of the group. These are columns of the products, as
-many as needed, where they are few (decode_columns.py), else rows, always 64 (decode_rows.py).
+KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
+of the products, as many as needed (decode_columns.py); otherwise they are the rows, always 64
+(decode_rows.py).
 
     Q        compute warpgroup -> q, once
     K, V     producer -> rings, first to last; contiguous, or page by page
@@ -34,7 +35,7 @@ from .memory import Ring
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One launch; the methods are the phases of a CTA."""
+    """One launch of the decode kernel; calling it is what each warpgroup of a CTA does."""
 
     plan: Plan
 
@@ -63,12 +64,12 @@ class Decode:
 def decode(
     problem: DecodeProblem, blocks: DecodeBlocks, operands: DecodeOperands, interpret: bool
 ) -> Outputs:
-    """Launch, and join the shares where there are several.
+    """Launches the decode kernel, and the combine kernel if there are several splits.
 
     Args:
-        problem: one that decode_blocks.unsupported has nothing against.
+        problem: a problem for which decode_blocks.unsupported returns None.
         blocks: tile sizes and the number of splits.
-        operands: as core.decode has them; page ids need not be in range.
+        operands: arrays as in core.decode; page ids need not be in range.
         interpret: run by the interpreter.
 
     Returns:

@@ -33,19 +33,21 @@ NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer pa
 
 @dataclasses.dataclass(frozen=True)
 class DecodeBlocks:
-    """The decode kernel: the (query, head of a group) of a key head, a range of keys per CTA.
+    """Tile sizes of the decode kernel, in which a CTA reads a range of keys of one KV head.
+
+    Its rows are (query, head of the group) pairs that share the KV head.
 
     Attributes:
-        block_kv: keys per step, a multiple of 16 up to 256; of 64 if upright.
+        block_kv: keys per step, a multiple of 16 up to 256; a multiple of 64 if upright.
         stages: blocks of K and of V in flight. Little's law asks for 4 TB/s times about 1 us of
-            latency over 132 multiprocessors, 32 KB, on each; two or three times that also covers
-            what a step does before it gives its slot back.
-        num_splits: ranges that the keys of a sequence are read in.
-        widened: of a cache in eight bits that is not upright, blocks of K and of V made 16-bit ones
-            at one time.
-        guesses: the first blocks are copied before the length is known, where there is no window.
-        upright: queries are columns of the products, as many as needed; else rows, always 64. See
-            `takes_upright`.
+            latency over 132 SMs, which is 32 KB on each; two or three times that also covers the
+            work of a step before it gives its slot back.
+        num_splits: number of ranges into which the keys of a sequence are split.
+        widened: number of blocks of K and of V that are held in 16 bits at one time, if the cache
+            is in eight bits and not upright.
+        guesses: the first blocks are copied before the length is known, unless there is a window.
+        upright: queries are the columns of the products, as many as needed; else the rows, always
+            64. See `takes_upright`.
     """
 
     block_kv: int = 64
@@ -66,26 +68,27 @@ class DecodeBlocks:
             raise ValueError(f"num_splits is {self.num_splits!r}: from 1 to {MAX_SPLITS}")
 
     def smem_bytes(self, problem: DecodeProblem) -> int:
-        """Shared memory of a CTA."""
+        """Returns the bytes of shared memory that a CTA allocates."""
         return shared_memory(Layout(problem, self, interpret=False).scratch())
 
     def streamed_bytes(self, problem: DecodeProblem) -> int:
-        """Of all stages of K and V, as they lie in the cache."""
+        """Returns the bytes of all stages of K and V, in the dtype of the cache."""
         columns = sum(native_head_dims(problem.head_dim, problem.v_head_dim))
         return self.stages * self.block_kv * columns * problem.kv_dtype.itemsize
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
-        """How many run on a multiprocessor at one time."""
+        """Returns how many CTAs run on an SM at one time: 1 or 2."""
         each = self.smem_bytes(problem) + RESERVED_BYTES
         return 2 if self._takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
 
     def _takes_few_registers(self, problem: DecodeProblem) -> bool:
-        """At most 128 per thread, so that two CTAs of 256 threads share a multiprocessor.
+        """Checks for at most 128 registers per thread: two CTAs of 256 threads then share an SM.
 
-        Upright, 16 rows: head dim 128 87, with everything 96, head dim 256 123; in eight bits 127,
-        with everything 133, with scales of four pages a block 151, head dim 256 225. Not so: head
-        dim 128 124, with softcap 128, with a window 141, with slopes 157; head dim 256 204; 128
-        keys at head dim 64 130.
+        Upright with 16 rows takes 87 registers at head dim 128 (96 with every feature) and 123 at
+        head dim 256. With a cache in eight bits it takes 127 (133 with every feature, 151 with
+        scales of four pages per block), and 225 at head dim 256. Not upright takes 124 at head dim
+        128 (128 with softcap, 141 with a window, 157 with slopes), 204 at head dim 256, and 130
+        with 128 keys at head dim 64.
         """
         if self.upright and not problem.quantised:
             return True
@@ -95,14 +98,15 @@ class DecodeBlocks:
 
 
 def takes_upright(problem: DecodeProblem) -> bool:
-    """Queries can be columns of the products, and should be.
+    """Checks whether queries can be, and should be, the columns of the products.
 
     Keys and columns of V are then the 64 rows of wgmma. A block of 64 keys at head dim 128 takes
     154 instructions of each scheduler for 8 queries, 221 for 16 and 347 for 32, with 53, 87 and 141
-    registers, of which two CTAs have 128; queries as rows always take 313. H200, B=16, S=8k: one
-    token of groups of four 119.9 us instead of 122.1, 16 tokens (64 columns) 133.5 instead of
-    126.0. In eight bits, which else the producer widens, int8 67.1 instead of 102.9. There the
-    order in which K and V lie in registers asks for head dims of 64, 128 or 256.
+    registers; two CTAs have 128 each. Queries as rows always take 313. H200, B=16, S=8k: one token
+    of groups of four takes 119.9 us instead of 122.1, but 16 tokens (64 columns) take 133.5 instead
+    of 126.0. A cache in eight bits, which the producer would otherwise widen, takes 67.1 us instead
+    of 102.9 (int8). The order in which its K and V lie in registers requires head dims of 64, 128
+    or 256.
     """
     widths = native_head_dims(problem.head_dim, problem.v_head_dim)
     if problem.q_len * problem.group > UPRIGHT_ROWS or widths[1] % WARPGROUP_ROWS:
@@ -111,12 +115,12 @@ def takes_upright(problem: DecodeProblem) -> bool:
 
 
 def row_tiles(problem: DecodeProblem) -> int:
-    """Tiles of 64 rows that the queries of one key head fill."""
+    """Returns how many tiles of 64 rows the queries of one KV head fill."""
     return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
 
 
 def unsupported(problem: DecodeProblem) -> str | None:
-    """Why the kernel does not take this problem, or None."""
+    """Returns why the kernel does not take this problem, or None if it does."""
     widest = max(problem.head_dim, problem.v_head_dim)
     if problem.dtype.name not in ("bfloat16", "float16"):
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
@@ -143,12 +147,13 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 
 def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
-    """16 KB of K per step, and stages that leave a multiprocessor room for two CTAs, else for one.
+    """Chooses a step, stages that leave room for two CTAs per SM (else for one), and splits.
 
-    Two CTAs share a multiprocessor where registers allow: the copies of one go on while the other
-    starts, ends or computes. At head dim 128 each has 4 KB of Q and two stages of 32 KB, or four of
-    eight bits. Not upright it has 16 KB of Q and three stages; or four of eight bits and 32 KB for
-    a block of K and of V in 16.
+    In 16 bits a step reads 16 KB of K at head dims 64 and 128. Two CTAs share an SM where registers
+    allow: the copies of one go on while the other starts, ends or computes. At head dim 128 each
+    has 4 KB of Q and two stages of 32 KB, or four stages in eight bits. If not upright, it has 16
+    KB of Q and three stages; or four stages in eight bits and 32 KB for a block of K and of V in 16
+    bits.
     """
     upright = takes_upright(problem)
     # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
@@ -167,15 +172,14 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
 
 
 def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) -> int:
-    """The fewest ranges that read the longest possible cache in nearly the least modelled time.
+    """Returns the fewest splits whose modelled time is nearly the least, for the longest cache.
 
-    Time is counted in blocks of keys: those that the busiest multiprocessor reads, and what it
-    costs to start its CTAs, those that fit together at one time. H200, 8 key heads of dim 128, us
-    of the kernel: B=1, S=32k, 16 ranges 33.8 (one CTA on each of 128 multiprocessors), 24 38.5 (two
-    on some), 33 34.4 (two on each), 48 38.3, 128 39.2; B=16, S=8k, 1 range 123, 2 125, 3 135.
-    A window shortens what is read.
+    Time is counted in KV blocks: those that the busiest SM reads, and START_BLOCKS for each wave of
+    CTAs that fit together at one time. H200, 8 KV heads of dim 128, us of the kernel: B=1, S=32k:
+    16 splits 33.8 (one CTA on each of 128 SMs), 24 38.5 (two on some), 33 34.4 (two on each), 48
+    38.3, 128 39.2; B=16, S=8k: 1 split 123, 2 125, 3 135. A window shortens what is read.
 
-    Upright, 16 ranges 33.6, 32 33.8, 33 34.0; B=16, 1 range 119.9, 2 122.8.
+    Upright: 16 splits 33.6, 32 33.8, 33 34.0; B=16: 1 split 119.9, 2 122.8.
     """
     slots = num_sms * blocks.ctas_per_sm(problem)
     tiles = problem.batch * problem.kv_heads * row_tiles(problem)

@@ -1,12 +1,12 @@
 """The decode kernel's tiles with queries as columns: for a few of them, 8 or 16.
 
-Keys are rows, 64 at a time as wgmma wants them, and nothing is computed for queries that do not
-exist: at head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
-queries, where decode_rows.py issues 313 in 64 rows, and holds 53 registers.
+Keys are the rows, 64 at a time as wgmma wants them, and nothing is computed for queries that do not
+exist. At head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
+queries, and holds 53 registers; with the 64 rows of decode_rows.py it issues 313.
 
-P^T is the right operand of its product and lies in shared memory, so PV of a block goes on beside
+P^T is the right operand of its product and lies in shared memory, so PV of a block overlaps with
 QK^T of the next. A cache in eight bits is the left operand of both products, which may lie in
-registers: whoever multiplies it makes it float16, which holds every int8 and float8_e4m3fn and
+registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn and
 takes the fewest instructions to make.
 """
 
@@ -35,7 +35,7 @@ LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float1
 
 
 class PageScales(NamedTuple):
-    """Scales of the pages that the next block lies in; ids are loaded another block ahead."""
+    """Scales of the pages that the next block lies in; page ids are loaded another block ahead."""
 
     following: tuple  # int32 pages of the block after it
     k: tuple  # f32, one a piece
@@ -44,25 +44,25 @@ class PageScales(NamedTuple):
 
 
 def per_column(x, shape):
-    """One value per column spread over a tile."""
+    """Broadcasts one value per column over a tile."""
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
 class ColumnConsumer(Consumer):
-    """S^T = K Q^T and O^T = V^T P^T; what rows of queries have lies in inline.COLS."""
+    """Consumer that computes S^T = K Q^T and O^T = V^T P^T; per-query values lie in inline.COLS."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """[columns of V, queries]."""
+        """Shape of the accumulator of O^T: [columns of V, queries]."""
         return self.plan.head_dims[1], self.plan.tile_rows
 
     @property
     def weight_bits(self) -> float:
-        """log2 of the largest weight."""
+        """Base-2 logarithm of the largest weight."""
         return WEIGHT_BITS if self.plan.in_registers else 0.0
 
     def load_q(self, cta: Cta):
-        """See Consumer; where keys become float16, queries do."""
+        """Loads the Q tile; see Consumer. Where keys become float16, so do queries, scaled."""
         if not self.plan.in_registers:
             super().load_q(cta)
             return
@@ -72,7 +72,7 @@ class ColumnConsumer(Consumer):
         plgpu.commit_smem()
 
     def scales(self, cta: Cta) -> tuple:
-        """(of QK^T, of V), or None."""
+        """Returns (scale of QK^T, scale of V); each may be None."""
         k_scale, v_scale = super().scales(cta)
         if self.plan.in_registers:
             q_scale = plgpu.load(cta.smem.q_scale, layout=inline.COLS)
@@ -80,7 +80,7 @@ class ColumnConsumer(Consumer):
         return k_scale, v_scale
 
     def settle(self, cta: Cta, keys: Keys):
-        """See Consumer; V is guessed too."""
+        """Waits for the blocks that were guessed in vain, of V too; see Consumer."""
 
         def wait(n, _):
             cta.k.wait_full(n)
@@ -89,7 +89,7 @@ class ColumnConsumer(Consumer):
         lax.fori_loop(keys.stop, self.plan.guessed(cta), wait, None)
 
     def start(self, cta: Cta, keys: Keys) -> Folded:
-        """See Consumer; a sum for every element of a block."""
+        """Returns the state before any key, with a running sum for every element of a block."""
         columns = self.plan.tile_rows
         sums = jnp.zeros((self.plan.blocks.block_kv, columns), jnp.float32)
         return Folded(
@@ -99,7 +99,7 @@ class ColumnConsumer(Consumer):
         )
 
     def page_scales(self, cta: Cta, keys: Keys, use=-1, known: PageScales | None = None):
-        """Those of the block after this use, of which the ids are known, if any are."""
+        """Returns the page scales of the block after this use; `known` may have its page ids."""
         pages, block = Pages(self.plan), keys.block(use + 1)
         places = known.following if known else pages.places(cta, block)
         k, v = pages.scales(cta, keys, block, places)
@@ -107,10 +107,10 @@ class ColumnConsumer(Consumer):
         return PageScales(pages.places(cta, keys.block(use + 2)), k, v, largest)
 
     def scaled_weights(self, p, own: PageScales, following):
-        """The weights of a block in units of the largest scale so far.
+        """Scales the weights of a block by its scales of V, in units of the largest scale so far.
 
         Returns:
-            them; the largest scale before in these units; `following` with the largest scale.
+            (weights, previous largest scale in these units, `following` with the largest).
         """
         largest = functools.reduce(jnp.maximum, map(jnp.abs, own.v), own.largest)
         scales = [scale / largest for scale in own.v]
@@ -118,7 +118,11 @@ class ColumnConsumer(Consumer):
         return scaled, own.largest / largest, following._replace(largest=largest)
 
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, folded: Folded, *, masked: bool):
-        """QK^T of a block beside PV of the one before, then softmax; PV is left to go on."""
+        """Folds in the block of this use: QK^T, softmax and PV.
+
+        Operands in shared memory leave PV in flight, so that it overlaps with QK^T of the next
+        block.
+        """
         pages = folded.pages
         following = self.page_scales(cta, keys, use, pages) if pages else None
         s = self.products(cta, use)
@@ -152,7 +156,7 @@ class ColumnConsumer(Consumer):
         return Folded(m, l, following)
 
     def products(self, cta: Cta, use):
-        """QK^T of a block, transposed; K of this use and V of the one before are done with."""
+        """Returns S^T of a block; K of this use and V of the one before have then been read."""
         cta.k.wait_full(use)
 
         def product(s_acc):
@@ -171,9 +175,10 @@ class ColumnConsumer(Consumer):
         return s
 
     def clear_values(self, cta: Cta, use, valid):
-        """Wait for V and clear it from this row of the block on.
+        """Waits for V and zeroes the rows of the block from `valid` on.
 
-        A weight of 0 times a NaN is a NaN, so what lies past the length is not multiplied.
+        A weight of 0 times a NaN is a NaN, so what lies past the length is not multiplied. int8 has
+        no NaN and stays as it is.
         """
         cta.v.wait_full(use)
         if self.plan.problem.kv_dtype.name == "int8":
@@ -188,7 +193,7 @@ class ColumnConsumer(Consumer):
         clearing.clear_from(v, valid, swizzle, self.plan.interpret)
 
     def multiply_values(self, cta: Cta, use, o_acc):
-        """Issue PV of a block, transposed."""
+        """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""
         v, products = cta.smem.v.at[cta.v.slot(use)], self.plan.products
         if not self.plan.in_registers:
             products.multiply(o_acc, v.transpose((1, 0)), cta.smem.p, transposed=True)
@@ -199,7 +204,7 @@ class ColumnConsumer(Consumer):
         plgpu.wgmma_wait(0)  # for the registers that it reads
 
     def logits(self, held: Held, s, first, masked: bool):
-        """(x, log2_scale) of the products s with the keys from `first` on; -inf where hidden."""
+        """Returns (x, log2_scale) of products s, with keys from `first` on; -inf where hidden."""
         position = inline_modifiers.positions(s.shape, 0, first, self.plan.interpret)
         if held.k_scale is not None:
             s = s * per_column(held.k_scale, s.shape)
@@ -213,14 +218,14 @@ class ColumnConsumer(Consumer):
         return x, found.log2_scale
 
     def output(self, cta: Cta, keys: Keys, o_acc):
-        """See Consumer."""
+        """Waits for the last product, releases the last V if it is still held, and returns O^T."""
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         if not self.plan.in_registers:
             pl.when(keys.stop > 0)(lambda: cta.v.release(keys.stop - 1))
         return o
 
     def store(self, cta: Cta, held: Held, o, folded: Folded):
-        """See Consumer."""
+        """Divides by the sums and writes O, the log-sum-exp and its shift; see Consumer."""
         inline.warpgroup_barrier(self.plan.interpret)
         l = inline_columns.reduce_rows("add", folded.l, cta.smem.across, self.plan.interpret)
         inverse, lse, shift = self.finish(cta, folded.m, l, self.weight_bits)

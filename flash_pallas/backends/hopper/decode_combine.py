@@ -1,6 +1,6 @@
 """The second decode kernel: joins what was computed for each share of the keys.
 
-core.softmax.merge is what it computes; in one launch, where XLA makes several of that.
+It computes core.softmax.merge, in one launch where XLA takes several.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_ONCE = 32
 
 
 class Joined(NamedTuple):
-    """Attention to some shares of the keys, of one row."""
+    """Attention to some shares of the keys, for one row."""
 
     shift: Any  # the largest of the shares that see a key; -inf where none does
     most: Any  # the largest log-sum-exp relative to it, base 2; -inf likewise
@@ -38,10 +38,10 @@ class Joined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
-    """One launch.
+    """One launch of the combine kernel.
 
     Attributes:
-        plan: of the decode kernel.
+        plan: plan of the decode kernel whose shares are joined.
     """
 
     plan: Plan
@@ -75,15 +75,15 @@ class Combine:
 
     @property
     def unit(self) -> float:
-        """What a shift is multiplied by to be a natural logit."""
+        """Factor that makes a shift a natural logit."""
         return self.plan.problem.unit
 
     def relative(self, log2, shift, to):
-        """Log-sum-exps relative to another shift; -inf where both of a row are."""
+        """Returns base-2 log-sum-exps relative to another shift; -inf for rows that see no key."""
         return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
 
     def part(self, shares: list[Results]) -> Joined:
-        """Of shares in device memory; all are loaded at once."""
+        """Joins shares in device memory, all of which are loaded at once."""
         lse = [share.lse[...] for share in shares]
         seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
         shift = [share.shift[...] for share in shares]
@@ -98,7 +98,7 @@ class Combine:
         return Joined(largest, most, functools.reduce(jnp.add, weights), total)
 
     def sink(self, sink) -> Joined:
-        """One more share, which has no values; a sink of -inf is none."""
+        """Returns the sink as one more share, which has no values; a sink of -inf is none."""
         none, far = sink == -jnp.inf, jnp.abs(sink) > softmax.FAR_FLOAT32 * softmax.LN2
         shift = jnp.where(far, sink * (1.0 / self.unit), 0.0)
         shift = jnp.where(none, -jnp.inf, shift)
@@ -106,7 +106,7 @@ class Combine:
         return Joined(shift, most, jnp.where(none, 0.0, 1.0), None)
 
     def join(self, a: Joined, b: Joined) -> Joined:
-        """Of both; b.o may be None, which is 0."""
+        """Joins two parts; b.o may be None, which is 0."""
         shift = jnp.maximum(a.shift, b.shift)
         log2 = [self.relative(x.most, x.shift, shift) for x in (a, b)]
         most = jnp.maximum(*log2)
@@ -129,7 +129,7 @@ def _load(ref):
 
 
 def _store(row, target, interpret: bool):
-    """The first columns of a row, as many as `target` has."""
+    """Writes the first columns of a row, as many as `target` has."""
     columns = target.shape[0]
     if columns == row.shape[0]:
         target[...] = row
@@ -155,12 +155,12 @@ def _store_body(_, row, target):
 
 
 def combine(plan: Plan, parts: Results, sinks: Any) -> Outputs:
-    """Launch.
+    """Launches the combine kernel.
 
     Args:
-        plan: of the decode kernel.
-        parts: what it wrote.
-        sinks: f32[B, N], natural, or None.
+        plan: plan of the decode kernel.
+        parts: results of the decode kernel, one for each share of the keys.
+        sinks: f32[B, N], natural logits, or None.
 
     Returns:
         Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].

@@ -1,4 +1,4 @@
-"""What the compute warpgroup of the decode kernel does, whichever way its tiles lie."""
+"""The compute warpgroup of the decode kernel: all that does not depend on how its tiles lie."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .decode_plan import Cta, Keys, Plan
 
 
 class Held(NamedTuple):
-    """What is known of the rows of queries before the first block; one number each, or none."""
+    """Values known before the first block: one per row of queries, one for all rows, or None."""
 
     position: Any  # int32 of their queries
     first: Any  # int32 the first key that they see, or None: key 0
@@ -31,7 +31,7 @@ class Held(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """What the warpgroup carries from block to block, beside the output."""
+    """State that the warpgroup carries from block to block, besides the accumulator of O."""
 
     m: Any  # f32, one a row of queries: the largest logit so far, as core.scores.Logits.x
     l: Any  # f32, several a row: running sums, each of one thread's own weights
@@ -40,12 +40,15 @@ class Folded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer(abc.ABC):
-    """Folds the blocks of a CTA into its rows of queries; the methods are its phases."""
+    """Base class of the compute warpgroup, which folds the CTA's KV blocks into its query rows.
+
+    Its methods are the phases.
+    """
 
     plan: Plan
 
     def __call__(self, cta: Cta):
-        """From the load of Q to the store of O and the log-sum-exp."""
+        """Runs all phases, from the load of Q to the store of O and the log-sum-exp."""
         self.load_q(cta)
         keys = self.plan.keys(cta)
         held = self.hold(cta, keys)
@@ -62,13 +65,13 @@ class Consumer(abc.ABC):
         pl.run_scoped(fold, plgpu.ACC(self.output_shape, jnp.float32))
 
     def load_q(self, cta: Cta):
-        """The rows of the tile, zeros where it has more than there are."""
+        """Loads the Q tile into shared memory, with zeros where it has more rows than there are."""
         source = cta.gmem.q.at[cta.batch, :, cta.head]
         self.plan.packed(cta.tile).load(source, cta.smem.q, self.plan.q_swizzle(cta.gmem))
         plgpu.commit_smem()
 
     def hold(self, cta: Cta, keys: Keys) -> Held:
-        """Positions, limits, slopes and scales of the rows."""
+        """Returns the positions, visible keys, slopes and scales of the rows."""
         rows = self.plan.packed(cta.tile)
         position = rows.query() + keys.position
         slopes = cta.gmem.slopes
@@ -77,7 +80,7 @@ class Consumer(abc.ABC):
         return Held(position, *limits, slope, *self.scales(cta))
 
     def scales(self, cta: Cta) -> tuple:
-        """(of K, of V), where each has one for all of its pages."""
+        """Returns (scale of K, scale of V), or (None, None) where each page has its own."""
         if self.plan.page_scales:
             return None, None
         entry = lambda x: cta.batch if x.shape[0] > 1 else 0
@@ -85,7 +88,7 @@ class Consumer(abc.ABC):
         return tuple(None if x is None else x[entry(x), cta.head] for x in both)
 
     def sink(self, cta: Cta):
-        """The logit of each row's sink, natural, or None."""
+        """Returns the logit of each row's sink, natural, or None."""
         sinks = cta.gmem.sinks
         if sinks is None:
             return None
@@ -93,20 +96,20 @@ class Consumer(abc.ABC):
         return packed.per_head(sinks.at[cta.batch, cta.head])
 
     def finish(self, cta: Cta, m, l, bits: float = 0.0):
-        """softmax.finish of rows with weights of exp2((x - m) * log2_scale + bits)."""
+        """Calls softmax.finish for rows with weights of exp2((x - m) * log2_scale + bits)."""
         problem = self.plan.problem
         m, shift = softmax.parted(m, problem.unit, softmax.far(problem.dtype))
         return softmax.finish(m - bits if bits else m, l, shift, self.sink(cta), problem.unit)
 
     def seen_logits(self, held: Held, s, first, position, spread):
-        """core.scores.Logits of scaled products with keys from `first` on, before any is hidden.
+        """Returns core.scores.Logits of scaled products, before any key is hidden.
 
         Args:
-            held: of the rows.
+            held: values of the rows.
             s: the products, f32.
             first: number of the first key.
             position: () -> int32 numbers of the keys, spread over the tile.
-            spread: (x, shape) -> one number of every query spread over the tile.
+            spread: (x, shape) -> one value per query, spread over the tile.
         """
         bias = None
         if held.slope is not None:
@@ -116,7 +119,7 @@ class Consumer(abc.ABC):
         return scores.logits(self.plan.problem.spec.attention, tile, s, TileInputs(bias=bias))
 
     def publish(self, cta: Cta, swizzle: int):
-        """Write what is staged, O with this swizzle and the log-sum-exp, to device memory."""
+        """Writes the staged O (`swizzle` in bytes), LSE and shift to device memory."""
         plgpu.commit_smem()
         packed, target = self.plan.packed(cta.tile), self.plan.results(cta)
         packed.store(cta.smem.o, target.o, swizzle)
@@ -126,24 +129,24 @@ class Consumer(abc.ABC):
     @property
     @abc.abstractmethod
     def output_shape(self) -> tuple[int, int]:
-        """Of the accumulator of O."""
+        """Shape of the accumulator of O."""
 
     @abc.abstractmethod
     def settle(self, cta: Cta, keys: Keys):
-        """Wait for blocks that were guessed in vain: results are staged where they arrive."""
+        """Waits for blocks that were guessed in vain, as results are staged where they arrive."""
 
     @abc.abstractmethod
     def start(self, cta: Cta, keys: Keys) -> Folded:
-        """No key seen."""
+        """Returns the state before any key has been seen."""
 
     @abc.abstractmethod
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, folded: Folded, *, masked: bool):
-        """Fold the block of this use in."""
+        """Folds in the block of this use and returns the new state."""
 
     @abc.abstractmethod
     def output(self, cta: Cta, keys: Keys, o_acc):
-        """O when all blocks are in it, and nothing reads their slots any more."""
+        """Returns O when all blocks are in it and nothing reads their slots any more."""
 
     @abc.abstractmethod
     def store(self, cta: Cta, held: Held, o, folded: Folded):
-        """Divide by the sums and write O and the log-sum-exp of this share of the keys."""
+        """Divides by the sums and writes O and the log-sum-exp of this share of the keys."""

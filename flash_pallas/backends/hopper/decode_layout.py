@@ -1,4 +1,4 @@
-"""What a CTA of the decode kernel allocates."""
+"""Shared memory and barriers of a CTA of the decode kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_COLUMNS = 8  # of a result of wgmma
 
 
 class Smem(NamedTuple):
-    """Shared memory of one CTA. What K and V leave has been read when results are staged there."""
+    """Shared memory of one CTA. Results are staged where K and V were, after their last read."""
 
     q: Any  # [rows, H], of as many rows as Plan.tile_rows says
     # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows]))
@@ -37,32 +37,35 @@ class Smem(NamedTuple):
 
     @property
     def k(self):
-        """Blocks of K."""
+        """Slots of K blocks."""
         return self.ring[0][0]
 
     @property
     def v(self):
-        """Blocks of V."""
+        """Slots of V blocks."""
         return self.ring[0][1]
 
     @property
     def o(self):
-        """Staging of the output."""
+        """Staging buffer of the output."""
         return self.ring[1][0]
 
     @property
     def lse(self):
-        """Staging of the log-sum-exp."""
+        """Staging buffer of the log-sum-exp."""
         return self.ring[1][1]
 
     @property
     def shift(self):
-        """Staging of its shift."""
+        """Staging buffer of the shift of the log-sum-exp."""
         return self.ring[1][2]
 
 
 class Barriers(NamedTuple):
-    """mbarriers: k and v one per stage; a full one gets one arrival of each copy."""
+    """The mbarriers of one CTA: those of k and v, one for each slot.
+
+    A full one gets one arrival of each copy; where the producer widens blocks, one of the producer.
+    """
 
     k_full: Any
     k_empty: Any
@@ -73,21 +76,21 @@ class Barriers(NamedTuple):
 
 
 def tile_rows(problem: DecodeProblem, upright: bool) -> int:
-    """Rows of Q in shared memory: columns of a product come in eights, its rows in 64."""
+    """Returns the rows of Q in shared memory: in eights as columns of a product, 64 as its rows."""
     if not upright:
         return WARPGROUP_ROWS
     return round_up(min(problem.q_len * problem.group, WARPGROUP_ROWS), LEAST_COLUMNS)
 
 
 def piece_rows(problem: DecodeProblem, block_kv: int) -> int:
-    """Keys of a block that one copy brings: it lies in one page."""
+    """Returns how many keys of a block one copy brings; they lie in one page."""
     page_size = problem.spec.page_size
     return block_kv if page_size is None else math.gcd(block_kv, page_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a launch uses shared memory.
+    """Use of shared memory by one launch.
 
     Attributes:
         problem: what is computed.
@@ -101,66 +104,66 @@ class Layout:
 
     @property
     def products(self) -> Products:
-        """How 16-bit operands lie in memory."""
+        """Products of the 16-bit operands, which decide how those lie in memory."""
         dtype = jnp.dtype(jnp.float16) if self.in_registers else self.problem.dtype
         return Products(dtype, self.interpret)
 
     @property
     def tile_rows(self) -> int:
-        """Of Q in shared memory."""
+        """Rows of Q in shared memory."""
         return tile_rows(self.problem, self.blocks.upright)
 
     @property
     def several(self) -> bool:
-        """The keys of a sequence are read in several ranges."""
+        """True if the keys of a sequence are read in several ranges."""
         return self.blocks.num_splits > 1
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of Q and K and of V, as tiles have them."""
+        """Head dims as tiles have them: (that of Q and K, that of V)."""
         return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
 
     @property
     def in_registers(self) -> bool:
-        """A cache in eight bits is made float16 by who multiplies it."""
+        """True if the compute warpgroup makes a cache in eight bits float16, in registers."""
         return self.problem.quantised and self.blocks.upright
 
     @property
     def in_memory(self) -> bool:
-        """A cache in eight bits is widened by the producer."""
+        """True if the producer widens a cache in eight bits, in shared memory."""
         return self.problem.quantised and not self.blocks.upright
 
     @property
     def slots(self) -> int:
-        """Of the rings that products read."""
+        """Number of slots of the rings that products read."""
         return self.blocks.widened if self.in_memory else self.blocks.stages
 
     @property
     def page_scales(self) -> bool:
-        """Scales differ from page to page."""
+        """True if scales differ from page to page."""
         return "page_scales" in self.problem.features
 
     @property
     def piece_rows(self) -> int:
-        """Keys of one copy."""
+        """Keys that one copy brings."""
         return piece_rows(self.problem, self.blocks.block_kv)
 
     @property
     def pieces(self) -> int:
-        """Copies of one block of K or V."""
+        """Number of copies that bring one block of K or V."""
         return self.blocks.block_kv // self.piece_rows
 
     def copied(self, x) -> tuple:
-        """The array of the cache that 16-bit blocks are copied from: none where they are made."""
+        """Returns (x,) if 16-bit blocks are copied from cache array x, () if they are made."""
         return () if self.problem.quantised or x is None else (x,)
 
     def raw_swizzle(self, kind: int) -> int:
-        """Of blocks in eight bits, in bytes."""
+        """Returns the swizzle of blocks in eight bits of K (kind 0) or V (1), in bytes."""
         width = (self.problem.head_dim, self.problem.v_head_dim)[kind]
         return swizzles(self.head_dims[kind], self.problem.kv_dtype, width)[0]
 
     def scratch(self, k: Any = None, v: Any = None) -> tuple[Smem, Barriers]:
-        """What to allocate, for these arrays of the cache; None where sizes alone are wanted."""
+        """Returns what to allocate for these cache arrays; None will do where only sizes matter."""
         (head_dim, v_head_dim), slots = self.head_dims, self.slots
         block, products, rows = self.blocks.block_kv, self.products, self.tile_rows
         barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
@@ -186,7 +189,7 @@ class Layout:
         return smem, Barriers(full, empty, full, empty, None, (copied,) * 2)
 
     def raw(self, stages: int) -> tuple:
-        """Blocks of K and of V in eight bits."""
+        """Returns the buffers of blocks in eight bits, (K, V)."""
         return tuple(
             tile_buffer(
                 (stages, self.blocks.block_kv, width),

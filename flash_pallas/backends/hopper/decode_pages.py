@@ -1,4 +1,4 @@
-"""Where the blocks of a cache lie, and the scales of the pages that they lie in."""
+"""Places of the blocks of a KV cache, and the scales of the pages that they lie in."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .decode_plan import Cta, Keys, Plan
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """Of a paged cache, or of a contiguous one, whose blocks are one piece each."""
+    """Page lookup of a paged cache, or of a contiguous one, whose blocks are one piece each."""
 
     plan: Plan
 
     def places(self, cta: Cta, j) -> tuple:
-        """First index into the cache of every piece of the j-th block: batch entry or page."""
+        """Returns the first cache index of each piece of the j-th block: batch entry or page."""
         table = cta.gmem.page_table
         if table is None:
             return (cta.batch,)
@@ -27,15 +27,15 @@ class Pages:
         return tuple(lax.clamp(jnp.int32(0), page, pages) for page in found)
 
     def page(self, j, piece: int):
-        """Which of the sequence's pages a piece of a block lies in."""
+        """Returns which of the sequence's pages a piece of a block lies in."""
         return lax.div(self.first_key(j, piece), jnp.int32(self.plan.problem.spec.page_size or 0))
 
     def first_key(self, j, piece: int):
-        """Of a piece of a block."""
+        """Returns the number of the first key of a piece of a block."""
         return j * self.plan.blocks.block_kv + piece * self.plan.piece_rows
 
     def scales(self, cta: Cta, keys: Keys, j, places: tuple) -> tuple:
-        """(of K, of V) of each piece of the j-th block."""
+        """Returns (scales of K, scales of V) of the j-th block, f32, one for each piece."""
 
         def scale(of, i, page):
             if of is None:

@@ -1,4 +1,4 @@
-"""What a CTA of the decode kernel is made of, and which keys it reads."""
+"""The plan of a CTA of the decode kernel: its operands, its results and the keys that it reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one el
 
 
 class Gmem(NamedTuple):
-    """Operands in device memory; row r of a key head is head r % group of query r // group."""
+    """Operands in device memory; row r of a KV head is head r % group of query r // group."""
 
     q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
@@ -35,7 +35,10 @@ class Gmem(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results in device memory: of each split, or with one split the final ones in q's dtype."""
+    """Results in device memory: of each split, or the final ones where there is one split.
+
+    The final o is in q's dtype.
+    """
 
     o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
     lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
@@ -43,9 +46,9 @@ class Results(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The blocks that a CTA reads: its n-th is first + n * step, from n = 0 to stop.
+    """The KV blocks that a CTA reads: its n-th is first + n * step, for n in [0, stop).
 
-    Of these [full_start, full_stop) need no mask.
+    Blocks with n in [full_start, full_stop) need no mask.
     """
 
     first: Any
@@ -57,11 +60,11 @@ class Keys(NamedTuple):
     position: Any  # of query 0
 
     def block(self, n):
-        """Which block of keys the n-th is."""
+        """Returns which KV block the n-th is."""
         return self.first + n * self.step
 
     def zones(self, windowed: bool):
-        """(low, high, masked) of each part."""
+        """Returns (low, high, masked) of each part; only a window has a masked first part."""
         left = ((jnp.int32(0), self.full_start, True),) * windowed
         rest = (self.full_start, self.full_stop, False), (self.full_stop, self.stop, True)
         return left + rest
@@ -69,7 +72,7 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """The refs of one CTA, and which it is."""
+    """The refs of one CTA, and its place in the grid."""
 
     gmem: Gmem
     out: Results
@@ -84,35 +87,35 @@ class Cta:
 
 
 def combined_columns(v_head_dim: int) -> int:
-    """Of a row of a share's O: the threads of a warpgroup divide it evenly."""
+    """Returns the row length of a share's O, which the threads of a warpgroup divide evenly."""
     return ints.round_up(v_head_dim, JOINING_THREADS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Layout):
-    """One launch."""
+    """One launch of the decode kernel: its rows, its results and the blocks of each CTA."""
 
     @property
     def rows(self) -> int:
-        """Of all queries and heads that share a key head."""
+        """Number of rows: all queries and heads that share a KV head."""
         return self.problem.q_len * self.problem.group
 
     def packed(self, tile) -> PackedRows:
-        """The rows of a tile."""
+        """Returns the rows of a tile."""
         first = tile * WARPGROUP_ROWS
         layout = inline.COLS if self.blocks.upright else inline.ROWS
         sizes = self.problem.q_len, self.problem.group
         return PackedRows(*sizes, first, self.interpret, self.tile_rows, layout)
 
     def by_key_head(self, x, axis: int):
-        """x with [N] at `axis` as [K, group]; None is None. No copy."""
+        """Reshapes the axis [N] of x to [K, group], without a copy; None stays None."""
         if x is None:
             return None
         heads = self.problem.kv_heads, self.problem.group
         return x.reshape(*x.shape[:axis], *heads, *x.shape[axis + 1 :])
 
     def result_shapes(self) -> Results:
-        """What the launch returns."""
+        """Returns the shapes and dtypes of what the launch returns."""
         problem = self.problem
         lead, last = (problem.batch, problem.kv_heads), (problem.q_len, problem.group)
         if self.several:
@@ -125,23 +128,23 @@ class Plan(Layout):
         return Results(o, per_row, per_row)
 
     def results(self, cta: Cta) -> Results:
-        """Where the CTA's rows go: o [T, group, columns], lse and shift [group, T]."""
+        """Returns where the CTA's rows go: o [T, group, columns], lse and shift [group, T]."""
         if self.several:
             return Results(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
         rows = (x.at[cta.batch, cta.head] for x in (cta.out.lse, cta.out.shift))
         return Results(cta.out.o.at[cta.batch, :, cta.head], *rows)
 
     def q_swizzle(self, gmem: Gmem) -> int:
-        """Of Q in shared memory, in bytes: that of K, with which it is multiplied."""
+        """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
         return self.products.swizzle(self.head_dims[0], *self.copied(gmem.k))
 
     def wide_swizzle(self, kind: int) -> int:
-        """Of blocks that were widened, of K (0) or V (1), in bytes."""
+        """Returns the swizzle of widened blocks of K (kind 0) or V (1), in bytes."""
         summed = self.blocks.block_kv if kind else 0
         return self.products.swizzle(self.head_dims[kind], summed_rows=summed)
 
     def queries(self, tile):
-        """(first, last) query of a tile of rows."""
+        """Returns (first, last) query of a tile of rows."""
         if self.rows <= WARPGROUP_ROWS:
             return 0, self.problem.q_len - 1
         first = tile * WARPGROUP_ROWS
@@ -151,18 +154,24 @@ class Plan(Layout):
 
     @property
     def guesses(self) -> bool:
-        """A CTA knows its first blocks before it knows the length."""
+        """True if a CTA knows its first blocks before it knows the length."""
         return self.blocks.guesses and self.problem.spec.window_left is None
 
     def guessed(self, cta: Cta):
-        """Of its first `stages` blocks those that there is room for, whatever the length."""
+        """Returns how many of the first `stages` blocks there is room for, whatever the length.
+
+        It is 0 where the plan does not guess.
+        """
         if not self.guesses:
             return jnp.int32(0)
         room = -(-self.problem.kv_len // self.blocks.block_kv)
         return lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
 
     def keys(self, cta: Cta) -> Keys:
-        """Every so manieth of the blocks that its rows see, so that all CTAs read neighbours."""
+        """Returns the CTA's share of the KV blocks that its rows see: every num_splits-th.
+
+        That way all CTAs read neighbouring blocks at one time.
+        """
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
@@ -181,5 +190,5 @@ class Plan(Layout):
         )
 
     def _uses(self, block, end):
-        """How many of block, block + num_splits, ... lie before `end`."""
+        """Returns how many of block, block + num_splits, ... lie before `end`."""
         return ints.ceil_div(jnp.int32(end - block), self.blocks.num_splits)

@@ -17,17 +17,17 @@ from .memory import rows_of
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Loads blocks of K and V from the first to the last."""
+    """Producer that loads blocks of K and V from the first to the last."""
 
     plan: Plan
 
     @property
     def pages(self) -> Pages:
-        """Who knows where blocks lie."""
+        """Page lookup, which knows where blocks lie."""
         return Pages(self.plan)
 
     def __call__(self, cta: Cta):
-        """All blocks of this CTA."""
+        """Loads all blocks of this CTA, then waits for their release."""
         guessed = self.plan.guessed(cta)
         pl.when(guessed > 0)(lambda: self.guess(cta, guessed))
         keys = self.plan.keys(cta)
@@ -43,10 +43,11 @@ class Producer:
         cta.v.drain(keys.stop)
 
     def guess(self, cta: Cta, count):
-        """Start on the first blocks. Sequences are seldom so short that they have none there.
+        """Issues the copies of the first blocks before the length is known.
 
-        The length takes as long to arrive as a block. Where V's end is cleared before it arrives,
-        its blocks wait for the length.
+        Sequences are seldom so short that they have no keys there, and the length takes as long to
+        arrive as a block. If not upright, the producer clears the end of V before it hands V over,
+        so blocks of V wait for the length.
         """
 
         @pl.loop(jnp.int32(0), count)
@@ -58,17 +59,17 @@ class Producer:
                 self.copy_v(cta, n, block, places)
 
     def copy_k(self, cta: Cta, n, block, places: tuple):
-        """A block of K into the slot of the n-th."""
+        """Issues the copy of a block of K into the slot of the n-th."""
         slot = cta.k.slot(n)
         self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], block, places)
 
     def copy_v(self, cta: Cta, n, block, places: tuple):
-        """A block of V into the slot of the n-th."""
+        """Issues the copy of a block of V into the slot of the n-th."""
         slot = cta.v.slot(n)
         self.copy(cta, cta.gmem.v, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
 
     def load(self, cta: Cta, keys: Keys, guessed, n, places: tuple):
-        """The n-th block of K and V, unless it was guessed."""
+        """Loads the n-th block of K and V, unless it was guessed."""
         block = keys.block(n)
 
         @pl.when(n >= guessed)
@@ -83,7 +84,7 @@ class Producer:
             self.load_cleared(cta, keys, n, places)
 
     def load_cleared(self, cta: Cta, keys: Keys, n, places: tuple):
-        """The n-th block of V, zeros beyond the length."""
+        """Loads the n-th block of V, with zeros beyond the length."""
         block = self.plan.blocks.block_kv
         valid = keys.length - keys.block(n) * block
         cta.v.wait_empty(n)
@@ -103,7 +104,7 @@ class Producer:
                 plgpu.barrier_arrive(cta.bars.v_full.at[slot])
 
     def copy(self, cta: Cta, source, tile, barrier, j, places: tuple):
-        """A block into `tile`, one copy for each of its pieces."""
+        """Issues the copies of a block into `tile`, one for each of its pieces."""
         rows, page_size = self.plan.piece_rows, self.plan.problem.spec.page_size
         for i, place in enumerate(places):
             first = self.pages.first_key(j, i)

@@ -1,8 +1,8 @@
 """The decode kernel's tiles with queries as rows: for many of them, 64 at a time.
 
-The products of a block of 64 keys at head dim 128 take a seventh of the time in which a
-multiprocessor's share of the bandwidth brings the block, and the softmax about a fifth, however
-many of the 64 rows are padding.
+At head dim 128 the products of a block of 64 keys take a seventh of the time in which an SM's share
+of the bandwidth brings the block, and softmax about a fifth, however many of the 64 rows are
+padding.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from .memory import swizzles
 
 
 class RowConsumer(Consumer):
-    """S = Q K^T and O = P V; what rows have lies in inline.ROWS."""
+    """Consumer that computes S = Q K^T and O = P V; per-row values lie in inline.ROWS."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """[rows, columns of V]."""
+        """Shape of the accumulator of O: [rows, columns of V]."""
         return WARPGROUP_ROWS, self.plan.head_dims[1]
 
     def settle(self, cta: Cta, keys: Keys):
-        """See Consumer. After the loop over keys it would take 130 registers."""
+        """Waits for blocks of K that were guessed in vain; see Consumer.
+
+        After the loop over keys this would take 130 registers.
+        """
         if self.plan.guesses and not self.plan.problem.quantised:
             lax.fori_loop(keys.stop, self.plan.guessed(cta), lambda n, _: cta.k.wait_full(n), None)
 
     def start(self, cta: Cta, keys: Keys) -> Folded:
-        """See Consumer; eight sums a row."""
+        """Returns the state before any key, with eight running sums per row."""
         sums = jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32)
         return Folded(
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), inline.ROWS),
@@ -42,7 +45,7 @@ class RowConsumer(Consumer):
         )
 
     def scaled(self, cta: Cta, kind: int, use, x):
-        """The scores with a block's keys (kind 0), or their weights (1), by scales of its pages."""
+        """Multiplies a block's scores (kind 0) or weights (1) by the scales of its pages."""
         if not self.plan.page_scales:
             return x
         slot = (cta.k, cta.v)[kind].slot(use)
@@ -50,10 +53,10 @@ class RowConsumer(Consumer):
         return inline.scale_columns(x, scales, self.plan.interpret)
 
     def step(self, cta: Cta, keys: Keys, held: Held, o_acc, use, folded: Folded, *, masked: bool):
-        """QK^T of a block, softmax and PV, one after the other.
+        """Folds in the block of this use: QK^T, softmax and PV, one after the other.
 
-        PV beside the next QK^T would take 138 registers at head dim 128. This takes 128, with which
-        a second CTA finds room, and that one computes while this one waits.
+        Overlapping PV with the next QK^T would take 138 registers at head dim 128. This takes 128,
+        which leaves room for a second CTA, and that one computes while this one waits.
         """
         cta.k.wait_full(use)
         s = self.scaled(cta, 0, use, self.products(cta, use))
@@ -78,7 +81,7 @@ class RowConsumer(Consumer):
         return Folded(m, l)
 
     def products(self, cta: Cta, use):
-        """QK^T of a block."""
+        """Returns S = Q K^T of a block, f32."""
 
         def product(s_acc):
             k = cta.smem.k.at[cta.k.slot(use)]
@@ -89,7 +92,7 @@ class RowConsumer(Consumer):
         return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
 
     def logits(self, held: Held, s, first, masked: bool):
-        """(x, log2_scale) of the products s with the keys from `first` on; -inf where hidden."""
+        """Returns (x, log2_scale) of products s, with keys from `first` on; -inf where hidden."""
         if held.k_scale is not None:
             s = s * held.k_scale
         position = lambda: inline_modifiers.positions(s.shape, 1, first, self.plan.interpret)
@@ -101,11 +104,11 @@ class RowConsumer(Consumer):
         return x, found.log2_scale
 
     def output(self, cta: Cta, keys: Keys, o_acc):
-        """See Consumer; each step has waited for its own product."""
+        """Returns O; each step has waited for its own product."""
         return plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
 
     def store(self, cta: Cta, held: Held, o, folded: Folded):
-        """See Consumer."""
+        """Divides by the sums and writes O, the log-sum-exp and its shift; see Consumer."""
         inverse, lse, shift = self.finish(cta, folded.m, folded.l.sum(axis=1))
         if held.v_scale is not None:
             inverse = inverse * held.v_scale

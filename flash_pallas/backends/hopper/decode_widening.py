@@ -1,8 +1,9 @@
-"""The producer warpgroup of the decode kernel for caches of eight bits.
+"""The producer warpgroup of the decode kernel for caches in eight bits.
 
 Blocks arrive as they lie in memory, several ahead. The producer, whose threads would otherwise
-wait, makes them 16-bit blocks in the rings that the compute warpgroup reads, so that one is the
-same for all caches. A key is its number times a scale, by which products are multiplied later.
+wait, makes them 16-bit blocks in the rings that the compute warpgroup reads, so the compute
+warpgroup is the same for all caches. A key is its number times a scale, by which products are
+multiplied later.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from .widening import widen
 
 @dataclasses.dataclass(frozen=True)
 class WideningProducer:
-    """Loads and widens blocks of K and V from the first to the last."""
+    """Producer that loads and widens blocks of K and V from the first to the last."""
 
     plan: Plan
 
     @property
     def pages(self) -> Pages:
-        """Who knows where blocks lie."""
+        """Page lookup, which knows where blocks lie."""
         return Pages(self.plan)
 
     def __call__(self, cta: Cta):
-        """All blocks of this CTA."""
+        """Loads and widens all blocks of this CTA, then waits for their release."""
         plan, places, ahead = self.plan, self.pages.places, self.plan.blocks.stages
         guessed = plan.guessed(cta)
         if plan.guesses:
@@ -76,7 +77,7 @@ class WideningProducer:
         cta.v.drain(keys.stop)
 
     def begin(self, cta: Cta, block, count):
-        """Start the copies of the first blocks, from this one on."""
+        """Starts the copies of the first `count` blocks, from `block` on."""
 
         @pl.loop(jnp.int32(0), count)
         def _(n):
@@ -85,14 +86,14 @@ class WideningProducer:
                 self.fetch(cta, kind, n, own, self.pages.places(cta, own))
 
     def fetch(self, cta: Cta, kind: int, n, block, places: tuple):
-        """Start the copy of a block of K (kind 0) or V (kind 1), the n-th."""
+        """Starts the copy of the n-th block of K (kind 0) or V (kind 1)."""
         slot = self.raw_ring(cta, kind).slot(n)
         source = (cta.gmem.k, cta.gmem.v)[kind]
         tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
         Producer(self.plan).copy(cta, source, tile, barrier, block, places)
 
     def widen(self, cta: Cta, keys: Keys, kind: int, use, scales: tuple):
-        """Make a block of K or V one that products read."""
+        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that products read."""
         block = self.plan.blocks.block_kv
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
@@ -113,13 +114,13 @@ class WideningProducer:
         plgpu.barrier_arrive(ring.full.at[ring.slot(use)])
 
     def raw_ring(self, cta: Cta, kind: int) -> Ring:
-        """Of blocks as they arrive; nobody else reads them."""
+        """Returns the ring of blocks as they arrive; nobody else reads them."""
         return Ring(cta.bars.raw_full[kind], None, self.plan.blocks.stages)
 
     def own_places(self, cta: Cta, j) -> tuple:
-        """Pages of the pieces of the j-th block, if they have scales of their own."""
+        """Returns the pages of the j-th block's pieces if pages have their own scales; else ()."""
         return self.pages.places(cta, j) if self.plan.page_scales else ()
 
     def scales(self, cta: Cta, keys: Keys, j, places: tuple) -> tuple:
-        """(of K, of V) of each piece of the j-th block, if pages have scales of their own."""
+        """Returns Pages.scales of the j-th block if pages have scales of their own; else ()."""
         return self.pages.scales(cta, keys, j, places) if self.plan.page_scales else ()

@@ -1,4 +1,4 @@
-"""What a CTA of the dK/dV kernel is made of."""
+"""The record of one CTA of the dK/dV kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .query_walk import QueryWalk
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """The refs and the place of one CTA."""
+    """Refs, rings and place of one CTA of the dK/dV kernel."""
 
     gmem: BackwardArrays
     dk: Any  # [B, S8, K, D]

@@ -1,4 +1,4 @@
-"""What a CTA of the dK/dV kernel allocates."""
+"""Shared memory and barriers of a CTA of the dK/dV kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Smem(NamedTuple):
-    """Shared memory of one CTA; tiles are operands of products.py."""
+    """Shared memory of one CTA; tiles have the operand form of products.py."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, Dv]
@@ -34,7 +34,11 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers; the full ones of q and do count two copies, their empty ones two warpgroups."""
+    """The mbarriers of one CTA.
+
+    The full ones of q and do count two copies, and q's the streamed side inputs too; their empty
+    ones count two warpgroups.
+    """
 
     k_full: Any
     v_full: Any
@@ -49,10 +53,10 @@ class Barriers(NamedTuple):
 def scratch(
     problem: Problem, blocks: DkvBlocks, arrays: BackwardArrays | None = None
 ) -> tuple[Smem, Barriers]:
-    """What to allocate.
+    """Returns the shared memory and the barriers to allocate.
 
     Args:
-        problem: with the head dims that run.
+        problem: problem with the head dims that run.
         blocks: tile sizes.
         arrays: operands, whose columns decide how tiles lie; None where sizes alone are wanted.
     """

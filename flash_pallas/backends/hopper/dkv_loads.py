@@ -1,4 +1,4 @@
-"""What the dK/dV kernel copies from device into shared memory, with or without a producer."""
+"""Copies of the dK/dV kernel from device into shared memory, with or without a producer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .split_blocks import DkvBlocks
 
 @dataclasses.dataclass(frozen=True)
 class Loads:
-    """K and V once, Q with lse and dO with delta through two rings."""
+    """Loads of one CTA: K and V once, Q with lse and dO with delta through two rings."""
 
     problem: Problem
     blocks: DkvBlocks
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read."""
+        """Side inputs, which modifiers read."""
         return SideInputs(self.problem, q_axis=1)
 
     def place(self, cta: Cta, member, block) -> Place:
-        """Of the tile of a query block of one head of the group."""
+        """Returns the place of the tile of a query block of one head of the group."""
         head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
         start = block * columns
         return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
 
     def __call__(self, cta: Cta):
-        """A producer's: K, then Q and dO of every tile; V between the first two."""
+        """Runs the producer: loads K, then Q and dO of every tile; V between the first two."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_k(cta)
 
@@ -48,15 +48,15 @@ class Loads:
         self.drain(cta)
 
     def drain(self, cta: Cta):
-        """Observe the releases that no later fill waited for."""
+        """Observes the releases that no later fill waited for."""
         cta.q.drain(cta.walk.total)
         cta.do.drain(cta.walk.total)
 
     def feed(self, cta: Cta) -> Cta:
-        """For warpgroup 1, without a producer: load what the walk starts with.
+        """Loads what the walk starts with, in warpgroup 1, where there is no producer.
 
-        Returns the CTA with a ring of Q that is filled again where this warpgroup, which is the
-        last to do so, releases it.
+        Returns the CTA with a ring of Q that this warpgroup fills again where it releases it; it is
+        the last to do so.
         """
         tiles = cta.walk.total
         for n in range(max(self.blocks.stages, self.blocks.do_stages)):
@@ -70,7 +70,7 @@ class Loads:
         return dataclasses.replace(cta, q=cta.q._replace(refill=refill))
 
     def refill_do(self, cta: Cta, n):
-        """For warpgroup 1, without a producer, at the start of its n-th tile.
+        """Loads dO in warpgroup 1 at the start of its n-th tile, where there is no producer.
 
         The slot is that of the tile before, which warpgroup 0 releases in its own n-th tile.
         """
@@ -79,13 +79,13 @@ class Loads:
         pl.when(wanted)(lambda: self.load_do(cta, following))
 
     def at(self, cta: Cta, n):
-        """(head in the group, block of queries, index of the rows' vectors) of the n-th tile."""
+        """Returns (head in the group, query block, index of the row vectors) of the n-th tile."""
         member, block = cta.walk[n]
         head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
         return member, block, (cta.batch, head, pl.ds(block * rows, rows))
 
     def load_q(self, cta: Cta, n):
-        """Q of the n-th tile, and what travels with it."""
+        """Loads Q of the n-th tile, its lse and its streamed side inputs."""
         member, block, row = self.at(cta, n)
         batch, head, rows = row
         cta.q.wait_empty(n)
@@ -97,7 +97,7 @@ class Loads:
             self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
 
     def load_do(self, cta: Cta, n):
-        """dO and delta of the n-th tile."""
+        """Loads dO and delta of the n-th tile."""
         _, _, row = self.at(cta, n)
         batch, head, rows = row
         cta.do.wait_empty(n)
@@ -105,16 +105,16 @@ class Loads:
         self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
 
     def load_k(self, cta: Cta):
-        """K."""
+        """Loads K."""
         k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
         plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
 
     def load_v(self, cta: Cta):
-        """V."""
+        """Loads V."""
         v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
         plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
 
     def load(self, ring: Ring, n, source, buffer):
-        """One of the copies of the n-th fill of a ring."""
+        """Issues one of the copies of the n-th fill of a ring."""
         slot = ring.slot(n)
         plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])

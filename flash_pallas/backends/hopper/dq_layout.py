@@ -1,4 +1,4 @@
-"""What a CTA of the dQ kernel allocates."""
+"""Shared memory and barriers of a CTA of the dQ kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Smem(NamedTuple):
-    """Shared memory of one CTA; tiles are operands of products.py."""
+    """Shared memory of one CTA; tiles have the operand form of products.py."""
 
     q: Any  # [block_q, D]
     do: Any  # [block_q, Dv]
@@ -30,7 +30,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers; queries counts four copies, the empty ones each warpgroup."""
+    """The mbarriers of one CTA; queries counts four copies, the empty ones each warpgroup."""
 
     queries: Any  # Q, dO, lse, delta
     k_full: Any
@@ -42,10 +42,10 @@ class Barriers(NamedTuple):
 def scratch(
     problem: Problem, blocks: DqBlocks, arrays: BackwardArrays | None = None
 ) -> tuple[Smem, Barriers]:
-    """What to allocate.
+    """Returns the shared memory and the barriers to allocate.
 
     Args:
-        problem: with the head dims that run.
+        problem: problem with the head dims that run.
         blocks: tile sizes.
         arrays: operands, whose columns decide how tiles lie; None where sizes alone are wanted.
     """

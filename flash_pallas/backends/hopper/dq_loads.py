@@ -1,4 +1,4 @@
-"""What a CTA of the dQ kernel is made of, and what it copies from device into shared memory."""
+"""The record of one CTA of the dQ kernel, and its copies from device into shared memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .split_blocks import DqBlocks
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+    """Refs, rings and place of one CTA, as one of its warpgroups sees them."""
 
     gmem: BackwardArrays
     dq: Any  # [B, T8, N, D]
@@ -38,30 +38,30 @@ class Cta:
     wg: Any
 
     def place(self, column_start, columns: int, *, own: bool, rows: int) -> Place:
-        """Of a tile of this CTA or, if `own`, of this warpgroup."""
+        """Returns the place of a tile of this CTA or, if `own`, of this warpgroup."""
         row_start = self.q_start + self.wg * WARPGROUP_ROWS if own else self.q_start
         return Place(self.batch, self.head, row_start, column_start, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loads:
-    """Q, dO, lse and delta once, K and V through two rings."""
+    """Loads of one CTA: Q, dO, lse and delta once, K and V through two rings."""
 
     problem: Problem
     blocks: DqBlocks
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read."""
+        """Side inputs, which modifiers read."""
         return SideInputs(self.problem, q_axis=0)
 
     def walk(self, cta: Cta) -> KeyWalk:
-        """The key blocks of this CTA."""
+        """Returns the walk over the key blocks of this CTA."""
         at, size = (cta.batch, cta.block, cta.position), (self.blocks.block_q, self.blocks.block_kv)
         return KeyWalk.of(self.problem, cta.gmem, at, *size)
 
     def __call__(self, cta: Cta):
-        """A producer's: Q, dO, lse and delta once, then every block of K and V."""
+        """Runs the producer: loads Q, dO, lse and delta once, then every block of K and V."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_queries(cta)
         walk = self.walk(cta)
@@ -74,9 +74,9 @@ class Loads:
         self.drain(cta)
 
     def feed(self, cta: Cta) -> Cta:
-        """Without a producer: the last warpgroup loads what the walk starts with.
+        """Loads what the walk starts with, in the last warpgroup, where there is no producer.
 
-        Returns the CTA with rings that it fills again where it releases them.
+        Returns the CTA with rings that this warpgroup fills again where it releases them.
         """
         walk, loads = self.walk(cta), self.is_loader(cta)
         rings = (cta.k, self.load_k), (cta.v, self.load_v)
@@ -97,7 +97,7 @@ class Loads:
         return dataclasses.replace(cta, k=k, v=v)
 
     def load_queries(self, cta: Cta):
-        """Q, dO, lse and delta."""
+        """Loads Q, dO, lse and delta."""
         queries = pl.ds(cta.q_start, self.blocks.block_q)
         tile, row = (cta.batch, queries, cta.head), (cta.batch, cta.head, queries)
         arrived = cta.bars.queries
@@ -108,13 +108,13 @@ class Loads:
         plgpu.copy_gmem_to_smem(gmem.delta.at[row], smem.delta, arrived)
 
     def keys(self, cta: Cta, walk: KeyWalk, n):
-        """Index of the n-th block in k and v."""
+        """Returns the index of the n-th block in k and v."""
         block_kv = self.blocks.block_kv
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         return cta.batch, pl.ds(walk[n] * block_kv, block_kv), kv_head
 
     def load_k(self, cta: Cta, walk: KeyWalk, n):
-        """K of the n-th block, and what travels with it."""
+        """Loads K of the n-th block and its streamed side inputs."""
         gmem, smem, keys = cta.gmem, cta.smem, self.keys(cta, walk, n)
         self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
         if self.side.copies:
@@ -123,22 +123,22 @@ class Loads:
             self.side.load(gmem.side, smem.side, slot, cta.k.full.at[slot], place)
 
     def load_v(self, cta: Cta, walk: KeyWalk, n):
-        """V of the n-th block."""
+        """Loads V of the n-th block."""
         source = rows_of(cta.gmem.v, self.keys(cta, walk, n), cta.smem.v)
         self.load(cta.v, n, source, cta.smem.v)
 
     def load(self, ring: Ring, n, source, buffer):
-        """The n-th fill of a ring."""
+        """Issues the copy of the n-th fill of a ring, once its slot is empty."""
         slot = ring.slot(n)
         ring.wait_empty(n)
         plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
 
     def is_loader(self, cta: Cta):
-        """This is the warpgroup that loads where there is no producer."""
+        """Says whether this is the warpgroup that loads where there is no producer."""
         return cta.wg == self.blocks.warpgroups - 1
 
     def drain(self, cta: Cta):
-        """Observe the releases that no later fill waited for."""
+        """Observes the releases that no later fill waited for."""
         total = self.walk(cta).total
         cta.k.drain(total)
         cta.v.drain(total)

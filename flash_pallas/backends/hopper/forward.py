@@ -1,25 +1,26 @@
 """The forward kernel (FlashAttention-2 Algorithm 1, scheduled after FlashAttention-3 section 3).
 
-A CTA holds `warpgroups` compute warpgroups, each folding key blocks into 64 query rows, and one
-producer warpgroup that streams K and V through rings of shared memory by TMA.
+A CTA has `warpgroups` consumer warpgroups, each of which folds KV blocks into 64 query rows, and
+one producer warpgroup, which streams K and V through rings in shared memory by TMA.
 
-    Q rows of a warpgroup   producer -> q, one slot; O is staged beside it, or in it
+    Q rows of a warpgroup   producer -> q, one slot; O is staged in a buffer of its own, or in q
     K, V blocks             producer -> k, v rings, each read by all warpgroups; bias, segment ids
                             and the like travel with K
     S, P, O, m, l           registers of the warpgroup that owns the rows
 
-Key blocks run from the last to the first. The first step is peeled off and masks what it must; of
-the others those at either edge of a mask are loops of their own. In every step QK^T of block j and
-PV of block j - 1 are in flight together, and the softmax of j runs under PV of j - 1. Warpgroups
-take turns at issuing (turns.py), so that one computes while another does its softmax.
-A persistent CTA issues the first QK^T of its next query tile together with the last PV of this one.
+KV blocks are processed from the last to the first. The first step is peeled off and masks whatever
+it must. Among the other blocks, those at either edge of a mask have loops of their own. In every
+step QK^T of block j and PV of block j - 1 are in flight together, and the softmax of j is
+overlapped with PV of j - 1. The warpgroups take turns at issuing (ping-pong, turns.py), so that the
+tensor cores work for one while another does its softmax. A persistent CTA issues the first QK^T of
+its next Q tile together with the last PV of the current one.
 
-Where it can, a step speculates that no row's maximum has grown by much. P = 2**(x - m) and its sums
-are taken with the m of the blocks before, so that no exponential waits for the maximum of its row,
-and O and l stay as they are. That is exact, as O / l is the same for every m: a float has as many
-digits at 2**20 as at 1. Only what m has to prevent must not happen, an overflow; P is positive, so
-a sum of at most 2**20 bounds its terms. Where one is larger, or NaN, the warp finds the maxima,
-rescales O and l, and takes P again.
+Where it can, a step speculates that no row max has grown by much. It takes P = 2**(x - m) and the
+row sums with the m of earlier blocks, so that no exponential waits for the max of its row, and O
+and l stay as they are. That is exact, because O / l is the same for every m: a float has as many
+digits at 2**20 as at 1. The only thing that m must prevent is overflow. P is positive, so a sum of
+at most 2**20 (2**14 in float16) bounds its terms. Where a sum is larger, or NaN, the warp finds the
+maxima, rescales O and l, and computes P again.
 """
 
 from __future__ import annotations
@@ -54,42 +55,45 @@ from .turns import Turns
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """One launch; the methods are the phases of a CTA."""
+    """One launch of the forward kernel; the methods are the phases of a CTA."""
 
     plan: Plan
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The attention problem that is computed."""
         return self.plan.problem
 
     @property
     def interpret(self) -> bool:
-        """Run by the interpreter."""
+        """True if the kernel is run by the interpreter."""
         return self.plan.interpret
 
     @property
     def scores(self) -> Scores:
-        """What lies between products and softmax."""
+        """The work between the products and the softmax."""
         return Scores(self.plan)
 
     @property
     def blocks(self) -> ForwardBlocks:
-        """Tile sizes."""
+        """Tile sizes of the kernel."""
         return self.plan.blocks
 
     @property
     def feeder(self) -> Feeder:
-        """Who loads where there is no producer."""
+        """The loads of the compute warpgroups, where there is no producer."""
         return Feeder(self.plan)
 
     @property
     def turns(self) -> Turns:
-        """Who may issue products."""
+        """The turns in which warpgroups issue products."""
         return Turns(self.blocks.warpgroups, self.interpret)
 
     def __call__(self, counter, gmem: Gmem, *refs):
-        """Runs a CTA; `refs` are of results, shared memory and barriers."""
+        """Runs a CTA; `refs` are those of the results, of shared memory and of the barriers.
+
+        A launch for Part.FAR does so only where a warpgroup of the CTA has left rows.
+        """
         *results, smem, bars = refs
         stages = self.blocks.stages
         cta = Cta(
@@ -110,7 +114,7 @@ class Forward:
         pl.when(functools.reduce(lax.max, left) > 0)(lambda: self.run(cta))
 
     def run(self, cta: Cta):
-        """Gives each warpgroup its role."""
+        """Gives each warpgroup its role: consumer or producer."""
         pl.when(cta.wg < self.blocks.warpgroups)(lambda: self.consume(cta))
         if self.blocks.producer:
             pl.when(cta.wg == self.blocks.warpgroups)(lambda: Producer(self.plan)(cta))
@@ -118,7 +122,7 @@ class Forward:
     # --- a compute warpgroup -------------------------------------------------------------------
 
     def consume(self, cta: Cta):
-        """Fold the key blocks of each tile into this warpgroup's rows."""
+        """Runs a consumer warpgroup: folds the KV blocks of each tile into its 64 rows."""
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         if self.plan.part is Part.NEAR:
@@ -148,10 +152,11 @@ class Forward:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(self, cta: Cta, at, rows: Rows, used, o_acc):
-        """All steps of one query tile, whose turn and number are `at`.
+        """Runs all steps of one Q tile; `at` is its (turn, number).
 
-        `used` is the ring position of its first key block. Returns that of the next tile and what
-        it starts with, and which one it is.
+        `used` is the ring position of its first KV block. Returns ((rows, used), following): what
+        the next tile starts with, its ring position, and its (number, whether it exists).
+        `following` is None where the kernel is not persistent.
         """
         turn, number = at
         work = self.plan.work(cta, number)._replace(used=used)
@@ -176,7 +181,7 @@ class Forward:
         return (rows, after), None
 
     def step(self, cta: Cta, work: Work, q, o_acc, j, rows: Rows, *, edges: str):
-        """QK^T of block j beside PV of block j - 1, then the softmax of j while PV ends."""
+        """Issues QK^T of block j and PV of j - 1, then does the softmax of j while PV finishes."""
         use = work.used + j
         cta.k.wait_full(use)
         s = self.issue(cta, q, use, rows.p, use - 1, o_acc)
@@ -219,7 +224,10 @@ class Forward:
         return Rows(p, found.maxima, l)
 
     def bounded_weights(self, cta: Cta, work: Work, use, tile: Logits):
-        """(p as an operand, row sums) of a step without maxima, after PV of the block before."""
+        """Returns (p as an operand, row sums) of a step without row maxima.
+
+        It waits for PV of the block before and releases that block's V.
+        """
         weights = functools.partial(self.scores.weights, cta, work, tile, None)
         first = None
         if self.blocks.weighs_first and self.scores.cap(tile.edges) is not None:
@@ -231,10 +239,10 @@ class Forward:
         return self.plan.products.split(p), sums
 
     def seam(self, cta: Cta, number, following, rows: Rows, after, o_acc) -> Rows:
-        """The last PV of this tile beside the first QK^T and softmax of the next; then the store.
+        """Overlaps this tile's last PV with the next tile's first QK^T and softmax; stores O.
 
-        After the CTA's last tile the QK^T multiplies what is left in shared memory, unused: cheaper
-        than a second copy of this code.
+        After the CTA's last tile the QK^T multiplies what is left in shared memory, and its result
+        is not used: cheaper than a second copy of this code.
         """
         number_after, more = following
         # Not to be hoisted: what is made from it would be held over the loops, in local memory.
@@ -275,11 +283,11 @@ class Forward:
         return self.begun(start, p16)
 
     def begun(self, rows: Rows, p) -> Rows:
-        """Rows after the first softmax of a tile, with its weights as an operand."""
+        """Returns the rows after the first softmax of a tile, with its weights p as an operand."""
         return rows._replace(p=p, only=self.scores.joined(None, p, "last"))
 
     def issue(self, cta: Cta, q, k_use, p, v_use, o_acc):
-        """Issue S = QK^T and O += PV when it is our turn; return S, leave O pending."""
+        """Issues S = QK^T and O += PV in this warpgroup's turn; returns S, leaves PV in flight."""
 
         def products(s_acc):
             multiply = self.plan.products.multiply
@@ -293,7 +301,7 @@ class Forward:
         return pl.run_scoped(products, self.score_accumulator)
 
     def first_products(self, cta: Cta):
-        """QK^T of the CTA's first block."""
+        """Computes S = QK^T of the CTA's first KV block."""
 
         def product(s_acc):
             q, k = cta.smem.q.at[cta.wg], cta.smem.k.at[0]
@@ -303,7 +311,7 @@ class Forward:
         return pl.run_scoped(product, self.score_accumulator)
 
     def first_softmax(self, cta: Cta, work: Work, s, use, release) -> Rows:
-        """The softmax of a tile's first (rightmost, always masked) block; p still in f32."""
+        """Computes the softmax of a tile's first (rightmost, always masked) block; p is float32."""
         tile = self.logits(cta, work, use, s, jnp.int32(0), "last", release)
         m = maxima = None
         if not self.scores.bounded:
@@ -313,7 +321,7 @@ class Forward:
         return Rows(self.scores.dropped(cta, work, tile, p), maxima, sums)
 
     def logits(self, cta: Cta, work: Work, use, s, j, edges: str, release) -> Logits:
-        """Scores.logits of the j-th block; `release` gives K's slot back when that was read."""
+        """Returns Scores.logits of the j-th block; calls `release` once K's slot has been read."""
         streams = self.plan.side.copies > 0
         if not streams:
             release()
@@ -331,17 +339,17 @@ class Forward:
 def forward(
     problem: Problem, blocks: ForwardBlocks, operands: Operands, num_sms: int, interpret: bool
 ) -> Outputs:
-    """Launch.
+    """Launches the forward kernel.
 
     Args:
-        problem: with native head dims, and lengths without padding.
+        problem: a problem with native head dims, whose lengths include no padding.
         blocks: tile sizes.
         operands: q, k and v as operands of products.py.
-        num_sms: multiprocessors, for a persistent kernel.
+        num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o, a result of products.py, as long as q; all others as whole tiles.
+        Outputs: o, a result of products.py, is as long as q; all others are as long as whole tiles.
     """
     order = TileOrder.of(problem, blocks.warpgroups * WARPGROUP_ROWS)
     assignment = (
@@ -385,7 +393,7 @@ def forward(
 
 
 def again(plan: Plan, run, gmem: Gmem, results):
-    """Launches the kernel for what an earlier launch has left, and returns its `results`."""
+    """Launches the kernel for the rows that an earlier launch has left; returns its `results`."""
 
     def kernel(refs, gmem, smem, bars):
         Forward(plan)(None, gmem, *refs, smem, bars)

@@ -1,4 +1,4 @@
-"""Tile sizes of the forward kernel: what can be chosen, what is chosen, and why."""
+"""Tile sizes of the forward kernel: which can be chosen, which are chosen, and why."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ NATIVE_HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # of q and k, and of v, inde
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBlocks:
-    """The forward kernel.
+    """Tile sizes and options of the forward kernel.
 
     Attributes:
-        warpgroups: compute warpgroups, 64 query rows each.
-        block_kv: keys per step.
-        stages: blocks of K and of V in flight.
-        persistent: one CTA per multiprocessor that walks many tiles (O staged beside Q).
-        lazy_rescale: rescale O only when a row maximum grew by more than this (base 2); 0: always.
+        warpgroups: number of compute warpgroups, 64 query rows each.
+        block_kv: number of keys per step.
+        stages: number of blocks of K, and of V, in flight.
+        persistent: one CTA per SM walks many tiles (O is staged next to Q).
+        lazy_rescale: O is rescaled only when a row max grew by more than this (base 2); 0: always.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
-        speculates: weights are taken relative to the row maxima of the blocks before, and again
-            with new ones only where a sum of some of a row's exceeds 2 to this; 0: never. See
-            `speculation` for where that is possible.
-        producer: a warpgroup of its own loads; else the last compute warpgroup does.
+        speculates: weights are computed relative to the row maxima of earlier blocks, and again
+            with new ones only where a partial sum of a row's weights exceeds 2 to this power; 0:
+            never. See `speculation` for where that is possible.
+        producer: a warpgroup of its own loads; otherwise the last compute warpgroup does.
         packed: the kernels of decode.py run instead, with tiles of their own; see forward_packed.py
-            for what that takes.
+            for the calls that they take.
     """
 
     warpgroups: int = 2
@@ -55,30 +55,32 @@ class ForwardBlocks:
 
     @property
     def weighs_first(self) -> bool:
-        """A warpgroup makes float32 weights of capped logits before it waits for the last PV.
+        """True if float32 weights of capped logits are computed before the wait for the last PV.
 
-        2 to 4 % faster at head dim 128, 4 to 6 at 256; 1 to 7 % slower with 160 registers, at 64.
+        This is 2 to 4 % faster at head dim 128 and 4 to 6 % at 256, but 1 to 7 % slower at 64, with
+        160 registers.
         """
         return self.warpgroups < 3
 
     @property
     def tile_rows(self) -> int:
-        """Query rows of a CTA's tile."""
+        """Number of query rows in a CTA's tile."""
         return self.warpgroups * WARPGROUP_ROWS
 
     def o_in_q(self, head_dim: int, v_head_dim: int) -> bool:
-        """O is staged in the shared memory of Q."""
+        """Returns whether O is staged in the shared memory of Q."""
         return not self.persistent and head_dim == v_head_dim
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory of a CTA, for a problem with native head dims."""
+        """Returns the bytes of shared memory of a CTA, for a problem with native head dims."""
         return shared_memory(scratch(problem, self))
 
     def speculation(self, problem: Problem) -> float:
-        """`speculates` where that is possible, else 0.
+        """Returns `speculates` where speculation is possible, else 0; float16 limits it to 14.
 
-        Not where the exact maximum is wanted; nor in float32, whose weights are split after the
-        wait for PV; nor where exponentials are polynomials, which need bounds that a guess has not.
+        It is not possible where the exact max is wanted; nor in float32, whose weights are split
+        after the wait for PV; nor where exponentials are polynomials, which need bounds that a
+        guess does not have.
         """
         if problem.spec.max_logit or self.polynomials or problem.dtype == np.float32:
             return 0.0
@@ -115,19 +117,19 @@ TUNED_LONG = {(128, 128): ForwardBlocks(warpgroups=3, block_kv=64, speculates=SP
 
 
 def native_head_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """What the kernel runs head dims of q and k, and of v, as."""
+    """Returns the head dims, of q and k and of v, that the kernel runs for the given ones."""
     native = lambda width: next(d for d in NATIVE_HEAD_DIMS if d >= width)
     return native(head_dim), native(v_head_dim)
 
 
 def native_problem(problem: Problem) -> Problem:
-    """The problem with the head dims that the kernel runs: filled up with zeros."""
+    """Returns the problem with the head dims that the kernel runs, filled up with zero padding."""
     head_dim, v_head_dim = native_head_dims(problem.head_dim, problem.v_head_dim)
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
 def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
-    """The tuned tiles where they fit beside what modifiers read, else the largest that do."""
+    """Chooses the tuned tiles where they fit next to the side inputs, else the largest that do."""
     native = native_problem(problem)
     blocks = _for_lengths(_for_head_dims(native), native, num_sms)
     asked = _modifiers(native)
@@ -150,10 +152,10 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
 
 
 def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
-    """The same where warpgroups cannot trade registers, and so none is there to load only.
+    """Returns `blocks` without a producer, for when warpgroups cannot trade registers.
 
-    Two then have 255 registers a thread, three 168, which spill 150 to 250 bytes in the loops over
-    masked keys and with a bias.
+    Two warpgroups then have 255 registers a thread. Three have 168 and spill 150 to 250 bytes in
+    the loops over masked keys and with a bias, so that only plain problems get them.
     """
     plain = _is_plain(native_problem(problem))
     most = blocks.warpgroups if plain else 2
@@ -172,13 +174,16 @@ _SMALLER = (
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Nothing is asked for that the loops over keys notice, but a causal mask."""
+    """Returns whether nothing but a causal mask affects the loops over keys."""
     beside = problem.features - {"sinks", "q_lengths"}
     return not beside and not _modifiers(problem) and problem.spec.mask.left is None
 
 
 def _is_long(problem: Problem) -> bool:
-    """Plain, and tiles have many steps. Nothing else was measured with these tiles."""
+    """Returns whether a problem is plain and its tiles have many steps.
+
+    Nothing else was measured with the tiles of TUNED_LONG.
+    """
     if not _is_plain(problem) or problem.spec.max_logit:
         return False
     least = 4096 if problem.spec.mask.is_trivial else 8192
@@ -203,11 +208,12 @@ def _for_head_dims(problem: Problem) -> ForwardBlocks:
 
 
 def _for_lengths(blocks: ForwardBlocks, problem: Problem, num_sms: int) -> ForwardBlocks:
-    """With fewer warpgroups, where tiles of 64 rows are few or those of 192 cover too much.
+    """Returns `blocks` with fewer warpgroups where 64-row tiles are few or 192-row ones too large.
 
-    H200, tiles for one warpgroup against the usual: T=512, 16 heads, of dim 128 1.32, of 64 1.88;
-    two batch entries of 256 queries 1.28; 16 queries to 8k keys, 32 heads, 1.31. At head dim 64,
-    32 heads, T=512, 256 tiles of 64 rows, one warpgroup is still faster than two: 1.54 and 1.39.
+    H200, speedup of tiles of one warpgroup over the usual ones: T=512, 16 heads: 1.32 at head dim
+    128, 1.88 at 64; two batch entries of 256 queries: 1.28; 16 queries to 8k keys, 32 heads: 1.31.
+    At head dim 64, 32 heads, T=512, 256 tiles of 64 rows, one warpgroup is still faster than two:
+    1.54 and 1.39 over the usual.
     """
     measured = blocks in (TUNED[64, 64], TUNED[128, 128])
     if not measured or not _is_plain(problem) or problem.spec.max_logit:
@@ -228,7 +234,7 @@ THIRD_GAINS = 1.25
 
 
 def _pairs(problem: Problem, blocks: ForwardBlocks) -> int:
-    """Of a query and a key in the tiles that a head goes through."""
+    """Returns the number of (query, key) pairs in the tiles that one head goes through."""
     mask, rows, offset = problem.spec.mask, blocks.tile_rows, problem.spec.q_offset
     starts = range(0, problem.q_len, rows)
     found = (mask.kv_blocks(s + offset, rows, problem.kv_len, blocks.block_kv) for s in starts)
@@ -236,7 +242,7 @@ def _pairs(problem: Problem, blocks: ForwardBlocks) -> int:
 
 
 def wants_narrow_tiles(problem: Problem) -> bool:
-    """float32 where tiles of scores 64 wide leave too few registers: 140 to 300 bytes of spills."""
+    """Returns whether float32 score tiles 64 wide lack registers: 140 to 300 bytes of spills."""
     wide = max(problem.head_dim, problem.v_head_dim) > 64
     return problem.dtype == np.float32 and wide and _many(_modifiers(problem))
 
@@ -246,7 +252,7 @@ def _many(asked: set[str]) -> bool:
 
 
 def _modifiers(problem: Problem) -> set[str]:
-    """What the call asks for that takes registers."""
+    """Returns the names of what the call asks for that takes registers."""
     spec = problem.spec
     by_spec = ("softcap", "score_mod", "mask_mod")
     by_array = {"bias", "mask", "alibi_slopes", "dropout_keys", "kv_segments"}

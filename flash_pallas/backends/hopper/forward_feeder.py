@@ -1,9 +1,9 @@
-"""Loading in the forward kernel without a producer warpgroup: for compilers without setmaxnreg.
+"""Loading in the forward kernel without a producer warpgroup, for compilers without setmaxnreg.
 
-Three warpgroups get 168 registers a thread each if they cannot trade them, two get 255. So nobody
-is there to load only. The warpgroup that comes last in the round of turns releases a slot of K or V
-last; at once it fills the slot with the block `stages` further on, which may be one of the next
-tile. Every warpgroup loads its own rows of Q.
+Warpgroups that cannot trade registers get 168 a thread if there are three of them, and 255 if there
+are two. So there is no warpgroup that only loads. The warpgroup that comes last in the round of
+turns is the last to release a slot of K or V, and at once refills it with the block `stages`
+further on, which may belong to the next tile. Every warpgroup loads its own rows of Q.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .memory import Ring
 
 
 class Ahead(NamedTuple):
-    """The blocks that can be loaded: those of a tile and of the one after it."""
+    """The blocks that can be loaded: those of a tile and of the tile after it."""
 
     number: Any  # of the tile
     used: Any  # ring position of its first block
@@ -34,12 +34,12 @@ class Ahead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Feeder:
-    """What the compute warpgroups do of a producer's work."""
+    """The part of a producer's work that the compute warpgroups do."""
 
     plan: Plan
 
     def start(self, cta: Cta, number) -> Cta:
-        """Load what the first tile starts with; the CTA as its first step sees it."""
+        """Loads what the first tile starts with; returns the CTA as its first step sees it."""
         work = self.plan.work(cta, number)
         Producer(self.plan).load_rows(cta, work, cta.wg)
         ahead = Ahead(number, jnp.int32(0), work.kv_blocks)
@@ -53,10 +53,11 @@ class Feeder:
         return self.refilling(cta, ahead)
 
     def tile(self, cta: Cta, turn, number, work: Work) -> tuple[Cta, Any]:
-        """The CTA as the steps of the turn-th tile see it, and what the queue says comes after.
+        """Returns the CTA as the steps of the turn-th tile see it, and what the queue says is next.
 
-        Slots that were released before this tile, for blocks that nobody knew of then, are filled
-        now; only tiles of fewer blocks than there are slots leave any.
+        The latter is (number, whether it exists), or None where the kernel is not persistent. Slots
+        that were released before this tile, for blocks that were not known then, are filled now;
+        only tiles with fewer blocks than there are slots leave any.
         """
         queue, following = self.plan.queue, None
         ahead = Ahead(number, work.used, work.used + work.kv_blocks)
@@ -83,7 +84,7 @@ class Feeder:
         return self.refilling(cta, ahead), following
 
     def end(self, cta: Cta, used):
-        """Observe the releases that no later fill waited for."""
+        """Waits for the releases that no later fill has waited for."""
 
         @pl.when(self.loads(cta))
         def _():
@@ -91,18 +92,18 @@ class Feeder:
             cta.v.drain(used)
 
     def next_q(self, cta: Cta, following):
-        """Load this warpgroup's rows of the next tile; it has read its last of this one's."""
+        """Loads this warpgroup's Q rows of the next tile, once those of this one have been read."""
         number, more = following
         plgpu.barrier_wait(cta.bars.q_empty.at[cta.wg])
         load = lambda: Producer(self.plan).load_rows(cta, self.plan.work(cta, number), cta.wg)
         pl.when(more)(load)
 
     def loads(self, cta: Cta):
-        """This warpgroup is the one that loads K and V."""
+        """Returns whether this warpgroup, the last, is the one that loads K and V."""
         return cta.wg == self.plan.blocks.warpgroups - 1
 
     def refilling(self, cta: Cta, ahead: Ahead) -> Cta:
-        """The CTA with rings that are filled again where they are released."""
+        """Returns the CTA with rings whose slots are refilled as they are released."""
 
         def ring(plain: Ring) -> Ring:
             fill = functools.partial(self.fill, cta, plain, ahead)
@@ -111,7 +112,7 @@ class Feeder:
         return dataclasses.replace(cta, k=ring(cta.k), v=ring(cta.v))
 
     def fill(self, cta: Cta, ring: Ring, ahead: Ahead, use):
-        """The use-th fill of a ring, if its block is known."""
+        """Issues the use-th fill of a ring, if its block is known."""
         limit = ahead.end if ahead.limit is None else ahead.limit
 
         @pl.when(use < limit)

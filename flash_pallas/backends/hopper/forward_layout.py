@@ -1,4 +1,4 @@
-"""What a CTA of the forward kernel allocates."""
+"""Shared memory and barriers that a CTA of the forward kernel allocates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers: q one per warpgroup, k and v one per stage."""
+    """The mbarriers of a CTA: those of q one per warpgroup, those of k and v one per stage."""
 
     q_full: Any
     q_empty: Any
@@ -49,14 +49,15 @@ class Barriers(NamedTuple):
 
 
 def claims(problem: Problem, blocks: ForwardBlocks) -> bool:
-    """CTAs claim tiles, as what these cost is not known at trace time."""
+    """Returns whether CTAs claim tiles, because their cost is not known at trace time."""
     return bounds.is_dynamic(problem) and blocks.persistent
 
 
 def keeps_shift(problem: Problem, blocks: ForwardBlocks) -> bool:
-    """The shift of rows lies in shared memory, written and read where there is one.
+    """Returns whether the shift of rows lies in shared memory, accessed only where there is one.
 
-    Who speculates looks at maxima seldom. In registers it costs 2 to 4 % at head dim 64.
+    A kernel that speculates seldom looks at the row maxima. In registers the shift costs 2 to 4 %
+    at head dim 64.
     """
     return bool(far_of(problem.spec, problem.dtype) and blocks.speculation(problem))
 
@@ -64,15 +65,15 @@ def keeps_shift(problem: Problem, blocks: ForwardBlocks) -> bool:
 def scratch(
     problem: Problem, blocks: ForwardBlocks, q: Any = None, v: Any = None, o: Any = None
 ) -> tuple[Smem, Barriers]:
-    """What to allocate.
+    """Returns the (shared memory, barriers) that a CTA allocates.
 
     Args:
-        problem: with native head dims.
+        problem: a problem with native head dims.
         blocks: tile sizes.
-        q: as an operand in device memory, whose columns decide how tiles lie, as do those of the
-            next two; None where sizes alone are wanted.
-        v: likewise.
-        o: the result.
+        q: an operand in device memory; its number of columns decides the layout of tiles, as do
+            those of v and o. None where only sizes are wanted.
+        v: an operand in device memory, or None.
+        o: the result in device memory, or None.
     """
     wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
     side, bar = SideInputs(problem, q_axis=0), plgpu.Barrier

@@ -1,8 +1,8 @@
-"""Attention of few queries to many keys, by the kernels that decode.
+"""Attention of few queries to many keys, by the decode kernels.
 
-The forward kernel has a CTA for 128 or 192 queries of one head, which reads all their keys. Where
-that makes few CTAs, or mostly empty ones, those of decode.py are faster: their tiles are 64 rows of
-(query, head of a group), and CTAs share the keys of a tile.
+A CTA of the forward kernel has 64, 128 or 192 queries of one head and reads all of their keys.
+Where that makes few CTAs, or mostly empty ones, the kernels of decode.py are faster: their tiles
+are 64 rows of (query, head of a group), and CTAs share the keys of a tile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FEATURES = frozenset({"q_offset", "q_lengths", "kv_lengths", "sinks"})
 
 
 def described(problem: Problem) -> decode.DecodeProblem | None:
-    """The problem as one of decoding; None where it is not."""
+    """Returns the problem as one of decoding; None where it is not."""
     spec, mask = problem.spec, problem.spec.mask
     mods = spec.score_mod or spec.mask_mod or spec.dropout_rate or spec.max_logit
     if mods or spec.scale <= 0 or not problem.features <= _FEATURES:
@@ -47,19 +47,25 @@ LEAST_KEYS, KEYS_PER_QUERY = 1024, 16
 
 
 def packs(problem: Problem, num_sms: int) -> bool:
-    """The decode kernels are faster: their tiles are few, or one holds a whole group.
+    """Returns whether decode kernels are faster: their tiles are few, or one holds a whole group.
 
-    Few, at most half as many as multiprocessors, are shared out by their keys. H200, (batch,
-    queries, keys), heads of queries and keys, dim 128 but for the last, times as fast as the usual
-    tiles, in brackets a forward kernel of one warpgroup:
-    (1, 16, 8k) 32 8 5.90 [1.31]; (1, 64, 4k) 16 16 3.30 [1.34]; (1, 32, 4k) 32 8 3.37 [1.31];
-    (1, 128, 4k) 16 16 2.23 [1.31]; (1, 128, 8k) 32 8 1.51 [1.31]; (1, 512, 8k) 8 8 2.37 [1.80].
-    A group's heads in one tile read their keys once: (32, 16, 4k) 32 8 2.63 [1.30]. Neither holds
-    for (8, 64, 4k) 16 16: 0.96 [1.03].
+    Few means at most half as many as SMs; CTAs then share the keys of a tile. H200, (batch,
+    queries, keys), query heads and key heads, head dim 128, in the last case 64: speedup over the
+    usual tiles, in brackets that of a forward kernel of one warpgroup:
+
+        (1, 16, 8k)    32  8   5.90 [1.31]
+        (1, 64, 4k)    16 16   3.30 [1.34]
+        (1, 32, 4k)    32  8   3.37 [1.31]
+        (1, 128, 4k)   16 16   2.23 [1.31]
+        (1, 128, 8k)   32  8   1.51 [1.31]
+        (1, 512, 8k)    8  8   2.37 [1.80]
+
+    With the heads of a group in one tile, their keys are read once: (32, 16, 4k) 32 8 2.63 [1.30].
+    Neither holds for (8, 64, 4k) 16 16: 0.96 [1.03].
 
     Args:
-        problem: of the call.
-        num_sms: multiprocessors.
+        problem: the problem of the call.
+        num_sms: number of SMs.
     """
     as_decoded = described(problem)
     least = max(LEAST_KEYS, KEYS_PER_QUERY * problem.q_len)
@@ -71,12 +77,12 @@ def packs(problem: Problem, num_sms: int) -> bool:
 
 
 def forward_packed(problem: Problem, operands: Operands, num_sms: int, interpret: bool) -> Outputs:
-    """Launch; as forward.forward, without padding.
+    """Launches the decode kernels; returns what forward.forward does, but without padding.
 
     Args:
-        problem: one of those that are `described`.
-        operands: of the call.
-        num_sms: multiprocessors.
+        problem: a problem for which `described` is not None.
+        operands: the operands of the call.
+        num_sms: number of SMs.
         interpret: run by the interpreter.
     """
     as_decoded = described(problem)

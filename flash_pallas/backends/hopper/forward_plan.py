@@ -1,4 +1,4 @@
-"""What a CTA of the forward kernel is made of, and what it has to do."""
+"""The plan of the forward kernel: the refs of a CTA, its Q tiles and the KV blocks they read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Gmem(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results in device memory; rows are those of whole tiles."""
+    """Results in device memory; `rows` are those of whole tiles."""
 
     o: Any  # [B, T, N, Hv], a result of products.py
     lse: Any  # f32[B, N, rows], base 2
@@ -57,7 +57,7 @@ class Results(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A query tile and the key blocks it reads."""
+    """A Q tile and the KV blocks that it reads."""
 
     at: QueryTile
     position: Any  # of the tile's first query
@@ -68,16 +68,16 @@ class Work(NamedTuple):
 
     @property
     def stop(self):
-        """One past its last key block."""
+        """One past the last KV block of the tile."""
         return self.kv_blocks if ints.is_static(self.start) else self.start + self.kv_blocks
 
     def block(self, j):
-        """The j-th key block from the right."""
+        """Returns the index of the j-th KV block from the right."""
         return self.stop - 1 - j
 
 
 class Rows(NamedTuple):
-    """What a warpgroup carries from step to step."""
+    """State of its rows that a warpgroup carries from step to step."""
 
     p: Any  # Products.split of the weights of the block whose PV is still to be issued
     maxima: Any  # Maxima of 64 rows; None where Scores.bounded
@@ -102,14 +102,14 @@ class Cta:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which key blocks each query tile reads, and which of them it must mask.
+    """The KV blocks that each Q tile reads, and those of them that it must mask.
 
     Attributes:
-        problem: what is computed.
+        problem: the attention problem that is computed.
         blocks: tile sizes.
-        assignment: query tiles of each CTA.
+        assignment: the Q tiles of each CTA.
         interpret: run by the interpreter.
-        part: which rows are computed.
+        part: the rows that are computed.
     """
 
     problem: Problem
@@ -120,22 +120,22 @@ class Plan:
 
     @property
     def tile_rows(self) -> int:
-        """Query rows of a CTA's tile."""
+        """Number of query rows in a CTA's tile."""
         return self.blocks.warpgroups * WARPGROUP_ROWS
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read beside Q, K and V."""
+        """The side inputs: what modifiers read besides Q, K and V."""
         return SideInputs(self.problem, q_axis=0)
 
     @property
     def products(self) -> Products:
-        """How operands are multiplied."""
+        """The way in which operands are multiplied."""
         return Products(self.problem.dtype, self.interpret)
 
     @property
     def dynamic(self) -> bool:
-        """Arrays decide which key blocks a tile reads."""
+        """True if arrays decide which KV blocks a tile reads."""
         return bounds.is_dynamic(self.problem)
 
     @property
@@ -145,27 +145,27 @@ class Plan:
 
     @property
     def lazy_rescale(self) -> float:
-        """As ForwardBlocks says, unless the exact maximum is wanted."""
+        """ForwardBlocks.lazy_rescale, but 0 where the exact max is wanted."""
         return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
 
     @property
     def speculates(self) -> float:
-        """As ForwardBlocks says, where that is possible."""
+        """ForwardBlocks.speculates where speculation is possible, else 0."""
         return self.blocks.speculation(self.problem)
 
     @property
     def far(self) -> float:
-        """From which logits on, in base 2, rows are shifted; 0 where no such row is computed."""
+        """Magnitude of logits (base 2) beyond which this launch shifts rows; 0: it shifts none."""
         return 0.0 if self.part is Part.NEAR else self.limit
 
     @property
     def limit(self) -> float:
-        """From which logits on, in base 2, rows need a shift; 0 where no logit can be so large."""
+        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
         return far_of(self.problem.spec, self.problem.dtype)
 
     @property
     def keeps_shift(self) -> bool:
-        """The shift of rows lies in shared memory."""
+        """True if the shift of rows lies in shared memory."""
         return bool(self.far) and forward_layout.keeps_shift(self.problem, self.blocks)
 
     @property
@@ -180,13 +180,13 @@ class Plan:
 
     @property
     def has_segments(self) -> bool:
-        """Segment ids hide keys."""
+        """True if segment ids hide keys."""
         return "kv_segments" in self.problem.features
 
     def masked_blocks(self) -> tuple[bool, bool]:
-        """Some warpgroup masks key blocks (left of those it sees whole, right of them).
+        """Returns whether some warpgroup masks KV blocks (left, right) of those that it sees whole.
 
-        The tile's last block does not count: it is always masked.
+        The tile's last block does not count, because it is always masked.
         """
         spec = self.problem.spec
         if self.problem.traced_offset:
@@ -202,7 +202,7 @@ class Plan:
         return left, right
 
     def visited(self, position):
-        """(first, how many) key blocks of the tile whose first query is at `position`."""
+        """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
         kv_len, block_kv = self.problem.kv_len, self.blocks.block_kv
         found = self.mask.kv_blocks(position, self.tile_rows, kv_len, block_kv)
         if self.mask.left is None:
@@ -211,9 +211,10 @@ class Plan:
         return start, ints.maximum(found.stop - start, 1)
 
     def whole(self, position):
-        """(first, one past the last) block that the warpgroup whose queries start there sees whole.
+        """Returns (first, one past the last) of the KV blocks that a warpgroup sees whole.
 
-        The last keys do not count as an edge: where they end, the tile's last block is.
+        The first query of the warpgroup is at `position`. The end of the keys does not count as an
+        edge: where the keys end, the block is the tile's last, which is masked anyway.
         """
         kv_len = ints.round_up(self.problem.kv_len, self.blocks.block_kv)
         found = self.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, self.blocks.block_kv)
@@ -221,16 +222,16 @@ class Plan:
 
     @property
     def queue(self) -> TileQueue:
-        """The tiles of a CTA."""
+        """The queue of a CTA's tiles."""
         return TileQueue(self.assignment, self.claims, self.interpret)
 
     @property
     def claims(self) -> bool:
-        """CTAs claim tiles, as what these cost is not known at trace time."""
+        """True if CTAs claim tiles, because their cost is not known at trace time."""
         return forward_layout.claims(self.problem, self.blocks)
 
     def work(self, cta: Cta, tile) -> Work:
-        """The piece of work with this number; with one past the last: any."""
+        """Returns the piece of work with this number; for a number past the last one, any."""
         if self.claims:
             tile = lax.min(tile, jnp.int32(self.assignment.order.total - 1))
         at = self.assignment.order[tile]
@@ -247,7 +248,7 @@ class Plan:
         return Work(at, jnp.int32(position), start, jnp.int32(count))
 
     def zones(self, cta: Cta, work: Work):
-        """(edges, first, one past the last) of the loops over blocks, counted from the right."""
+        """Returns the loops over blocks, from the right: [(edges, first, one past the last)]."""
         first, last = jnp.int32(1), work.kv_blocks
         if self.has_segments:
             return self.segment_zones(cta, work)
@@ -266,7 +267,7 @@ class Plan:
         return [*zones, ("none", plain, masked), ("left", masked, last)]
 
     def segment_zones(self, cta: Cta, work: Work):
-        """Likewise with segment ids: only blocks in the middle of a document are not masked."""
+        """Returns `zones` with segment ids: only blocks inside a document are not masked."""
         first, last = jnp.int32(1), work.kv_blocks
         start, stop = (cta.gmem.whole[work.at.batch, work.at.block, end] for end in (0, 1))
         if not self.mask.is_trivial:
@@ -278,7 +279,7 @@ class Plan:
         return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
 
     def tile(self, cta: Cta, work: Work, kv_block) -> RegisterTile:
-        """This warpgroup's scores of a key block."""
+        """Returns the RegisterTile of this warpgroup's scores [64, block_kv] of a KV block."""
         q_start = work.position + cta.wg * WARPGROUP_ROWS
         shape = (WARPGROUP_ROWS, self.blocks.block_kv)
         kv_start = kv_block * self.blocks.block_kv
@@ -286,13 +287,13 @@ class Plan:
         return RegisterTile(q_start, kv_start, shape, interpret=self.interpret, precise=precise)
 
     def limits(self, cta: Cta, work: Work, kv_block, edges: str) -> Limits:
-        """What this warpgroup's rows see of a key block.
+        """Returns the limits of what this warpgroup's rows see of a KV block.
 
         Args:
-            cta: where.
-            work: the query tile.
-            kv_block: the key block.
-            edges: what may hide keys of it: "last" (it may reach past the last key), "left",
+            cta: the CTA, as the warpgroup sees it.
+            work: the Q tile.
+            kv_block: index of the KV block.
+            edges: what may hide keys of the block: "last" (it may reach past the last key), "left",
                 "right", "all" (segment ids and both edges) or "none".
         """
         tile = self.tile(cta, work, kv_block)
@@ -309,7 +310,7 @@ class Plan:
         return tile.limits(self.mask)
 
     def kv_len(self, cta: Cta, work: Work):
-        """Where the keys end, or None: at the end of a block."""
+        """Returns where the keys end; None if that is at the end of a block."""
         kv_len = self.problem.kv_len
         if "kv_lengths" in self.problem.features:
             return lax.min(cta.gmem.side.kv_lengths[work.at.batch], jnp.int32(kv_len))

@@ -20,21 +20,21 @@ from .side_inputs import Place
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Loads Q of each tile, and its K and V blocks from last to first, K one block ahead of V.
+    """Loads Q of each tile and its KV blocks from last to first, with K one block ahead of V.
 
-    K's slot frees before V's (QK^T of a step ends before its PV), so K must not queue behind V.
-    What modifiers read of a block travels with its K.
+    K's slot is freed before V's, because QK^T of a step ends before its PV; so K must not queue
+    behind V. What modifiers read of a block travels with its K.
     """
 
     plan: Plan
 
     @property
     def blocks(self) -> ForwardBlocks:
-        """Tile sizes."""
+        """Tile sizes of the kernel."""
         return self.plan.blocks
 
     def __call__(self, cta: Cta):
-        """All tiles of this CTA."""
+        """Runs the producer warpgroup: loads all tiles of this CTA."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         first = self.plan.work(cta, self.plan.queue.first(cta))
         self.load_q(cta, first, jnp.int32(0))
@@ -48,7 +48,11 @@ class Producer:
                 plgpu.barrier_wait(cta.bars.q_empty.at[wg])
 
     def tile(self, cta: Cta, turn, number, used):
-        """The K and V blocks of one tile, and the first K and the Q of the next."""
+        """Loads the K and V blocks of one tile, and Q and the first K block of the next.
+
+        The tile's own first K block has been loaded with the tile before. Returns (ring position of
+        the next tile, (its number, whether it exists)).
+        """
         work = self.plan.work(cta, number)
 
         @pl.loop(jnp.int32(1), work.kv_blocks)
@@ -67,21 +71,21 @@ class Producer:
         return after, (number, more)
 
     def load_q(self, cta: Cta, work: Work, turn):
-        """Each warpgroup's 64 rows, as soon as it has read its last."""
+        """Loads the 64 Q rows of each warpgroup, as soon as it has read its old ones."""
         for wg in range(self.blocks.warpgroups):
             if self.blocks.persistent:
                 pl.when(turn > 0)(lambda wg=wg: plgpu.barrier_wait(cta.bars.q_empty.at[wg]))
             self.load_rows(cta, work, wg)
 
     def load_rows(self, cta: Cta, work: Work, wg):
-        """The 64 rows of Q of one warpgroup."""
+        """Issues the copy of the 64 Q rows of one warpgroup."""
         batch, head, block = work.at
         rows = pl.ds(block * self.plan.tile_rows + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         source = rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q)
         plgpu.copy_gmem_to_smem(source, cta.smem.q.at[wg], cta.bars.q_full.at[wg])
 
     def load_kv(self, cta: Cta, ring: Ring, work: Work, j, use):
-        """The j-th block from the right of K or V, as the use-th fill of its ring."""
+        """Loads the j-th block of K or V from the right, as the use-th fill of its ring."""
         block, block_kv = work.block(j), self.blocks.block_kv
         start = block * block_kv
         head = lax.div(work.at.head, jnp.int32(self.plan.problem.group))
@@ -101,7 +105,7 @@ class Producer:
         self.plan.side.load(cta.gmem.side, cta.smem.side, slot, full, place)
 
     def load_v(self, cta: Cta, *copy):
-        """The arguments are those of Loader."""
+        """Loads a block of V and clears its padding, if any; the arguments are those of Loader."""
         width, rows = self.plan.problem.v_head_dim, self.blocks.block_kv
         swizzle = self.plan.products.swizzle(width, cta.gmem.v, summed_rows=rows)
         padding, arrived = cta.gmem.padding, cta.bars.v_arrived

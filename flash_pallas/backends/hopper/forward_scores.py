@@ -1,4 +1,4 @@
-"""From the products of a step of the forward kernel to its logits and weights."""
+"""Logits and softmax weights of the forward kernel, computed from the products of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_BOUNDED = 80.0
 
 
 class Logits(NamedTuple):
-    """A tile of logits, and what was needed to make them."""
+    """A tile of logits, and what was needed to compute them."""
 
     x: Any  # f32[64, block_kv], -inf where hidden; not capped yet where Scores.cap says so
     log2_scale: float  # x * log2_scale are in base 2
@@ -46,12 +46,12 @@ class Logits(NamedTuple):
 
     @property
     def top(self):
-        """f32[64], the largest x of each row."""
+        """The largest x of each row, f32[64]."""
         return self.x.max(axis=1)
 
 
 class Finished(NamedTuple):
-    """Rows that have seen all their keys."""
+    """Final values of rows that have seen all their keys."""
 
     inverse: Any  # what O is multiplied by
     lse: Any  # base 2, relative to the shift
@@ -64,40 +64,40 @@ class Scores:
     """Everything between QK^T and the softmax, and dropout after it; nothing where a call has none.
 
     Attributes:
-        plan: of the kernel.
+        plan: the plan of the kernel.
     """
 
     plan: Plan
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The attention problem that is computed."""
         return self.plan.problem
 
     @property
     def spec(self) -> AttentionSpec:
-        """What is computed, apart from the arrays."""
+        """The part of the problem that is independent of the arrays."""
         return self.problem.spec
 
     @property
     def hidden(self) -> bool:
-        """Something beyond positions and segment ids hides keys, in any block."""
+        """True if something besides positions and segment ids hides keys, in any block."""
         return self.spec.mask_mod is not None or "mask" in self.problem.features
 
     @property
     def may_be_empty(self) -> bool:
-        """A row may have only logits of -inf in a block that positions and ids leave whole."""
+        """True if a row may have no finite logit in a block that positions and ids leave whole."""
         infinite = "bias" in self.problem.features or self.spec.score_mod is not None
         return self.hidden or infinite
 
     @property
     def bounded(self) -> bool:
-        """Logits are capped so low that weights are not taken relative to a maximum.
+        """True if logits are capped so low that weights are not taken relative to a row max.
 
         bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
-        times values of 2**26 still fits. This saves the maximum, the rescaling of O and the wait of
-        every exponential for the whole row. But the largest weight of a row is not 1, and rounding
-        it shows: lone_weight.py.
+        times values of 2**26 still fits. This saves the max, the rescaling of O, and the wait of
+        every exponential for the whole row. But the largest weight of a row is then not 1, and
+        rounding it shows: see lone_weight.py.
         """
         spec = self.spec
         return (
@@ -110,26 +110,32 @@ class Scores:
 
     @property
     def in_one_pass(self) -> bool:
-        """Exponentials, dropout and conversion take turns: inline_weights. For 16 bits alone."""
+        """True if exponentials, dropout and conversion are interleaved (inline_weights).
+
+        This is for 16 bits only.
+        """
         in_turns = self.spec.dropout_rate or self.plan.blocks.polynomials
         return bool(in_turns) and self.problem.dtype != jnp.float32
 
     def hold(self, cta: Cta, work: Work) -> Held:
-        """What this warpgroup's rows of a query tile read beside Q, K and V."""
+        """Loads the side inputs that this warpgroup's rows of a Q tile keep in registers."""
         row = work.at.block * self.plan.tile_rows + cta.wg * WARPGROUP_ROWS
         rows, columns = WARPGROUP_ROWS, self.plan.blocks.block_kv
         place = Place(work.at.batch, work.at.head, row, 0, rows, columns)
         return self.plan.side.hold(cta.gmem.side, place)
 
     def inputs(self, cta: Cta, work: Work, slot, edges: str) -> TileInputs:
-        """What this warpgroup's tile of scores reads, from the slot of K that it travels with."""
+        """Returns the side inputs of this warpgroup's tile of scores, which travel with K.
+
+        They are those of a `slot` of K's ring; segment ids are left out where `edges` is "none".
+        """
         shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
         rows = warpgroup_rows(cta.wg)
         side = self.plan.side
         return side.inputs(work.held, cta.smem.side, slot, shape, rows, ids=edges != "none")
 
     def logits(self, cta: Cta, work: Work, inputs: TileInputs, s, kv_block, edges: str) -> Logits:
-        """Logits of the products s of a key block; `edges` as for Plan.limits."""
+        """Returns the logits of a KV block, given its products s; `edges` as for Plan.limits."""
         tile = self.plan.tile(cta, work, kv_block)
         limits = self.plan.limits(cta, work, kv_block, edges)
         spec = self.spec
@@ -139,10 +145,11 @@ class Scores:
         return Logits(x, log2_scale, inputs, kv_block, edges)
 
     def cap(self, edges: str) -> Cap | None:
-        """With which `weights` caps the logits of steps with these edges; None: they come capped.
+        """Returns the cap that `weights` applies to the logits of steps with these edges, or None.
 
-        Only where nothing hides a key. A bias or slopes make most logits large, and dropout has
-        work of its own to put beside the exponentials: neither was tried.
+        Without it logits come capped, if at all. `weights` caps only where nothing hides a key. A
+        bias or slopes make most logits large, and dropout has work of its own to overlap with the
+        exponentials: neither was tried.
         """
         spec, added = self.spec, {"bias", "alibi_slopes"} & self.problem.features
         if spec.softcap is None or not self.bounded or added or spec.dropout_rate:
@@ -153,19 +160,22 @@ class Scores:
         return cap if cap.representable else None
 
     def finite(self, m, edges: str):
-        """m, with 0 for rows that have seen no key yet: their weights are exp2(-inf), not NaN."""
+        """Returns m, with 0 for rows that have seen no key yet.
+
+        Their weights are then exp2(-inf), not NaN.
+        """
         if m is None or self.plan.speculates or not (self.may_be_empty or self.may_hide(edges)):
             return m  # that of the first tile is finite where a step speculates
         return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
     def may_hide(self, edges: str) -> bool:
-        """Positions may hide keys of a block with these edges."""
+        """Returns whether positions or segment ids may hide keys of a block with these edges."""
         if edges == "last":
             return not self.spec.mask.is_trivial or self.plan.dynamic
         return edges != "none"
 
     def unseen(self, tile: Logits) -> Maxima:
-        """Maxima before the first key block of a query tile."""
+        """Returns the row maxima before the first KV block of a Q tile."""
         zero = jnp.zeros_like(tile.top)
         if self.unseen_is_checked:
             return Maxima(jnp.full_like(zero, math.nan), jnp.full_like(zero, -math.inf))
@@ -175,30 +185,31 @@ class Scores:
 
     @property
     def unseen_is_checked(self) -> bool:
-        """A speculating step looks twice at rows that have seen no key.
+        """True if a speculating step looks twice at rows that have seen no key.
 
-        Else they are taken to see no logit below -2**127, which only a bias, such as the lowest
-        float32, and the user's function make.
+        Otherwise they are taken to see no logit below -2**127. Only a bias, such as the lowest
+        float32, and the user's function produce such logits.
         """
         added = "bias" in self.problem.features or self.spec.score_mod is not None
         return bool(self.plan.speculates and self.plan.far and added)
 
     def compared(self, cta: Cta, tile: Logits, old: Maxima, slack: float | None) -> Compared:
-        """A tile beside the maxima so far; `slack` as row_maxima.compared takes it."""
+        """Compares a tile with the row maxima so far; `slack` as row_maxima.compared takes it."""
         plan, given = self.plan, (tile.x, tile.log2_scale)
         return row_maxima.compared(old, *given, plan.far, slack, plan.interpret, self.kept(cta))
 
     def kept(self, cta: Cta) -> Kept | None:
-        """Where the shift of this warpgroup's rows is; None: in registers, or there is none."""
+        """Returns where this warpgroup's shift is; None: in registers, or there is none."""
         if not self.plan.keeps_shift:
             return None
         return Kept(cta.smem.kept.at[cta.wg], self.plan.interpret)
 
     def speculate(self, cta: Cta, work: Work, tile: Logits, rows: Rows, o):
-        """(o, rows) after a block: relative to the old maxima, once more if that was a bad guess.
+        """Returns (o, rows) after a block, relative to the old maxima unless that was a bad guess.
 
-        rows.p is the block's in 16 bits. A warp redoes all of its 16 rows or none. In a row that is
-        shifted, m is NaN and so is every sum.
+        rows.p are the weights of the block in 16 bits. After a bad guess they are computed again
+        with new maxima; a warp redoes all of its 16 rows or none. In a shifted row m is NaN, and so
+        is every sum.
         """
         weights = functools.partial(self.weights, cta, work, dtype=self.problem.dtype)
         p, sums = weights(tile, m=rows.maxima.m)
@@ -218,9 +229,10 @@ class Scores:
         return lax.cond(exceeds > 0, again, lambda: (o, Rows(p, rows.maxima, rows.l + sums)))
 
     def joined(self, only, p, edges: str):
-        """Rows.only after a step whose operand is p; `only`: before it, None in a tile's first.
+        """Returns Rows.only after a step whose operand is p.
 
-        Where neither positions nor anything else hides keys every row sees several.
+        `only` is its value before the step, and None in a tile's first step. Where neither
+        positions nor anything else hides keys, every row sees several.
         """
         if not self.bounded:
             return None
@@ -230,13 +242,13 @@ class Scores:
         return lone_weight.joined(plgpu.layout_cast(rows, inline.ROWS), *p, self.plan.interpret)
 
     def plain_weights(self, tile: Logits, m):
-        """(p in f32, before dropout; its row sums per thread) relative to the row maxima m."""
+        """Returns (p in f32 before dropout, its row sums per thread), relative to row maxima m."""
         x = tile.x * tile.log2_scale
         p = jnp.exp2(x if m is None else x - per_row(m, x.shape))
         return p, inline.lane_sums(p, self.plan.interpret)
 
     def weights(self, cta: Cta, work: Work, tile: Logits, m, dtype):
-        """(p in dtype, after dropout; row sums of all of it) relative to the row maxima m."""
+        """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
         share, whole = self.plan.blocks.polynomials, tile.edges == "none" and not self.may_be_empty
         powers, cap = Powers(share, bounded=m is None and whole), self.cap(tile.edges)
         weights = functools.partial(self._weights, cta, work, tile, m, dtype)
@@ -267,14 +279,14 @@ class Scores:
         return inline_weights.weights(x, m, log2_scale, powers, drop, dtype)
 
     def dropped(self, cta: Cta, work: Work, tile: Logits, p):
-        """The weights that dropout keeps; `gain` is left to the end."""
+        """Returns the weights with 0 for those that are dropped; the `gain` is left to the end."""
         if not self.spec.dropout_rate:
             return p
         keep = scores.kept(self.spec, self.plan.tile(cta, work, tile.kv_block), tile.inputs)
         return jnp.where(keep, p, jnp.zeros_like(p))
 
     def finish(self, cta: Cta, work: Work, rows: Rows) -> Finished:
-        """Ends rows that have seen all their keys."""
+        """Finishes rows that have seen all their keys."""
         l = rows.l.sum(axis=1)
         sink, sinks, unit = None, cta.gmem.side.sinks, self.problem.unit
         if sinks is not None:
@@ -294,5 +306,5 @@ class Scores:
 
 
 def per_row(x, shape):
-    """One value per row spread over a tile."""
+    """Broadcasts one value per row over a tile."""
     return lax.broadcast_in_dim(x, shape, (0,))

@@ -1,8 +1,9 @@
-"""The end of a query tile in the forward kernel.
+"""The epilogue of a Q tile in the forward kernel.
 
-Row sums, log-sum-exp and O go to shared memory and from there to the results. Where rows keep their
-shift in shared memory, all but O is staged under the last products of the tile: between those and
-the store of O a persistent CTA takes the softmax of its next tile, which has a shift of its own.
+The per-row results (log-sum-exp, shift, largest logit) and O go to shared memory and from there to
+device memory. Where rows keep their shift in shared memory, all but O is staged under the last
+products of the tile: between those and the store of O, a persistent CTA does the softmax of its
+next tile, which has a shift of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ VECTORS = ("lse", "shift", "most")  # the results of one value a row
 
 
 def begin(scores: Scores, cta: Cta, work: Work, rows: Rows) -> Finished:
-    """Ends the rows, and waits until the results of the tile before have left shared memory."""
+    """Finishes the rows, and waits until the previous tile's results have left shared memory."""
     found = scores.finish(cta, work, rows)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     return found
 
 
 def stage_rows(cta: Cta, found: Finished):
-    """Writes the results of one value a row to shared memory."""
+    """Writes the per-row results, those of one value a row, to shared memory."""
     wg = lax.optimization_barrier(cta.wg)  # as in `store`
     for name in VECTORS:
         buffer = getattr(cta.smem, name)
@@ -37,7 +38,10 @@ def stage_rows(cta: Cta, found: Finished):
 
 
 def store(scores: Scores, cta: Cta, work: Work, o, found: Finished, *, staged: bool):
-    """Divides O by the row sums and sends all results off; `staged`: those of `stage_rows` too."""
+    """Divides O by the row sums and issues the copies of all results.
+
+    `staged`: `stage_rows` has already run for this tile.
+    """
     batch, head, block = work.at
     # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
     wg = lax.optimization_barrier(cta.wg)

@@ -1,19 +1,19 @@
-"""The gradient of a bias inside the fused backward: dS added up over batch entries that share it.
+"""The gradient of a bias inside the fused backward: dS summed over batch entries that share it.
 
-The CTAs of a cluster work on the same keys and queries of as many batch entries, one tile after the
-other. dS^T of each lies in shared memory anyway, in 16 bits, for dQ = dS K. A further warpgroup of
-every CTA owns a part of the keys. It sends the parts of the others to them, gets its own from them,
-adds up in float32 and adds that to the sum in device memory, a float32 array as large as the bias.
+The CTAs of a cluster work on the same keys and queries of as many batch entries, tile by tile. dS^T
+of each lies in shared memory anyway, in 16 bits, for dQ = dS K. One more warpgroup of every CTA
+owns a part of the keys. It sends the other CTAs their parts, receives its own from them, adds them
+up in float32, and adds that to the sum in device memory, a float32 array as large as the bias.
 
     ds          the slots of fused_finish.py; a slot may be written again once all CTAs of the
                 cluster have added up what they got from it (summed_empty)
     received    one slot; others may write to it once all have added up the tile before
 
-Against computing S and dP once more (backward_scores.py) this saves two of seven products and half
-of the exponentials. The order of the last additions differs from run to run.
+Compared with computing S and dP once more (backward_scores.py), this saves two of seven products
+and half of the exponentials. The order of the last additions differs from run to run.
 
-The interpreter cannot reach the shared memory of a neighbour. There every CTA adds the whole tile
-of its own batch entry, with the same barriers, whose races are found.
+The interpreter cannot reach the shared memory of a neighbour. Under it every CTA adds the whole
+tile of its own batch entry, with the same barriers, so that races are still found.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from .side_inputs import SideInputs
 
 
 def gradient_of_bias(problem: Problem, sums, first_key: int = 0) -> Any:
-    """In the shape of the bias, or of some heads and keys, and in its dtype; None without sums.
+    """Returns the gradient of a bias, or of some of its heads and keys; None without sums.
 
-    `sums`: f32[Bb, Nb, S, T], up to whole tiles, of the keys from the first on.
+    It has the shape of the bias (or of that part) and its dtype. `sums`: f32[Bb, Nb, S, T], up to
+    whole tiles, of the keys from `first_key` on.
     """
     if sums is None:
         return None
@@ -46,14 +47,14 @@ def gradient_of_bias(problem: Problem, sums, first_key: int = 0) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """The warpgroup that adds up.
+    """The warpgroup that sums the gradient of a bias over a cluster.
 
     Attributes:
-        problem: what is computed.
+        problem: the attention problem that is computed.
         blocks: tile sizes.
-        swizzle: of dS in shared memory, in bytes.
+        swizzle: swizzle of dS in shared memory, in bytes.
         interpret: run by the interpreter.
-        first_key: of those that the sums in device memory are of.
+        first_key: first of the keys that the sums in device memory cover.
     """
 
     problem: Problem
@@ -63,7 +64,7 @@ class BiasSums:
     first_key: int = 0
 
     def __call__(self, cta: Cta):
-        """All tiles of this CTA."""
+        """Runs the summing warpgroup over all tiles of this CTA."""
         plgpu.set_max_registers(self.blocks.summing_registers, action="decrease")
         if not self.interpret:
             inline_exchange.init(cta.smem.arrived)
@@ -72,7 +73,7 @@ class BiasSums:
         cta.visit(self.add_walk)
 
     def add_walk(self, cta: Cta):
-        """All tiles of one key block."""
+        """Adds up all tiles of one KV block."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
@@ -82,7 +83,7 @@ class BiasSums:
             plgpu.barrier_wait(cta.sums.empty.at[cta.sums.slot(n)])
 
     def add(self, cta: Cta, n):
-        """This CTA's part of the n-th tile, of all CTAs."""
+        """Adds this CTA's part of the n-th tile, summed over the cluster, to device memory."""
         smem, target = cta.smem, self.target(cta, n)
         tile, size = smem.ds.at[cta.sums.slot(n)], self.blocks.bias_cluster
         if self.interpret:
@@ -96,7 +97,7 @@ class BiasSums:
         exchange.add(tile, smem.received, target)
 
     def target(self, cta: Cta, n):
-        """Where the sum of the n-th tile lies."""
+        """Returns where in device memory the sum of the n-th tile lies."""
         place = cta.place(n, cta.keys.start, self.blocks.block_kv, self.blocks.block_q)
         entry, head = SideInputs(self.problem, q_axis=1).entry(self.problem.bias_shape, place)
         if cta.results.dbias.shape[1] != self.problem.bias_shape[1]:  # of the heads of this launch

@@ -1,4 +1,4 @@
-"""Tile sizes of the fused backward: what can be chosen, what is chosen, and why."""
+"""Tile sizes of the fused backward: which can be chosen, which are chosen, and why."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from .side_inputs import SideInputs
 
 @dataclasses.dataclass(frozen=True)
 class FusedBlocks:
-    """The fused backward: 128 keys and two compute warpgroups per CTA.
+    """Tile sizes and options of the fused backward: 128 keys and two compute warpgroups per CTA.
 
     Attributes:
-        block_q: queries per step.
-        stages, do_stages: tiles of Q and of dO in flight.
-        ds_stages: slots for dS; with one, the warpgroups meet twice per step.
-        mask_all: one loop that masks every tile (if the mask hides anything), instead of a loop for
-            the masked tiles and one for the rest: fewer registers, more instructions.
+        block_q: number of queries per step.
+        stages, do_stages: number of tiles of Q and of dO in flight.
+        ds_stages: number of slots for dS; with one, the warpgroups meet twice per step.
+        mask_all: one loop masks every tile (if the mask hides anything), instead of a loop for the
+            masked tiles and one for the rest: fewer registers, more instructions.
         late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
         stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
-        alternate: the warpgroups take turns at the tensor cores; see fused_finish.py. Takes two
-            slots or more of everything, and no late_dp.
+        alternate: the warpgroups take turns at the tensor cores (ping-pong); see fused_finish.py.
+            Takes at least two slots of everything, and no late_dp.
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
-        signs: of what dropout drops, P has a minus sign: one tile of registers where there were
-            two and predicates. Where recompute.may_sign.
-        defer: exponentials of capped logits wait for dP^T: one tile of registers where there were
-            two. Where recompute.may_defer.
-        producer: a warpgroup of its own loads and adds dQ; else the two that compute do.
-        parts: CTAs that share the walk of a key block, whose dK and dV are added up afterwards; see
-            fused_parts.py. Takes one loop, as with mask_all.
-        bias_cluster: CTAs of as many batch entries that add up the gradient of a bias which they
-            share, where that is wanted: fused_bias.py. 1: backward_scores.py does.
-        launches: for as many parts of the pairs of a head and a batch entry, one after the other.
+        signs: the elements of P that dropout drops have a minus sign: one tile of registers where
+            there were two and predicates. Used where recompute.may_sign.
+        defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
+            were two. Used where recompute.may_defer.
+        producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
+        parts: number of CTAs that share the walk of a key block, whose dK and dV are added up
+            afterwards; see fused_parts.py. Takes one loop, as with mask_all.
+        bias_cluster: number of CTAs, each with a batch entry of its own, that sum the gradient of a
+            bias which the entries share, where it is wanted: fused_bias.py. 1: backward_scores.py
+            computes it.
+        launches: number of equal portions of the pairs of a key head and a batch entry, which are
+            launched one after the other.
         first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
-            that the next adds to: fused_launches.py.
-        key_launches: portions of the keys, one after the other within each of `launches`, of which
-            one at a time has sums of the gradient of a bias.
-        resident: clusters, or CTAs, that take key blocks in turns, as many as run at one time, see
-            fused_order.py. 1: there are as many as there are key blocks.
-        kv_stages: key blocks whose K and V lie in shared memory, where CTAs take several.
+            that the next launch adds to: fused_launches.py.
+        key_launches: number of portions of the keys, one after the other within each of `launches`,
+            of which one at a time has sums of the gradient of a bias.
+        resident: size of the persistent grid in clusters (or CTAs), as many as run at one time,
+            which take key blocks in turns; see fused_order.py. 1: there are as many as key blocks.
+        kv_stages: number of key blocks whose K and V lie in shared memory, where a CTA takes
+            several.
     """
 
     block_q: int = 64
@@ -73,49 +76,49 @@ class FusedBlocks:
 
     @property
     def compute_registers(self) -> int:
-        """Of a thread; a further warpgroup takes some."""
+        """Registers per thread of a compute warpgroup; a warpgroup that sums a bias takes some."""
         return 224 if self.sums_bias else 240
 
     @property
     def sums_bias(self) -> bool:
-        """This kernel adds up the gradient of a bias."""
+        """True if this kernel sums the gradient of a bias."""
         return self.bias_cluster > 1
 
     @property
     def takes_turns(self) -> bool:
-        """A CTA has several key blocks."""
+        """True if a CTA takes several key blocks."""
         return self.resident > 1
 
     @property
     def received_rows(self) -> int:
-        """Keys, of as many CTAs as there are others in the cluster."""
+        """Number of keys in the parts that a CTA receives from the others of its cluster."""
         return self.block_kv - self.block_kv // self.bias_cluster
 
     @property
     def dq_by_rows(self) -> bool:
-        """Each warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
+        """True if a warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
         return self.block_q == 2 * WARPGROUP_ROWS
 
     def dq_tile(self, head_dim: int) -> tuple[int, int]:
-        """What one warpgroup computes of dQ."""
+        """Returns the shape (rows, columns) of the part of dQ that one warpgroup computes."""
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
 
     def runs(self, head_dim: int) -> bool:
-        """A part of dQ is as wide as the narrowest rows of a tile that is an operand."""
+        """Returns whether a part of dQ is as wide as the narrowest rows (16) of an operand tile."""
         return self.dq_tile(head_dim)[1] >= 16
 
     @property
     def may_alternate(self) -> bool:
-        """There are slots enough for two tiles, and dP^T is issued with S^T.
+        """True if there are slots enough for two tiles, and dP^T is issued with S^T.
 
-        With one for dO, a warpgroup would wait in its turn for what the other has yet to read.
+        With one slot for dO, a warpgroup would wait in its turn for what the other has yet to read.
         """
         return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not self.late_dp
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory of a CTA, for the head dim that runs."""
+        """Returns the bytes of shared memory of a CTA, for the head dim that the kernel runs."""
         return shared_memory(scratch(problem, self))
 
 
@@ -125,10 +128,10 @@ AT_ONCE_BYTES = 16 << 20
 
 
 def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
-    """How many of a launch's pairs are worked on at one time; whole clusters of CTAs.
+    """Returns how many of a launch's pairs are worked on at one time: whole clusters of CTAs.
 
-    Q, dO and the float32 dQ of a query head of each stay in L2. All sections of the pairs are as
-    large, but for the last.
+    Q, dO and the float32 dQ of one query head of each pair stay in L2. All sections of the pairs
+    are equally large, except for the last.
     """
     most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
     sections = -(-pairs // most)
@@ -221,12 +224,12 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
 def for_far_rows(pairs: int) -> FusedBlocks:
-    """Returns the tiles of Part.FAR, a CTA for each pair of a batch entry and a head of keys."""
+    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a key head."""
     return FusedBlocks(block_q=64, mask_all=True, resident=max(2, pairs))
 
 
 def choose_fused(problem: Problem) -> FusedBlocks | None:
-    """Tiles for a problem of a native head dim; None where nothing fits into shared memory."""
+    """Chooses tiles for a problem of a native head dim; None if nothing fits into shared memory."""
     spec = problem.spec
     first = _table(problem)[problem.head_dim]
     if not may_sum_bias(problem, first.bias_cluster):
@@ -241,7 +244,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
 
 
 def without_sums(blocks: FusedBlocks) -> FusedBlocks:
-    """Those for a call in which nobody asks for the gradient of its bias."""
+    """Returns `blocks` for a call in which nobody asks for the gradient of its bias."""
     if not blocks.sums_bias:
         return blocks
     alone = {"launches": 1, "first_alone": False, "key_launches": 1, "resident": 1, "kv_stages": 1}
@@ -274,7 +277,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
 
 
 def may_sum_bias(problem: Problem, cluster: int) -> bool:
-    """Clusters of so many CTAs can add up the gradient of the bias, or one CTA is a cluster.
+    """Returns whether clusters of this many CTAs can sum the bias's gradient; True for 1 CTA.
 
     All CTAs of a cluster take the same steps with the same tiles of a bias in 16 bits, and dS is
     the gradient of what the bias was added to.
@@ -289,7 +292,7 @@ def may_sum_bias(problem: Problem, cluster: int) -> bool:
 
 
 def _only_a_bias(problem: Problem) -> bool:
-    """A bias in 16 bits is all that modifies the scores."""
+    """Returns whether a bias in 16 bits is all that modifies the scores."""
     spec = problem.spec
     modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
     if modified or problem.mask_shape is not None or not spec.mask.is_trivial:
@@ -299,5 +302,8 @@ def _only_a_bias(problem: Problem) -> bool:
 
 
 def _together(blocks: FusedBlocks) -> FusedBlocks:
-    """With warpgroups that meet; polynomials do not pay then (0.93 to 0.97 at head dim 64)."""
+    """Returns `blocks` with warpgroups that meet in every step, and without polynomials.
+
+    Those do not pay then (0.93 to 0.97 at head dim 64).
+    """
     return dataclasses.replace(blocks, alternate=False, late_handover=False, polynomials=0.0)

@@ -40,19 +40,19 @@ def backward_fused(
     clears: bool,
     interpret: bool,
 ):
-    """All launches.
+    """Runs all launches of the fused backward.
 
     Args:
-        problem: with the head dims that run.
+        problem: a problem with the head dims that the kernel runs.
         blocks: tile sizes.
-        operands: of the call.
-        arrays: what a backward reads.
-        clears: padding may hold NaN; otherwise it holds 0.
+        operands: the operands of the call.
+        arrays: the arrays that a backward kernel reads.
+        clears: padding may hold NaN and is cleared; otherwise it holds 0.
         interpret: run by the interpreter.
 
     Returns:
-        (dq, dk, dv, dbias): in the dtypes and shapes of `arrays`, dq as wide as it runs; dbias in
-        those of the bias, or None without blocks.bias_cluster.
+        (dq, dk, dv, dbias): in the dtypes and shapes of `arrays`, but dq is as wide as the kernel
+        runs it; dbias has the dtype and shape of the bias, or is None without blocks.bias_cluster.
     """
     tile = (blocks.block_q, blocks.block_kv)
     given = arrays.for_rows(problem, operands, 1, tile)
@@ -66,12 +66,12 @@ def backward_fused(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Every portion of the pairs, one after the other.
+    """The portions of a call's pairs of a batch entry and a key head, run one after the other.
 
     Attributes:
-        problem: with the head dims that run.
+        problem: a problem with the head dims that the kernel runs.
         blocks: tile sizes.
-        like: whose q, k and v have the shapes of gradients.
+        like: arrays whose q, k and v have the shapes of gradients.
         interpret: run by the interpreter.
     """
 
@@ -81,7 +81,7 @@ class Call:
     interpret: bool
 
     def __call__(self, given: BackwardArrays):
-        """(dq, dk, dv, dbias)."""
+        """Returns (dq, dk, dv, dbias)."""
         starts = origins(self.problem, self.blocks)
         if len(starts) == 1:
             found, dbias = self.portion(Results(), self.whole_bias, given)
@@ -96,7 +96,7 @@ class Call:
         return dq, dk, dv, dbias
 
     def portions(self, starts: list[tuple[int, int]], given: BackwardArrays):
-        """(what the last portion left, dq, dbias)."""
+        """Runs the portions that begin at `starts`; returns (what the last one left, dq, dbias)."""
         dq = lax.empty((*self.like.q.shape[:3], self.problem.head_dim), self.problem.dtype)
         found, dbias = Results(), self.whole_bias
         portion = jax.jit(self.portion)  # all but the first are traced once
@@ -111,7 +111,7 @@ class Call:
         return found, dq, dbias
 
     def portion(self, found: Results, dbias, given: BackwardArrays):
-        """The launches of one portion; `found` and `dbias` with what they add."""
+        """Runs the launches of one portion; returns `found` and `dbias` with what they add."""
         wanted = self.may_leave and backward_gains(self.problem)
         for each in launches_of(self.problem, self.blocks):
             part, *rest = parts(self.problem, each.pairs * each.key_blocks, wanted)
@@ -127,13 +127,13 @@ class Call:
 
     @property
     def may_leave(self) -> bool:
-        """Groups of heads may be left to another launch; nothing else was tried."""
+        """True if groups of heads may be left to another launch; nothing else was tried."""
         blocks = self.blocks
         alone = blocks.launches == blocks.key_launches == blocks.parts == 1
         return blocks.producer and alone and not (blocks.first_alone or blocks.takes_turns)
 
     def put(self, found: Results, dbias, given: BackwardArrays, first_block: int):
-        """The gradient of some heads and keys of the bias to its place; its sums are done with."""
+        """Puts the gradient of some heads and keys of the bias in its place, and drops its sums."""
         first_key = first_block * self.blocks.block_kv
         part = gradient_of_bias(self.problem, found.dbias, first_key)
         head = 0 if given.origin is None else given.origin[1] * self.problem.group
@@ -142,13 +142,13 @@ class Call:
 
     @property
     def whole_bias(self):
-        """Where gradients of its portions are put; None where all of it is summed at one time."""
+        """Array in which parts of the bias gradient are put; None if it is summed at one time."""
         if self.blocks.key_launches == 1 and not by_heads(self.problem, self.blocks):
             return None
         return lax.empty(self.problem.bias_shape, self.problem.bias_dtype)
 
     def launch(self, each: Launch, found: Results, given: BackwardArrays) -> Results:
-        """`found` with what this launch adds. What there is not yet, it makes."""
+        """Returns `found` with what this launch adds; results that are not there yet are made."""
         shapes = self.shapes(each)
         held = {name: getattr(found, name) for name in shapes if getattr(found, name) is not None}
         added = {"dbias"} | ({"dq"} if each.adds else set())
@@ -173,7 +173,7 @@ class Call:
         return Results(**held, **made)
 
     def shapes(self, each: Launch) -> dict[str, Any]:
-        """Of Results that there are: dQ's and the bias's sums, dK and dV."""
+        """Returns the shapes of the Results that exist: sums of dQ and of the bias, dK and dV."""
         problem, blocks, like = self.problem, self.blocks, self.like
         # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
         # (1.00x).
@@ -194,7 +194,7 @@ class Call:
         return found
 
     def run(self, each: Launch, kernel, out):
-        """The call of Pallas."""
+        """Returns the Pallas call of one launch."""
         return launch(
             kernel,
             out=out,
@@ -207,5 +207,5 @@ class Call:
         )
 
     def dq(self, sums):
-        """The gradient that is summed."""
+        """Returns dQ in the problem's dtype, from its float32 sums without the scale."""
         return (sums * self.problem.spec.scale).astype(self.problem.dtype)

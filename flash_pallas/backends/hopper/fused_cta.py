@@ -1,4 +1,4 @@
-"""What a CTA of the fused backward is made of."""
+"""The refs of a CTA of the fused backward, its KV blocks and its walk over Q tiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .side_inputs import Place
 
 
 class Results(NamedTuple):
-    """What launches write; None: not yet, or never."""
+    """The arrays that launches write; None: not yet, or never."""
 
     dq: Any = None  # f32[B, T8, N, D] of some batch entries and heads: sums
     dbias: Any = None  # f32[Bb, Nb, S, T], up to whole tiles, sums; never without bias_cluster
@@ -30,7 +30,7 @@ class Results(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """What a CTA works on."""
+    """The KV block that a CTA works on."""
 
     batch: Any
     kv_head: Any
@@ -39,7 +39,7 @@ class KeyBlock(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The key blocks that a CTA takes, one after the other, with as many tiles of queries each."""
+    """The KV blocks that a CTA takes one after the other, each with the same number of Q tiles."""
 
     count: Any
     place: Callable[[Any], KeyBlock]  # of a number
@@ -64,14 +64,14 @@ class Cta:
     turn: Any = 0
 
     def visit(self, key_block: Callable[[Cta], None]):
-        """Call it for every key block of this CTA, with this record as it is there."""
+        """Calls `key_block` for every KV block of this CTA, with this record as it is there."""
         if (turns := self.turns) is None:
             key_block(self)
         else:
             pl.loop(jnp.int32(0), turns.count)(lambda turn: key_block(self.at(turns, turn)))
 
     def at(self, turns: Turns, turn) -> Cta:
-        """In one of its turns. Rings go on, tiles are counted anew."""
+        """Returns this record in one of its turns: rings go on, Q tiles are counted anew."""
         keys = turns.place(turn)
         walk = dataclasses.replace(self.walk, shift=keys.shift)
         here = dataclasses.replace(self, turn=turn, keys=keys, walk=walk)
@@ -80,39 +80,39 @@ class Cta:
 
     @property
     def before(self):
-        """Tiles of the key blocks before this one."""
+        """Number of Q tiles of the KV blocks before this one."""
         return 0 if self.turns is None else self.turn * self.walk.total
 
     @property
     def tiles(self):
-        """Of all its key blocks."""
+        """Number of Q tiles of all KV blocks of this CTA."""
         return self.walk.total if self.turns is None else self.turns.count * self.walk.total
 
     def count(self, n):
-        """Which of all tiles the n-th of this key block is."""
+        """Returns the number of this KV block's n-th Q tile among all tiles of the CTA."""
         return n if self.turns is None else n + self.before
 
     @property
     def kv_slot(self):
-        """Where K and V lie."""
+        """The slot in which K and V lie."""
         return self.kv.slot(self.turn)
 
     @property
     def sums(self) -> Ring:
-        """The slots of dS as those see them who add up dS of a cluster."""
+        """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
         bars, slots = self.bars, self.smem.ds.shape[0]
         return Ring(bars.summed_full, bars.summed_empty, slots, before=self.before)
 
     def anew(self) -> Cta:
-        """With a warpgroup index from which nothing is hoisted.
+        """Returns this record with a warpgroup index from which nothing is hoisted.
 
         ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
-        spill (36 bytes; 60 to 190 those of K and V).
+        spill (36 bytes; 60 to 190 for those of K and V).
         """
         return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
 
     def apart(self) -> Cta:
-        """With numbers of which nothing is shared with another loop.
+        """Returns this record with numbers from which nothing is shared with another loop.
 
         Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
         64, which the first of them, the one that matters, loads again in every step.
@@ -124,17 +124,17 @@ class Cta:
         return dataclasses.replace(self.anew(), keys=keys, turn=opaque(self.turn), walk=walk)
 
     def query_tile(self, n, block_q: int):
-        """(query head, rows) of the n-th tile of the walk."""
+        """Returns (query head, rows) of the n-th tile of the walk."""
         head, block = self.walk[n]
         return self.keys.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
 
     def place(self, n, kv_start, rows: int, block_q: int) -> Place:
-        """Of the n-th tile of the walk against some keys."""
+        """Returns the Place of the n-th tile of the walk against the keys from `kv_start` on."""
         head, queries = self.query_tile(n, block_q)
         return Place(self.keys.batch, head, kv_start, queries.start, rows, block_q)
 
     def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
-        """Where a warpgroup's part of a dQ tile, a `query_tile`, lies in the buffer."""
+        """Returns where in the dQ buffer a warpgroup's part of a dQ tile, a `query_tile`, lies."""
         (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.keys.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.walk.group
@@ -144,10 +144,10 @@ class Cta:
 
     @property
     def reduction(self) -> Literal["add"] | None:
-        """What copies to dq do with what is there."""
+        """The reduction of TMA copies to dq: None if they overwrite what is there."""
         return "add" if self.adds else None
 
     def meet(self):
-        """Wait for the other warpgroup."""
+        """Waits for the other warpgroup."""
         plgpu.barrier_arrive(self.bars.met)
         plgpu.barrier_wait(self.bars.met)

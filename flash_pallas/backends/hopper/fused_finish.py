@@ -1,6 +1,6 @@
 """The second half of a step of the fused backward: dV, dK and dQ, and who waits for whom.
 
-A dQ tile needs dS of both compute warpgroups, and each computes half of it.
+A dQ tile needs dS of both compute warpgroups, and each of them computes half of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .memory import warpgroup_rows
 
 @dataclasses.dataclass(frozen=True)
 class Finish(abc.ABC):
-    """What both ways have in common.
+    """Base class of the two ways in which the warpgroups finish a step.
 
     Attributes:
         blocks: tile sizes.
-        head_dim: that runs.
+        head_dim: the head dim that the kernel runs.
         interpret: run by the interpreter.
     """
 
@@ -39,11 +39,14 @@ class Finish(abc.ABC):
 
     @property
     def dq_accumulator(self):
-        """For this warpgroup's part of dQ."""
+        """Accumulator of this warpgroup's part of dQ."""
         return plgpu.ACC(self.blocks.dq_tile(self.head_dim), jnp.float32)
 
     def dq_operands(self, cta: Cta, ds_slot):
-        """This warpgroup's part of dQ = dS K: half the columns, or half the query rows."""
+        """Returns the operands (dS, K) of this warpgroup's part of dQ = dS K.
+
+        The part is half of the columns, or half of the query rows.
+        """
         part = self.blocks.dq_tile(self.head_dim)
         ds = cta.smem.ds.at[ds_slot]
         if self.blocks.dq_by_rows:
@@ -53,7 +56,7 @@ class Finish(abc.ABC):
         return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot, :, columns]
 
     def await_dq(self, cta: Cta, handed):
-        """Wait until this warpgroup's shared memory of dQ may be overwritten.
+        """Waits until this warpgroup's dQ in shared memory may be overwritten.
 
         `handed`: positive where what lies there has been handed over.
         """
@@ -63,7 +66,10 @@ class Finish(abc.ABC):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def add_dq(self, cta: Cta, n):
-        """Have this warpgroup's part of the n-th dQ tile, in shared memory, added to the buffer."""
+        """Starts to add this warpgroup's part of the n-th dQ tile, in shared memory, to the buffer.
+
+        With a producer this only signals that the part is there; the storing warp adds it.
+        """
         if self.blocks.producer:
             plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
             return
@@ -72,41 +78,41 @@ class Finish(abc.ABC):
         plgpu.copy_smem_to_gmem(cta.smem.dq.at[cta.wg], target, reduction_op=cta.reduction)
 
     def await_sums(self, cta: Cta, n):
-        """Wait until dS of the n-th tile may be written, if dS of a cluster is added up."""
+        """Waits until dS of the n-th tile may be written, if dS of a cluster is summed."""
         if self.blocks.sums_bias:
             cta.sums.wait_empty(n)
 
     def tell_sums(self, cta: Cta, n):
-        """This warpgroup's part of dS of the n-th tile has been written."""
+        """Signals that this warpgroup's part of dS of the n-th tile has been written."""
         if self.blocks.sums_bias:
             plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
 
     def release_q(self, cta: Cta, n):
-        """Q of the n-th tile has been read, and the bias, which a cluster loads together."""
+        """Releases the n-th tile of Q, and of the bias, which a cluster loads together."""
         cluster.release(self.blocks.bias_cluster, cta.q, n, self.interpret)
 
     @abc.abstractmethod
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
-        """The products of the n-th tile, from P^T and dS^T in 16 bits."""
+        """Computes dV, dK and dQ of the n-th tile, from P^T and dS^T in 16 bits."""
 
     @abc.abstractmethod
     def start(self, cta: Cta):
-        """Before the first tile."""
+        """Runs before the first tile."""
 
     @abc.abstractmethod
     def scores_issued(self, cta: Cta, n):
-        """S^T and dP^T of the n-th tile are on their way."""
+        """Runs when S^T and dP^T of the n-th tile have been issued."""
 
     @abc.abstractmethod
     def end(self, cta: Cta):
-        """After the last tile."""
+        """Runs after the last tile."""
 
 
 class Together(Finish):
-    """The warpgroups meet in every step, and both compute their half of its dQ."""
+    """Finishes steps with warpgroups that meet in each, both of which compute half of its dQ."""
 
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
-        """dV, dQ and dK of the n-th tile."""
+        """Computes dV, dQ and dK of the n-th tile."""
         ds_slot = ints.remainder(cta.count(n), self.blocks.ds_stages)
         if self.blocks.ds_stages == 1:
             cta.meet()  # both have read the previous dS
@@ -134,31 +140,33 @@ class Together(Finish):
         self.release_q(cta, n)
 
     def start(self, cta: Cta):
-        """Nothing to do."""
+        """Does nothing."""
 
     def scores_issued(self, cta: Cta, n):
-        """Nothing to do."""
+        """Does nothing."""
 
     def end(self, cta: Cta):
-        """Nothing to do."""
+        """Does nothing."""
 
 
 class Alternating(Finish):
-    """The warpgroups take turns at the tensor cores, half a step apart.
+    """Finishes steps with warpgroups that take turns at the tensor cores, half a step apart.
 
-    A warp that issues a product waits until the tensor cores take it. So a warpgroup's exponentials
-    do not run beside its own products but beside the other's, if that is in another phase:
+    A warp that issues a wgmma waits until the tensor cores take it. So a warpgroup's exponentials
+    do not overlap with its own products, only with those of the other warpgroup, if that is in
+    another phase (ping-pong):
 
         warpgroup 0   | dQ' dV dK  S dP | exponentials, dS |                  | dQ' ...
         warpgroup 1   | exponentials, dS |                 | dQ dV dK  S dP   | ...
 
-    A turn lasts from dQ to dP of the next tile. Warpgroup 1, the later one, finds both halves of dS
-    of its tile there. Warpgroup 0 computes its part of dQ one tile late (dQ'), so dS has two slots:
-    one may be overwritten once warpgroup 0 has had its next turn, before either writes it again.
+    A turn lasts from dQ to dP of the next tile. Warpgroup 1, the later one, finds that both halves
+    of dS of its tile are there. Warpgroup 0 computes its part of dQ one tile late (dQ'), so dS has
+    two slots: one may be overwritten once warpgroup 0 has had its next turn, before either writes
+    it again.
     """
 
     def __call__(self, cta: Cta, n, p, ds, dk_acc, dv_acc):
-        """dQ, dV and dK of the n-th tile; dQ of warpgroup 0 is that of the tile before."""
+        """Computes dQ, dV and dK of the n-th tile; warpgroup 0 computes dQ of the tile before."""
         slot = self.slot(cta, n)
         self.await_sums(cta, n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
@@ -191,26 +199,29 @@ class Alternating(Finish):
         self.release_q(cta, n)
 
     def start(self, cta: Cta):
-        """Warpgroup 1 waits for the first products of the other."""
+        """Makes warpgroup 1 wait for the first products of the other."""
         pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
 
     def of_dq(self, cta: Cta, n):
-        """The tile whose dQ is computed beside dV and dK of the n-th: -1 in the very first turn."""
+        """Returns the tile whose dQ is computed with dV and dK of the n-th.
+
+        It is n for warpgroup 1 and n - 1 for warpgroup 0: -1 in the first turn of a KV block.
+        """
         return n - (WARPGROUPS - 1 - cta.wg)
 
     def hand_over(self, cta: Cta, of_dq):
-        """This warpgroup's part of dQ of that tile is in shared memory, to be added."""
+        """Hands this warpgroup's part of dQ of that tile, in shared memory, over to be added."""
         plgpu.commit_smem()
         pl.when(of_dq >= 0)(lambda: self.add_dq(cta, of_dq))
 
     def scores_issued(self, cta: Cta, n):
-        """The turn is over; what nobody waited for in it comes now."""
+        """Ends the turn, and then hands over dQ if that is to come late."""
         self.pass_turn(cta)
         if self.blocks.late_handover:
             self.hand_over(cta, self.of_dq(cta, n - 1))
 
     def end(self, cta: Cta):
-        """Warpgroup 0 lets the other have its last turn, and computes its part of the last dQ."""
+        """Gives warpgroup 1 its last turn; warpgroup 0 then computes its part of the last dQ."""
         if self.blocks.late_handover:
             self.hand_over(cta, self.of_dq(cta, cta.walk.total - 1))
 
@@ -223,7 +234,7 @@ class Alternating(Finish):
             self.add_dq(cta, cta.walk.total - 1)
 
     def last_dq(self, cta: Cta, dq_acc):
-        """This warpgroup's part of the last dQ, once both have written dS."""
+        """Computes this warpgroup's part of the last dQ, once both have written dS."""
         last = cta.walk.total - 1
         plgpu.barrier_wait(cta.bars.ds_ready.at[self.slot(cta, last)])
         plgpu.wgmma(dq_acc, *self.dq_operands(cta, self.slot(cta, last)))
@@ -231,21 +242,21 @@ class Alternating(Finish):
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
     def slot(self, cta: Cta, n):
-        """Where dS of the n-th tile lies; n may be -1."""
+        """Returns the slot in which dS of the n-th tile lies; n may be -1."""
         slots = self.blocks.ds_stages
         return lax.rem(jnp.int32(cta.count(n) + slots), jnp.int32(slots))
 
     # The interpreter has no named barriers; mbarriers take their place there. With them the kernel
     # would be 1 to 14 % slower on H200.
     def await_turn(self, cta: Cta):
-        """Wait until the other warpgroup has passed the turn."""
+        """Waits until the other warpgroup has passed the turn."""
         if self.interpret:
             plgpu.barrier_wait(cta.bars.turn.at[cta.wg])
         else:
             inline.named_barrier("sync", cta.wg + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
 
     def pass_turn(self, cta: Cta):
-        """Let the other warpgroup have the tensor cores."""
+        """Passes the tensor cores to the other warpgroup."""
         other = WARPGROUPS - 1 - cta.wg
         if self.interpret:
             plgpu.barrier_arrive(cta.bars.turn.at[other])

@@ -1,12 +1,12 @@
-"""The launches of the fused backward: of which pairs of a head and a batch entry and which keys.
+"""The launches of the fused backward: their pairs of a key head and a batch entry, and their keys.
 
-One launch takes all, where nothing else is said. Several, one after the other, each for an equal
-portion of the pairs, need float32 sums of dQ, and of a bias's gradient, for one portion at a time.
-A launch that ends leaves multiprocessors idle for as long as a CTA and more takes. Portions of the
-keys, within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
+By default one launch takes all of them. Several, one after the other, each for an equal portion of
+the pairs, need float32 sums of dQ, and of a bias's gradient, for one portion at a time. A launch
+that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys, within one of
+the pairs, share its sums of dQ and have their own of a bias's gradient.
 
 Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
-next adds to them, so that nothing clears them.
+next adds to them, so that nothing has to clear them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .memory import fits
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What the CTAs of one launch share.
+    """The part of the work that is common to the CTAs of one launch.
 
     Attributes:
-        entries, heads: batch entries and key heads; each of their pairs is here.
-        first_block: of the keys that this launch has.
-        key_blocks: how many it has.
-        adds: to dQ's sums; False: writes them.
-        part: which rows it computes: of a group of heads with far rows all or none.
+        entries, heads: number of batch entries and of key heads; the launch has all their pairs.
+        first_block: first key block of this launch.
+        key_blocks: number of its key blocks.
+        adds: it adds to dQ's sums; False: it writes them.
+        part: the rows that it computes: of a group of query heads with far rows, all or none.
     """
 
     entries: int
@@ -42,12 +42,12 @@ class Launch:
 
     @property
     def pairs(self) -> int:
-        """Of a key head and a batch entry."""
+        """Number of pairs of a key head and a batch entry."""
         return self.entries * self.heads
 
 
 def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
-    """Those of a portion of the pairs, in their order; the same for every portion."""
+    """Returns the launches of a portion of the pairs, in order; all portions have the same."""
     pairs = problem.batch * problem.kv_heads // blocks.launches
     entries = min(pairs, problem.batch)
     sizes = entries, pairs // entries
@@ -59,14 +59,17 @@ def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
-    """(batch entry, key head) of the first pair of each portion."""
+    """Returns (batch entry, key head) of the first pair of each portion."""
     pairs = problem.batch * problem.kv_heads // blocks.launches
     firsts = (n * pairs for n in range(blocks.launches))
     return [(first % problem.batch, first // problem.batch) for first in firsts]
 
 
 def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Portions are whole heads of keys, or some entries of one, and of whole clusters."""
+    """Returns whether portions are whole key heads, or some entries of one, and whole clusters.
+
+    Several launches also exclude `parts`, and portions of the keys must be possible.
+    """
     pairs, rest = divmod(problem.batch * problem.kv_heads, blocks.launches)
     if rest or not pairs or pairs % blocks.bias_cluster:
         return False
@@ -76,7 +79,10 @@ def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Portions of the keys are for sums of the gradient of a bias, whose heads a launch owns."""
+    """Returns whether the keys may be cut into portions.
+
+    They may for sums of the gradient of a bias, if a launch owns the bias heads that it sums.
+    """
     if blocks.key_launches == 1:
         return True
     if not blocks.sums_bias or blocks.first_alone:
@@ -86,10 +92,11 @@ def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Sums of one portion's heads at a time, where each has a bias of its own, and a large one.
+    """Returns whether the bias's gradient is summed for one portion's heads at a time.
 
-    At T=1024 with head dim 64 all of them are 3 % of what a backward keeps, for which two more
-    launches a portion do not pay.
+    That is so where each head has a bias of its own, and a large one. At T=1024 with head dim 64
+    the sums of all heads are 3 % of what a backward keeps; for that, two more launches a portion do
+    not pay.
     """
     if blocks.launches == 1 or not blocks.sums_bias:
         return False
@@ -100,7 +107,10 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def may_take_turns(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Every key block has the same walk, with nothing that arrays say, and one loop."""
+    """Returns whether every key block has the same walk, which no array decides, in one loop.
+
+    Without turns it returns whether there is one slot for K and V.
+    """
     if not blocks.takes_turns:
         return blocks.kv_stages == 1
     alike = problem.spec.mask.is_trivial and not problem.traced_offset
@@ -109,7 +119,10 @@ def may_take_turns(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
-    """The first key block walks over every query, whatever arrays say, and is not the only one."""
+    """Returns whether there are several key blocks, the first of which walks over every query.
+
+    That must hold whatever arrays say.
+    """
     if bounds.is_dynamic(problem) or problem.traced_offset or problem.kv_len <= blocks.block_kv:
         return False
     whole = -(-problem.q_len // blocks.block_q) * blocks.block_q
@@ -120,10 +133,11 @@ def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
-    """`blocks` as `problem` can run them, which may be a shard of the call they were chosen for.
+    """Returns `blocks` as `problem` can run them.
 
-    A shard has fewer batch entries and heads: a cluster's CTAs may not find as many entries that
-    share a bias, and portions may not be whole heads.
+    It may be a shard of the call that they were chosen for. A shard has fewer batch entries and
+    heads. Fewer entries than a cluster has CTAs may share a bias, and portions may not be whole
+    heads.
     """
     if not may_sum_bias(problem, blocks.bias_cluster):
         blocks = without_sums(blocks)
@@ -158,12 +172,12 @@ ALONE = {128: (1024, 2048), 64: (512, 1536)}
 
 
 def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> FusedBlocks:
-    """`blocks` with the launches that pay.
+    """Returns `blocks` with the launches that pay off.
 
     Args:
-        problem: of the head dims that run.
-        blocks: of the kernel.
-        num_sms: multiprocessors, each of which holds one CTA.
+        problem: a problem of the head dims that the kernel runs.
+        blocks: the blocks of the kernel.
+        num_sms: number of SMs, each of which holds one CTA.
     """
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     if blocks.sums_bias:
@@ -176,7 +190,7 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
 
 
 def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
-    """At most so many launches."""
+    """Returns `blocks` with at most `most` launches, for portions of heads and of their keys."""
     if problem.kv_len < LEAST_KEYS or most < MOST_PORTIONS:
         return blocks
     for heads in range(MOST_PORTIONS, 1, -1):
@@ -187,7 +201,10 @@ def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
 
 
 def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
-    """As few as keep sums of a bias small; else as many as there may be."""
+    """Returns `blocks` with as few portions of the keys as keep sums of a bias small.
+
+    If none do, there are as many as there may be.
+    """
     of_q = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
     sums = (
         problem.bias_shape[0] * problem.q_heads // blocks.launches * problem.kv_len

@@ -1,4 +1,4 @@
-"""What a CTA of the fused backward allocates."""
+"""Shared memory and barriers that a CTA of the fused backward allocates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers; those without a count below have one arrival."""
+    """The mbarriers of one CTA; those without a count below have one arrival."""
 
     kv_full: Any  # K and V
     kv_empty: Any  # with turns: each warpgroup, whose dK and dV have been read
@@ -64,12 +64,12 @@ def scratch(
     arrays: BackwardArrays | None = None,
     interpret: bool = False,
 ) -> tuple[Smem, Barriers]:
-    """What to allocate.
+    """Returns the (shared memory, barriers) that a CTA allocates.
 
     Args:
-        problem: with the head dim that runs.
+        problem: a problem with the head dim that the kernel runs.
         blocks: tile sizes.
-        arrays: operands, whose columns decide how tiles lie; None where sizes alone are wanted.
+        arrays: operands, whose columns decide how tiles lie; None where only sizes are wanted.
         interpret: run by the interpreter.
     """
     head_dim, dtype = problem.head_dim, problem.dtype
@@ -126,9 +126,10 @@ def scratch(
 
 
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
-    """Bytes, of Q and of dO too. K is an operand beside Q and beside dS, V beside dO alone.
+    """Returns the swizzles in bytes of K (and Q) and of V (and dO).
 
-    Of K's columns a warpgroup multiplies those that it has of dQ.
+    K is an operand of products with Q and with dS, V only of those with dO. Of K's columns a
+    warpgroup multiplies those that it has of dQ.
     """
     products, columns = Products(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))

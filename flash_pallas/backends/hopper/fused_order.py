@@ -1,14 +1,14 @@
-"""Which key blocks of which pairs the CTAs of the fused backward take, in which order.
+"""The order in which the CTAs of the fused backward take the key blocks of their pairs.
 
-Some pairs of a batch entry and a head are worked on at one time, a section of them: CTAs that run
-together add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest causal
+Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
+together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest causal
 walks start first, and no more is in use than L2 keeps.
 
-Where a CTA takes one key block, it waits for K and V before its first tile, and after its last for
-copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
-`FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and a cluster
-takes every so many-th entry of this order. In a launch for what another has left, a CTA takes all
-key blocks of its pair, or none.
+A CTA with one key block waits for K and V before its first tile, and after its last one for copies
+and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
+`FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and of n
+clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a launch for what another
+has left, a CTA takes all key blocks of its pair, or none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .fused_launches import Launch
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Of the clusters of one launch; a CTA that is in none is one of its own."""
+    """The order of the clusters of one launch; a CTA without a cluster counts as one."""
 
     problem: Problem
     blocks: FusedBlocks
@@ -38,23 +38,23 @@ class Order:
 
     @property
     def at_once(self) -> int:
-        """Pairs of a section."""
+        """Number of pairs in a section."""
         return pairs_at_once(self.problem, self.launch.pairs, self.blocks.bias_cluster)
 
     @property
     def clusters(self) -> int:
-        """That take turns: none has two more than another."""
+        """Number of clusters that take turns: none has two turns more than another."""
         turns = -(-self.total // self.blocks.resident)
         return -(-self.total // turns)
 
     @property
     def total(self) -> int:
-        """Key blocks of clusters."""
+        """Number of entries of this order: one key block for each CTA of a cluster."""
         return self.launch.pairs // self.blocks.bias_cluster * self.launch.key_blocks
 
     @property
     def grid(self) -> dict[str, int]:
-        """Of a launch, in clusters."""
+        """The grid of the launch, in clusters."""
         if self.launch.part is Part.FAR:
             return {"first": self.launch.pairs}
         blocks, sections = self.blocks, -(-self.launch.pairs // self.at_once)
@@ -69,7 +69,7 @@ class Order:
         }
 
     def turns(self, gmem: BackwardArrays) -> Turns:
-        """Of this CTA."""
+        """Returns the key blocks that this CTA takes."""
         if self.launch.part is Part.FAR:
             place = functools.partial(self.key_block, gmem, lax.axis_index("first"))
             own = place(jnp.int32(0))
@@ -81,7 +81,7 @@ class Order:
         return Turns(count, lambda turn: self.place(gmem, first + turn * step))
 
     def place(self, gmem: BackwardArrays, n) -> KeyBlock:
-        """Of this CTA of the n-th cluster."""
+        """Returns this CTA's key block in the n-th entry of this order."""
         size, whole = self.blocks.bias_cluster, self.launch.pairs // self.blocks.bias_cluster
         at_once, key_blocks = jnp.int32(self.at_once // size), jnp.int32(self.launch.key_blocks)
         start = lax.div(n, at_once * key_blocks) * at_once  # of its section, in clusters
@@ -92,7 +92,7 @@ class Order:
         return self.key_block(gmem, pair, block)
 
     def key_block(self, gmem: BackwardArrays, pair, block) -> KeyBlock:
-        """Of a pair of this launch and a block of all keys."""
+        """Returns the KeyBlock of a pair of this launch and a block, counted from the first key."""
         entries = jnp.int32(self.launch.entries)
         batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
         if gmem.origin is not None:
@@ -100,9 +100,10 @@ class Order:
         return KeyBlock(batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block))
 
     def shift(self, batch, block):
-        """CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
+        """Returns the shift of a CTA's walk: the tile that it starts with.
 
-        Those of a cluster start at the same: they load a bias together.
+        CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
+        Those of a cluster start at the same one: they load a bias together.
         """
         if not self.blocks.stagger:
             return 0

@@ -1,9 +1,9 @@
-"""Into how many parts the fused backward cuts the walk of a key block, where CTAs are few.
+"""The number of parts into which the fused backward cuts the walk of a key block, if CTAs are few.
 
-A CTA per 128 keys of a key head is 32 of them at T = 512 with 8 heads of keys for 32, each of which
-walks up to 32 tiles of queries while 100 multiprocessors idle. Cut in four, a CTA walks 8. Each
-part writes what it adds to dK and dV in float32, and XLA adds the parts up in their order, so that
-dK and dV are the same bits in every run, as without parts.
+A CTA per 128 keys of a key head makes 32 of them at T = 512 with 32 query heads and 8 key heads.
+Each walks up to 32 tiles of queries while 100 SMs idle. If walks are cut in four, a CTA walks 8.
+Each part writes what it adds to dK and dV in float32, and XLA adds the parts up in their order, so
+that dK and dV are the same bits in every run, as without parts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ LEAST_QUERIES = 1024
 
 
 def choose_parts(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
-    """As many parts as multiprocessors have room for; 1 where key blocks are many or walks short.
+    """Returns as many parts as SMs have room for; 1 where key blocks are many or walks short.
 
-    Walks of a causal mask are half as long on the average as the longest, which start first: two
-    CTAs for each multiprocessor fill what the short ones leave, while parts are long. H200, 32
-    query heads for 8 of keys, (batch, T): (1, 2k) two parts 1.46 times as fast as one, (1, 1k)
-    three 1.88 and two 1.55, (2, 1k) two 1.19; (4, 512), of 1024 queries a part, 0.95.
-    Without groups no walk gained, of 512 to 2k queries: two parts 0.71 to 0.97.
+    Walks of a causal mask are on average half as long as the longest, which start first: two CTAs
+    for each SM fill what the short ones leave, while parts are long. H200, 32 query heads and 8 key
+    heads, (batch, T): (1, 2k) two parts are 1.46 times as fast as one, (1, 1k) three 1.88 and two
+    1.55, (2, 1k) two 1.19; (4, 512), of 1024 queries a part, 0.95. Without groups no walk gained,
+    of 512 to 2k queries: two parts 0.71 to 0.97.
 
     Args:
-        problem: of the head dims that run.
-        blocks: of the kernel.
-        num_sms: multiprocessors, each of which holds one CTA.
+        problem: a problem of the head dims that the kernel runs.
+        blocks: the blocks of the kernel.
+        num_sms: number of SMs, each of which holds one CTA.
     """
     mask = problem.spec.mask
     rows = problem.q_len
@@ -50,6 +50,6 @@ def choose_parts(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
 
 
 def summed(parts, like):
-    """The parts of a gradient added up in their order, in the dtype and shape of `like`."""
+    """Returns the sum of the parts of a gradient in their order, in dtype and shape of `like`."""
     keys, columns = like.shape[1], like.shape[3]
     return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(like.dtype)

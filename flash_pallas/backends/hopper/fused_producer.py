@@ -1,4 +1,4 @@
-"""The producer warpgroup of the fused backward: a warp loads, others add dQ into device memory."""
+"""The producer warpgroup of the fused backward: a warp loads, another adds dQ to device memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LOAD_WARP, STORE_WARP = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Everything that a CTA copies between device and shared memory, but for dK and dV."""
+    """Copies of a CTA between device and shared memory, except those of dK and dV."""
 
     problem: Problem
     blocks: FusedBlocks
     interpret: bool
 
     def __call__(self, cta: Cta):
-        """All tiles of this CTA."""
+        """Runs the two warps of the producer over all tiles of this CTA."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
 
         @plgpu.warp_map
@@ -41,7 +41,7 @@ class Producer:
             pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
 
     def load(self, cta: Cta):
-        """Everything that is read."""
+        """Issues all loads of this CTA, then waits for the release of their slots."""
         cta.visit(self.load_walk)
         cta.q.drain(cta.tiles)
         cta.do.drain(cta.tiles)
@@ -49,7 +49,7 @@ class Producer:
             cta.kv.drain(cta.turns.count)
 
     def load_walk(self, cta: Cta):
-        """K and V once, then Q, lse, dO and delta of every query tile."""
+        """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
         cta.kv.wait_empty(cta.turn)
         self.load_kv(cta)
 
@@ -60,7 +60,7 @@ class Producer:
             self.load_do(cta, n, place)
 
     def load_kv(self, cta: Cta):
-        """K and V of this key block."""
+        """Loads K and V of this KV block."""
         slot = cta.kv_slot
         keys = (cta.keys.batch, pl.ds(cta.keys.start, self.blocks.block_kv), cta.keys.kv_head)
         block = lax.div(cta.keys.start, jnp.int32(self.blocks.block_kv))
@@ -71,12 +71,12 @@ class Producer:
         load_v(at(cta.gmem.v, keys), v, full, cta.keys.batch, block)
 
     def place(self, cta: Cta, n):
-        """(query head, rows, block of queries) of the n-th tile."""
+        """Returns (query head, rows, query block) of the n-th tile."""
         head, rows = cta.query_tile(n, self.blocks.block_q)
         return head, rows, cta.walk[n][1]
 
     def load_q(self, cta: Cta, n, place):
-        """Q of the n-th tile, which has this place, and what travels with it."""
+        """Loads Q of the n-th tile, which has this place, with its LSE and side inputs."""
         head, rows, block = place
         load, slot = self.loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
         source = rows_of(cta.gmem.q, (cta.keys.batch, rows, head), cta.smem.k)
@@ -92,7 +92,7 @@ class Producer:
             side.load(cta.gmem.side, cta.smem.side, slot, full, where, shared)
 
     def load_do(self, cta: Cta, n, place):
-        """dO and delta of the n-th tile, which has this place."""
+        """Loads dO and delta of the n-th tile, which has this place."""
         head, rows, block = place
         load, slot = self.loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
         source = rows_of(cta.gmem.do, (cta.keys.batch, rows, head), cta.smem.k)
@@ -103,19 +103,22 @@ class Producer:
         plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.bars.delta_full.at[slot])
 
     def loaders(self, cta: Cta, padding: Padding | None) -> list[Loader]:
-        """(of Q or K, of dO or V): arrays whose tiles lie differently in shared memory."""
+        """Returns the loaders of Q and K, and of dO and V; their tiles may differ in swizzle."""
         swizzles = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)
         threads = WARP if self.blocks.producer else WARPGROUP
         make = lambda swizzle: Loader(padding, cta.bars.arrived, swizzle, self.interpret, threads)
         return list(map(make, swizzles))
 
     def store_dq(self, cta: Cta):
-        """Add each warpgroup's part of every dQ tile to the float32 buffer."""
+        """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory.
+
+        It writes the parts instead where `Cta.adds` is false.
+        """
         cta.visit(self.store_walk)
         plgpu.wait_smem_to_gmem(0)
 
     def store_walk(self, cta: Cta):
-        """Those of one key block."""
+        """Adds the dQ tiles of one KV block."""
 
         @pl.loop(jnp.int32(0), cta.walk.total)
         def _(n):
@@ -131,13 +134,13 @@ class Producer:
                 self.give_back(cta, n, 1, 0)
 
     def add_dq(self, cta: Cta, tile, wg: int):
-        """Start to add a warpgroup's part of a dQ tile."""
+        """Waits for a warpgroup's part of a dQ tile and starts to add it."""
         plgpu.barrier_wait(cta.bars.dq_full.at[wg])
         target = cta.results.dq.at[cta.dq_part(tile, self.blocks, self.problem.head_dim, wg)]
         plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op=cta.reduction)
 
     def give_back(self, cta: Cta, n, wg: int, in_flight: int):
-        """Shared memory of dQ, once at most so many of the adds are still reading theirs."""
+        """Releases the dQ buffer once at most `in_flight` adds are still reading theirs."""
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         more = cta.count(n) + 1 < cta.tiles
         pl.when(more)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
@@ -145,16 +148,16 @@ class Producer:
 
 @dataclasses.dataclass(frozen=True)
 class Feeder:
-    """The loads without a producer warpgroup, by the later of the two that compute.
+    """Loads without a producer warpgroup, issued by the later of the two compute warpgroups.
 
-    It is the last to release a slot of Q or dO, and at once fills it with the tile that is as many
-    further on as there are slots.
+    That warpgroup is the last to release a slot of Q or dO. It fills the slot at once, with the
+    tile that is as many further on as there are slots.
     """
 
     producer: Producer
 
     def start(self, cta: Cta) -> Cta:
-        """Load what the walk starts with; the CTA with rings that are filled where released."""
+        """Loads what the walk starts with; returns the CTA with rings that refill on release."""
         loads = cta.wg == WARPGROUPS - 1
 
         @pl.when(loads)
@@ -173,15 +176,15 @@ class Feeder:
         return dataclasses.replace(cta, q=q, do=do)
 
     def rings(self, cta: Cta):
-        """Each with what fills a slot of it."""
+        """Returns each ring with the function that fills a slot of it."""
         return (cta.q, self.producer.load_q), (cta.do, self.producer.load_do)
 
     def fill(self, cta: Cta, load: Callable, n):
-        """The n-th tile, if there is one."""
+        """Loads the n-th tile, if there is one."""
         pl.when(n < cta.walk.total)(lambda: load(cta, n, self.producer.place(cta, n)))
 
     def end(self, cta: Cta):
-        """Observe the releases that no later fill waited for."""
+        """Observes the releases that no later fill waited for."""
 
         @pl.when(cta.wg == WARPGROUPS - 1)
         def _():

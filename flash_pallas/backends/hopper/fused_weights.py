@@ -1,7 +1,8 @@
-"""From scores to P^T and dS^T in the fused backward: what comes before dP^T is there, and after.
+"""P^T and dS^T from scores in the fused backward: the work before dP^T is there, and after.
 
-What lies between the two stays in registers beside dP^T, dK and dV. At head dim 64 and 128 queries
-there is room for one tile, so whoever needs several has a way of its own to say all with one.
+Values that lie between the two stay in registers, next to dP^T, dK and dV. At head dim 64 and 128
+queries there is room for one tile, so dropout and softcap, which need several, have a class each
+that encodes them in one.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Scores(NamedTuple):
     Attributes:
         s: K Q^T, f32.
         lse: log-sum-exp of each query, base 2.
-        inputs: what modifiers read.
-        limits: what positions leave visible.
+        inputs: inputs of the modifiers.
+        limits: part of the tile that positions leave visible.
     """
 
     s: Any
@@ -38,7 +39,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Weights(abc.ABC):
-    """The two halves; both run once per tile.
+    """Base class of the two halves, each of which runs once per tile.
 
     Attributes:
         problem: what is computed.
@@ -50,27 +51,27 @@ class Weights(abc.ABC):
 
     @property
     def factor(self) -> float:
-        """What lse and delta must be made for: `BackwardArrays.scaled`."""
+        """Factor of P for which lse and delta must be made: see `BackwardArrays.scaled`."""
         return 1.0
 
     @abc.abstractmethod
     def early(self, tile: RegisterTile, scores: Scores):
-        """Before dP^T has arrived: what `late` needs, tiles of registers."""
+        """Computes the tiles of registers that `late` needs, before dP^T has arrived."""
 
     @abc.abstractmethod
     def late(self, tile: RegisterTile, held, lse, dp, delta) -> tuple[Any, Any]:
-        """(keep * P, dS), f32, from what `early` has made and dP^T; delta of each query."""
+        """Returns (keep * P, dS), f32, from what `early` has made, and lse, dP^T and delta."""
 
     def finished(self, dv):
-        """dV from the sum of products with keep * P."""
+        """Returns dV from the sum of products with keep * P."""
         return recompute.gained(self.problem, dv)
 
 
 class General(Weights):
-    """P, pull(P) and what dropout keeps: for every modifier."""
+    """P, pull(P) and the dropout mask in separate tiles, which serve every modifier."""
 
     def early(self, tile: RegisterTile, scores: Scores):
-        """(P without what dropout drops, pull(P), what dropout keeps)."""
+        """Returns (P without what dropout drops, pull(P), dropout mask)."""
         given = (scores.s, scores.lse, scores.inputs, scores.limits)
         w = recompute.weights(self.problem, tile, *given, polynomials=self.blocks.polynomials)
         p, through = lax.optimization_barrier(
@@ -79,48 +80,48 @@ class General(Weights):
         return p, through, w.kept
 
     def late(self, tile: RegisterTile, held, lse, dp, delta):
-        """A subtraction and a product."""
+        """Computes dS with a subtraction and a product."""
         p, through, kept = held
         return p, through * recompute.centred(self.problem, kept, dp, tile.per_q(delta))
 
 
 class Signed(Weights):
-    """Dropout alone: P, negative where it is dropped."""
+    """P that is negative where dropout drops it, for problems without other modifiers."""
 
     @property
     def factor(self) -> float:
-        """Of P."""
+        """Factor of P that goes with the sign."""
         return recompute.sign_factor(self.problem)
 
     def early(self, tile: RegisterTile, scores: Scores):
-        """P with signs."""
+        """Returns P times `factor`, f32, negative where dropout drops it."""
         return recompute.signed(self.problem, tile, *scores)
 
     def late(self, tile: RegisterTile, held, lse, dp, delta):
-        """Signs become zeros."""
+        """Returns (keep * gain * P, dS): signs become zeros."""
         return recompute.of_signed(held, dp, tile.per_q(delta))
 
     def finished(self, dv):
-        """`late` has multiplied by the gain."""
+        """Returns dv as it is, because `late` has multiplied by the gain."""
         return dv
 
 
 class Deferred(Weights):
-    """A cap alone: logits over the cap."""
+    """Logits over the cap, whose exponentials wait for dP^T, for problems with a softcap alone."""
 
     def early(self, tile: RegisterTile, scores: Scores):
-        """Tangents."""
+        """Computes hyperbolic tangents: the logits over the cap."""
         return recompute.capped(self.problem, tile, scores.s, scores.inputs, scores.limits)
 
     def late(self, tile: RegisterTile, held, lse, dp, delta):
-        """Exponentials."""
+        """Computes the exponentials, and dS from them."""
         spread = tile.per_q(lse), dp, tile.per_q(delta)
         share = self.blocks.polynomials
         return recompute.of_capped(tile, held, *spread, polynomials=share)
 
 
 def weights_of(problem: Problem, blocks: FusedBlocks) -> Weights:
-    """The way that the blocks ask for, where the problem has it."""
+    """Returns the way that the blocks ask for, where the problem allows it; else General."""
     if blocks.signs and recompute.may_sign(problem):
         return Signed(problem, blocks)
     if blocks.defer and recompute.may_defer(problem):

@@ -1,4 +1,4 @@
-"""What a warpgroup does along the columns of its tile: each is spread over all of its warps."""
+"""Operations of a warpgroup on columns of its tile, each of which is spread over all warps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _COMBINE = {"max": (arith.maximumf, jnp.max), "add": (arith.addf, jnp.sum)}
 
 
 def reduce_rows(kind: str, tile, scratch, interpret: bool):
-    """The maximum ("max") or sum ("add") of each column.
+    """Reduces each column to its maximum ("max") or sum ("add").
 
     All warps meet in it once. Before the next call they have to meet again.
 
     Args:
-        kind: what of.
+        kind: which of the two.
         tile: f32[rows, columns] in WGMMA.
         scratch: f32[WARPS, columns] in shared memory, for what warps exchange.
-        interpret: run by the interpreter.
+        interpret: run under the interpreter.
 
     Returns:
         f32[columns] in COLS.
@@ -72,7 +72,7 @@ def _reduce_body(kind, _, tile, scratch):
 
 
 def _combined(combine, scratch, shape):
-    """What the warps wrote, put together, in COLS."""
+    """Combines what the warps wrote; returns f32[columns] in COLS."""
     layout, index = COLS.to_mgpu(), ir.IndexType.get()
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     rows = [arith.constant(index, w) for w in range(WARPS)]
@@ -86,14 +86,15 @@ def _combined(combine, scratch, shape):
 
 
 def store_transposed(tile, target, swizzle: int, interpret: bool, order=None):
-    """Write a tile transposed.
+    """Writes a tile transposed.
 
     Args:
         tile: [rows, columns] in WGMMA.
         target: [columns, rows] in shared memory.
-        swizzle: of target, in bytes.
-        interpret: run by the interpreter, in which `order` changes nothing.
-        order: (row, number of rows) -> its place in target, i32; None leaves rows where they are.
+        swizzle: swizzle of target, in bytes.
+        interpret: run under the interpreter, which ignores `order`.
+        order: maps (row, number of rows) to the row's place in target, i32; None leaves rows where
+            they are.
     """
     if interpret:
         target[...] = tile.T
@@ -114,7 +115,10 @@ def _store_body(order, _, tile, target):
 
 
 def scale_rows(tile, scales, interpret: bool):
-    """The tile times one scalar for each of so many equal parts of its rows, of 16 or more."""
+    """Multiplies each of len(scales) equal parts of a tile's rows by its scalar.
+
+    A part has 16 rows or more.
+    """
     if interpret:
         return tile * jnp.repeat(jnp.stack(scales), tile.shape[0] // len(scales))[:, None]
     run = plgpu.inline_mgpu(

@@ -1,8 +1,8 @@
-"""Tiles of the CTAs of a cluster added up, in PTX: Pallas copies to no neighbour's shared memory.
+"""Sums of tiles over the CTAs of a cluster, in PTX: Pallas copies to no neighbour's shared memory.
 
 CTA r owns the r-th part of a tile, some whole rows. Each CTA sends every other one its part by a
-bulk copy from shared to shared memory. Where threads read it there instead, the fused backward took
-1.19 times as long (H200, head dim 16, clusters of four).
+bulk copy from shared to shared memory. Where threads read the parts in place instead, the fused
+backward took 1.19 times as long (H200, head dim 16, clusters of four).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ UNIT = 16  # bytes that a swizzle moves together
 
 
 def init(arrived):
-    """Makes the mbarrier of an `Exchange` in 8 bytes of shared memory, of one arrival."""
+    """Initializes the mbarrier of an `Exchange`, of one arrival, in 8 bytes of shared memory."""
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_init_body)(arrived)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What one warpgroup of every CTA of a cluster does together.
+    """Exchange of tiles between one warpgroup of every CTA of a cluster, and their sum.
 
     Attributes:
-        size: CTAs of the cluster, a power of two.
-        swizzle: of a tile in shared memory, in bytes.
-        rank: of this CTA.
+        size: number of CTAs in the cluster, a power of two.
+        swizzle: swizzle of a tile in shared memory, in bytes.
+        rank: rank of this CTA.
     """
 
     size: int
@@ -45,14 +45,14 @@ class Exchange:
     rank: Any
 
     def __call__(self, tile, received, arrived, parity):
-        """Get this CTA's part from the others, and send them theirs.
+        """Sends the others their parts, and waits for this CTA's part from each of them.
 
         Args:
             tile: [rows, columns] of 16 bits in shared memory.
             received: [rows - rows / size, columns]: the parts from the CTAs of rank r + 1, r + 2,
                 ... (modulo the size), which lie as they do in their tiles.
-            arrived: from `init`.
-            parity: of the number of exchanges before this one.
+            arrived: mbarrier from `init`.
+            parity: parity of the number of exchanges before this one.
         """
         tiled, scalar = self.tiled(tile.dtype), plgpu.Layout.WG_SPLAT
         run = plgpu.inline_mgpu(arg_types=(tiled, tiled, plgpu.RefType(), scalar, scalar))
@@ -61,7 +61,7 @@ class Exchange:
         )
 
     def add(self, tile, received, target):
-        """Add the sum of all parts to its rows of f32[rows, columns] in device memory."""
+        """Adds the sum of all parts to its rows of f32[rows, columns] in device memory."""
         tiled, scalar = self.tiled(tile.dtype), plgpu.Layout.WG_SPLAT
         run = plgpu.inline_mgpu(arg_types=(tiled, tiled, plgpu.RefType(), scalar))
         run(functools.partial(_add_body, self.size, self.swizzle))(
@@ -69,27 +69,27 @@ class Exchange:
         )
 
     def tiled(self, dtype):
-        """How tiles lie in shared memory."""
+        """Describes how tiles lie in shared memory."""
         return plgpu.RefType(tile_transforms(self.swizzle, dtype))
 
 
 def _thread():
-    """Number of the thread in its warpgroup."""
+    """Returns the number of the thread in its warpgroup, i32."""
     return arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
 
 
 def _address(ref):
-    """Of shared memory, 32 bits."""
+    """Returns an address in shared memory, 32 bits."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
 def _part(tile, size: int) -> int:
-    """Bytes of a tile of 16-bit elements that a CTA adds up."""
+    """Returns how many bytes of a tile of 16-bit elements a CTA adds up."""
     return math.prod(tile.type.shape) * 2 // size
 
 
 def _init_body(_, barrier):
-    """Makes an mbarrier of one arrival, which counts what other CTAs send."""
+    """Initializes an mbarrier of one arrival, which counts what other CTAs send."""
     _run(
         "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
         " @first mbarrier.init.shared::cta.b64 [$0], 1;"
@@ -100,7 +100,7 @@ def _init_body(_, barrier):
 
 
 def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
-    """Thread i sends its part to the i-th CTA; all wait for the parts that this CTA gets.
+    """Sends the i-th CTA its part from thread i; waits for the parts that this CTA gets.
 
     CTA r keeps the part from CTA i at place (i - r - 1) modulo the number of CTAs.
     """
@@ -152,14 +152,14 @@ def _add_body(size: int, swizzle: int, _, tile, received, target, rank):
 
 
 def _run(code: str, *operands):
-    """PTX without results on 32-bit operands."""
+    """Emits PTX without results on 32-bit operands."""
     letters = ",".join("r" for _ in operands)
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, list(operands), code, letters, has_side_effects=True)
 
 
 def _load(address, offset: int):
-    """Two registers from shared memory."""
+    """Loads two 32-bit registers from shared memory."""
     i32 = ir.IntegerType.get_signless(32)
     found = llvm.inline_asm(
         llvm.StructType.get_literal([i32] * 2),
@@ -172,7 +172,10 @@ def _load(address, offset: int):
 
 
 def _sum(loaded, element):
-    """Four f32 of as many times two registers with two elements each."""
+    """Sums pairs of registers, each register with two 16-bit elements; returns four f32.
+
+    `loaded` has one pair from each CTA.
+    """
     f32, halves = ir.VectorType.get((2,), ir.F32Type.get()), ir.VectorType.get((2,), element)
     widened = [[arith.extf(f32, llvm.bitcast(halves, x)) for x in part] for part in loaded]
     total = [functools.reduce(arith.addf, parts) for parts in zip(*widened, strict=True)]
@@ -180,7 +183,7 @@ def _sum(loaded, element):
 
 
 def _coordinates(offset, swizzle: int, of_row: int):
-    """(row, column) of the element at a byte of a tile, in pieces of 8 rows by a swizzle."""
+    """Returns (row, column) of the element at a byte of a tile: pieces of 8 rows by a swizzle."""
     and_ = lambda x, mask: arith.andi(x, i32_constant(mask))
     shifted = lambda x, bits: arith.shrui(x, i32_constant(bits))
     times = lambda x, factor: arith.muli(x, i32_constant(factor))
@@ -200,7 +203,7 @@ def _coordinates(offset, swizzle: int, of_row: int):
 
 
 def _add(address, offset: int, values):
-    """Adds four f32 to device memory, so many elements after an address."""
+    """Adds four f32 to device memory, `offset` elements after an address."""
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
         [address, *values],

@@ -1,4 +1,4 @@
-"""Which key blocks a query-stationary CTA of the backward reads, and which of them it masks."""
+"""Key blocks that a query-stationary CTA of the backward reads, and which of them it masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .arrays import BackwardArrays
 
 
 class KeyWalk(NamedTuple):
-    """Key blocks start to stop, at least one; all are masked from `masked_from` on."""
+    """Range of key blocks, start to stop, at least one; all are masked from `masked_from` on."""
 
     start: Any
     masked_from: Any
@@ -25,14 +25,16 @@ class KeyWalk(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int) -> KeyWalk:
-        """Of the queries of a CTA, the same for all its warpgroups: they release blocks together.
+        """Makes the walk of a CTA's queries.
+
+        It is the same for all its warpgroups: they release blocks together.
 
         Args:
             problem: what is computed.
-            arrays: in device memory.
+            arrays: operands in device memory.
             at: (batch entry, query block, position of its first query).
-            rows: queries of a block.
-            block_kv: keys of a block.
+            rows: number of queries in a block.
+            block_kv: number of keys in a block.
         """
         batch, block, position = at
         mask = problem.spec.mask
@@ -56,7 +58,7 @@ class KeyWalk(NamedTuple):
 
     @property
     def total(self):
-        """How many blocks."""
+        """Number of blocks."""
         # In these words LLVM sees that the loop over them runs. Where it might not, ptxas ends dQ
         # before every step, lest its registers be needed after the loop (C7517).
         if self.everywhere:
@@ -64,11 +66,11 @@ class KeyWalk(NamedTuple):
         return jnp.int32(self.stop - self.start)
 
     def __getitem__(self, n):
-        """The n-th block."""
+        """Returns the n-th block."""
         return self.start + n
 
     def visit(self, step, *, masks: bool, far=None, far_step: Any = None):
-        """step(n, masked=) for every block; without `masks` none is masked.
+        """Calls step(n, masked=) for every block; without `masks` none is masked.
 
         The masked ones are a loop of their own. `far` and `far_step` are as in QueryWalk.visit.
         """
@@ -80,7 +82,7 @@ class KeyWalk(NamedTuple):
         pl.loop(*ends)(functools.partial(far_step, masked=masks))
 
     def _visit(self, step, masks: bool, until):
-        """The loops; each ends at until(end, start)."""
+        """Runs the loops; each ends at until(end, start)."""
         masked = functools.partial(step, masked=True)
         if self.everywhere:
             pl.loop(jnp.int32(0), until(self.total, jnp.int32(0)))(masked)
@@ -95,5 +97,5 @@ class KeyWalk(NamedTuple):
 
 
 def mask_everywhere(problem: Problem) -> bool:
-    """Any tile may need its mask: both edges of a window, or segments."""
+    """Says whether any tile may need its mask: a window with a left edge, or segments."""
     return problem.spec.mask.left is not None or "kv_segments" in problem.features

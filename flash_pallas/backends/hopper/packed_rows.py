@@ -1,9 +1,9 @@
-"""Rows of a few queries, straight from the caller's arrays and straight into the results.
+"""Packed rows of a few queries, straight from the caller's arrays and straight into the results.
 
-The queries and heads that share a key head are rows of one tile: row r is head r % group of query
-r // group. A TMA tile starts at a multiple of 8 rows and a group may have any size, so arrays for
-TMA would be padded and cut again in launches of their own: 1.0 to 2.4 us each, of 37 for a step at
-S=32k (H200). Here a warpgroup moves the rows in pieces of 16 bytes; there are few of them.
+The queries and heads that share a KV head are the rows of one tile: row r is query r // group and
+head r % group. A TMA tile starts at a multiple of 8 rows and a group may have any size, so arrays
+for TMA would be padded and cut again in launches of their own: 1.0 to 2.4 us each, out of 37 for a
+step at S=32k (H200). Here a warpgroup moves the rows in pieces of 16 bytes; there are few of them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .memory import tile_transforms
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """The rows of one tile of 64.
+    """The rows of one tile of at most 64.
 
     Attributes:
-        queries: of a sequence.
-        group: heads that share a key head.
+        queries: number of queries of a sequence.
+        group: number of query heads that share a KV head.
         first: number of the tile's first row, traced; may be None where there is one tile.
         interpret: run by the interpreter.
-        size: rows of the tile, padding included, where numbers of all rows are made.
-        layout: of those numbers.
+        size: rows of the tile, padding included, in vectors of one value per row.
+        layout: register layout of those vectors.
     """
 
     queries: int
@@ -50,26 +50,26 @@ class PackedRows:
 
     @property
     def total(self) -> int:
-        """Rows of all tiles."""
+        """Number of rows of all tiles."""
         return self.queries * self.group
 
     @property
     def most(self) -> int:
-        """Rows that a tile has at most."""
+        """Largest number of rows that a tile has."""
         return min(self.total, WARPGROUP_ROWS)
 
     @property
     def start(self):
-        """`first` as an int32."""
+        """Number of the tile's first row, as an int32."""
         return jnp.int32(0) if self.total <= WARPGROUP_ROWS else jnp.int32(self.first)
 
     def load(self, source, tile, swizzle: int):
-        """Copy rows into a tile, which products see after `commit_smem`.
+        """Copies rows into a tile in shared memory, which products see after `commit_smem`.
 
         Args:
             source: [queries, group, columns] in device memory, a row a multiple of 16 bytes.
             tile: [rows, at least columns] in shared memory; 0 where source has nothing.
-            swizzle: of the tile, in bytes.
+            swizzle: swizzle of the tile, in bytes.
         """
         if self.interpret:
             tile[...] = jnp.zeros(tile.shape, tile.dtype)
@@ -81,7 +81,7 @@ class PackedRows:
         run(functools.partial(_load_body, self))(source, tile, self.start)
 
     def store(self, tile, target, swizzle: int):
-        """Copy the rows and columns of a tile that `target` has; the arguments of `load`."""
+        """Copies the rows and columns of a tile that `target` has; see `load` for the arguments."""
         if self.interpret:
             width = min(tile.shape[-1], target.shape[-1])
             columns = pl.ds(0, width)
@@ -92,7 +92,7 @@ class PackedRows:
         run(functools.partial(_store_body, self))(tile, target, self.start)
 
     def store_values(self, values, target):
-        """Copy one number a row, f32[64] in shared memory, to [group, queries] in device memory."""
+        """Copies one f32 per row, [rows] in shared memory, to [group, queries] in device memory."""
         if self.interpret:
             self.each(lambda i, at: _set(target, at[::-1], values[i]))
             return
@@ -101,7 +101,7 @@ class PackedRows:
         run(functools.partial(_store_values_body, self))(values, target, self.start)
 
     def query(self):
-        """int32[size]: the query of every row; padding has the last one's."""
+        """Returns the query of every row, int32[size]; padding has that of the last row."""
         if self.interpret:
             return self._place()[0]
         run = plgpu.inline_mgpu(
@@ -110,7 +110,7 @@ class PackedRows:
         return run(functools.partial(_query_body, self))(self.start)
 
     def per_head(self, source):
-        """f32[size] of f32[group] in device memory: the number of every row's head."""
+        """Returns f32[size], the value of every row's head, from f32[group] in device memory."""
         if self.interpret:
             return source[...][self._place()[1]]
         run = plgpu.inline_mgpu(
@@ -123,12 +123,12 @@ class PackedRows:
         return plgpu.ShapeDtypeStruct((self.size,), dtype, self.layout)
 
     def _place(self):
-        """int32[size] twice: the (query, head) of every row, for the interpreter."""
+        """Returns the (query, head) of every row, int32[size] each, for the interpreter."""
         row = lax.min(self.start + jnp.arange(self.size, dtype=jnp.int32), self.total - 1)
         return lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
 
     def each(self, copy):
-        """copy(i, (query, head)) for every row i that exists."""
+        """Calls copy(i, (query, head)) for every row i that exists."""
         for i in range(self.most):
             row = self.start + i
             at = lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
@@ -140,14 +140,16 @@ def _set(ref, at, value):
 
 
 def _thread():
-    """i32: of the warpgroup. Unknown to the compiler, which else keeps what `load` and `store` make
-    of it alive through the loop between them: 130 registers where two CTAs have room with 128.
+    """Returns the i32 index of the thread in its warpgroup, unknown to the compiler.
+
+    Otherwise the compiler keeps what `load` and `store` make of it alive through the loop between
+    them: 130 registers, where two CTAs have room with 128.
     """
     return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP)))
 
 
 class Pieces:
-    """Which pieces of a tile in shared memory this thread moves."""
+    """Pieces of 16 bytes of a tile in shared memory, and which of them this thread moves."""
 
     def __init__(self, rows: PackedRows, tile, array, first) -> None:
         self.rows, self.tile, self.array, self.first = rows, tile, array, splat(first)
@@ -160,21 +162,21 @@ class Pieces:
         self.thread = _thread()
 
     def places(self, rows: int):
-        """(first row of the turn, row, piece) of each turn in which the warpgroup moves pieces."""
+        """Yields (first row of the turn, row, piece) of each turn, in which a thread moves one."""
         for start in range(0, rows * self.of_row, WARPGROUP):
             number = arith.addi(self.thread, i32_constant(start))
             each = i32_constant(self.of_row)
             yield start // self.of_row, arith.divui(number, each), arith.remui(number, each)
 
     def exists(self, row, piece):
-        """i1: the array in device memory has this piece."""
+        """Returns an i1: true if the array in device memory has this piece."""
         less = arith.CmpIPredicate.ult
         own = min(self.array.type.shape[-1] // self.width, self.of_row)
         some_row = arith.cmpi(less, arith.addi(self.first, row), i32_constant(self.rows.total))
         return arith.andi(some_row, arith.cmpi(less, piece, i32_constant(own)))
 
     def in_tile(self, row, piece):
-        """Indices of the piece; the swizzle permutes those of a row."""
+        """Returns the indices of a piece in the tile; the swizzle permutes the pieces of a row."""
         index, at = ir.IndexType.get(), i32_constant
         in_row = self.columns // self.width  # pieces that the swizzle permutes: 2, 4 or 8
         inner, outer = arith.remui(row, at(8)), arith.divui(row, at(8))
@@ -184,7 +186,7 @@ class Pieces:
         return [arith.index_cast(index, x) for x in found]
 
     def loaded(self):
-        """(row, piece, numbers of the array or zeros) of all pieces of the tile."""
+        """Yields (row, piece, elements of the array or zeros) for all pieces of the tile."""
         element = self.array.type.element_type
         kind, zero = ir.VectorType.get((self.width,), element), ir.FloatAttr.get(element, 0.0)
         zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, zero))
@@ -202,7 +204,7 @@ class Pieces:
             yield row, piece, found
 
     def where_tile_has(self, row, store):
-        """Call `store`, for threads whose row is one of the tile."""
+        """Emits `store` for the threads whose row is one of the tile."""
         if self.tile_rows * self.of_row % WARPGROUP == 0:
             store()
             return
@@ -212,7 +214,7 @@ class Pieces:
             scf.yield_([])
 
     def in_array(self, row, piece):
-        """Pointer to the piece in device memory."""
+        """Returns a pointer to the piece in device memory."""
         (of_query, of_head, _), _ = self.array.type.get_strides_and_offset()
         row = arith.addi(self.first, row)
         group = i32_constant(self.rows.group)
@@ -260,7 +262,7 @@ def _store_values_body(rows: PackedRows, _, values, target, first):
 
 
 def _each_row(rows: PackedRows, first, dtype, value):
-    """value(row) of all rows of a tile, in its layout."""
+    """Returns (registers of value(row) for all rows of a tile, their layout)."""
     layout, shape = rows.layout.to_mgpu(), (rows.size,)
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     i32, last = ir.IntegerType.get_signless(32), i32_constant(rows.total - 1)

@@ -1,4 +1,4 @@
-"""Which query tiles a key-stationary CTA reads, in which order, and which of them it masks."""
+"""Walks of KV-stationary CTAs: which Q tiles they read, in which order, and which they mask."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from .key_walk import mask_everywhere
 
 @dataclasses.dataclass(frozen=True)
 class QueryWalk:
-    """The query tiles that one CTA of a key-stationary kernel reads, for every head of a group.
+    """The Q tiles that one CTA of a KV-stationary kernel reads, for every head of a GQA group.
 
     Attributes:
-        start, full_start, full_stop, stop: query blocks; those outside the full ones need the mask.
+        start, full_start, full_stop, stop: bounds in query blocks; blocks outside [full_start,
+            full_stop) need the mask.
         q_offset: position of query 0.
-        kv_len: how many keys there are, or None where that hides none.
-        group: query heads that read these keys, one after the other.
+        kv_len: number of keys, or None where that hides none.
+        group: number of query heads that read these keys, one after the other.
         masks: "none" (no tile is masked), "all" (one loop masks all tiles) or "some": tiles that
             need no mask come first, in a loop of their own; a head's other tiles follow in order,
             from the start again when the end is reached.
         shift: which tile of a head comes first, counted from its first one, unless masks is "some".
-        opaque: ptxas is not to know where the loop begins. It peels off the first step of the fused
-            kernel whose warpgroups alternate, and then ends every wgmma at once (C7512).
-        part: (the first tile, how many) where another CTA has the others; None: all are its own.
+        opaque: hides from ptxas where the loop begins. Otherwise it peels off the first step of the
+            fused kernel whose warpgroups alternate, and then waits for every wgmma at once (C7512).
+        part: (first tile, number of tiles) where other CTAs have the rest; None: all are its own.
     """
 
     start: Any
@@ -57,16 +58,19 @@ class QueryWalk:
         mask_all: bool,
         shift: Any = 0,
     ) -> QueryWalk:
-        """Of a CTA. At least one tile per head, which is then wholly masked.
+        """Makes the walk of a CTA.
+
+        It has at least one tile per head, which is wholly masked if the head's queries see none of
+        the keys.
 
         Args:
             problem: what is computed.
-            arrays: in device memory.
+            arrays: arrays in device memory.
             at: (batch entry, key block).
-            kv_rows: keys of a block.
-            block_q: queries of a tile.
+            kv_rows: number of keys in a block.
+            block_q: number of queries in a tile.
             mask_all: one loop masks all tiles, if any tile is masked.
-            shift: start so many tiles after the first; takes one loop.
+            shift: number of tiles after the first at which to start; takes one loop.
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
@@ -107,7 +111,7 @@ class QueryWalk:
     def whole(
         cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
     ) -> QueryWalk:
-        """Makes the walk over all query tiles, in one loop, where no array hides keys."""
+        """Makes the walk over all Q tiles, in one loop, where no array hides keys."""
         stop = -(-problem.q_len // block_q)
         offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
         masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
@@ -115,16 +119,16 @@ class QueryWalk:
 
     @property
     def per_head(self):
-        """Tiles of one head."""
+        """Number of tiles of one head."""
         return self.stop - self.start
 
     @property
     def total(self):
-        """Tiles of this CTA: of the group, or of its part of them."""
+        """Number of tiles of this CTA: those of the group, or of its part of them."""
         return jnp.int32(self.per_head * self.group) if self.part is None else self.part[1]
 
     def cut(self, index, parts: int) -> QueryWalk:
-        """One of so many parts of the walk, as long as the others but for one tile; maybe empty."""
+        """Returns one of `parts` parts of the walk, equal but for one tile; it may be empty."""
         if parts == 1:
             return self
         if self.masks == "some":
@@ -133,7 +137,7 @@ class QueryWalk:
         return dataclasses.replace(self, part=(first, end - first))
 
     def __getitem__(self, n):
-        """(head of the group, query block) of the n-th tile."""
+        """Returns (head of the group, query block) of the n-th tile."""
         if self.part is not None:
             n = n + self.part[0]
         if self.group == 1:
@@ -143,7 +147,7 @@ class QueryWalk:
         )
 
     def block(self, i):
-        """The i-th query block of a head."""
+        """Returns the i-th query block of a head, in the order of the walk."""
         if self.masks != "some":
             if not (ints.is_static(self.shift) and self.shift == 0):
                 i = lax.rem(i + self.shift, jnp.int32(self.per_head))
@@ -152,17 +156,17 @@ class QueryWalk:
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
     def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
-        """Call step(n, query block, masked=) for every tile.
+        """Calls step(n, query block, masked=) for every tile.
 
-        The loops count in n: a block index kept alive beside it costs the fused kernel 100 bytes of
-        spills.
+        The loops count in n: a block index kept alive next to it costs the fused kernel 100 bytes
+        of spills.
 
         Args:
-            step: what to call.
-            far: i32: where it is not 0, all tiles are far_step's, in a loop of their own that masks
-                what may be masked. None: there is no such loop.
-            far_step: called as step is.
-            in_one_loop: all tiles are in such a loop.
+            step: function to call.
+            far: i32: where it is positive, all tiles are far_step's, in a loop of their own that
+                masks what may be masked. None: there is no such loop.
+            far_step: function that is called as step is.
+            in_one_loop: step gets all tiles in such a loop.
         """
         if in_one_loop:
             self._visit_in_one(step, (jnp.int32(0), self.total))
@@ -176,12 +180,12 @@ class QueryWalk:
         self._visit_in_one(far_step, ends)
 
     def _visit_in_one(self, step, ends):
-        """The loop that masks what may be masked."""
+        """Runs the loop that masks what may be masked."""
         masked = self.masks != "none"
         pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
 
     def _visit(self, step, until):
-        """The loops; each ends at until(end, start)."""
+        """Runs the loops of `step`; each ends at until(end, start)."""
         if self.masks != "some":
             masked = self.masks == "all"
             ends = (jnp.int32(0), until(self.total, jnp.int32(0)))

@@ -1,6 +1,6 @@
-"""Queries as float16 rows that a cache in eight bits is multiplied with.
+"""Queries as float16 rows, scaled, for products with a cache in eight bits.
 
-Each row is multiplied by a power of two that brings its largest number between 2**13 and 2**14: no
+Each row is multiplied by a power of two that brings its largest element between 2**13 and 2**14: no
 bfloat16 overflows then, and only what is 2**-28 of the largest and less loses digits. Columns are
 in the order of widening.key_rows.
 """
@@ -26,14 +26,14 @@ BIAS = 127  # of float32's exponents
 
 
 def load_scaled(rows: PackedRows, source, tile, inverse, swizzle: int):
-    """Copy rows into a tile, which products see after `commit_smem`.
+    """Copies scaled rows into a tile, which products see after `commit_smem`.
 
     Args:
-        rows: which.
+        rows: which rows.
         source: [queries, group, columns] in device memory, a row a multiple of 16 bytes.
         tile: float16 [rows, 64, 128 or 256] in shared memory; 0 where source has nothing.
         inverse: f32[rows] in shared memory: 1 / the power of two.
-        swizzle: of the tile, in bytes.
+        swizzle: swizzle of the tile, in bytes.
     """
     if rows.interpret:
         tile[...] = jnp.zeros(tile.shape, tile.dtype)
@@ -63,7 +63,7 @@ def _load_body(rows: PackedRows, _, source, tile, inverse, first):
 
 
 def _scaled(pieces: Pieces, found):
-    """(a piece in float16 times the power of its row, 1 / the power).
+    """Returns (a piece in float16 times the power of its row, 1 / the power).
 
     The pieces of a row lie in neighbouring lanes, 8, 16 or 32 of them.
     """
@@ -85,7 +85,10 @@ def _scaled(pieces: Pieces, found):
 
 
 def _store(pieces: Pieces, found, back, inverse, row, piece):
-    """In pairs: of quarter t of the columns, the o-th pair is column 8 o + 2 t."""
+    """Stores a piece in pairs: the o-th pair of quarter t of the columns goes to column 8 o + 2 t.
+
+    The first piece of a row also stores `back` as the row's inverse.
+    """
     quarter = pieces.across * pieces.columns // 4
     first = arith.muli(piece, i32_constant(pieces.width))
     which, order = (f(first, i32_constant(quarter)) for f in (arith.divui, arith.remui))

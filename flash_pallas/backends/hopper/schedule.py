@@ -1,4 +1,4 @@
-"""Which CTA works on which query tile, and in which order."""
+"""Schedules: which CTA works on which Q tile, and in which order."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class QueryTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
-    """Maps tile numbers to query tiles.
+    """Maps tile numbers to Q tiles.
 
     Attributes:
-        batch, heads, q_tiles: how many of each.
-        section: heads worked on together (their K and V stay in L2).
-        longest_first: causal: tiles of one section run from the last query tile to the first.
+        batch, heads, q_tiles: number of each.
+        section: number of heads worked on together (their K and V stay in L2).
+        longest_first: causal: tiles of one section run from the last Q tile to the first.
     """
 
     batch: int
@@ -48,7 +48,11 @@ class TileOrder:
 
     @classmethod
     def of(cls, problem: Problem, tile_rows: int) -> TileOrder:
-        """Query tiles fastest where most cost the same; if causal, heads fastest, longest first."""
+        """Chooses the order of a problem's tiles.
+
+        Q tiles are fastest where most cost the same. If causal, heads are fastest, and the longest
+        tiles come first.
+        """
         q_tiles = -(-problem.q_len // tile_rows)
         mask = problem.spec.mask
         # Neighbouring tiles of a window read the same keys, and all but the first as many.
@@ -68,7 +72,7 @@ class TileOrder:
         return self.batch * self.heads * self.q_tiles
 
     def __getitem__(self, tile) -> QueryTile:
-        """The query tile with this number (Python int or traced int32)."""
+        """Returns the Q tile with this number (Python int or traced int32)."""
         per_section = self.section * self.q_tiles
         section, within = ints.floor_div(tile, per_section), ints.remainder(tile, per_section)
         block = ints.floor_div(within, self.section)
@@ -79,7 +83,7 @@ class TileOrder:
 
 
 def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
-    """Tiles in order, each to whichever worker is free first: what a dynamic scheduler would do.
+    """Assigns tiles in order, each to the worker that is free first, as a dynamic scheduler would.
 
     Returns int32[workers, longest + 3]: column 0 is the worker's number of tiles, then their
     numbers, then padding (a kernel reads up to two entries past the end).
@@ -107,17 +111,17 @@ class Assignment:
 
     @classmethod
     def persistent(cls, order: TileOrder, num_sms: int) -> Assignment:
-        """One CTA per multiprocessor, walking a list of tiles."""
+        """Assigns the tiles to persistent CTAs, one per SM, each of which walks a list of tiles."""
         small = order.total <= MAX_TABLE_TILES
         return cls(order, min(num_sms, order.total), order.longest_first and small)
 
     @classmethod
     def one_each(cls, order: TileOrder) -> Assignment:
-        """One CTA per tile."""
+        """Assigns one tile to each CTA."""
         return cls(order, order.total, False)
 
     def table(self, cost_of_block) -> np.ndarray:
-        """The operand to pass to the kernel; cost_of_block(query tile) is in key blocks."""
+        """Returns the table, an operand of the kernel; cost_of_block(Q tile) is in KV blocks."""
         if not self.uses_table:
             return np.zeros((1, 1), np.int32)
         per_block = np.array([cost_of_block(i) for i in range(self.order.q_tiles)])
@@ -125,14 +129,14 @@ class Assignment:
         return list_schedule(np.array(costs), self.ctas)
 
     def count(self, table, cta):
-        """How many tiles this CTA has."""
+        """Returns how many tiles this CTA has."""
         if self.uses_table:
             return table[cta, 0]
         whole, rest = divmod(self.order.total, self.ctas)
         return jnp.int32(whole) + (cta < rest).astype(jnp.int32) if rest else jnp.int32(whole)
 
     def tile(self, table, cta, turn):
-        """Number of its turn-th tile (anything past its last one is not to be used)."""
+        """Returns the number of its turn-th tile (anything past its last one is not to be used)."""
         if self.uses_table:
             return table[cta, turn + 1]
         return lax.min(turn * self.ctas + cta, jnp.int32(self.order.total - 1))

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernel for gradients of what modifies scores, and what a launch of it sums."""
+"""Tile sizes of the kernel for gradients of score modifiers, and what a launch of it sums."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut i
 
 @dataclasses.dataclass(frozen=True)
 class ScoreBlocks:
-    """The kernel of backward_scores.py.
+    """Tile sizes of the kernel of backward_scores.py.
 
     Attributes:
-        warpgroups: compute warpgroups, 64 query rows each.
+        warpgroups: number of compute warpgroups, 64 query rows each.
         block_kv: keys per step.
         stages: tiles of Q, K, V and dO in flight.
         keep_bias: a CTA that owns a tile of the bias holds it in registers for all its steps.
-        cluster: CTAs with neighbouring keys that load Q, dO, lse and delta together: cluster.py.
-        producer: a warpgroup of its own loads; else the last one that computes does.
+        cluster: number of CTAs with neighbouring keys that load Q, dO, LSE and delta together:
+            cluster.py.
+        producer: a warpgroup of its own loads; else the last compute warpgroup does.
     """
 
     warpgroups: int = 2
@@ -40,7 +41,7 @@ class ScoreBlocks:
 
     @property
     def block_q(self) -> int:
-        """Queries of a step."""
+        """Number of queries per step."""
         return self.warpgroups * WARPGROUP_ROWS
 
 
@@ -64,14 +65,14 @@ CHOICES = (
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What one launch adds up, of the gradient dS of the scores.
+    """Sums of dS, the gradient of the scores, that one launch computes.
 
     Attributes:
         problem: what is computed, head dims as they run.
         axes: "tile": over batch entries and heads, one sum per query and key; "columns": over
             queries, one per key; "rows": over keys, one per query.
-        names: whose gradients: "bias", "alibi_slopes" or the index of a score_param. Only rows has
-            more than one.
+        names: operands whose gradients these are: "bias", "alibi_slopes" or the index of a
+            score_param. Only "rows" has more than one.
     """
 
     problem: Problem
@@ -80,12 +81,12 @@ class Sums:
 
     @property
     def holds_bias(self) -> bool:
-        """A CTA reads one tile of the bias for all its steps."""
+        """True if a CTA reads one tile of the bias for all its steps."""
         return self.axes == "tile"
 
     @property
     def side(self) -> SideInputs:
-        """What modifiers read in every step."""
+        """Side inputs, which modifiers read in every step."""
         problem = self.problem
         if self.holds_bias:
             problem = dataclasses.replace(
@@ -94,14 +95,14 @@ class Sums:
         return SideInputs(problem, q_axis=0)
 
     def parts(self, blocks: ScoreBlocks) -> int:
-        """Into how many sums of their own the members are cut, for the sake of enough CTAs."""
+        """Returns the number of sums into which members are split, to have enough CTAs."""
         if self.axes != "tile":
             return 1
         tiles = BiasTiles.of(self.problem, blocks.block_q, blocks.block_kv).clusters
         return parts_of(self.problem, tiles, ENOUGH_CTAS)
 
     def blocks(self) -> ScoreBlocks:
-        """The first choice that fits into shared memory and into registers."""
+        """Returns the first choice that fits into shared memory and into registers."""
         spec = self.problem.spec
         modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
         narrow = modified or "mask" in self.side.streams
@@ -116,7 +117,7 @@ class Sums:
         return next(b for b in narrow if fits(scratch(self, b)))
 
     def keeping(self) -> tuple[ScoreBlocks, ...]:
-        """Choices that keep the bias in registers: where it is all that modifies the scores."""
+        """Returns choices that keep the bias in registers, if it is all that modifies scores."""
         problem = self.problem
         if not self.holds_bias or problem.features - {"sinks"} != {"bias"}:
             return ()

@@ -1,4 +1,4 @@
-"""What a CTA of the kernel in backward_scores.py is made of, and the steps that it takes."""
+"""CTAs of the kernel in backward_scores.py, and the steps that they take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .scores_layout import Barriers, Smem
 
 
 class Step(NamedTuple):
-    """Where one tile lies."""
+    """Place of one tile of scores."""
 
     batch: Any
     head: Any
@@ -33,9 +33,9 @@ class Steps:
 
     Attributes:
         first: the tile of step 0.
-        total: how many.
+        total: number of tiles.
         along: which field of the tile grows by one with every step, "q_block" or "kv_block".
-        members: whose tiles they are, where it is batch entry and head that change.
+        members: batch entries and heads of the tiles, where it is these that change.
     """
 
     first: Step
@@ -44,7 +44,7 @@ class Steps:
     members: Members | None = None
 
     def __getitem__(self, n) -> Step:
-        """The n-th tile."""
+        """Returns the n-th tile."""
         if self.members is not None:
             batch, head = self.members[n]
             return self.first._replace(batch=batch, head=head)
@@ -67,7 +67,7 @@ class Cta:
 
     @property
     def owned(self) -> BiasTile:
-        """The tile of this CTA, where it owns one of the bias."""
+        """The tile of the bias that this CTA owns, where it owns one."""
         blocks = self.blocks
         size = blocks.block_q, blocks.block_kv, blocks.cluster
         tiles = BiasTiles.of(self.sums.problem, *size)
@@ -75,11 +75,11 @@ class Cta:
 
     @property
     def ring(self) -> Ring:
-        """Of the stages."""
+        """Ring of the stages."""
         return Ring(self.bars.full, self.bars.empty, self.blocks.stages, self.refill)
 
     def steps(self) -> Steps:
-        """The tiles of this CTA."""
+        """Returns the tiles of this CTA."""
         problem, blocks = self.sums.problem, self.blocks
         if self.sums.axes == "tile":
             return self.members()
@@ -94,7 +94,7 @@ class Cta:
         return Steps(Step(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
 
     def members(self) -> Steps:
-        """The tile of this CTA, of every batch entry and head that shares it."""
+        """Returns the tile of this CTA, once for every batch entry and head that shares it."""
         blocks, own = self.blocks, self.owned
         size, parts = (blocks.block_q, blocks.block_kv), self.sums.parts(blocks)
         found = members_of(self.sums.problem, own, parts, size, blocks.cluster)
@@ -103,5 +103,5 @@ class Cta:
 
     @property
     def bias_place(self):
-        """(entry, head) of the bias that this CTA's sum is about."""
+        """Place in the bias, (entry, head), of what this CTA sums."""
         return bias_place(self.sums.problem, self.owned)

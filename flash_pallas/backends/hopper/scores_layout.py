@@ -1,4 +1,4 @@
-"""What a CTA of the kernel in backward_scores.py allocates."""
+"""Shared memory and barriers of a CTA of the kernel in backward_scores.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers; the empty ones count the warpgroups of a cluster."""
+    """The mbarriers of one CTA; the empty ones count the warpgroups of a cluster."""
 
     bias: Any
     full: Any
@@ -47,7 +47,7 @@ class Barriers(NamedTuple):
 def scratch(
     sums: Sums, blocks: ScoreBlocks, arrays: BackwardArrays | None = None
 ) -> tuple[Smem, Barriers]:
-    """What to allocate.
+    """Returns the shared memory and the barriers to allocate.
 
     Args:
         sums: what the launch adds up.

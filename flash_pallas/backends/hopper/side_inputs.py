@@ -1,11 +1,11 @@
-"""What modifiers of scores read beside Q, K and V: from device memory into registers.
+"""Inputs of score modifiers besides Q, K and V: from device memory into registers.
 
 A kernel holds tiles of scores whose rows stay with a warpgroup (queries in the forward and dQ
 kernels, keys where scores are transposed) and whose columns stream by. So an input is one of
 
     scalar   one per (batch entry, head): slope, sink, dropout key, what score_mod captured
     rows     one per row, read once: segment ids, a bias that is the same for all columns
-    columns  one per column, streamed beside K (or Q): segment ids, a bias the same for all rows
+    columns  one per column, streamed with K (or Q): segment ids, a bias the same for all rows
     tile     one per element, streamed likewise: a bias or mask with both axes
 
 Everything that a call lacks is None here and leaves no trace in the kernel.
@@ -31,7 +31,7 @@ from .memory import row_buffer, tile_buffer
 
 
 class Streamed(NamedTuple):
-    """Shared memory, one slot per stage of the ring that it travels with."""
+    """Shared memory of streamed inputs, one slot per stage of the ring that they travel with."""
 
     segments: Any = None  # int32[stages, columns]
     keys: Any = None  # int32[stages, columns], of dropout
@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SideInputs:
-    """How one kernel reads them.
+    """The side inputs of one kernel: what it streams, what it holds, and how it reads them.
 
     Attributes:
         problem: what is computed.
@@ -62,7 +62,7 @@ class SideInputs:
     q_axis: int
 
     def arrays(self, operands: Operands) -> Gmem:
-        """The operands as the kernel reads them."""
+        """Returns the operands as the kernel reads them."""
         return side_arrays.gmem(self.problem, self.q_axis, operands)
 
     @property
@@ -74,15 +74,15 @@ class SideInputs:
 
     @property
     def copies(self) -> int:
-        """Further copies per stage: arrivals to add to the ring's full barrier."""
+        """Number of further copies per stage: arrivals to add to the ring's full barrier."""
         return len(self.streams)
 
     def kind(self, shape) -> str | None:
-        """Of a bias or mask of this shape: None, "scalar", "rows", "columns" or "tile"."""
+        """Returns "scalar", "rows", "columns", "tile" or None for a bias or mask of this shape."""
         return side_arrays.kind(shape, self.q_axis)
 
     def buffers(self, stages: int, rows: int, columns: int) -> Streamed:
-        """Shared memory for `rows` rows of all warpgroups together and `columns` columns."""
+        """Returns shared memory for `rows` rows, of all warpgroups together, and `columns`."""
         tile = (rows, columns)[:: -1 if self.q_axis else 1]
 
         def wide(name, shape, dtype):
@@ -102,12 +102,12 @@ class SideInputs:
 
     @property
     def has_segments(self) -> bool:
-        """There are segment ids."""
+        """True if there are segment ids."""
         return "kv_segments" in self.problem.features
 
     @property
     def drops(self) -> bool:
-        """There is dropout."""
+        """True if there is dropout."""
         return "dropout_keys" in self.problem.features
 
     # --- the producer ----------------------------------------------------------------------------
@@ -115,14 +115,14 @@ class SideInputs:
     def load(
         self, gmem: Gmem, smem: Streamed, slot, barrier, place: Place, shared: str | None = None
     ):
-        """Start the copies of one stage; each arrives once on `barrier` (full.at[slot]).
+        """Starts the copies of one stage; each arrives once on `barrier` (full.at[slot]).
 
         Args:
-            gmem: from where.
-            smem: to where.
-            slot: of the ring.
-            barrier: to arrive on.
-            place: of the tile; its row_start and rows are those of all warpgroups together.
+            gmem: source of the copies.
+            smem: destination of the copies.
+            slot: slot of the ring.
+            barrier: mbarrier to arrive on.
+            place: place of the tile; its row_start and rows are those of all warpgroups together.
             shared: `collective_axes` of a bias.
         """
         if self.has_segments:
@@ -139,13 +139,13 @@ class SideInputs:
                 plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
 
     def keys_at(self, ref, place: Place, start, length: int):
-        """Where dropout's keys of one tile's rows or columns lie."""
+        """Returns the ref of dropout's keys of one tile's rows or columns."""
         shared = ref.shape[0] == 1 and ref.shape[1] == 1
         entry, head = (0, 0) if shared else (place.batch, place.head)
         return ref.at[entry, head, pl.ds(start, length)]
 
     def source(self, ref, shape, place: Place):
-        """Where a streamed bias or mask of one tile lies."""
+        """Returns the ref of a streamed bias or mask of one tile."""
         columns = pl.ds(place.column_start, place.columns)
         rows = pl.ds(place.row_start, place.rows)
         entry, head = self.entry(shape, place)
@@ -154,17 +154,17 @@ class SideInputs:
         return ref.at[(entry, head, *((columns, rows) if self.q_axis else (rows, columns)))]
 
     def entry(self, shape, place: Place):
-        """(batch entry, head) of a bias or mask that may be shared between several."""
+        """Returns (batch entry, head) of a bias or mask that may be shared between several."""
         return side_arrays.entry(self.problem, shape, place.batch, place.head)
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def hold(self, gmem: Gmem, place: Place) -> Held:
-        """What lasts: place.row_start is that of the warpgroup's own 64 rows."""
+        """Loads the held inputs; place.row_start is that of the warpgroup's own 64 rows."""
         return self.hold_head(self.hold_rows(gmem, place), gmem, place)
 
     def hold_rows(self, gmem: Gmem, place: Place) -> Held:
-        """What is the same for every head."""
+        """Loads the held inputs that are the same for every head."""
         rows = pl.ds(place.row_start, WARPGROUP_ROWS)
         segments = None
         if self.has_segments:
@@ -172,13 +172,13 @@ class SideInputs:
         return Held(segments=segments, keys=self.held_keys(gmem, place) if self.q_axis else None)
 
     def held_keys(self, gmem: Gmem, place: Place):
-        """Dropout's keys of rows, or None."""
+        """Loads dropout's keys of the rows; None without dropout."""
         if not self.drops:
             return None
         return _load_rows(self.keys_at(gmem.row_keys, place, place.row_start, WARPGROUP_ROWS))
 
     def hold_head(self, held: Held, gmem: Gmem, place: Place) -> Held:
-        """`held` with what belongs to place.head."""
+        """Returns `held` with what belongs to place.head."""
         return held._replace(
             keys=held.keys if self.q_axis else self.held_keys(gmem, place),
             bias=self.held(gmem.bias, self.problem.bias_shape, place),
@@ -187,13 +187,13 @@ class SideInputs:
         )
 
     def far(self, gmem: Gmem, batch, head):
-        """side_arrays.Gmem.far of a query head, or None."""
+        """Returns side_arrays.Gmem.far of a query head, or None."""
         if gmem.far is None:
             return None
         return gmem.far[batch, lax.div(jnp.int32(head), jnp.int32(self.problem.group))]
 
     def held(self, ref, shape, place: Place):
-        """A bias or mask that does not stream, in registers."""
+        """Loads a bias or mask into registers; None if it streams or is absent."""
         kind = self.kind(shape)
         if kind not in ("rows", "scalar"):
             return None
@@ -205,15 +205,15 @@ class SideInputs:
     def inputs(
         self, held: Held, smem: Streamed, slot, shape, rows, *, ids: bool = True
     ) -> TileInputs:
-        """What the modifiers read at one tile.
+        """Returns the inputs of the modifiers at one tile.
 
         Args:
             held: from `hold`.
             smem: the stages.
-            slot: of the stage that has arrived.
-            shape: of the warpgroup's tile.
+            slot: slot of the stage that has arrived.
+            shape: shape of the warpgroup's tile.
             rows: the warpgroup's rows within the streamed tile (a pl.ds).
-            ids: segment ids hide something of it.
+            ids: segment ids hide something of the tile.
         """
         row_ids, column_ids = held.segments if ids else None, None
         if self.has_segments and ids:
@@ -241,7 +241,7 @@ class SideInputs:
         )
 
     def wide(self, held, smem, size, slot, shape, rows):
-        """A bias or mask over the warpgroup's tile, f32."""
+        """Returns a bias or mask over the warpgroup's tile, f32."""
         kind = self.kind(size)
         if kind is None:
             return None
@@ -259,7 +259,7 @@ class SideInputs:
 
 
 class Place(NamedTuple):
-    """Where a tile lies; starts are indices, not positions."""
+    """Place of a tile; starts are indices, not positions."""
 
     batch: Any
     head: Any
@@ -273,7 +273,7 @@ _STREAMED = ("columns", "tile")
 
 
 def _load_transposed(ref):
-    """A tile whose columns are contiguous; in 16 bits ldmatrix transposes it on the way."""
+    """Loads a tile whose columns are contiguous; in 16 bits ldmatrix transposes it on the way."""
     if ref.dtype.itemsize == 2:
         return plgpu.load(ref, layout=inline.WGMMA)
     tile = plgpu.load(ref, layout=plgpu.Layout.WGMMA_TRANSPOSED)

@@ -18,12 +18,12 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and 
 
 @dataclasses.dataclass(frozen=True)
 class DkvBlocks:
-    """The dK/dV kernel: 64 keys per CTA, one warpgroup for dV and one for dK.
+    """Tile sizes of the dK/dV kernel: 64 keys per CTA, one warpgroup for dV and one for dK.
 
     Attributes:
         block_q: queries per step, 32, 64 or 128.
         stages, do_stages: tiles of Q (at least 2) and of dO in flight.
-        p_stages: slots in which P^T is handed over.
+        p_stages: number of slots in which P^T is handed over.
         producer: a warpgroup of its own loads; else the one of dK does.
     """
 
@@ -45,19 +45,19 @@ class DkvBlocks:
             raise ValueError("stages of the dK/dV kernel is 1: at least 2")
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory of a CTA, for the head dims that run."""
+        """Returns the bytes of shared memory of a CTA, for the head dims that run."""
         return shared_memory(dkv_layout.scratch(problem, self))
 
 
 @dataclasses.dataclass(frozen=True)
 class DqBlocks:
-    """The dQ kernel: independent warpgroups of 64 queries.
+    """Tile sizes of the dQ kernel: independent warpgroups of 64 queries.
 
     Attributes:
-        warpgroups: compute warpgroups, 1 or 2.
+        warpgroups: number of compute warpgroups, 1 or 2.
         block_kv: keys per step.
         k_stages, v_stages: blocks of K (at least 2) and of V in flight.
-        producer: a warpgroup of its own loads; else the last one that computes does.
+        producer: a warpgroup of its own loads; else the last compute warpgroup does.
     """
 
     warpgroups: int = 2
@@ -79,11 +79,11 @@ class DqBlocks:
 
     @property
     def block_q(self) -> int:
-        """Queries of a CTA."""
+        """Number of queries of a CTA."""
         return self.warpgroups * WARPGROUP_ROWS
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory of a CTA, for the head dims that run."""
+        """Returns the bytes of shared memory of a CTA, for the head dims that run."""
         return shared_memory(dq_layout.scratch(problem, self))
 
 
@@ -113,19 +113,19 @@ DQ = (
 
 
 def native_head_dim(head_dim: int) -> int:
-    """What these kernels run a head dim as."""
+    """Returns the head dim as which these kernels run the given one: the next of HEAD_DIMS."""
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 
 def choose_dkv(problem: Problem) -> DkvBlocks:
-    """The first that fits into shared memory and into registers."""
+    """Returns the first choice that fits into shared memory and into registers."""
     widest = 64 if problem.dtype == np.float32 else 128
     narrow = (b for b in DKV if b.block_q <= widest)
     return next(b for b in narrow if fits(dkv_layout.scratch(problem, b)))
 
 
 def choose_dq(problem: Problem) -> DqBlocks:
-    """The first that fits into shared memory and leaves registers for a tile of bias or mask."""
+    """Returns the first choice that fits, and leaves registers for a tile of bias or mask."""
     side = SideInputs(problem, q_axis=0)
     tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
     widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128

@@ -1,13 +1,13 @@
-"""Which query tile a CTA of the forward works on next.
+"""The queue of Q tiles from which a CTA of the forward takes its next one.
 
 Where costs are known at trace time the tiles of a CTA are a list (schedule.py). Where arrays decide
-them, a CTA claims its next tile when it has loaded the last key block of this one: the producer
-adds 1 to a counter in device memory and tells the compute warpgroups. Which CTA computes a tile
-changes no bit of it.
+them, a CTA claims its next tile when it has loaded the last KV block of this one: the producer adds
+1 to a counter in device memory and tells the compute warpgroups. Which CTA computes a tile changes
+no bit of it.
 
 Simulated on packed documents (16 in 32k or 4k tokens) the CTAs are busy 95 and 97 % of the time;
 with the list made for causal attention 85 and 64 %. Tiles sorted by cost would be balanced as well,
-but CTAs would then work on all heads at once, and K and V be read from memory 8 times.
+but CTAs would then work on all heads at once, and K and V would be read from memory 8 times.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TileQueue:
     """The tiles of a CTA, one after the other.
 
     Attributes:
-        assignment: a list, or the order in which tiles are claimed.
-        claims: tiles are claimed.
+        assignment: the list of tiles, or the order in which they are claimed.
+        claims: tiles are claimed, not listed.
         interpret: run by the interpreter, where every CTA claims every `ctas`-th tile.
     """
 
@@ -45,13 +45,13 @@ class TileQueue:
     interpret: bool
 
     def first(self, cta):
-        """Number of the CTA's first tile."""
+        """Returns the number of the CTA's first tile."""
         if self.claims:
             return jnp.int32(cta.index)
         return self.assignment.tile(cta.gmem.table, cta.index, jnp.int32(0))
 
     def claim(self, cta, turn):
-        """For the producer: (number of the tile after the turn-th, whether there is one)."""
+        """Claims (producer) the tile after the turn-th; returns (its number, whether it exists)."""
         if not self.claims:
             return self.listed(cta, turn + 1)
         slot, total = lax.rem(turn + 1, jnp.int32(SLOTS)), self.assignment.order.total
@@ -69,7 +69,7 @@ class TileQueue:
         return number, number < total
 
     def following(self, cta, turn):
-        """For a compute warpgroup, once per turn: the same."""
+        """Waits for what the producer's `claim` returns, in a compute warpgroup once per turn."""
         if not self.claims:
             return self.listed(cta, turn + 1)
         slot = lax.rem(turn + 1, jnp.int32(SLOTS))
@@ -80,12 +80,12 @@ class TileQueue:
         return number, number < self.assignment.order.total
 
     def listed(self, cta, turn):
-        """(number of the turn-th tile of the list, whether there is one)."""
+        """Returns (number of the turn-th tile of the list, whether there is one)."""
         turns = self.assignment.count(cta.gmem.table, cta.index)
         return self.assignment.tile(cta.gmem.table, cta.index, turn), turn < turns
 
     def each(self, cta, body: Callable, carry):
-        """carry, (number, _) = body(turn, number, carry) for every tile; the last carry."""
+        """Runs carry, (number, _) = body(turn, number, carry) per tile; returns the last carry."""
         if not self.claims:
             turns = self.assignment.count(cta.gmem.table, cta.index)
             step = lambda turn, carry: body(turn, self.listed(cta, turn)[0], carry)[0]
@@ -101,11 +101,11 @@ class TileQueue:
 
 
 def with_counter(kernel: Callable, results):
-    """kernel(counter), with a new counter in device memory.
+    """Calls kernel(counter) with a new counter in device memory, int32[1] that starts at 0.
 
     Args:
-        kernel: returns arrays.
-        results: their shapes and dtypes.
+        kernel: function that returns arrays.
+        results: shapes and dtypes of these arrays.
     """
 
     def run(refs):

@@ -1,4 +1,4 @@
-"""The warpgroups of the forward take turns at the tensor cores."""
+"""Ping-pong of the forward: its warpgroups take turns at the tensor cores."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..mosaic import inline
 # speculate.
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """A round of warpgroups; nothing with one of them, and under the interpreter.
+    """A round of warpgroups; it does nothing with one of them, or under the interpreter.
 
     Attributes:
-        warpgroups: how many.
+        warpgroups: number of warpgroups.
         interpret: run by the interpreter, which has no named barriers.
     """
 
@@ -28,16 +28,16 @@ class Turns:
     interpret: bool
 
     def start(self, wg: Any):
-        """Start the round: the last warpgroup lets the first one go."""
+        """Starts the round: the last warpgroup lets the first one go."""
         pl.when(wg == self.warpgroups - 1)(lambda: self.give(wg))
 
     def wait(self, wg: Any):
-        """Wait until the warpgroup before this one has issued its products."""
+        """Waits until the warpgroup before this one has issued its products."""
         if self.warpgroups > 1 and not self.interpret:
             inline.named_barrier("sync", wg + inline.FIRST_NAMED_BARRIER, 256)
 
     def give(self, wg: Any):
-        """Let the next warpgroup issue."""
+        """Lets the next warpgroup issue its products."""
         if self.warpgroups > 1 and not self.interpret:
             following = lax.rem(wg + 1, jnp.int32(self.warpgroups))
             inline.named_barrier("arrive", following + inline.FIRST_NAMED_BARRIER, 256)

@@ -1,4 +1,4 @@
-"""Tiles of eight bits in shared memory made tiles of 16, as the tensor cores want both alike.
+"""Converts tiles of eight bits in shared memory to 16, as wgmma wants both operands alike.
 
 Every int8 and every float8_e4m3fn is a bfloat16 and a float16, so nothing is rounded. Eight numbers
 are read, converted and written at a time: 8 bytes a thread on one side and 16 on the other touch
@@ -43,12 +43,12 @@ _HALVES = ({"bytes": "0x4140", "half": "h0"}, {"bytes": "0x4342", "half": "h1"})
 
 
 def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
-    """Write the numbers of a tile in another dtype; products see them after `commit_smem`.
+    """Writes the numbers of a tile in another dtype; products see them after `commit_smem`.
 
     Args:
         raw: [rows, columns] in shared memory, of int8 or float8_e4m3fn.
         tile: [rows, columns] in shared memory, of bfloat16 or float16.
-        swizzles: of both, in bytes.
+        swizzles: swizzles of raw and of tile, in bytes.
         interpret: run by the interpreter.
     """
     if interpret:
@@ -61,14 +61,14 @@ def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
 
 
 def key_rows(raw, swizzle: int, interpret: bool):
-    """A block of K in eight bits as the left operand of a product, in registers.
+    """Loads a block of K in eight bits into registers, as a product's left operand.
 
-    Quarter t of its columns, of which each thread reads one, 16 bytes at a time, becomes columns
-    8 o + 2 t and 8 o + 2 t + 1 for all o: those that a thread holds of an operand.
+    Each thread reads one quarter of the columns, 16 bytes at a time. For all o, quarter t becomes
+    columns 8 o + 2 t and 8 o + 2 t + 1: those that a thread holds of an operand.
 
     Args:
         raw: [rows, columns] in shared memory, of int8 or float8_e4m3fn; 64, 128 or 256 columns.
-        swizzle: of raw, in bytes.
+        swizzle: swizzle of raw, in bytes.
         interpret: run by the interpreter, which leaves columns where they are.
 
     Returns:
@@ -80,13 +80,13 @@ def key_rows(raw, swizzle: int, interpret: bool):
 
 
 def value_rows(raw, swizzle: int, interpret: bool):
-    """A block of V in eight bits, transposed, as the left operand of a product, in registers.
+    """Loads a block of V in eight bits into registers, transposed, as a product's left operand.
 
     Row r is column `value_of(r)` of the block: a thread reads neighbouring columns at a time.
 
     Args:
         raw: [rows, columns] in shared memory, of int8 or float8_e4m3fn; 64, 128 or 256 columns.
-        swizzle: of raw, in bytes.
+        swizzle: swizzle of raw, in bytes.
         interpret: run by the interpreter, which leaves rows where they are.
 
     Returns:
@@ -98,7 +98,7 @@ def value_rows(raw, swizzle: int, interpret: bool):
 
 
 def value_of(row, width: int):
-    """Which column of V the row of `value_rows` is: i32 of i32."""
+    """Returns which column of V, i32, this row (i32) of `value_rows` is."""
     own, constant = width // VALUE_THREADS, i32_constant
     warp = arith.divui(arith.remui(row, constant(64)), constant(16))
     in_warp = arith.remui(row, constant(8))
@@ -120,7 +120,7 @@ def _into_registers(body, raw, shape, swizzle: int):
 
 
 def _thread_place():
-    """(warp, lane // 4, lane % 4) of the thread in its warpgroup, i32."""
+    """Returns (warp, lane // 4, lane % 4) of the thread in its warpgroup, i32."""
     thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
     lane = arith.remui(thread, i32_constant(WARP))
     four = i32_constant(4)
@@ -128,7 +128,7 @@ def _thread_place():
 
 
 def _convert(code: str, word, half: int):
-    """Two of the four numbers of a word, the first or the second, as a vector of two."""
+    """Converts the first (half 0) or last two (1) of a word's four numbers to a float16 vector."""
     i32 = ir.IntegerType.get_signless(32)
     made = llvm.inline_asm(i32, [word], code.format(**_HALVES[half]), "=r,r")
     return llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), made)
@@ -155,7 +155,7 @@ def _key_rows_body(code, shape, _, raw):
 
 
 def _value_rows_body(code, shape, _, raw):
-    """Numbers of two keys that follow each other are a pair, for every column of the thread."""
+    """Pairs the numbers of two keys that follow each other, for every column of the thread."""
     width, keys = shape
     warp, in_warp, quarter = _thread_place()
     own = width // VALUE_THREADS  # numbers of a key that a thread has: 2, 4 or 8
@@ -179,7 +179,7 @@ def _value_rows_body(code, shape, _, raw):
 
 
 def _words(place, size: int) -> list:
-    """So many bytes from here on as i32; of 2 bytes, the lower half of one."""
+    """Loads `size` bytes from here on as i32 words; 2 bytes become the lower half of one."""
     i32 = ir.IntegerType.get_signless(32)
     if size == 2:
         short = llvm.load(ir.IntegerType.get_signless(16), place, alignment=2)
@@ -220,7 +220,7 @@ def _widen_body(code: str, _, raw, tile):
 
 
 def pointer(tile, row, column):
-    """To an element of a tile in shared memory, the first of 16 bytes or of 8."""
+    """Returns a pointer to an element of a tile in shared memory, the first of 16 bytes or of 8."""
     constant, element = i32_constant, tile.type.element_type
     strides, _ = tile.type.get_strides_and_offset()
     _, _, inner, columns = tile.type.shape

@@ -17,12 +17,12 @@ TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
 
 
 def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
-    """f32[shape] of zeros, of each shape, in one launch.
+    """Returns f32[shape] of zeros, for each shape, cleared in one launch.
 
     Args:
-        shapes: each of a multiple of 64 elements.
-        interpret: run by the interpreter.
-        after: an array that is to be there before. XLA would else clear early what is needed late.
+        shapes: shapes of a multiple of 64 elements each.
+        interpret: run under the interpreter.
+        after: an array that must exist before. XLA would otherwise clear early what is needed late.
     """
     lines = [math.prod(shape) // TILE[1] for shape in shapes]
     ctas = min(sum(pl.cdiv(rows, TILE[0]) for rows in lines), CTAS)
@@ -39,7 +39,7 @@ def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
 
 
 def _clear(ctas: int, _, *refs):
-    """Every so many tiles; TMA writes nothing past the end of the last."""
+    """Clears every `ctas`-th tile of each array; TMA writes nothing past the end of the last."""
     *arrays, tile = refs
     layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
     tile[...] = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), layout)

@@ -1,1 +1,1 @@
-"""What the GPU backends share: launches, and code written into kernels register by register."""
+"""Code that the GPU backends share: launches, and kernel code written register by register."""

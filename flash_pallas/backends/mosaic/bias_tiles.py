@@ -1,7 +1,7 @@
-"""Who adds up which tile of the gradient of a bias that is [.., T, S], and from which scores.
+"""Tiles of the gradient of a bias that is [.., T, S]: which CTA sums which tile, over which scores.
 
-A bias may be shared by batch entries and heads: its members. The sum over them may be cut into
-parts, which are added up afterwards, where there would be too few blocks of threads.
+Batch entries and heads may share an entry of the bias: they are its members. Where there would be
+too few CTAs, the sum over members is cut into parts, which are added up afterwards.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class BiasTile(NamedTuple):
 class BiasTiles:
     """The tiles of a bias's gradient in the order in which clusters take them.
 
-    CTAs that run at one time should read the same: those of one sum go through the same members in
-    step. So tiles come first and sums last, in sections of SECTION_TILES key tiles and all queries,
-    row by row: 132 CTAs read 16 tiles of K and V and 8 or 9 of Q and dO in a step.
+    CTAs that run at one time should read the same: those of one sum loop over the same members in
+    step. So tiles are the fastest index and sums the slowest, in sections of SECTION_TILES KV tiles
+    and all queries, row by row: 132 CTAs read 16 tiles of K and V and 8 or 9 of Q and dO in a step.
 
     Attributes:
-        rows, columns: how many tiles, of queries and, in clusters of `cluster`, of keys.
+        rows, columns: number of tiles along the queries and, in clusters of `cluster`, the keys.
         cluster: CTAs with neighbouring keys.
     """
 
@@ -44,17 +44,17 @@ class BiasTiles:
 
     @classmethod
     def of(cls, problem: Problem, block_q: int, block_kv: int, cluster: int = 1) -> BiasTiles:
-        """The tiles of every sum."""
+        """Returns the tiles of every sum."""
         columns = -(-problem.kv_len // (cluster * block_kv))
         return cls(-(-problem.q_len // block_q), columns, cluster)
 
     @property
     def clusters(self) -> int:
-        """Of one sum."""
+        """Number of clusters of one sum."""
         return self.rows * self.columns
 
     def at(self, n, rank: Any = 0) -> BiasTile:
-        """What a CTA of the n-th cluster owns; beyond the last key if there are none left."""
+        """Returns the tile of a CTA of the n-th cluster, beyond the last key if none are left."""
         part, n = divide(n, self.clusters)
         wide = SECTION_TILES // self.cluster
         section, n = divide(n, wide * self.rows)
@@ -67,10 +67,10 @@ class Members(NamedTuple):
     """Batch entries and heads that one sum goes through, heads faster.
 
     Attributes:
-        batch, head: the first that share its entry of the bias.
-        heads: how many heads share it.
-        skipped: members of the parts before this one.
-        total: how many there are in this part.
+        batch, head: the first that share the entry of the bias.
+        heads: number of heads that share it.
+        skipped: number of members in the parts before this one.
+        total: number of members in this part.
     """
 
     batch: Any
@@ -80,7 +80,7 @@ class Members(NamedTuple):
     total: Any
 
     def __getitem__(self, n) -> tuple[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(batch entry, head) of the n-th."""
+        """Returns (batch entry, head) of the n-th member."""
         batch, head = n + self.skipped, 0
         if self.heads > 1:
             batch, head = divide(batch, self.heads)
@@ -88,14 +88,14 @@ class Members(NamedTuple):
 
 
 def members_of(problem: Problem, own: BiasTile, parts: int, size, cluster: int = 1) -> Members:
-    """Those whose sum is a tile.
+    """Returns the members whose sum is a tile.
 
-    They are as many for every CTA of a cluster: none if none of their tiles is visible.
+    Every CTA of a cluster has as many: none if none of the cluster's tiles is visible.
 
     Args:
         problem: what is computed.
         own: the tile.
-        parts: of every sum.
+        parts: number of parts of every sum.
         size: queries and keys of a tile.
         cluster: as in BiasTiles.
     """
@@ -119,31 +119,31 @@ def members_of(problem: Problem, own: BiasTile, parts: int, size, cluster: int =
 
 
 def bias_place(problem: Problem, own: BiasTile):
-    """(entry, head) of the bias that a sum is about."""
+    """Returns (entry, head) of the bias that a sum belongs to."""
     entries, heads = problem.bias_shape[:2]
     of_part, head = divide(own.part, heads)
     return divide(of_part, entries)[1], head
 
 
 def sharing(problem: Problem) -> int:
-    """Batch entries times heads that share one entry of the bias."""
+    """Returns how many (batch entry, head) pairs share one entry of the bias."""
     entries, heads = problem.bias_shape[:2]
     return (problem.batch // entries) * (problem.q_heads // heads)
 
 
 def parts_of(problem: Problem, tiles: int, enough: int) -> int:
-    """Into how many sums of their own the members are cut, for the sake of enough CTAs.
+    """Chooses how many sums the members are split into, so that there are enough CTAs.
 
     Args:
         problem: what is computed.
-        tiles: of one entry and head of the bias.
-        enough: CTAs.
+        tiles: number of tiles of one entry and head of the bias.
+        enough: number of CTAs to aim for.
     """
     entries, heads = problem.bias_shape[:2]
     return max(1, min(sharing(problem), enough // (entries * heads * tiles)))
 
 
 def divide(a, b):
-    """(quotient, remainder)"""
+    """Returns (quotient, remainder)."""
     b = jnp.int32(b)
     return lax.div(a, b), lax.rem(a, b)

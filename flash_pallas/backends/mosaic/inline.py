@@ -1,4 +1,4 @@
-"""Register-level pieces that Pallas has no primitive for, each with its plain meaning beside it.
+"""Register-level pieces that Pallas has no primitive for, each next to its plain jnp form.
 
 Every function takes `interpret`: the interpreter runs the plain jnp form, the GPU the inlined one.
 All tiles are f32 (rows, cols) in the WGMMA register layout.
@@ -71,7 +71,7 @@ def _limit_body(kinds, hidden, _, tile, *bounds):
 
 
 def _select(tile, kept, other: float):
-    """The tile with `other` wherever kept(row, column of thread 0), an i1, is false."""
+    """Returns the tile with `other` wherever kept(row, column of thread 0), an i1, is false."""
     replacement = f32_constant(other)
     registers = tile.registers.copy()
     for index, row, col in coordinates(tile.shape, tile.layout):
@@ -86,7 +86,7 @@ def _select(tile, kept, other: float):
 
 
 def hide(tile, limits: Limits, interpret: bool, hidden: float = -math.inf):
-    """The tile with `hidden` wherever `limits` does not keep it."""
+    """Returns the tile with `hidden` wherever `limits` does not keep it."""
     given = {kind: bound for kind, bound in limits._asdict().items() if bound is not None}
     if not given:
         return tile
@@ -117,12 +117,12 @@ def _between_body(limited, _, tile, *bounds):
 
 
 def hide_outside(tile, low, high, interpret: bool):
-    """The tile with -inf wherever not low <= column <= high, which every row has its own of.
+    """Returns the tile with -inf except where low <= column <= high, with bounds per row.
 
     Args:
         tile: f32[rows, columns].
         low: int32[rows] in the layout ROWS; None is no limit.
-        high: likewise.
+        high: int32[rows] in the layout ROWS; None is no limit.
         interpret: run by the interpreter.
     """
     given = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
@@ -152,7 +152,7 @@ def _lane_sums_body(_, tile):
 
 
 def lane_sums(tile, interpret: bool):
-    """Row sums that stay inside each thread: (rows, cols) -> (rows, 8), no lane exchange.
+    """Computes row sums that stay inside each thread: (rows, cols) -> (rows, 8), no lane exchange.
 
     The exchange is left to the end of the loop: 4 SHFL and 4 FADD fewer in every step (3-4 % of the
     forward at head dim 64 on H200).
@@ -177,7 +177,7 @@ def _scale_columns_body(_, tile, *scales):
 
 
 def scale_columns(tile, scales, interpret: bool):
-    """The tile times one scalar for each of so many equal parts of its columns, of 8 or more."""
+    """Multiplies each of len(scales) equal parts of the columns, 8 or more, by its own scalar."""
     if interpret:
         return tile * jnp.repeat(jnp.stack(scales), tile.shape[1] // len(scales))[None]
     run = plgpu.inline_mgpu(
@@ -188,7 +188,7 @@ def scale_columns(tile, scales, interpret: bool):
 
 
 def _warp_grew(old, new, slack):
-    """i32, uniform over a warp: 1 if some row's maximum grew by more than `slack`."""
+    """Returns i32, uniform over a warp: 1 if the max of some row grew by more than `slack`."""
 
     def scalar(x):
         if isinstance(x.type, ir.VectorType):
@@ -217,10 +217,11 @@ def _pick_body(slack, _, old, new):
 
 
 def lazy_max(old, new, slack: float, interpret: bool):
-    """Keep the old row maxima unless some row of the warp grew by more than `slack` (base 2).
+    """Keeps the old row maxima unless some row of the warp grew by more than `slack` (base 2).
 
-    Returns (maxima, grew: i32 scalar). Exact whatever it keeps: weights only stay below 2**slack
-    instead of 1. `grew` is uniform per warp, so it may guard arithmetic but no barrier or copy.
+    Returns (maxima, grew: i32 scalar). The softmax is exact whichever maxima are kept: weights only
+    stay below 2**slack instead of 1. `grew` is uniform per warp, so it may guard arithmetic but no
+    barrier or copy.
     """
     if interpret:
         return new, jnp.int32(1)
@@ -244,7 +245,7 @@ def _exceeds_body(limit, _, sums):
 
 
 def exceeds(sums, limit: float, interpret: bool):
-    """i32, uniform over a warp: 1 if one of a thread's `lane_sums` is above the limit, or NaN."""
+    """Returns i32, uniform over a warp: 1 if one of its `lane_sums` is above `limit`, or NaN."""
     if interpret:
         return jnp.int32(~(sums <= limit).all())
     vote = plgpu.inline_mgpu(
@@ -268,7 +269,7 @@ def _settle_body(_, tile, never):
 
 
 def settle(tile, positive, interpret: bool):
-    """A 16-bit tile is in its registers before the next barrier, not as late as it is used.
+    """Forces a 16-bit tile into its registers before the next barrier, not only at its first use.
 
     It is stored if `positive`, a traced i32, is negative, which it never is; ptxas does not know.
     """
@@ -282,7 +283,10 @@ def _named_barrier_body(operation, threads, _, barrier):
 
 
 def named_barrier(operation: str, barrier, threads: int):
-    """PTX `bar.sync` or `bar.arrive` on a hardware barrier (ids 0 to num_threads are Mosaic's)."""
+    """Issues PTX `bar.sync` or `bar.arrive` on a hardware barrier.
+
+    Barrier ids 0 to num_threads are Mosaic's.
+    """
     run = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(
         functools.partial(_named_barrier_body, operation, threads)
     )
@@ -300,7 +304,7 @@ def _barrier_any_body(barrier, threads, _, bit):
 
 
 def barrier_any(barrier: int, threads: int, bit, interpret: bool):
-    """i32: 1 if one of the threads came to this hardware barrier with another bit than 0."""
+    """Returns i32: 1 if one of the threads arrived at this hardware barrier with a nonzero bit."""
     if interpret:
         return bit
     run = plgpu.inline_mgpu(
@@ -311,7 +315,7 @@ def barrier_any(barrier: int, threads: int, bit, interpret: bool):
 
 
 def warpgroup_barrier(interpret: bool):
-    """Every warp of the warpgroup has come here."""
+    """Waits until every warp of the warpgroup has arrived here."""
     if not interpret:
         plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
 
@@ -321,9 +325,9 @@ def _unknown_body(_, x):
 
 
 def unknown(x, interpret: bool):
-    """The same int32, of which the compiler knows nothing.
+    """Returns the same int32, of which the compiler knows nothing.
 
-    As the end of a loop it keeps one of a few steps, or of one, from being unrolled.
+    As the end of a loop it keeps a loop of one or a few steps from being unrolled.
     """
     x = jnp.int32(x)
     if interpret:

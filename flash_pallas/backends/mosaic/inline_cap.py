@@ -1,7 +1,7 @@
-"""Caps of logits in registers: by a polynomial where all logits of a warp are small.
+"""Softcaps of logits in registers, by a polynomial where all logits of a warp are small.
 
-The hardware's tangent takes as long as an exponential, in the same unit. Far below the cap a
-polynomial of two multiplications and two multiply-adds is as right.
+The hardware's tanh takes as long as an exponential, in the same unit. Far below the cap a
+polynomial of two multiplications and two multiply-adds is as accurate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CHAINS = 4  # of maxima that do not wait for each other
 
 
 class Cap(NamedTuple):
-    """The capped logits of x are tanh(x * factor) * limit, in base 2.
+    """Softcap: the capped logits of x are tanh(x * factor) * limit, in base 2.
 
     Attributes:
         limit: the cap, in base 2.
         factor: what x is multiplied by, relative to the cap.
-        small: x has no element above `largest`, so that the polynomial serves.
+        small: x has no element above `largest`, so that the polynomial suffices.
     """
 
     limit: float
@@ -41,28 +41,28 @@ class Cap(NamedTuple):
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Of x, x**3 and x**5 in the capped logits of small x."""
+        """Coefficients of x, x**3 and x**5 in the capped logits of small x."""
         return tuple(
             self.limit * b * self.factor ** (2 * power + 1) for power, b in enumerate(TANH)
         )
 
     @property
     def largest(self) -> float:
-        """The largest |x| that the polynomial serves."""
+        """The largest |x| for which the polynomial suffices."""
         return SMALL / abs(self.factor)
 
     @property
     def representable(self) -> bool:
-        """No coefficient, of up to factor**5, underflows or overflows in float32."""
+        """True if no coefficient, of up to factor**5, underflows or overflows in float32."""
         return _SMALLEST_FACTOR <= abs(self.factor) <= 1.0 / _SMALLEST_FACTOR
 
     @property
     def log2_scale(self) -> float:
-        """What `plain` and `element` are multiplied by to be logits in base 2."""
+        """Factor by which results of `plain` and `element` become logits in base 2."""
         return 1.0 if self.small else self.limit
 
     def plain(self, x):
-        """A tile of x, capped."""
+        """Caps a tile of x, up to the factor `log2_scale`."""
         if not self.small:
             return jnp.tanh(x * self.factor)
         *others, total = self.coefficients
@@ -71,7 +71,7 @@ class Cap(NamedTuple):
         return total * x
 
     def element(self, x):
-        """An f32 register of x, capped."""
+        """Caps an f32 register of x, up to the factor `log2_scale`."""
         if not self.small:
             angle = arith.mulf(x, f32_constant(self.factor))
             return assembly(x.type, "tanh.approx.f32 $0, $1;", angle)
@@ -96,9 +96,9 @@ def _large_body(largest, _, x):
 
 
 def is_large(x, cap: Cap, interpret: bool):
-    """i32, uniform over a warp: 1 if the polynomial does not serve some element of its rows.
+    """Returns i32, uniform over a warp: 1 if the polynomial fails for an element of its rows.
 
-    It may guard arithmetic but no barrier or copy. The interpreter takes all rows for one warp's.
+    It may guard arithmetic but no barrier or copy. The interpreter treats all rows as one warp's.
     """
     if interpret:
         return (jnp.abs(x).max() > cap.largest).astype(jnp.int32)

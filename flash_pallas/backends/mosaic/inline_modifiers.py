@@ -1,6 +1,7 @@
-"""What modifiers of scores do in registers: positions, distances, dropout.
+"""Register-level code of score modifiers: positions, distances, dropout.
 
-As in inline.py, each function has its plain meaning beside it for the interpreter.
+As in inline.py, `positions` and `distance` have their plain jnp form next to the inlined one, for
+the interpreter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _positions_body(shape, axis, _, start):
 
 
 def positions(shape, axis: int, start, interpret: bool):
-    """int32[shape]: start + index along the axis.
+    """Returns int32[shape]: start + index along the axis.
 
     Plain iota is the same in every step, so the compiler computes it once and keeps its 32 to 64
     registers alive through the loop; here every value is a sum of one register and an immediate.
@@ -68,7 +69,7 @@ def _distance_body(shape, _, shift):
 
 
 def distance(shape, shift, interpret: bool):
-    """f32[shape]: |row - column + shift|, exact below 2**24; one conversion for the whole tile."""
+    """Computes f32[shape]: |row - column + shift|, exact below 2**24; one conversion per tile."""
     if interpret:
         row, col = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         return lax.convert_element_type(lax.abs(row - col + jnp.int32(shift)), jnp.float32)
@@ -93,11 +94,11 @@ def _kept_body(threshold, _, row_keys, column_keys):
 
 
 def kept(row_keys, column_keys, threshold: int):
-    """bool: core.dropout.kept of the products.
+    """Returns the dropout mask, bool: core.dropout.kept of the products of keys.
 
     Args:
         row_keys: int32, spread over a tile.
-        column_keys: likewise.
+        column_keys: int32, spread over a tile.
         threshold: dropout.threshold of the rate.
     """
     run = plgpu.inline_mgpu(

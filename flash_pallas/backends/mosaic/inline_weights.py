@@ -1,8 +1,9 @@
-"""From logits to weights in registers: exponentials, row sums, dropout and conversion in one pass.
+"""Logits to weights in registers: exponentials, row sums, dropout and conversion in one pass.
 
-The special function unit takes eight cycles for the exponentials of a warp, and other work is free
-beside it, if it stands beside it: ptxas leaves what comes after all exponentials there. So one
-function writes exponentials, polynomials, products of dropout and conversions in turns.
+The special function unit takes eight cycles for the exponentials of a warp. Other work overlapped
+with them is free, but only if it is interleaved in the code: ptxas leaves what comes after all
+exponentials there. So one function writes exponentials, polynomials, products of dropout and
+conversions in turns.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ UNIT = 16  # shares of polynomials are multiples of 1 / UNIT
 
 
 class Drop(NamedTuple):
-    """What dropout needs to know of a tile.
+    """Inputs of dropout for a tile.
 
     Attributes:
         q_keys, kv_keys: int32, keys of queries and of keys, spread over the tile.
@@ -61,12 +62,13 @@ class Drop(NamedTuple):
 
 
 class Powers(NamedTuple):
-    """How 2**x is computed.
+    """Method by which 2**x is computed.
 
     Attributes:
-        polynomials: share of the elements that take the multiply-add units, not the special ones.
+        polynomials: share of the elements computed by multiply-add units, not the special function
+            unit.
         bounded: all x lie between -126 and 127, as none is hidden and logits are capped.
-        cap: of logits that come without it, or None.
+        cap: softcap of logits to which it has not been applied yet, or None.
     """
 
     polynomials: float
@@ -75,13 +77,13 @@ class Powers(NamedTuple):
 
 
 def is_polynomial(column, share: float):
-    """Whether elements of this column are polynomials: evenly spread over a thread's own."""
+    """Returns whether elements of a column are polynomials, evenly spread over a thread's own."""
     number, many = column // LANE_COLS * 2 + column % 2, round(share * UNIT)
     return (number + 1) * many // UNIT > number * many // UNIT
 
 
 def exp2_polynomial(x):
-    """2**x in float32 without the special function unit, for x up to 127; 0 from -127 down."""
+    """Computes 2**x in float32 without the special function unit: x <= 127; 0 from -127 down."""
     x = jnp.maximum(x, LOWEST)
     whole = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     f = x - whole
@@ -93,7 +95,7 @@ def exp2_polynomial(x):
 
 
 def plain(x, powers: Powers):
-    """2**x of a tile as `weights` computes it, for the interpreter."""
+    """Computes 2**x of a tile in the way of `weights`, for the interpreter."""
     column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.where(is_polynomial(column, powers.polynomials), exp2_polynomial(x), jnp.exp2(x))
 
@@ -103,7 +105,7 @@ def _exp2(x, scale, shift):
 
 
 def _exp2_polynomial(x, scale, shift, bounded: bool):
-    """exp2_polynomial of x * scale + shift; shift is 0 if `bounded`."""
+    """Computes exp2_polynomial of x * scale + shift; shift is 0 if `bounded`."""
     f32, magic = ir.F32Type.get(), f32_constant(MAGIC)
     if bounded:  # one instruction fewer than below, and no maximum
         rounded = math.fma(x, scale, magic)
@@ -121,7 +123,10 @@ def _exp2_polynomial(x, scale, shift, bounded: bool):
 
 
 def _after(x, word):
-    """x, but not before `word`, a pair of weights, is there: weights have no sign bits to flip."""
+    """Returns x, but not before `word`, a pair of weights, is ready.
+
+    Weights have no sign bits to flip.
+    """
     i32 = ir.IntegerType.get_signless(32)
     code = "lop3.b32 $0, $1, $2, 0x80000000, 0x78;"  # x ^ (word & sign)
     return arith.bitcast(x.type, assembly(i32, code, arith.bitcast(i32, x), word))
@@ -135,13 +140,13 @@ _LARGEST_HALF = 0x7C00  # float16 infinity: bits of smaller numbers compare as t
 
 
 def _places(shape, layout):
-    """(row, column, register index), columns in order."""
+    """Returns (row, column, register index) of all registers, columns in order."""
     found = ((row, col, index) for index, row, col in coordinates(shape, layout))
     return sorted(found, key=lambda place: (place[1], place[0]))
 
 
 def _mask(drop: Drop, index):
-    """i32: 16 bits of ones for each weight of a register that dropout keeps.
+    """Returns i32: 16 bits of ones for each weight of a register that dropout keeps.
 
     A 32-bit product is as cheap as an addition; mul.wide and mul.hi cost 23 % of the forward.
     """
@@ -160,7 +165,7 @@ def _mask(drop: Drop, index):
 
 
 def _converted(dtype, low, high):
-    """i32: two weights in 16 bits each."""
+    """Converts two weights to 16 bits each, packed in an i32."""
     code = f"cvt.rn.{'bf16' if dtype == jnp.bfloat16 else 'f16'}x2.f32 $0, $1, $2;"
     return assembly(ir.IntegerType.get_signless(32), code, high, low)
 
@@ -196,13 +201,13 @@ def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
 
 
 def weights(x, m, log2_scale: float, powers: Powers, drop: Drop | None, dtype):
-    """(p, 0 where dropped, in dtype; row sums of all of p, per thread) of a tile of logits.
+    """Computes (p in dtype, 0 where dropped; row sums of all of p, per thread) of a tile of logits.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
         m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if powers.bounded.
-        log2_scale: a Python float. With a cap that of the cap.
-        powers: how.
+        log2_scale: a Python float. With a cap, that of the cap.
+        powers: method of the exponentials.
         drop: None without dropout, and in float32.
         dtype: bfloat16, float16 or float32.
     """
@@ -230,13 +235,13 @@ def _powers_body(scale, share, _, x, shift):
 
 
 def powers(x, shift, log2_scale: float, share: float, interpret: bool):
-    """f32: 2**(x * log2_scale - shift), some of them by polynomials.
+    """Computes 2**(x * log2_scale - shift), f32, some of them by polynomials.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
         shift: f32, spread over the tile.
         log2_scale: a Python float.
-        share: of the columns that are polynomials.
+        share: share of the columns that are polynomials.
         interpret: run by the interpreter.
     """
     if interpret:
@@ -263,12 +268,12 @@ def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):
 
 
 def signed(x, shift, keys, log2_scale: float, threshold: int):
-    """f32: 2**(x * log2_scale - shift), negative where dropout drops it.
+    """Computes 2**(x * log2_scale - shift), f32, negative where dropout drops it.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
         shift: f32, spread over the tile.
-        keys: int32, dropout's of rows and of columns, spread over the tile.
+        keys: int32, dropout's keys of rows and of columns, spread over the tile.
         log2_scale: a Python float.
         threshold: core.dropout.threshold of the rate.
     """

@@ -1,4 +1,4 @@
-"""Launches, and the small vocabulary of kernels on any GPU."""
+"""Kernel launches, and constants and helpers of kernels on any GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 def launch(
     kernel, *, out, scratch, grid: dict[str, int], cluster=None, threads: int, name: str, interpret
 ):
-    """plgpu.kernel with this package's settings; `threads` warpgroups named "wg".
+    """Calls plgpu.kernel with this package's settings; `threads` warpgroups named "wg".
 
     `kernel` is called with the operands, the outputs and the scratch records, in that order. `grid`
     and `cluster` give the size of each axis by its name. The last axis of the grid is the fastest.
@@ -56,9 +56,10 @@ def launch(
 
 
 def shared_memory(scratch) -> int:
-    """Bytes of shared memory that a launch with this scratch takes, mbarriers included.
+    """Returns the bytes of shared memory that a launch with this scratch takes, mbarriers included.
 
-    As Mosaic GPU counts them: `_estimate_resources` in jax/_src/pallas/mosaic_gpu/lowering.py.
+    They are counted as Mosaic GPU does: `_estimate_resources` in
+    jax/_src/pallas/mosaic_gpu/lowering.py.
     """
     total = 0
     for each in jax.tree.leaves(scratch):
@@ -71,5 +72,5 @@ def shared_memory(scratch) -> int:
 
 
 def float32(shape):
-    """ShapeDtypeStruct of float32."""
+    """Returns a ShapeDtypeStruct of float32."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -4,8 +4,8 @@ Relative to its maximum the one weight of such a row is 1, and O is V to the las
 is not 1 is rounded to bfloat16 before it multiplies V, but not in the sum that O is divided by: O
 is then V up to one unit in the last place. So that sum is rounded too where it is one weight, that
 is where the bits of all weights, OR-ed, are those of the sum. This costs a quarter of an
-instruction an element; to sum rounded weights would cost two. A row with several keys passes for
-one only if the others do not show in the bits of the sum.
+instruction per element; to sum rounded weights would cost two. A row with several keys passes for
+one with a single key only if the others do not show in the bits of the sum.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .registers import assembly, coordinates, fragmented, i32_constant, signed_c
 
 
 def several(like):
-    """The bits of rows with more than one weight."""
+    """Returns the bits of rows with more than one weight: NaN."""
     return jnp.full_like(like, math.nan)
 
 
 def joined(bits, p, interpret: bool):
-    """f32[rows] with the bits of `bits` and of every weight of the row.
+    """Returns f32[rows] with the bits of `bits` and of every weight of the row, OR-ed.
 
     Args:
         bits: f32[rows], of a bfloat16: the sum's if there is one weight.
@@ -48,7 +48,7 @@ def joined(bits, p, interpret: bool):
 
 
 def divisor(bits, l):
-    """What O is to be divided by instead of the row sums l: l, rounded where it is one weight."""
+    """Returns the divisor of O in place of the row sums l: l, rounded where it is one weight."""
     rounded = l.astype(jnp.bfloat16).astype(jnp.float32)
     return jnp.where(bits == rounded, rounded, l)
 

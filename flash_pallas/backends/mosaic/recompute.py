@@ -1,4 +1,4 @@
-"""P again, from S and the log-sum-exp, and dS from it: what every backward kernel does to a tile.
+"""Recomputes P from S and the log-sum-exp, and dS from P, as every backward kernel does.
 
 With C = keep * gain * dP - delta (`keep` and `gain` are dropout's) the gradient of the logits is
 P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
@@ -33,8 +33,8 @@ class RowShift(NamedTuple):
 
     Attributes:
         values: f32 in device memory, of all heads.
-        first: i32, place of the first query's.
-        some: i32: 0 where all of them are 0; None where that is not so anyway.
+        first: i32, index of the first query's shift.
+        some: i32: 0 where all shifts are 0; None where it is known that they are not.
     """
 
     values: Any
@@ -43,7 +43,7 @@ class RowShift(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, side: Gmem, far, head, query) -> RowShift:
-        """From a query of a query head on, where that is known to be far; see Gmem.far."""
+        """Returns the shift from `query` of a head on, where `far` (of Gmem) is not 0."""
         rows = side.shift.shape[0] // (problem.batch * problem.q_heads)
         member = lax.rem(jnp.int32(head), jnp.int32(problem.group))
         return cls(side.shift, far - 1 + member * rows + query)
@@ -67,14 +67,14 @@ def weights(
     *,
     polynomials: float = 0.0,
 ) -> Weights:
-    """P of a tile.
+    """Recomputes P of a tile.
 
     Args:
         problem: what is computed.
-        tile: where it lies.
+        tile: position of the tile.
         s: q @ k^T, f32.
         lse: log-sum-exp of each query, base 2.
-        inputs: what modifiers read.
+        inputs: inputs of score modifiers.
         limits: what positions leave visible of the tile.
         polynomials: share of the exponentials that the multiply-add units compute.
     """
@@ -96,7 +96,7 @@ def weights(
 
 
 def _shifted(tile: RegisterTile, x, shift: RowShift | None):
-    """Logits less the shift of their row."""
+    """Returns the logits minus the shift of their row."""
     if shift is None:
         return x
     less = lambda: less_shift(x, shift.values, shift.first, tile.q_axis, tile.interpret)
@@ -110,22 +110,25 @@ def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float)
 
 
 def may_sign(problem: Problem) -> bool:
-    """Dropout is all that happens to weights, so that `signed` has what their gradients need."""
+    """Checks that dropout is all that happens to weights, so that `signed` suffices.
+
+    It has all that the gradients of the weights need.
+    """
     spec = problem.spec
     other = spec.softcap is not None or spec.score_mod is not None or problem.bias_shape is not None
     return spec.dropout_rate > 0 and not other
 
 
 def sign_factor(problem: Problem) -> float:
-    """What P in `signed` is multiplied by, and delta in `of_signed` divided by."""
+    """Returns the factor of P in `signed`, which is the divisor of delta in `of_signed`."""
     return dropout.gain(problem.spec.dropout_rate) / 2.0
 
 
 def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
-    """P of a tile times sign_factor, f32, negative where dropout drops it.
+    """Computes P of a tile times sign_factor, f32, negative where dropout drops it.
 
-    One tile says what P, pull(P) and `kept` say in three. Arguments are those of `weights`, but for
-    lse, which is less by log2(sign_factor).
+    One tile says what P, pull(P) and `kept` say in three. Arguments are those of `weights`, except
+    that lse is less by log2(sign_factor).
     """
     spec = problem.spec
     x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
@@ -138,7 +141,7 @@ def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, lim
 
 
 def of_signed(t, dp, delta):
-    """(keep * gain * P, gradient of the logits) from `signed`; delta is over sign_factor.
+    """Returns (keep * gain * P, gradient of the logits) from `signed`; delta is over sign_factor.
 
     t + |t| is exact, and an addition where a maximum takes the unit of comparisons, the busiest
     here; ptxas also needs 7 registers fewer with it, and spills none.
@@ -148,9 +151,9 @@ def of_signed(t, dp, delta):
 
 
 def may_defer(problem: Problem) -> bool:
-    """A cap is all that happens to logits, so that `capped` has what weights and gradients need.
+    """Checks that a cap is all that happens to logits, so that `capped` suffices.
 
-    And it is so low that no row has a shift.
+    It has all that weights and gradients need. The cap must also be so low that no row has a shift.
     """
     spec = problem.spec
     if spec.softcap is None or spec.softcap < _LOWEST_CAP or far_of(spec, problem.dtype):
@@ -160,7 +163,7 @@ def may_defer(problem: Problem) -> bool:
 
 
 def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
-    """(logits of a tile over the cap, f32, what they are times for base 2).
+    """Returns (logits of a tile over the cap, f32; their factor for logits in base 2).
 
     One tile says what P and pull(P) say in two.
     """
@@ -169,7 +172,7 @@ def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: 
 
 
 def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 0.0):
-    """(P, gradient of scale * q @ k^T) from `capped`; lse and delta are spread."""
+    """Returns (P, gradient of scale * q @ k^T) from `capped`; lse and delta are per element."""
     t, log2_scale = held
     p = _powers(tile, t, log2_scale, lse, polynomials)
     return p, p * (1.0 - t * t) * (dp - delta)
@@ -186,22 +189,22 @@ def _zero_where_hidden(p, pull):
 
 
 def pulled(w: Weights):
-    """pull(P), f32."""
+    """Returns pull(P), f32."""
     return w.pull(w.p)[0]
 
 
 def dropped(problem: Problem, w: Weights):
-    """keep * P, f32; the gain is left to `gained`."""
+    """Returns keep * P, f32; the gain is left to `gained`."""
     return jnp.where(w.kept, w.p, 0.0) if problem.spec.dropout_rate else w.p
 
 
 def gained(problem: Problem, dv):
-    """A sum of keep * P products with the gain that was left out of them."""
+    """Multiplies a sum of keep * P products by the gain that was left out of them."""
     return dv * dropout.gain(problem.spec.dropout_rate) if problem.spec.dropout_rate else dv
 
 
 def centred(problem: Problem, kept, dp, delta):
-    """keep * gain * dP - delta, where delta is spread over the tile."""
+    """Computes keep * gain * dP - delta, where delta is spread over the tile."""
     if not problem.spec.dropout_rate:
         return dp - delta
     return jnp.where(kept, dp * dropout.gain(problem.spec.dropout_rate), 0.0) - delta

@@ -1,4 +1,4 @@
-"""What the kernels of no GPU backend take."""
+"""Problems that no GPU backend accepts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_GRID = 65_535  # CUDA's limit on the second and third grid dimension
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why they cannot run `problem`, or None."""
+    """Returns the reason why no GPU backend can run `problem`, or None."""
     if problem.batch > MAX_GRID:
         return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
     if problem.bias_dtype == np.float64:

@@ -23,7 +23,7 @@ class RegisterTile(Tile):
 
     Attributes:
         interpret: positions in plain jnp.
-        precise: the GPU's tanh, right to 1.1e-5, does not suffice.
+        precise: the GPU's tanh, accurate to 1.1e-5, does not suffice.
     """
 
     interpret: bool = False
@@ -42,36 +42,36 @@ class RegisterTile(Tile):
         )
 
     def call(self, function: Callable, *args):
-        """function(*args), in primitives that can be lowered."""
+        """Calls function(*args), in primitives that can be lowered."""
         return stand_ins.call(function, self.shape, *args)
 
     def tanh(self, x):
-        """Of each element; if `precise` right to 1.7e-7 (benchmarks/results/trial_tanh.txt)."""
+        """Computes tanh; if `precise` accurate to 1.7e-7 (benchmarks/results/trial_tanh.txt)."""
         if not self.precise:
             return jnp.tanh(x)
         return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E)))
 
     def distance(self, dtype):
-        """|query position - key position| of each element, exact below 2**24."""
+        """Computes |query position - key position| of each element, exact below 2**24."""
         starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
         shift = starts[0] - starts[1]
         return inline_modifiers.distance(self.shape, shift, self.interpret).astype(dtype)
 
     def kept(self, q_keys, kv_keys, rate: float):
-        """bool of the tile's shape: what dropout keeps."""
+        """Returns the dropout mask, bool of the tile's shape: True where a weight is kept."""
         if self.interpret:
             return super().kept(q_keys, kv_keys, rate)
         rows, columns = self.by_axis(q_keys, kv_keys)
         return inline_modifiers.kept(rows, columns, dropout.threshold(rate))
 
     def by_axis(self, of_queries, of_keys):
-        """(what belongs to rows, what belongs to columns), spread over the tile."""
+        """Returns (what belongs to rows, what belongs to columns), spread over the tile."""
         of_queries, of_keys = self.per_q(of_queries), self.per_kv(of_keys)
         return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
 
 
 def alibi(position, key, falls):
-    """What ALiBi adds to scores whose rows have positions and slopes of their own, f32.
+    """Computes what ALiBi adds to scores whose rows have their own positions and slopes, f32.
 
     Args:
         position: int32, of each element's query.
@@ -90,7 +90,7 @@ def logits(
     limits: Limits,
     hidden: float = -math.inf,
 ) -> Logits:
-    """core.scores.logits of the products s, `hidden` where hidden; the same in every kernel."""
+    """Computes core.scores.logits of the products s, `hidden` where hidden, for all kernels."""
     found = scores.logits(spec, tile, s, inputs)
     x = inline.hide(found.x, limits, tile.interpret, hidden)
     visible = scores.visible(spec, tile, inputs)

@@ -1,12 +1,12 @@
 """Running row maxima of the online softmax, for logits of any finite size.
 
-Weights are exp2(x * log2_scale - m): one fused multiply-add and one exponential an element. The
+Weights are exp2(x * log2_scale - m): one fused multiply-add and one exponential per element. The
 product is exact there and m is rounded, so weights are relative to 2**m exactly, whatever the
 largest logit is, and the sum that they are divided by is relative to the same. But where m is so
-large that a rounding of it is worth many factors of two, that overflows. The rows in which a logit
-is `far` (core/softmax.py) therefore have weights of exp2((x - shift) * log2_scale), where `shift`
-is the largest x so far. One branch a tile, uniform over a warp, keeps the difference out of the way
-of all others.
+large that its rounding error is worth many factors of two, that overflows. The rows in which a
+logit is `far` (core/softmax.py) therefore have weights of exp2((x - shift) * log2_scale), where
+`shift` is the largest x so far. One branch per tile, uniform over a warp, spares all other rows the
+difference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 class Maxima(NamedTuple):
-    """What the weights of each row are relative to.
+    """Reference of the weights of each row.
 
     Attributes:
         m: f32[rows], base 2. NaN in a row that has a shift; at most LOWEST before the first key.
@@ -63,8 +63,8 @@ class Maxima(NamedTuple):
 class Kept(NamedTuple):
     """The shift of a warpgroup's rows in shared memory, for loops that have no register for it.
 
-    Where m is not a NaN it is anything, so that only who has found a far row writes it. A thread
-    reads what it has written itself.
+    Where m is not a NaN the value is arbitrary, so that it is written only where a far row is
+    found. A thread reads what it has written itself.
 
     Attributes:
         ref: f32[rows].
@@ -75,11 +75,11 @@ class Kept(NamedTuple):
     interpret: bool
 
     def load(self):
-        """All of them."""
+        """Loads the shift of all rows."""
         return plgpu.load(self.ref, layout=inline.ROWS)
 
     def store(self, shift):
-        """All of them."""
+        """Stores the shift of all rows."""
         self.ref[...] = shift
 
 
@@ -87,8 +87,8 @@ class Raised(NamedTuple):
     """Maxima after a tile, and how to go on from those before.
 
     Attributes:
-        before: f32[rows], what sums so far are relative to: 2**before, with the new shift.
-        m: f32[rows], what weights exp2((x - shift) * log2_scale - m) of this tile are relative to.
+        before: f32[rows], reference of the sums so far: 2**before, with the new shift.
+        m: f32[rows], reference of this tile's weights exp2((x - shift) * log2_scale - m).
         shift: f32[rows]; None where no logit can be far.
         maxima: to carry on with.
     """
@@ -100,7 +100,7 @@ class Raised(NamedTuple):
 
 
 def far_of(spec: AttentionSpec, dtype) -> float:
-    """core.softmax.far; 0 where no logit can be so large, as all are capped at less."""
+    """Returns core.softmax.far; 0 where no logit can be so large, as all are capped at less."""
     far = softmax.far(dtype)
     if spec.softcap is None or spec.score_mod is not None:
         return far
@@ -108,13 +108,13 @@ def far_of(spec: AttentionSpec, dtype) -> float:
 
 
 def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = None) -> Raised:
-    """Maxima after a tile, of which some logit may be, or have been, far.
+    """Returns the maxima after a tile, of which some logit may be, or have been, far.
 
     Args:
-        old: before the tile.
+        old: maxima before the tile.
         top: f32[rows], the largest x of the tile; -inf where all is hidden.
         log2_scale: x * log2_scale are logits in base 2.
-        far: see core.softmax.far; 0 where no logit can be.
+        far: see core.softmax.far; 0 where no logit can be far.
         kept: as of `compared`.
     """
     if not far:
@@ -145,14 +145,14 @@ def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = 
 
 
 class Compared(NamedTuple):
-    """A tile of logits beside maxima that it was compared with.
+    """A tile of logits after the comparison with the maxima.
 
     Attributes:
-        x: less the shift of its row.
-        before: f32[rows], what sums so far are relative to, base 2.
-        m: f32[rows], what weights are relative to, base 2.
+        x: the logits minus the shift of their row.
+        before: f32[rows], reference of the sums so far, base 2.
+        m: f32[rows], reference of the weights, base 2.
         maxima: to carry on with.
-        grew: i32, uniform over a warp: 1 if m is another than before in some row; None if that is
+        grew: i32, uniform over a warp: 1 if m differs from `before` in some row; None if that is
             not asked for.
     """
 
@@ -166,14 +166,15 @@ class Compared(NamedTuple):
 def compared(
     old: Maxima, x, log2_scale: float, far: float, slack: float | None, interpret: bool, kept=None
 ) -> Compared:
-    """A tile beside the maxima so far.
+    """Compares a tile with the maxima so far.
 
     Args:
-        old: so far.
+        old: maxima so far.
         x: f32 in the WGMMA layout, -inf where hidden.
         log2_scale: x * log2_scale are logits in base 2.
-        far: see core.softmax.far; 0 where no logit can be.
-        slack: maxima stay as they are unless one grew by more, in base 2; None: they do not.
+        far: see core.softmax.far; 0 where no logit can be far.
+        slack: maxima stay as they are unless one grew by more, in base 2; None: they follow at
+            once.
         interpret: run by the interpreter.
         kept: where the shift is a `Kept`; None: it is among the maxima.
     """
@@ -198,7 +199,7 @@ def compared(
 
 
 def settled(maxima: Maxima, kept: Kept | None = None):
-    """(m, shift) of finished rows as `softmax.finish` takes them; `kept` as of `compared`."""
+    """Returns (m, shift) of finished rows for `softmax.finish`; `kept` as of `compared`."""
     m, shift = maxima
     zero = jnp.zeros_like(m)
     if kept is not None:
@@ -211,7 +212,7 @@ def settled(maxima: Maxima, kept: Kept | None = None):
 
 
 def some_far(m, top, far: float, interpret: bool):
-    """i32, uniform over a warp: 1 if `raised` has to look at some of its rows.
+    """Returns i32, uniform over a warp: 1 if `raised` has to look at some of its rows.
 
     That is where the new maximum is far or NaN (then the old one was far), but not where a row has
     still seen no key.
@@ -233,7 +234,7 @@ def some_far(m, top, far: float, interpret: bool):
 
 
 def tell_far(ref, m, l, far: float, interpret: bool):
-    """Write 1 to `ref` if some row was computed without the shift that it needs.
+    """Writes 1 to `ref` if some row was computed without the shift that it needs.
 
     Args:
         ref: int32[1] in device memory.
@@ -251,20 +252,20 @@ def tell_far(ref, m, l, far: float, interpret: bool):
 
 
 def spoiled(alpha, m, far: float):
-    """alpha; NaN in rows whose sums so far are relative to a maximum m that was far."""
+    """Returns alpha; NaN in rows whose sums so far are relative to a maximum m that was far."""
     return jnp.where((jnp.abs(m) > far) & (m > LOWEST), math.nan, alpha)
 
 
 def less_shift(x, shift, first, q_axis: int, interpret: bool):
-    """x less the shift of its queries, which is read as it is subtracted.
+    """Subtracts from x the shift of its queries, which is read as it is subtracted.
 
-    Beside the accumulators of the fused backward there is no room for the shift of every column: it
-    would cost 40 bytes of spills at head dim 64, in all calls.
+    Next to the accumulators of the fused backward there is no room for the shift of every column:
+    it would cost 40 bytes of spills at head dim 64, in all calls.
 
     Args:
         x: f32 in the WGMMA layout.
         shift: f32 in device memory, [any].
-        first: int32, place of the first query's in it.
+        first: int32, index in it of the first query's shift.
         q_axis: which axis of x runs over queries.
         interpret: run by the interpreter.
     """
@@ -307,7 +308,7 @@ def _less_shift_body(q_axis, _, x, shift, first):
 
 
 def _shared_by_quads(load, columns):
-    """The pair of values of each of these columns, of which a quad reads an eighth."""
+    """Returns the pair of values of each of these columns, of which a quad reads an eighth."""
     lane = arith.remui(mgpu.utils.thread_idx(), i32_constant(32))
     quad, within = (op(lane, i32_constant(4)) for op in (arith.divui, arith.remui))
     many, step = -(-len(columns) // _QUADS), columns[1] - columns[0]

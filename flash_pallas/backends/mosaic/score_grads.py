@@ -1,4 +1,4 @@
-"""From sums of dS to gradients of the operands, in their shapes and dtypes.
+"""Gradients of the operands, in their shapes and dtypes, from sums of dS.
 
 A kernel of each backend adds up dS; `axes` says over what:
 
@@ -23,7 +23,9 @@ from .register_tile import RegisterTile
 def score_grads(
     problem: Problem, operands: Operands, wanted: frozenset[str], launch: Callable[..., tuple]
 ) -> dict[str, Any]:
-    """{"bias", "alibi_slopes", "score_params"} of those of core.problem.EXTRA_GRADS in `wanted`.
+    """Computes the gradients by name: those of core.problem.EXTRA_GRADS that are in `wanted`.
+
+    The names are "bias", "alibi_slopes" and "score_params".
 
     Args:
         problem: what is computed.
@@ -61,13 +63,13 @@ def score_grads(
 
 
 def term(name, tile: RegisterTile, dz, dparams):
-    """What each element of a tile adds to the gradient of `name`, of its head, query and key.
+    """Returns what each element of a tile adds to the gradient of `name` (per head, query, key).
 
     Args:
         name: as in `launch` of `score_grads`.
-        tile: where it lies.
+        tile: position of the tile.
         dz: the gradient of scale * q @ k^T.
-        dparams: what `pull` of core.scores.Logits says of score_params.
+        dparams: gradients of score_params as `pull` of core.scores.Logits returns them.
     """
     if name == "bias":
         return dz
@@ -75,7 +77,7 @@ def term(name, tile: RegisterTile, dz, dparams):
 
 
 def _of_tiles(problem: Problem, found):
-    """The bias's gradient from one array, or from several that are to be added up."""
+    """Returns the bias's gradient from one array, or from several that are to be added up."""
     entries, _, q_len, kv_len = problem.bias_shape
     found = found[:, :, :q_len, :kv_len]
     if found.shape[0] > entries:
@@ -84,7 +86,7 @@ def _of_tiles(problem: Problem, found):
 
 
 def _shared(problem: Problem, found):
-    """[B, N, T, 1] or [B, N, 1, S] summed over what shares one element of the bias."""
+    """Sums [B, N, T, 1] or [B, N, 1, S] over all that share one element of the bias."""
     entries, heads = problem.bias_shape[:2]
     found = found.reshape(entries, problem.batch // entries, heads, -1, *found.shape[2:])
     found = found.sum(axis=(1, 3))

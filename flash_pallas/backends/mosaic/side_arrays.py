@@ -1,4 +1,4 @@
-"""What modifiers of scores read beside Q, K and V, as it lies in device memory."""
+"""Inputs of score modifiers, besides Q, K and V, as they lie in device memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gmem(NamedTuple):
 
 
 def gmem(problem: Problem, q_axis: int, operands: Operands) -> Gmem:
-    """The operands as a kernel reads them whose rows are queries (q_axis 0) or keys (1)."""
+    """Returns the operands as a kernel reads them whose rows are queries (q_axis 0) or keys (1)."""
     q_segments = _padded_ids(operands.q_segments, -1)
     kv_segments = _padded_ids(operands.kv_segments, -2)
     rows, columns = (q_segments, kv_segments)[:: -1 if q_axis else 1]
@@ -63,10 +63,10 @@ def gmem(problem: Problem, q_axis: int, operands: Operands) -> Gmem:
 
 
 def with_shift(side: Gmem, shift, kv_heads: int) -> Gmem:
-    """`side` with the shift of the log-sum-exp, f32[B, N, rows], or None.
+    """Returns `side` with the shift of the log-sum-exp, f32[B, N, rows], or None.
 
     A kernel that knows `far` of a group of heads knows whether any of its rows is shifted and where
-    these rows lie: one register, where the numbers of entry and head would take two.
+    these rows lie: one register, where the indices of entry and head would take two.
     """
     if shift is None:
         return side
@@ -80,7 +80,7 @@ def with_shift(side: Gmem, shift, kv_heads: int) -> Gmem:
 
 
 def kind(shape, q_axis: int) -> str | None:
-    """Of a bias or mask of this shape, or None: "scalar", "rows", "columns" or "tile".
+    """Classifies a bias or mask by its shape: "scalar", "rows", "columns" or "tile"; None for None.
 
     It says what a tile of scores reads of it whose rows are queries (q_axis 0) or keys (1).
     """
@@ -94,14 +94,14 @@ def kind(shape, q_axis: int) -> str | None:
 
 
 def entry(problem: Problem, shape, batch, head):
-    """(batch entry, head) of a bias or mask that may be shared between several."""
+    """Returns (batch entry, head) of a bias or mask that may be shared between several."""
     repeat = problem.batch // shape[0]
     found = lax.div(batch, jnp.int32(repeat)) if shape[0] > 1 else 0
     return found, head if shape[1] > 1 else 0
 
 
 def scalars(arrays: Gmem, batch, head) -> TileInputs:
-    """What a tile reads that is one number for each batch entry and head."""
+    """Loads the inputs of a tile that are one number for each batch entry and head."""
     scalar = lambda x: None if x is None else x[batch, head]
     keys = scalar(arrays.dropout_keys)
     return TileInputs(
@@ -113,7 +113,7 @@ def scalars(arrays: Gmem, batch, head) -> TileInputs:
 
 
 def _dropout_keys(problem: Problem, q_axis: int, operands: Operands):
-    """(of rows, of columns): hashed once here, not in every tile that they take part in."""
+    """Returns (keys of rows, keys of columns), hashed once here instead of in every tile."""
     if operands.dropout_keys is None:
         return None, None
     calls, (q_places, kv_places) = operands.dropout_keys[..., None], _places(problem, operands)
@@ -123,7 +123,7 @@ def _dropout_keys(problem: Problem, q_axis: int, operands: Operands):
 
 
 def _places(problem: Problem, operands: Operands):
-    """What dropout takes for positions: of queries [B or 1, 1, T] and of keys [1, 1, S], padded."""
+    """Returns dropout's positions: of queries [B or 1, 1, T] and of keys [1, 1, S], padded."""
     if operands.q_places is not None:
         pad = lambda x: pad_axis(x, 1, within_reach(x.shape[1]))[:, None]
         return pad(operands.q_places), pad(operands.kv_places[:1])
@@ -135,7 +135,7 @@ def _places(problem: Problem, operands: Operands):
 
 
 def _prepared(x):
-    """A bias or mask: a tile as TMA wants it (rows of 128 bytes), else a vector of f32."""
+    """Prepares a bias or mask: a tile as TMA wants it (rows of 128 bytes), else a vector of f32."""
     _, _, q_len, kv_len = x.shape
     if q_len > 1 and kv_len > 1:
         x = pad_axis(x, 2, round_up(q_len, 8))
@@ -151,5 +151,5 @@ def _padded_ids(ids, value: int):
 
 
 def within_reach(length: int) -> int:
-    """So much of an array that no tile which starts inside it reaches past the end."""
+    """Returns a padded length that no tile reaches past, if it starts inside the array."""
     return round_up(length - 1 + LONGEST_TILE, 128)

@@ -1,9 +1,10 @@
 """Calls a traced function of tiles in primitives that Mosaic GPU can lower.
 
-Mosaic GPU takes fewer primitives than XLA, and fewer than differentiation makes: of the product of
-a score with itself, say, the derivative needs `add_any`, and of a quotient a negative
-`integer_pow`. So the function is traced once more and evaluated one primitive at a time: calls
-inlined, scalars filled, what nobody reads left out, and some primitives replaced by others.
+Mosaic GPU takes fewer primitives than XLA, and fewer than differentiation makes: the derivative of
+the product of a score with itself, say, needs `add_any`, and that of a quotient a negative
+`integer_pow`. So the function is traced once more and evaluated one primitive at a time: calls are
+inlined, scalars are filled, results that nobody reads are left out, and some primitives are
+replaced by others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ UNSUPPORTED = frozenset(_UNSUPPORTED_NAMES.split())
 
 
 def call(function: Callable, shape: tuple[int, ...], *args):
-    """function(*args), for a function whose elementwise primitives work on tiles of `shape`."""
+    """Calls function(*args), whose elementwise primitives work on tiles of `shape`."""
     closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
     tape, inputs = Tape(), jax.tree.leaves(args)
     names = [object() for _ in inputs]
@@ -42,7 +43,7 @@ def call(function: Callable, shape: tuple[int, ...], *args):
 
 
 def bind(primitive, params: dict, operands: list) -> list:
-    """The results of a primitive, or of what stands in for it."""
+    """Returns the results of a primitive, or of its stand-in."""
     if stand_in := STAND_INS.get(primitive.name):
         found = stand_in(*operands, **params)
         if found is not None:
@@ -95,7 +96,7 @@ def _cbrt(x, **_):
 
 
 def _erfc_of_size(x):
-    """erfc(|x|), by Abramowitz and Stegun 7.1.26: off by 1.5e-7 at most."""
+    """Computes erfc(|x|), by Abramowitz and Stegun 7.1.26: off by 1.5e-7 at most."""
     size = lax.abs(x)
     t = _like(x, 1) / (_like(x, 1) + _like(x, 0.3275911) * size)
     total = _like(x, 0)

@@ -1,4 +1,4 @@
-"""The portable kernels as a backend: what they take, and how arrays are padded for them."""
+"""The portable kernels as a backend: what they support, and how arrays are padded for them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MULTIPROCESSORS = 108  # of an A100, where the device does not say
 
 @dataclasses.dataclass(frozen=True)
 class PortableBackend:
-    """Kernels for compute capability 8.0 and above.
+    """Backend of the kernels for compute capability 8.0 and above.
 
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter (for tests).
-        capability: of the GPU to answer for and choose tile sizes for; None asks the device.
-        multiprocessors: to spread the keys of a cache over; None asks the device.
+        capability: compute capability to answer and choose tile sizes for; None asks the device.
+        multiprocessors: number of SMs to spread the keys of a cache over; None asks the device.
     """
 
     interpret: bool = False
@@ -48,11 +48,11 @@ class PortableBackend:
 
     @property
     def partitionable(self) -> bool:
-        """Not under the interpreter, whose callbacks the partitioner would drop."""
+        """False under the interpreter, whose callbacks the partitioner would drop."""
         return not self.interpret
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why these kernels cannot run `problem` here, or None."""
+        """Returns why these kernels cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         if problem.dtype not in DTYPES:
@@ -63,15 +63,15 @@ class PortableBackend:
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
-        """Tile sizes of the kernels that would run; see blocks.py."""
+        """Returns the tile sizes of the kernels that would run; see blocks.py."""
         return choose_blocks(problem, override, self.capability or _capability())
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """None: nobody has timed others on a GPU yet."""
+        """Returns no candidates: nobody has timed other tile sizes on a GPU yet."""
         return {}
 
     def forward(self, spec: AttentionSpec, blocks: PortableBlocks, operands: Operands) -> Outputs:
-        """Attention; see core.problem.Outputs."""
+        """Computes attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
         out = forward(describe_padded(problem), blocks.forward, _padded(operands), self.interpret)
         return out._replace(o=out.o[..., : problem.v_head_dim])
@@ -84,7 +84,7 @@ class PortableBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients; which kernels run is in `blocks`."""
+        """Computes the gradients; `blocks` says which kernels run."""
         problem = describe(operands, spec)
         do = padding.cleared_queries(operands, cotangents.do)
         cotangents = cotangents._replace(do=pad_axis(do, 3, _head_dim(problem.v_head_dim)))
@@ -105,13 +105,13 @@ class PortableBackend:
         )
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """Why the decode kernel cannot run `problem` here, or None."""
+        """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         return decode_blocks.unsupported(problem)
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
-        """Tile sizes and the number of ranges; see decode_blocks.py."""
+        """Chooses tile sizes and the number of splits; see decode_blocks.py."""
         multiprocessors = self.multiprocessors or _multiprocessors()
         shared = tiles.memory_of(self.capability or _capability())
         return decode_blocks.choose(problem, multiprocessors, shared)
@@ -119,7 +119,7 @@ class PortableBackend:
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
-        """Attention of a few queries to a cache; see decode.py."""
+        """Computes attention of a few queries to a KV cache; see decode.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 
@@ -128,16 +128,16 @@ def _head_dim(size: int) -> int:
 
 
 def describe_padded(problem: Problem) -> Problem:
-    """With head dims that can be copied in units of 16 bytes."""
+    """Returns `problem` with head dims that can be copied in units of 16 bytes (multiples of 8)."""
     return dataclasses.replace(
         problem, head_dim=_head_dim(problem.head_dim), v_head_dim=_head_dim(problem.v_head_dim)
     )
 
 
 def _padded(operands: Operands) -> Operands:
-    """Head dims as in `describe_padded`, and zeros for what segment ids mark as padding.
+    """Pads head dims as in `describe_padded` and zeros what segment ids mark as padding.
 
-    What lies beyond lengths is not read.
+    Kernels read nothing beyond the lengths.
     """
     if operands.q_segments is not None:
         operands = padding.cleared(operands)

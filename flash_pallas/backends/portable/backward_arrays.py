@@ -1,4 +1,4 @@
-"""What the backward kernels read."""
+"""Arrays in device memory that the backward kernels read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ LSE, DELTA = range(2)  # of BackwardArrays.rows
 
 
 class BackwardArrays(NamedTuple):
-    """In device memory. No tile reaches past R; what is added to T has EMPTY_ROW: its P is 0."""
+    """Arrays in device memory that a backward kernel reads.
+
+    R is T padded so that no tile reaches past it. The LSE of padded rows is EMPTY_ROW, so that
+    their P is 0.
+    """
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -34,7 +38,7 @@ class BackwardArrays(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
-        """Without bounds and what modifiers read, which each kernel has its own of."""
+        """Returns the arrays without `bounds` and `side`, of which each kernel has its own."""
         rows = within_reach(operands.q.shape[1])
         return cls(
             q=operands.q,
@@ -49,24 +53,24 @@ class BackwardArrays(NamedTuple):
         )
 
     def with_side(self, inputs: Inputs, operands: Operands) -> BackwardArrays:
-        """With what a kernel reads beside them."""
+        """Returns the arrays with `side`: what a kernel reads besides them, and `shift`."""
         kv_heads = inputs.problem.kv_heads
         side = side_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
         return self._replace(side=side, shift=None)
 
     def stacked(self) -> BackwardArrays:
-        """With `rows`, of which each warpgroup copies one."""
+        """Returns the arrays with LSE and delta stacked in `rows`; each warpgroup copies one."""
         rows = jnp.stack([self.lse, self.delta], axis=2)
         return self._replace(lse=None, delta=None, rows=rows)
 
     def offset(self, problem: Problem, batch):
-        """Position of query 0 of a batch entry."""
+        """Returns the position of query 0 of a batch entry."""
         return problem.spec.q_offset if self.q_offset is None else self.q_offset[batch]
 
     def q_length(self, problem: Problem, batch):
-        """Queries of a batch entry."""
+        """Returns the number of queries of a batch entry."""
         return problem.q_len if self.q_lengths is None else self.q_lengths[batch]
 
     def kv_length(self, problem: Problem, batch):
-        """Keys of a batch entry."""
+        """Returns the number of keys of a batch entry."""
         return problem.kv_len if self.side.kv_lengths is None else self.side.kv_lengths[batch]

@@ -37,13 +37,14 @@ PAIRS = "10."
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Of one kernel.
+    """Tile sizes of one kernel.
 
     Attributes:
-        rows: of a block of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
-        columns: that stream by, a multiple of 16.
-        slots: 1 or 2 tiles of K and as many of V in the forward (key_stream.py); 1 elsewhere.
-        shared_weights: weights go through shared memory (folding.py); in the forward alone.
+        rows: rows of a CTA of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
+        columns: what streams by in a step, a multiple of 16: keys, or queries in the dK/dV kernel.
+        slots: number of K tiles, and of V tiles, that the forward buffers (key_stream.py), 1 or 2;
+            1 in other kernels.
+        shared_weights: P goes through shared memory (folding.py); only in the forward.
     """
 
     rows: int
@@ -54,7 +55,7 @@ class TileSizes:
 
 @dataclasses.dataclass(frozen=True)
 class SplitSizes:
-    """Of the deterministic backward, which also runs where no tile of the fused one fits."""
+    """Tile sizes of the deterministic backward, which also runs where no fused tile fits."""
 
     dkv: TileSizes
     dq: TileSizes
@@ -62,7 +63,7 @@ class SplitSizes:
 
 @dataclasses.dataclass(frozen=True)
 class PortableBlocks:
-    """Of the kernels that a call and its gradient run."""
+    """Tile sizes of the kernels that a call and its gradient run."""
 
     forward: TileSizes
     backward: FusedSizes | SplitSizes
@@ -72,15 +73,16 @@ class PortableBlocks:
 def choose_blocks(
     problem: Problem, override: dict[str, Any] | None, capability: str
 ) -> PortableBlocks:
-    """Tile sizes, with fields of `override` put in.
+    """Chooses tile sizes and replaces the fields that `override` names.
 
     Args:
         problem: what is computed.
-        override: by kernel, fields of its sizes.
-        capability: of the GPU, such as "8.0".
+        override: fields of the sizes to replace, by kernel.
+        capability: compute capability of the GPU, such as "8.0".
 
     Raises:
-        ValueError: a kernel that does not run, an unknown field, or sizes that it cannot take.
+        ValueError: `override` names a kernel that does not run or an unknown field, or gives sizes
+            that the kernel cannot take.
     """
     chosen, most = _choose(problem, capability), memory_of(capability) - RESERVED
     vector = most_added(capability)
@@ -102,12 +104,12 @@ def choose_blocks(
 
 
 def memory_of(capability: str) -> int:
-    """Bytes that a block may have."""
+    """Returns the bytes of shared memory that a CTA may have."""
     return SHARED_MEMORY.get(capability, SMALLEST)
 
 
 def most_added(capability: str) -> int:
-    """Floats in device memory that one instruction adds to (PTX ISA 9.0, red)."""
+    """Returns how many floats in device memory one instruction adds to (PTX ISA 9.0, red)."""
     major = capability.split(".")[0]
     return 4 if major.isdecimal() and int(major) >= 9 else 1
 
@@ -133,7 +135,7 @@ _FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all 
 
 
 def bytes_of(name: str, tile, problem: Problem) -> int:
-    """Shared memory of a kernel."""
+    """Returns the bytes of shared memory that a CTA of a kernel takes."""
     return shared_memory(getattr(layouts, name)(problem, tile))
 
 
@@ -154,20 +156,21 @@ def _choose(problem: Problem, capability: str) -> dict[str, Any]:
 
 
 def _shares(problem: Problem) -> bool:
-    """O has so many columns that weights go through shared memory.
+    """Returns whether O has so many columns that P goes through shared memory.
 
-    Bytes that a warp reads for 64 rows, 64 keys and 256 columns are 58 KB and not 72. With 128
-    columns they would be 44 KB and not 40, of 128 rows.
+    For 64 rows, 64 keys and 256 columns a warp then reads and writes 58 KB instead of 72 KB. For
+    128 rows and 128 columns it would be 44 KB instead of 40 KB.
     """
     columns = widths(problem)[1]
     return columns > _FEW_COLUMNS and Grid.of(WARPGROUP_ROWS, columns).across > 1
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Scores are those of Q and K, but for what a causal mask hides.
+    """Returns whether nothing but a causal mask changes the scores of Q and K.
 
-    A window's tiles are masked at both ends, which is wasted work where they are wide, and a third
-    loop over keys: 28 bytes of spills with 128 columns on 9.0, 160 with 64 at head dim 128.
+    A window's tiles are masked at both ends, which is wasted work where they are wide. They also
+    take a third loop over keys: 28 bytes of spills with 128 columns on 9.0, 160 with 64 at head dim
+    128.
     """
     spec = problem.spec
     changed = (spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None)
@@ -178,7 +181,7 @@ def _is_plain(problem: Problem) -> bool:
 
 
 def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileSizes:
-    """The first of which two blocks find room, else the first of which one does."""
+    """Returns the first tile of which two CTAs fit on an SM, else the first of which one does."""
     for blocks in (2, 1):
         for tile in tiles:
             taken = bytes_of("forward", tile, problem) + 2 * RESERVED
@@ -188,12 +191,12 @@ def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileS
 
 
 def _crowded(problem: Problem) -> bool:
-    """A bias or mask meets another modifier.
+    """Returns whether a bias or mask meets another modifier.
 
-    Either takes as many registers as the scores do, beside its addresses. At head dims 64 and 128
-    that leaves room for the band and little else: with all columns, a bias and a mask, or a bias
-    with segment ids and dropout, cost dK/dV spills of 8 to 96 bytes, and every modifier at once the
-    forward 96 to 184.
+    Either takes as many registers as the scores do, besides its addresses. At head dims 64 and 128
+    that leaves room for the band and little else. With all columns, a bias and a mask, or a bias
+    with segment ids and dropout, make dK/dV spill 8 to 96 bytes, and all modifiers at once make the
+    forward spill 96 to 184.
     """
     return bool(problem.features & {"bias", "mask"}) and modifiers(problem) > 1
 

@@ -1,12 +1,12 @@
-"""The decode kernel: a few queries against a range of keys.
+"""Decode kernel: a few queries against one split of the keys.
 
-A block of four warps owns one range of the keys of one key head, for 64 rows of queries and heads
-of the group, so that a key is read once for all of them. It goes through them as forward.py does:
-V is on its way while S is computed, and the next K while O is. Each range's O and log-sum-exp go to
-device memory in float32, and `softmax.merge` joins them, with the sinks.
+A CTA of four warps owns one split of the keys of one KV head, for 64 rows of queries and heads of
+the GQA group, so that a key is read once for all of them. It loops over the keys as forward.py
+does: V is in flight while S is computed, and the next K while O is. The O and log-sum-exp of each
+split go to device memory in float32. `softmax.merge` combines them and adds the sinks.
 
-Ranges are interleaved: the n-th block of a range is `num_splits` blocks after the one before, so
-ranges of one sequence are equally long whatever its length is, and read neighbours.
+Splits are interleaved: the next KV block of a split lies `num_splits` blocks after the current one.
+So the splits of a sequence are equally long whatever its length is, and read neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .walk import Steps
 
 
 class Arrays(NamedTuple):
-    """In device memory; R is the rows of a key head, rounded up to tiles."""
+    """Arrays in device memory; R is the number of rows of a KV head, rounded up to whole tiles."""
 
     q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H], or [num_pages, page_size, K, H]
@@ -54,7 +54,7 @@ class Arrays(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Results of each range, without sinks."""
+    """Results of each split, without sinks."""
 
     o: Any  # f32[num_splits, B, K, T * group, Hv]
     lse: Any  # f32[num_splits, B, K, R], base 2; EMPTY_ROW: no key seen
@@ -62,7 +62,7 @@ class Out(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is known of each row before the first key; None: nothing."""
+    """Values of each row that are known before the first key; None: nothing is."""
 
     position: Any  # int32, of its query
     first: Any  # int32, the first key that it sees, or None: key 0
@@ -71,7 +71,7 @@ class Held(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """One block of threads, its rows and its keys."""
+    """State of one CTA: its arrays, its rows and its split of the keys."""
 
     gmem: Arrays
     out: Out
@@ -88,7 +88,7 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Kernel):
-    """One launch; the methods are the phases of a block."""
+    """One launch of the decode kernel; its methods are the phases of a CTA."""
 
     problem: DecodeProblem
     blocks: PortableDecodeBlocks
@@ -96,17 +96,17 @@ class Decode(Kernel):
 
     @property
     def online(self) -> Online:
-        """How rows change from block to block."""
+        """Online softmax: the update of the rows from one KV block to the next."""
         return Online(self.interpret, self.far)
 
     @property
     def far(self) -> float:
-        """From which logits on, in base 2, rows are shifted; 0: there are none."""
+        """Logit, in base 2, from which on rows are shifted; 0: none can be that large."""
         return far_of(self.problem.spec.attention, self.problem.dtype)
 
     @property
     def total(self) -> int:
-        """Rows of a key head."""
+        """Number of rows of a KV head: queries times heads of the group."""
         return self.problem.q_len * self.problem.group
 
     def __call__(self, gmem: Arrays, out: Out, smem: DecodeSmem):
@@ -125,7 +125,7 @@ class Decode(Kernel):
         self.finish(cta, rows)
 
     def place(self, gmem: Arrays, out: Out, smem: DecodeSmem) -> Cta:
-        """Where this block is."""
+        """Returns where this CTA is: its batch entry, split, KV head, rows and sequence length."""
         batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
         room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
         length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
@@ -142,7 +142,7 @@ class Decode(Kernel):
         )
 
     def seen(self, cta: Cta) -> Cta:
-        """With the blocks that its rows see of its range."""
+        """Returns `cta` with the KV blocks of its split that its rows see."""
         mask, group = self.problem.spec.mask, self.problem.group
         first, last = 0, self.problem.q_len - 1  # query of the tile
         if self.total > self.blocks.rows:
@@ -161,15 +161,15 @@ class Decode(Kernel):
         return cta._replace(first_block=block, steps=steps)
 
     def first_key(self, cta: Cta, n):
-        """Of the block of the n-th step."""
+        """Returns the first key of the KV block of the n-th step."""
         block = cta.first_block + n * self.blocks.num_splits
         return block * self.blocks.columns
 
     def load(self, cta: Cta, name: str, n) -> tuple[Copy, ...]:
-        """Of the block of K or V in the n-th step, one for each piece of it that lies in one page.
+        """Returns the copies of the K or V tile of the n-th step, one per piece in one page.
 
-        Pages are multiples of 16 keys, and so are pieces. Their ids are read where they are needed:
-        32 of them are a line of the L1 cache, through which copies of keys do not go.
+        Pages are multiples of 16 keys, and so are pieces. Page ids are read where they are needed:
+        32 of them are a line of the L1 cache, which the copies of keys bypass.
         """
         source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
         first, exists = self.first_key(cta, n), cta.steps[n].exists
@@ -190,7 +190,7 @@ class Decode(Kernel):
         return tuple(found)
 
     def hold(self, cta: Cta) -> Held:
-        """Positions, limits and slopes of the rows."""
+        """Returns the positions, key limits and ALiBi slopes of the rows."""
         rows, group = self.blocks.rows, self.problem.group
         query = decode_rows.queries(cta.first_row, rows, group, self.total, self.interpret)
         position, slope = query + cta.position, None
@@ -202,7 +202,7 @@ class Decode(Kernel):
     # --- a block of keys -------------------------------------------------------------------------
 
     def step(self, cta: Cta, held: Held, n, rows: Rows, *, masked: bool) -> Rows:
-        """Fold one block in."""
+        """Folds one KV block into the rows."""
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)
@@ -217,7 +217,7 @@ class Decode(Kernel):
         return rows._replace(o=self.products.add(rows.o, found.p, cta.smem.v))
 
     def logits(self, held: Held, first, s, *, masked: bool):
-        """(x, log2_scale) of products with the keys from `first` on; -inf where hidden."""
+        """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
         bias = None
         if held.slope is not None:
             key = inline_modifiers.positions(s.shape, 1, first, self.interpret)
@@ -234,7 +234,7 @@ class Decode(Kernel):
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self, cta: Cta, rows: Rows):
-        """Divide by the sums and write O and the log-sum-exp of this range."""
+        """Divides O by the row sums and writes O and the log-sum-exp of this split."""
         m, shift = settled(rows.maxima)
         inverse, lse, shift = softmax.finish(m, row_sums.joined(rows.l, self.interpret), shift)
         at = cta.split, cta.batch, cta.head
@@ -249,13 +249,13 @@ class Decode(Kernel):
 def decode(
     problem: DecodeProblem, blocks: PortableDecodeBlocks, operands: DecodeOperands, interpret: bool
 ) -> Outputs:
-    """Launch, and join the ranges.
+    """Launches the decode kernel and merges the splits.
 
     Args:
-        problem: one that decode_blocks.unsupported has nothing against.
-        blocks: tile sizes and the number of ranges.
-        operands: as core.decode has them; page ids need not be in range.
-        interpret: run by the interpreter.
+        problem: one for which decode_blocks.unsupported returns None.
+        blocks: tile sizes and the number of splits.
+        operands: those of core.decode; page ids need not be in range.
+        interpret: run under the interpreter.
 
     Returns:
         Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
@@ -300,7 +300,7 @@ def decode(
 
 
 def _of_rows(problem: DecodeProblem, x, rows: int):
-    """f32[B, K, rows] of [B, N]: the number of every row's head; None is None."""
+    """Spreads one number per head, [B, N], over the rows: f32[B, K, rows]; None stays None."""
     if x is None:
         return None
     sizes = problem.batch, problem.kv_heads, problem.q_len, problem.group
@@ -309,7 +309,7 @@ def _of_rows(problem: DecodeProblem, x, rows: int):
 
 
 def _joined(problem: DecodeProblem, parts: Out, sinks) -> Outputs:
-    """Of the results of all ranges those of all keys."""
+    """Merges the results of all splits into those of all keys."""
     p, sinks = problem, _of_rows(problem, sinks, parts.lse.shape[-1])
     o, *rows = softmax.merge(parts.o, parts.lse, parts.shift, sinks, p.unit)
     o = o.reshape(p.batch, p.kv_heads, p.q_len, p.group, p.v_head_dim).transpose(0, 2, 1, 3, 4)

@@ -1,4 +1,4 @@
-"""Tiles and ranges of keys of the decode kernel, and what it refuses."""
+"""Tile sizes and splits of the decode kernel, and the problems that it refuses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WIDE = 128  # above this head dim 64 columns spill: of head dim 256, 64 to 704 b
 
 @dataclasses.dataclass(frozen=True)
 class PortableDecodeBlocks:
-    """How a call is cut.
+    """Tile sizes and number of splits of a decode call.
 
     Attributes:
-        columns: keys of a step, 32 or 64.
-        num_splits: ranges that the keys of a sequence are read in.
-        rows: (query, head of a group) of a block of four warps.
+        columns: keys per step, 32 or 64.
+        num_splits: number of splits in which the keys of a sequence are read.
+        rows: rows of a CTA of four warps; a row is a (query, head of a group).
     """
 
     columns: int
@@ -35,12 +35,12 @@ class PortableDecodeBlocks:
 
 
 def row_tiles(problem: DecodeProblem) -> int:
-    """Tiles that the queries and heads of one key head fill."""
+    """Returns the number of row tiles that the queries and heads of one KV head fill."""
     return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
 
 
 def unsupported(problem: DecodeProblem) -> str | None:
-    """Why the kernel does not take this problem on any GPU, or None."""
+    """Returns why the kernel does not take this problem on any GPU, or None."""
     if problem.dtype not in DTYPES:
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
     if problem.quantised:
@@ -57,19 +57,22 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 
 def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> PortableDecodeBlocks:
-    """Blocks of which two share a multiprocessor, and ranges enough for that.
+    """Chooses tile sizes and a number of splits, with the aim of two CTAs per SM.
 
     Args:
         problem: what is computed.
-        multiprocessors: of the GPU.
-        shared: bytes of shared memory that a block may have.
+        multiprocessors: number of SMs of the GPU.
+        shared: bytes of shared memory that a CTA may have.
     """
     splits = problem.spec.num_splits or _splits(problem, multiprocessors)
     return PortableDecodeBlocks(_columns(problem, shared), splits)
 
 
 def _columns(problem: DecodeProblem, shared: int) -> int:
-    """The most with which two blocks share a multiprocessor: of head dim 128, 64 take 104 KB."""
+    """Returns 64 where two CTAs then share an SM and head dims are at most WIDE, else 32.
+
+    At head dim 128 two CTAs with 64 columns take 104 KB.
+    """
     width, v_width = widths(problem)
     most = shared_memory(layouts.decode(problem, PortableDecodeBlocks(MOST_COLUMNS, 1)))
     # A multiprocessor has what one block may have and what is kept for it.
@@ -78,7 +81,10 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
 
 
 def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
-    """A window shortens what is read."""
+    """Returns enough splits for two CTAs per SM, of at least MIN_KEYS keys each.
+
+    A sliding window shortens what is read.
+    """
     visible = problem.kv_len
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)

@@ -1,4 +1,4 @@
-"""Rows of a few queries: row r of a key head is head r % group of query r // group."""
+"""Rows of the decode kernel: row r of a KV head is head r % group of query r // group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .threads import where
 
 
 def queries(first, rows: int, group: int, total: int, interpret: bool):
-    """int32[rows]: the query of every row from `first` on; rows that do not exist have the last."""
+    """Returns int32[rows]: the query of each row from `first` on, or the last one past the end."""
     row = lax.broadcasted_iota(jnp.int32, (rows,), 0)
     if not interpret:
         row = plgpu.layout_cast(row, inline.ROWS)
@@ -28,16 +28,16 @@ def queries(first, rows: int, group: int, total: int, interpret: bool):
 
 
 def store(values, target, first, interpret: bool):
-    """Write a float32 tile from registers to rows `first` on of [rows, columns] in device memory.
+    """Writes an f32 tile from registers to rows `first` on of [rows, columns] in device memory.
 
-    Straight from registers: four neighbouring lanes have a sector of 32 bytes. Rows and columns
-    that the array does not have are not written. Under the interpreter it has all rows.
+    Stores go straight from registers: four neighbouring lanes write a sector of 32 bytes. Rows and
+    columns that the array does not have are not written. Under the interpreter it has all rows.
 
     Args:
-        values: f32[rows, columns] as accumulators lie; columns at least those of the array.
-        target: columns a multiple of 8.
-        first: int32.
-        interpret: run by the interpreter.
+        values: f32[rows, columns] in the layout of accumulators, with at least the array's columns.
+        target: f32 array whose number of columns is a multiple of 8.
+        first: int32, the row of the array where the tile's first row goes.
+        interpret: run under the interpreter.
     """
     if interpret:
         target[pl.ds(first, values.shape[0])] = values[:, : target.shape[1]]

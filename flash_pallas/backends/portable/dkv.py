@@ -1,10 +1,10 @@
-"""dK and dV: a block owns keys of one head and folds the queries that see them into both.
+"""dK and dV: a CTA owns a KV tile of one head and loops over the Q tiles that attend to it.
 
     S^T = K Q^T, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q
 
-Scores are transposed, so that P and dS are left operands of the products that follow, in
-registers. Where dK and dV together have more elements than 128 threads have registers, each has a
-launch of its own. The same bits in every run.
+Scores are transposed, so that P and dS are left operands, in registers, of the matmuls that follow.
+Where dK and dV together have more elements than 128 threads have registers for, each has a launch
+of its own. The results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 re
 
 @dataclasses.dataclass(frozen=True)
 class Dkv(OwnsKeys):
-    """One launch; the methods are the phases of a block.
+    """One launch of the dK/dV kernel; its methods are the phases of a CTA.
 
     Attributes:
         wanted: "dk" and "dv", or one of them.
@@ -66,7 +66,7 @@ class Dkv(OwnsKeys):
         self.finish(cta, out, sums)
 
     def step(self, cta: Cta, n, sums: Sums, *, masked: bool) -> Sums:
-        """The sums with one tile's share."""
+        """Returns the sums with the share of one Q tile added."""
         # Not all of `anew`, which costs 16 to 28 bytes of spills here on 10.0.
         batch, kv_head = lax.optimization_barrier((cta.batch, cta.kv_head))
         cta = cta._replace(batch=batch, kv_head=kv_head)
@@ -92,7 +92,7 @@ class Dkv(OwnsKeys):
         return Sums(dk, dv)
 
     def finish(self, cta: Cta, out: Sums, sums: Sums):
-        """Write what was added up, where K and V were; 0 for keys beyond a length."""
+        """Writes dK and dV, staged where K and V were; 0 for keys beyond a length."""
         dk = None if sums.dk is None else sums.dk * self.problem.spec.scale
         dv = None if sums.dv is None else recompute.gained(self.problem, sums.dv)
         first = cta.block * self.tile.rows
@@ -106,7 +106,7 @@ class Dkv(OwnsKeys):
             cta.copies.store(staging, target, first, self.problem.kv_len)
 
     def cleared(self, cta: Cta, values):
-        """With 0 in the rows of keys beyond a length."""
+        """Returns `values` with 0 in the rows of keys beyond a length."""
         lengths = cta.gmem.side.kv_lengths
         if lengths is None:
             return values
@@ -116,7 +116,7 @@ class Dkv(OwnsKeys):
 
 
 def dkv(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):
-    """Launch; (dK [B, S, K, H], dV [B, S, K, Hv])."""
+    """Launches the kernel once or twice and returns (dK [B, S, K, H], dV [B, S, K, Hv])."""
     if sum(widths(problem)) <= WIDEST_TOGETHER:
         return _launch(problem, tile, ("dk", "dv"), operands, arrays, interpret=interpret)
     each = functools.partial(_launch, operands=operands, arrays=arrays, interpret=interpret)

@@ -1,8 +1,8 @@
-"""dQ: a block owns queries of one head and folds the key blocks they see into dQ, in registers.
+"""dQ: a CTA owns a Q tile of one head and loops over the KV blocks it sees; dQ stays in registers.
 
     S = Q K^T, dP = dO V^T, dS = P (dP - delta), dQ += dS K
 
-The same bits in every run.
+The result has the same bits in every run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .walk import Steps, key_blocks
 
 
 class Rows(NamedTuple):
-    """What is known of the queries."""
+    """Values of each query that stay in registers during the loop."""
 
     lse: Any  # f32[rows], base 2
     delta: Any  # f32[rows]
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """One block of threads and its queries."""
+    """State of one CTA and its Q tile."""
 
     gmem: BackwardArrays
     smem: DqSmem
@@ -57,7 +57,7 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dq(Kernel):
-    """One launch; the methods are the phases of a block."""
+    """One launch of the dQ kernel; its methods are the phases of a CTA."""
 
     problem: Problem
     tile: TileSizes
@@ -65,15 +65,16 @@ class Dq(Kernel):
 
     @property
     def hides_offsets(self) -> bool:
-        """Hidden they cost 4 bytes of spills on 10.0 at 256, causal, and 8 at 192, without a mask.
+        """True with a mask and head dims up to 192; see Copies.
 
-        Causal at 192 they cost 16 on 12.0 where they are not.
+        Hidden offsets cost 4 bytes of spills on 10.0 at head dim 256, causal, and 8 at 192
+        without a mask. At 192, causal, offsets that are not hidden cost 16 on 12.0.
         """
         return not self.problem.spec.mask.is_trivial and max(widths(self.problem)) <= 192
 
     @property
     def inputs(self) -> Inputs:
-        """What modifiers read."""
+        """Loader of what score modifiers read; rows are queries."""
         return Inputs(self.problem, 0, self.interpret)
 
     def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem):
@@ -98,7 +99,7 @@ class Dq(Kernel):
         self.copies.store(smem.q, of(dq), first, self.problem.q_len)
 
     def place(self, gmem: BackwardArrays, smem: DqSmem) -> Cta:
-        """Where this block is."""
+        """Returns where this CTA is, and the steps of its loop over KV blocks."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         if self.problem.spec.mask.right is not None:  # the longest rows first
             block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
@@ -110,7 +111,7 @@ class Dq(Kernel):
         return Cta(gmem, smem, batch, head, block, position, Steps.of(blocks))
 
     def tiles(self, cta: Cta, n) -> Tiles:
-        """Of the n-th step."""
+        """Returns the K and V tiles of the n-th step, in device memory."""
         step = cta.steps[n]
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         of = lambda array: array.at[cta.batch, :, kv_head]
@@ -119,7 +120,7 @@ class Dq(Kernel):
         return Tiles(of(cta.gmem.k), of(cta.gmem.v), step.block * self.tile.columns, limit)
 
     def rows(self, cta: Cta) -> Rows:
-        """What is read of the queries once."""
+        """Loads what is read of the queries once: LSE, delta and the inputs of modifiers."""
         own = cta.batch, cta.head, pl.ds(cta.block * self.tile.rows, self.tile.rows)
         return Rows(
             lse=load_vector(cta.gmem.lse.at[own], 0),
@@ -128,12 +129,12 @@ class Dq(Kernel):
         )
 
     def at(self, cta: Cta, block) -> Place:
-        """The tile of scores of a key block."""
+        """Returns the place of the score tile of a KV block."""
         first = cta.block * self.tile.rows, block * self.tile.columns
         return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
 
     def step(self, cta: Cta, n, dq, *, masked: bool):
-        """dQ with one key block's share."""
+        """Returns dQ with the share of one KV block added."""
         block = cta.steps[n].block
         zeros = self.products.zeros(*self.at(cta, block).shape)
         inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
@@ -146,7 +147,7 @@ class Dq(Kernel):
         return self.products.add(dq, ds.astype(self.problem.dtype), cta.stream.slot(n))
 
     def score_gradients(self, cta: Cta, block, inputs, products, *, masked: bool):
-        """dS of one tile, f32."""
+        """Computes dS of one tile, f32."""
         s, dp = products
         shape, gmem = s.shape, cta.gmem
         start = block * self.tile.columns
@@ -162,7 +163,7 @@ class Dq(Kernel):
 
 
 def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):
-    """Launch; dQ [B, T, N, H]."""
+    """Launches the kernel and returns dQ [B, T, N, H]."""
     blocks = pl.cdiv(problem.q_len, tile.rows)
     shape = arrays.q.shape
     if interpret:

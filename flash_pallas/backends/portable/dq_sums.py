@@ -1,11 +1,11 @@
-"""dQ as the fused backward adds it up: float32 in device memory, in an order of its own.
+"""Accumulation of dQ by the fused backward: float32 in device memory, in an order of its own.
 
-Of each tile of queries a warpgroup has half of the columns, and a thread of it the registers of an
-accumulator of `grid`. A warp's reduction adds consecutive bytes: element f of thread t lies at
-[f // vector, t, f % vector], where `vector` floats are one instruction. That is 1 before 9.0. A
+Of each Q tile a warpgroup has half of the columns, and a thread of it has the registers of an
+accumulator of `grid`. The reduction of a warp adds to consecutive bytes: element f of thread t lies
+at [f // vector, t, f % vector], where one instruction adds `vector` floats. Before 9.0 that is 1. A
 second launch reads the tiles in the same order and writes dQ in 16 bits.
 
-Under the interpreter a part of a tile is [rows, columns], and added as the interpreter can.
+Under the interpreter a part of a tile is [rows, columns], and copy_smem_to_gmem adds it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PARTS = 2  # of a tile's columns, one for each warpgroup
 
 @dataclasses.dataclass(frozen=True)
 class DqSums:
-    """The buffer.
+    """Buffer in device memory that dQ is accumulated in.
 
     Attributes:
-        rows: queries of a tile.
-        width: its columns.
-        vector: floats that one instruction adds.
-        interpret: run by the interpreter.
+        rows: number of queries in a tile.
+        width: number of columns of a tile.
+        vector: number of floats that one instruction adds.
+        interpret: run under the interpreter.
     """
 
     rows: int
@@ -58,34 +58,34 @@ class DqSums:
 
     @property
     def grid(self) -> Grid:
-        """Of the warps that have a part."""
+        """Arrangement of a warpgroup's warps over its part of a tile."""
         return Grid.of(*self.part)
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """A tile in device memory: both parts."""
+        """Shape of a tile in device memory: both parts."""
         rows, columns = self.part
         if self.interpret:
             return PARTS, rows, columns
         return PARTS, rows * columns // THREADS // self.vector, THREADS, self.vector
 
     def zeros(self, problem: Problem):
-        """Of all tiles: [B, N, tiles, *tile]."""
+        """Returns zeros for all tiles: f32[B, N, tiles, *tile]."""
         tiles = pl.cdiv(problem.q_len, self.rows)
         return jnp.zeros((problem.batch, problem.q_heads, tiles, *self.tile), jnp.float32)
 
     def scratch(self):
-        """What `add` stages the values of both warpgroups in."""
+        """Returns the shared memory that `add` stages both parts in, or None on a GPU."""
         return plgpu.SMEM((PARTS, *self.part), jnp.float32) if self.interpret else None
 
     def add(self, values, target, scratch, rank):
-        """Add one part.
+        """Adds one part to a tile in device memory.
 
         Args:
             values: f32[part], an accumulator of `grid`.
-            target: a tile in device memory.
-            scratch: see there.
-            rank: of this warpgroup.
+            target: the tile in device memory.
+            scratch: what `scratch` asks for.
+            rank: rank of this warpgroup.
         """
         target = target.at[rank]
         if self.interpret:
@@ -99,7 +99,7 @@ class DqSums:
         run(values, target)
 
     def load(self, source):
-        """One part of a tile in device memory, an accumulator of `grid`."""
+        """Loads one part of a tile from device memory as an accumulator of `grid`."""
         if self.interpret:
             return source[...]
         shape = self.grid.label(*self.part)
@@ -112,7 +112,7 @@ class DqSums:
 
 @dataclasses.dataclass(frozen=True)
 class Narrow(Kernel):
-    """dQ in 16 bits from its sums; a block has one tile."""
+    """One launch that scales the sums and writes dQ in 16 bits; a CTA has one tile."""
 
     problem: Problem
     sums: DqSums
@@ -130,7 +130,7 @@ class Narrow(Kernel):
 
 
 def narrowed(problem: Problem, sums: DqSums, found):
-    """dQ [B, T, N, H] from the tiles."""
+    """Launches Narrow and returns dQ [B, T, N, H] from the tiles."""
     blocks = found.shape[2]
     rows = blocks * sums.rows if sums.interpret else problem.q_len
     shape = problem.batch, rows, problem.q_heads, problem.head_dim
@@ -178,7 +178,7 @@ def _load_body(shape, vector: int, _, source):
 
 
 def _floats(address, count: int, vector: int) -> list:
-    """So many of a thread's."""
+    """Loads `count` floats of a thread from device memory."""
     f32, found = ir.F32Type.get(), []
     for n in range(0, count, vector):
         place = f"[${vector}+{4 * THREADS * n}]"

@@ -1,9 +1,9 @@
-"""How the weights of a block of keys reach the warps that add them, times V, to O.
+"""Two ways for P of a KV block to reach the warps that accumulate O += P V.
 
-Shared memory is what a step of a wide head reads most of: every warp loads its own operands. A warp
-that has 16 rows of weights in registers and adds all columns of O to them reads all of V. Through
-shared memory any warp can have any rows: with 64 rows and 256 columns one has all rows and a
-quarter of the columns, and reads 16 KB for a product of 64 keys where it were 32 (grid.py).
+Reads of shared memory dominate a step of a wide head: every warp loads its own operands. A warp
+that has 16 rows of P in registers and accumulates all columns of O for them reads all of V. Through
+shared memory any warp can have any rows: with 64 rows and 256 columns a warp has all rows and a
+quarter of the columns, and reads 16 KB instead of 32 KB for a product of 64 keys (grid.py).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .tiles import buffer
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows(Kernel):
-    """Weights stay in registers: the warp of a row's scores has all of its columns of O."""
+    """Accumulation with P in registers: the warp of a row's scores has all of its columns of O."""
 
     interpret: bool
 
     def zeros(self, rows: int, columns: int):
-        """O before the first block."""
+        """Returns O before the first KV block."""
         return self.products.zeros(rows, columns)
 
     def fold(self, stream: KeyStream, n, rows: Rows, weigh: Callable[[Rows], Weighed]) -> Rows:
-        """Add a block of keys, whose scores are known.
+        """Adds a KV block whose scores are known.
 
         Args:
-            stream: of the tiles of V.
+            stream: stream of the V tiles.
             n: number of the step.
-            rows: so far.
-            weigh: what makes weights of the scores.
+            rows: the rows so far.
+            weigh: computes the weights from the scores.
         """
         stream.second(n)
         found = weigh(rows)
@@ -49,30 +49,30 @@ class OwnRows(Kernel):
         return rows._replace(o=self.products.add(rows.o, found.p, stream.slot("v", n)))
 
     def put(self, o, inverse, tile):
-        """Write O times one number of each row to shared memory, in 16 bits."""
+        """Writes O times one factor per row to shared memory, in 16 bits."""
         self.copies.put(o * per_row(inverse, o.shape), tile)
 
 
 class Exchange(NamedTuple):
-    """Shared memory that weights pass through."""
+    """Shared memory that P passes through."""
 
     weights: Any  # [rows, columns]
     factors: Any  # f32[rows], of O
 
     @classmethod
     def scratch(cls, rows: int, columns: int, dtype) -> Exchange:
-        """What is asked for."""
+        """Returns the shared memory to allocate."""
         return cls(buffer((rows, columns), dtype), plgpu.SMEM((rows,), jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedWeights(Kernel):
-    """Weights go through shared memory, and parts of O are as square as they can be.
+    """Accumulation with P in shared memory: parts of O are as square as they can be.
 
     Attributes:
-        exchange: where.
-        grid: of the warps that have O.
-        interpret: run by the interpreter.
+        exchange: shared memory that P passes through.
+        grid: arrangement of the warps over O.
+        interpret: run under the interpreter.
     """
 
     exchange: Exchange
@@ -80,14 +80,14 @@ class SharedWeights(Kernel):
     interpret: bool
 
     def zeros(self, rows: int, columns: int):
-        """See OwnRows."""
+        """Returns O before the first KV block; see OwnRows."""
         return self.products.zeros(rows, columns, self.grid)
 
     def fold(self, stream: KeyStream, n, rows: Rows, weigh: Callable[[Rows], Weighed]) -> Rows:
-        """See OwnRows.
+        """Adds a KV block whose scores are known; see OwnRows.
 
-        All warps meet when V has arrived, and with the same barrier tell each other whether a
-        maximum grew; the weights are there by then. They are overwritten after the next meeting.
+        All warps meet when V has arrived, and with the same barrier tell each other whether a row
+        max grew. P is in shared memory by then, and is overwritten only after the next barrier.
         """
         found, exchange = weigh(rows), self.exchange
         alpha = found.alpha()
@@ -104,12 +104,12 @@ class SharedWeights(Kernel):
         return Rows(o, found.maxima, rows.l * alpha + found.sums)
 
     def put(self, o, inverse, tile):
-        """See OwnRows."""
+        """Writes O times one factor per row to shared memory, in 16 bits; see OwnRows."""
         shared_rows.put(inverse, self.exchange.factors, self.interpret)
         self.copies.meet()
         self.copies.put(self._scaled(o), tile, 0, self.grid)
 
     def _scaled(self, o):
-        """O times the factors."""
+        """Returns O times the factors in shared memory."""
         get = shared_rows.get(self.exchange.factors, o.shape[0], self.grid, self.interpret)
         return o * per_row(get, o.shape)

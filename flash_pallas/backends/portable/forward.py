@@ -1,7 +1,7 @@
 """Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
 
-A block of four warps owns a tile of queries of one head and folds the key blocks they see into O,
-which stays in registers. When tiles of K and V are on their way: key_stream.py.
+A CTA of four warps owns a Q tile of one head and folds the KV blocks that it sees into O, which
+stays in registers. key_stream.py says when tiles of K and V are copied.
 
     S = Q K^T, softmax in registers, O += P V
 """
@@ -40,7 +40,7 @@ from .walk import Steps, key_blocks
 
 
 class Arrays(NamedTuple):
-    """In device memory."""
+    """Arrays in device memory that the forward reads."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -52,7 +52,7 @@ class Arrays(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Results in device memory; R is T rounded up to tiles."""
+    """Results in device memory; R is T rounded up to whole tiles."""
 
     o: Any  # [B, T, N, Hv]
     lse: Any  # f32[B, N, R], base 2
@@ -61,7 +61,7 @@ class Out(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """One block of threads and its tile."""
+    """State of one CTA and its Q tile."""
 
     gmem: Arrays
     out: Out
@@ -79,7 +79,7 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Kernel):
-    """One launch; the methods are the phases of a block."""
+    """One launch of the forward; its methods are the phases of a CTA."""
 
     problem: Problem
     tile: TileSizes
@@ -87,13 +87,13 @@ class Forward(Kernel):
 
     @property
     def online(self) -> Online:
-        """How rows change from block to block."""
+        """Online softmax: the update of the rows from one KV block to the next."""
         slack = 0.0 if self.problem.spec.max_logit else SLACK
         return Online(self.interpret, far_of(self.problem.spec, self.problem.dtype), slack)
 
     @property
     def inputs(self) -> Inputs:
-        """What modifiers read."""
+        """Loader of what score modifiers read; rows are queries."""
         return Inputs(self.problem, 0, self.interpret)
 
     def __call__(self, gmem: Arrays, out: Out, smem: ForwardSmem):
@@ -121,7 +121,7 @@ class Forward(Kernel):
         self.finish(cta, rows)
 
     def place(self, gmem: Arrays, out: Out, smem: ForwardSmem) -> Cta:
-        """Where this block is."""
+        """Returns where this CTA is: batch entry, heads, Q tile and number of keys."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         if self.problem.spec.mask.right is not None:  # the longest rows first
             block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
@@ -140,21 +140,21 @@ class Forward(Kernel):
         )
 
     def load(self, cta: Cta, name: str, n, tile) -> Copy:
-        """Of K or V in the n-th step, to a tile in shared memory."""
+        """Returns the copy of the K or V tile of the n-th step to `tile` in shared memory."""
         step = cta.steps[n]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
         limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
         return Copy(source, tile, step.block * self.tile.columns, limit)
 
     def at(self, cta: Cta, kv_block) -> Place:
-        """The tile of scores of a key block."""
+        """Returns the place of the score tile of a KV block."""
         first = cta.block * self.tile.rows, kv_block * self.tile.columns
         return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
 
     # --- a key block -----------------------------------------------------------------------------
 
     def step(self, cta: Cta, n, rows: Rows, *, masked: bool) -> Rows:
-        """Fold one key block in."""
+        """Folds one KV block into the rows."""
         kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
         cta.stream.begin(n)
@@ -164,14 +164,14 @@ class Forward(Kernel):
         return self.folding(cta).fold(cta.stream, n, rows, weigh)
 
     def folding(self, cta: Cta) -> OwnRows | SharedWeights:
-        """How O is added up."""
+        """Returns how O is accumulated: with P in registers, or through shared memory."""
         if cta.smem.exchange is None:
             return OwnRows(self.interpret)
         grid = Grid.of(self.tile.rows, widths(self.problem)[1])
         return SharedWeights(cta.smem.exchange, grid, self.interpret)
 
     def weigh(self, cta: Cta, kv_block, inputs, s, rows: Rows, *, masked: bool) -> Weighed:
-        """What a tile of products weighs, in 16 bits after dropout."""
+        """Computes the weights of a tile of S, in 16 bits after dropout."""
         spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
         limits = Limits()
         if masked:
@@ -187,14 +187,14 @@ class Forward(Kernel):
         return self.online.weigh(rows, x, log2_scale, narrowed)
 
     def score_tile(self, cta: Cta, kv_block) -> RegisterTile:
-        """Where a key block's scores lie."""
+        """Returns the RegisterTile of a KV block's scores: their positions and shape."""
         start, shape = kv_block * self.tile.columns, (self.tile.rows, self.tile.columns)
         return RegisterTile(cta.position, start, shape, interpret=self.interpret)
 
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self, cta: Cta, rows: Rows):
-        """Divide by the sums and write O, the log-sum-exp and the largest logit."""
+        """Divides O by the row sums and writes O, the log-sum-exp and the largest logit."""
         spec, sinks, unit = self.problem.spec, cta.gmem.side.sinks, self.problem.unit
         m, moved = settled(rows.maxima)
         sink = None
@@ -221,13 +221,13 @@ class Forward(Kernel):
 
 
 def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
-    """Launch.
+    """Launches the forward.
 
     Args:
-        problem: of the operands.
-        tile: sizes.
-        operands: padding that segment ids mark is 0 in v; head dims are multiples of 8.
-        interpret: run by the interpreter.
+        problem: description of the operands.
+        tile: tile sizes.
+        operands: v is 0 where segment ids mark padding; head dims are multiples of 8.
+        interpret: run under the interpreter.
     """
     blocks = pl.cdiv(problem.q_len, tile.rows)
     rows = blocks * tile.rows
@@ -268,12 +268,12 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
 
 
 def grid(problem: Problem, blocks: int) -> dict[str, int]:
-    """The axes of the launch, the last one the fastest.
+    """Returns the axes of the launch, the fastest one last.
 
-    Query blocks of one head read the same keys, so they start together. Where their lengths differ,
-    those of all heads start longest first instead. Head by head, the last head's longest block
-    starts when hardly any work is left: 4 x 16 heads of 32 blocks on 264 places then take 296 steps
-    for work of 256 (benchmarks/NOTES.md).
+    Q tiles of one head read the same keys, so they start together. Where their loops differ in
+    length, those of all heads start longest first instead. Head by head, the longest Q tile of the
+    last head starts when hardly any work is left: 4 x 16 heads of 32 blocks on 264 CTA slots then
+    take 296 steps for work of 256 (benchmarks/NOTES.md).
     """
     mask, heads = problem.spec.mask, {"head": problem.q_heads}
     if mask.right is not None and mask.left is None:

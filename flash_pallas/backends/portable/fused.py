@@ -1,20 +1,21 @@
-"""The backward in one launch: dK, dV, and dQ added up in device memory.
+"""Backward in one launch: dK, dV, and dQ accumulated in device memory.
 
-A block owns keys of one head and goes through the queries that see them. Five products a step:
+A CTA owns a KV tile of one head and loops over the Q tiles that attend to it. A step has five
+matmuls:
 
     (1) S^T  = K Q^T        each warpgroup half of the queries
-    (2) dP^T = V dO^T       likewise
+    (2) dP^T = V dO^T       the same
     (3) dV  += P^T dO       the first warpgroup
     (4) dK  += dS^T Q       the second one, at the same time: one product whose operands differ
     (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
 
-What bounds it is reading shared memory, where all operands lie: every warp loads its own. So the
-parts of warps are as square as they can be (grid.py), and a warpgroup adds up one array and not
+Reads of shared memory are the bottleneck: all operands lie there, and every warp loads its own. So
+the warps' parts are as square as they can be (grid.py), and a warpgroup accumulates one array, not
 half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS are
-written; with one slot also when the tile may be overwritten.
+written. With one slot they also meet when the tile may be overwritten.
 
-The order in which blocks add to a tile of dQ differs from run to run, and with it the last bits of
-dQ (dq_sums.py). dkv.py and dq.py are the deterministic pair.
+The order in which CTAs add to a tile of dQ differs from run to run, and with it the last bits of dQ
+(dq_sums.py). dkv.py and dq.py are the deterministic pair.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MOST_REGISTERS = 224
 
 @dataclasses.dataclass(frozen=True)
 class Fused(OwnsKeys):
-    """One launch; the methods are the phases of a block."""
+    """One launch of the fused backward; its methods are the phases of a CTA."""
 
     problem: Problem
     tile: FusedSizes
@@ -61,18 +62,18 @@ class Fused(OwnsKeys):
 
     @property
     def mask_all(self) -> bool:
-        """If any tile may be masked, all are, in one loop."""
+        """Masks all tiles, in one loop, if any tile may be masked."""
         return self.tile.mask_all
 
     @property
     def dq_sums(self) -> DqSums:
-        """Where dQ is added up."""
+        """Buffer in device memory that dQ is accumulated in."""
         width = fused_width(self.problem)
         return DqSums(self.tile.columns, width, self.tile.vector, self.interpret)
 
     @property
     def grid(self) -> Grid:
-        """Of the warps that add up dV or dK."""
+        """Arrangement of the warps that accumulate dV or dK."""
         return Grid.of(self.tile.rows, fused_width(self.problem))
 
     def __call__(self, dq, gmem: BackwardArrays, out: Sums, smem: FusedSmem):
@@ -86,7 +87,7 @@ class Fused(OwnsKeys):
             pl.when(pair < total)(run)
 
     def run(self, dq, gmem: BackwardArrays, out: Sums, smem: FusedSmem, pair, block):
-        """Everything that a block does."""
+        """Runs all phases of a CTA: of KV block `block` of a (batch entry, KV head) pair."""
         team = Team(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.met)
         copies = Copies(self.interpret, team)
         kv_heads = jnp.int32(self.problem.kv_heads)
@@ -105,12 +106,12 @@ class Fused(OwnsKeys):
         self.finish(cta, out, total)
 
     def with_stream(self, cta: Cta) -> Cta:
-        """With queries passing by."""
+        """Returns `cta` with the stream of its Q tiles."""
         passing = Passing(cta.copies, cta.smem.passing, functools.partial(self.arriving, cta))
         return cta._replace(stream=passing)
 
     def arriving(self, cta: Cta, n, slot: Slot) -> tuple[Copy | Vector, ...]:
-        """What is copied for the n-th step; a warpgroup copies LSE or DELTA of its rows."""
+        """Returns the copies of the n-th step: Q, dO, and LSE (warpgroup 0) or delta (1)."""
         tiles, step, rank = self.tiles(cta, n), cta.steps[n], cta.copies.team.rank
         to = lambda source, which: Copy(source, slot.tiles.at[which], tiles.row, tiles.limit)
         source = cta.gmem.rows.at[cta.batch, self.head(cta, step), rank]
@@ -119,7 +120,7 @@ class Fused(OwnsKeys):
         return to(tiles.first, OF_K), to(tiles.second, OF_V), rows
 
     def step(self, cta: Cta, dq, n, total, *, masked: bool):
-        """The five products of a tile; dV or dK with its share."""
+        """Computes the five matmuls of a Q tile; returns dV or dK with the tile's share added."""
         cta = self.with_stream(self.anew(cta))
         team, smem, step = cta.copies.team, cta.smem, cta.steps[n]
         slot = self.weigh(cta, n, step, masked=masked)
@@ -137,7 +138,7 @@ class Fused(OwnsKeys):
         return total
 
     def weigh(self, cta: Cta, n, step: Step, *, masked: bool) -> Slot:
-        """P and dS of a warpgroup's queries of a tile, into shared memory; where the tile lies."""
+        """Writes P and dS of a warpgroup's queries to shared memory; returns the tile's slot."""
         first, count = cta.copies.team.part(self.tile.columns)
         place, weights = self.at(cta, step, (first, count)), cta.smem.weights
         inputs = self.modifiers(cta, place, masked=masked)
@@ -162,9 +163,10 @@ class Fused(OwnsKeys):
 
     @property
     def rereads(self) -> bool:
-        """P is read back in 16 bits for dS: registers have no room for it beside dP.
+        """True if P is read back in 16 bits for dS: registers have no room for it next to dP.
 
-        Each thread reads what it has written. With more between P and dS it keeps P.
+        Each thread reads what it has written. With dropout, a softcap or score_mod between P and
+        dS, P stays in registers.
         """
         spec, tile = self.problem.spec, self.tile
         if spec.dropout_rate or spec.softcap is not None or spec.score_mod is not None:
@@ -173,9 +175,9 @@ class Fused(OwnsKeys):
         return held >= MOST_REGISTERS * THREADS
 
     def finish(self, cta: Cta, out: Sums, total):
-        """Write dV and dK where V and K were, and from there; 0 for keys beyond a length.
+        """Writes dV and dK, staged where V and K were; 0 for keys beyond a length.
 
-        For their weights are 0.
+        These are 0 because the weights of such keys are.
         """
         spec, team, own = self.problem.spec, cta.copies.team, cta.smem.own
         gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
@@ -191,7 +193,7 @@ class Fused(OwnsKeys):
 def fused(
     problem: Problem, tile: FusedSizes, operands: Operands, arrays: BackwardArrays, interpret: bool
 ):
-    """Launch; (dQ [B, T, N, H], dK [B, S, K, H], dV [B, S, K, Hv])."""
+    """Launches the fused backward; returns (dQ [B, T, N, H], dK [B, S, K, H], dV [B, S, K, Hv])."""
     kernel = Fused(problem, tile, interpret)
     blocks = pl.cdiv(problem.kv_len, tile.rows)
     out = outputs(problem, blocks * tile.rows if interpret else problem.kv_len)

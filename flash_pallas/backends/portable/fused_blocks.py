@@ -14,17 +14,17 @@ AT_ONCE_BYTES = 16 << 20  # of Q, dO and dQ of the heads that are worked on at o
 
 @dataclasses.dataclass(frozen=True)
 class FusedSizes:
-    """Of the fused backward.
+    """Tile sizes of the fused backward.
 
     Attributes:
-        rows: keys of a block of eight warps, 64 or 128.
+        rows: keys of a CTA of eight warps, 64 or 128.
         columns: queries of a step, 64 or 128.
-        slots: of Q and dO. With two the next tile has most of a step to arrive, and warps meet
-            twice a step; with one it has the time of dQ, and they meet three times.
+        slots: slots for tiles of Q and dO. With two, the next tile has most of a step to arrive,
+            and warps meet twice a step; with one, it has the time of dQ, and they meet three times.
         vector: floats of dQ that one instruction adds: 1, or from 9.0 on 2 or 4.
-        heads: pairs of a batch entry and a key head whose blocks run side by side.
-        mask_all: where some tile is masked, all are, in one loop.
-        stagger: where there is one loop, blocks of a head start at different queries.
+        heads: number of (batch entry, KV head) pairs whose CTAs run side by side.
+        mask_all: all tiles are masked, in one loop, if any tile is.
+        stagger: CTAs of a head start at different queries, where there is one loop.
     """
 
     rows: int
@@ -61,20 +61,20 @@ MANY_MODIFIERS = 5
 
 
 def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
-    """Of shared memory."""
+    """Returns the bytes of shared memory that a CTA takes."""
     return shared_memory(layouts.fused(problem, tile))
 
 
 def choose_fused(
     problem: Problem, vector: int, shared: int, *, pairs: bool = False
 ) -> FusedSizes | None:
-    """What runs without being told; None: no tile fits.
+    """Chooses the default tile sizes; returns None if no tile fits.
 
     Args:
         problem: what is computed.
         vector: the most floats that one instruction adds.
-        shared: bytes of shared memory that a block may ask for.
-        pairs: floats of two registers are added by one instruction; see blocks.PAIRS.
+        shared: bytes of shared memory that a CTA may ask for.
+        pairs: one instruction adds the floats of two registers; see blocks.PAIRS.
     """
     limit = fused_width(problem)
     heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
@@ -91,7 +91,7 @@ def choose_fused(
 
 
 def modifiers(problem: Problem) -> int:
-    """How many there are, beside the band."""
+    """Returns the number of score modifiers, not counting the band."""
     spec = problem.spec
     functions = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
     return len(problem.features) + functions
@@ -105,7 +105,7 @@ def _heads_at_once(problem: Problem) -> int:
 
 
 def fault(tile: FusedSizes, vector: int) -> str | None:
-    """Why the kernel cannot take these sizes, or None; `vector` is the most that the GPU has."""
+    """Returns why the kernel cannot take these sizes, or None; `vector` is the GPU's maximum."""
     if tile.rows not in (64, 128) or tile.columns not in (64, 128):
         return "rows and columns must be 64 or 128"
     if tile.slots not in (1, 2):

@@ -1,9 +1,9 @@
-"""Which part of a product each warp of a warpgroup has, and its way to shared memory and back.
+"""Part of a product that each warp of a warpgroup computes; its way to shared memory and back.
 
 A warp reads both operands of its part, (rows + columns) x summed elements, so a square part is read
-with the fewest bytes. An accumulator is labelled as wgmma's are, in which warp w has rows 16 w to
-16 w + 16 of each 64; which rows and columns of the product these are is up to whoever writes them
-down. So an accumulator of a Grid has a shape of its own, of as many elements as the product.
+with the fewest bytes. Accumulators have the register layout of wgmma, in which warp w has rows 16 w
+to 16 w + 16 of each 64. A Grid says which rows and columns of the product these are. So an
+accumulator of a Grid has a shape of its own, its label, with as many elements as the product.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MMA = 16  # rows of a product of a warp, and columns of two that are read togeth
 
 
 class Grid(NamedTuple):
-    """Warps of a warpgroup, `down` of them below each other and the others beside them.
+    """Arrangement of a warpgroup's warps: `down` of them below each other, the others to the right.
 
     Attributes:
-        down: 4, 2 or 1.
-        warp_rows: of the product, from one warp to that below.
-        block_rows: of the product, from one 16 rows of a warp to its next.
+        down: number of warps below each other: 4, 2 or 1.
+        warp_rows: rows of the product from one warp to the one below it.
+        block_rows: rows of the product from one block of 16 rows of a warp to its next.
     """
 
     down: int = WARPS
@@ -37,11 +37,11 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int) -> Grid:
-        """That which reads the fewest bytes; each warp has neighbouring rows.
+        """Returns the Grid that reads the fewest bytes; each warp has neighbouring rows.
 
         Args:
-            rows: of the product, a multiple of 64.
-            columns: likewise of 16.
+            rows: rows of the product, a multiple of 64.
+            columns: columns of the product, a multiple of 16.
         """
         fits = [n for n in (4, 2, 1) if columns % (MMA * WARPS // n) == 0]
         down = min(fits, key=lambda n: rows // n + columns // (WARPS // n))
@@ -49,24 +49,24 @@ class Grid(NamedTuple):
 
     @property
     def across(self) -> int:
-        """Warps beside each other."""
+        """Number of warps side by side."""
         return WARPS // self.down
 
     def label(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the accumulator of a product of this shape."""
+        """Returns the shape of the accumulator of a product of this shape."""
         return rows * self.across, columns // self.across
 
     def row(self, label: int) -> int:
-        """Of the product, relative to the warp's first, from that of the accumulator."""
+        """Converts a row of the accumulator to one of the product, relative to the warp's first."""
         block, row = divmod(label, WARPGROUP_ROWS)
         return block * self.block_rows + row
 
     def starts(self, me, columns: int) -> tuple[Any, Any]:
-        """i32, the first row and column of the warp of thread `me`; None: 0.
+        """Returns i32, the first row and column of the warp of thread `me`; None stands for 0.
 
         Args:
-            me: i32, of the warpgroup.
-            columns: of the accumulator.
+            me: i32, the thread of the warpgroup.
+            columns: number of columns of the accumulator.
         """
         warp, down = arith.divui(me, i32_constant(WARP)), i32_constant(self.down)
         row = arith.remui(warp, down) if self.across > 1 else warp
@@ -83,7 +83,7 @@ WGMMA = Grid()  # accumulators as they are labelled
 
 
 def put_body(grid: Grid, _, values, tile, first):
-    """Write an accumulator of 16 bits to columns `first` on of a tile."""
+    """Writes a 16-bit accumulator to columns `first` on of a tile in shared memory."""
     void = ir.Type.parse("!llvm.void")
     for index, place in _places(grid, values.shape, values.layout, tile, first):
         address, offset = place
@@ -93,7 +93,7 @@ def put_body(grid: Grid, _, values, tile, first):
 
 
 def get_body(shape, layout, _, tile, first):
-    """What `put_body` has written in the layout WGMMA, each thread its own."""
+    """Loads what `put_body` has written in the layout WGMMA; each thread reads its own elements."""
     i32, kind = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), tile.type.element_type)
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for index, place in _places(WGMMA, shape, layout, tile, first):
@@ -105,7 +105,7 @@ def get_body(shape, layout, _, tile, first):
 
 
 def _places(grid: Grid, shape, layout, tile, first):
-    """(index, (address, bytes)) of each register of an accumulator of this shape."""
+    """Yields (index, (address, byte offset)) of each register of an accumulator of this shape."""
     pitch = 2 * tile.type.shape[1]
     row, column = _first(grid, shape, layout)
     column = arith.addi(column, splat(first))
@@ -118,7 +118,7 @@ def _places(grid: Grid, shape, layout, tile, first):
 
 
 def _first(grid: Grid, shape, layout):
-    """i32, row and column of the product of this thread's first element."""
+    """Returns i32, the row and column of the product of this thread's first element."""
     if grid == WGMMA:  # as the layout has it: said as below, 60 bytes of spills in the forward
         return origin(shape, layout)
     me, four = thread(), i32_constant(4)

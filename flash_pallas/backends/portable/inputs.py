@@ -1,9 +1,9 @@
-"""What modifiers of scores read beside Q, K and V: straight from device memory into registers.
+"""Inputs of score modifiers besides Q, K and V: loaded straight from device memory into registers.
 
-Values of rows (queries, or keys where scores are transposed) are read once and held; those of
-columns and of single elements are read at every tile, before its products, which hide the latency.
+Values of rows (queries, or keys where scores are transposed) are loaded once and held. Those of
+columns and of single elements are loaded at every tile, before its matmuls, which hide the latency.
 A bias or mask in the accumulator's layout is read in pieces of 8 neighbouring elements a row, whole
-sectors of float32; where scores are transposed it is read as it lies, element by element.
+sectors of float32. Where scores are transposed it is read as it lies, element by element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..mosaic.side_arrays import Gmem
 
 
 class Place(NamedTuple):
-    """Where a tile lies; starts are indices, not positions."""
+    """Place of a score tile; starts are indices, not positions."""
 
     batch: Any
     head: Any
@@ -40,12 +40,12 @@ class Place(NamedTuple):
 
     @property
     def rows(self):
-        """The slice of its rows."""
+        """Slice of the tile's rows."""
         return pl.ds(self.row_start, self.shape[0])
 
     @property
     def columns(self):
-        """The slice of its columns."""
+        """Slice of the tile's columns."""
         return pl.ds(self.column_start, self.shape[1])
 
 
@@ -62,12 +62,12 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """How one kernel reads them.
+    """Loader of the inputs of score modifiers in one kernel.
 
     Attributes:
         problem: what is computed.
-        q_axis: which axis of its tiles runs over queries; 0: rows are queries.
-        interpret: run by the interpreter.
+        q_axis: axis of the kernel's tiles that runs over queries; 0: rows are queries.
+        interpret: run under the interpreter.
     """
 
     problem: Problem
@@ -75,11 +75,11 @@ class Inputs:
     interpret: bool
 
     def arrays(self, operands) -> Gmem:
-        """The operands as a kernel reads them; vectors are padded beyond the last tile."""
+        """Returns the operands as a kernel reads them; vectors are padded beyond the last tile."""
         return side_arrays.gmem(self.problem, self.q_axis, operands)
 
     def hold(self, gmem: Gmem, place: Place) -> Held:
-        """What does not depend on place.column_start."""
+        """Loads the inputs that do not depend on place.column_start."""
         return Held(
             segments=self._vector(gmem.row_segments, (place.batch,), place.rows, 0),
             keys=self._keys(gmem.row_keys, place, place.rows, 0),
@@ -90,13 +90,13 @@ class Inputs:
         )
 
     def read(self, held: Held, gmem: Gmem, place: Place, *, ids: bool = True) -> TileInputs:
-        """What the modifiers read at one tile.
+        """Returns the inputs of the modifiers at one tile.
 
         Args:
-            held: from `hold`.
-            gmem: from `arrays`.
-            place: of the tile.
-            ids: segment ids hide something of it.
+            held: result of `hold`.
+            gmem: result of `arrays`.
+            place: place of the tile.
+            ids: segment ids hide some of the tile.
         """
         by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
         column_ids = None
@@ -130,7 +130,7 @@ class Inputs:
         return side_arrays.entry(self.problem, shape, place.batch, place.head)
 
     def _vector(self, ref, at, elements, axis: int) -> Any:
-        """One value for each row (axis 0) or column (1) of a tile, or None."""
+        """Loads one value for each row (axis 0) or column (1) of a tile, or returns None."""
         if ref is None:
             return None
         return load_vector(ref.at[(*at, elements)], axis)
@@ -151,7 +151,7 @@ class Inputs:
         return None
 
     def _wide(self, held, ref, shape, place: Place):
-        """A bias or mask over a tile, f32."""
+        """Returns a bias or mask over a tile, f32; None if there is none."""
         kind = side_arrays.kind(shape, self.q_axis)
         if kind is None:
             return None
@@ -165,13 +165,16 @@ class Inputs:
 
 
 def load_vector(ref, axis: int):
-    """A vector in device memory, one element for each row (axis 0) or column (1) of a tile."""
+    """Loads a vector, one element for each row (axis 0) or column (1) of a tile, into registers.
+
+    It lies in device memory, or in the fused backward in shared memory.
+    """
     layout = inline.COLS if axis else inline.ROWS
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def load_tile(ref, place: Place, q_axis: int, interpret: bool):
-    """A tile of [T, S] in device memory, in its dtype; what lies beyond an end may be anything."""
+    """Loads a tile of [T, S] in device memory, in its dtype; beyond an end it may be anything."""
     starts = place.row_start, place.column_start
     if interpret:
         index = [jnp.int32(s) + jnp.arange(n) for s, n in zip(starts, place.shape, strict=True)]
@@ -190,13 +193,13 @@ def load_tile(ref, place: Place, q_axis: int, interpret: bool):
 
 
 class _Axis:
-    """Addresses along one axis of an array, kept inside it."""
+    """Offsets along one axis of an array, kept inside it."""
 
     def __init__(self, size: int, stride: int, first, step: int) -> None:
         self.last, self.stride, self.first, self.found = size - step, stride, first, {}
 
     def offset(self, index: int):
-        """i64: elements from the array's start to the index after the first one."""
+        """Returns i64: the elements from the array's start to `index` after the first one."""
         if index not in self.found:
             i64 = ir.IntegerType.get_signless(64)
             inside = arith.minsi(

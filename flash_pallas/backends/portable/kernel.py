@@ -1,4 +1,4 @@
-"""What every kernel here works with."""
+"""Base class of every kernel here: its copies and matmuls."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from .tiles import Copies
 
 
 class Kernel:
-    """Base of the dataclasses whose methods are the phases of a block.
+    """Base class of the dataclasses whose methods are the phases of a CTA.
 
     Attributes:
-        interpret: run by the interpreter.
+        interpret: run under the interpreter.
     """
 
     interpret: bool
 
     @property
     def hides_offsets(self) -> bool:
-        """See Copies."""
+        """Value of Copies.hides_offsets."""
         return True
 
     @property
     def products(self) -> Products:
-        """How tiles are multiplied."""
+        """Matmuls of tiles."""
         return Products(self.interpret)
 
     @property
     def copies(self) -> Copies:
-        """How a warpgroup that is alone moves tiles."""
+        """Copies of tiles by a warpgroup that is alone in its CTA."""
         return Copies(self.interpret, Team(self.interpret), self.hides_offsets)

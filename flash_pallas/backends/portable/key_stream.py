@@ -1,8 +1,8 @@
-"""K and V, whose tiles pass by in the forward.
+"""Stream of the K and V tiles that pass by in the forward.
 
-With one slot each, V is on its way while S is computed and the next K while O is, and every warp
-meets the others twice a step. With two, both are on their way for a whole step and warps meet once;
-the room of a second tile of each is what a second block on a multiprocessor may need.
+With one slot each, V is in flight while S is computed and the next K while O is, and all warps meet
+twice a step. With two, both are in flight for a whole step and warps meet once; the room of a
+second tile of each is what a second CTA on the SM may need.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .tiles import Copies, Copy
 
 
 class KeyStream(NamedTuple):
-    """The order of copies and of what waits for them.
+    """Order of the copies of K and V, and of the waits for them.
 
     Attributes:
-        copies: how tiles are moved.
+        copies: copies of tiles by the warpgroup.
         k: [slots, rows, columns] in shared memory; one slot or two.
-        v: likewise.
-        copy: (name, n, tile in shared memory) -> the Copy of K or V in the n-th step, of which
-            nothing is read if there is no such step.
+        v: [slots, rows, columns] in shared memory; as many slots.
+        copy: (name, n, tile in shared memory) -> the Copy of K or V in the n-th step, which reads
+            nothing if there is no such step.
     """
 
     copies: Copies
@@ -34,11 +34,11 @@ class KeyStream(NamedTuple):
 
     @property
     def ahead(self) -> bool:
-        """Whether both tiles of the next step have slots of their own."""
+        """True if both tiles of the next step have slots of their own."""
         return self.k.shape[0] == 2
 
     def slot(self, name: str, n):
-        """Where the tile of the n-th step lies."""
+        """Returns the tile in shared memory that K or V of the n-th step is copied to."""
         ref = getattr(self, name)
         return ref.at[lax.bitwise_and(jnp.int32(n), jnp.int32(1)) if self.ahead else 0]
 
@@ -49,11 +49,11 @@ class KeyStream(NamedTuple):
         return self._tile("k", n), self._tile("v", n)
 
     def start(self):
-        """Before the loop: one group of copies, what the first step waits for."""
+        """Starts, before the loop, the group of copies that the first step waits for."""
         self.copies.start(*(self._both(0) if self.ahead else (self._tile("k", 0),)))
 
     def begin(self, n):
-        """K of the n-th step has arrived; every warp has read what the next copies overwrite."""
+        """Waits for K of the n-th step and starts the next copies, into what warps have read."""
         if self.ahead:
             self.copies.arrived(*self._both(n))
             self.copies.start(*self._both(n + 1))
@@ -62,9 +62,9 @@ class KeyStream(NamedTuple):
             self.copies.start(self._tile("v", n))
 
     def second(self, n, bit=None) -> Any:
-        """So has V; nobody needs K any more.
+        """Waits for V of the n-th step, after which nobody needs K any more.
 
-        With a bit warps meet in any case; see Team.meet.
+        With a bit warps meet in any case, and the bit of Team.meet is returned.
         """
         if self.ahead:
             return None if bit is None else self.copies.meet(bit)
@@ -73,5 +73,5 @@ class KeyStream(NamedTuple):
         return found
 
     def end(self):
-        """After the loop: what was started for a step that does not exist."""
+        """Waits, after the loop, for what was started for a step that does not exist."""
         self.copies.arrived()

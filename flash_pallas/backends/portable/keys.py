@@ -1,6 +1,7 @@
-"""What blocks have in common that own keys of one head and let the queries pass that see them.
+"""Base of KV-stationary backward kernels: a CTA owns a KV tile and loops over Q tiles.
 
-Scores are transposed, rows are keys. All query heads that share the keys pass by.
+These are the Q tiles that attend to it, of all query heads that share the keys. Scores are
+transposed: rows are keys.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _ENDS_ANEW_FROM = 192  # head dims above; see OwnsKeys.anew
 
 
 class Sums(NamedTuple):
-    """What a block adds up; None for what it does not."""
+    """Accumulators of dK and dV of a CTA; None for what it does not accumulate."""
 
     dk: Any  # f32[rows, H], before scaling
     dv: Any  # f32[rows, Hv], before dropout's gain
 
 
 class Cta(NamedTuple):
-    """One block of threads and its keys."""
+    """State of one CTA and its KV tile."""
 
     gmem: BackwardArrays
     smem: Any  # with k and v
@@ -52,12 +53,12 @@ class Cta(NamedTuple):
 
 
 class OwnsKeys(Kernel):
-    """Base of the kernels of dK and dV.
+    """Base class of the kernels of dK and dV.
 
     Attributes:
         problem: what is computed.
-        tile: rows are keys, columns queries of a step.
-        interpret: run by the interpreter.
+        tile: tile sizes; rows are keys, columns the queries of a step.
+        interpret: run under the interpreter.
         hides_ends: keys past the end are masked; else what is summed for them is dropped.
     """
 
@@ -67,28 +68,28 @@ class OwnsKeys(Kernel):
 
     @property
     def inputs(self) -> Inputs:
-        """What modifiers read."""
+        """Loader of what score modifiers read; rows are keys."""
         return Inputs(self.problem, 1, self.interpret)
 
     @property
     def mask_all(self) -> bool:
-        """If any tile may be masked, all are, in one loop."""
+        """Masks all tiles, in one loop, if any tile may be masked."""
         return False
 
     def place(self, gmem: BackwardArrays, smem, copies: Copies, at) -> Cta:
-        """Where this block is.
+        """Returns where this CTA is, and the steps of its loop over Q tiles.
 
         Args:
-            gmem: in device memory.
-            smem: in shared memory.
-            copies: how its team moves tiles.
-            at: (batch entry, key head, block of keys).
+            gmem: arrays in device memory.
+            smem: buffers in shared memory.
+            copies: copies of tiles by the CTA's team.
+            at: (batch entry, KV head, KV block).
         """
         batch, kv_head, block = at
         return Cta(gmem, smem, copies, batch, kv_head, block, self.steps(gmem, at))
 
     def steps(self, gmem: BackwardArrays, at) -> Steps:
-        """Of the block at (batch entry, key head, block of keys)."""
+        """Returns the steps of the CTA at (batch entry, KV head, KV block)."""
         batch, _, block = at
         first, rows = block * self.tile.rows, self.tile.rows
         position = first - gmem.offset(self.problem, batch)
@@ -103,11 +104,12 @@ class OwnsKeys(Kernel):
         return Steps.of(blocks, self.problem.group)
 
     def anew(self, cta: Cta) -> Cta:
-        """At a place from which nothing is hoisted: what is made of it is made in every step.
+        """Returns `cta` behind an optimization barrier, so that nothing made of it is hoisted.
 
-        That is addresses and, of the widest heads and where positions alone say which blocks a walk
-        has, its ends: on 8.0 that saves the causal fused backward of head dim 256 8 bytes of
-        spills. At 192 it would cost 12, and 12 at 256 where the walk starts elsewhere.
+        Addresses are computed again in every step. So are the ends of the loop for the widest
+        heads, where positions alone say which blocks the loop has: on 8.0 that saves the causal
+        fused backward of head dim 256 8 bytes of spills. At 192 it would cost 12, and 12 at 256
+        where the loop starts elsewhere.
         """
         team = cta.copies.team
         found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, team.rank))
@@ -120,18 +122,18 @@ class OwnsKeys(Kernel):
         return Cta(cta.gmem, cta.smem, copies, batch, kv_head, block, steps, cta.stream)
 
     def ragged(self, gmem: BackwardArrays) -> bool:
-        """Some block has keys that do not exist."""
+        """Returns whether some KV block has keys that do not exist."""
         return bool(self.problem.kv_len % self.tile.rows) or gmem.side.kv_lengths is not None
 
     def own(self, cta: Cta) -> tuple[Copy, Copy]:
-        """Of its K and V."""
+        """Returns the copies of the CTA's K and V tiles."""
         gmem = cta.gmem
         first, limit = cta.block * self.tile.rows, gmem.kv_length(self.problem, cta.batch)
         of = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
         return of(gmem.k, cta.smem.k), of(gmem.v, cta.smem.v)
 
     def tiles(self, cta: Cta, n) -> Tiles:
-        """Of the n-th step."""
+        """Returns the Q and dO tiles of the n-th step, in device memory."""
         step = cta.steps[n]
         head = self.head(cta, step)
         of = lambda array: array.at[cta.batch, :, head]
@@ -140,12 +142,12 @@ class OwnsKeys(Kernel):
         return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
 
     def head(self, cta: Cta, step: Step):
-        """Of the queries of a step, or where there is no such step of others."""
+        """Returns the query head of a step; if there is no such step, some head of the group."""
         last = jnp.int32(self.problem.group - 1)
         return cta.kv_head * self.problem.group + lax.min(step.member, last)
 
     def at(self, cta: Cta, step: Step, part=None) -> Place:
-        """The tile of scores of a step, or a part (first, how many) of its columns."""
+        """Returns the place of a step's score tile, or of `part` (first, count) of its columns."""
         head = cta.kv_head * self.problem.group + step.member
         right, columns = part or (0, self.tile.columns)
         first = cta.block * self.tile.rows, step.block * self.tile.columns + right
@@ -154,12 +156,12 @@ class OwnsKeys(Kernel):
     # --- a tile ----------------------------------------------------------------------------------
 
     def modifiers(self, cta: Cta, place: Place, *, masked: bool) -> TileInputs:
-        """What they read at a tile."""
+        """Returns the inputs of the score modifiers at a tile."""
         held = self.inputs.hold(cta.gmem.side, place)
         return self.inputs.read(held, cta.gmem.side, place, ids=masked)
 
     def scores(self, cta: Cta, place: Place, q):
-        """S of a tile before anything is done to it, of which `q` are the rows of Q."""
+        """Computes S^T of a tile from the rows `q` of Q, before scale and modifiers."""
         summed = round_up(self.problem.head_dim, STEP)
         zeros = self.products.zeros(*place.shape)
         return self.products.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
@@ -167,7 +169,7 @@ class OwnsKeys(Kernel):
     def weights(
         self, cta: Cta, place: Place, s, lse, inputs: TileInputs, *, masked: bool
     ) -> Weights:
-        """P of a tile from its scores."""
+        """Computes P^T of a tile from its scores."""
         tile, limits = self.score_tile(cta, place), Limits()
         if masked:
             ends = self.hides_ends and self.ragged(cta.gmem)
@@ -176,24 +178,24 @@ class OwnsKeys(Kernel):
         return recompute.weights(self.problem, tile, s, lse, inputs, limits)
 
     def weight_gradients(self, cta: Cta, place: Place, do):
-        """dP of a tile, of which `do` are the rows of dO."""
+        """Computes dP^T of a tile from the rows `do` of dO."""
         summed = round_up(self.problem.v_head_dim, STEP)
         zeros = self.products.zeros(*place.shape)
         return self.products.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
 
     def score_gradients(self, cta: Cta, place: Place, w: Weights, dp, delta):
-        """dS of a tile, f32."""
+        """Computes dS^T of a tile, f32."""
         delta = self.score_tile(cta, place).per_q(delta)
         return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
 
     def score_tile(self, cta: Cta, place: Place) -> RegisterTile:
-        """Where the scores of a block of queries lie."""
+        """Returns the RegisterTile of a block of queries: the positions and shape of its scores."""
         start = place.column_start + cta.gmem.offset(self.problem, cta.batch)
         return RegisterTile(start, place.row_start, place.shape, q_axis=1, interpret=self.interpret)
 
 
 def outputs(problem: Problem, length: int, wanted=("dk", "dv")) -> Sums:
-    """dK and dV in device memory, of so many keys."""
+    """Returns the shapes of dK and dV in device memory, of `length` keys."""
     of = lambda columns: jax.ShapeDtypeStruct(
         (problem.batch, length, problem.kv_heads, columns), problem.dtype
     )

@@ -1,4 +1,4 @@
-"""What a block of each kernel allocates of shared memory."""
+"""Shared memory layouts: the buffers that a CTA of each kernel allocates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
 
 
 class ForwardSmem(NamedTuple):
-    """Of the forward."""
+    """Shared memory of the forward."""
 
     q: Any  # [rows, the wider head dim], in the end O
     k: Any  # [slots, columns, H]
@@ -37,7 +37,7 @@ class ForwardSmem(NamedTuple):
 
 
 class DkvSmem(NamedTuple):
-    """Of the dK/dV kernel."""
+    """Shared memory of the dK/dV kernel."""
 
     k: Any  # [rows, H], in the end dK
     v: Any  # [rows, Hv], in the end dV
@@ -46,7 +46,7 @@ class DkvSmem(NamedTuple):
 
 
 class DqSmem(NamedTuple):
-    """Of the dQ kernel."""
+    """Shared memory of the dQ kernel."""
 
     q: Any  # [rows, H], in the end dQ
     do: Any  # [rows, Hv]
@@ -55,7 +55,7 @@ class DqSmem(NamedTuple):
 
 
 class FusedSmem(NamedTuple):
-    """Of the fused backward."""
+    """Shared memory of the fused backward."""
 
     own: Any  # [2, rows, width]: V and K, in the end dV and dK
     passing: Slot  # [slots, ...]: dO and Q
@@ -65,17 +65,17 @@ class FusedSmem(NamedTuple):
 
     @property
     def k(self):
-        """The keys."""
+        """The K tile, [rows, width]; in the end dK."""
         return self.own.at[OF_K]
 
     @property
     def v(self):
-        """Their values."""
+        """The V tile, [rows, width]; in the end dV."""
         return self.own.at[OF_V]
 
 
 class LinesSmem(NamedTuple):
-    """Of score_lines.py: Q and dO, K and V, or K and V, Q and dO."""
+    """Shared memory of score_lines.py: a CTA owns Q and dO and streams K and V, or the reverse."""
 
     first: Any  # [rows, H]
     second: Any  # [rows, Hv]
@@ -84,7 +84,7 @@ class LinesSmem(NamedTuple):
 
 
 class TilesSmem(NamedTuple):
-    """Of score_tiles.py."""
+    """Shared memory of score_tiles.py."""
 
     q: Any  # [slots, rows, H]
     k: Any  # [slots, columns, H]
@@ -94,7 +94,7 @@ class TilesSmem(NamedTuple):
 
 
 class DecodeSmem(NamedTuple):
-    """Of decoding."""
+    """Shared memory of the decode kernel."""
 
     q: Any  # [rows, H]
     k: Any  # [columns, H]
@@ -102,7 +102,7 @@ class DecodeSmem(NamedTuple):
 
 
 def forward(problem: Problem, tile: TileSizes) -> ForwardSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of the forward."""
     width, v_width = widths(problem)
     exchange = None
     if tile.shared_weights:
@@ -116,7 +116,7 @@ def forward(problem: Problem, tile: TileSizes) -> ForwardSmem:
 
 
 def dkv(problem: Problem, tile: TileSizes) -> DkvSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of the dK/dV kernel."""
     width, v_width = widths(problem)
     return DkvSmem(
         k=buffer((tile.rows, width), problem.dtype),
@@ -127,7 +127,7 @@ def dkv(problem: Problem, tile: TileSizes) -> DkvSmem:
 
 
 def dq(problem: Problem, tile: TileSizes) -> DqSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of the dQ kernel."""
     width, v_width = widths(problem)
     return DqSmem(
         q=buffer((tile.rows, width), problem.dtype),
@@ -138,12 +138,12 @@ def dq(problem: Problem, tile: TileSizes) -> DqSmem:
 
 
 def fused_width(problem: Problem) -> int:
-    """Columns of all tiles of head dims: one product reads those of Q or of dO."""
+    """Returns the columns of every head-dim tile: one product reads tiles of Q or of dO."""
     return round_up(max(problem.head_dim, problem.v_head_dim), WIDTH_UNIT)
 
 
 def fused(problem: Problem, tile: FusedSizes, interpret: bool = False) -> FusedSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of the fused backward."""
     dtype, width = problem.dtype, fused_width(problem)
     sums = DqSums(tile.columns, width, tile.vector, interpret)
     return FusedSmem(
@@ -159,7 +159,7 @@ def fused(problem: Problem, tile: FusedSizes, interpret: bool = False) -> FusedS
 
 
 def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of score_lines.py."""
     width, v_width = widths(problem)
     of = lambda *shape: buffer(shape, problem.dtype)
     return LinesSmem(
@@ -171,7 +171,7 @@ def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
 
 
 def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of score_tiles.py."""
     width, v_width = widths(problem)
     of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
     meets = interpret and tile.warpgroups > 1
@@ -185,7 +185,7 @@ def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> 
 
 
 def decode(problem: DecodeProblem, blocks: PortableDecodeBlocks) -> DecodeSmem:
-    """What to allocate."""
+    """Returns the shared memory to allocate for a CTA of the decode kernel."""
     width, v_width = widths(problem)
     return DecodeSmem(
         q=buffer((blocks.rows, width), problem.dtype),

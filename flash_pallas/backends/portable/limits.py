@@ -1,4 +1,4 @@
-"""What all kernels here ask of their operands."""
+"""Dtypes and head dims that all portable kernels require of their operands."""
 
 from __future__ import annotations
 

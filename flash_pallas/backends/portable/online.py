@@ -1,4 +1,4 @@
-"""The softmax of rows of queries whose keys come block by block, in registers."""
+"""Online softmax in registers, for Q rows whose keys arrive block by block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLACK = 8.0
 
 
 class Rows(NamedTuple):
-    """What is known of each query after some key blocks."""
+    """Softmax state of each query after some KV blocks."""
 
     o: Any  # f32[rows, Hv], relative to the maxima
     # The largest logits; LOWEST where none was seen. -inf would have to be told from a number in
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What a key block weighs."""
+    """Weights of a KV block, and what the sums before it need."""
 
     p: Any  # weights
     alpha: Any  # () -> f32[rows]: what sums before are to be multiplied by
@@ -41,12 +41,12 @@ class Weighed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Online:
-    """How rows change from block to block.
+    """Update of the softmax state from KV block to KV block.
 
     Attributes:
         interpret: run by the interpreter.
-        far: see core.softmax.far; 0 where no logit can be.
-        slack: see SLACK; 0: m is the largest logit.
+        far: see core.softmax.far; 0 where no logit can be far.
+        slack: see SLACK; with 0, m is the largest logit.
     """
 
     interpret: bool
@@ -54,20 +54,20 @@ class Online:
     slack: float = SLACK
 
     def no_keys(self, rows: int, zeros) -> Rows:
-        """Before the first key block; `zeros` is O."""
+        """Returns the state before the first KV block; `zeros` is O."""
         full = lambda value: jnp.full((rows,), value, jnp.float32)
         cast = lambda x: x if self.interpret else plgpu.layout_cast(x, inline.ROWS)
         maxima = Maxima(cast(full(LOWEST)), cast(full(0.0)) if self.far else None)
         return Rows(zeros, maxima, row_sums.none(rows, self.interpret))
 
     def weigh(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]) -> Weighed:
-        """The weights of a key block.
+        """Computes the weights of a KV block.
 
         Args:
-            rows: so far.
-            x: of core.scores.Logits, with -inf where hidden.
-            log2_scale: likewise.
-            narrowed: from weights in float32 to what V is multiplied by.
+            rows: the state so far.
+            x: x of core.scores.Logits, with -inf where hidden.
+            log2_scale: log2_scale of core.scores.Logits.
+            narrowed: converts float32 weights to what V is multiplied by.
         """
         found = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
         p = jnp.exp2(found.x * log2_scale - per_row(found.m, x.shape))
@@ -77,7 +77,7 @@ class Online:
 
     @staticmethod
     def rescaled(rows: Rows, found: Weighed) -> Rows:
-        """Rows to which the product of weights and V is to be added."""
+        """Returns the state to which the product of weights and V is to be added."""
 
         def relative():
             alpha = found.alpha()
@@ -88,5 +88,5 @@ class Online:
 
 
 def per_row(x, shape):
-    """One value of each row, spread over a tile."""
+    """Spreads one value per row over a tile."""
     return lax.broadcast_in_dim(x, shape, (0,))

@@ -1,6 +1,6 @@
-"""Queries on their way past a block of keys, in the fused backward.
+"""Q tiles that stream past a KV tile, in the fused backward.
 
-Q and dO of a tile arrive together, with what is known of its rows, and are free together. With two
+Q and dO of a tile arrive together, with the vectors of its rows, and are freed together. With two
 slots the next tile has a whole step to arrive; with one it has the product that reads neither.
 """
 
@@ -17,23 +17,24 @@ from .vectors import Vector
 
 
 class Slot(NamedTuple):
-    """Shared memory of one tile of queries, or of several."""
+    """Shared memory of one Q tile, or of several."""
 
     tiles: Any  # [2, columns, width]: dO and Q, see fused.OF_V
     rows: Any  # f32[2, columns]: see backward_arrays.LSE
 
     def at(self, n) -> Slot:
-        """The n-th of several."""
+        """Returns the n-th of several slots."""
         return Slot(self.tiles.at[n], self.rows.at[n])
 
 
 class Passing(NamedTuple):
-    """The order of copies and of what waits for them.
+    """The order of copies and of the waits for them.
 
     Attributes:
         copies: how tiles are moved.
         slots: 1 or 2 of them.
-        of: what is copied for the n-th step into a slot; nothing is read if there is no such step.
+        of: returns the copies of the n-th step into a slot; they read nothing if there is no such
+            step.
     """
 
     copies: Copies
@@ -42,32 +43,32 @@ class Passing(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Of slots."""
+        """Number of slots."""
         return self.slots.tiles.shape[0]
 
     def slot(self, n) -> Slot:
-        """Of the n-th step."""
+        """Returns the slot of the n-th step."""
         return self.slots.at(lax.bitwise_and(jnp.int32(n), jnp.int32(self.count - 1)))
 
     def start(self, n):
-        """The tile of the n-th step is on its way; that of one before the loop."""
+        """Starts the copies of the n-th step; called for the first step before the loop."""
         self.copies.start(*self.of(n, self.slot(n)))
 
     def begin(self, n):
-        """The tile of the n-th step has arrived."""
+        """Waits until the tile of the n-th step has arrived."""
         self.copies.arrived(*self.of(n, self.slot(n)))
 
     def ahead(self, n):
-        """With two slots the tile of the next step is on its way, at any time after `begin`."""
+        """Starts the copies of the next step if there are two slots, any time after `begin`."""
         if self.count > 1:
             self.start(n + 1)
 
     def read(self, n):
-        """Nobody needs it any more: with one slot the next is on its way."""
+        """Marks the tile of the n-th step as read: with one slot, the next step's copies start."""
         if self.count == 1:
             self.copies.meet()
             self.start(n + 1)
 
     def end(self):
-        """After the loop: what was started for a step that does not exist."""
+        """Waits, after the loop, for what was started for a step that does not exist."""
         self.copies.arrived()

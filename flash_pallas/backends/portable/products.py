@@ -1,8 +1,8 @@
-"""Products of tiles: `mma.sync` on fragments that `ldmatrix` reads from shared memory.
+"""Tile products: `mma.sync` on fragments that `ldmatrix` reads from shared memory.
 
-The accumulator of m16n8k16 lies in registers as that of wgmma does, one warp to 16 rows of 64, so
-everything in backends/mosaic works on it. Its 16-bit form is the left operand of the next product
-as it is: element for element the same lanes.
+The accumulator of m16n8k16 has the register layout of a wgmma accumulator, with one warp for 16 of
+64 rows, so everything in backends/mosaic works on it. Converted to 16 bits it is the left operand
+of the next product as it is: each element is already in the lane that needs it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEP = 16  # summed elements of one mma
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """How a block multiplies.
+    """Matrix products of a warpgroup.
 
     Attributes:
         interpret: run by the interpreter.
@@ -39,21 +39,21 @@ class Products:
     interpret: bool
 
     def zeros(self, rows: int, columns: int, grid: Grid = WGMMA):
-        """An accumulator of a product of this shape."""
+        """Returns a zero accumulator, f32, for a product of this shape."""
         if self.interpret:
             return jnp.zeros((rows, columns), jnp.float32)
         zeros = jnp.zeros(grid.label(rows, columns), jnp.float32)
         return plgpu.layout_cast(zeros, inline.WGMMA)
 
     def add(self, accumulator, a, b, *, transposed: bool = False, summed: int | None = None):
-        """accumulator + a @ b, or a @ b^T.
+        """Returns accumulator + a @ b, or accumulator + a @ b^T.
 
         Args:
             accumulator: f32[rows, columns] in registers, rows a multiple of 64.
-            a: [rows, summed] of 16 bits: a tile in shared memory, or in registers as `accumulator`.
+            a: 16-bit [rows, summed]: a tile in shared memory, or in registers like `accumulator`.
             b: a tile in shared memory: [summed, columns], or if `transposed` [columns, summed].
             transposed: see b.
-            summed: where b is transposed, so many of its columns, a multiple of 16; None: all.
+            summed: number of columns to use of a transposed b, a multiple of 16; None: all.
         """
         in_registers = not hasattr(a, "at") or isinstance(a, jnp.ndarray)
         if self.interpret:
@@ -65,14 +65,14 @@ class Products:
         return _run(how, of_a, accumulator, a, b, 0)
 
     def add_part(self, accumulator, a, b, column, grid: Grid, *, transposed: bool = False):
-        """accumulator + a @ some columns of b, or a^T @ them.
+        """Returns accumulator + a @ some columns of b, or accumulator + a^T @ them.
 
         Args:
             accumulator: f32[rows, columns] in registers, rows a multiple of 64, of `grid`.
             a: a tile in shared memory: [rows, summed], or if `transposed` [summed, rows].
-            b: a tile in shared memory, [summed, columns and more].
-            column: the first of them, int32, a multiple of 8.
-            grid: of the warps.
+            b: a tile in shared memory: [summed, columns and more].
+            column: the first of these columns of b, int32, a multiple of 8.
+            grid: arrangement of the warps.
             transposed: see a.
         """
         if self.interpret:
@@ -105,7 +105,10 @@ def _dot(a, b, *, transposed: bool):
 
 
 class _How(NamedTuple):
-    """What lies transposed in shared memory: [columns, summed], or [summed, rows] on the left."""
+    """Variant of a product: what lies transposed in shared memory.
+
+    Transposed is [columns, summed] on the right and [summed, rows] on the left.
+    """
 
     right_transposed: bool = False
     left_transposed: bool = False
@@ -115,12 +118,12 @@ class _How(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Fragments:
-    """Four 8 x 8 matrices of a tile in shared memory at a time, lane l giving the address of a row.
+    """Source of ldmatrix.x4: four 8 x 8 matrices of a tile at a time; each lane addresses one row.
 
     Attributes:
-        address: i32 of this lane's row and unit in the first four matrices.
+        address: i32 address of this lane's row and unit in the first four matrices.
         pitch: bytes of a row.
-        transposed: each matrix on the way into registers.
+        transposed: each matrix is transposed on the way into registers.
     """
 
     address: Any
@@ -129,16 +132,16 @@ class _Fragments:
 
     @classmethod
     def of(cls, tile, me, *, transposed: bool, units_first: bool, row=None, column=None):
-        """Matrices in the order that a fragment wants them.
+        """Returns the source whose matrices come in the order that a fragment wants them.
 
         Args:
             tile: [rows, columns] in shared memory.
             me: i32, the thread.
-            transposed: each matrix on the way.
-            units_first: the second of the four lies beside the first, and the third below it; else
-                the other way round.
-            row: i32, the row that counts as row 0; None: it does.
-            column: likewise.
+            transposed: each matrix is transposed on the way into registers.
+            units_first: the second of the four matrices lies to the right of the first, and the
+                third below it; else the other way round.
+            row: i32, the row of the tile that counts as row 0; None: row 0.
+            column: i32, the column of the tile that counts as column 0; None: column 0.
         """
         pitch = 2 * tile.type.shape[1]
         lane = arith.remui(me, i32_constant(WARP))
@@ -156,7 +159,7 @@ class _Fragments:
         return cls(arith.addi(shared_address(tile), offset), pitch, transposed)
 
     def load(self, row: int, column: int):
-        """Four registers of two elements each, from this row and column on."""
+        """Loads four registers of two elements each, from this row and column on."""
         i32 = ir.IntegerType.get_signless(32)
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
         offset = row * self.pitch + column // UNIT_ELEMENTS * UNIT
@@ -172,7 +175,7 @@ class _Fragments:
 
 
 def _left(a, me, how: _How, row):
-    """(row after a warp's first, summed element) -> the left fragment of an mma."""
+    """Returns a function (row after a warp's first, summed element) -> left fragment of an mma."""
     if how.left_transposed:  # rows of the product are columns of the tile
         fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
         return lambda row, k: fragments.load(k, row)
@@ -189,7 +192,7 @@ def _left(a, me, how: _How, row):
 
 
 def _right(b, me, how: _How, column):
-    """(first summed element, column after a warp's first) -> right fragments of two neighbours."""
+    """Returns (first summed element, column after a warp's first) -> two adjacent fragments."""
     if how.right_transposed:  # columns of the product are rows of the tile
         fragments = _Fragments.of(b, me, transposed=False, units_first=True)
         return lambda k, column: fragments.load(column, k)
@@ -224,7 +227,7 @@ def _add_body(how: _How, _, accumulator, a, b, column):
 
 
 def _step(held, place, of_a, of_b, kind: str):
-    """One mma into the accumulator's registers of rows `row` and `row + 8`."""
+    """Issues one mma into the accumulator's registers of rows `row` and `row + 8`."""
     row, column = place
     places = (row, column), (row + 8, column)
     before = [at(held[place], e) for place in places for e in (0, 1)]

@@ -1,8 +1,9 @@
-"""Sums of the rows of a tile: a thread adds up its own columns, and lanes meet after the last tile.
+"""Row sums of tiles: a thread adds up its own columns; lanes are reduced after the last tile.
 
-A row's columns lie in four lanes. A part per row takes half the registers of inline.lane_sums,
-whose parts are those of even and of odd columns: 4 of 8 with 128 rows, where the forward has none
-to spare (60 bytes of spills became 20: head dim 128, causal, 64 keys, sm_80).
+The columns of a row lie in four lanes. One partial sum per row takes half the registers of
+inline.lane_sums, which keeps one for even and one for odd columns: 4 instead of 8 with 128 rows,
+where the forward has none to spare (60 bytes of spills became 20: head dim 128, causal, 64 keys,
+sm_80).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ..mosaic.registers import at, coordinates, fragmented
 
 
 def none(rows: int, interpret: bool):
-    """Of no tile."""
+    """Returns the sums of no tile: zeros, f32[rows]."""
     zeros = jnp.zeros((rows,), jnp.float32)
     return zeros if interpret else plgpu.layout_cast(zeros, ROWS)
 
 
 def parts(tile, interpret: bool):
-    """f32[rows]: in each lane the sum of its own columns; under the interpreter of all columns."""
+    """Computes f32[rows]: each lane sums its own columns; the interpreter sums all columns."""
     if interpret:
         return tile.sum(axis=1)
     run = plgpu.inline_mgpu(
@@ -38,7 +39,7 @@ def parts(tile, interpret: bool):
 
 
 def joined(sums, interpret: bool):
-    """f32[rows], the sums of what each lane has."""
+    """Reduces the partial sums of the lanes to the row sums, f32[rows]."""
     if interpret:
         return sums
     run = plgpu.inline_mgpu(

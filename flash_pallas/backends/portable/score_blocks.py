@@ -22,11 +22,11 @@ PIECE = 32  # columns of a warpgroup whose S and dP are in registers at one time
 
 @dataclasses.dataclass(frozen=True)
 class ScoreTiles:
-    """Of the sums over batch entries and heads.
+    """Tile sizes of the sums over batch entries and heads.
 
     Attributes:
         rows: queries of a tile, 64 or 128.
-        columns: its keys, of which each warpgroup has an equal part.
+        columns: keys of a tile, of which each warpgroup has an equal part.
         warpgroups: 1 or 2.
         slots: 1 or 2 tiles of each of Q, K, V and dO.
         keep_bias: the bias of a tile stays in registers.
@@ -39,12 +39,12 @@ class ScoreTiles:
     keep_bias: bool
 
     def bytes(self, problem: Problem) -> int:
-        """Of shared memory."""
+        """Returns the bytes of shared memory of a CTA."""
         return shared_memory(layouts.score_tiles(problem, self))
 
     @property
     def fault(self) -> str | None:
-        """Why the kernel cannot take these sizes, or None."""
+        """The reason why the kernel cannot take these sizes, or None."""
         if self.rows not in (64, 128) or not {self.warpgroups, self.slots} <= {1, 2}:
             return "rows must be 64 or 128, warpgroups and slots 1 or 2"
         if self.columns <= 0 or self.columns % (16 * self.warpgroups):
@@ -54,11 +54,11 @@ class ScoreTiles:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreLines:
-    """Of the sums over keys for every query, and over queries for every key.
+    """Tile sizes of the sums over keys for every query, and over queries for every key.
 
     Attributes:
-        rows: of a block of four warps, 64 or 128: queries, or keys.
-        columns: that stream by, a multiple of 16.
+        rows: queries, or keys, that a CTA of four warps owns: 64 or 128.
+        columns: keys, or queries, of a tile that streams by: a multiple of 16.
         slots: 1 or 2 tiles of what streams by.
     """
 
@@ -67,12 +67,12 @@ class ScoreLines:
     slots: int
 
     def bytes(self, problem: Problem) -> int:
-        """Of shared memory."""
+        """Returns the bytes of shared memory of a CTA."""
         return shared_memory(layouts.score_lines(problem, self))
 
     @property
     def fault(self) -> str | None:
-        """Why the kernel cannot take these sizes, or None."""
+        """The reason why the kernel cannot take these sizes, or None."""
         if self.rows not in (64, 128) or self.slots not in (1, 2):
             return "rows must be 64 or 128, slots 1 or 2"
         if self.columns % 16 or not 0 < self.columns <= LONGEST_TILE:
@@ -82,7 +82,7 @@ class ScoreLines:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreBlocks:
-    """Of the gradients that a call may be asked for; None for what it has nothing of."""
+    """Tile sizes of the kernels that a call's gradients may need; None where it needs none."""
 
     tile: Any = None  # ScoreTiles
     lines: Any = None  # ScoreLines
@@ -118,11 +118,11 @@ _LINES_OF_MANY = {
 
 
 def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | ScoreLines]:
-    """Sizes of the kernels of which a gradient may be asked for, by name: as few as there are.
+    """Chooses tile sizes by kernel name, for only those kernels whose gradients a call can have.
 
     Args:
         problem: what is computed.
-        shared: bytes of shared memory that a block may ask for.
+        shared: bytes of shared memory that a CTA may ask for.
     """
     found: dict[str, ScoreTiles | ScoreLines] = {}
     tiled = side_arrays.kind(problem.bias_shape, q_axis=0) == "tile"
@@ -136,7 +136,7 @@ def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | Score
 
 
 def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
-    """Of `choose_scores`."""
+    """Chooses the sizes of score_tiles.py for `choose_scores`."""
     limit, plain = max(widths(problem)), _is_plain(problem)
     table = _TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
@@ -150,7 +150,7 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
 
 
 def choose_lines(problem: Problem, shared: int) -> ScoreLines:
-    """Of `choose_scores`."""
+    """Chooses the sizes of score_lines.py for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
@@ -162,7 +162,7 @@ def choose_lines(problem: Problem, shared: int) -> ScoreLines:
 
 
 def _is_plain(problem: Problem) -> bool:
-    """A bias is all that changes scores, beside what is one number for a batch entry."""
+    """Checks that a bias is all that changes scores, except scalars per batch entry and head."""
     spec = problem.spec
     changed = spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None
     if any(x is not None for x in changed) or not spec.mask.is_trivial:

@@ -1,7 +1,7 @@
 """Sums of dS over keys, one for every query of a head, or over queries, one for every key.
 
-A block owns queries and goes through the keys that they see; or it owns keys, and scores are
-transposed. So it is one kernel: what a block owns are rows, what passes by are columns, and a
+A CTA owns queries and loops over the keys that they see; or it owns keys, and scores are
+transposed. One kernel serves both: what a CTA owns are rows, what streams by are columns, and a
 thread adds up its own columns of a row.
 """
 
@@ -32,7 +32,7 @@ from .walk import Steps, key_blocks, query_blocks
 
 
 class Cta(NamedTuple):
-    """One block of threads and its rows."""
+    """One CTA and its rows."""
 
     gmem: BackwardArrays
     smem: LinesSmem
@@ -46,10 +46,10 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LineSums(Terms):
-    """One launch; the methods are the phases of a block.
+    """One launch; the methods are the phases of a CTA.
 
     Attributes:
-        q_axis: 0: rows are queries; 1: they are keys.
+        q_axis: 0: rows are queries; 1: rows are keys.
     """
 
     problem: Problem
@@ -60,12 +60,12 @@ class LineSums(Terms):
 
     @property
     def inputs(self) -> Inputs:
-        """What modifiers read."""
+        """Reader of the inputs of score modifiers."""
         return Inputs(self.problem, self.q_axis, self.interpret)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a tile."""
+        """Shape of a tile of scores: (rows, columns)."""
         return self.tile.rows, self.tile.columns
 
     def __call__(self, gmem: BackwardArrays, *refs):
@@ -87,7 +87,7 @@ class LineSums(Terms):
             ref[cta.batch, cta.head, rows] = row_sums.joined(total, self.interpret)
 
     def place(self, gmem: BackwardArrays, smem: LinesSmem) -> Cta:
-        """Where this block is."""
+        """Locates this CTA and the steps that it goes through."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "row"))
         offset = gmem.offset(self.problem, batch)
         if self.q_axis:
@@ -104,7 +104,7 @@ class LineSums(Terms):
         return Cta(gmem, smem, batch, head, block, Steps.of(blocks))
 
     def sources(self, cta: Cta):
-        """((Q, dO, how many), (K, V, how many)) of the head, what a block owns first."""
+        """Returns [(Q, dO, queries), (K, V, keys)] of the head; what a CTA owns comes first."""
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         of = lambda array, head: array.at[cta.batch, :, head]
         gmem = cta.gmem
@@ -114,13 +114,13 @@ class LineSums(Terms):
         return [(*arrays, length(self.problem, cta.batch)) for *arrays, length in both]
 
     def own(self, cta: Cta) -> tuple[Copy, Copy]:
-        """Of the rows."""
+        """Returns the copies of the two tiles of rows that the CTA owns."""
         (first, second, limit), _ = self.sources(cta)
         row = cta.block * self.tile.rows
         return Copy(first, cta.smem.first, row, limit), Copy(second, cta.smem.second, row, limit)
 
     def tiles(self, cta: Cta, n, slot):
-        """Of the columns of the n-th step."""
+        """Returns the copies of the n-th step's two tiles of columns, in a tuple each."""
         step, (_, (first, second, length)) = cta.steps[n], self.sources(cta)
         column = step.block * self.tile.columns
         limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
@@ -128,18 +128,18 @@ class LineSums(Terms):
         return of(first, cta.smem.passing_first), of(second, cta.smem.passing_second)
 
     def at(self, cta: Cta, block) -> Place:
-        """The tile of scores of a block of columns."""
+        """Returns the place of the tile of scores of a block of columns."""
         first = cta.block * self.tile.rows, block * self.tile.columns
         return Place(cta.batch, cta.head, *first, self.shape)
 
     def vectors(self, cta: Cta, block):
-        """lse and delta of the queries of a tile."""
+        """Loads lse and delta of the queries of a tile."""
         place = self.at(cta, block)
         own = cta.batch, cta.head, place.columns if self.q_axis else place.rows
         return tuple(load_vector(x.at[own], self.q_axis) for x in (cta.gmem.lse, cta.gmem.delta))
 
     def step(self, cta: Cta, n, sums, *, masked: bool):
-        """The sums with one tile's share."""
+        """Returns the sums with one tile's share added."""
         block, smem, passing = cta.steps[n].block, cta.smem, cta.passing
         place, slot = self.at(cta, block), passing.slot(n)
         held, of_rows = cta.held
@@ -159,13 +159,16 @@ class LineSums(Terms):
         )
 
     def score_tile(self, cta: Cta, place: Place) -> RegisterTile:
-        """Where the scores lie."""
+        """Returns the positions of a tile of scores."""
         starts = (place.row_start, place.column_start)[:: -1 if self.q_axis else 1]
         q_start = starts[0] + cta.gmem.offset(self.problem, cta.batch)
         return RegisterTile(q_start, starts[1], place.shape, self.q_axis, self.interpret)
 
     def limits(self, cta: Cta, where: RegisterTile) -> Limits:
-        """What positions hide of a tile. Sums of keys that do not exist are dropped."""
+        """Returns what positions hide of a tile.
+
+        Keys that do not exist need no limit where they are rows: their sums are dropped.
+        """
         kv_len = None
         ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
         if not self.q_axis and ragged:
@@ -182,12 +185,12 @@ def line_sums(
     arrays,
     interpret: bool,
 ):
-    """Launch; for each name f32[B, N, T or S up to whole tiles].
+    """Launches the kernel; returns f32[B, N, T or S up to whole tiles] for each name.
 
     Args:
         problem: with the head dims that run.
         axes: "rows" or "columns" of mosaic.score_grads.
-        names: likewise.
+        names: names as of `launch` in mosaic.score_grads.
         tile: sizes.
         operands: of the call.
         arrays: BackwardArrays.

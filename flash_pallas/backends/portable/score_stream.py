@@ -1,7 +1,7 @@
-"""Two pairs of arrays whose tiles pass by, of which each product of a step reads one.
+"""Two pairs of arrays whose tiles stream by; each product of a step reads one pair.
 
-With two slots the tiles of the next step have all of this one to arrive, and warps meet once a
-step. With one slot a pair is copied while the other one is worked on, and they meet three times.
+With two slots the tiles of the next step have all of this step to arrive, and warps meet once a
+step. With one slot a pair is copied while the other one is worked on, and warps meet three times.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Pair = tuple[Copy, ...]
 
 
 class Pairs(NamedTuple):
-    """The order of copies and of what waits for them.
+    """The order of copies and of the waits for them.
 
     Attributes:
         copies: how tiles are moved.
-        slots: of every array, 1 or 2.
+        slots: slots of every array, 1 or 2.
         tiles: (n, slot) -> the copies of the first and of the second pair of the n-th step, which
             read nothing if there is no such step.
         several: there may be more than one step.
@@ -34,19 +34,19 @@ class Pairs(NamedTuple):
     several: bool = True
 
     def slot(self, n):
-        """Where tiles of the n-th step lie."""
+        """Returns the slot in which tiles of the n-th step lie."""
         return lax.bitwise_and(jnp.int32(n), jnp.int32(self.slots - 1))
 
     @property
     def groups(self) -> int:
-        """That `start` starts, in the sense of Copies.arrived."""
+        """Number of groups that `start` starts, in the sense of Copies.arrived."""
         return 1 if self.slots > 1 else 2
 
     def _of(self, n) -> tuple[Pair, Pair]:
         return self.tiles(n, self.slot(n))
 
     def start(self):
-        """Before the loop: the tiles of step 0."""
+        """Starts the copies of step 0, before the loop."""
         first, second = self._of(0)
         if self.slots > 1:
             self.copies.start(*first, *second)
@@ -55,13 +55,13 @@ class Pairs(NamedTuple):
             self.copies.start(*second)
 
     def _follow(self, n, *pairs: int):
-        """The same pairs of the next step are on their way."""
+        """Starts the copies of these pairs (0: the first, 1: the second) of the next step."""
         if self.several:
             found = self._of(n + 1)
             self.copies.start(*(copy for i in pairs for copy in found[i]))
 
     def begin(self, n):
-        """The first pair of the n-th step has arrived."""
+        """Waits until the first pair of the n-th step has arrived; with two slots both pairs."""
         first, second = self._of(n)
         if self.slots > 1:
             self.copies.arrived(*first, *second)
@@ -70,17 +70,17 @@ class Pairs(NamedTuple):
             self.copies.arrived(*first, pending=1)
 
     def first_read(self, n):
-        """Nobody needs it any more, and the second pair has arrived."""
+        """Marks the first pair as read, and waits until the second pair has arrived."""
         if self.slots == 1:
             self.copies.arrived(*self._of(n)[1])
             self._follow(n, 0)
 
     def second_read(self, n):
-        """Nor the second pair."""
+        """Marks the second pair as read."""
         if self.slots == 1 and self.several:
             self.copies.meet()
             self._follow(n, 1)
 
     def end(self):
-        """After the loop: what was started for a step that does not exist."""
+        """Waits, after the loop, for what was started for a step that does not exist."""
         self.copies.arrived()

@@ -1,4 +1,4 @@
-"""dS of a tile of scores once more, and what it adds to the gradients of what modified them."""
+"""Recomputes dS of a tile of scores and what it adds to the gradients of score modifiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .kernel import Kernel
 
 
 class Given(NamedTuple):
-    """What dS is made of, beside what modified the scores."""
+    """Inputs of dS, besides those of score modifiers."""
 
     s: Any  # f32 tile, q @ k^T
     dp: Any  # f32 tile, dO @ v^T
@@ -23,18 +23,18 @@ class Given(NamedTuple):
 
 
 class Terms(Kernel):
-    """Base of the kernels that sum dS.
+    """Base class of the kernels that sum dS.
 
     Attributes:
         problem: what is computed.
-        names: of mosaic.score_grads.
+        names: names as of `launch` in mosaic.score_grads.
     """
 
     problem: Problem
     names: tuple[Any, ...]
 
     def terms(self, tile: RegisterTile, given: Given, inputs: TileInputs, limits: Limits):
-        """f32 tiles: what each element adds to the gradient of each name."""
+        """Computes an f32 tile for each name: what each element adds to its gradient."""
         w = recompute.weights(self.problem, tile, given.s, given.lse, inputs, limits)
         c = recompute.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
         dz, dparams = w.pull(w.p * c)

@@ -1,12 +1,12 @@
 """Sums of dS over batch entries and heads: the gradient of a bias that is [.., T, S].
 
-A block owns a tile of the bias and goes through the scores that it was added to, the tiles of all
-its members (mosaic/bias_tiles.py). Two products a step, of which every operand is loaded anew:
+A CTA owns a tile of the bias and loops over the scores that it was added to, the tiles of all its
+members (mosaic/bias_tiles.py). A step has two products, and every operand of both is loaded anew:
 
     S = Q K^T, dP = dO V^T, dS = P (dP - delta), sums += dS
 
-So copies bound it, and tiles are as large as registers are for the sums. Each warpgroup has all
-rows of some columns, and S and dP of PIECE of them at one time.
+So copies are the bottleneck, and tiles are as large as the registers for the sums allow. Each
+warpgroup has all rows of some columns, and holds S and dP of PIECE of these columns at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .tiles import Copies, Copy
 
 
 class Cta(NamedTuple):
-    """One block of threads and its tile, as one of its warpgroups sees them."""
+    """One CTA and its tile, as one of its warpgroups sees them."""
 
     gmem: BackwardArrays
     bias: Any  # [T, S], of its entry and head
@@ -61,7 +61,7 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileSums(Terms):
-    """One launch; the methods are the phases of a block."""
+    """One launch; the methods are the phases of a CTA."""
 
     problem: Problem
     tile: ScoreTiles
@@ -71,7 +71,7 @@ class TileSums(Terms):
 
     @property
     def inputs(self) -> Inputs:
-        """What modifiers read beside the bias."""
+        """Reader of the inputs of score modifiers, besides the bias."""
         problem = dataclasses.replace(
             self.problem,
             bias_shape=None,
@@ -87,7 +87,7 @@ class TileSums(Terms):
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """(first, how many) of a warpgroup's columns that are in registers at one time."""
+        """(first, count) of the columns of a warpgroup that are in registers at one time."""
         size = PIECE if self.share % PIECE == 0 else self.share
         return [(first, size) for first in range(0, self.share, size)]
 
@@ -111,7 +111,7 @@ class TileSums(Terms):
             store(total, target, (place.row_start, place.column_start), self.interpret)
 
     def place(self, gmem: BackwardArrays, bias, smem: TilesSmem) -> Cta:
-        """Where this block is."""
+        """Locates this CTA, its tile of the bias and its members."""
         rank = lax.axis_index("wg") if self.tile.warpgroups > 1 else 0
         team = Team(self.interpret, self.tile.warpgroups, rank, smem.met)
         size = self.tile.rows, self.tile.columns
@@ -120,7 +120,7 @@ class TileSums(Terms):
         return Cta(gmem, bias.at[bias_place(self.problem, own)], smem, team, own, members)
 
     def tiles(self, cta: Cta, n, slot):
-        """Of the n-th step: of Q and K, and of dO and V."""
+        """Returns the copies of the n-th step: (Q and K, dO and V)."""
         (batch, head), gmem, smem = cta.members[n], cta.gmem, cta.smem
         exists = n < cta.members.total
         batch = jnp.where(exists, batch, jnp.int32(0))
@@ -138,18 +138,18 @@ class TileSums(Terms):
         return first, (of_q(gmem.do, smem.do), of_k(gmem.v, smem.v))
 
     def at(self, cta: Cta, batch, head, piece) -> Place:
-        """Some columns of this warpgroup's scores of a member."""
+        """Returns the place of a piece: some columns of this warpgroup's scores of a member."""
         first, size = piece
         column = cta.own.kv_block * self.tile.columns + cta.team.rank * self.share + first
         row = cta.own.q_block * self.tile.rows
         return Place(batch, head, row, column, (self.tile.rows, size))
 
     def own_bias(self, cta: Cta, place: Place):
-        """Of a piece, in its dtype."""
+        """Loads the bias of a piece, in its dtype."""
         return load_tile(cta.bias, place, 0, self.interpret)
 
     def step(self, cta: Cta, kept, n, sums):
-        """The sums with one member's share."""
+        """Returns the sums with one member's share added."""
         gmem, smem, passing = cta.gmem, cta.smem, cta.passing
         batch, head = cta.members[n]
         place, slot = self.at(cta, batch, head, self.pieces[0]), passing.slot(n)
@@ -179,21 +179,21 @@ class TileSums(Terms):
         return tuple(found)
 
     def product(self, cta: Cta, slot, left, right, piece):
-        """All rows of one tile by some columns of another."""
+        """Computes all rows of one tile @ some columns of another, f32[rows, size]."""
         first, size = piece
         columns = right.at[slot, pl.ds(cta.team.rank * self.share + first, size)]
         zeros = self.products.zeros(self.tile.rows, size)
         return self.products.add(zeros, left.at[slot], columns, transposed=True)
 
     def bias_and(self, cta: Cta, held, place: Place, kept):
-        """What modifiers read at a piece."""
+        """Returns the inputs of all score modifiers at a piece, the bias in f32."""
         inputs = self.inputs.read(held, cta.gmem.side, place)
         # What is kept stays in 16 bits: converted before the loop it takes twice the registers.
         bias = self.own_bias(cta, place) if kept is None else lax.optimization_barrier(kept)
         return inputs._replace(bias=bias.astype(jnp.float32))
 
     def gradients(self, cta: Cta, place: Place, given: Given, inputs):
-        """dS of a piece."""
+        """Computes dS of a piece."""
         start = place.row_start + cta.gmem.offset(self.problem, place.batch)
         where = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)
         # Sums of keys that do not exist are dropped; those beyond a length are 0.
@@ -208,7 +208,10 @@ class TileSums(Terms):
 def tile_sums(
     problem: Problem, tile: ScoreTiles, operands: Operands, arrays: BackwardArrays, interpret: bool
 ):
-    """Launch; ([parts * Bb, N1, T, S and more],) of the bias's dtype, f32 if there are parts."""
+    """Launches the kernel; returns ([parts * Bb, N1, T, S and more],).
+
+    The dtype is that of the bias, or f32 if there are several parts.
+    """
     tiles = BiasTiles.of(problem, tile.rows, tile.columns)
     parts = parts_of(problem, tiles.clusters, ENOUGH_BLOCKS)
     entries, heads = problem.bias_shape[:2]

@@ -1,14 +1,14 @@
-"""Gradients of what modifies scores: of the bias, of ALiBi's slopes, of what score_mod captured.
+"""Gradients of score modifiers: of the bias, of ALiBi's slopes, of what score_mod captured.
 
 All are sums of the gradient dS of the scores, which is as large as the scores. So S and dP are
-computed once more, tile by tile, and summed in registers; dS is never stored. What is summed over
-decides what a block owns:
+computed once more, tile by tile, and summed in registers; dS is never stored. The axes of the sum
+decide what a CTA owns:
 
     tile     a tile of the bias, for all batch entries and heads that share it: score_tiles.py
     columns  some keys of one head, for all queries: a bias that is the same for every query
     rows     some queries of one head, for all keys: everything else; both in score_lines.py
 
-No sum depends on the order in which blocks run: the same bits in every run.
+No sum depends on the order in which CTAs run: the same bits in every run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scores(
     wanted: frozenset[str],
     interpret: bool,
 ):
-    """Gradients by name, of those of core.problem.EXTRA_GRADS in `wanted`."""
+    """Computes gradients by name: those of core.problem.EXTRA_GRADS that are in `wanted`."""
 
     def launch(axes, names):
         if axes == "tile":

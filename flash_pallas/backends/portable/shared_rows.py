@@ -1,4 +1,4 @@
-"""A number of each row, through shared memory from the warps that know it to those that need it."""
+"""Per-row values passed through shared memory, from the warps that have them to those in need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .threads import WARP, assembly, linear, shared_address, thread
 
 
 def put(values, to, interpret: bool):
-    """Write f32[rows] in the layout ROWS to shared memory."""
+    """Writes f32[rows] in the layout ROWS to shared memory."""
     if interpret:
         to[...] = values
         return
@@ -26,7 +26,7 @@ def put(values, to, interpret: bool):
 
 
 def get(source, rows: int, grid: Grid, interpret: bool):
-    """f32[rows], those of the rows of an accumulator of `grid`, in the layout ROWS."""
+    """Loads f32[rows] of the rows of an accumulator of `grid`, in the layout ROWS."""
     if interpret:
         return source[...]
     run: Any = plgpu.inline_mgpu(
@@ -57,7 +57,7 @@ def _get_body(grid: Grid, rows: int, layout, _, tile):
 
 
 def _places(grid: Grid, rows: int, layout, tile):
-    """(index, (address, bytes)) of each register; the four lanes of a row have the same."""
+    """Yields (index, (address, bytes)) of each register; the four lanes of a row have the same."""
     me = thread()
     row = arith.divui(arith.remui(me, i32_constant(WARP)), i32_constant(4))
     down, _ = grid.starts(me, 0)

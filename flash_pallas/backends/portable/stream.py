@@ -1,7 +1,7 @@
-"""Two arrays whose tiles pass by, in the deterministic kernels.
+"""Two arrays whose tiles stream by, in the deterministic kernels.
 
 The first is read by the first and by the last product of a step, so its next tile goes to another
-slot; the second is free before that product, which hides the copy of its next tile.
+slot. The second is free before the last product, which hides the copy of its next tile.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SLOTS = 2  # of the first array
 
 
 class Tiles(NamedTuple):
-    """What one step reads, in device memory.
+    """Tiles in device memory that one step reads.
 
     Attributes:
         first, second: [length, columns].
-        row: of both, where the tile starts.
+        row: row of both at which the tile starts.
         limit: rows from there on are not read.
     """
 
@@ -33,13 +33,13 @@ class Tiles(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The order of copies and of what waits for them.
+    """The order of copies and of the waits for them.
 
     Attributes:
         copies: how tiles are moved.
         first: [SLOTS, rows, columns] in shared memory.
         second: [rows, columns] in shared memory.
-        tiles: the Tiles of the n-th step, of which nothing is read if there is no such step.
+        tiles: returns the Tiles of the n-th step; nothing of them is read if there is no such step.
     """
 
     copies: Copies
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
     tiles: Callable[[Any], Tiles]
 
     def slot(self, n):
-        """Where the first array's tile of the n-th step lies."""
+        """Returns the shared memory of the first array's tile of the n-th step."""
         return self.first.at[lax.bitwise_and(jnp.int32(n), jnp.int32(SLOTS - 1))]
 
     def _first(self, n) -> Copy:
@@ -60,24 +60,24 @@ class Stream(NamedTuple):
         return Copy(found.second, self.second, found.row, found.limit)
 
     def start(self):
-        """Before the loop: the tiles of step 0."""
+        """Starts the copies of step 0, before the loop."""
         self.copies.start(self._first(0))
         self.copies.start(self._second(0))
 
     def begin(self, n):
-        """The first tile of the n-th step has arrived; that of the next is on its way."""
+        """Waits for the first tile of the n-th step, then starts the copy of the next step's."""
         self.copies.arrived(self._first(n), pending=1)
         self.copies.start(self._first(n + 1))
 
     def second_arrived(self, n):
-        """So has the second."""
+        """Waits for the second tile of the n-th step."""
         self.copies.arrived(self._second(n), pending=1)
 
     def second_read(self, n):
-        """Nobody needs it any more; the next one is on its way."""
+        """Marks the second tile as read, and starts the copy of the next step's."""
         self.copies.meet()
         self.copies.start(self._second(n + 1))
 
     def end(self):
-        """After the loop: what was started for a step that does not exist."""
+        """Waits, after the loop, for what was started for a step that does not exist."""
         self.copies.arrived()

@@ -1,4 +1,4 @@
-"""The warpgroups of a block: who copies what, and where they wait for each other."""
+"""The warpgroups of a CTA: who copies what, and where they wait for each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..mosaic import inline
 
 
 class Team(NamedTuple):
-    """All warpgroups of a block, as one of them sees them.
+    """All warpgroups of a CTA, as one of them sees them.
 
     Attributes:
         interpret: run by the interpreter.
-        size: how many there are.
-        rank: which of them this is.
-        met: an mbarrier that all of them arrive at. The interpreter has no named barriers.
+        size: number of warpgroups.
+        rank: index of this warpgroup.
+        met: an mbarrier at which all of them arrive. The interpreter has no named barriers.
     """
 
     interpret: bool
@@ -26,10 +26,11 @@ class Team(NamedTuple):
     met: Any = None
 
     def meet(self, bit=None) -> Any:
-        """All warps of all of them have come here.
+        """Waits until all warps of all warpgroups have arrived here.
 
         Args:
-            bit: i32, uniform over a warp; where given, 1 if some warp came with one that is not 0.
+            bit: i32, uniform over a warp; only with one warpgroup. If given, the result is 1 if
+                some warp arrived with a nonzero bit.
         """
         if bit is not None:
             if self.size > 1:
@@ -45,12 +46,12 @@ class Team(NamedTuple):
         return None
 
     def part(self, count: int):
-        """(start, size) of this one's share of so many rows or columns."""
+        """Returns (start, size) of this warpgroup's share of `count` rows or columns."""
         size = count // self.size
         return self.rank * size, size
 
     def rows(self, tile):
-        """(first row, rows) of this one's share of a tile, and that as a ref."""
+        """Returns (first row, ref) of this warpgroup's share of a tile."""
         if self.size == 1:
             return 0, tile
         first, size = self.part(tile.shape[0])

@@ -1,4 +1,4 @@
-"""Where threads are, where their data lie and what they run, for code written into a kernel."""
+"""Thread indices, addresses and inline PTX, for code that is written into a kernel."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ WARP = 32
 
 
 def thread():
-    """i32: of the warpgroup. Unknown to the compiler, so that addresses made of it are made again
-    in every step: those of all copies and products of a step would take 20 to 40 registers.
+    """Returns the i32 index of this thread in its warpgroup, hidden from the compiler.
+
+    Addresses computed from it are therefore computed again in every step: those of all copies and
+    products of a step would take 20 to 40 registers.
     """
     return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
 
 
 def shared_address(ref):
-    """i32: where a ref of shared memory starts."""
+    """Returns the i32 address at which a ref of shared memory starts."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
 def device_address(ref, index, size: int):
-    """i64: where a ref of device memory has its element `index`, an i32, of so many bytes."""
+    """Returns the i64 address of element `index` (i32) of a ref of device memory.
+
+    Args:
+        ref: of device memory.
+        index: i32.
+        size: bytes of an element.
+    """
     i64 = ir.IntegerType.get_signless(64)
     return linear(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), (index, size))
 
 
 def linear(base, *terms):
-    """base + x * factor of each term, in the type of the base; x is i32."""
+    """Computes base + x * factor summed over all terms, in the type of the base; x is i32."""
     for x, factor in terms:
         if x.type != base.type:
             x = arith.extsi(base.type, x)
@@ -41,12 +49,12 @@ def linear(base, *terms):
 
 
 def less(x, y):
-    """i1: x < y."""
+    """Returns the i1 x < y, signed."""
     return arith.cmpi(arith.CmpIPredicate.slt, x, y)
 
 
 def where(condition, run):
-    """Emit run(), for threads for which the i1 holds; None: for all."""
+    """Emits run() for threads for which the i1 holds; None: for all threads."""
     if condition is None:
         run()
         return
@@ -56,6 +64,6 @@ def where(condition, run):
 
 
 def assembly(code: str, constraints: str, *operands):
-    """PTX that has no result."""
+    """Emits PTX that has no result."""
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)

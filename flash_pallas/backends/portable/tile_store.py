@@ -1,4 +1,4 @@
-"""A tile of registers written to device memory as it lies, without a way through shared memory."""
+"""Stores of register tiles to device memory as they lie, without a detour through shared memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .tiles import where
 
 
 def store(values, target, starts, interpret: bool):
-    """Write an f32 tile to [rows, columns] in device memory, in its dtype.
+    """Writes an f32 tile to [rows, columns] in device memory, in the dtype of the target.
 
     Rows and columns that the array does not have are not written. Under the interpreter it has all.
 
     Args:
-        values: f32 tile as accumulators lie.
+        values: f32 tile in the accumulator layout.
         target: float32 or of 16 bits, columns a multiple of 2.
         starts: (row, column) where the first element goes, the column a multiple of 2.
         interpret: run by the interpreter.

@@ -1,13 +1,13 @@
-"""Tiles in shared memory, the copies that fill and empty them, and what orders these.
+"""Tiles in shared memory, the copies that fill and drain them, and how these are ordered.
 
 A row of a tile is padded by 16 bytes, so that the eight rows that `ldmatrix` reads at once lie in
-different banks: a row of a multiple of 32 bytes and 16 more is an odd number of units of 16 bytes.
-Copies are `cp.async` of 16 bytes, which writes zeros where it is told to read nothing: rows past an
-end, whatever lies there, and columns that the array does not have.
+different banks: a row of a multiple of 32 bytes plus 16 is an odd number of 16-byte units. Copies
+are `cp.async` of 16 bytes, which writes zeros where it is told to read nothing: zero padding for
+rows past an end, whatever lies there, and for columns that the array does not have.
 
 Under the interpreter a tile is NaN from `start` to `arrived`, so a read that comes too early, or of
-a tile that is already being filled again, is a NaN in the result. Warps that overtake each other it
-cannot show; the barrier that keeps them together is in `arrived` and nowhere else.
+a tile that is already being filled again, is a NaN in the result. It cannot show warps that
+overtake each other; the barrier that keeps them together is in `arrived` and nowhere else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
 
 
 def buffer(shape, dtype):
-    """Shared memory for tiles [..., rows, columns], columns a multiple of 16."""
+    """Allocates shared memory for tiles [..., rows, columns], columns a multiple of 16."""
     *outer, columns = shape
     if columns % 16:
         raise AssertionError(f"{shape=}: columns must be a multiple of 16")
@@ -46,12 +46,12 @@ def buffer(shape, dtype):
 
 
 def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
-    """Columns of tiles of Q and K, and of V and O."""
+    """Returns the columns of tiles of Q and K, and those of V and O."""
     return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
 
 
 def columns_of(tile) -> int:
-    """Without the padding of its rows."""
+    """Returns the columns of a tile without the padding of its rows."""
     return tile.shape[-1] - UNIT_ELEMENTS
 
 
@@ -74,11 +74,11 @@ class Copy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies between device memory and tiles, by all threads of a block.
+    """Copies between device memory and tiles, by all threads of a CTA.
 
     Attributes:
         interpret: run by the interpreter.
-        team: the warpgroups of the block, which have equal parts of the rows of each tile.
+        team: the warpgroups of the CTA, which have equal parts of the rows of each tile.
         hides_offsets: see `_body`.
     """
 
@@ -87,9 +87,10 @@ class Copies:
     hides_offsets: bool = True
 
     def start(self, *copies: Copy | Vector):
-        """Start copies, which together are one group for `arrived`.
+        """Starts copies, which together are one group for `arrived`.
 
-        Every warp has read what was in the tiles before: the last `arrived` or `meet` came after.
+        Every warp must have read what was in the tiles before: the last `arrived` or `meet` comes
+        after these reads.
         """
         for copy in map(self._own, copies):
             if self.interpret:
@@ -102,12 +103,12 @@ class Copies:
         plgpu.inline_mgpu()(_commit_body)()
 
     def arrived(self, *copies: Copy | Vector, pending: int = 0, bit=None):
-        """Wait until all but the newest `pending` groups have arrived, for every thread.
+        """Waits until all but the newest `pending` groups have arrived, for every thread.
 
         Args:
             copies: those of the groups that now arrive, as they were started.
             pending: groups that were started after them.
-            bit: what is returned is that of Team.meet.
+            bit: see Team.meet, whose result is returned.
         """
         if self.interpret:
             for copy in map(self._own, copies):
@@ -117,11 +118,12 @@ class Copies:
         return self.meet(bit)
 
     def _body(self, write):
-        """What writes a copy into the kernel.
+        """Returns the function that writes a copy into the kernel.
 
-        The start of an array is the same for all threads. If they make the offset from it first,
-        which ptxas then takes as it is, it need not take two registers of each of them through the
-        loop: 8 bytes of the forward's spills, and 4 of the fused backward's on 8.0.
+        The start of an array is the same for all threads. If each thread computes the offset from
+        it first, and ptxas then takes that as it is, the start need not occupy two registers per
+        thread through the loop: 8 bytes of the forward's spills, and 4 of the fused backward's on
+        8.0.
         """
         return functools.partial(write, self.hides_offsets)
 
@@ -132,17 +134,17 @@ class Copies:
         return copy._replace(tile=tile, first=copy.first + down)
 
     def meet(self, bit=None):
-        """All warps have come here; see Team.meet."""
+        """Waits until all warps have arrived here; see Team.meet."""
         return self.team.meet(bit)
 
     def put(self, values, tile, column=0, grid: Grid = WGMMA):
-        """Write an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
+        """Writes an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
 
         Args:
             values: f32[rows, up to so many columns] in registers.
-            tile: where to.
-            column: of the tile, where the first one of the values goes.
-            grid: of whose accumulators `values` is one.
+            tile: the target.
+            column: column of the tile where the first column of the values goes.
+            grid: arrangement of the warps of the accumulator `values`.
         """
         values = values.astype(tile.dtype)
         if self.interpret:
@@ -154,7 +156,7 @@ class Copies:
         run(values, tile, jnp.int32(column))
 
     def get(self, shape, tile, column=0):
-        """The values of `put`, f32, where every thread has written those that it reads."""
+        """Loads the values of `put`, f32; every thread must have written those that it reads."""
         if self.interpret:
             return tile[:, pl.ds(column, shape[1])].astype(jnp.float32)
         body = functools.partial(get_body, shape, inline.WGMMA.to_mgpu())
@@ -165,7 +167,7 @@ class Copies:
         return run(tile, jnp.int32(column)).astype(jnp.float32)
 
     def store(self, tile, target, first, limit):
-        """Copy a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
+        """Copies a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
 
         Under the interpreter the array has all rows of the tile.
         """
@@ -227,7 +229,7 @@ class _Units:
         self.tile = shared_address(tile)
 
     def each(self):
-        """All of this thread's units."""
+        """Yields all units of this thread."""
         me, total, count = thread(), self.rows * self.per_row, i32_constant(self.per_row)
         if THREADS % self.per_row == 0 and len(self.row_bytes) == 1:  # they lie below each other
             row, column = arith.divui(me, count), arith.remui(me, count)
@@ -239,7 +241,7 @@ class _Units:
             yield from self._below(row, column, [start], at=start)
 
     def _below(self, row, column, starts, at: int = 0):
-        """Units of the rows (start - at) / units of a row after `row`, for each start."""
+        """Yields, for each start, the unit (start - at) / (units of a row) rows below `row`."""
         index = arith.addi(self.first, row)
         tile = linear(self.tile, (row, 2 * self.pitch), (column, UNIT))
         zero = arith.constant(ir.IntegerType.get_signless(64), 0)
@@ -265,7 +267,7 @@ class _Units:
             )
 
     def _row(self, index):
-        """(index, bytes) whose products lead to a row of the array."""
+        """Returns pairs (index, bytes), the sum of whose products is the offset of a row."""
         if len(self.row_bytes) == 1:
             return ((index, self.row_bytes[0]),)
         inner = i32_constant(self.inner)

@@ -1,4 +1,4 @@
-"""Numbers of the columns of a tile, which are copied to shared memory beside it."""
+"""cp.async of per-column float32 vectors (LSE, delta) into shared memory, next to their tile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Vector(NamedTuple):
         source: f32[length] in device memory, which starts at a multiple of 16 bytes.
         tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
         first: int32, a multiple of 4.
-        count: int32: `size`, or 0: nothing is copied.
+        count: int32: `size`, or 0 to copy nothing.
     """
 
     source: Any
@@ -29,7 +29,7 @@ class Vector(NamedTuple):
 
 
 def start_body(_, source, tile, first, count):
-    """Start a copy; without a branch, about which nothing of what surrounds it would be moved."""
+    """Issues the copy with a predicate: no surrounding code would be moved across a branch."""
     element = arith.muli(thread(), i32_constant(UNIT_ELEMENTS))
     to = linear(shared_address(tile), (element, 4))
     of = device_address(source, arith.addi(splat(first), element), 4)

@@ -1,4 +1,4 @@
-"""Which blocks a block of queries or keys goes through, and which of them it masks."""
+"""Block ranges that a tile of queries or keys loops over, and which of these blocks need a mask."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..mosaic import inline
 
 
 def key_blocks(problem: Problem, at, position, tile, bounds, kv_length) -> BlockRange:
-    """Of the queries of one tile.
+    """Returns the range of KV blocks for the queries of one tile.
 
     Args:
         problem: what is computed.
         at: (batch entry, query block).
-        position: of the tile's first query.
+        position: position of the tile's first query.
         tile: (queries, keys).
         bounds: core.bounds.kv_bounds, or None.
-        kv_length: keys of the batch entry where arrays say it, or None.
+        kv_length: number of keys of the batch entry where arrays give it, or None.
     """
     rows, block_kv = tile
     found = problem.spec.mask.kv_blocks(position, rows, problem.kv_len, block_kv)
@@ -34,10 +34,10 @@ def key_blocks(problem: Problem, at, position, tile, bounds, kv_length) -> Block
 
 
 def query_blocks(problem: Problem, at, position, tile, bounds) -> BlockRange:
-    """Of the keys of one tile; the arguments are those of `key_blocks`.
+    """Returns the range of Q blocks for the keys of one tile; arguments are as of `key_blocks`.
 
-    Queries past the end need no mask, their weights are 0. Neither do keys: what is summed for them
-    is dropped.
+    Queries past the end need no mask: their weights are 0. Neither do keys past the end: what is
+    summed for them is dropped.
     """
     block_q, rows = tile
     whole = ints.round_up(problem.q_len, block_q)
@@ -60,7 +60,7 @@ def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
 
 
 def masked_unless(found: BlockRange, whole) -> BlockRange:
-    """All blocks are masked, unless the traced `whole` holds."""
+    """Returns the range with all blocks masked, unless the traced `whole` holds."""
     if found.full_start is found.full_stop:
         return found  # they are anyway
     full_start = jnp.where(whole, jnp.int32(found.full_start), jnp.int32(found.stop))
@@ -79,16 +79,17 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Blocks that all heads of a group go through, numbered from 0 on.
+    """Blocks that all heads of a GQA group go through, numbered from 0 on.
 
-    What needs a mask is a loop of its own, and so is what needs none; each goes through all heads,
-    for a loop around these loops would cost registers: 60 at head dim 256.
+    Blocks that need a mask have a loop of their own, and so have those that need none; each loop
+    goes through all heads, because a loop around these loops would cost registers: 60 at head dim
+    256.
 
     Attributes:
         zones: (low, high, masked) of consecutive blocks.
         group: heads.
-        shift: where there is one zone, which of its blocks comes first, counted from its first one
-            and round; None: that one.
+        shift: with a single zone, offset from its first block of the block that comes first; the
+            order wraps around. None: the first block.
     """
 
     zones: list
@@ -97,11 +98,11 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, blocks: BlockRange, group: int = 1) -> Steps:
-        """Without zones that are known to be empty."""
+        """Returns the steps of a block range, without zones that are known to be empty."""
         return cls([zone for zone in blocks.zones() if zone[0] is not zone[1]], group)
 
     def _starts(self) -> list:
-        """The number of the first step of each zone, and of the last one's end."""
+        """Computes the number of the first step of each zone, and the end of the last zone."""
         starts = [jnp.int32(0)]
         for low, high, _ in self.zones:
             length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(0))
@@ -109,7 +110,7 @@ class Steps(NamedTuple):
         return starts
 
     def __getitem__(self, n) -> Step:
-        """The n-th; also of numbers past the end, where it does not exist."""
+        """Returns the n-th step; numbers past the end give a step that does not exist."""
         starts, n = self._starts(), jnp.int32(n)
         exists = n < starts[-1]
         if (self.group == 1 and self.shift is None) or not self.zones:
@@ -129,14 +130,14 @@ class Steps(NamedTuple):
         return Step(*found, exists)
 
     def fold(self, step, carry: Any, *, hides_end: bool):
-        """step(n, carry, masked=) for each of them in turn; the last carry.
+        """Runs step(n, carry, masked=) for each step in turn, and returns the last carry.
 
         Args:
-            step: what it is.
+            step: the loop body.
             carry: the first.
-            hides_end: the compiler does not know how many there are. A single ragged step, unrolled
-                into the end of a kernel, spilled 8 to 100 bytes of dQ at head dim 256; hidden from
-                the fused backward, whose loop is one, the end costs it 4 to 12.
+            hides_end: hides the number of steps from the compiler. A single ragged step, unrolled
+                into the end of a kernel, spilled 8 to 100 bytes of dQ at head dim 256. Hiding the
+                end from the fused backward, which has a single loop, costs it 4 to 12 bytes.
         """
         starts = self._starts()
         for start, stop, (_, _, masked) in zip(starts[:-1], starts[1:], self.zones, strict=True):

@@ -3,7 +3,7 @@
 backend   the two passes over the tiles
 decode    a few queries against a cache, contiguous or paged
 online    one step of the online softmax
-tiles     what happens between two products: modifiers, what is hidden, their gradients
+tiles     between two matmuls: score modifiers, masking, their gradients
 grid      how a call is cut into tiles, and which tiles are read
 """
 

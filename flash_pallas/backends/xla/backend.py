@@ -1,8 +1,8 @@
 """The two passes over the tiles: Algorithms 1 and 2 of FlashAttention-2 (arXiv:2307.08691).
 
-Batch and heads are carried along in every product. Query heads that share a key head are an axis of
+Batch and heads are carried along in every matmul. Query heads that share a KV head are an axis of
 their own, so keys and values are never repeated. The backward goes once over the tiles: five
-products each, dQ added up in place. Memory is linear in the lengths.
+matmuls each, dQ accumulated in place. Memory is linear in the lengths.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class XlaBackend:
     partitionable = True
 
     def unsupported(self, problem: Problem) -> str | None:
-        """None: it takes every problem."""
+        """Returns None: it takes every problem."""
         return None
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> XlaBlocks:
-        """The default tiles, no larger than the problem, with the caller's fields put in.
+        """Returns the default tiles, no larger than the problem, with the caller's fields put in.
 
         Raises:
             ValueError: an unknown field, or a size that is not a positive int.
@@ -56,11 +56,11 @@ class XlaBackend:
         return dataclasses.replace(fitted, **override)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """None: one size serves."""
+        """Returns no candidates: there is nothing to time, as one size serves."""
         return {}
 
     def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
-        """The rows' scalars are in the accumulation dtype: float64 for float64 inputs."""
+        """Computes attention; per-row scalars have the accumulation dtype (float64 for float64)."""
         operands = padding.cleared(operands)
         grid = Grid(describe(operands, spec), blocks)
         tiles = Tiles.of(grid, operands)
@@ -79,7 +79,7 @@ class XlaBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Gradients in the dtypes of the operands."""
+        """Computes gradients in the dtypes of the operands."""
         lse_log2, do, delta, shift = cotangents
         operands, do = padding.cleared(operands), padding.cleared_queries(operands, do)
         grid = Grid(describe(operands, spec), blocks)
@@ -102,22 +102,22 @@ class XlaBackend:
         )
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """None: it takes every problem."""
+        """Returns None: it takes every problem."""
         return None
 
     def decode_blocks(self, problem: DecodeProblem) -> XlaDecodeBlocks:
-        """Blocks of decode.BLOCK keys, and one range unless the caller wants more."""
+        """Returns blocks of about decode.BLOCK keys, and one range unless the caller wants more."""
         return decode.choose_blocks(problem)
 
     def decode(
         self, spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
-        """The rows' scalars and partial results are in the accumulation dtype, as in `forward`."""
+        """Computes attention to a cache; scalars and partial results as in `forward`."""
         return decode.attend(spec, blocks, operands)
 
 
 def _query_block(tiles: Tiles, k, v, query):
-    """(o, lse_log2, shift, largest logit) of a block of queries: FlashAttention-2, Algorithm 1."""
+    """Computes (o, lse_log2, shift, max logit) of a Q block: FlashAttention-2, Algorithm 1."""
     q_block, kv_range, q = query
 
     def step(kv_block, seen):
@@ -133,7 +133,7 @@ def _query_block(tiles: Tiles, k, v, query):
 
 
 def _key_block(tiles: Tiles, queries, carry, key):
-    """Adds one block of keys to dQ and to the side inputs' gradients and returns its (dK, dV).
+    """Adds one KV block's part to dQ and to the side inputs' gradients; returns its (dK, dV).
 
     FlashAttention-2, Algorithm 2.
     """

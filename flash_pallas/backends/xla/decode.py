@@ -1,7 +1,7 @@
-"""A few queries against a cache of keys: blocks of the cache are gathered one at a time.
+"""Decoding in jnp: a few queries against a KV cache, whose blocks are gathered one at a time.
 
 Blocks between the first and the last that any sequence of the batch sees are read; the cache is
-never copied as a whole. Which block a key is in depends on its position alone, so contiguous and
+never copied as a whole. The block that holds a key depends on its position alone, so contiguous and
 paged caches give the same bits wherever a page size divides the block size.
 """
 
@@ -28,11 +28,11 @@ BLOCK = 512
 
 @dataclasses.dataclass(frozen=True)
 class XlaDecodeBlocks:
-    """How a call is cut.
+    """Block size and number of splits of a call.
 
     Attributes:
-        block_kv: keys gathered at a time; whole pages.
-        num_splits: ranges of blocks with a result of their own.
+        block_kv: number of keys gathered at a time; whole pages.
+        num_splits: number of ranges of blocks that have a result of their own.
     """
 
     block_kv: int
@@ -40,14 +40,14 @@ class XlaDecodeBlocks:
 
 
 def choose_blocks(problem: DecodeProblem) -> XlaDecodeBlocks:
-    """About BLOCK keys. One range by default: XLA runs them one after the other."""
+    """Returns blocks of about BLOCK keys; one range by default, as XLA runs ranges in turn."""
     page = problem.spec.page_size or 1
     size = round_up(min(BLOCK, problem.kv_len), page)
     return XlaDecodeBlocks(block_kv=size, num_splits=problem.spec.num_splits or 1)
 
 
 def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
-    """See backends.base.Backend.decode."""
+    """Computes attention to a cache; see backends.base.Backend.decode."""
     dtype, quantised = operands.q.dtype, operands.k.dtype != operands.q.dtype
     if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
         operands = operands._replace(q=operands.q.astype(jnp.float32))
@@ -71,14 +71,14 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
 
 
 def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
-    """Lengths clipped, the position of query 0 said. Pages are clipped where they are gathered."""
+    """Clips lengths and fills in the position of query 0. Pages are clipped when gathered."""
     lengths, offset = jnp.clip(operands.kv_lengths, 0, problem.kv_len), operands.q_offset
     offset = lengths - problem.q_len if offset is None else offset
     return operands._replace(kv_lengths=lengths, q_offset=offset)
 
 
 def _as_attention(problem: DecodeProblem) -> Problem:
-    """The same as attention of all the queries to all the keys that there is room for."""
+    """Returns the same problem as attention of all queries to all keys that there is room for."""
     p = problem
     sizes = (p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim)
     slopes = p.features & {"alibi_slopes"}
@@ -86,7 +86,7 @@ def _as_attention(problem: DecodeProblem) -> Problem:
 
 
 def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
-    """int32[num_splits, 2]: the range `found` of blocks, cut where `num_splits` equal ones end."""
+    """Returns int32[num_splits, 2]: the block range `found`, cut at the ends of equal splits."""
     size = -(-num_blocks // blocks.num_splits)
     start = jnp.arange(blocks.num_splits, dtype=jnp.int32) * size
     ends = jnp.stack([start, start + size], axis=-1)
@@ -94,7 +94,7 @@ def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
 
 
 def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
-    """(o, lse_log2, shift) of the queries q [B, K, G, T, H] and one range, without sinks."""
+    """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
     grid = tiles.grid
 
     def step(kv_block, seen):
@@ -115,7 +115,7 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
 
 
 def _scaled(found, scale, operands: DecodeOperands, place):
-    """[B, K, block_kv, H] in q's dtype: keys or values of the cache as numbers."""
+    """Dequantizes keys or values of the cache to q's dtype, [B, K, block_kv, H]."""
     found = found.astype(operands.q.dtype)
     if scale is None:
         return found
@@ -129,7 +129,7 @@ def _scaled(found, scale, operands: DecodeOperands, place):
 
 
 def _gather(cache, page_table, place):
-    """[B, K, block_kv, H]: the keys or values at these positions, anything beyond the cache."""
+    """Gathers keys or values at these positions, [B, K, block_kv, H]; anything beyond the cache."""
     if page_table is None:
         found = jnp.take(cache, place, axis=1, mode="clip")
     else:
@@ -141,5 +141,5 @@ def _gather(cache, page_table, place):
 
 
 def _pages(page_table, page_size: int, place):
-    """int32[B, number]: the pages in which these positions lie, whole pages of them."""
+    """Returns int32[B, number]: the pages of these positions, which are whole pages."""
     return jnp.take(page_table, place[::page_size] // page_size, axis=1, mode="clip")

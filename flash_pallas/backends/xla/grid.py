@@ -1,4 +1,4 @@
-"""How one call is cut into tiles, and which of them are read."""
+"""Grid of one call: how it is cut into tiles, and which of them are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...core.problem import Operands, Problem
 
 @dataclasses.dataclass(frozen=True)
 class XlaBlocks:
-    """Tile sizes.
+    """Tile sizes of the XLA backend.
 
     Attributes:
         block_q: queries per tile.
@@ -37,8 +37,8 @@ class XlaBlocks:
 class Grid:
     """The tiles of one call.
 
-    Blocks of queries are [B, K, G, block_q, H], blocks of keys [B, K, block_kv, H], scores
-    [B, K, G, block_q, block_kv]: then every product is a batched one without a transposition.
+    Q blocks are [B, K, G, block_q, H], KV blocks [B, K, block_kv, H], scores
+    [B, K, G, block_q, block_kv]: then every product is a batched matmul without a transposition.
     """
 
     problem: Problem
@@ -46,21 +46,21 @@ class Grid:
 
     @property
     def dtype(self):
-        """Of sums and of everything between two products."""
+        """Accumulation dtype: that of sums and of everything between two matmuls."""
         return jnp.float64 if self.problem.dtype == jnp.float64 else jnp.float32
 
     @property
     def tile_shape(self) -> tuple[int, int]:
-        """Queries and keys of a tile."""
+        """Number of queries and of keys of a tile."""
         return self.blocks.block_q, self.blocks.block_kv
 
     def zeros(self, shape, like, dtype=None):
-        """Zeros, typed by the mesh axes of `like`."""
+        """Returns zeros, typed by the mesh axes of `like`."""
         zeros = jnp.zeros(shape, self.dtype if dtype is None else dtype)
         return manual_axes.spread(zeros, manual_axes.varying(like))
 
     def dot(self, subscripts, a, b):
-        """A product of two operands in their common dtype, summed in the accumulation dtype."""
+        """Multiplies two operands in their common dtype and sums in the accumulation dtype."""
         precision = None
         if self.problem.dtype == jnp.float32:
             # HIGH would be TF32 on a GPU, as DEFAULT is.
@@ -69,7 +69,7 @@ class Grid:
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.dtype)
 
     def split_q(self, x):
-        """[B, T, N, H] -> [query blocks, B, K, G, block_q, H]."""
+        """Splits [B, T, N, H] into [Q blocks, B, K, G, block_q, H]."""
         x = pad(x, 1, self.blocks.block_q, 0.0)
         batch, _, _, width = x.shape
         heads = (self.problem.kv_heads, self.problem.group)
@@ -77,22 +77,22 @@ class Grid:
         return x.transpose(1, 0, 3, 4, 2, 5)
 
     def join_q(self, x):
-        """The inverse of split_q."""
+        """Joins Q blocks again: the inverse of split_q."""
         batch, width = x.shape[1], x.shape[-1]
         x = x.transpose(1, 0, 4, 2, 3, 5)
         return x.reshape(batch, -1, self.problem.q_heads, width)[:, : self.problem.q_len]
 
     def split_kv(self, x):
-        """[B, S, K, H] -> [key blocks, B, K, block_kv, H]."""
+        """Splits [B, S, K, H] into [KV blocks, B, K, block_kv, H]."""
         x = pad(x, 1, self.blocks.block_kv, 0.0)
         batch, _, heads, width = x.shape
         return x.reshape(batch, -1, self.blocks.block_kv, heads, width).transpose(1, 0, 3, 2, 4)
 
     def kv_blocks(self, x):
-        """The function from a key block's number to that block of x, [B, K, block_kv, H].
+        """Returns the function from a KV block's number to that block of x, [B, K, block_kv, H].
 
-        Several blocks of queries read every key again, and keys are put into blocks beforehand. A
-        single one reads them where they lie: the copy took longer than all the rest (T=1, S=8192,
+        Several Q blocks read every key again, so keys are put into blocks beforehand. A single Q
+        block reads them where they lie: the copy took longer than all the rest (T=1, S=8192,
         N=K=8, H=64, float32, two cores of a CPU: 84 ms, without it 17, jnp 44).
         """
         if self.problem.q_len > self.blocks.block_q:
@@ -103,33 +103,33 @@ class Grid:
         return lambda i: read(i).transpose(0, 2, 1, 3)
 
     def join_kv(self, x):
-        """The inverse of split_kv."""
+        """Joins KV blocks again: the inverse of split_kv."""
         _, batch, heads, _, width = x.shape
         x = x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
         return x[:, : self.problem.kv_len]
 
     def split_rows(self, x, fill):
-        """[B, N, T] -> [query blocks, B, K, G, block_q]."""
+        """Splits [B, N, T] into [Q blocks, B, K, G, block_q]."""
         x = pad(x, 2, self.blocks.block_q, fill)
         heads = (self.problem.kv_heads, self.problem.group)
         return x.reshape(x.shape[0], *heads, -1, self.blocks.block_q).transpose(3, 0, 1, 2, 4)
 
     def join_rows(self, x):
-        """The inverse of split_rows."""
+        """Joins per-row scalars again: the inverse of split_rows."""
         x = x.transpose(1, 2, 3, 0, 4)
         return x.reshape(x.shape[0], self.problem.q_heads, -1)[..., : self.problem.q_len]
 
     def kv_ranges(self, operands: Operands):
-        """int32[query blocks, 2]: first and one past the last key block that the batch reads."""
+        """Returns int32[Q blocks, 2]: first and one past the last KV block that the batch reads."""
         return _union(bounds.kv_bounds(self.problem, operands, *self.tile_shape))
 
     def q_ranges(self, operands: Operands):
-        """int32[key blocks, 2]: first and one past the last query block that reads the keys."""
+        """Returns int32[KV blocks, 2]: first and one past the last Q block that reads the keys."""
         return _union(bounds.q_bounds(self.problem, operands, *self.tile_shape))
 
 
 def _union(found):
-    """[B, blocks, 2] -> [blocks, 2]: from the first start to the last stop of any batch entry."""
+    """Reduces [B, blocks, 2] to [blocks, 2]: from the first start to the last stop of any entry."""
     start, stop = found[..., 0], found[..., 1]
     last = jnp.max(stop, axis=0)
     first = jnp.min(jnp.where(start < stop, start, last[None]), axis=0)
@@ -137,7 +137,7 @@ def _union(found):
 
 
 def pad(x, axis: int, multiple: int, fill):
-    """x lengthened along `axis` to a multiple of `multiple`."""
+    """Pads x along `axis` to a multiple of `multiple`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, round_up(x.shape[axis], multiple) - x.shape[axis])
     return x if widths[axis] == (0, 0) else jnp.pad(x, widths, constant_values=fill)

@@ -1,6 +1,7 @@
-"""One step of the online softmax: a block of keys is folded into rows of queries.
+"""One step of the online softmax: a KV block is folded into rows of queries.
 
-FlashAttention-2, Algorithm 1 (https://arxiv.org/abs/2307.08691). Of the forward and of decoding.
+FlashAttention-2, Algorithm 1 (https://arxiv.org/abs/2307.08691). Used by the forward and by
+decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .tiles import Tiles
 
 
 class Rows(NamedTuple):
-    """What a block of queries has seen so far."""
+    """Running state of the online softmax of a Q block."""
 
     acc: Any  # [B, K, G, block_q, Hv], the sum of weights times values
     m: Any  # [B, K, G, block_q], the largest logit, as core.scores.Logits.x; -inf before any key
@@ -24,18 +25,18 @@ class Rows(NamedTuple):
 
 
 def no_keys(grid: Grid, q, v_head_dim: int) -> Rows:
-    """Rows of the queries q [B, K, G, block_q, H] before the first block."""
+    """Returns the rows of the queries q [B, K, G, block_q, H] before the first KV block."""
     rows = grid.zeros(q.shape[:-1], q)
     return Rows(grid.zeros((*q.shape[:-1], v_head_dim), q), rows - jnp.inf, rows)
 
 
 def fold(tiles: Tiles, queries, keys, seen: Rows) -> Rows:
-    """The rows after one more block.
+    """Folds one more KV block into the rows.
 
     Args:
         tiles: the call's side inputs.
-        queries: (index of the block of queries, q [B, K, G, block_q, H]).
-        keys: (index of the block of keys, k [B, K, block_kv, H], v [B, K, block_kv, Hv]).
+        queries: (index of the Q block, q [B, K, G, block_q, H]).
+        keys: (index of the KV block, k [B, K, block_kv, H], v [B, K, block_kv, Hv]).
         seen: the rows before.
     """
     (q_block, q), (kv_block, k, v) = queries, keys
@@ -52,19 +53,19 @@ def fold(tiles: Tiles, queries, keys, seen: Rows) -> Rows:
 
 
 def finite(m):
-    """m, with 0 in rows that have seen no key: it is subtracted from their logits of -inf."""
+    """Returns m with 0 for rows that have seen no key: it is subtracted from logits of -inf."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def finished(grid: Grid, rows: Rows, sinks=None):
-    """softmax.finish of the rows; sinks [B, N] or None."""
+    """Computes softmax.finish of the rows; sinks are [B, N] or None."""
     unit = grid.problem.unit
     m, shift = softmax.parted(rows.m, unit, softmax.far(grid.dtype))
     return softmax.finish(m, rows.l, shift, per_row(sinks, m), unit)
 
 
 def per_row(sinks, rows):
-    """Sinks [B, N] for each row [B, K, G, block_q] of `rows`; None without sinks."""
+    """Broadcasts sinks [B, N] to each row [B, K, G, block_q] of `rows`; None without sinks."""
     if sinks is None:
         return None
     per_head = sinks.astype(rows.dtype).reshape(*rows.shape[:3], 1)

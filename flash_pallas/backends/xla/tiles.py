@@ -1,4 +1,4 @@
-"""What happens to a tile of scores between two products.
+"""Elementwise work on a tile of scores between two matmuls.
 
 The meaning is that of core/scores.py, for one head; here it is mapped over batch and heads, each
 tile's inputs are cut out of the call's arrays, and gradients of those are summed to their shapes
@@ -25,7 +25,7 @@ PAIRWISE = ("bias", "mask")  # operands with an axis of queries and one of keys
 
 
 class Extras(NamedTuple):
-    """Gradients of what is not q, k or v; None for what was not asked for."""
+    """Gradients of operands other than q, k and v; None for those not asked for."""
 
     bias: Any = None  # [Bb, N1, T1, S1], of a tile or, padded, of the call
     alibi_slopes: Any = None  # [B, N]
@@ -33,7 +33,7 @@ class Extras(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where one head's tile sits."""
+    """Position of one head's tile."""
 
     q_start: Any
     kv_start: Any
@@ -45,8 +45,8 @@ class Tiles:
     """The side inputs of one call, read tile by tile.
 
     Attributes:
-        grid: how the call is cut.
-        sides: its operands, lengthened to whole tiles and in the dtype of the scores.
+        grid: the tiles that the call is cut into.
+        sides: its operands, padded to whole tiles and in the dtype of the scores.
         wanted: the operands whose gradients are asked for.
     """
 
@@ -56,7 +56,7 @@ class Tiles:
 
     @classmethod
     def of(cls, grid: Grid, operands: Operands, wanted: frozenset[str] = frozenset()) -> Tiles:
-        """The tiles of these operands."""
+        """Returns the tiles of these operands."""
         spec, (block_q, block_kv) = grid.problem.spec, grid.tile_shape
         changes: dict[str, Any] = {}
         for name in PAIRWISE:
@@ -78,13 +78,13 @@ class Tiles:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What is computed."""
+        """Static parameters of the call."""
         return self.grid.problem.spec
 
     def logits(self, qk, q_block, kv_block):
-        """Logits.x of products [B, K, G, block_q, block_kv], -inf where hidden.
+        """Returns Logits.x of products [B, K, G, block_q, block_kv], -inf where hidden.
 
-        Also, with dropout, which weights are kept, a bool of the same shape; else None.
+        The second result is the dropout mask, a bool of the same shape; None without dropout.
         """
 
         def one(qk, place, inputs):
@@ -96,13 +96,15 @@ class Tiles:
         return self._grouped(self._over_heads(one, qk, q_block, kv_block))
 
     def weights_and_gradients(self, products, rows, q_block, kv_block):
-        """(what multiplies dO for dV, d (scale * qk), Extras of this tile).
+        """Computes (the factor of dO in dV, d (scale * qk), Extras of this tile).
+
+        The first is P after dropout.
 
         Args:
             products: qk and dP = dO v^T, [B, K, G, block_q, block_kv] each.
             rows: lse_log2, shift and delta, [B, K, G, block_q] each.
-            q_block: index of the tile's queries.
-            kv_block: of its keys.
+            q_block: index of the tile's Q block.
+            kv_block: index of its KV block.
         """
 
         def one(given, place, inputs):
@@ -129,7 +131,7 @@ class Tiles:
         return *self._grouped((used, dz)), extras
 
     def no_extras(self, like) -> Extras:
-        """Zeros to sum the Extras of all tiles in."""
+        """Returns zeros in which the Extras of all tiles are summed."""
         sides, zeros = self.sides, self.grid.zeros
         bias = None
         if "bias" in self.wanted:
@@ -143,7 +145,7 @@ class Tiles:
         return Extras(bias, slopes, None if params is None else tuple(params))
 
     def add(self, total: Extras, part: Extras, q_block, kv_block) -> Extras:
-        """The sum of Extras with those of one tile."""
+        """Adds the Extras of one tile to the sum."""
         with_bias = total._replace(bias=None), part._replace(bias=None)
         added = jax.tree.map(jnp.add, *with_bias)
         if total.bias is None:
@@ -154,7 +156,7 @@ class Tiles:
         return added._replace(bias=bias)
 
     def finished(self, total: Extras, operands: Operands) -> Extras:
-        """The sums in the shapes and dtypes of the operands."""
+        """Returns the sums in the shapes and dtypes of the operands."""
         bias = total.bias
         if bias is not None:
             rows, columns = operands.bias.shape[2:]
@@ -169,7 +171,7 @@ class Tiles:
         )
 
     def _scored(self, tile: Tile, qk, place: _Place, inputs: TileInputs):
-        """(Logits, bool of what is visible or None) of one head's tile."""
+        """Computes (Logits, bool of what is visible or None) of one head's tile."""
         limits = tile.limits(self.spec.mask, place.kv_len)
         keep = scores.visible(self.spec, tile, inputs)
         if not limits.is_trivial:
@@ -178,7 +180,7 @@ class Tiles:
         return scores.logits(self.spec, tile, qk, inputs), keep
 
     def _with_rows(self, tile: Tile, keep, lse_log2):
-        """`keep` without the rows whose outputs were discarded, where they may hold NaN.
+        """Removes from `keep` the rows whose outputs were discarded, where they may hold NaN.
 
         Their queries are 0, so it takes a bias or the user's function to make one.
         """
@@ -188,7 +190,7 @@ class Tiles:
         return rows if keep is None else keep & rows
 
     def _extras(self, tile: Tile, dz, dparams) -> Extras:
-        """What one head's tile adds to each gradient."""
+        """Computes what one head's tile adds to each gradient."""
         bias = slopes = params = None
         if "bias" in self.wanted:
             axes = tuple(i for i in (0, 1) if self.sides.bias.shape[2 + i] == 1)
@@ -200,7 +202,7 @@ class Tiles:
         return Extras(bias, slopes, params)
 
     def _tile(self, place: _Place, inputs: TileInputs):
-        """One head's Tile, and its inputs spread over it."""
+        """Returns one head's Tile, and its inputs spread over it."""
         tile = Tile(place.q_start, place.kv_start, self.grid.tile_shape)
         spread = lambda x: jnp.broadcast_to(x, tile.shape)
         bias = None if inputs.bias is None else spread(inputs.bias.astype(self.grid.dtype))
@@ -208,7 +210,7 @@ class Tiles:
         return tile, inputs._replace(bias=bias, mask=mask)
 
     def _over_heads(self, function, given, q_block, kv_block):
-        """`function` of one head's tile, for every [B, N]; `given` is [B, K, G, ...]."""
+        """Maps `function` of one head's tile over every [B, N]; `given` is [B, K, G, ...]."""
         sizes = (self.grid.problem.batch, self.grid.problem.q_heads)
         given = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[3:]), given)
         place, inputs = self._place(q_block, kv_block), self._inputs(q_block, kv_block)
@@ -222,12 +224,12 @@ class Tiles:
         return call(*(lax.squeeze(x, axes) for x, axes in zip(leaves, shared, strict=True)))
 
     def _grouped(self, found):
-        """Tiles [B, N, ...] as [B, K, G, ...]."""
+        """Reshapes tiles [B, N, ...] to [B, K, G, ...]."""
         heads = (self.grid.problem.kv_heads, self.grid.problem.group)
         return jax.tree.map(lambda x: x.reshape(x.shape[0], *heads, *x.shape[2:]), found)
 
     def _place(self, q_block, kv_block) -> _Place:
-        """Leading axes [B or 1, 1]."""
+        """Returns the positions of a tile, with leading axes [B or 1, 1]."""
         block_q, block_kv = self.grid.tile_shape
         kv_len = None
         if self.sides.kv_lengths is not None:
@@ -238,7 +240,10 @@ class Tiles:
         return _Place(self.sides.q_offset[:, None] + q_block * block_q, kv_start, kv_len)
 
     def _inputs(self, q_block, kv_block) -> TileInputs:
-        """Leading axes [B or 1, N or 1]; bias and mask [.., block_q or 1, block_kv or 1]."""
+        """Returns the inputs of a tile, with leading axes [B or 1, N or 1].
+
+        Bias and mask are [.., block_q or 1, block_kv or 1].
+        """
         sides, (block_q, block_kv) = self.sides, self.grid.tile_shape
         ids = lambda x, block, size: (
             None if x is None else lax.dynamic_slice_in_dim(x, block * size, size, 1)[:, None]
@@ -262,7 +267,7 @@ class Tiles:
         )
 
     def _cut(self, x, q_block, kv_block):
-        """The part of a bias or a mask that one tile reads."""
+        """Returns the part of a bias or a mask that one tile reads."""
         if x is None:
             return None
         sizes = [min(n, s) for n, s in zip(x.shape[2:], self.grid.tile_shape, strict=True)]
@@ -275,14 +280,14 @@ class Tiles:
         return spread.reshape(-1, *cut.shape[1:])
 
     def _corner(self, x, q_block, kv_block):
-        """Where a tile starts in a bias or a mask, padded."""
+        """Returns the start indices of a tile in a padded bias or mask."""
         starts = zip(x.shape[2:], (q_block, kv_block), self.grid.tile_shape, strict=True)
         zero = jnp.int32(0)
         return zero, zero, *(zero if n == 1 else block * size for n, block, size in starts)
 
 
 def _sum_to(x, leading):
-    """x [B, N, ...] summed to [Bb, N1, ...]."""
+    """Sums x [B, N, ...] to [Bb, N1, ...]."""
     x = x.reshape(leading[0], -1, *x.shape[1:]).sum(1)
     return x.sum(1, keepdims=True) if leading[1] == 1 else x
 
