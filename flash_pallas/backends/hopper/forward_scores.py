@@ -239,7 +239,7 @@ class Scores:
         rows = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if only is None else only
         if edges == "none" and not self.may_be_empty:
             return lone_weight.several(rows)
-        return lone_weight.joined(plgpu.layout_cast(rows, inline.ROWS), *p, self.plan.interpret)
+        return lone_weight.joined(plgpu.layout_cast(rows, inline.ROWS), p[0], self.plan.interpret)
 
     def plain_weights(self, tile: Logits, m):
         """Returns (p in f32 before dropout, its row sums per thread), relative to row maxima m."""
