@@ -1,7 +1,7 @@
 """Register-level pieces that Pallas has no primitive for, each next to its plain jnp form.
 
-Every function takes `interpret`: the interpreter runs the plain jnp form, the GPU the inlined one.
-All tiles are f32 (rows, cols) in the WGMMA register layout.
+Functions that take `interpret` have both forms: the interpreter runs the plain one, the GPU the
+inlined one. Tiles are f32 (rows, cols) in the WGMMA register layout unless a docstring says more.
 """
 
 from __future__ import annotations
