@@ -109,7 +109,7 @@ def circles() -> list[list[str]]:
 
 
 def within(modules: set[str], names: set[str]) -> Iterator[str]:
-    """Yields the files that imported names are or lie in; a package's own file is none of them."""
+    """Yields the file of each imported name; those of packages alone are left out."""
     for module in modules:
         while module and module not in names:
             module = module.rpartition(".")[0]

@@ -105,12 +105,12 @@ class Loads:
         self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
 
     def load_k(self, cta: Cta):
-        """Loads K."""
+        """Loads the CTA's K tile by TMA, which arrives at `k_full`."""
         k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
         plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
 
     def load_v(self, cta: Cta):
-        """Loads V."""
+        """Loads the CTA's V tile by TMA, which arrives at `v_full`."""
         v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
         plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
 

@@ -265,8 +265,8 @@ class Forward:
         s = self.issue(cta, cta.smem.q.at[wg], after, rows.p, after - 1, o_acc)
         following = following._replace(held=self.scores.hold(cta, following))
         # Early: before the next tile has a shift. And ptxas moves nothing over the branch of a
-        # softmax that looks for far rows, so that what stands behind it does not run beside the
-        # products (1.9 % at T=1024).
+        # softmax that looks for far rows, so that what stands behind it does not overlap with
+        # the matmuls (1.9 % at T=1024).
         found, early = None, self.plan.keeps_shift
         if early:
             found = begin(self.scores, cta, work, rows)

@@ -140,13 +140,13 @@ class Together(Finish):
         self.release_q(cta, n)
 
     def start(self, cta: Cta):
-        """Does nothing."""
+        """Does nothing before the first tile: both warpgroups begin at the same time."""
 
     def scores_issued(self, cta: Cta, n):
-        """Does nothing."""
+        """Does nothing once products are issued: neither warpgroup waits for the other's."""
 
     def end(self, cta: Cta):
-        """Does nothing."""
+        """Does nothing after the last tile: every step has finished its own dQ."""
 
 
 class Alternating(Finish):

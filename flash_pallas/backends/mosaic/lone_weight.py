@@ -57,10 +57,8 @@ def _joined_body(_, bits, p):
     i32, by_row = ir.IntegerType.get_signless(32), {}
     for index, row, _col in coordinates(p.shape, p.layout):
         by_row.setdefault(row, []).append(llvm.bitcast(i32, p.registers[index]))
-    registers = bits.registers.copy()
-    places = list(registers.flat)
-    found = []
-    for old, row in zip(places, sorted(by_row), strict=True):
+    registers, found = bits.registers.copy(), []
+    for old, row in zip(registers.flat, sorted(by_row), strict=True):
         word = functools.reduce(arith.ori, by_row[row])
         word = arith.ori(word, arith.shli(word, i32_constant(16)))
         for lanes in (1, 2):  # the other threads of the row
