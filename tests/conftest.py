@@ -6,9 +6,13 @@ import datetime
 import os
 import zlib
 
+from . import gpus
+
 ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") == "1"
 
-if not ON_GPU:
+if ON_GPU:
+    gpus.take(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+else:
     os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores.

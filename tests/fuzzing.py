@@ -7,6 +7,7 @@ import concurrent.futures
 import datetime
 import functools
 import itertools
+import json
 import math
 import multiprocessing
 import time
@@ -17,6 +18,8 @@ from typing import Any
 import jax
 
 from benchmarks import results
+
+from . import gpus
 
 # Whose compiled programs a process keeps: it grows by 100 MB a minute else.
 CALLS_HELD = 8
@@ -37,19 +40,47 @@ def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentPa
     return found
 
 
-def run(calls: Callable[[int], list], arguments: argparse.Namespace) -> tuple[list, int]:
-    """Runs the calls in several processes.
+def run(
+    calls: Callable[[int], list],
+    arguments: argparse.Namespace,
+    summary: Callable[[list], dict[str, Any]],
+) -> dict[str, Any]:
+    """Runs the calls in several processes, on all GPUs of the machine.
+
+    The summary is written after every call, so that a run that is cut off has one of the calls
+    before.
+
+    Args:
+        calls: number of a call -> its outcomes.
+        arguments: those of `parser`.
+        summary: outcomes of all calls so far, in the order of their numbers -> figures.
 
     Returns:
-        The results of `calls` for all numbers, in their order; and the count of calls, from the
-        first on, for which there was time.
+        The figures of all calls for which there was time, with the count of these calls and where
+        they come from.
     """
     last = arguments.first + arguments.count
     each = functools.partial(_in_time, calls, time.time() + 60.0 * arguments.minutes)
     apart = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart) as pool:
-        found = [x for x in pool.map(each, range(arguments.first, last)) if x is not None]
-    return list(itertools.chain.from_iterable(found)), len(found)
+    source = _provenance(arguments)
+    outcomes: list = []
+    found: dict[str, Any] = {}
+    with concurrent.futures.ProcessPoolExecutor(
+        arguments.workers, apart, _take_gpu, (apart.Value("i", 0),)
+    ) as pool:
+        done = (x for x in pool.map(each, range(arguments.first, last)) if x is not None)
+        for calls_done, one in enumerate(done, 1):
+            outcomes += one
+            found = summary(outcomes) | {"calls": calls_done} | source
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def _take_gpu(workers) -> None:
+    with workers.get_lock():
+        workers.value += 1
+        gpus.take(workers.value)
 
 
 _done = itertools.count(1)  # calls of this process
@@ -65,8 +96,8 @@ def _in_time(calls: Callable[[int], list], until: float, number: int) -> list | 
     return found
 
 
-def provenance(arguments: argparse.Namespace, calls: int) -> dict[str, Any]:
-    """Returns the seed and numbers of a run's calls, and its jax version, commit and day."""
-    numbers = {"seed": arguments.seed, "first": arguments.first, "calls": calls}
+def _provenance(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns seed and first number of a run's calls, and its jax version, commit and day."""
+    numbers = {"seed": arguments.seed, "first": arguments.first}
     today = datetime.date.today().isoformat()
     return numbers | {"jax": jax.__version__, "commit": results.commit(), "date": today}

@@ -132,15 +132,14 @@ def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
     return found
 
 
-def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+def summary(started: float, outcomes: list[Outcome]) -> dict[str, Any]:
     """Returns the figures of a run: device, counts of outcomes, wrong calls, seconds."""
     counts = collections.Counter(f"{each.backend} {each.kind}" for each in outcomes)
-    device = jax.devices()[0]
     return {
-        "device": device.device_kind,
+        "device": jax.devices()[0].device_kind,
         "outcomes": dict(sorted(counts.items())),
         "wrong": [dataclasses.asdict(each) for each in outcomes if each.kind == "wrong"],
-        "seconds": round(seconds),
+        "seconds": round(time.monotonic() - started),
     }
 
 
@@ -149,13 +148,8 @@ def main() -> int:
     parser = fuzzing.parser("gpu_fuzz", __doc__, max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
     arguments = parser.parse_args()
-    seed, started = arguments.seed, time.monotonic()
-    attempts = functools.partial(attempt, seed, tuple(arguments.backend))
-    outcomes, calls = fuzzing.run(attempts, arguments)
-    found = summary(outcomes, time.monotonic() - started)
-    found |= fuzzing.provenance(arguments, calls)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    attempts = functools.partial(attempt, arguments.seed, tuple(arguments.backend))
+    found = fuzzing.run(attempts, arguments, functools.partial(summary, time.monotonic()))
     print(json.dumps({k: v for k, v in found.items() if k != "wrong"}, indent=2))
     return 1 if found["wrong"] else 0
 

@@ -149,7 +149,7 @@ def attempt(gpu: Gpu, seed: int, number: int) -> list[Outcome]:
     return [found]
 
 
-def summary(gpu: Gpu, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+def summary(gpu: Gpu, started: float, outcomes: list[Outcome]) -> dict[str, Any]:
     """Returns the figures of a run: counts, frequent refusals, failures, seconds."""
     kinds = collections.Counter(each.kind for each in outcomes)
     refused = (x.error.split(": ", 1)[-1][:60] for x in outcomes if x.kind == "refused")
@@ -158,7 +158,7 @@ def summary(gpu: Gpu, outcomes: list[Outcome], seconds: float) -> dict[str, Any]
         **{kind: kinds[kind] for kind in ("lowered", "refused", "failed")},
         "most_refused": dict(collections.Counter(refused).most_common(5)),
         "failures": [dataclasses.asdict(each) for each in outcomes if each.kind == "failed"],
-        "seconds": round(seconds),
+        "seconds": round(time.monotonic() - started),
     }
 
 
@@ -167,13 +167,10 @@ def main() -> int:
     parser = fuzzing.parser("lowering_fuzz", __doc__, os.cpu_count() or 1)
     parser.add_argument("--gpu", choices=GPUS, required=True, help="whose kernels are lowered")
     arguments = parser.parse_args()
-    gpu, seed, started = GPUS[arguments.gpu], arguments.seed, time.monotonic()
+    gpu, seed = GPUS[arguments.gpu], arguments.seed
     print(f"{arguments.gpu}: seed {seed}, calls from {arguments.first} on", flush=True)
-    outcomes, calls = fuzzing.run(functools.partial(attempt, gpu, seed), arguments)
-    found = summary(gpu, outcomes, time.monotonic() - started)
-    found |= fuzzing.provenance(arguments, calls)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    figures = functools.partial(summary, gpu, time.monotonic())
+    found = fuzzing.run(functools.partial(attempt, gpu, seed), arguments, figures)
     print(json.dumps({k: v for k, v in found.items() if k != "failures"}, indent=2))
     return 1 if found["failed"] else 0
 
