@@ -4,13 +4,17 @@
     python -m tests.compile_check --json after.json
     python -m tests.compile_check.compare before.json after.json --out changes.json
 
-Both need nvdisasm. Counts are static: instructions in the kernel, not executed ones.
+Both need nvdisasm. With --identical it exits with 1 unless both have the same kernels with the same
+machine code, which a change of names or files must leave as it was. Counts are static: instructions
+in the kernel, not executed ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,27 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[d
     ]
 
 
+def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+    """Returns the kernels whose machine code differs or that only one of the lists has.
+
+    Raises:
+        ValueError: a record has no machine code.
+    """
+    old, new = _codes(before), _codes(after)
+    names = sorted(old.keys() | new.keys(), key=str)
+    return [" ".join(map(str, name)) for name in names if old.get(name) != new.get(name)]
+
+
+def _codes(records: list[dict[str, Any]]) -> dict[tuple, list[str]]:
+    found = collections.defaultdict(list)
+    for record in records:
+        name = tuple(record[key] for key in KEY)
+        if not record["code"]:
+            raise ValueError(f"{name} has no machine code: nvdisasm was not found")
+        found[name].append(record["code"])
+    return found
+
+
 def _counts(record: dict[str, Any], name: tuple) -> dict[str, int]:
     if not record["instructions"]:
         raise ValueError(f"{name} has no instruction counts: nvdisasm was not found")
@@ -52,14 +77,19 @@ def _changed(old: dict[str, int], new: dict[str, int]) -> dict[str, list[int]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def main():
-    """Runs the command line: prints the table and writes the records."""
+def main() -> int:
+    """Runs the command line: prints the table and writes the records; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.compile_check.compare")
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--out", type=Path, help="write the records to this file")
+    parser.add_argument("--identical", action="store_true", help="compare machine code instead")
     arguments = parser.parse_args()
     old, new = (json.loads(path.read_text()) for path in (arguments.before, arguments.after))
+    if arguments.identical:
+        found = differences(old["kernels"], new["kernels"])
+        print(*found, f"{len(new['kernels'])} kernels, {len(found)} differ", sep="\n")
+        return 1 if found else 0
     records = changes(old["kernels"], new["kernels"])
     for r in records:
         name = " ".join(str(r[key]) for key in KEY)
@@ -68,7 +98,8 @@ def main():
     if arguments.out:
         about = {"ptxas": [old["ptxas"], new["ptxas"]], "kernels": records}
         arguments.out.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _REMARK = re.compile(r"\((C\d{4})\)")
 _SMEM = re.compile(r"smem_scratch_bytes=(\d+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)([^/]*)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
+_LABEL = re.compile(r"^(\.L_x_\d+):|/\*([0-9a-f]{4,})\*/", re.MULTILINE)
 
 # Opcodes that say little without their first modifier (MUFU.EX2, WARPGROUP.DEPBAR).
 _QUALIFIED = ("MUFU", "WARPGROUP")
@@ -40,6 +42,7 @@ class Report:
         smem: bytes of shared memory, without barriers.
         highest_register: highest register number that an instruction names, or None without SASS.
         instructions: count of each opcode, or None without SASS.
+        code: digest of the machine code, or None without SASS.
     """
 
     kernel: str
@@ -52,6 +55,7 @@ class Report:
     smem: int
     highest_register: int | None = None
     instructions: dict[str, int] | None = None
+    code: str | None = None
 
     def faults(
         self, target: Target, allowed_spills: int, most_registers: int = MOST_REGISTERS
@@ -101,6 +105,26 @@ def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
     return highest, dict(sorted(counts.items()))
 
 
+def _digest(path: Path) -> str | None:
+    """Returns a digest of a kernel's instructions, operands and control words.
+
+    Labels count as the addresses that they stand at: debug information adds some of its own.
+    """
+    if not path.exists() or not path.read_text().strip():
+        return None
+    text = path.read_text()
+    addresses, waiting = {}, []
+    for label, address in _LABEL.findall(text):
+        if label:
+            waiting.append(label)
+            continue
+        addresses |= dict.fromkeys(waiting, address)
+        waiting.clear()
+    lines = [line for line in text.splitlines() if "/*" in line]
+    named = re.sub(r"\.L_x_\d+", lambda x: addresses.get(x[0], "end"), "\n".join(lines))
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+
 def read(ptxas: Path, resources: Path) -> Report:
     """Reads the report of the kernel whose ptxas output and shared memory are in these two files.
 
@@ -112,7 +136,8 @@ def read(ptxas: Path, resources: Path) -> Report:
     (registers,) = map(int, _one(_REGISTERS, text, ptxas))
     stack, stores, loads = map(int, _one(_SPILLS, text, ptxas))
     (smem,) = map(int, _one(_SMEM, resources.read_text(), resources))
-    highest, instructions = _sass(ptxas.with_suffix(".sass_ctrl"))
+    sass = ptxas.with_suffix(".sass_ctrl")
+    highest, instructions = _sass(sass)
     return Report(
         kernel=_kernel(ptxas),
         architecture=architecture,
@@ -124,6 +149,7 @@ def read(ptxas: Path, resources: Path) -> Report:
         smem=smem,
         highest_register=highest,
         instructions=instructions,
+        code=_digest(sass),
     )
 
 

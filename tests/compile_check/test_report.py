@@ -111,6 +111,36 @@ def test_sass_is_counted(tmp_path):
     assert kernel.instructions == {"HGMMA": 1, "MUFU.EX2": 1, "WARPGROUP.DEPBAR": 1}
 
 
+def _sass_of(folder, *lines):
+    (folder / "k_0.sass_ctrl").write_text("\n".join(lines))
+    return _read(folder, CLEAN).code
+
+
+def test_digest_of_machine_code_knows_operands_but_not_labels(tmp_path):
+    first = "  -:-:-:Y:01  /*0000*/  MOV R1, R2 "
+    branch = "  -:-:-:Y:01  /*0010*/  BRA `({}) "
+    code = _sass_of(tmp_path, ".L_x_3:", first, branch.format(".L_x_3"))
+    assert code == _sass_of(tmp_path, ".L_x_8:", ".L_x_9:", first, branch.format(".L_x_9"))
+    assert code != _sass_of(tmp_path, first, ".L_x_3:", branch.format(".L_x_3"))
+    assert code != _sass_of(tmp_path, ".L_x_3:", first.replace("R2", "R3"), branch.format(".L_x_3"))
+    assert code != _sass_of(tmp_path, ".L_x_3:", first.replace("Y:01", "Y:02"), branch)
+
+
+def _with_code(kernel, code):
+    return dict.fromkeys(compare.KEY, "") | {"kernel": kernel, "code": code}
+
+
+def test_different_machine_code_is_named():
+    before = [_with_code("a", "1"), _with_code("b", "2")]
+    assert compare.differences(before, before) == []
+    assert compare.differences(before, [_with_code("a", "1"), _with_code("b", "3")])[0].startswith(
+        "b"
+    )
+    assert compare.differences(before, before[:1])[0].startswith("b")
+    with pytest.raises(ValueError, match="no machine code"):
+        compare.differences(before, [_with_code("a", None)])
+
+
 def test_rows_are_distinct_and_cover_the_kernels():
     names = [str(row) for row in rows.rows()]
     assert len(names) == len(set(names)) == 161 + 12 * trades_registers()
