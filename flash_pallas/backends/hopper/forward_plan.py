@@ -18,7 +18,7 @@ from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.row_maxima import far_of
 from . import forward_layout, side_inputs
-from .blocks import ForwardBlocks
+from .forward_blocks import ForwardBlocks
 from .clearing import Padding
 from .far_rows import Part
 from .forward_layout import Barriers, Smem

@@ -136,7 +136,8 @@ _FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all 
 
 def bytes_of(name: str, tile, problem: Problem) -> int:
     """Returns the bytes of shared memory that a CTA of a kernel takes."""
-    return shared_memory(getattr(layouts, name)(problem, tile))
+    layout = {"forward": layouts.forward, "dkv": layouts.dkv, "dq": layouts.dq}[name]
+    return shared_memory(layout(problem, tile))
 
 
 def _choose(problem: Problem, capability: str) -> dict[str, Any]:
