@@ -15,8 +15,6 @@ from . import hints
 from .core import dropout, explicit_axes, mods
 from .core.mask import Mask
 from .integer_arguments import as_int32, is_array, seed_words
-from .number_arguments import scale as scale
-from .number_arguments import softcap as softcap
 
 # Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
 MAX_OFFSET = 2**30

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import arguments as checks
-from . import hints, sharding
+from . import hints, number_arguments, sharding
 from .arguments import Arguments
 from .core import explicit_axes, padding
 from .core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
@@ -88,7 +88,7 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
     queries = q
-    q, scale = positive_scale(q, checks.scale(arguments.scale, head_dim))
+    q, scale = positive_scale(q, number_arguments.scale(arguments.scale, head_dim))
     fold = lambda x: x if len(batch_shape) == 1 else explicit_axes.folded(x, 3)
     spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
     return Call(spec, operands, describe(operands, spec), batch_shape, queries)
@@ -110,7 +110,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         scale=scale,
         mask=band,
         q_offset=static_offset,
-        softcap=checks.softcap(a.softcap),
+        softcap=number_arguments.softcap(a.softcap),
         dropout_rate=rate,
         score_mod=score_mod,
         mask_mod=mask_mod,

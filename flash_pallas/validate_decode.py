@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import arguments as checks
-from . import validate
+from . import number_arguments, validate
 from .core.decode import (
     MAX_SPLITS,
     MAX_TOKENS,
@@ -66,11 +66,11 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
-    q, scale = validate.positive_scale(q, checks.scale(a.scale, q.shape[-1]))
+    q, scale = validate.positive_scale(q, number_arguments.scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
         window_left=checks.band(True, a.window).left,
-        softcap=checks.softcap(a.softcap),
+        softcap=number_arguments.softcap(a.softcap),
         num_splits=_num_splits(a.num_splits),
         page_size=page_size,
     )

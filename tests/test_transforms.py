@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import flash_pallas as fp
 from flash_pallas import reference, vjp
 from flash_pallas.backends import xla
+from flash_pallas.core.problem import Operands
 
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 
@@ -130,7 +131,7 @@ class Counting(xla.XlaBackend):
 def attend_counting(q, k, v):
     problem = fp.explain(q, k, v, causal=True).problem
     backend = Counting()
-    operands = vjp.Operands(q, k, v)
+    operands = Operands(q, k, v)
     return vjp.attend(backend, problem.spec, backend.blocks(problem, None), operands)[0]
 
 

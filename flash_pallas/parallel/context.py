@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import arguments as checks
-from .. import dispatch, validate
+from .. import dispatch, number_arguments, validate
 from ..arguments import Arguments
 from ..integer_arguments import as_int32, seed_words
 from ..keywords import unexpected
@@ -140,9 +140,9 @@ def _static(name: str, value, head_dim: int):
     if name in ("causal", "deterministic", "broadcast_dropout", "return_lse"):
         return checks.flag(name, value)
     if name == "scale":
-        return checks.scale(value, head_dim)
+        return number_arguments.scale(value, head_dim)
     if name == "softcap":
-        return checks.softcap(value)
+        return number_arguments.softcap(value)
     if name == "dropout_rate":
         return checks.dropout_rate(value)
     if name == "window":

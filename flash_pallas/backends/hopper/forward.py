@@ -39,9 +39,9 @@ from ...core.problem import Operands, Outputs, Problem
 from ..mosaic import row_maxima
 from ..mosaic.launch import WARPGROUP_ROWS, float32, launch
 from . import forward_layout
-from .forward_blocks import ForwardBlocks
 from .clearing import Padding
 from .far_rows import Part, forward_gains, parts
+from .forward_blocks import ForwardBlocks
 from .forward_feeder import Feeder
 from .forward_plan import Cta, Gmem, Plan, Results, Rows, Work
 from .forward_producer import Producer

@@ -14,13 +14,14 @@ from ...core import integers as ints
 from ...core.mask import Mask
 from ...core.problem import Problem
 from ...core.tile import Limits
+from ..mosaic import side_arrays
 from ..mosaic.launch import WARPGROUP_ROWS
 from ..mosaic.register_tile import RegisterTile
 from ..mosaic.row_maxima import far_of
-from . import forward_layout, side_inputs
-from .forward_blocks import ForwardBlocks
+from . import forward_layout
 from .clearing import Padding
 from .far_rows import Part
+from .forward_blocks import ForwardBlocks
 from .forward_layout import Barriers, Smem
 from .memory import Ring
 from .products import Products
@@ -42,7 +43,7 @@ class Gmem(NamedTuple):
     )
     whole: Any = None  # int32[B, query tiles, 2], bounds.kv_whole; None without segment ids
     padding: Padding | None = None  # of the keys
-    side: side_inputs.Gmem = side_inputs.Gmem()
+    side: side_arrays.Gmem = side_arrays.Gmem()
 
 
 class Results(NamedTuple):

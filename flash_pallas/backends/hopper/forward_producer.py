@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..mosaic.launch import WARPGROUP_ROWS
-from .forward_blocks import ForwardBlocks
 from .clearing import Loader
+from .forward_blocks import ForwardBlocks
 from .forward_plan import Cta, Plan, Work
 from .memory import Ring, rows_of
 from .side_inputs import Place
