@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import flash_pallas
-from flash_pallas import dispatch, validate_decode
 from flash_pallas.core import decode
+from flash_pallas.frontend import dispatch, validate_decode
 
 from .decoding import CUDNN, OURS, STEP, TRITON, Call, Sizes
 

@@ -159,7 +159,7 @@ WINDOW = Variant(
 )
 PACKED = Variant(f"causal, {DOCUMENTS} packed documents", _CAUSAL, _segments, visible=_packed_share)
 SOFTCAP = Variant("causal, softcap 50", (*_CAUSAL, ("softcap", 50.0)))
-# Its speed depends on the logits (backends/mosaic/inline_cap.py): here every step has large ones.
+# Its speed depends on the logits (backends/gpu/softcap.py): here every step has large ones.
 SOFTCAP_LARGE = Variant(
     "causal, softcap 50, scale 1", (*_CAUSAL, ("softcap", 50.0), ("scale", 1.0))
 )

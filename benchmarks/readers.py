@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flash_pallas.backends.hopper.memory import Ring, tile_buffer
-from flash_pallas.backends.mosaic.launch import launch
+from flash_pallas.backends.gpu.launch import launch
+from flash_pallas.backends.hopper.common.pipeline import Ring, tile_buffer
 
 COLUMNS = 128
 SUM = "XLA sum"

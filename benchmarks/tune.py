@@ -18,8 +18,9 @@ import time
 
 import jax.numpy as jnp
 
-from flash_pallas import dispatch, tables, tuning
-from flash_pallas.arguments import Arguments
+from flash_pallas import tuning
+from flash_pallas.frontend import dispatch, tables
+from flash_pallas.frontend.arguments import Arguments
 
 from . import gate, providers, suites
 

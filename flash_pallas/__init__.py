@@ -13,10 +13,10 @@ from .cache import gather_pages as gather_pages
 from .core.rope import apply_rope as apply_rope
 from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
-from .dispatch import Explanation as Explanation
+from .frontend.dispatch import Explanation as Explanation
+from .transforms.derivatives import save_attention as save_attention
 from .tuning import Tuning as Tuning
 from .tuning import autotune as autotune
-from .vjp import save_attention as save_attention
 
 __all__ = [
     "Explanation",

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from . import dispatch, validate, vjp
-from .arguments import Arguments
-from .dispatch import Explanation
-from .keywords import same_arguments, suggested
+from .frontend import dispatch, validate
+from .frontend.arguments import Arguments
+from .frontend.dispatch import Explanation
+from .frontend.keywords import same_arguments, suggested
+from .transforms import derivatives
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
-_attend = jax.jit(vjp.attend, static_argnums=(0, 1, 2))
+_attend = jax.jit(derivatives.attend, static_argnums=(0, 1, 2))
 
 
 @suggested

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from .core import explicit_axes
 from .core.decode import QUANTISED
 from .core.rope import apply_rope
-from .integer_arguments import as_int32
-from .validate_decode import cache_scale
+from .frontend.numbers import as_int32
+from .frontend.validate_decode import cache_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

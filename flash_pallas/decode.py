@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.custom_batching import custom_vmap
 
-from . import arguments as checks
-from . import batching, dispatch, sharding, validate, validate_decode
 from .backends.base import Backend
 from .core import decode, manual_axes, softmax, undifferentiable
 from .core.decode import DecodeOperands, DecodeSpec
 from .core.problem import Outputs
-from .dispatch import Explanation
-from .keywords import suggested, unexpected
-from .validate_decode import DecodeArguments
+from .frontend import arguments as checks
+from .frontend import dispatch, validate, validate_decode
+from .frontend.dispatch import Explanation
+from .frontend.keywords import suggested, unexpected
+from .frontend.validate_decode import DecodeArguments
+from .transforms import batching, sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from . import dispatch, tables, validate, vjp
 from .api import flash_attention
-from .arguments import Arguments
 from .backends.base import Backend
-from .keywords import same_arguments
-from .validate import Call
+from .frontend import dispatch, tables, validate
+from .frontend.arguments import Arguments
+from .frontend.keywords import same_arguments
+from .frontend.validate import Call
+from .transforms import derivatives
 
 ROUNDS = 7
 TARGET_SECONDS = 0.015  # of one reading: long against the host's part, short against the clocks'
@@ -207,7 +208,7 @@ def _pullback(backend: Backend, call: Call, tiles, operands):
 
 
 def _attend(backend: Backend, call: Call, tiles, operands):
-    outputs: Any = vjp.attend(backend, call.spec, tiles, operands)
+    outputs: Any = derivatives.attend(backend, call.spec, tiles, operands)
     return outputs[0]
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas import validate
-from flash_pallas.arguments import Arguments
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 from .mods import MASK_MODS, SCORE_MODS
 

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas import dispatch, reference, validate, vjp
-from flash_pallas.arguments import Arguments
+from flash_pallas import reference
 from flash_pallas.core import dropout
+from flash_pallas.frontend import dispatch, validate
+from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.transforms import derivatives
 
 from .cases import Case, Inputs
 
@@ -33,11 +35,11 @@ ROUNDING = 12.0**-0.5
 # exp2 and log2 of the kernels are the GPU's approximate ones, right to about one float32 eps.
 LSE_FLOOR = 1.0
 # The kernels' tanh is the GPU's MUFU.TANH, whose largest relative error is 1.06e-5
-# (benchmarks/results/trial_tanh.txt), or a polynomial as right as that (backends/hopper/
-# inline_cap.py), under the interpreter too. Plain jnp's is a rational function, right to an eps.
+# (benchmarks/results/trial_tanh.txt), or a polynomial as right as that (backends/gpu/
+# softcap.py), under the interpreter too. Plain jnp's is a rational function, right to an eps.
 TANH_ERROR = 1.1e-5
 # Rounding to bfloat16 loses 2^-8 of an operand. The kernels multiply float32 in bfloat16 parts, and
-# such a product is wrong by 2^-15 (backends/hopper/products.py): that much of the former.
+# such a product is wrong by 2^-15 (backends/hopper/common/wgmma.py): that much of the former.
 IN_PARTS = 2.0**-7
 
 OUTPUTS = ("o", "lse", "max_logit")
@@ -57,7 +59,7 @@ def bind(backend, blocks: dict[str, int] | None = None):
         call = validate.canonicalize(q, k, v, Arguments(**arguments))
         assert backend.unsupported(call.problem) is None, backend.unsupported(call.problem)
         tiles = backend.blocks(call.problem, blocks)
-        found = call.unfold(*vjp.attend(backend, call.spec, tiles, call.operands))
+        found = call.unfold(*derivatives.attend(backend, call.spec, tiles, call.operands))
         return found if call.spec.max_logit else found[:2]
 
     return call

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flash_pallas import validate
-from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 README = Path(__file__).parent.parent / "README.md"
 MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 import flash_pallas as fp
-from flash_pallas import dispatch
+from flash_pallas.frontend import dispatch
 
 from . import checks, fuzzing, hopper_decode_cases
 from .hopper_decode_cases import Step

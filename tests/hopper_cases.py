@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from flash_pallas.backends.hopper.forward_blocks import TUNED_LONG
+from flash_pallas.backends.hopper.forward.tiles import TUNED_LONG
 
 from .cases import ADDITIVE, LARGE, Case, additive_cases
 
@@ -378,7 +378,7 @@ LARGE_ON_DEVICE = (
     _case("long_scores_of_2^30_128", T=1500, S=1500, B=2, N=4, K=2, H=128, magnitude=15),
 )
 
-# Some groups of heads are left to launches of their own; see backends/hopper/far_rows.py.
+# Some groups of heads are left to launches of their own; see backends/hopper/common/far_rows.py.
 FAR_ON_DEVICE = (
     *(
         _case(

@@ -11,7 +11,7 @@ import numpy as np
 
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks, takes_upright
+from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks, takes_upright
 from flash_pallas.core import decode, softmax
 
 from . import checks

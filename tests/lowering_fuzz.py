@@ -25,9 +25,9 @@ from unittest import mock
 import jax
 
 import flash_pallas as fp
-from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.frontend import dispatch
 
 from . import fuzzing
 from .random_calls import RandomCall, random_blocks, random_call

@@ -27,9 +27,9 @@ from unittest import mock
 import jax
 
 from benchmarks import results
-from flash_pallas import dispatch
-from flash_pallas.backends.hopper import far_rows
-from flash_pallas.backends.mosaic import launch
+from flash_pallas.backends.gpu import launch
+from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.frontend import dispatch
 
 from . import checks, gpu_fuzz
 from .cases import Case

@@ -10,9 +10,10 @@ import pytest
 
 import flash_pallas as fp
 from benchmarks import providers, suites, tune
-from flash_pallas import dispatch, tables, tuning
+from flash_pallas import tuning
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.frontend import dispatch, tables
 
 
 def test_the_shipped_table_holds_only_what_was_timed_and_still_fits():

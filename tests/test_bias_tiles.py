@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flash_pallas.backends.gpu.bias_tiles import SECTION_TILES, BiasTiles
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.score_blocks import Sums
-from flash_pallas.backends.mosaic.bias_tiles import SECTION_TILES, BiasTiles
+from flash_pallas.backends.hopper.backward.dbias.tiles import Sums
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import dispatch, reference
+from flash_pallas import reference
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import decode as xla_decode
+from flash_pallas.frontend import dispatch
 
 from . import checks
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.frontend import dispatch
 
 from .interpreter import race_checked
 

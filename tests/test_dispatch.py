@@ -12,10 +12,10 @@ import jaxlib.version
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import devices, dispatch, tables
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
+from flash_pallas.frontend import devices, dispatch, tables
 
 Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 
-from flash_pallas import dispatch
+from flash_pallas.frontend import dispatch
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 TINY = {

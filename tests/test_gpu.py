@@ -12,7 +12,8 @@ import pytest
 
 import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
-from flash_pallas.backends.hopper import HopperBackend, far_rows
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.common import far_rows
 
 from . import checks, hopper_decode_cases
 from .cases import Case

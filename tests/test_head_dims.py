@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.products import Products
-from flash_pallas.backends.hopper.split_blocks import HEAD_DIMS, native_head_dim
+from flash_pallas.backends.hopper.backward.split.tiles import HEAD_DIMS, native_head_dim
+from flash_pallas.backends.hopper.common.wgmma import Matmuls
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 
@@ -34,7 +34,7 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
     ],
 )
 def test_columns_in_device_memory(width, head_dim, summed_rows, columns):
-    products = Products(jnp.dtype("bfloat16"))
+    products = Matmuls(jnp.dtype("bfloat16"))
     assert products.columns(width, head_dim, *summed_rows) == columns
     x = jnp.zeros((1, 8, 2, width), jnp.bfloat16)
     stored = products.operand(x, head_dim, *summed_rows)
@@ -62,14 +62,14 @@ def test_columns_in_device_memory(width, head_dim, summed_rows, columns):
 )
 def test_the_widest_swizzle_that_suits_all_arrays(head_dim, columns, summed_rows, swizzle):
     arrays = [jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16) for width in columns]
-    products = Products(jnp.dtype("bfloat16"))
+    products = Matmuls(jnp.dtype("bfloat16"))
     assert products.swizzle(head_dim, *arrays, summed_rows=summed_rows) == swizzle
 
 
 @pytest.mark.parametrize("rows", [0, 16, 32])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_arrays_that_run_as_the_same_head_dim_have_a_swizzle_in_common(head_dim, rows):
-    products = Products(jnp.dtype("bfloat16"))
+    products = Matmuls(jnp.dtype("bfloat16"))
     widths = [width for width in range(1, head_dim + 1) if native_head_dim(width) == head_dim]
     stored = {products.columns(width, head_dim, rows) for width in widths}
     arrays = [jax.ShapeDtypeStruct((1, 8, 2, columns), jnp.bfloat16) for columns in stored]
@@ -77,7 +77,7 @@ def test_arrays_that_run_as_the_same_head_dim_have_a_swizzle_in_common(head_dim,
 
 
 def test_parts_of_float32_are_padded():
-    products = Products(jnp.dtype("float32"))
+    products = Matmuls(jnp.dtype("float32"))
     stored = products.operand(jnp.zeros((1, 8, 2, 24), jnp.float32), 32)
     assert stored.shape == (1, 8, 2, 2 * 32)
     assert products.swizzle(32, stored) == 64

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import dispatch
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode_blocks import DecodeBlocks
+from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import decode
+from flash_pallas.frontend import dispatch
 
 from .hopper_decode_cases import STEPS, Step, assert_matches_oracle, run
 from .interpreter import race_checked

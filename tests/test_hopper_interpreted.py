@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flash_pallas.backends.hopper import HopperBackend, fused_blocks, score_blocks, zeros
-from flash_pallas.backends.mosaic import bias_tiles
+from flash_pallas.backends.gpu import bias_tiles
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backward.dbias import tiles as dbias_tiles
+from flash_pallas.backends.hopper.backward.fused import tiles, zeros
 
 from . import checks
 from .hopper_cases import (
@@ -62,7 +64,7 @@ def test_compute_warpgroups_that_load(case):
 @pytest.mark.interpret
 def test_sections_of_heads_and_batch(monkeypatch):
     """Runs two of nine (head, batch entry) pairs at a time; the ninth runs alone."""
-    monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
+    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
 
@@ -71,7 +73,7 @@ def test_sections_of_heads_and_batch(monkeypatch):
 def test_sections_in_turns(monkeypatch):
     """Runs nine pairs, two at a time but for the last, with two KV blocks each, on four CTAs."""
     case, blocks = SECTIONS_IN_TURNS, {"fused": {"resident": 4}}
-    monkeypatch.setattr(fused_blocks, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
+    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case)
 
@@ -80,8 +82,8 @@ def test_sections_in_turns(monkeypatch):
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
     """Sums over all members in one sum: an odd number of tiles, in sections of one CTA pair."""
-    monkeypatch.setattr(score_blocks, "PAIRS_FROM", 1)
-    monkeypatch.setattr(score_blocks, "ENOUGH_CTAS", 1)
+    monkeypatch.setattr(dbias_tiles, "PAIRS_FROM", 1)
+    monkeypatch.setattr(dbias_tiles, "ENOUGH_CTAS", 1)
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case)

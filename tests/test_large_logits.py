@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas.backends.hopper import HopperBackend, far_rows
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.common import far_rows
 from flash_pallas.backends.portable import PortableBackend
 
 from . import checks

@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.fused_blocks import without_sums
-from flash_pallas.backends.hopper.fused_launches import Launch, fitting, launches_of, origins
-from flash_pallas.backends.hopper.fused_order import Order
+from flash_pallas.backends.hopper.backward.fused.launches import (
+    Launch,
+    fitting,
+    launches_of,
+    origins,
+)
+from flash_pallas.backends.hopper.backward.fused.scheduler import FusedScheduler
+from flash_pallas.backends.hopper.backward.fused.tiles import without_sums
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -90,10 +95,10 @@ def test_clusters_that_take_turns_have_as_many_but_for_one():
     blocks = dataclasses.replace(chosen(128, 1024, (4, 4), 16, biased=True), launches=1)
     problem = described(128, 1024, (4, 4), 16, biased=True)
     (launch,) = launches_of(problem, blocks)
-    order = Order(problem, blocks, launch)
+    order = FusedScheduler(problem, blocks, launch)
     assert order.total == 128 * 4 * 8 // 2 == 2048
     assert order.grid == {"first": 64}  # 32 turns each; 66 clusters would take as many
-    once = Order(problem, dataclasses.replace(blocks, resident=1), launch)
+    once = FusedScheduler(problem, dataclasses.replace(blocks, resident=1), launch)
     assert once.grid == {"section": 4, "kv": 8, "pair": 64}
 
 

@@ -17,12 +17,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
-from flash_pallas import validate, vjp
-from flash_pallas.arguments import Arguments
-from flash_pallas.backends.hopper import HopperBackend, far_rows
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.nn import RingCache, ScaledCache
 from flash_pallas.nn import nnx as fp_nnx
 from flash_pallas.parallel import context_parallel_attention, from_zigzag, to_zigzag
+from flash_pallas.transforms import derivatives
 
 from .test_sharding import ATOL, TYPES, draw, mesh_of, moved
 
@@ -346,7 +348,9 @@ def lowered_for_hopper(attend, *args) -> str:
 def hopper(q, k, v, causal=True):
     backend = HopperBackend(num_sms=132)
     call = validate.canonicalize(q, k, v, Arguments(causal=causal))
-    return vjp.attend(backend, call.spec, backend.blocks(call.problem, None), call.operands)[0]
+    return derivatives.attend(
+        backend, call.spec, backend.blocks(call.problem, None), call.operands
+    )[0]
 
 
 @pytest.mark.parametrize("around", ["vmap", "shard_map", "shard_map, Auto"])

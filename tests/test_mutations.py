@@ -1,4 +1,4 @@
-"""The list of mutations: each entry is what it claims, and the README shows it."""
+"""The list of mutations: each entry is what it claims."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from .hopper_cases import FUSED_BLOCKS, MAXIMA, MODIFIERS, WITHOUT_PRODUCER
 from .hopper_decode_cases import STEPS
 from .mutations import MUTATIONS, ROOT
 from .test_portable_interpreted import SUMS
-
-README = Path(__file__).parent / "README.md"
-
-
-def row(mutation) -> str:
-    """Returns a mutation's row of the table in the README."""
-    cells = (mutation.file, mutation.old.strip(), mutation.test)
-    return f"| {mutation.feature} | " + " | ".join(f"`{cell}`" for cell in cells) + " |"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
@@ -43,10 +35,3 @@ def test_the_line_is_there(mutation):
     )
     names = {c.name for c in cases}
     assert not case or case.removesuffix("]") in names
-
-
-def test_the_readme_lists_them():
-    text = README.read_text().partition("## Lines that must not break")[2]
-    missing = [row(m) for m in MUTATIONS if row(m) not in text]
-    assert not missing, "tests/README.md lacks\n" + "\n".join(missing)
-    assert text.count("\n| ") == len(MUTATIONS) + 1

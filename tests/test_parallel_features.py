@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from flash_pallas import dispatch, validate
-from flash_pallas.arguments import Arguments
+from flash_pallas.backends.gpu import auxiliary_arrays
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.mosaic import side_arrays
 from flash_pallas.core.problem import describe
+from flash_pallas.frontend import dispatch, validate
+from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.parallel import context_parallel_attention, from_zigzag, to_zigzag
 
 from .cases import Case
@@ -95,8 +95,8 @@ def test_hopper_kernels_drop_by_places_in_the_whole():
         kv_places=places[:, columns],
     )
     for q_axis in (0, 1):
-        whole = side_arrays.gmem(call.problem, q_axis, call.operands)
-        found = side_arrays.gmem(describe(part, call.spec), q_axis, part)
+        whole = auxiliary_arrays.gmem(call.problem, q_axis, call.operands)
+        found = auxiliary_arrays.gmem(describe(part, call.spec), q_axis, part)
         cuts = (rows, columns)[:: -1 if q_axis else 1]
         for name, cut in zip(("row_keys", "column_keys"), cuts, strict=True):
             ours, theirs = getattr(found, name)[..., :24], getattr(whole, name)[..., cut]

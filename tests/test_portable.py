@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flash_pallas.backends.portable import PortableBackend, blocks
-from flash_pallas.backends.portable.blocks import PortableBlocks, SplitSizes, TileSizes
-from flash_pallas.backends.portable.fused_blocks import FusedSizes
-from flash_pallas.backends.portable.walk import Steps
+from flash_pallas.backends.portable import PortableBackend, tiling
+from flash_pallas.backends.portable.common.tile_range import Steps
+from flash_pallas.backends.portable.tiling import FusedSizes, PortableBlocks, SplitSizes, TileSizes
 from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -31,7 +30,7 @@ def kernels(found: PortableBlocks):
     return {"forward": found.forward, "dkv": found.backward.dkv, "dq": found.backward.dq}
 
 
-@pytest.mark.parametrize("capability", blocks.SHARED_MEMORY)
+@pytest.mark.parametrize("capability", tiling.SHARED_MEMORY)
 @pytest.mark.parametrize("head_dims", [(8, 8), (64, 64), (72, 40), (128, 128), (192, 128),
                                        (64, 256), (256, 256)])  # fmt: skip
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -39,8 +38,8 @@ def test_tiles_fit(capability, head_dims, deterministic):
     described = problem(*head_dims, deterministic=deterministic)
     found = PortableBackend(interpret=True, capability=capability).blocks(described, None)
     for name, tile in kernels(found).items():
-        size = blocks.bytes_of(name, tile, described)
-        assert size <= blocks.SHARED_MEMORY[capability] - blocks.RESERVED
+        size = tiling.bytes_of(name, tile, described)
+        assert size <= tiling.SHARED_MEMORY[capability] - tiling.RESERVED
 
 
 @pytest.mark.parametrize(

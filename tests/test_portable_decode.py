@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import dispatch
 from flash_pallas.backends.portable import PortableBackend
-from flash_pallas.backends.portable.decode_blocks import PortableDecodeBlocks
+from flash_pallas.backends.portable.tiling import PortableDecodeBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import decode, softmax
+from flash_pallas.frontend import dispatch
 
 from .hopper_decode_cases import STEPS, Step, assert_matches_oracle
 from .interpreter import race_checked

@@ -7,21 +7,15 @@ import types
 import numpy as np
 import pytest
 
-from flash_pallas.backends.mosaic import inline
-from flash_pallas.backends.portable import (
-    decode_rows,
-    dq_sums,
-    grid,
-    inputs,
-    products,
-    shared_rows,
-    threads,
-    tile_store,
-    tiles,
-    vectors,
-)
-from flash_pallas.backends.portable.grid import WGMMA, Grid
-from flash_pallas.backends.portable.tiles import UNIT_ELEMENTS
+from flash_pallas.backends.gpu import inline
+from flash_pallas.backends.portable.backward.dbias import per_tile
+from flash_pallas.backends.portable.backward.fused import dq_sums
+from flash_pallas.backends.portable.common import auxiliary_inputs, grid, mma, smem_tiles, threads
+from flash_pallas.backends.portable.common import smem_tiles as common_smem_tiles
+from flash_pallas.backends.portable.common.grid import WGMMA, Grid
+from flash_pallas.backends.portable.common.smem_tiles import UNIT_ELEMENTS
+from flash_pallas.backends.portable.decode import kernel
+from flash_pallas.backends.portable.forward import pv
 
 from .ptx import BFLOAT16, Layout, Machine, Tile
 
@@ -34,18 +28,20 @@ def machine(monkeypatch):
     modules = (
         threads,
         grid,
-        vectors,
-        tiles,
-        products,
-        inputs,
-        decode_rows,
+        common_smem_tiles,
+        smem_tiles,
+        mma,
+        auxiliary_inputs,
+        kernel,
         dq_sums,
-        shared_rows,
-        tile_store,
+        pv,
+        per_tile,
     )
     found.install(monkeypatch, *modules)
     layout = types.SimpleNamespace(to_mgpu=Layout)
-    monkeypatch.setattr(inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS))
+    monkeypatch.setattr(
+        auxiliary_inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS)
+    )
     return found
 
 
@@ -71,9 +67,9 @@ def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
     source = draw(0, 200, 3, held)
     found, ref = tile(machine, rows, columns)
     of_head = machine.array(source, lambda x: x[:, 1])
-    tiles._start_body(True, None, of_head, ref, np.int64(first), np.int64(limit))
+    smem_tiles._start_body(True, None, of_head, ref, np.int64(first), np.int64(limit))
     assert np.isnan(found[:, :columns].astype(np.float32)).all()
-    tiles._wait_body(0, None)
+    smem_tiles._wait_body(0, None)
     expected = np.zeros((rows, columns), BFLOAT16)
     there = max(min(limit - first, rows, 200 - first), 0)
     expected[:there, :held] = source[first : first + there, 1]
@@ -86,8 +82,8 @@ def test_copies_of_rows_of_two_axes(machine, first):
     source = draw(0, 30, 8, 64)
     found, ref = tile(machine, 64, 64)
     group = machine.array(source, lambda x: x[:, 4:8])
-    tiles._start_body(False, None, group, ref, np.int64(first), np.int64(100))
-    tiles._wait_body(0, None)
+    smem_tiles._start_body(False, None, group, ref, np.int64(first), np.int64(100))
+    smem_tiles._wait_body(0, None)
     expected = np.zeros((64, 64), BFLOAT16)
     rows = source[:, 4:8].reshape(-1, 64)[first : min(first + 64, 100)]
     expected[: len(rows)] = rows
@@ -104,7 +100,7 @@ def test_results_are_written(machine, rows, columns, held):
     np.testing.assert_array_equal(staged[:, :columns], values)
     target = np.zeros((150, 2, held), BFLOAT16)
     of_head = machine.array(target, lambda x: x[:, 1])
-    tiles._store_body(False, None, of_head, ref, np.int64(100), np.int64(150))
+    smem_tiles._store_body(False, None, of_head, ref, np.int64(100), np.int64(150))
     expected = np.zeros_like(target)
     expected[100:150, 1] = values[:50, :held]
     np.testing.assert_array_equal(target, expected)
@@ -122,8 +118,8 @@ def test_products(machine, dtype, rows, summed, columns, transposed, in_register
     stored = b.T if transposed else b
     of_b = tile(machine, *stored.shape, stored, dtype)[1]
     machine.shape = rows, columns
-    how = products._How(right_transposed=transposed)
-    found = products._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(0)).values()
+    how = mma._How(right_transposed=transposed)
+    found = mma._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(0)).values()
     exact = start + a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
 
@@ -134,9 +130,9 @@ def test_products_of_some_columns(machine, summed):
     a, b = draw(2, 64, 64), draw(3, 32, 64)
     of_a, of_b = (tile(machine, *x.shape, x)[1] for x in (a, b))
     machine.shape = 64, 32
-    how = products._How(right_transposed=True, summed=summed)
+    how = mma._How(right_transposed=True, summed=summed)
     start = Tile.of(np.zeros((64, 32), np.float32))
-    found = products._add_body(how, None, start, of_a, of_b, np.int64(0)).values()
+    found = mma._add_body(how, None, start, of_a, of_b, np.int64(0)).values()
     exact = a[:, :summed].astype(np.float64) @ b[:, :summed].astype(np.float64).T
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
 
@@ -179,9 +175,9 @@ def test_products_of_a_grid(machine, dtype, shape, summed, column, transposed):
     of_a = tile(machine, *stored.shape, stored, dtype)[1]
     of_b = tile(machine, *b.shape, b, dtype)[1]
     machine.shape = own.label(rows, columns)
-    how = products._How(left_transposed=transposed, grid=own)
+    how = mma._How(left_transposed=transposed, grid=own)
     of_start = Tile.of(labelled(start, own))
-    found = products._add_body(how, None, of_start, of_a, of_b, np.int64(column)).values()
+    found = mma._add_body(how, None, of_start, of_a, of_b, np.int64(column)).values()
     exact = start + a.astype(np.float64) @ b[:, column : column + columns].astype(np.float64)
     np.testing.assert_allclose(found, labelled(exact, own), rtol=0, atol=1e-5 * summed)
 
@@ -212,10 +208,10 @@ def test_numbers_of_rows_reach_accumulators_of_a_grid(machine, shape):
     for index in np.ndindex(*registers.shape):
         registers[index] = numbers[lane + at(index)][:, None]
     values = types.SimpleNamespace(registers=registers, shape=shape[:1], layout=layout)
-    shared_rows._put_body(None, values, ref)
+    pv._put_body(None, values, ref)
     np.testing.assert_array_equal(found, numbers)
     machine.shape = (rows,)
-    read = shared_rows._get_body(own, rows, layout, None, ref).registers
+    read = pv._get_body(own, rows, layout, None, ref).registers
     expected = labelled(np.repeat(numbers[:, None], shape[1], axis=1), own)[:, 0]
     for index in np.ndindex(*read.shape):
         np.testing.assert_array_equal(read[index][:, 0], expected[lane + at(index)])
@@ -230,8 +226,8 @@ def test_vectors_are_copied(machine, count, exists):
         machine.array(source, lambda x: x[1]),
         machine.array(found, lambda x: x[1], shared=True),
     )
-    vectors.start_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
-    tiles._wait_body(0, None)
+    common_smem_tiles.start_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
+    smem_tiles._wait_body(0, None)
     expected = np.full_like(found, np.nan)
     if exists:
         expected[1] = source[1, 256 : 256 + count]
@@ -304,7 +300,7 @@ def test_a_bias_in_registers(machine, dtype, q_axis, start):
     bias = draw(5, 2, 104, 128, dtype=dtype)
     machine.shape = shape = 64, 48
     ref = machine.array(bias, lambda x: x[1])
-    found = inputs._load_body(shape, q_axis, None, ref, *map(np.int64, start)).values()
+    found = auxiliary_inputs._load_body(shape, q_axis, None, ref, *map(np.int64, start)).values()
     whole = bias[1].T if q_axis else bias[1]
     part = whole[start[0] : start[0] + 64, start[1] : start[1] + 48].astype(np.float32)
     np.testing.assert_array_equal(found[: part.shape[0], : part.shape[1]], part)
@@ -317,7 +313,7 @@ def test_partial_results_of_decoding(machine, columns, first):
     values = draw(6, 64, 128, dtype=np.float32)
     target = np.zeros((2, 90, columns), np.float32)
     ref = machine.array(target, lambda x: x[1])
-    decode_rows._store_body(None, Tile.of(values), ref, np.int64(first))
+    kernel._store_body(None, Tile.of(values), ref, np.int64(first))
     expected = np.zeros_like(target)
     count = min(64, 90 - first)
     expected[1, first : first + count] = values[:count, :columns]
@@ -331,7 +327,7 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
     values = draw(8, 64, 48, dtype=dtype)
     target = np.zeros((2, 90, columns), dtype)
     ref = machine.array(target, lambda x: x[1])
-    tile_store._store_body(dtype.itemsize, None, Tile.of(values), ref, *map(np.int64, starts))
+    per_tile._store_body(dtype.itemsize, None, Tile.of(values), ref, *map(np.int64, starts))
     expected = np.zeros_like(target)
     part = expected[1, starts[0] : starts[0] + 64, starts[1] : starts[1] + 48]
     part[...] = values[: part.shape[0], : part.shape[1]]

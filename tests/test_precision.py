@@ -12,11 +12,11 @@ import pytest
 from flax import linen
 
 import flash_pallas as fp
-from flash_pallas import validate
-from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.backward_blocks import SplitBlocks
-from flash_pallas.backends.hopper.products import Products
+from flash_pallas.backends.hopper.backward.select import SplitBlocks
+from flash_pallas.backends.hopper.common.wgmma import Matmuls
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.nn import attention_fn
 from flash_pallas.nn import linen as fp_linen
 from flash_pallas.nn import nnx as fp_nnx
@@ -88,7 +88,7 @@ def test_tiles_for_everything_at_once(widths, arguments):
 def test_parts_are_as_precise_as_stated():
     draw = np.random.default_rng(0).standard_normal
     a, b = (jnp.asarray(draw((1, 8, 1, 512)) * 10.0**e, jnp.float32) for e in (3, -5))
-    products = Products(jnp.dtype("float32"))
+    products = Matmuls(jnp.dtype("float32"))
     stored = [products.operand(x, 512) for x in (a, b)]
     exact = [np.asarray(x, np.float64) for x in (a, b)]
     for x, parts in zip(exact, stored, strict=True):
@@ -105,7 +105,7 @@ def test_parts_are_as_precise_as_stated():
 
 def test_the_parts_of_registers_are_those_of_memory():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 64, 1, 64)), jnp.float32)
-    interpreted, stored = Products(x.dtype, interpret=True), Products(x.dtype).operand(x, 64)
+    interpreted, stored = Matmuls(x.dtype, interpret=True), Matmuls(x.dtype).operand(x, 64)
     # Under jit, where XLA takes a conversion there and back for nothing.
     parts = jnp.concatenate(jax.jit(interpreted.split)(x), axis=-1)
     np.testing.assert_array_equal(parts, stored)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import api, cache, decode, keywords, tuning
+from flash_pallas import api, cache, decode, tuning
 from flash_pallas.core import rope
+from flash_pallas.frontend import keywords
 from flash_pallas.parallel import context, layout, setting
 
 NAMES = [

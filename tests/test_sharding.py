@@ -13,9 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
-from flash_pallas import validate, vjp
-from flash_pallas.arguments import Arguments
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.transforms import derivatives
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -227,7 +228,7 @@ def test_the_hopper_kernels_lower_for_shards(devices, types):
         def loss(q, k, v, bias):
             call = validate.canonicalize(q, k, v, Arguments(bias=bias, **options))
             blocks = backend.blocks(call.problem, tiles)
-            o, _, _ = vjp.attend(backend, call.spec, blocks, call.operands)
+            o, _, _ = derivatives.attend(backend, call.spec, blocks, call.operands)
             return jnp.sum(o.astype(jnp.float32))
 
         traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, x, x, bias)

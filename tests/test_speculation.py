@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flash_pallas.backends.gpu import inline
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.forward_blocks import MOST_HALF, SPECULATES
-from flash_pallas.backends.mosaic import inline
+from flash_pallas.backends.hopper.forward.tiles import MOST_HALF, SPECULATES
 
 from .cases import Case
 from .hopper_cases import FORWARD_BLOCKS, MAXIMA

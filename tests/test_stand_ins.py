@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from flash_pallas import explain, flash_attention, validate, vjp
-from flash_pallas.arguments import Arguments
+from flash_pallas import explain, flash_attention
+from flash_pallas.backends.gpu import stand_ins
+from flash_pallas.backends.gpu.refusals import refusal
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.mosaic import stand_ins
-from flash_pallas.backends.mosaic.refusals import refusal
 from flash_pallas.core import elementwise
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.transforms import derivatives
 
 SHAPE = (8, 16)
 FUNCTIONS = {
@@ -88,7 +90,11 @@ def _lowers(score_mod):
         call = validate.canonicalize(q, k, v, Arguments(score_mod=score_mod))
         assert refusal(call.problem) is None
         blocks = backend.blocks(call.problem, None)
-        return vjp.attend(backend, call.spec, blocks, call.operands)[0].astype(jnp.float32).sum()
+        return (
+            derivatives.attend(backend, call.spec, blocks, call.operands)[0]
+            .astype(jnp.float32)
+            .sum()
+        )
 
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
     return "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -14,9 +14,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
-from flash_pallas import reference, vjp
+from flash_pallas import reference
 from flash_pallas.backends import xla
 from flash_pallas.core.problem import Operands
+from flash_pallas.transforms import derivatives
 
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 
@@ -132,7 +133,7 @@ def attend_counting(q, k, v):
     problem = fp.explain(q, k, v, causal=True).problem
     backend = Counting()
     operands = Operands(q, k, v)
-    return vjp.attend(backend, problem.spec, backend.blocks(problem, None), operands)[0]
+    return derivatives.attend(backend, problem.spec, backend.blocks(problem, None), operands)[0]
 
 
 @pytest.mark.parametrize(

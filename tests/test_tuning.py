@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import dispatch, tables, tuning
-from flash_pallas.backends.hopper import (
-    HopperBackend,
-    candidates,
-    forward_blocks,
-    fused_blocks,
-    split_blocks,
-)
+from flash_pallas import tuning
+from flash_pallas.backends.hopper import HopperBackend, candidates
+from flash_pallas.backends.hopper.backward.fused import tiles as fused_tiles
+from flash_pallas.backends.hopper.backward.split import tiles as split_tiles
+from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.frontend import dispatch, tables
 
 Q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
 HOPPER = HopperBackend(interpret=True, num_sms=132)
@@ -375,10 +373,10 @@ def test_candidates_can_run_and_the_rules_come_first(shape, causal, deterministi
 
 def test_candidates_name_fields_that_there_are():
     kinds = {
-        "forward": forward_blocks.ForwardBlocks,
-        "fused": fused_blocks.FusedBlocks,
-        "dkv": split_blocks.DkvBlocks,
-        "dq": split_blocks.DqBlocks,
+        "forward": tiles.ForwardBlocks,
+        "fused": fused_tiles.FusedBlocks,
+        "dkv": split_tiles.DkvBlocks,
+        "dq": split_tiles.DqBlocks,
     }
     assert set(candidates.CHANGES) == set(kinds)
     for kernel, changes in candidates.CHANGES.items():

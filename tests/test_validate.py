@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import validate
-from flash_pallas.arguments import Arguments
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 
 def array(*shape, dtype=jnp.float32):

@@ -12,9 +12,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
 import flash_pallas as fp
-from flash_pallas import reference, validate, vjp
-from flash_pallas.arguments import Arguments
+from flash_pallas import reference
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.transforms import derivatives
 
 B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
 
@@ -87,7 +89,7 @@ def recorded(function, *args):
     def attend(q, k, v, **keywords):
         call = validate.canonicalize(q, k, v, Arguments(**keywords))
         blocks = backend.blocks(call.problem, None)
-        return call.unfold(*vjp.attend(backend, call.spec, blocks, call.operands))[0]
+        return call.unfold(*derivatives.attend(backend, call.spec, blocks, call.operands))[0]
 
     jax.make_jaxpr(function(attend))(*args)
     return set(backend.wanted)

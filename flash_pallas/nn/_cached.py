@@ -12,7 +12,7 @@ from ..cache import KVCache, append_kv, gather_pages
 from ..core import explicit_axes, rope
 from ..core.decode import MAX_TOKENS, QUANTISED
 from ..decode import flash_decode
-from ..integer_arguments import as_int32, is_known, known
+from ..frontend.numbers import as_int32, is_known, known
 from ._options import CallArguments
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import arguments as checks
-from .. import dispatch, number_arguments, validate
-from ..arguments import Arguments
-from ..integer_arguments import as_int32, seed_words
-from ..keywords import unexpected
+from ..frontend import arguments as checks
+from ..frontend import dispatch, numbers, validate
+from ..frontend.arguments import Arguments
+from ..frontend.keywords import unexpected
+from ..frontend.numbers import as_int32, seed_words
 from . import gathered, ring
 from .cuts import Cuts, shards_around
 from .plan import Plan
@@ -140,9 +140,9 @@ def _static(name: str, value, head_dim: int):
     if name in ("causal", "deterministic", "broadcast_dropout", "return_lse"):
         return checks.flag(name, value)
     if name == "scale":
-        return number_arguments.scale(value, head_dim)
+        return numbers.scale(value, head_dim)
     if name == "softcap":
-        return number_arguments.softcap(value)
+        return numbers.softcap(value)
     if name == "dropout_rate":
         return checks.dropout_rate(value)
     if name == "window":

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import dispatch, vjp
 from ..core import manual_axes, softmax
 from ..core.problem import AttentionSpec, Cotangents, Operands, describe
+from ..frontend import dispatch
+from ..transforms import derivatives
 from .layout import local_positions, names_of
 from .plan import Piece, Plan
 
@@ -82,7 +83,7 @@ def _attend(ring: Ring, operands: Operands):
 
 
 def _attend_fwd(ring: Ring, operands: Operands):
-    names = _Sums(vjp.SAVED_NAMES[0], *(vjp.SAVED_NAMES[1],) * 2)
+    names = _Sums(derivatives.SAVED_NAMES[0], *(derivatives.SAVED_NAMES[1],) * 2)
     found = jax.tree.map(checkpoint_name, _forward(ring, operands), names)
     return _public(ring, found), (operands, found)
 
@@ -90,12 +91,12 @@ def _attend_fwd(ring: Ring, operands: Operands):
 def _attend_bwd(ring: Ring, residuals, cotangents):
     operands, (o, lse_log2, shift) = residuals
     do, dlse = cotangents
-    delta = vjp.delta_of(operands, o, do, dlse, lse_log2)
+    delta = derivatives.delta_of(operands, o, do, dlse, lse_log2)
     given = Cotangents(lse_log2, do, delta, shift)
     dq, dk, dv = _backward(ring, operands, given)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     sinks = operands.sinks
-    dsinks = None if sinks is None else vjp.sink_gradient(sinks, given, ring.unit)
+    dsinks = None if sinks is None else derivatives.sink_gradient(sinks, given, ring.unit)
     none = none._replace(score_params=(), mask_params=())
     return (none._replace(q=dq, k=dk, v=dv, sinks=dsinks),)
 
@@ -139,7 +140,7 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
     for piece in ring.plan.pieces(step, wrapped):
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
         chosen, blocks = _chosen(ring, spec, part)
-        out = vjp.forward_of(chosen, spec, blocks)(part)
+        out = derivatives.forward_of(chosen, spec, blocks)(part)
         half = _halves(operands.q.shape[1], piece.rows)
         mine = _Sums(sums.o[:, half], sums.lse_log2[:, :, half], sums.shift[:, :, half])
         shift = jnp.zeros_like(mine.shift) if out.shift is None else out.shift
@@ -192,7 +193,7 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
         lse_log2, do, delta, shift = cotangents
         per_row = (x[:, :, half] for x in (lse_log2, delta, shift))
         of_rows = Cotangents(next(per_row), do[:, half], *per_row)
-        grads = vjp.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
+        grads = derivatives.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
         cols = _halves(keys.k.shape[1], piece.cols)
         add = lambda x, g, part, half: _replaced(x, x[:, part] + g.astype(x.dtype), 1, half)
         dq = add(dq, grads.q, half, piece.rows)

@@ -10,16 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.suites import Shape
-from flash_pallas import validate
-from flash_pallas.arguments import Arguments
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.core.mask import Mask
-from flash_pallas.core.problem import (
-    EXTRA_GRADS,
-    AttentionSpec,
-    Operands,
-    describe,
-)
+from flash_pallas.core.problem import EXTRA_GRADS, AttentionSpec, Operands, describe
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 from ..cases import Case
 from .device import A100, B200, H200, RTX_5090, Target

@@ -12,21 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.suites import SUITES, Shape
-from flash_pallas import validate
-from flash_pallas.arguments import Arguments
+from flash_pallas.backends.gpu.row_maxima import far_of
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.blocks import trades_registers
-from flash_pallas.backends.hopper.fused_blocks import FusedBlocks
-from flash_pallas.backends.mosaic.row_maxima import far_of
+from flash_pallas.backends.hopper.backward.fused.tiles import FusedBlocks
+from flash_pallas.backends.hopper.tiling import trades_registers
 from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
-from flash_pallas.core.problem import (
-    EXTRA_GRADS,
-    AttentionSpec,
-    Cotangents,
-    Operands,
-    describe,
-)
+from flash_pallas.core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, describe
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 from ..cases import Case
 from ..hopper_cases import ON_DEVICE
@@ -48,7 +42,7 @@ LONG_MASKS = {"long": (False, 4096, False), "long_causal": (True, 8192, False)}
 # One sequence, for which there are more multiprocessors than tiles and key blocks.
 SMALL_MASKS = {"small": (False, 512, False), "small_causal": (True, 512, False)}
 
-# So many entries that far rows have launches of their own: backends/hopper/far_rows.py.
+# So many entries that far rows have launches of their own: backends/hopper/common/far_rows.py.
 MANY, MANY_MASKS = 24, {"many": (False, LENGTH, False), "many_causal": (True, LENGTH, False)}
 
 # Of tests/hopper_cases.py: modifiers where registers are tightest.

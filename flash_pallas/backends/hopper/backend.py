@@ -12,16 +12,16 @@ import numpy as np
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ..mosaic.refusals import refusal
-from . import decode_blocks
-from .backward import backward
-from .blocks import HopperBlocks, choose_blocks, trades_registers
+from ..gpu.refusals import refusal
+from .backward.launch import backward
 from .candidates import candidates
-from .decode import decode
-from .forward import forward
-from .forward_blocks import NATIVE_HEAD_DIMS, native_problem
-from .forward_packed import forward_packed
-from .products import Products
+from .common.wgmma import Matmuls
+from .decode import tiles
+from .decode.kernel import decode
+from .decode.packed_forward import forward_packed
+from .forward.kernel import forward
+from .forward.tiles import NATIVE_HEAD_DIMS, native_problem
+from .tiling import HopperBlocks, choose_blocks, trades_registers
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16), np.dtype(jnp.float32))
 WIDEST_FLOAT32 = 128  # head dim: its two parts fill shared memory as 256 does in 16 bits
@@ -95,7 +95,7 @@ class HopperBackend:
         if blocks.forward.packed:
             return forward_packed(problem, operands, self.multiprocessors, self.interpret)
         native = native_problem(problem)
-        products = Products(problem.dtype, self.interpret)
+        products = Matmuls(problem.dtype, self.interpret)
         q, k = (products.operand(x, native.head_dim) for x in (operands.q, operands.k))
         v = products.operand(operands.v, native.v_head_dim, blocks.forward.block_kv)
         out = forward(
@@ -125,14 +125,14 @@ class HopperBackend:
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
-        return decode_blocks.unsupported(problem)
+        return tiles.unsupported(problem)
 
-    def decode_blocks(self, problem: DecodeProblem) -> decode_blocks.DecodeBlocks:
+    def decode_blocks(self, problem: DecodeProblem) -> tiles.DecodeBlocks:
         """Returns the tile sizes and the number of splits; see decode_blocks.py."""
-        return decode_blocks.choose_decode(problem, self.multiprocessors)
+        return tiles.choose_decode(problem, self.multiprocessors)
 
     def decode(
-        self, spec: DecodeSpec, blocks: decode_blocks.DecodeBlocks, operands: DecodeOperands
+        self, spec: DecodeSpec, blocks: tiles.DecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)

@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 from ...core.problem import Problem
-from .backward_blocks import SplitBlocks
-from .blocks import choose_blocks
+from .backward.select import SplitBlocks
+from .tiling import choose_blocks
 
 # Each replaces fields of what the rules take. What only the rules know how to combine (which loops
 # are masked, where polynomials pay beside modifiers, speculation) stays as it is.

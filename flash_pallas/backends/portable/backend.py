@@ -13,20 +13,18 @@ from ...core.decode import describe as describe_decode
 from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ..mosaic.refusals import refusal
-from . import blocks as tiles
-from . import decode_blocks
-from .backward_arrays import BackwardArrays
-from .blocks import PortableBlocks, choose_blocks
-from .decode import decode
-from .decode_blocks import PortableDecodeBlocks
-from .dkv import dkv
-from .dq import dq
-from .forward import forward
-from .fused import fused
-from .fused_blocks import FusedSizes
-from .limits import DTYPES, HEAD_DIM_MULTIPLE
-from .scores import scores
+from ..gpu.refusals import refusal
+from . import tiling
+from . import tiling as tiles
+from .backward.arrays import BackwardArrays
+from .backward.dbias.kernel import scores
+from .backward.fused.kernel import fused
+from .backward.split.dkv import dkv
+from .backward.split.dq import dq
+from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE
+from .decode.kernel import decode
+from .forward.kernel import forward
+from .tiling import FusedSizes, PortableBlocks, PortableDecodeBlocks, choose_blocks
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
 
@@ -108,13 +106,13 @@ class PortableBackend:
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
-        return decode_blocks.unsupported(problem)
+        return tiling.unsupported(problem)
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Chooses tile sizes and the number of splits; see decode_blocks.py."""
         multiprocessors = self.multiprocessors or _multiprocessors()
         shared = tiles.memory_of(self.capability or _capability())
-        return decode_blocks.choose(problem, multiprocessors, shared)
+        return tiling.choose(problem, multiprocessors, shared)
 
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands

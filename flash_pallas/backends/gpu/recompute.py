@@ -1,0 +1,211 @@
+"""Recomputes P from S and the log-sum-exp, and dS from P, as every backward kernel does.
+
+With C = keep * gain * dP - delta (`keep` and `gain` are dropout's) the gradient of the logits is
+P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
+softcap. It is linear and elementwise: pull(P) * C is the same, and pull(P) needs no dP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...core import dropout, scores
+from ...core.problem import Problem
+from ...core.scores import TileInputs
+from ...core.softmax import EMPTY_ROW
+from ...core.tile import Limits
+from . import register_tile
+from . import weights as gpu_weights
+from .auxiliary_arrays import AuxiliaryGmem
+from .register_tile import RegisterTile
+from .row_maxima import far_of, less_shift
+
+# Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
+# makes P of it 0.
+_HIDDEN = -1e18
+_LOWEST_CAP = 1e-9
+
+
+class RowShift(NamedTuple):
+    """The shift of the queries of a tile; see core/softmax.py.
+
+    Attributes:
+        values: f32 in device memory, of all heads.
+        first: i32, index of the first query's shift.
+        some: i32: 0 where all shifts are 0; None where it is known that they are not.
+    """
+
+    values: Any
+    first: Any
+    some: Any = None
+
+    @classmethod
+    def of(cls, problem: Problem, side: AuxiliaryGmem, far, head, query) -> RowShift:
+        """Returns the shift from `query` of a head on, where `far` (of Gmem) is not 0."""
+        rows = side.shift.shape[0] // (problem.batch * problem.q_heads)
+        member = lax.rem(jnp.int32(head), jnp.int32(problem.group))
+        return cls(side.shift, far - 1 + member * rows + query)
+
+
+class Weights(NamedTuple):
+    """A tile of P."""
+
+    p: Any  # f32, 0 where hidden; without dropout
+    kept: Any  # bool, or None without dropout
+    pull: Any  # see core.scores.Logits
+
+
+def weights(
+    problem: Problem,
+    tile: RegisterTile,
+    s,
+    lse,
+    inputs: TileInputs,
+    limits: Limits,
+    *,
+    polynomials: float = 0.0,
+) -> Weights:
+    """Recomputes P of a tile.
+
+    Args:
+        problem: what is computed.
+        tile: position of the tile.
+        s: q @ k^T, f32.
+        lse: log-sum-exp of each query, base 2.
+        inputs: inputs of score modifiers.
+        limits: what positions leave visible of the tile.
+        polynomials: share of the exponentials that the multiply-add units compute.
+    """
+    spec = problem.spec
+    x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
+    x = _shifted(tile, x, inputs.shift)
+    rows = tile.per_q(lse)
+    p = _powers(tile, x, log2_scale, rows, polynomials)
+    if problem.bias_shape is not None:
+        # The bias of padding may be a NaN, or more than EMPTY_ROW. Hidden keys are -inf by now;
+        # discarded queries and those past the last are not, and what is linear in P passes on a 0
+        # where softcap and score_mod would make a NaN of it.
+        if "q_lengths" in problem.features or problem.q_len % tile.shape[tile.q_axis]:
+            p = jnp.where(rows < EMPTY_ROW / 2, p, 0.0)
+        if spec.softcap is not None or spec.score_mod is not None:
+            pull = _zero_where_hidden(p, pull)
+    kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
+    return Weights(p, kept, pull)
+
+
+def _shifted(tile: RegisterTile, x, shift: RowShift | None):
+    """Returns the logits minus the shift of their row."""
+    if shift is None:
+        return x
+    less = lambda: less_shift(x, shift.values, shift.first, tile.q_axis, tile.interpret)
+    return less() if shift.some is None else lax.cond(shift.some > 0, less, lambda: x)
+
+
+def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
+    if not polynomials:
+        return jnp.exp2(x * log2_scale - shift)
+    return gpu_weights.powers(x, shift, log2_scale, polynomials, tile.interpret)
+
+
+def may_sign(problem: Problem) -> bool:
+    """Checks that dropout is all that happens to weights, so that `signed` suffices.
+
+    It has all that the gradients of the weights need.
+    """
+    spec = problem.spec
+    other = spec.softcap is not None or spec.score_mod is not None or problem.bias_shape is not None
+    return spec.dropout_rate > 0 and not other
+
+
+def sign_factor(problem: Problem) -> float:
+    """Returns the factor of P in `signed`, which is the divisor of delta in `of_signed`."""
+    return dropout.gain(problem.spec.dropout_rate) / 2.0
+
+
+def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
+    """Computes P of a tile times sign_factor, f32, negative where dropout drops it.
+
+    One tile says what P, pull(P) and `kept` say in three. Arguments are those of `weights`, except
+    that lse is less by log2(sign_factor).
+    """
+    spec = problem.spec
+    x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+    x, rows = _shifted(tile, x, inputs.shift), tile.per_q(lse)
+    if tile.interpret:
+        p = jnp.exp2(x * log2_scale - rows)
+        return jnp.where(scores.kept(spec, tile, inputs), p, -p)
+    keys = tile.by_axis(inputs.q_keys, inputs.kv_keys)
+    return gpu_weights.signed(x, rows, keys, log2_scale, dropout.threshold(spec.dropout_rate))
+
+
+def of_signed(t, dp, delta):
+    """Returns (keep * gain * P, gradient of the logits) from `signed`; delta is over sign_factor.
+
+    t + |t| is exact, and an addition where a maximum takes the unit of comparisons, the busiest
+    here; ptxas also needs 7 registers fewer with it, and spills none.
+    """
+    kept = t + jnp.abs(t)
+    return kept, kept * dp - jnp.abs(t) * delta
+
+
+def may_defer(problem: Problem) -> bool:
+    """Checks that a cap is all that happens to logits, so that `capped` suffices.
+
+    It has all that weights and gradients need. The cap must also be so low that no row has a shift.
+    """
+    spec = problem.spec
+    if spec.softcap is None or spec.softcap < _LOWEST_CAP or far_of(spec, problem.dtype):
+        return False
+    other = spec.dropout_rate or spec.score_mod is not None or problem.bias_shape is not None
+    return not other
+
+
+def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
+    """Returns (logits of a tile over the cap, f32; their factor for logits in base 2).
+
+    One tile says what P and pull(P) say in two.
+    """
+    found = register_tile.logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
+    return found.x, found.log2_scale
+
+
+def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 0.0):
+    """Returns (P, gradient of scale * q @ k^T) from `capped`; lse and delta are per element."""
+    t, log2_scale = held
+    p = _powers(tile, t, log2_scale, lse, polynomials)
+    return p, p * (1.0 - t * t) * (dp - delta)
+
+
+def _zero_where_hidden(p, pull):
+    clear = lambda x: None if x is None else jnp.where(p == 0.0, 0.0, x)
+
+    def through(d):
+        dz, dparams = pull(d)
+        return clear(dz), tuple(map(clear, dparams))
+
+    return through
+
+
+def pulled(w: Weights):
+    """Returns pull(P), f32."""
+    return w.pull(w.p)[0]
+
+
+def dropped(problem: Problem, w: Weights):
+    """Returns keep * P, f32; the gain is left to `gained`."""
+    return jnp.where(w.kept, w.p, 0.0) if problem.spec.dropout_rate else w.p
+
+
+def gained(problem: Problem, dv):
+    """Multiplies a sum of keep * P products by the gain that was left out of them."""
+    return dv * dropout.gain(problem.spec.dropout_rate) if problem.spec.dropout_rate else dv
+
+
+def centred(problem: Problem, kept, dp, delta):
+    """Computes keep * gain * dP - delta, where delta is spread over the tile."""
+    if not problem.spec.dropout_rate:
+        return dp - delta
+    return jnp.where(kept, dp * dropout.gain(problem.spec.dropout_rate), 0.0) - delta

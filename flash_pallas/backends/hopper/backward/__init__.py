@@ -1,0 +1,1 @@
+"""The backward kernels for Hopper; `select` says which of them run."""

@@ -1,0 +1,1 @@
+"""The kernel for gradients of bias, ALiBi slopes and captured arrays."""

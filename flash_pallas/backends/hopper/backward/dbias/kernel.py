@@ -1,0 +1,437 @@
+"""Gradients of what modifies scores: of the bias, of ALiBi's slopes, of what score_mod captured.
+
+All are sums of the gradient dS of the scores, which is as large as the scores. So S and dP are
+computed once more, tile by tile, and dS is summed in registers, never stored. What is summed over
+(`Sums.axes`) decides what a CTA owns:
+
+    tile     a tile of the bias, for all batch entries and heads that share it: written once
+    columns  some keys of one head, for all queries: a bias that is the same for every query
+    rows     some queries of one head, for all keys: everything else
+
+No sum depends on the order in which CTAs run: every run gives the same bits. Sums over rows or
+columns are [B, N, T] or [B, N, S], and XLA adds up the batch entries and heads that share a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .....core.integers import round_up
+from .....core.problem import Operands, Problem
+from .....core.tile import Limits
+from ....gpu import inline, recompute
+from ....gpu.bias_tiles import BiasTile, BiasTiles, Members, bias_place, divide, members_of
+from ....gpu.dbias_launches import term
+from ....gpu.launch import WARPGROUP_ROWS, float32, launch
+from ....gpu.recompute import RowShift
+from ....gpu.register_tile import RegisterTile
+from ...common import cluster
+from ...common.auxiliary_inputs import Place
+from ...common.pipeline import Ring, rows_of, warpgroup_rows
+from ...common.wgmma import Matmuls
+from ..arrays import BackwardArrays
+from ..tile_range import KvTileRange, QTileRange
+from .tiles import LOADED, DbiasBarriers, DbiasSmem, ScoreBlocks, Sums, scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasKernel:
+    """One launch of this kernel; the methods are the phases of a CTA."""
+
+    sums: Sums
+    blocks: ScoreBlocks
+    interpret: bool
+
+    @property
+    def problem(self) -> Problem:
+        """Problem that is computed."""
+        return self.sums.problem
+
+    @property
+    def products(self) -> Matmuls:
+        """Matrix products of operands of the call's dtype."""
+        return Matmuls(self.problem.dtype, self.interpret)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a warpgroup's tile: (queries, keys)."""
+        return WARPGROUP_ROWS, self.blocks.block_kv
+
+    def __call__(self, gmem: BackwardArrays, bias, *refs):
+        *out, smem, bars = refs
+        wg = lax.axis_index("wg")
+        cta = DbiasCta(self.sums, self.blocks, gmem, bias, tuple(out), smem, bars, wg)
+        pl.when(wg < self.blocks.warpgroups)(lambda: self.consume(cta))
+        if self.blocks.producer:
+            pl.when(wg == self.blocks.warpgroups)(lambda: self.produce(cta))
+
+    # --- the producer ----------------------------------------------------------------------------
+
+    def produce(self, cta: DbiasCta):
+        """Loads the tile of the bias, if it is held, then everything that each step reads."""
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        self.load_bias(cta)
+        steps = cta.steps()
+        pl.loop(jnp.int32(0), steps.total)(functools.partial(self.load, cta, steps))
+        cta.ring.drain(steps.total)
+
+    def feed(self, cta: DbiasCta) -> DbiasCta:
+        """Loads what the first steps read, in the last warpgroup, where there is no producer.
+
+        Returns the CTA with a ring that this warpgroup fills again where it releases it.
+        """
+        steps, loads = cta.steps(), cta.wg == self.blocks.warpgroups - 1
+        fill = lambda n: pl.when(n < steps.total)(lambda: self.load(cta, steps, n))
+
+        @pl.when(loads)
+        def _():
+            self.load_bias(cta)
+            for n in range(self.blocks.stages):
+                fill(jnp.int32(n))
+
+        return dataclasses.replace(cta, refill=lambda n: pl.when(loads)(lambda: fill(n)))
+
+    def load_bias(self, cta: DbiasCta):
+        """Loads the tile of the bias, if it is held."""
+        if self.sums.holds_bias:
+            source = cta.bias.at[cta.bias_place + self.tile_at(cta)]
+            plgpu.copy_gmem_to_smem(source, cta.smem.bias, cta.bars.bias)
+
+    def load(self, cta: DbiasCta, steps: DbiasSteps, n):
+        """Loads everything that the n-th step reads."""
+        slot, step = cta.ring.slot(n), steps[n]
+        cta.ring.wait_empty(n)
+        sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
+        for name in LOADED:
+            target = getattr(cta.smem, name).at[slot]
+            # The CTAs of a cluster differ in their keys.
+            shared = None if name in ("k", "v") else cluster.multicast(self.blocks.cluster)
+            plgpu.copy_gmem_to_smem(sources[name], target, arrived, collective_axes=shared)
+        place = self.place(step, 0, self.blocks.block_q)
+        self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
+
+    def sources(self, cta: DbiasCta, step: DbiasStep):
+        """Returns what a step reads besides side inputs, in device memory, by name."""
+        queries = pl.ds(step.q_block * self.blocks.block_q, self.blocks.block_q)
+        keys = pl.ds(step.kv_block * self.blocks.block_kv, self.blocks.block_kv)
+        kv_head = lax.div(jnp.int32(step.head), jnp.int32(self.problem.group))
+        gmem, smem = cta.gmem, cta.smem
+        q_at, kv_at = (step.batch, queries, step.head), (step.batch, keys, kv_head)
+        return {
+            "q": rows_of(gmem.q, q_at, smem.q),
+            "do": rows_of(gmem.do, q_at, smem.do),
+            "k": rows_of(gmem.k, kv_at, smem.k),
+            "v": rows_of(gmem.v, kv_at, smem.v),
+            "lse": gmem.lse_log2.at[step.batch, step.head, queries],
+            "delta": gmem.delta.at[step.batch, step.head, queries],
+        }
+
+    def place(self, step: DbiasStep, first_row, rows: int) -> Place:
+        """Returns the place of some rows of a tile."""
+        start = step.q_block * self.blocks.block_q + first_row
+        columns = self.blocks.block_kv
+        return Place(step.batch, step.head, start, step.kv_block * columns, rows, columns)
+
+    def tile_at(self, cta: DbiasCta):
+        """Returns (queries, keys) of the tile that a CTA owns, as slices."""
+        own = cta.owned
+        return (
+            pl.ds(own.q_block * self.blocks.block_q, self.blocks.block_q),
+            pl.ds(own.kv_block * self.blocks.block_kv, self.blocks.block_kv),
+        )
+
+    # --- a compute warpgroup ---------------------------------------------------------------------
+
+    def consume(self, cta: DbiasCta):
+        """Adds up this warpgroup's 64 rows of every tile, and writes the sums."""
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.feed(cta)
+        if self.sums.holds_bias:
+            plgpu.barrier_wait(cta.bars.bias)
+        steps = cta.steps()
+        columns = inline.LANE_COLS if self.sums.axes == "rows" else self.blocks.block_kv
+        zero = jnp.zeros((WARPGROUP_ROWS, columns), jnp.float32)
+        start = tuple(plgpu.layout_cast(zero, inline.WGMMA) for _ in self.sums.names)
+
+        kept = self.own_bias(cta) if self.sums.holds_bias and self.blocks.keep_bias else None
+
+        def step(n, total):
+            return tuple(map(jnp.add, total, self.tile(cta, n, steps[n], kept)))
+
+        total = lax.fori_loop(jnp.int32(0), steps.total, step, start)
+        if not self.blocks.producer:
+            pl.when(cta.wg == self.blocks.warpgroups - 1)(lambda: cta.ring.drain(steps.total))
+        {"tile": self.store_tile, "columns": self.store_columns, "rows": self.store_rows}[
+            self.sums.axes
+        ](cta, total)
+        plgpu.wait_smem_to_gmem(0)
+
+    def tile(self, cta: DbiasCta, n, step: DbiasStep, bias):
+        """Computes what the n-th tile adds to each sum."""
+        slot, smem = cta.ring.slot(n), cta.smem
+        own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
+        place = self.place(step, cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        held = self.sums.side.hold(cta.gmem.side, place)  # under the wait
+        where = RegisterTile(
+            q_start=place.row_start + cta.gmem.offset(self.problem, step.batch),
+            kv_start=place.column_start,
+            shape=self.shape,
+            interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
+        )
+        limits = self.limits(cta, step, where)
+
+        def products(s_acc, dp_acc):
+            multiply = functools.partial(self.products.multiply, transposed=True)
+            multiply(s_acc, smem.q.at[slot, own], smem.k.at[slot])
+            multiply(dp_acc, smem.do.at[slot, own], smem.v.at[slot])
+            lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
+            delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
+            inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
+            inputs = inputs._replace(shift=self.shift(cta, place))
+            if self.sums.holds_bias:
+                # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
+                own_bias = self.own_bias(cta) if bias is None else lax.optimization_barrier(bias)
+                inputs = inputs._replace(bias=own_bias.astype(jnp.float32))
+            w = recompute.weights(self.problem, where, s, lse, inputs, limits)
+            w = w._replace(p=lax.optimization_barrier(w.p))
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            cluster.release(self.blocks.cluster, cta.ring, n, self.interpret)
+            d = w.p * recompute.centred(self.problem, w.kept, dp, where.per_q(delta))
+            return self.terms(where, *w.pull(d))
+
+        # Before the accumulators exist: zeroed on one side of a branch and used on the other, they
+        # cost an instruction per register.
+        cta.ring.wait_full(n)
+        accumulator = plgpu.ACC(self.shape, jnp.float32)
+        return pl.run_scoped(products, accumulator, accumulator)
+
+    def terms(self, where: RegisterTile, dz, dparams):
+        """Returns what a tile adds to each sum, from the gradients of scores and of score_mod."""
+        if self.sums.axes != "rows":
+            return (dz,)
+        lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
+        return tuple(lanes(term(name, where, dz, dparams)) for name in self.sums.names)
+
+    def shift(self, cta: DbiasCta, place: Place) -> RowShift | None:
+        """Returns the shift of the queries of a tile; None where there is none."""
+        far = self.sums.side.far(cta.gmem.side, place.batch, place.head)
+        if far is None:
+            return None
+        given = cta.gmem.side, far, place.head, place.row_start
+        return RowShift.of(self.problem, *given)._replace(some=far)
+
+    def own_bias(self, cta: DbiasCta):
+        """Loads this warpgroup's rows of the tile of the bias that a CTA holds."""
+        own = warpgroup_rows(lax.optimization_barrier(cta.wg))
+        return plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA)
+
+    def limits(self, cta: DbiasCta, step: DbiasStep, where: RegisterTile) -> Limits:
+        """Returns what positions leave visible of a tile.
+
+        Keys past the end matter to sums over keys alone.
+        """
+        kv_len = cta.gmem.kv_len(self.problem, step.batch, self.blocks.block_kv)
+        if self.sums.axes != "rows" and cta.gmem.side.kv_lengths is None:
+            kv_len = None
+        return where.limits(self.problem.spec.mask, kv_len)
+
+    def store_tile(self, cta: DbiasCta, total):
+        """Writes this warpgroup's rows of one tile of the bias's gradient."""
+        own = warpgroup_rows(cta.wg)
+        (out,) = cta.out
+        staging = cta.smem.bias if cta.smem.sums is None else cta.smem.sums
+        staging[own] = total[0].astype(out.dtype)
+        plgpu.commit_smem()
+        queries, keys = self.tile_at(cta)
+        rows = pl.ds(queries.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        at = (*divide(cta.owned.part, self.problem.bias_shape[1]), rows, keys)
+        plgpu.copy_smem_to_gmem(staging.at[own], out.at[at])
+
+    def store_columns(self, cta: DbiasCta, total):
+        """Writes this warpgroup's sums over its rows, one per key.
+
+        The tile is transposed on its way through shared memory.
+        """
+        staging, vectors = cta.smem.sums.at[cta.wg], cta.smem.vectors.at[cta.wg]
+        staging[...] = total[0]
+        plgpu.commit_smem()  # each warp reads what the others wrote
+        for first in range(0, self.blocks.block_kv, WARPGROUP_ROWS):
+            keys = pl.ds(first, WARPGROUP_ROWS)
+            tile = plgpu.load(
+                staging.at[:, keys].transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED
+            )
+            vectors[keys] = plgpu.layout_cast(tile, inline.WGMMA).sum(axis=1)
+        plgpu.commit_smem()
+        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        keys = pl.ds(x * self.blocks.block_kv, self.blocks.block_kv)
+        plgpu.copy_smem_to_gmem(vectors, cta.out[0].at[batch, head, cta.wg, keys])
+
+    def store_rows(self, cta: DbiasCta, total):
+        """Writes this warpgroup's rows of every sum."""
+        own = warpgroup_rows(cta.wg)
+        for i, lanes in enumerate(total):
+            cta.smem.vectors[i, own] = lanes.sum(axis=1)
+        plgpu.commit_smem()
+        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        rows = pl.ds(x * self.blocks.block_q + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        for i, out in enumerate(cta.out):
+            plgpu.copy_smem_to_gmem(cta.smem.vectors.at[i, own], out.at[batch, head, rows])
+
+
+def score_sums(
+    problem: Problem, sums, operands: Operands, arrays: BackwardArrays, producer: bool, interpret
+):
+    """Launches the kernel; returns one array per name.
+
+    Args:
+        problem: problem with the head dims that run.
+        sums: axes and names of `Sums`.
+        operands: operands of the call.
+        arrays: what a backward reads.
+        producer: `producer` of ScoreBlocks.
+        interpret: run under the interpreter.
+
+    Returns:
+        tile: [parts * Bb, N1, T up to a multiple of 8, S up to whole rows of 128 bytes] in the
+        dtype of the bias, f32 if there are several parts; columns: f32[B, N, S up to a multiple
+        of 128]; rows: f32[B, N, T up to whole tiles].
+    """
+    axes, names = sums
+    sums = Sums(problem, axes, names)
+    blocks = dataclasses.replace(sums.blocks(), producer=producer)
+    q_tiles, kv_tiles = (
+        pl.cdiv(problem.q_len, blocks.block_q),
+        pl.cdiv(problem.kv_len, blocks.block_kv),
+    )
+    grid = {"x": q_tiles, "y": problem.q_heads, "z": problem.batch}
+    out = float32((problem.batch, problem.q_heads, q_tiles * blocks.block_q))  # all are summed
+    if axes == "columns":
+        grid |= {"x": kv_tiles}
+        whole = round_up(problem.kv_len, 128)
+        out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
+    side, bias = arrays.side_of(problem, operands, 0), None
+    tile = (blocks.block_q, blocks.block_kv)
+    if axes == "tile":
+        parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]
+        # One axis, as the two others of a grid hold no more than 65,535.
+        tiles = BiasTiles.of(problem, *tile, blocks.cluster)
+        grid = {"cluster": tiles.clusters * parts * entries * heads}
+        bias, side = side.bias, side._replace(bias=None)
+        dtype = problem.bias_dtype if parts == 1 else jnp.float32
+        out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
+    given = arrays
+    if axes != "tile":  # there the tile is given, and what it does not show is masked
+        given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
+    run = launch(
+        DbiasKernel(sums, blocks, interpret),
+        out=(out,) * len(names),
+        scratch=scratch(sums, blocks, arrays),
+        grid=grid,
+        cluster=cluster.axes(blocks.cluster),
+        threads=blocks.warpgroups + blocks.producer,
+        name=f"flash_pallas_backward_scores_{axes}",
+        interpret=interpret,
+    )
+    found = run(given._replace(side=side), bias)
+    return tuple(x.sum(axis=2) for x in found) if axes == "columns" else found
+
+
+class DbiasStep(NamedTuple):
+    """Place of one tile of scores."""
+
+    batch: Any
+    head: Any
+    q_block: Any
+    kv_block: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasSteps:
+    """The tiles that a CTA goes through.
+
+    Attributes:
+        first: the tile of step 0.
+        total: number of tiles.
+        along: which field of the tile grows by one with every step, "q_block" or "kv_block".
+        members: batch entries and heads of the tiles, where it is these that change.
+    """
+
+    first: DbiasStep
+    total: Any
+    along: str = ""
+    members: Members | None = None
+
+    def __getitem__(self, n) -> DbiasStep:
+        """Returns the n-th tile."""
+        if self.members is not None:
+            batch, head = self.members[n]
+            return self.first._replace(batch=batch, head=head)
+        return self.first._replace(**{self.along: getattr(self.first, self.along) + n})
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasCta:
+    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+
+    sums: Sums
+    blocks: ScoreBlocks
+    gmem: BackwardArrays
+    bias: Any
+    out: tuple
+    smem: DbiasSmem
+    bars: DbiasBarriers
+    wg: Any
+    refill: Any = None  # of the ring
+
+    @property
+    def owned(self) -> BiasTile:
+        """The tile of the bias that this CTA owns, where it owns one."""
+        blocks = self.blocks
+        size = blocks.block_q, blocks.block_kv, blocks.cluster
+        tiles = BiasTiles.of(self.sums.problem, *size)
+        return tiles.at(lax.axis_index("cluster"), cluster.rank(blocks.cluster))
+
+    @property
+    def ring(self) -> Ring:
+        """Ring of the stages."""
+        return Ring(self.bars.full, self.bars.empty, self.blocks.stages, self.refill)
+
+    def steps(self) -> DbiasSteps:
+        """Returns the tiles of this CTA."""
+        problem, blocks = self.sums.problem, self.blocks
+        if self.sums.axes == "tile":
+            return self.members()
+        x, y, z = (lax.axis_index(name) for name in ("x", "y", "z"))
+        if self.sums.axes == "rows":
+            position = x * blocks.block_q + self.gmem.offset(problem, z)
+            at = (z, x, position)
+            walk = KvTileRange.of(problem, self.gmem, at, blocks.block_q, blocks.block_kv)
+            return DbiasSteps(DbiasStep(z, y, x, walk.start), walk.total, "kv_block")
+        at, size = (z, x), (blocks.block_kv, blocks.block_q)
+        walk = QTileRange.of(problem, self.gmem, at, *size, mask_all=True)
+        return DbiasSteps(DbiasStep(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
+
+    def members(self) -> DbiasSteps:
+        """Returns the tile of this CTA, once for every batch entry and head that shares it."""
+        blocks, own = self.blocks, self.owned
+        size, parts = (blocks.block_q, blocks.block_kv), self.sums.parts(blocks)
+        found = members_of(self.sums.problem, own, parts, size, blocks.cluster)
+        first = DbiasStep(found.batch, found.head, own.q_block, own.kv_block)
+        return DbiasSteps(first, found.total, members=found)
+
+    @property
+    def bias_place(self):
+        """Place in the bias, (entry, head), of what this CTA sums."""
+        return bias_place(self.sums.problem, self.owned)

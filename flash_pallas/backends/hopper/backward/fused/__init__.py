@@ -1,0 +1,1 @@
+"""The fused backward: one kernel for dQ, dK and dV; start reading at `kernel`."""

@@ -1,0 +1,435 @@
+"""Tile sizes of the fused backward: which can be chosen, which are chosen, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .....core import integers as ints
+from .....core.problem import Problem
+from ....gpu.launch import WARPGROUP_ROWS, shared_memory
+from ...common import cluster
+from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
+from ...common.pipeline import fits, row_buffer, tile_buffer
+from ...common.wgmma import Matmuls
+from ..arrays import BackwardArrays
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedBlocks:
+    """Tile sizes and options of the fused backward: 128 keys and two compute warpgroups per CTA.
+
+    Attributes:
+        block_q: number of queries per step.
+        stages, do_stages: number of tiles of Q and of dO in flight.
+        ds_stages: number of slots for dS; with one, the warpgroups meet twice per step.
+        mask_all: one loop masks every tile (if the mask hides anything), instead of a loop for the
+            masked tiles and one for the rest: fewer registers, more instructions.
+        late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
+        stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
+        alternate: the warpgroups take turns at the tensor cores (ping-pong); see fused_finish.py.
+            Takes at least two slots of everything, and no late_dp.
+        late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
+        polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
+        signs: the elements of P that dropout drops have a minus sign: one tile of registers where
+            there were two and predicates. Used where recompute.may_sign.
+        defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
+            were two. Used where recompute.may_defer.
+        producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
+        parts: number of CTAs that share the walk of a key block, whose dK and dV are added up
+            afterwards; see fused_parts.py. Takes one loop, as with mask_all.
+        bias_cluster: number of CTAs, each with a batch entry of its own, that sum the gradient of a
+            bias which the entries share, where it is wanted: fused_bias.py. 1: backward_scores.py
+            computes it.
+        launches: number of equal portions of the pairs of a key head and a batch entry, which are
+            launched one after the other.
+        first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
+            that the next launch adds to: fused_launches.py.
+        key_launches: number of portions of the keys, one after the other within each of `launches`,
+            of which one at a time has sums of the gradient of a bias.
+        resident: size of the persistent grid in clusters (or CTAs), as many as run at one time,
+            which take key blocks in turns; see fused_order.py. 1: there are as many as key blocks.
+        kv_stages: number of key blocks whose K and V lie in shared memory, where a CTA takes
+            several.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    do_stages: int = 2
+    ds_stages: int = 2
+    mask_all: bool = False
+    late_dp: bool = False
+    stagger: bool = False
+    alternate: bool = False
+    late_handover: bool = False
+    polynomials: float = 0.0
+    signs: bool = False
+    defer: bool = False
+    producer: bool = True
+    parts: int = 1
+    bias_cluster: int = 1
+    launches: int = 1
+    first_alone: bool = False
+    key_launches: int = 1
+    resident: int = 1
+    kv_stages: int = 1
+
+    block_kv = 2 * WARPGROUP_ROWS
+    producer_registers, summing_registers = 24, 40
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers per thread of a compute warpgroup; a warpgroup that sums a bias takes some."""
+        return 224 if self.sums_bias else 240
+
+    @property
+    def sums_bias(self) -> bool:
+        """True if this kernel sums the gradient of a bias."""
+        return self.bias_cluster > 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if a CTA takes several key blocks."""
+        return self.resident > 1
+
+    @property
+    def received_rows(self) -> int:
+        """Number of keys in the parts that a CTA receives from the others of its cluster."""
+        return self.block_kv - self.block_kv // self.bias_cluster
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """True if a warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
+        return self.block_q == 2 * WARPGROUP_ROWS
+
+    def dq_tile(self, head_dim: int) -> tuple[int, int]:
+        """Returns the shape (rows, columns) of the part of dQ that one warpgroup computes."""
+        if self.dq_by_rows:
+            return self.block_q // 2, head_dim
+        return self.block_q, head_dim // 2
+
+    def runs(self, head_dim: int) -> bool:
+        """Returns whether a part of dQ is as wide as the narrowest rows (16) of an operand tile."""
+        return self.dq_tile(head_dim)[1] >= 16
+
+    @property
+    def may_alternate(self) -> bool:
+        """True if there are slots enough for two tiles, and dP^T is issued with S^T.
+
+        With one slot for dO, a warpgroup would wait in its turn for what the other has yet to read.
+        """
+        return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not self.late_dp
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Returns the bytes of shared memory of a CTA, for the head dim that the kernel runs."""
+        return shared_memory(scratch(problem, self))
+
+
+# bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
+# of all entries' 128 and 64 MB, which L2 does not keep from one key block to the next.
+AT_ONCE_BYTES = 16 << 20
+
+
+def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
+    """Returns how many of a launch's pairs are worked on at one time: whole clusters of CTAs.
+
+    Q, dO and the float32 dQ of one query head of each pair stay in L2. All sections of the pairs
+    are equally large, except for the last.
+    """
+    most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
+    sections = -(-pairs // most)
+    return ints.round_up(-(-pairs // sections), cluster)
+
+
+CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
+FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
+
+# bf16, H200, against warpgroups that meet in every step: alternating ones are 1.11 times as fast at
+# 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
+# tile has twice the exponentials, a quarter of them as polynomials was 1.05 of that (causal 1.11);
+# timed again after the other changes it is 0.96 (causal 0.95).
+#
+# Where some tile is masked, all are, in one loop: with a second loop for the tiles that need no
+# mask, ptxas runs out of registers at 64, and at 128 it is 1.02 (T=4096) and 0.96 (16k) of this.
+#
+# At 128, block_q 128 would need 2 x 64 more accumulator registers than there are.
+#
+# Staggered without a mask: 1.03 at 128, 1.01 at 64 (1.08 if the warpgroups meet).
+#
+# Handing over late spares a turn the wait for its writes, for which the exponentials of the next
+# tile pay: without a mask 1.02 at 128 (T=16k 1.01 to 1.03, grouped queries 1.01) and 1.05 at 32; at
+# 64, where exponentials take as long as a turn, 0.94 to 1.00; causal 0.98 at 128 and 0.99 at 64.
+#
+# Three tiles of Q and dO at 128, without a mask: 1.02 (T=4096), 1.05 (16k), 1.02 (grouped queries,
+# 8k), 1.01 (1024); causal 0.97 to 1.00.
+_ALTERNATING = {
+    16: FusedBlocks(block_q=128, alternate=True),
+    32: FusedBlocks(block_q=128, alternate=True),
+    64: FusedBlocks(block_q=128, alternate=True),
+    128: FusedBlocks(block_q=64, alternate=True),
+}
+PLAIN = {
+    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 128))
+    for d, b in _ALTERNATING.items()
+}
+PLAIN[128] = dataclasses.replace(PLAIN[128], stages=3, do_stages=3)
+MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _ALTERNATING.items()}
+# Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
+BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
+# Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
+# Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
+# 1.08; dropout at 128 1.05.
+MODIFIED = {
+    16: FusedBlocks(block_q=128, mask_all=True),
+    32: FusedBlocks(block_q=128, mask_all=True),
+    64: FusedBlocks(block_q=64, mask_all=True, alternate=True, stages=4, do_stages=4),
+    128: FusedBlocks(block_q=64, mask_all=True, alternate=True),
+}
+# bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
+# backward_scores.py: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
+# Larger clusters are slower, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs at 64 and 32.
+# At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
+# staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,
+# 1.02 and 0.97, with turns 0.96.
+# Alternating warpgroups that hand over late are 1.03 of those that meet at 64; at 32 they are 0.96,
+# with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials:
+# 0.98, 0.97 and 0.96 at 64 (T = 1024, 2048 and 4096).
+BIASED = {
+    16: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
+    32: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
+    64: FusedBlocks(
+        stages=3,
+        do_stages=3,
+        mask_all=True,
+        alternate=True,
+        late_handover=True,
+        bias_cluster=2,
+    ),
+}
+# Where alternating is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
+# 64 queries and dropout at 64 0.98, with score_mod at 128 0.67.
+MEETING = {
+    16: FusedBlocks(block_q=128, mask_all=True),
+    32: FusedBlocks(block_q=128, mask_all=True),
+    64: FusedBlocks(block_q=64, mask_all=True),
+    128: FusedBlocks(block_q=64, mask_all=True),
+}
+# Dropout and nothing else, but for positions and lengths (with documents 44 bytes of spills): the
+# sign of P says what is dropped, and 128 queries fit into registers at 64 without a spill (with P,
+# pull(P) and predicates 160 bytes). bf16, H200, B=4, T=4096: 1.21 of 64 queries and warpgroups that
+# meet (1.20 without a mask); handing over late 0.97, a quarter of the exponentials as polynomials
+# 1.00. At 128 signs are 1.02: within what one row differs by.
+DROPPING = MODIFIED | {64: dataclasses.replace(MASKED[64], signs=True)}
+# A cap and as little else (with documents 64 bytes): exponentials wait for dP^T, and 128 queries
+# fit. 1.18 of 64 queries with four stages; handing over late 0.97. At 128 1.00.
+CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
+SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
+
+
+def for_far_rows(pairs: int) -> FusedBlocks:
+    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a key head."""
+    return FusedBlocks(block_q=64, mask_all=True, resident=max(2, pairs))
+
+
+def choose_fused(problem: Problem) -> FusedBlocks | None:
+    """Chooses tiles for a problem of a native head dim; None if nothing fits into shared memory."""
+    spec = problem.spec
+    first = _table(problem)[problem.head_dim]
+    if not may_sum_bias(problem, first.bias_cluster):
+        first = without_sums(first)
+    if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
+        first = dataclasses.replace(first, late_dp=True)
+    alone = without_sums(_together(first))
+    fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
+    candidates = (first, fewer, SMALLEST)
+    runs = lambda b: b.runs(problem.head_dim) and fits(scratch(problem, b))
+    return next(filter(runs, candidates), None)
+
+
+def without_sums(blocks: FusedBlocks) -> FusedBlocks:
+    """Returns `blocks` for a call in which nobody asks for the gradient of its bias."""
+    if not blocks.sums_bias:
+        return blocks
+    alone = {"launches": 1, "first_alone": False, "key_launches": 1, "resident": 1, "kv_stages": 1}
+    return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **alone)
+
+
+def _table(problem: Problem) -> dict[int, FusedBlocks]:
+    spec, features, head_dim = problem.spec, problem.features, problem.head_dim
+    side = AuxiliaryInputs(problem, q_axis=1)
+    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
+    if tiles and _only_a_bias(problem) and head_dim in BIASED:
+        return BIASED
+    with_others = mods or spec.softcap or spec.mask_mod
+    alone = not (with_others and drops) and "kv_segments" not in features
+    if drops and head_dim == 64 and not alone:
+        return MEETING
+    if tiles or "bias" in features or (mods and head_dim == 128):
+        return MEETING
+    if drops and alone:
+        return DROPPING
+    if spec.softcap and alone and not (mods or spec.mask_mod):
+        return CAPPED
+    if drops or with_others:
+        return MODIFIED
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
+    if {"kv_lengths", "kv_segments"} & features:
+        return BY_ARRAYS
+    return MASKED if ragged or not spec.mask.is_trivial else PLAIN
+
+
+def may_sum_bias(problem: Problem, cluster: int) -> bool:
+    """Returns whether clusters of this many CTAs can sum the bias's gradient; True for 1 CTA.
+
+    All CTAs of a cluster take the same steps with the same tiles of a bias in 16 bits, and dS is
+    the gradient of what the bias was added to.
+    """
+    if cluster == 1:
+        return True
+    kind = AuxiliaryInputs(problem, q_axis=1).kind(problem.bias_shape)
+    if kind != "tile" or not _only_a_bias(problem):
+        return False
+    sharing = problem.batch // problem.bias_shape[0]
+    return cluster in CLUSTERS and sharing % cluster == 0
+
+
+def _only_a_bias(problem: Problem) -> bool:
+    """Returns whether a bias in 16 bits is all that modifies the scores."""
+    spec = problem.spec
+    modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
+    if modified or problem.mask_shape is not None or not spec.mask.is_trivial:
+        return False
+    small = problem.bias_shape is not None and problem.bias_dtype.itemsize == 2
+    return small and problem.features - {"sinks"} == {"bias"}
+
+
+def _together(blocks: FusedBlocks) -> FusedBlocks:
+    """Returns `blocks` with warpgroups that meet in every step, and without polynomials.
+
+    Those do not pay then (0.93 to 0.97 at head dim 64).
+    """
+    return dataclasses.replace(blocks, alternate=False, late_handover=False, polynomials=0.0)
+
+
+WARPGROUPS = 2  # that compute, 64 keys each
+
+
+class FusedSmem(NamedTuple):
+    """Shared memory of one CTA."""
+
+    q: Any  # [stages, block_q, D]
+    do: Any  # [do_stages, block_q, D]
+    k: Any  # [kv_stages, block_kv, D]
+    v: Any  # [kv_stages, block_kv, D]
+    ds: Any  # [ds_stages, block_kv, block_q]
+    dq: Any  # f32[dq parts, dq tile]
+    lse: Any  # f32[stages, block_q]
+    delta: Any  # f32[do_stages, block_q]
+    side: Streamed  # with Q
+    received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
+    arrived: Any = None  # an mbarrier, of what is received
+
+
+class FusedBarriers(NamedTuple):
+    """The mbarriers of one CTA; those without a count below have one arrival."""
+
+    kv_full: Any  # K and V
+    kv_empty: Any  # with turns: each warpgroup, whose dK and dV have been read
+    q_full: Any  # Q, lse and what modifiers read
+    q_empty: Any  # each warpgroup
+    do_full: Any
+    do_empty: Any  # each warpgroup
+    delta_full: Any
+    met: Any  # each warpgroup
+    ds_ready: Any  # where they alternate: one per slot, each warpgroup
+    turn: Any  # where they alternate under the interpreter: one per warpgroup
+    dq_full: Any  # one per warpgroup
+    dq_empty: Any  # one per warpgroup
+    arrived: Any = None  # a tile that has padding to be cleared
+    summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup
+    summed_empty: Any = None  # and added up, by each CTA of the cluster
+    receives: Any = None  # each CTA of the cluster
+
+
+def scratch(
+    problem: Problem,
+    blocks: FusedBlocks,
+    arrays: BackwardArrays | None = None,
+    interpret: bool = False,
+) -> tuple[FusedSmem, FusedBarriers]:
+    """Returns the (shared memory, barriers) that a CTA allocates.
+
+    Args:
+        problem: a problem with the head dim that the kernel runs.
+        blocks: tile sizes.
+        arrays: operands, whose columns decide how tiles lie; None where only sizes are wanted.
+        interpret: run by the interpreter.
+    """
+    head_dim, dtype = problem.head_dim, problem.dtype
+    block_q, block_kv = blocks.block_q, blocks.block_kv
+    bar, side = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
+    of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
+    received = None
+    if blocks.sums_bias:
+        received = tile_buffer((blocks.received_rows, block_q), dtype, of_k)
+        if interpret:  # where whole tiles of float32 are added
+            received = plgpu.SMEM((block_kv, block_q), jnp.float32)
+    smem = FusedSmem(
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
+        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
+        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
+        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
+        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
+        lse=row_buffer((blocks.stages, block_q)),
+        delta=row_buffer((blocks.do_stages, block_q)),
+        side=side.buffers(blocks.stages, block_kv, block_q),
+        received=received,
+        arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
+    )
+    of_cluster = functools.partial(cluster.empty_barrier, blocks.bias_cluster)
+    sums = blocks.sums_bias
+    bars = FusedBarriers(
+        kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
+        kv_empty=(
+            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
+            if blocks.takes_turns
+            else None
+        ),
+        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
+        q_empty=cluster.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
+        do_full=bar(num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        delta_full=bar(num_barriers=blocks.do_stages),
+        met=bar(num_arrivals=WARPGROUPS),
+        ds_ready=(
+            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
+            if blocks.alternate
+            else None
+        ),
+        turn=bar(num_barriers=WARPGROUPS) if blocks.alternate and interpret else None,
+        dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
+        dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
+        arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
+        summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
+        summed_empty=of_cluster(1, blocks.ds_stages) if sums else None,
+        receives=of_cluster(1, 1) if sums else None,
+    )
+    return smem, bars
+
+
+def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
+    """Returns the swizzles in bytes of K (and Q) and of V (and dO).
+
+    K is an operand of products with Q and with dS, V only of those with dO. Of K's columns a
+    warpgroup multiplies those that it has of dQ.
+    """
+    products, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
+    k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
+    of_k = products.swizzle(problem.head_dim, *k, summed_rows=columns)
+    return of_k, products.swizzle(problem.head_dim, *v)

@@ -1,0 +1,443 @@
+"""dK and dV without atomics: one half of the deterministic backward.
+
+A KV-stationary CTA owns 64 keys of one key head and loops over the Q tiles of every query head of
+its group. Scores are held transposed, so that P^T and dS^T come out of the registers as left
+operands. The two compute warpgroups do different things, so that each accumulator of 64 x head dim
+has one owner:
+
+    warpgroup 0   S^T = K Q^T -> P^T (operand) -> dV += P^T dO       hands P^T over in shared memory
+    warpgroup 1   dP^T = V dO^T -> dS^T = P^T (dP^T - delta) -> dK += dS^T Q
+    warpgroup 2   the producer: K and V once, Q with lse and dO with delta through two rings
+
+The wgmmas of dV and dK of a tile stay in flight while S^T and dP^T of the next tile are issued, and
+the elementwise work of one warpgroup overlaps with the wgmmas of the other; they meet only at the
+P^T ring. Issuing the next S^T before dV instead keeps a tile alive for two steps, so that two
+stages prefetch nothing (a ratio to cuDNN of 1.09 instead of 1.28 at head dim 256).
+Only warpgroup 0 reads K and only warpgroup 1 reads V: dV and dK are staged in them at the end, if
+they are of the same size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .....core import scores
+from .....core.problem import Operands, Problem
+from .....core.scores import TileInputs
+from .....core.tile import Limits
+from ....gpu import inline, recompute
+from ....gpu.launch import WARPGROUP_ROWS, launch
+from ....gpu.recompute import RowShift, Weights
+from ....gpu.register_tile import RegisterTile
+from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
+from ...common.pipeline import Ring, rows_of
+from ...common.wgmma import Matmuls
+from ..arrays import BackwardArrays
+from ..tile_range import QTileRange, mask_everywhere
+from .tiles import DkvBarriers, DkvBlocks, DkvSmem, dkv_scratch
+
+DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvKernel:
+    """One launch of the dK/dV kernel; the methods are the phases of a CTA."""
+
+    problem: Problem
+    blocks: DkvBlocks
+    interpret: bool
+
+    @property
+    def products(self) -> Matmuls:
+        """Matrix products of operands of the call's dtype."""
+        return Matmuls(self.problem.dtype, self.interpret)
+
+    @property
+    def loads(self) -> DkvLoads:
+        """Copies from device memory into shared memory."""
+        return DkvLoads(self.problem, self.blocks)
+
+    @property
+    def side(self) -> AuxiliaryInputs:
+        """Side inputs, which modifiers read."""
+        return self.loads.side
+
+    def __call__(self, gmem: BackwardArrays, dk, dv, smem: DkvSmem, bars: DkvBarriers):
+        batch, block = lax.axis_index("batch"), lax.axis_index("kv")
+        at, size = (batch, block), (WARPGROUP_ROWS, self.blocks.block_q)
+        cta = DkvCta(
+            gmem=gmem,
+            dk=dk,
+            dv=dv,
+            smem=smem,
+            bars=bars,
+            q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
+            do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
+            p=Ring(bars.p_full, bars.p_empty, self.blocks.p_stages),
+            batch=batch,
+            kv_head=lax.axis_index("head"),
+            kv_start=block * WARPGROUP_ROWS,
+            walk=QTileRange.of(
+                self.problem, gmem, at, *size, mask_all=mask_everywhere(self.problem)
+            ),
+        )
+        wg = lax.axis_index("wg")
+        pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
+        pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
+        if self.blocks.producer:
+            pl.when(wg == PRODUCER)(lambda: self.loads(cta))
+
+    # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
+
+    def compute_dv(self, cta: DkvCta):
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            self.loads.load_k(cta)
+        far = self.side.far(cta.gmem.side, cta.batch, cta.kv_head * self.problem.group)
+        if far is None:
+            self.sum_dv(cta, None)
+        else:
+            # With both loops between the same accumulators 20 bytes spill at head dim 256, causal.
+            pl.when(far == 0)(lambda: self.sum_dv(cta, None))
+            pl.when(far != 0)(lambda: self.sum_dv(cta, far))
+
+    def sum_dv(self, cta: DkvCta, far):
+        """Computes and writes dV of these keys; `far` is None unless some query may be shifted."""
+        accumulator = self.result_accumulator(self.problem.v_head_dim)
+        dv = pl.run_scoped(functools.partial(self.dv_walk, cta, far), accumulator)
+        cta.p.drain(cta.walk.total)
+        staging = cta.smem.k if cta.smem.dv is None else cta.smem.dv
+        self.store(dv, staging, rows_of(cta.dv, cta.keys, staging))
+
+    def dv_walk(self, cta: DkvCta, far, dv_acc):
+        """Sums dV over all tiles; returns f32[64, Dv]."""
+        held = self.side.hold_rows(cta.gmem.side, self.loads.place(cta, 0, 0))
+        if self.problem.group == 1:
+            held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
+        plgpu.barrier_wait(cta.bars.k_full)
+        step = functools.partial(self.dv_step, cta, held, far, dv_acc)
+        cta.walk.visit(step, in_one_loop=far is not None)
+        plgpu.wgmma_wait(0)
+        cta.do.release(cta.walk.total - 1)
+        return recompute.gained(self.problem, dv_acc[...])
+
+    def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, n, block, *, masked):
+        """Hands over P^T of the n-th tile and issues dV += P^T dO."""
+        if self.problem.group > 1:  # under the wait for Q
+            place = self.loads.place(cta, cta.walk[n][0], block)
+            held = self.side.hold_head(held, cta.gmem.side, place)
+        # Before the accumulator exists: see Scores.tile in backward_scores.py.
+        cta.q.wait_full(n)
+        products = functools.partial(self.weights, cta, held, (n, block), masked, far)
+        p, handed = pl.run_scoped(products, self.score_accumulator)
+        cta.p.wait_empty(n)
+        self.products.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
+        plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
+        cta.do.wait_full(n)
+        # Ends during the next tile.
+        self.products.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
+
+    def weights(self, cta: DkvCta, held: RowFragments, at, masked, far, s_acc):
+        """Computes P^T for dV and for the other warpgroup, as operands; awaits the previous dV."""
+        n, block = at
+        slot = cta.q.slot(n)
+        self.products.multiply(s_acc, cta.smem.k, cta.smem.q.at[slot], transposed=True)
+        lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
+        plgpu.wgmma_wait(self.products.count)
+        pl.when(n > 0)(lambda: cta.do.release(n - 1))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+        tile = self.tile(cta, block)
+        inputs = self.inputs(cta, held, slot)
+        if far is not None:
+            query = block * self.blocks.block_q
+            shift = RowShift.of(self.problem, cta.gmem.side, far, cta.walk[n][0], query)
+            inputs = inputs._replace(shift=shift)
+        cta.q.release(n)
+        limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
+        p = self.products.split(recompute.dropped(self.problem, w))
+        return p, self.hand_over(w, p)
+
+    def inputs(self, cta: DkvCta, held: RowFragments, slot) -> TileInputs:
+        """Returns what modifiers read at the tile that lies in a slot of Q."""
+        shape, rows = (WARPGROUP_ROWS, self.blocks.block_q), pl.ds(0, WARPGROUP_ROWS)
+        return self.side.inputs(held, cta.smem.side, slot, shape, rows)
+
+    def hand_over(self, w: Weights, p):
+        """Returns pull(P), from which warpgroup 1 makes dS; what dropout drops is negative.
+
+        Nothing is negative by itself: softcap's pull multiplies by 1 - tanh^2. With score_mod,
+        whose pull may be negative, no sign is set: see `drops_twice`.
+        """
+        spec = self.problem.spec
+        if spec.softcap is None and spec.score_mod is None and w.kept is None:
+            return p
+        through = recompute.pulled(w)
+        if w.kept is not None and not self.drops_twice:
+            through = jnp.where(w.kept, through, -through)
+        return self.products.split(through)
+
+    @property
+    def drops_twice(self) -> bool:
+        """Says whether both warpgroups compute the dropout mask.
+
+        They do with score_mod, which leaves no sign to pass it as.
+        """
+        return self.problem.spec.dropout_rate > 0 and self.problem.spec.score_mod is not None
+
+    def tile(self, cta: DkvCta, block) -> RegisterTile:
+        """Describes the tile of a query block: where it lies, and its shape."""
+        return RegisterTile(
+            q_start=block * self.blocks.block_q + cta.walk.q_offset,
+            kv_start=cta.kv_start,
+            shape=(WARPGROUP_ROWS, self.blocks.block_q),
+            q_axis=1,
+            interpret=self.interpret,
+            precise=self.problem.dtype == jnp.float32,
+        )
+
+    # --- warpgroup 1: dP, dS, dK -----------------------------------------------------------------
+
+    def compute_dk(self, cta: DkvCta):
+        if self.blocks.producer:
+            plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        else:
+            cta = self.loads.feed(cta)
+        accumulator = self.result_accumulator(self.problem.head_dim)
+        dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
+        if not self.blocks.producer:
+            self.loads.drain(cta)
+        staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
+        out = rows_of(cta.dk, cta.keys, staging)
+        self.store(dk * self.problem.spec.scale, staging, out)
+
+    def dk_walk(self, cta: DkvCta, dk_acc):
+        """Sums dK over all tiles; returns it before scaling, f32[64, D].
+
+        Hidden scores have P = 0, so there is no mask here.
+        """
+        plgpu.barrier_wait(cta.bars.v_full)
+        pl.loop(jnp.int32(0), cta.walk.total)(functools.partial(self.dk_step, cta, dk_acc))
+        plgpu.wgmma_wait(0)
+        cta.q.release(cta.walk.total - 1)
+        return dk_acc[...]
+
+    def dk_step(self, cta: DkvCta, dk_acc, n):
+        """Computes dS^T of the n-th tile and issues dK += dS^T Q."""
+        if not self.blocks.producer:
+            self.loads.refill_do(cta, n)
+        cta.do.wait_full(n)
+        products = functools.partial(self.score_gradients, cta, n)
+        ds = pl.run_scoped(products, self.score_accumulator)
+        if not self.drops_twice:
+            cta.q.wait_full(n)
+        # Ends during the next tile.
+        self.products.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
+
+    def score_gradients(self, cta: DkvCta, n, dp_acc):
+        """Computes dS^T of the n-th tile as an operand; awaits the previous dK on the way."""
+        slot = cta.do.slot(n)
+        self.products.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
+        delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
+        plgpu.wgmma_wait(self.products.count)
+        pl.when(n > 0)(lambda: cta.q.release(n - 1))
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        cta.do.release(n)
+        delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
+        if self.problem.spec.dropout_rate:
+            return self.products.split(self.with_dropout(cta, n, dp, delta))
+        centred = dp - delta
+        return self.products.split(self.handed(cta, n) * centred)
+
+    def handed(self, cta: DkvCta, n):
+        """Loads what the other warpgroup's `hand_over` made, as f32, and releases its slot."""
+        cta.p.wait_full(n)
+        p = self.products.load(cta.smem.p.at[cta.p.slot(n)], inline.WGMMA)
+        cta.p.release(n)
+        return p
+
+    def with_dropout(self, cta: DkvCta, n, dp, delta):
+        """Computes dS^T, f32, where some weights were dropped."""
+        p = self.handed(cta, n)
+        if not self.drops_twice:
+            return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
+        cta.q.wait_full(n)  # dropout's keys
+        member, block = cta.walk[n]
+        held = self.side.hold(cta.gmem.side, self.loads.place(cta, member, block))
+        inputs = self.inputs(cta, held, cta.q.slot(n))
+        kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
+        return p * recompute.centred(self.problem, kept, dp, delta)
+
+    # --- both ------------------------------------------------------------------------------------
+
+    def store(self, result, staging, out):
+        """Writes one gradient through shared memory that only its warpgroup has read."""
+        self.products.store(staging, result)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, out)
+        plgpu.wait_smem_to_gmem(0)
+
+    @property
+    def score_accumulator(self):
+        return plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
+
+    def result_accumulator(self, head_dim: int):
+        return plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
+
+
+def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: BackwardArrays, interpret):
+    """Launches the kernel; returns (dk, dv) in the form of arrays.k and v.
+
+    The result has the same bits in every run.
+    """
+    run = launch(
+        DkvKernel(problem, blocks, interpret),
+        out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)),
+        scratch=dkv_scratch(problem, blocks, arrays),
+        # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
+        grid={
+            "head": problem.kv_heads,
+            "kv": pl.cdiv(problem.kv_len, WARPGROUP_ROWS),
+            "batch": problem.batch,
+        },
+        threads=2 + blocks.producer,
+        name="flash_pallas_backward_dkv",
+        interpret=interpret,
+    )
+    return run(arrays.for_rows(problem, operands, 1, (blocks.block_q, WARPGROUP_ROWS)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvCta:
+    """Refs, rings and place of one CTA of the dK/dV kernel."""
+
+    gmem: BackwardArrays
+    dk: Any  # [B, S8, K, D]
+    dv: Any  # [B, S8, K, Dv]
+    smem: DkvSmem
+    bars: DkvBarriers
+    q: Ring
+    do: Ring
+    p: Ring
+    batch: Any
+    kv_head: Any
+    kv_start: Any
+    walk: QTileRange
+
+    @property
+    def keys(self):
+        """Index of this CTA's keys in k, v, dk and dv."""
+        return self.batch, pl.ds(self.kv_start, WARPGROUP_ROWS), self.kv_head
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvLoads:
+    """Loads of one CTA: K and V once, Q with lse and dO with delta through two rings."""
+
+    problem: Problem
+    blocks: DkvBlocks
+
+    @property
+    def side(self) -> AuxiliaryInputs:
+        """Side inputs, which modifiers read."""
+        return AuxiliaryInputs(self.problem, q_axis=1)
+
+    def place(self, cta: DkvCta, member, block) -> Place:
+        """Returns the place of the tile of a query block of one head of the group."""
+        head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
+        start = block * columns
+        return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
+
+    def __call__(self, cta: DkvCta):
+        """Runs the producer: loads K, then Q and dO of every tile; V between the first two."""
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        self.load_k(cta)
+
+        @pl.loop(jnp.int32(0), cta.walk.total)
+        def _(n):
+            self.load_q(cta, n)
+            pl.when(n == 0)(lambda: self.load_v(cta))
+            self.load_do(cta, n)
+
+        self.drain(cta)
+
+    def drain(self, cta: DkvCta):
+        """Observes the releases that no later fill waited for."""
+        cta.q.drain(cta.walk.total)
+        cta.do.drain(cta.walk.total)
+
+    def feed(self, cta: DkvCta) -> DkvCta:
+        """Loads what the walk starts with, in warpgroup 1, where there is no producer.
+
+        Returns the CTA with a ring of Q that this warpgroup fills again where it releases it; it is
+        the last to do so.
+        """
+        tiles = cta.walk.total
+        for n in range(max(self.blocks.stages, self.blocks.do_stages)):
+            if n < self.blocks.stages:
+                pl.when(n < tiles)(lambda n=n: self.load_q(cta, jnp.int32(n)))
+            if n == 0:
+                self.load_v(cta)
+            if n < self.blocks.do_stages:
+                pl.when(n < tiles)(lambda n=n: self.load_do(cta, jnp.int32(n)))
+        refill = lambda n: pl.when(n < tiles)(lambda: self.load_q(cta, n))
+        return dataclasses.replace(cta, q=cta.q._replace(refill=refill))
+
+    def refill_do(self, cta: DkvCta, n):
+        """Loads dO in warpgroup 1 at the start of its n-th tile, where there is no producer.
+
+        The slot is that of the tile before, which warpgroup 0 releases in its own n-th tile.
+        """
+        following = n + self.blocks.do_stages - 1
+        wanted = (n > 0) & (following < cta.walk.total)
+        pl.when(wanted)(lambda: self.load_do(cta, following))
+
+    def at(self, cta: DkvCta, n):
+        """Returns (head in the group, query block, index of the row vectors) of the n-th tile."""
+        member, block = cta.walk[n]
+        head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
+        return member, block, (cta.batch, head, pl.ds(block * rows, rows))
+
+    def load_q(self, cta: DkvCta, n):
+        """Loads Q of the n-th tile, its lse and its streamed side inputs."""
+        member, block, row = self.at(cta, n)
+        batch, head, rows = row
+        cta.q.wait_empty(n)
+        self.load(cta.q, n, rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q), cta.smem.q)
+        self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
+        if self.side.copies:
+            slot = cta.q.slot(n)
+            place = self.place(cta, member, block)
+            self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
+
+    def load_do(self, cta: DkvCta, n):
+        """Loads dO and delta of the n-th tile."""
+        _, _, row = self.at(cta, n)
+        batch, head, rows = row
+        cta.do.wait_empty(n)
+        self.load(cta.do, n, rows_of(cta.gmem.do, (batch, rows, head), cta.smem.do), cta.smem.do)
+        self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
+
+    def load_k(self, cta: DkvCta):
+        """Loads the CTA's K tile by TMA, which arrives at `k_full`."""
+        k = rows_of(cta.gmem.k, cta.keys, cta.smem.k)
+        plgpu.copy_gmem_to_smem(k, cta.smem.k, cta.bars.k_full)
+
+    def load_v(self, cta: DkvCta):
+        """Loads the CTA's V tile by TMA, which arrives at `v_full`."""
+        v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
+        plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
+
+    def load(self, ring: Ring, n, source, buffer):
+        """Issues one of the copies of the n-th fill of a ring."""
+        slot = ring.slot(n)
+        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])

@@ -1,0 +1,271 @@
+"""Tile sizes of the split, deterministic backward: what can be chosen, what is chosen, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .....core.problem import Problem
+from ....gpu.launch import WARPGROUP_ROWS, shared_memory
+from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
+from ...common.pipeline import fits, row_buffer
+from ...common.register_pressure import wants_narrow_tiles
+from ...common.wgmma import Matmuls
+from ..arrays import BackwardArrays
+
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvBlocks:
+    """Tile sizes of the dK/dV kernel: 64 keys per CTA, one warpgroup for dV and one for dK.
+
+    Attributes:
+        block_q: queries per step, 32, 64 or 128.
+        stages, do_stages: tiles of Q (at least 2) and of dO in flight.
+        p_stages: number of slots in which P^T is handed over.
+        producer: a warpgroup of its own loads; else the one of dK does.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    do_stages: int = 2
+    p_stages: int = 2
+    producer: bool = True
+
+    block_kv = WARPGROUP_ROWS
+    compute_registers = 240
+    producer_registers = 24
+
+    def __post_init__(self):
+        # A tile must divide the 128 rows that lse is padded to.
+        if self.block_q not in (32, 64, 128):
+            raise ValueError(f"block_q of the dK/dV kernel is {self.block_q!r}: 32, 64 or 128")
+        if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
+            raise ValueError("stages of the dK/dV kernel is 1: at least 2")
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Returns the bytes of shared memory of a CTA, for the head dims that run."""
+        return shared_memory(dkv_scratch(problem, self))
+
+
+@dataclasses.dataclass(frozen=True)
+class DqBlocks:
+    """Tile sizes of the dQ kernel: independent warpgroups of 64 queries.
+
+    Attributes:
+        warpgroups: number of compute warpgroups, 1 or 2.
+        block_kv: keys per step.
+        k_stages, v_stages: blocks of K (at least 2) and of V in flight.
+        producer: a warpgroup of its own loads; else the last compute warpgroup does.
+    """
+
+    warpgroups: int = 2
+    block_kv: int = 64
+    k_stages: int = 2
+    v_stages: int = 2
+    producer: bool = True
+
+    compute_registers = 240
+    producer_registers = 24
+
+    def __post_init__(self):
+        if self.warpgroups not in (1, 2):  # 240 registers each; lse is padded to 128 rows
+            raise ValueError(f"warpgroups of the dQ kernel is {self.warpgroups!r}: 1 or 2")
+        if (
+            self.k_stages == 1
+        ):  # K is released one step late: with one slot the kernel waits forever
+            raise ValueError("k_stages of the dQ kernel is 1: at least 2")
+
+    @property
+    def block_q(self) -> int:
+        """Number of queries of a CTA."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Returns the bytes of shared memory of a CTA, for the head dims that run."""
+        return shared_memory(dq_scratch(problem, self))
+
+
+# A 64x64 wgmma with both operands in shared memory needs all of its bandwidth, 64x128 three
+# quarters: tiles of scores are 128 wide wherever registers and shared memory allow.
+# Head dim 256, both kernels together, bf16 on H200, as ratio to cuDNN: 1.28 to 1.36 at 4k, 1.34 at
+# 4k causal, 1.39 at 16k causal; there 128 queries would need 354 KB of shared memory.
+# In float32 P and dS take as many registers as operands as they do before: at 128 wide dK/dV is
+# serialised (head dim 64, causal) and dQ spills 80 bytes.
+DKV = (
+    DkvBlocks(block_q=128),
+    DkvBlocks(block_q=64),
+    DkvBlocks(block_q=64, do_stages=1),
+    DkvBlocks(block_q=64, do_stages=1, p_stages=1),
+    DkvBlocks(block_q=32),  # float32 at head dim 128 beside tiles of both bias and mask
+)
+
+# Head dim 256 gets 64 keys and no second stage of V: 231,424 bytes.
+DQ = (
+    DqBlocks(block_kv=128),
+    DqBlocks(block_kv=64),
+    DqBlocks(block_kv=64, v_stages=1),
+    DqBlocks(warpgroups=1, block_kv=64),
+    DqBlocks(warpgroups=1, block_kv=64, v_stages=1),
+    DqBlocks(warpgroups=1, block_kv=32),
+)
+
+
+def native_head_dim(head_dim: int) -> int:
+    """Returns the head dim as which these kernels run the given one: the next of HEAD_DIMS."""
+    return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def choose_dkv(problem: Problem) -> DkvBlocks:
+    """Returns the first choice that fits into shared memory and into registers."""
+    widest = 64 if problem.dtype == np.float32 else 128
+    narrow = (b for b in DKV if b.block_q <= widest)
+    return next(b for b in narrow if fits(dkv_scratch(problem, b)))
+
+
+def choose_dq(problem: Problem) -> DqBlocks:
+    """Returns the first choice that fits, and leaves registers for a tile of bias or mask."""
+    side = AuxiliaryInputs(problem, q_axis=0)
+    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
+    widest = 32 if wants_narrow_tiles(problem) else widest
+    narrow = (b for b in DQ if b.block_kv <= widest)
+    return next(b for b in narrow if fits(dq_scratch(problem, b)))
+
+
+class DkvSmem(NamedTuple):
+    """Shared memory of one CTA; tiles have the operand form of products.py."""
+
+    q: Any  # [stages, block_q, D]
+    do: Any  # [do_stages, block_q, Dv]
+    k: Any  # [64, D]
+    v: Any  # [64, Dv]
+    p: Any  # [p_stages, 64, block_q], what `hand_over` makes of P^T
+    lse: Any  # f32[stages, block_q]
+    delta: Any  # f32[do_stages, block_q]
+    dk: Any  # staging [64, D], where the head dims differ, else V: read by warpgroup 1 alone
+    dv: Any  # staging [64, Dv], likewise, else K
+    side: Streamed  # with Q
+
+
+class DkvBarriers(NamedTuple):
+    """The mbarriers of one CTA.
+
+    The full ones of q and do count two copies, and q's the streamed side inputs too; their empty
+    ones count two warpgroups.
+    """
+
+    k_full: Any
+    v_full: Any
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+    p_full: Any
+    p_empty: Any
+
+
+def dkv_scratch(
+    problem: Problem, blocks: DkvBlocks, arrays: BackwardArrays | None = None
+) -> tuple[DkvSmem, DkvBarriers]:
+    """Returns the shared memory and the barriers to allocate.
+
+    Args:
+        problem: problem with the head dims that run.
+        blocks: tile sizes.
+        arrays: operands, whose columns decide how tiles lie; None where sizes alone are wanted.
+    """
+    block_q = blocks.block_q
+    # Q and dO are summed over queries too; K and V must have the same swizzles.
+    buffer = functools.partial(Matmuls(problem.dtype).buffer, summed_rows=block_q)
+    bar, side = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
+    same = problem.head_dim == problem.v_head_dim
+    of_k, of_v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
+    if same:  # each is staged where the other was
+        of_k = of_v = of_k + of_v
+    k = buffer((WARPGROUP_ROWS, problem.head_dim), *of_k)
+    v = buffer((WARPGROUP_ROWS, problem.v_head_dim), *of_v)
+    smem = DkvSmem(
+        q=buffer((blocks.stages, block_q, problem.head_dim), *of_k),
+        do=buffer((blocks.do_stages, block_q, problem.v_head_dim), *of_v),
+        k=k,
+        v=v,
+        p=buffer((blocks.p_stages, WARPGROUP_ROWS, block_q)),
+        lse=row_buffer((blocks.stages, block_q)),
+        delta=row_buffer((blocks.do_stages, block_q)),
+        dk=None if same else k,
+        dv=None if same else v,
+        side=side.buffers(blocks.stages, WARPGROUP_ROWS, block_q),
+    )
+    bars = DkvBarriers(
+        k_full=bar(),
+        v_full=bar(),
+        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
+        q_empty=bar(num_arrivals=2, num_barriers=blocks.stages),
+        do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=2, num_barriers=blocks.do_stages),
+        p_full=bar(num_barriers=blocks.p_stages),
+        p_empty=bar(num_barriers=blocks.p_stages),
+    )
+    return smem, bars
+
+
+class DqSmem(NamedTuple):
+    """Shared memory of one CTA; tiles have the operand form of products.py."""
+
+    q: Any  # [block_q, D]
+    do: Any  # [block_q, Dv]
+    k: Any  # [k_stages, block_kv, D]
+    v: Any  # [v_stages, block_kv, Dv]
+    lse: Any  # f32[block_q]
+    delta: Any  # f32[block_q]
+    side: Streamed  # with K
+
+
+class DqBarriers(NamedTuple):
+    """The mbarriers of one CTA; queries counts four copies, the empty ones each warpgroup."""
+
+    queries: Any  # Q, dO, lse, delta
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+def dq_scratch(
+    problem: Problem, blocks: DqBlocks, arrays: BackwardArrays | None = None
+) -> tuple[DqSmem, DqBarriers]:
+    """Returns the shared memory and the barriers to allocate.
+
+    Args:
+        problem: problem with the head dims that run.
+        blocks: tile sizes.
+        arrays: operands, whose columns decide how tiles lie; None where sizes alone are wanted.
+    """
+    block_q, block_kv = blocks.block_q, blocks.block_kv
+    # K is summed over keys too; Q must have the same swizzle.
+    buffer = functools.partial(Matmuls(problem.dtype).buffer, summed_rows=block_kv)
+    bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, AuxiliaryInputs(problem, q_axis=0)
+    of = lambda name: () if arrays is None else (getattr(arrays, name),)
+    smem = DqSmem(
+        q=buffer((block_q, problem.head_dim), *of("q")),
+        do=buffer((block_q, problem.v_head_dim), *of("do")),
+        k=buffer((blocks.k_stages, block_kv, problem.head_dim), *of("k")),
+        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), *of("v")),
+        lse=row_buffer((block_q,)),
+        delta=row_buffer((block_q,)),
+        side=side.buffers(blocks.k_stages, block_q, block_kv),
+    )
+    bars = DqBarriers(
+        queries=bar(num_arrivals=4),
+        k_full=bar(num_arrivals=1 + side.copies, num_barriers=blocks.k_stages),
+        k_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.k_stages),
+        v_full=bar(num_barriers=blocks.v_stages),
+        v_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.v_stages),
+    )
+    return smem, bars

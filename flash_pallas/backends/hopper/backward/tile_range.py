@@ -1,0 +1,297 @@
+"""Key blocks that a query-stationary CTA of the backward reads, and which of them it masks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ....core import integers as ints
+from ....core.problem import Problem
+from .arrays import BackwardArrays
+
+
+class KvTileRange(NamedTuple):
+    """Range of key blocks, start to stop, at least one; all are masked from `masked_from` on."""
+
+    start: Any
+    masked_from: Any
+    stop: Any  # beyond start, or else one block is read nevertheless
+    kv_len: Any  # how many keys there are, or None where that hides none
+    everywhere: bool  # `mask_everywhere` of the problem
+
+    @classmethod
+    def of(
+        cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int
+    ) -> KvTileRange:
+        """Makes the walk of a CTA's queries.
+
+        It is the same for all its warpgroups: they release blocks together.
+
+        Args:
+            problem: what is computed.
+            arrays: operands in device memory.
+            at: (batch entry, query block, position of its first query).
+            rows: number of queries in a block.
+            block_kv: number of keys in a block.
+        """
+        batch, block, position = at
+        mask = problem.spec.mask
+        found = mask.kv_blocks(position, rows, problem.kv_len, block_kv)
+        start, full_stop, stop = found.start, found.full_stop, found.stop
+        if arrays.bounds is not None:
+            start, stop = arrays.bounds[batch, block, 0], arrays.bounds[batch, block, 1]
+        elif mask.left is not None:
+            start = ints.minimum(start, -(-problem.kv_len // block_kv) - 1)
+        if not mask_everywhere(problem):
+            stop = ints.maximum(stop, start + 1)
+        if arrays.side.kv_lengths is not None:
+            whole = ints.floor_div(arrays.side.kv_lengths[batch], block_kv)
+            full_stop = ints.minimum(full_stop, whole)
+        everywhere, kv_len = mask_everywhere(problem), arrays.kv_len(problem, batch, block_kv)
+        if everywhere:
+            full_stop = start
+        elif arrays.bounds is not None:
+            full_stop = ints.clip(full_stop, start, stop)
+        return cls(start, full_stop, stop, kv_len, everywhere)
+
+    @property
+    def total(self):
+        """Number of blocks."""
+        # In these words LLVM sees that the loop over them runs. Where it might not, ptxas ends dQ
+        # before every step, lest its registers be needed after the loop (C7517).
+        if self.everywhere:
+            return jnp.int32(ints.maximum(self.stop - self.start, 1))
+        return jnp.int32(self.stop - self.start)
+
+    def __getitem__(self, n):
+        """Returns the n-th block."""
+        return self.start + n
+
+    def visit(self, step, *, masks: bool, far=None, far_step: Any = None):
+        """Calls step(n, masked=) for every block; without `masks` none is masked.
+
+        The masked ones are a loop of their own. `far` and `far_step` are as in QueryWalk.visit.
+        """
+        if far is None:
+            self._visit(step, masks, lambda end, start: end)
+            return
+        self._visit(step, masks, lambda end, start: lax.select(far > 0, start, end))
+        ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
+        pl.loop(*ends)(functools.partial(far_step, masked=masks))
+
+    def _visit(self, step, masks: bool, until):
+        """Runs the loops; each ends at until(end, start)."""
+        masked = functools.partial(step, masked=True)
+        if self.everywhere:
+            pl.loop(jnp.int32(0), until(self.total, jnp.int32(0)))(masked)
+            return
+        unmasked = jnp.int32(self.masked_from - self.start)
+        pl.loop(jnp.int32(0), until(unmasked, jnp.int32(0)))(functools.partial(step, masked=False))
+        if masks:
+            # With known bounds a single masked block is peeled off, and its registers beside those
+            # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
+            total = until(lax.optimization_barrier(self.total), unmasked)
+            pl.loop(unmasked, total)(masked)
+
+
+def mask_everywhere(problem: Problem) -> bool:
+    """Says whether any tile may need its mask: a window with a left edge, or segments."""
+    return problem.spec.mask.left is not None or "kv_segments" in problem.features
+
+
+@dataclasses.dataclass(frozen=True)
+class QTileRange:
+    """The Q tiles that one CTA of a KV-stationary kernel reads, for every head of a GQA group.
+
+    Attributes:
+        start, full_start, full_stop, stop: bounds in query blocks; blocks outside [full_start,
+            full_stop) need the mask.
+        q_offset: position of query 0.
+        kv_len: number of keys, or None where that hides none.
+        group: number of query heads that read these keys, one after the other.
+        masks: "none" (no tile is masked), "all" (one loop masks all tiles) or "some": tiles that
+            need no mask come first, in a loop of their own; a head's other tiles follow in order,
+            from the start again when the end is reached.
+        shift: which tile of a head comes first, counted from its first one, unless masks is "some".
+        opaque: hides from ptxas where the loop begins. Otherwise it peels off the first step of the
+            fused kernel whose warpgroups alternate, and then waits for every wgmma at once (C7512).
+        part: (first tile, number of tiles) where other CTAs have the rest; None: all are its own.
+    """
+
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+    q_offset: Any
+    kv_len: Any
+    group: int
+    masks: str
+    shift: Any = 0
+    opaque: bool = False
+    part: tuple[Any, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        arrays: BackwardArrays,
+        at,
+        kv_rows: int,
+        block_q: int,
+        *,
+        mask_all: bool,
+        shift: Any = 0,
+    ) -> QTileRange:
+        """Makes the walk of a CTA.
+
+        It has at least one tile per head, which is wholly masked if the head's queries see none of
+        the keys.
+
+        Args:
+            problem: what is computed.
+            arrays: arrays in device memory.
+            at: (batch entry, key block).
+            kv_rows: number of keys in a block.
+            block_q: number of queries in a tile.
+            mask_all: one loop masks all tiles, if any tile is masked.
+            shift: number of tiles after the first at which to start; takes one loop.
+        """
+        batch, block = at
+        kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
+        whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
+        found = problem.spec.mask.q_blocks(kv_start - offset, kv_rows, whole, block_q)
+        if arrays.bounds is None:
+            start = ints.minimum(found.start, whole // block_q - 1)
+            stop = ints.maximum(found.stop, start + 1)
+        else:
+            start = arrays.bounds[batch, block, 0]
+            stop = ints.maximum(arrays.bounds[batch, block, 1], start + 1)
+        full_start, full_stop = found.full_start, found.full_stop
+        if arrays.whole is not None:
+            full_start = ints.maximum(full_start, arrays.whole[batch, block, 0])
+            full_stop = ints.minimum(full_stop, arrays.whole[batch, block, 1])
+        full_start = ints.maximum(full_start, start)
+        kv_len = arrays.kv_len(problem, batch, kv_rows)
+        if kv_len is not None:  # the last keys lie past the end: mask every tile
+            ragged = kv_start + kv_rows > kv_len
+            full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
+        masks = "all" if mask_all else "some"
+        if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
+            masks = "none"
+        shifted = not (ints.is_static(shift) and shift == 0)
+        if shifted and masks == "some":
+            raise ValueError("stagger of the fused backward with this mask: only with mask_all")
+        full_start = ints.minimum(full_start, stop)
+        ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
+        if masks == "some" and arrays.bounds is None:
+            # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
+            # end every wgmma at once (C7512). So does this barrier where nothing is known (with a
+            # window, grouped queries and segment ids together).
+            ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
+        start, full_start, full_stop, stop = ends
+        return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift)
+
+    @classmethod
+    def whole(
+        cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
+    ) -> QTileRange:
+        """Makes the walk over all Q tiles, in one loop, where no array hides keys."""
+        stop = -(-problem.q_len // block_q)
+        offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
+        masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
+        return cls(0, 0, 0, stop, offset, kv_len, problem.group, masks)
+
+    @property
+    def per_head(self):
+        """Number of tiles of one head."""
+        return self.stop - self.start
+
+    @property
+    def total(self):
+        """Number of tiles of this CTA: those of the group, or of its part of them."""
+        return jnp.int32(self.per_head * self.group) if self.part is None else self.part[1]
+
+    def cut(self, index, parts: int) -> QTileRange:
+        """Returns one of `parts` parts of the walk, equal but for one tile; it may be empty."""
+        if parts == 1:
+            return self
+        if self.masks == "some":
+            raise ValueError("parts of the fused backward with this mask: only with mask_all")
+        first, end = (lax.div(self.total * i, jnp.int32(parts)) for i in (index, index + 1))
+        return dataclasses.replace(self, part=(first, end - first))
+
+    def __getitem__(self, n):
+        """Returns (head of the group, query block) of the n-th tile."""
+        if self.part is not None:
+            n = n + self.part[0]
+        if self.group == 1:
+            return 0, self.block(n)
+        return lax.div(n, jnp.int32(self.per_head)), self.block(
+            lax.rem(n, jnp.int32(self.per_head))
+        )
+
+    def block(self, i):
+        """Returns the i-th query block of a head, in the order of the walk."""
+        if self.masks != "some":
+            if not (ints.is_static(self.shift) and self.shift == 0):
+                i = lax.rem(i + self.shift, jnp.int32(self.per_head))
+            return self.start + i
+        block = jnp.int32(self.full_start + i)
+        return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
+
+    def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
+        """Calls step(n, query block, masked=) for every tile.
+
+        The loops count in n: a block index kept alive next to it costs the fused kernel 100 bytes
+        of spills.
+
+        Args:
+            step: function to call.
+            far: i32: where it is positive, all tiles are far_step's, in a loop of their own that
+                masks what may be masked. None: there is no such loop.
+            far_step: function that is called as step is.
+            in_one_loop: step gets all tiles in such a loop.
+        """
+        if in_one_loop:
+            self._visit_in_one(step, (jnp.int32(0), self.total))
+            return
+        if far is None:
+            self._visit(step, lambda end, start: end)
+            return
+        self._visit(step, lambda end, start: lax.select(far > 0, start, end))
+        ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
+        ends = lax.optimization_barrier(ends) if self.opaque else ends
+        self._visit_in_one(far_step, ends)
+
+    def _visit_in_one(self, step, ends):
+        """Runs the loop that masks what may be masked."""
+        masked = self.masks != "none"
+        pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
+
+    def _visit(self, step, until):
+        """Runs the loops of `step`; each ends at until(end, start)."""
+        if self.masks != "some":
+            masked = self.masks == "all"
+            ends = (jnp.int32(0), until(self.total, jnp.int32(0)))
+            if self.opaque:
+                ends = lax.optimization_barrier(ends)
+            pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
+            return
+
+        def one_head(head):
+            first = head * self.per_head
+            masked_from = first + (self.full_stop - self.full_start)
+            full = lambda n: step(n, self.full_start + (n - first), masked=False)
+            pl.loop(first, until(masked_from, first))(full)
+            masked = lambda n: step(n, self.block(n - first), masked=True)
+            pl.loop(masked_from, until(first + self.per_head, masked_from))(masked)
+
+        if self.group == 1:
+            one_head(jnp.int32(0))
+        else:
+            pl.loop(jnp.int32(0), jnp.int32(self.group))(one_head)

@@ -1,0 +1,1 @@
+"""Parts of all Hopper kernels: pipelines, wgmma, auxiliary inputs, zero padding, clusters."""

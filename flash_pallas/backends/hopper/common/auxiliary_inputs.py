@@ -1,0 +1,291 @@
+"""Inputs of score modifiers besides Q, K and V: from device memory into registers.
+
+A kernel holds tiles of scores whose rows stay with a warpgroup (queries in the forward and dQ
+kernels, keys where scores are transposed) and whose columns stream by. So an input is one of
+
+    scalar   one per (batch entry, head): slope, sink, dropout key, what score_mod captured
+    rows     one per row, read once: segment ids, a bias that is the same for all columns
+    columns  one per column, streamed with K (or Q): segment ids, a bias the same for all rows
+    tile     one per element, streamed likewise: a bias or mask with both axes
+
+Everything that a call lacks is None here and leaves no trace in the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core.problem import Operands, Problem
+from ....core.scores import TileInputs
+from ...gpu import auxiliary_arrays, inline
+from ...gpu.auxiliary_arrays import MASK_DTYPE, AuxiliaryGmem
+from ...gpu.launch import WARPGROUP_ROWS
+from .pipeline import row_buffer, tile_buffer
+
+
+class Streamed(NamedTuple):
+    """Shared memory of streamed inputs, one slot per stage of the ring that they travel with."""
+
+    segments: Any = None  # int32[stages, columns]
+    keys: Any = None  # int32[stages, columns], of dropout
+    bias: Any = None  # f32[stages, columns], or [stages, queries, keys]
+    mask: Any = None  # as bias
+
+
+class RowFragments(NamedTuple):
+    """Registers of a warpgroup that last as long as its rows and its head."""
+
+    segments: Any = None  # int32[64]
+    keys: Any = None  # int32[64], of dropout
+    bias: Any = None  # f32[64] or f32 scalar
+    mask: Any = None  # as bias
+    scalars: TileInputs = TileInputs()
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryInputs:
+    """The side inputs of one kernel: what it streams, what it holds, and how it reads them.
+
+    Attributes:
+        problem: what is computed.
+        q_axis: which axis of its tiles runs over queries; 0: rows are queries.
+    """
+
+    problem: Problem
+    q_axis: int
+
+    def arrays(self, operands: Operands) -> AuxiliaryGmem:
+        """Returns the operands as the kernel reads them."""
+        return auxiliary_arrays.gmem(self.problem, self.q_axis, operands)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The fields of Streamed that this kernel has."""
+        names = ("segments",) * self.has_segments + ("keys",) * self.drops
+        wide = {"bias": self.problem.bias_shape, "mask": self.problem.mask_shape}
+        return names + tuple(n for n, shape in wide.items() if self.kind(shape) in _STREAMED)
+
+    @property
+    def copies(self) -> int:
+        """Number of further copies per stage: arrivals to add to the ring's full barrier."""
+        return len(self.streams)
+
+    def kind(self, shape) -> str | None:
+        """Returns "scalar", "rows", "columns", "tile" or None for a bias or mask of this shape."""
+        return auxiliary_arrays.kind(shape, self.q_axis)
+
+    def buffers(self, stages: int, rows: int, columns: int) -> Streamed:
+        """Returns shared memory for `rows` rows, of all warpgroups together, and `columns`."""
+        tile = (rows, columns)[:: -1 if self.q_axis else 1]
+
+        def wide(name, shape, dtype):
+            if name not in self.streams:
+                return None
+            if self.kind(shape) == "columns":
+                return row_buffer((stages, columns))
+            return tile_buffer((stages, *tile), dtype)
+
+        problem = self.problem
+        return Streamed(
+            segments=plgpu.SMEM((stages, columns), jnp.int32) if self.has_segments else None,
+            keys=plgpu.SMEM((stages, columns), jnp.int32) if self.drops else None,
+            bias=wide("bias", problem.bias_shape, problem.bias_dtype),
+            mask=wide("mask", problem.mask_shape, MASK_DTYPE),
+        )
+
+    @property
+    def has_segments(self) -> bool:
+        """True if there are segment ids."""
+        return "kv_segments" in self.problem.features
+
+    @property
+    def drops(self) -> bool:
+        """True if there is dropout."""
+        return "dropout_keys" in self.problem.features
+
+    # --- the producer ----------------------------------------------------------------------------
+
+    def load(
+        self,
+        gmem: AuxiliaryGmem,
+        smem: Streamed,
+        slot,
+        barrier,
+        place: Place,
+        shared: str | None = None,
+    ):
+        """Starts the copies of one stage; each arrives once on `barrier` (full.at[slot]).
+
+        Args:
+            gmem: source of the copies.
+            smem: destination of the copies.
+            slot: slot of the ring.
+            barrier: mbarrier to arrive on.
+            place: place of the tile; its row_start and rows are those of all warpgroups together.
+            shared: `collective_axes` of a bias.
+        """
+        if self.has_segments:
+            source = gmem.column_segments.at[place.batch, pl.ds(place.column_start, place.columns)]
+            plgpu.copy_gmem_to_smem(source, smem.segments.at[slot], barrier)
+        if self.drops:
+            source = self.keys_at(gmem.column_keys, place, place.column_start, place.columns)
+            plgpu.copy_gmem_to_smem(source, smem.keys.at[slot], barrier)
+        for name, shape in (("bias", self.problem.bias_shape), ("mask", self.problem.mask_shape)):
+            if name in self.streams:
+                source = self.source(getattr(gmem, name), shape, place)
+                target = getattr(smem, name).at[slot]
+                axes = shared if name == "bias" else None
+                plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
+
+    def keys_at(self, ref, place: Place, start, length: int):
+        """Returns the ref of dropout's keys of one tile's rows or columns."""
+        shared = ref.shape[0] == 1 and ref.shape[1] == 1
+        entry, head = (0, 0) if shared else (place.batch, place.head)
+        return ref.at[entry, head, pl.ds(start, length)]
+
+    def source(self, ref, shape, place: Place):
+        """Returns the ref of a streamed bias or mask of one tile."""
+        columns = pl.ds(place.column_start, place.columns)
+        rows = pl.ds(place.row_start, place.rows)
+        entry, head = self.entry(shape, place)
+        if self.kind(shape) == "columns":
+            return ref.at[entry, head, columns]
+        return ref.at[(entry, head, *((columns, rows) if self.q_axis else (rows, columns)))]
+
+    def entry(self, shape, place: Place):
+        """Returns (batch entry, head) of a bias or mask that may be shared between several."""
+        return auxiliary_arrays.entry(self.problem, shape, place.batch, place.head)
+
+    # --- a compute warpgroup ---------------------------------------------------------------------
+
+    def hold(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
+        """Loads the held inputs; place.row_start is that of the warpgroup's own 64 rows."""
+        return self.hold_head(self.hold_rows(gmem, place), gmem, place)
+
+    def hold_rows(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
+        """Loads the held inputs that are the same for every head."""
+        rows = pl.ds(place.row_start, WARPGROUP_ROWS)
+        segments = None
+        if self.has_segments:
+            segments = _load_rows(gmem.row_segments.at[place.batch, rows])
+        return RowFragments(
+            segments=segments, keys=self.held_keys(gmem, place) if self.q_axis else None
+        )
+
+    def held_keys(self, gmem: AuxiliaryGmem, place: Place):
+        """Loads dropout's keys of the rows; None without dropout."""
+        if not self.drops:
+            return None
+        return _load_rows(self.keys_at(gmem.row_keys, place, place.row_start, WARPGROUP_ROWS))
+
+    def hold_head(self, held: RowFragments, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
+        """Returns `held` with what belongs to place.head."""
+        return held._replace(
+            keys=held.keys if self.q_axis else self.held_keys(gmem, place),
+            bias=self.held(gmem.bias, self.problem.bias_shape, place),
+            mask=self.held(gmem.mask, self.problem.mask_shape, place),
+            scalars=auxiliary_arrays.scalars(gmem, place.batch, place.head),
+        )
+
+    def far(self, gmem: AuxiliaryGmem, batch, head):
+        """Returns side_arrays.Gmem.far of a query head, or None."""
+        if gmem.far is None:
+            return None
+        return gmem.far[batch, lax.div(jnp.int32(head), jnp.int32(self.problem.group))]
+
+    def held(self, ref, shape, place: Place):
+        """Loads a bias or mask into registers; None if it streams or is absent."""
+        kind = self.kind(shape)
+        if kind not in ("rows", "scalar"):
+            return None
+        entry, head = self.entry(shape, place)
+        if kind == "scalar":
+            return ref[entry, head, 0]
+        return _load_rows(ref.at[entry, head, pl.ds(place.row_start, WARPGROUP_ROWS)])
+
+    def inputs(
+        self, held: RowFragments, smem: Streamed, slot, shape, rows, *, ids: bool = True
+    ) -> TileInputs:
+        """Returns the inputs of the modifiers at one tile.
+
+        Args:
+            held: from `hold`.
+            smem: the stages.
+            slot: slot of the stage that has arrived.
+            shape: shape of the warpgroup's tile.
+            rows: the warpgroup's rows within the streamed tile (a pl.ds).
+            ids: segment ids hide something of the tile.
+        """
+        row_ids, column_ids = held.segments if ids else None, None
+        if self.has_segments and ids:
+            column_ids = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
+        row_keys, column_keys = held.keys, None
+        if self.drops:
+            column_keys = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
+        by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
+        q_ids, kv_ids = by_axis(row_ids, column_ids)
+        q_keys, kv_keys = by_axis(row_keys, column_keys)
+        bias, mask = (
+            self.wide(getattr(held, name), getattr(smem, name), size, slot, shape, rows)
+            for name, size in (
+                ("bias", self.problem.bias_shape),
+                ("mask", self.problem.mask_shape),
+            )
+        )
+        return held.scalars._replace(
+            q_segments=q_ids,
+            kv_segments=kv_ids,
+            q_keys=q_keys,
+            kv_keys=kv_keys,
+            bias=bias,
+            mask=None if mask is None else mask != 0.0,
+        )
+
+    def wide(self, held, smem, size, slot, shape, rows):
+        """Returns a bias or mask over the warpgroup's tile, f32."""
+        kind = self.kind(size)
+        if kind is None:
+            return None
+        if kind in ("rows", "scalar"):
+            return lax.broadcast_in_dim(held, shape, (0,) if kind == "rows" else ())
+        if kind == "columns":
+            vector = plgpu.load(smem.at[slot], layout=inline.COLS)
+            return lax.broadcast_in_dim(vector, shape, (1,))
+        if self.q_axis == 0:
+            tile = plgpu.load(smem.at[slot, rows], layout=inline.WGMMA)
+        else:
+            source = smem.at[slot, :, rows].transpose((1, 0))
+            tile = _load_transposed(source)
+        return tile.astype(jnp.float32)
+
+
+class Place(NamedTuple):
+    """Place of a tile; starts are indices, not positions."""
+
+    batch: Any
+    head: Any
+    row_start: Any
+    column_start: Any
+    rows: int
+    columns: int
+
+
+_STREAMED = ("columns", "tile")
+
+
+def _load_transposed(ref):
+    """Loads a tile whose columns are contiguous; in 16 bits ldmatrix transposes it on the way."""
+    if ref.dtype.itemsize == 2:
+        return plgpu.load(ref, layout=inline.WGMMA)
+    tile = plgpu.load(ref, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(tile, inline.WGMMA)
+
+
+def _load_rows(ref):
+    return plgpu.load(ref, layout=inline.ROWS, optimized=False)

@@ -1,0 +1,1 @@
+"""The split-KV decode kernel for Hopper; start reading at `kernel`."""

@@ -1,0 +1,251 @@
+"""The decode kernel's tiles with queries as columns: for a few of them, 8 or 16.
+
+Keys are the rows, 64 at a time as wgmma wants them, and nothing is computed for queries that do not
+exist. At head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
+queries, and holds 53 registers; with the 64 rows of decode_rows.py it issues 313.
+
+P^T is the right operand of its product and lies in shared memory, so PV of a block overlaps with
+QK^T of the next. A cache in eight bits is the left operand of both products, which may lie in
+registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn and
+takes the fewest instructions to make.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...gpu import inline, modifiers
+from ..common import zero_padding
+from ..common.pipeline import swizzles
+from . import inline_columns
+from .consumer import Consumer, Folded, QueryFragments
+from .dequantize import key_rows, value_of, value_rows
+from .loads import Pages
+from .plan import DecodeCta, Keys
+from .scaled_rows import load_scaled
+
+# In float16 weights are at most 2**14 and not 1, so that those of 2**-28 are rounded as 1 is.
+WEIGHT_BITS = 14.0
+LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
+
+
+class PageScales(NamedTuple):
+    """Scales of the pages that the next block lies in; page ids are loaded another block ahead."""
+
+    following: tuple  # int32 pages of the block after it
+    k: tuple  # f32, one a piece
+    v: tuple  # likewise
+    largest: Any  # f32 of all scales of V so far: O is counted in it, so that weights stay small
+
+
+def per_column(x, shape):
+    """Broadcasts one value per column over a tile."""
+    return lax.broadcast_in_dim(x, shape, (1,))
+
+
+class ColumnConsumer(Consumer):
+    """Consumer that computes S^T = K Q^T and O^T = V^T P^T; per-query values lie in inline.COLS."""
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """Shape of the accumulator of O^T: [columns of V, queries]."""
+        return self.plan.head_dims[1], self.plan.tile_rows
+
+    @property
+    def weight_bits(self) -> float:
+        """Base-2 logarithm of the largest weight."""
+        return WEIGHT_BITS if self.plan.in_registers else 0.0
+
+    def load_q(self, cta: DecodeCta):
+        """Loads the Q tile; see Consumer. Where keys become float16, so do queries, scaled."""
+        if not self.plan.in_registers:
+            super().load_q(cta)
+            return
+        source = cta.gmem.q.at[cta.batch, :, cta.head]
+        packed, swizzle = self.plan.packed(cta.tile), self.plan.q_swizzle(cta.gmem)
+        load_scaled(packed, source, cta.smem.q, cta.smem.q_scale, swizzle)
+        plgpu.commit_smem()
+
+    def scales(self, cta: DecodeCta) -> tuple:
+        """Returns (scale of QK^T, scale of V); each may be None."""
+        k_scale, v_scale = super().scales(cta)
+        if self.plan.in_registers:
+            q_scale = plgpu.load(cta.smem.q_scale, layout=inline.COLS)
+            k_scale = q_scale if k_scale is None else q_scale * k_scale
+        return k_scale, v_scale
+
+    def settle(self, cta: DecodeCta, keys: Keys):
+        """Waits for the blocks that were guessed in vain, of V too; see Consumer."""
+
+        def wait(n, _):
+            cta.k.wait_full(n)
+            cta.v.wait_full(n)
+
+        lax.fori_loop(keys.stop, self.plan.guessed(cta), wait, None)
+
+    def start(self, cta: DecodeCta, keys: Keys) -> Folded:
+        """Returns the state before any key, with a running sum for every element of a block."""
+        columns = self.plan.tile_rows
+        sums = jnp.zeros((self.plan.blocks.block_kv, columns), jnp.float32)
+        return Folded(
+            plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), inline.COLS),
+            plgpu.layout_cast(sums, inline.WGMMA),
+            self.page_scales(cta, keys) if self.plan.page_scales else None,
+        )
+
+    def page_scales(self, cta: DecodeCta, keys: Keys, use=-1, known: PageScales | None = None):
+        """Returns the page scales of the block after this use; `known` may have its page ids."""
+        pages, block = Pages(self.plan), keys.block(use + 1)
+        places = known.following if known else pages.places(cta, block)
+        k, v = pages.scales(cta, keys, block, places)
+        largest = known.largest if known else jnp.float32(LEAST_SCALE)
+        return PageScales(pages.places(cta, keys.block(use + 2)), k, v, largest)
+
+    def scaled_weights(self, p, own: PageScales, following):
+        """Scales the weights of a block by its scales of V, in units of the largest scale so far.
+
+        Returns:
+            (weights, previous largest scale in these units, `following` with the largest).
+        """
+        largest = functools.reduce(jnp.maximum, map(jnp.abs, own.v), own.largest)
+        scales = [scale / largest for scale in own.v]
+        scaled = inline_columns.scale_rows(p, scales, self.plan.interpret)
+        return scaled, own.largest / largest, following._replace(largest=largest)
+
+    def step(
+        self,
+        cta: DecodeCta,
+        keys: Keys,
+        held: QueryFragments,
+        o_acc,
+        use,
+        folded: Folded,
+        *,
+        masked: bool,
+    ):
+        """Folds in the block of this use: QK^T, softmax and PV.
+
+        Operands in shared memory leave PV in flight, so that it overlaps with QK^T of the next
+        block.
+        """
+        pages = folded.pages
+        following = self.page_scales(cta, keys, use, pages) if pages else None
+        s = self.products(cta, use)
+        if pages:
+            s = inline_columns.scale_rows(s, pages.k, self.plan.interpret)
+        first = keys.block(use) * self.plan.blocks.block_kv
+        x, log2_scale = self.logits(held, s, first, masked)
+        most = inline_columns.reduce_rows("max", x, cta.smem.across, self.plan.interpret)
+        m = jnp.maximum(folded.m, most)
+        # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
+        finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
+        alpha = jnp.exp2((folded.m - finite) * log2_scale)
+        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
+        l = folded.l * per_column(alpha, p.shape) + p
+        if pages:
+            p, shrink, following = self.scaled_weights(p, pages, following)
+            alpha = alpha * shrink
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        o_acc[...] = o * per_column(alpha, o.shape)
+        # Waiting for V after P is stored is better where nothing is to be cleared.
+        if masked:
+            self.clear_values(cta, use, keys.length - first)
+        (weights,) = self.plan.products.split(p)
+        swizzle = swizzles(weights.shape[0], weights.dtype)[0]
+        inline_columns.store_transposed(weights, cta.smem.p, swizzle, self.plan.interpret)
+        plgpu.commit_smem()
+        if not masked:
+            cta.v.wait_full(use)
+        self.multiply_values(cta, use, o_acc)
+        return Folded(m, l, following)
+
+    def products(self, cta: DecodeCta, use):
+        """Returns S^T of a block; K of this use and V of the one before have then been read."""
+        cta.k.wait_full(use)
+
+        def product(s_acc):
+            k = cta.smem.k.at[cta.k.slot(use)]
+            if self.plan.in_registers:
+                k = (key_rows(k, self.plan.raw_swizzle(0), self.plan.interpret),)
+                cta.k.release(use)
+            self.plan.products.multiply(s_acc, k, cta.smem.q, transposed=True)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        shape = (self.plan.blocks.block_kv, self.plan.tile_rows)
+        s = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+        if not self.plan.in_registers:
+            cta.k.release(use)
+            pl.when(use > 0)(lambda: cta.v.release(use - 1))
+        return s
+
+    def clear_values(self, cta: DecodeCta, use, valid):
+        """Waits for V and zeroes the rows of the block from `valid` on.
+
+        A weight of 0 times a NaN is a NaN, so what lies past the length is not multiplied. int8 has
+        no NaN and stays as it is.
+        """
+        cta.v.wait_full(use)
+        if self.plan.problem.kv_dtype.name == "int8":
+            return
+        if self.plan.in_registers:
+            swizzle = self.plan.raw_swizzle(1)
+        else:
+            swizzle = self.plan.products.swizzle(
+                self.plan.head_dims[1], cta.gmem.v, summed_rows=self.plan.blocks.block_kv
+            )
+        v = cta.smem.v.at[cta.v.slot(use)]
+        zero_padding.clear_from(v, valid, swizzle, self.plan.interpret)
+
+    def multiply_values(self, cta: DecodeCta, use, o_acc):
+        """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""
+        v, products = cta.smem.v.at[cta.v.slot(use)], self.plan.products
+        if not self.plan.in_registers:
+            products.multiply(o_acc, v.transpose((1, 0)), cta.smem.p, transposed=True)
+            return
+        values = value_rows(v, self.plan.raw_swizzle(1), self.plan.interpret)
+        cta.v.release(use)
+        products.multiply(o_acc, (values,), cta.smem.p, transposed=True)
+        plgpu.wgmma_wait(0)  # for the registers that it reads
+
+    def logits(self, held: QueryFragments, s, first, masked: bool):
+        """Returns (x, log2_scale) of products s, with keys from `first` on; -inf where hidden."""
+        position = modifiers.positions(s.shape, 0, first, self.plan.interpret)
+        if held.k_scale is not None:
+            s = s * per_column(held.k_scale, s.shape)
+        found = self.seen_logits(held, s, first, lambda: position, per_column)
+        x = found.x
+        if masked:
+            keep = position <= per_column(held.last, s.shape)
+            if held.first is not None:
+                keep = keep & (position >= per_column(held.first, s.shape))
+            x = jnp.where(keep, x, -jnp.inf)
+        return x, found.log2_scale
+
+    def output(self, cta: DecodeCta, keys: Keys, o_acc):
+        """Waits for the last product, releases the last V if it is still held, and returns O^T."""
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        if not self.plan.in_registers:
+            pl.when(keys.stop > 0)(lambda: cta.v.release(keys.stop - 1))
+        return o
+
+    def store(self, cta: DecodeCta, held: QueryFragments, o, folded: Folded):
+        """Divides by the sums and writes O, the log-sum-exp and its shift; see Consumer."""
+        inline.warpgroup_barrier(self.plan.interpret)
+        l = inline_columns.reduce_rows("add", folded.l, cta.smem.across, self.plan.interpret)
+        inverse, lse, shift = self.finish(cta, folded.m, l, self.weight_bits)
+        v_scale = folded.pages.largest if folded.pages else held.v_scale
+        if v_scale is not None:
+            inverse = inverse * v_scale
+        o = (o * per_column(inverse, o.shape)).astype(cta.smem.o.dtype)
+        swizzle = swizzles(cta.smem.o.shape[1], cta.smem.o.dtype)[0]
+        order = value_of if self.plan.in_registers else None
+        inline_columns.store_transposed(o, cta.smem.o, swizzle, self.plan.interpret, order)
+        cta.smem.lse[...], cta.smem.shift[...] = lse, shift
+        self.publish(cta, swizzle)

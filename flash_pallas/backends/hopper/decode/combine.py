@@ -1,0 +1,180 @@
+"""The second decode kernel: joins what was computed for each share of the keys.
+
+It computes core.softmax.merge, in one launch where XLA takes several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf
+
+from ....core import softmax
+from ....core.problem import Outputs
+from ...gpu.launch import float32, launch
+from ...gpu.registers import at, elements, i32_constant
+from .plan import JOINING_THREADS, DecodePlan, DecodeResults
+
+# Shares that are joined in straight-line code: their loads wait for one another no longer than one
+# does. A kernel of 128 of them took 20 s to compile.
+AT_ONCE = 32
+
+
+class Joined(NamedTuple):
+    """Attention to some shares of the keys, for one row."""
+
+    shift: Any  # the largest of the shares that see a key; -inf where none does
+    most: Any  # the largest log-sum-exp relative to it, base 2; -inf likewise
+    sums: Any  # of exp2(log-sum-exp - most)
+    o: Any  # sum of the outputs with the same weights
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineKernel:
+    """One launch of the combine kernel.
+
+    Attributes:
+        plan: plan of the decode kernel whose shares are joined.
+    """
+
+    plan: DecodePlan
+
+    def __call__(self, o, lse, shift, sinks, out_o, out_lse, out_shift):
+        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
+        group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
+        in_group = lax.rem(row, group)
+        query, q_head = lax.div(row, group), head * group + in_group
+        at = lambda split: (batch, head, split)
+        share = lambda n: DecodeResults(
+            o.at[(*at(n), query, in_group)],
+            lse.at[(*at(n), in_group, query)],
+            shift.at[(*at(n), in_group, query)],
+        )
+        part = lambda first, count: self.part([share(first + i) for i in count])
+        first = (splits - 1) % AT_ONCE + 1
+        found = part(0, range(first))
+        if splits > first:
+            more = lambda i, found: self.join(found, part(first + i * AT_ONCE, range(AT_ONCE)))
+            found = lax.fori_loop(0, (splits - first) // AT_ONCE, more, found)
+        if sinks is not None:
+            found = self.join(found, self.sink(sinks[batch, q_head]))
+        empty = found.sums == 0.0
+        sums = jnp.where(empty, 1.0, found.sums)
+        joined = found.most + jnp.log(sums) * softmax.LOG2E
+        result = (found.o * (1.0 / sums)).astype(out_o.dtype)
+        _store(result, out_o.at[batch, query, q_head], self.plan.interpret)
+        out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
+        out_shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
+
+    @property
+    def unit(self) -> float:
+        """Factor that makes a shift a natural logit."""
+        return self.plan.problem.unit
+
+    def relative(self, log2, shift, to):
+        """Returns base-2 log-sum-exps relative to another shift; -inf for rows that see no key."""
+        return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
+
+    def part(self, shares: list[DecodeResults]) -> Joined:
+        """Joins shares in device memory, all of which are loaded at once."""
+        lse = [share.lse[...] for share in shares]
+        seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
+        shift = [share.shift[...] for share in shares]
+        shift = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, shift, strict=True)]
+        largest = functools.reduce(jnp.maximum, shift)
+        log2 = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, lse, strict=True)]
+        log2 = [self.relative(*both, largest) for both in zip(log2, shift, strict=True)]
+        most = functools.reduce(jnp.maximum, log2)
+        weights = [jnp.exp2(x - _finite(most)) for x in log2]
+        parts = [_load(share.o) for share in shares]
+        total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
+        return Joined(largest, most, functools.reduce(jnp.add, weights), total)
+
+    def sink(self, sink) -> Joined:
+        """Returns the sink as one more share, which has no values; a sink of -inf is none."""
+        none, far = sink == -jnp.inf, jnp.abs(sink) > softmax.FAR_FLOAT32 * softmax.LN2
+        shift = jnp.where(far, sink * (1.0 / self.unit), 0.0)
+        shift = jnp.where(none, -jnp.inf, shift)
+        most = (sink - _finite(shift) * self.unit) * softmax.LOG2E
+        return Joined(shift, most, jnp.where(none, 0.0, 1.0), None)
+
+    def join(self, a: Joined, b: Joined) -> Joined:
+        """Joins two parts; b.o may be None, which is 0."""
+        shift = jnp.maximum(a.shift, b.shift)
+        log2 = [self.relative(x.most, x.shift, shift) for x in (a, b)]
+        most = jnp.maximum(*log2)
+        left, right = (jnp.exp2(x - _finite(most)) for x in log2)
+        o = a.o * left if b.o is None else a.o * left + b.o * right
+        return Joined(shift, most, a.sums * left + b.sums * right, o)
+
+
+def _finite(most):
+    # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
+    # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
+    return jnp.where(most == -jnp.inf, 0.0, most)
+
+
+def _load(ref):
+    size = ref.shape[0]
+    return plgpu.load(
+        ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // JOINING_THREADS)
+    )
+
+
+def _store(row, target, interpret: bool):
+    """Writes the first columns of a row, as many as `target` has."""
+    columns = target.shape[0]
+    if columns == row.shape[0]:
+        target[...] = row
+    elif interpret:
+        target[...] = row[:columns]
+    else:
+        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=row.shape[0] // JOINING_THREADS)
+        plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(_store_body)(row, target)
+
+
+def _store_body(_, row, target):
+    columns, (places,) = i32_constant(target.type.shape[0]), row.layout.thread_idxs(row.shape)
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    register = row.registers.flat[0]
+    first = arith.index_cast(i32, places[0])
+    for e in range(elements(register)):
+        column = arith.addi(first, i32_constant(e))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
+        branch = scf.IfOp(inside)
+        with ir.InsertionPoint(branch.then_block):
+            memref.store(at(register, e), target, [arith.index_cast(index, column)])
+            scf.yield_([])
+
+
+def combine(plan: DecodePlan, parts: DecodeResults, sinks: Any) -> Outputs:
+    """Launches the combine kernel.
+
+    Args:
+        plan: plan of the decode kernel.
+        parts: results of the decode kernel, one for each share of the keys.
+        sinks: f32[B, N], natural logits, or None.
+
+    Returns:
+        Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].
+    """
+    problem = plan.problem
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    run = launch(
+        CombineKernel(plan),
+        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
+        scratch=(),
+        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows},
+        threads=1,
+        name="flash_pallas_decode_combine",
+        interpret=plan.interpret,
+    )
+    return Outputs(*run(*parts, sinks))

@@ -1,0 +1,113 @@
+"""The decode kernel: a few queries against a range of keys, as fast as memory delivers them.
+
+A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
+KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
+of the products, as many as needed (decode_columns.py); otherwise they are the rows, always 64
+(decode_rows.py).
+
+    Q        compute warpgroup -> q, once
+    K, V     producer -> rings, first to last; contiguous, or page by page
+    S, O, m, l   registers of the compute warpgroup; P too, or in shared memory
+
+O and the log-sum-exp of each share go to device memory; decode_combine.py joins them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ....core.decode import DecodeOperands, DecodeProblem
+from ....core.problem import Outputs
+from ...gpu.launch import launch
+from ..common.pipeline import Ring
+from . import combine
+from .columns import ColumnConsumer
+from .dequantize_loads import DequantizingProducer
+from .loads import DecodeProducer
+from .plan import DecodeCta, DecodeGmem, DecodePlan, DecodeResults
+from .rows import RowConsumer
+from .tiles import DecodeBlocks, row_tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeKernel:
+    """One launch of the decode kernel; calling it is what each warpgroup of a CTA does."""
+
+    plan: DecodePlan
+
+    def __call__(self, gmem: DecodeGmem, *refs):
+        *results, smem, bars = refs
+        slots = self.plan.slots
+        cta = DecodeCta(
+            gmem=gmem,
+            out=DecodeResults(*results),
+            smem=smem,
+            bars=bars,
+            k=Ring(bars.k_full, bars.k_empty, slots),
+            v=Ring(bars.v_full, bars.v_empty, slots),
+            batch=lax.axis_index("batch"),
+            head=lax.axis_index("head"),
+            tile=lax.axis_index("tile"),
+            split=lax.axis_index("split") if self.plan.several else jnp.int32(0),
+        )
+        wg = lax.axis_index("wg")
+        consumer = ColumnConsumer if self.plan.blocks.upright else RowConsumer
+        producer = DequantizingProducer if self.plan.in_memory else DecodeProducer
+        pl.when(wg == 0)(lambda: consumer(self.plan)(cta))
+        pl.when(wg == 1)(lambda: producer(self.plan)(cta))
+
+
+def decode(
+    problem: DecodeProblem, blocks: DecodeBlocks, operands: DecodeOperands, interpret: bool
+) -> Outputs:
+    """Launches the decode kernel, and the combine kernel if there are several splits.
+
+    Args:
+        problem: a problem for which decode_blocks.unsupported returns None.
+        blocks: tile sizes and the number of splits.
+        operands: arrays as in core.decode; page ids need not be in range.
+        interpret: run by the interpreter.
+
+    Returns:
+        Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].
+    """
+    plan = DecodePlan(problem, blocks, interpret)
+    several = plan.several
+    gmem = DecodeGmem(
+        q=plan.by_key_head(operands.q, 2),
+        k=operands.k,
+        v=operands.v,
+        kv_lengths=operands.kv_lengths,
+        q_offset=operands.q_offset,
+        page_table=operands.page_table,
+        slopes=plan.by_key_head(operands.alibi_slopes, 1),
+        sinks=None if several else plan.by_key_head(operands.sinks, 1),
+        k_scale=operands.k_scale,
+        v_scale=operands.v_scale,
+    )
+    out = plan.result_shapes()
+    run = launch(
+        DecodeKernel(plan),
+        out=tuple(out),
+        scratch=plan.scratch(gmem.k, gmem.v),
+        # Heads before splits: what runs at one time reads all heads of a key, which are neighbours.
+        grid={
+            "batch": problem.batch,
+            "split": blocks.num_splits,
+            "head": problem.kv_heads,
+            "tile": row_tiles(problem),
+        },
+        threads=2,
+        name="flash_pallas_decode",
+        interpret=interpret,
+    )
+    parts = DecodeResults(*run(gmem))
+    if several:
+        return combine.combine(plan, parts, operands.sinks)
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    return Outputs(parts.o.reshape(o_shape), parts.lse.reshape(heads), parts.shift.reshape(heads))

@@ -1,0 +1,152 @@
+"""Places of the blocks of a KV cache, and the scales of the pages that they lie in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..common import zero_padding
+from ..common.pipeline import rows_of
+from .plan import DecodeCta, DecodePlan, Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Page lookup of a paged cache, or of a contiguous one, whose blocks are one piece each."""
+
+    plan: DecodePlan
+
+    def places(self, cta: DecodeCta, j) -> tuple:
+        """Returns the first cache index of each piece of the j-th block: batch entry or page."""
+        table = cta.gmem.page_table
+        if table is None:
+            return (cta.batch,)
+        most, pages = jnp.int32(table.shape[1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
+        found = (table[cta.batch, lax.min(self.page(j, i), most)] for i in range(self.plan.pieces))
+        # What the last block reads beyond the table's end, or of an entry never set, is hidden.
+        return tuple(lax.clamp(jnp.int32(0), page, pages) for page in found)
+
+    def page(self, j, piece: int):
+        """Returns which of the sequence's pages a piece of a block lies in."""
+        return lax.div(self.first_key(j, piece), jnp.int32(self.plan.problem.spec.page_size or 0))
+
+    def first_key(self, j, piece: int):
+        """Returns the number of the first key of a piece of a block."""
+        return j * self.plan.blocks.block_kv + piece * self.plan.piece_rows
+
+    def scales(self, cta: DecodeCta, keys: Keys, j, places: tuple) -> tuple:
+        """Returns (scales of K, scales of V) of the j-th block, f32, one for each piece."""
+
+        def scale(of, i, page):
+            if of is None:
+                return jnp.float32(1.0)
+            found = of[page if of.shape[0] > 1 else 0, cta.head]
+            # That of a page beyond the end may be NaN, as its keys may.
+            return lax.select(self.first_key(j, i) < keys.length, found, jnp.float32(1.0))
+
+        kinds = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(tuple(scale(of, i, page) for i, page in enumerate(places)) for of in kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProducer:
+    """Producer that loads blocks of K and V from the first to the last."""
+
+    plan: DecodePlan
+
+    @property
+    def pages(self) -> Pages:
+        """Page lookup, which knows where blocks lie."""
+        return Pages(self.plan)
+
+    def __call__(self, cta: DecodeCta):
+        """Loads all blocks of this CTA, then waits for their release."""
+        guessed = self.plan.guessed(cta)
+        pl.when(guessed > 0)(lambda: self.guess(cta, guessed))
+        keys = self.plan.keys(cta)
+
+        def load(n, places):
+            # The ids of the next block's pages arrive while this block waits for its slot.
+            following = self.pages.places(cta, keys.block(n + 1))
+            self.load(cta, keys, guessed, n, places)
+            return following
+
+        lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
+        cta.k.drain(keys.stop)
+        cta.v.drain(keys.stop)
+
+    def guess(self, cta: DecodeCta, count):
+        """Issues the copies of the first blocks before the length is known.
+
+        Sequences are seldom so short that they have no keys there, and the length takes as long to
+        arrive as a block. If not upright, the producer clears the end of V before it hands V over,
+        so blocks of V wait for the length.
+        """
+
+        @pl.loop(jnp.int32(0), count)
+        def _(n):
+            block = cta.split + n * self.plan.blocks.num_splits
+            places = self.pages.places(cta, block)
+            self.copy_k(cta, n, block, places)
+            if self.plan.blocks.upright:
+                self.copy_v(cta, n, block, places)
+
+    def copy_k(self, cta: DecodeCta, n, block, places: tuple):
+        """Issues the copy of a block of K into the slot of the n-th."""
+        slot = cta.k.slot(n)
+        self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], block, places)
+
+    def copy_v(self, cta: DecodeCta, n, block, places: tuple):
+        """Issues the copy of a block of V into the slot of the n-th."""
+        slot = cta.v.slot(n)
+        self.copy(cta, cta.gmem.v, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
+
+    def load(self, cta: DecodeCta, keys: Keys, guessed, n, places: tuple):
+        """Loads the n-th block of K and V, unless it was guessed."""
+        block = keys.block(n)
+
+        @pl.when(n >= guessed)
+        def _():
+            cta.k.wait_empty(n)
+            self.copy_k(cta, n, block, places)
+            if self.plan.blocks.upright:
+                cta.v.wait_empty(n)
+                self.copy_v(cta, n, block, places)
+
+        if not self.plan.blocks.upright:
+            self.load_cleared(cta, keys, n, places)
+
+    def load_cleared(self, cta: DecodeCta, keys: Keys, n, places: tuple):
+        """Loads the n-th block of V, with zeros beyond the length."""
+        block = self.plan.blocks.block_kv
+        valid = keys.length - keys.block(n) * block
+        cta.v.wait_empty(n)
+        pl.when(valid >= block)(lambda: self.copy_v(cta, n, keys.block(n), places))
+
+        @pl.when(valid < block)
+        def _():
+            # A weight of 0 times a NaN is a NaN, so what lies past the length is not multiplied.
+            slot, arrived = cta.v.slot(n), cta.bars.v_arrived.at[0]
+            v = cta.smem.v.at[slot]
+            self.copy(cta, cta.gmem.v, v, arrived, keys.block(n), places)
+            plgpu.barrier_wait(arrived)
+            width = self.plan.head_dims[1]
+            swizzle = self.plan.products.swizzle(width, cta.gmem.v, summed_rows=block)
+            zero_padding.clear_from(v, valid, swizzle, self.plan.interpret)
+            for _ in range(self.plan.pieces):
+                plgpu.barrier_arrive(cta.bars.v_full.at[slot])
+
+    def copy(self, cta: DecodeCta, source, tile, barrier, j, places: tuple):
+        """Issues the copies of a block into `tile`, one for each of its pieces."""
+        rows, page_size = self.plan.piece_rows, self.plan.problem.spec.page_size
+        for i, place in enumerate(places):
+            first = self.pages.first_key(j, i)
+            if page_size is not None:
+                first = lax.rem(first, jnp.int32(page_size))
+            piece = tile if len(places) == 1 else tile.at[pl.ds(i * rows, rows)]
+            at = (place, pl.ds(first, rows), cta.head)
+            plgpu.copy_gmem_to_smem(rows_of(source, at, tile), piece, barrier)

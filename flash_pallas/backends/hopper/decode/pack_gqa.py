@@ -1,0 +1,288 @@
+"""Packed rows of a few queries, straight from the caller's arrays and straight into the results.
+
+The queries and heads that share a KV head are the rows of one tile: row r is query r // group and
+head r % group. A TMA tile starts at a multiple of 8 rows and a group may have any size, so arrays
+for TMA would be padded and cut again in launches of their own: 1.0 to 2.4 us each, out of 37 for a
+step at S=32k (H200). Here a warpgroup moves the rows in pieces of 16 bytes; there are few of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+
+from ...gpu import inline
+from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.registers import fragmented, i32_constant, opaque, splat
+from ..common.pipeline import tile_transforms
+from ..common.zero_padding import PIECE_BYTES, WARPGROUP
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedGqa:
+    """The rows of one tile of at most 64.
+
+    Attributes:
+        queries: number of queries of a sequence.
+        group: number of query heads that share a KV head.
+        first: number of the tile's first row, traced; may be None where there is one tile.
+        interpret: run by the interpreter.
+        size: rows of the tile, padding included, in vectors of one value per row.
+        layout: register layout of those vectors.
+    """
+
+    queries: int
+    group: int
+    first: Any
+    interpret: bool
+    size: int = WARPGROUP_ROWS
+    layout: Any = inline.ROWS
+
+    @property
+    def total(self) -> int:
+        """Number of rows of all tiles."""
+        return self.queries * self.group
+
+    @property
+    def most(self) -> int:
+        """Largest number of rows that a tile has."""
+        return min(self.total, WARPGROUP_ROWS)
+
+    @property
+    def start(self):
+        """Number of the tile's first row, as an int32."""
+        return jnp.int32(0) if self.total <= WARPGROUP_ROWS else jnp.int32(self.first)
+
+    def load(self, source, tile, swizzle: int):
+        """Copies rows into a tile in shared memory, which products see after `commit_smem`.
+
+        Args:
+            source: [queries, group, columns] in device memory, a row a multiple of 16 bytes.
+            tile: [rows, at least columns] in shared memory; 0 where source has nothing.
+            swizzle: swizzle of the tile, in bytes.
+        """
+        if self.interpret:
+            tile[...] = jnp.zeros(tile.shape, tile.dtype)
+            columns = pl.ds(0, source.shape[-1])
+            self.each(lambda i, at: _set(tile, (i, columns), source[at]))
+            return
+        refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype))
+        run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
+        run(functools.partial(_load_body, self))(source, tile, self.start)
+
+    def store(self, tile, target, swizzle: int):
+        """Copies the rows and columns of a tile that `target` has; see `load` for the arguments."""
+        if self.interpret:
+            width = min(tile.shape[-1], target.shape[-1])
+            columns = pl.ds(0, width)
+            self.each(lambda i, at: _set(target, (*at, columns), tile[i, columns]))
+            return
+        refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
+        run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
+        run(functools.partial(_store_body, self))(tile, target, self.start)
+
+    def store_values(self, values, target):
+        """Copies one f32 per row, [rows] in shared memory, to [group, queries] in device memory."""
+        if self.interpret:
+            self.each(lambda i, at: _set(target, at[::-1], values[i]))
+            return
+        refs = plgpu.RefType(), plgpu.RefType()
+        run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
+        run(functools.partial(_store_values_body, self))(values, target, self.start)
+
+    def query(self):
+        """Returns the query of every row, int32[size]; padding has that of the last row."""
+        if self.interpret:
+            return self._place()[0]
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WG_SPLAT,), return_type=self._numbers(jnp.int32)
+        )
+        return run(functools.partial(_query_body, self))(self.start)
+
+    def per_head(self, source):
+        """Returns f32[size], the value of every row's head, from f32[group] in device memory."""
+        if self.interpret:
+            return source[...][self._place()[1]]
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=self._numbers(jnp.float32),
+        )
+        return run(functools.partial(_per_head_body, self))(source, self.start)
+
+    def _numbers(self, dtype):
+        return plgpu.ShapeDtypeStruct((self.size,), dtype, self.layout)
+
+    def _place(self):
+        """Returns the (query, head) of every row, int32[size] each, for the interpreter."""
+        row = lax.min(self.start + jnp.arange(self.size, dtype=jnp.int32), self.total - 1)
+        return lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
+
+    def each(self, copy):
+        """Calls copy(i, (query, head)) for every row i that exists."""
+        for i in range(self.most):
+            row = self.start + i
+            at = lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
+            pl.when(row < self.total)(functools.partial(copy, i, at))
+
+
+def _set(ref, at, value):
+    ref[at] = value
+
+
+def _thread():
+    """Returns the i32 index of the thread in its warpgroup, unknown to the compiler.
+
+    Otherwise the compiler keeps what `load` and `store` make of it alive through the loop between
+    them: 130 registers, where two CTAs have room with 128.
+    """
+    return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP)))
+
+
+class Pieces:
+    """Pieces of 16 bytes of a tile in shared memory, and which of them this thread moves."""
+
+    def __init__(self, rows: PackedGqa, tile, array, first) -> None:
+        self.rows, self.tile, self.array, self.first = rows, tile, array, splat(first)
+        self.element = tile.type.element_type
+        self.width = PIECE_BYTES * 8 // self.element.width  # elements of a piece
+        outer, self.across, inner, self.columns = tile.type.shape
+        self.tile_rows = outer * inner
+        self.of_row = self.across * self.columns // self.width
+        self.type = ir.VectorType.get((self.width,), self.element)
+        self.thread = _thread()
+
+    def places(self, rows: int):
+        """Yields (first row of the turn, row, piece) of each turn, in which a thread moves one."""
+        for start in range(0, rows * self.of_row, WARPGROUP):
+            number = arith.addi(self.thread, i32_constant(start))
+            each = i32_constant(self.of_row)
+            yield start // self.of_row, arith.divui(number, each), arith.remui(number, each)
+
+    def exists(self, row, piece):
+        """Returns an i1: true if the array in device memory has this piece."""
+        less = arith.CmpIPredicate.ult
+        own = min(self.array.type.shape[-1] // self.width, self.of_row)
+        some_row = arith.cmpi(less, arith.addi(self.first, row), i32_constant(self.rows.total))
+        return arith.andi(some_row, arith.cmpi(less, piece, i32_constant(own)))
+
+    def in_tile(self, row, piece):
+        """Returns the indices of a piece in the tile; the swizzle permutes the pieces of a row."""
+        index, at = ir.IndexType.get(), i32_constant
+        in_row = self.columns // self.width  # pieces that the swizzle permutes: 2, 4 or 8
+        inner, outer = arith.remui(row, at(8)), arith.divui(row, at(8))
+        turned = arith.xori(arith.remui(piece, at(in_row)), arith.divui(inner, at(8 // in_row)))
+        column = arith.muli(turned, at(self.width))
+        found = outer, arith.divui(piece, at(in_row)), inner, column
+        return [arith.index_cast(index, x) for x in found]
+
+    def loaded(self):
+        """Yields (row, piece, elements of the array or zeros) for all pieces of the tile."""
+        element = self.array.type.element_type
+        kind, zero = ir.VectorType.get((self.width,), element), ir.FloatAttr.get(element, 0.0)
+        zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, zero))
+        for start, row, piece in self.places(self.tile_rows):
+            found = zeros
+            if start < self.rows.most:
+                branch = scf.IfOp(self.exists(row, piece), [kind], has_else=True)
+                with ir.InsertionPoint(branch.then_block):
+                    pointer = self.in_array(row, piece)
+                    scf.yield_([llvm.load(kind, pointer, alignment=PIECE_BYTES)])
+                otherwise: Any = branch.else_block  # there is one; the type says perhaps
+                with ir.InsertionPoint(otherwise):
+                    scf.yield_([zeros])
+                found = branch.results[0]
+            yield row, piece, found
+
+    def where_tile_has(self, row, store):
+        """Emits `store` for the threads whose row is one of the tile."""
+        if self.tile_rows * self.of_row % WARPGROUP == 0:
+            store()
+            return
+        less, last = arith.CmpIPredicate.ult, i32_constant(self.tile_rows)
+        with ir.InsertionPoint(scf.IfOp(arith.cmpi(less, row, last)).then_block):
+            store()
+            scf.yield_([])
+
+    def in_array(self, row, piece):
+        """Returns a pointer to the piece in device memory."""
+        (of_query, of_head, _), _ = self.array.type.get_strides_and_offset()
+        row = arith.addi(self.first, row)
+        group = i32_constant(self.rows.group)
+        terms = (
+            (arith.divui(row, group), of_query),
+            (arith.remui(row, group), of_head),
+            (piece, self.width),
+        )
+        places = [arith.muli(x, i32_constant(stride)) for x, stride in terms]
+        offset = functools.reduce(arith.addi, places)
+        pointer = mgpu.utils.memref_ptr(self.array)
+        return mgpu.utils.getelementptr(pointer, [offset], self.element)
+
+
+def _load_body(rows: PackedGqa, _, source, tile, first):
+    pieces = Pieces(rows, tile, source, first)
+    for row, piece, found in pieces.loaded():
+        put = functools.partial(vector.store, found, tile, pieces.in_tile(row, piece))
+        pieces.where_tile_has(row, put)
+
+
+def _store_body(rows: PackedGqa, _, tile, target, first):
+    pieces = Pieces(rows, tile, target, first)
+    for _, row, piece in pieces.places(rows.most):
+        branch = scf.IfOp(pieces.exists(row, piece))
+        with ir.InsertionPoint(branch.then_block):
+            found = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
+            llvm.store(found, pieces.in_array(row, piece), alignment=PIECE_BYTES)
+            scf.yield_([])
+
+
+def _store_values_body(rows: PackedGqa, _, values, target, first):
+    index, group = ir.IndexType.get(), i32_constant(rows.group)
+    thread = _thread()
+    row = arith.addi(splat(first), thread)
+    less = arith.CmpIPredicate.ult
+    inside = arith.cmpi(less, thread, i32_constant(rows.most))
+    exists = arith.andi(inside, arith.cmpi(less, row, i32_constant(rows.total)))
+    branch = scf.IfOp(exists)
+    with ir.InsertionPoint(branch.then_block):
+        found = memref.load(values, [arith.index_cast(index, thread)])
+        place = arith.remui(row, group), arith.divui(row, group)
+        memref.store(found, target, [arith.index_cast(index, x) for x in place])
+        scf.yield_([])
+
+
+def _each_row(rows: PackedGqa, first, dtype, value):
+    """Returns (registers of value(row) for all rows of a tile, their layout)."""
+    layout, shape = rows.layout.to_mgpu(), (rows.size,)
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    i32, last = ir.IntegerType.get_signless(32), i32_constant(rows.total - 1)
+    for index, (row,) in zip(np.ndindex(*registers.shape), layout.thread_idxs(shape), strict=True):
+        row = arith.addi(splat(first), arith.index_cast(i32, row))
+        each = [arith.addi(row, i32_constant(e)) for e in range(layout.vector_length)]
+        found = [value(arith.minui(x, last)) for x in each]
+        registers[index] = vector.from_elements(ir.VectorType.get((len(each),), dtype), found)
+    return registers, layout
+
+
+def _query_body(rows: PackedGqa, _, first):
+    query = lambda row: arith.divui(row, i32_constant(rows.group))
+    found = _each_row(rows, first, ir.IntegerType.get_signless(32), query)
+    return fragmented(*found, is_signed=True)
+
+
+def _per_head_body(rows: PackedGqa, _, source, first):
+    def value(row):
+        head = arith.remui(row, i32_constant(rows.group))
+        return memref.load(source, [arith.index_cast(ir.IndexType.get(), head)])
+
+    return fragmented(*_each_row(rows, first, ir.F32Type.get(), value))

@@ -1,0 +1,194 @@
+"""The plan of a CTA of the decode kernel: its operands, its results and the keys that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ....core import integers as ints
+from ...gpu import inline
+from ...gpu.launch import WARPGROUP_ROWS, float32
+from ..common.pipeline import Ring
+from .pack_gqa import PackedGqa
+from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem
+
+JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
+
+
+class DecodeGmem(NamedTuple):
+    """Operands in device memory; row r of a KV head is head r % group of query r // group."""
+
+    q: Any  # [B, T, K, group, H]
+    k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
+    v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
+    kv_lengths: Any  # int32[B]
+    q_offset: Any  # int32[B], or None: the last query is the last key
+    page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
+    slopes: Any = None  # f32[B, K, group]
+    sinks: Any = None  # f32[B, K, group], natural; where there is one split
+    k_scale: Any = None  # f32[1, K], f32[B, K] or f32[num_pages, K], of a cache in eight bits
+    v_scale: Any = None  # likewise
+
+
+class DecodeResults(NamedTuple):
+    """Results in device memory: of each split, or the final ones where there is one split.
+
+    The final o is in q's dtype.
+    """
+
+    o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
+    lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
+    shift: Any  # as lse; see core/softmax.py
+
+
+class Keys(NamedTuple):
+    """The KV blocks that a CTA reads: its n-th is first + n * step, for n in [0, stop).
+
+    Blocks with n in [full_start, full_stop) need no mask.
+    """
+
+    first: Any
+    step: int
+    full_start: Any
+    full_stop: Any
+    stop: Any
+    length: Any  # keys of the sequence
+    position: Any  # of query 0
+
+    def block(self, n):
+        """Returns which KV block the n-th is."""
+        return self.first + n * self.step
+
+    def zones(self, windowed: bool):
+        """Returns (low, high, masked) of each part; only a window has a masked first part."""
+        left = ((jnp.int32(0), self.full_start, True),) * windowed
+        rest = (self.full_start, self.full_stop, False), (self.full_stop, self.stop, True)
+        return left + rest
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCta:
+    """The refs of one CTA, and its place in the grid."""
+
+    gmem: DecodeGmem
+    out: DecodeResults
+    smem: DecodeSmem
+    bars: DecodeBarriers
+    k: Ring
+    v: Ring
+    batch: Any
+    head: Any  # of K and V
+    tile: Any  # of rows
+    split: Any
+
+
+def combined_columns(v_head_dim: int) -> int:
+    """Returns the row length of a share's O, which the threads of a warpgroup divide evenly."""
+    return ints.round_up(v_head_dim, JOINING_THREADS)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan(DecodeLayout):
+    """One launch of the decode kernel: its rows, its results and the blocks of each CTA."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows: all queries and heads that share a KV head."""
+        return self.problem.q_len * self.problem.group
+
+    def packed(self, tile) -> PackedGqa:
+        """Returns the rows of a tile."""
+        first = tile * WARPGROUP_ROWS
+        layout = inline.COLS if self.blocks.upright else inline.ROWS
+        sizes = self.problem.q_len, self.problem.group
+        return PackedGqa(*sizes, first, self.interpret, self.tile_rows, layout)
+
+    def by_key_head(self, x, axis: int):
+        """Reshapes the axis [N] of x to [K, group], without a copy; None stays None."""
+        if x is None:
+            return None
+        heads = self.problem.kv_heads, self.problem.group
+        return x.reshape(*x.shape[:axis], *heads, *x.shape[axis + 1 :])
+
+    def result_shapes(self) -> DecodeResults:
+        """Returns the shapes and dtypes of what the launch returns."""
+        problem = self.problem
+        lead, last = (problem.batch, problem.kv_heads), (problem.q_len, problem.group)
+        if self.several:
+            lead = (*lead, self.blocks.num_splits)
+            o = float32((*lead, *last, combined_columns(self.head_dims[1])))
+        else:
+            shape = (problem.batch, problem.q_len, *lead[1:], problem.group, problem.v_head_dim)
+            o = jax.ShapeDtypeStruct(shape, problem.dtype)
+        per_row = float32((*lead, *last[::-1]))
+        return DecodeResults(o, per_row, per_row)
+
+    def results(self, cta: DecodeCta) -> DecodeResults:
+        """Returns where the CTA's rows go: o [T, group, columns], lse and shift [group, T]."""
+        if self.several:
+            return DecodeResults(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
+        rows = (x.at[cta.batch, cta.head] for x in (cta.out.lse, cta.out.shift))
+        return DecodeResults(cta.out.o.at[cta.batch, :, cta.head], *rows)
+
+    def q_swizzle(self, gmem: DecodeGmem) -> int:
+        """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
+        return self.products.swizzle(self.head_dims[0], *self.copied(gmem.k))
+
+    def wide_swizzle(self, kind: int) -> int:
+        """Returns the swizzle of widened blocks of K (kind 0) or V (1), in bytes."""
+        summed = self.blocks.block_kv if kind else 0
+        return self.products.swizzle(self.head_dims[kind], summed_rows=summed)
+
+    def queries(self, tile):
+        """Returns (first, last) query of a tile of rows."""
+        if self.rows <= WARPGROUP_ROWS:
+            return 0, self.problem.q_len - 1
+        first = tile * WARPGROUP_ROWS
+        group, last = self.problem.group, first + (WARPGROUP_ROWS - 1)
+        most = self.problem.q_len - 1
+        return ints.floor_div(first, group), ints.minimum(ints.floor_div(last, group), most)
+
+    @property
+    def guesses(self) -> bool:
+        """True if a CTA knows its first blocks before it knows the length."""
+        return self.blocks.guesses and self.problem.spec.window_left is None
+
+    def guessed(self, cta: DecodeCta):
+        """Returns how many of the first `stages` blocks there is room for, whatever the length.
+
+        It is 0 where the plan does not guess.
+        """
+        if not self.guesses:
+            return jnp.int32(0)
+        room = -(-self.problem.kv_len // self.blocks.block_kv)
+        return lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+
+    def keys(self, cta: DecodeCta) -> Keys:
+        """Returns the CTA's share of the KV blocks that its rows see: every num_splits-th.
+
+        That way all CTAs read neighbouring blocks at one time.
+        """
+        room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
+        length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
+        position = length - self.problem.q_len if offset is None else offset[cta.batch]
+        first, last = self.queries(cta.tile)
+        mask = self.problem.spec.mask
+        seen = mask.kv_blocks(position + first, last - first + 1, length, self.blocks.block_kv)
+        block = cta.split if mask.left is None else seen.start + cta.split
+        return Keys(
+            first=block,
+            step=self.blocks.num_splits,
+            full_start=self._uses(block, seen.full_start),
+            full_stop=self._uses(block, seen.full_stop),
+            stop=self._uses(block, seen.stop),
+            length=length,
+            position=position,
+        )
+
+    def _uses(self, block, end):
+        """Returns how many of block, block + num_splits, ... lie before `end`."""
+        return ints.ceil_div(jnp.int32(end - block), self.blocks.num_splits)

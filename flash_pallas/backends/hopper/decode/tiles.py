@@ -1,0 +1,385 @@
+"""Tile sizes and the number of splits of the decode kernel: what can be chosen, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core.decode import MAX_SPLITS, DecodeProblem
+from ....core.integers import round_up
+from ...gpu.launch import WARPGROUP_ROWS, shared_memory
+from ..common.pipeline import SMEM_LIMIT, row_buffer, swizzles, tile_buffer
+from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims
+from .inline_columns import WARPS
+
+SMEM_PER_SM = 233_472  # bytes of a multiprocessor
+RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
+# Blocks of keys that the start and the end of a CTA cost as much time as: the first copies take
+# about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
+START_BLOCKS = 2
+MOST_STAGES = 8
+UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
+# In flight on each of two CTAs that share a multiprocessor. H200, head dim 128, S=32k, us: two
+# stages of 32 KB 33.6, three 33.6, four 33.7; B=16 119.9, three 120.3; int8, three of 16 KB 20.5,
+# four 20.4, and at B=16 67.1, 67.1 and six 69.1.
+UPRIGHT_BYTES = 65_536
+NARROWEST_RAW = 32  # bytes of a row of a tile for TMA
+MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
+# Of two CTAs one makes eight bits 16 while the other multiplies, of one neither: int8, H200, S=32k,
+# 16 ranges 27.8 us and 32 20.4; B=16, S=8k, one range 89.3 and two 67.1.
+LONE_RATE = 0.7
+NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBlocks:
+    """Tile sizes of the decode kernel, in which a CTA reads a range of keys of one KV head.
+
+    Its rows are (query, head of the group) pairs that share the KV head.
+
+    Attributes:
+        block_kv: keys per step, a multiple of 16 up to 256; a multiple of 64 if upright.
+        stages: blocks of K and of V in flight. Little's law asks for 4 TB/s times about 1 us of
+            latency over 132 SMs, which is 32 KB on each; two or three times that also covers the
+            work of a step before it gives its slot back.
+        num_splits: number of ranges into which the keys of a sequence are split.
+        widened: number of blocks of K and of V that are held in 16 bits at one time, if the cache
+            is in eight bits and not upright.
+        guesses: the first blocks are copied before the length is known, unless there is a window.
+        upright: queries are the columns of the products, as many as needed; else the rows, always
+            64. See `takes_upright`.
+    """
+
+    block_kv: int = 64
+    stages: int = 3
+    num_splits: int = 1
+    widened: int = 1
+    guesses: bool = True
+    upright: bool = False
+
+    def __post_init__(self):
+        if self.block_kv not in range(16, 257, 16):
+            raise ValueError(f"block_kv of decode is {self.block_kv!r}: a multiple of 16 up to 256")
+        if self.upright and self.block_kv % WARPGROUP_ROWS:
+            raise ValueError(f"block_kv of decode is {self.block_kv!r}: upright, a multiple of 64")
+        if self.stages < 1:
+            raise ValueError(f"stages of decode is {self.stages!r}: at least 1")
+        if not 1 <= self.num_splits <= MAX_SPLITS:
+            raise ValueError(f"num_splits is {self.num_splits!r}: from 1 to {MAX_SPLITS}")
+
+    def smem_bytes(self, problem: DecodeProblem) -> int:
+        """Returns the bytes of shared memory that a CTA allocates."""
+        return shared_memory(DecodeLayout(problem, self, interpret=False).scratch())
+
+    def streamed_bytes(self, problem: DecodeProblem) -> int:
+        """Returns the bytes of all stages of K and V, in the dtype of the cache."""
+        columns = sum(native_head_dims(problem.head_dim, problem.v_head_dim))
+        return self.stages * self.block_kv * columns * problem.kv_dtype.itemsize
+
+    def ctas_per_sm(self, problem: DecodeProblem) -> int:
+        """Returns how many CTAs run on an SM at one time: 1 or 2."""
+        each = self.smem_bytes(problem) + RESERVED_BYTES
+        return 2 if self._takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
+
+    def _takes_few_registers(self, problem: DecodeProblem) -> bool:
+        """Checks for at most 128 registers per thread: two CTAs of 256 threads then share an SM.
+
+        Upright with 16 rows takes 87 registers at head dim 128 (96 with every feature) and 123 at
+        head dim 256. With a cache in eight bits it takes 127 (133 with every feature, 151 with
+        scales of four pages per block), and 225 at head dim 256. Not upright takes 124 at head dim
+        128 (128 with softcap, 141 with a window, 157 with slopes), 204 at head dim 256, and 130
+        with 128 keys at head dim 64.
+        """
+        if self.upright and not problem.quantised:
+            return True
+        narrow = max(problem.head_dim, problem.v_head_dim) <= 128
+        positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
+        return narrow and not positions and (self.upright or self.block_kv <= 64)
+
+
+def takes_upright(problem: DecodeProblem) -> bool:
+    """Checks whether queries can be, and should be, the columns of the products.
+
+    Keys and columns of V are then the 64 rows of wgmma. A block of 64 keys at head dim 128 takes
+    154 instructions of each scheduler for 8 queries, 221 for 16 and 347 for 32, with 53, 87 and 141
+    registers; two CTAs have 128 each. Queries as rows always take 313. H200, B=16, S=8k: one token
+    of groups of four takes 119.9 us instead of 122.1, but 16 tokens (64 columns) take 133.5 instead
+    of 126.0. A cache in eight bits, which the producer would otherwise widen, takes 67.1 us instead
+    of 102.9 (int8). The order in which its K and V lie in registers requires head dims of 64, 128
+    or 256.
+    """
+    widths = native_head_dims(problem.head_dim, problem.v_head_dim)
+    if problem.q_len * problem.group > UPRIGHT_ROWS or widths[1] % WARPGROUP_ROWS:
+        return False
+    return not problem.quantised or all(width in (64, 128, 256) for width in widths)
+
+
+def row_tiles(problem: DecodeProblem) -> int:
+    """Returns how many tiles of 64 rows the queries of one KV head fill."""
+    return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Returns why the kernel does not take this problem, or None if it does."""
+    widest = max(problem.head_dim, problem.v_head_dim)
+    if problem.dtype.name not in ("bfloat16", "float16"):
+        return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
+    scaled = "page_scales" in problem.features
+    if problem.dtype.name == "float16" and scaled and not takes_upright(problem):
+        return (
+            f"multiplies float16 weights of more than {UPRIGHT_ROWS} queries and heads of a group, "
+            "or of narrow heads, by no scales of pages: cast q to bfloat16"
+        )
+    if widest > NATIVE_HEAD_DIMS[-1]:
+        return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
+    if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
+        return f"decodes caches of a multiple of {LENGTH_MULTIPLE} keys, not {problem.kv_len}"
+    native = native_head_dims(problem.head_dim, problem.v_head_dim)
+    products = Matmuls(problem.dtype)
+    for width, tile in zip((problem.head_dim, problem.v_head_dim), native, strict=True):
+        if problem.quantised:
+            copies, tile = bool(swizzles(tile, problem.kv_dtype, width)), max(tile, NARROWEST_RAW)
+        else:
+            copies = products.columns(width, tile) == width
+        if not copies:
+            return f"would have to copy a cache with head dim {width}: pad it to {tile}"
+    return None
+
+
+def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
+    """Chooses a step, stages that leave room for two CTAs per SM (else for one), and splits.
+
+    In 16 bits a step reads 16 KB of K at head dims 64 and 128. Two CTAs share an SM where registers
+    allow: the copies of one go on while the other starts, ends or computes. At head dim 128 each
+    has 4 KB of Q and two stages of 32 KB, or four stages in eight bits. If not upright, it has 16
+    KB of Q and three stages; or four stages in eight bits and 32 KB for a block of K and of V in 16
+    bits.
+    """
+    upright = takes_upright(problem)
+    # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
+    narrow = max(problem.head_dim, problem.v_head_dim) <= 64
+    keys, most = (128, 3) if narrow and not problem.quantised else (64, MOST_STAGES)
+    # Partial results are staged in float32, the larger case.
+    sizes = {"block_kv": keys, "num_splits": 2, "upright": upright}
+    deep = [DecodeBlocks(stages=n, **sizes) for n in range(most, 0, -1)]
+    fitting = [b for b in deep if b.smem_bytes(problem) <= SMEM_LIMIT]
+    shared = [b for b in fitting if b.ctas_per_sm(problem) > 1 and b.stages > 2 - upright]
+    if upright:
+        shared = [b for b in shared if b.streamed_bytes(problem) <= UPRIGHT_BYTES]
+    blocks = (shared or fitting)[0]
+    splits = problem.spec.num_splits or choose_splits(problem, blocks, num_sms)
+    return dataclasses.replace(blocks, num_splits=splits)
+
+
+def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) -> int:
+    """Returns the fewest splits whose modelled time is nearly the least, for the longest cache.
+
+    Time is counted in KV blocks: those that the busiest SM reads, and START_BLOCKS for each wave of
+    CTAs that fit together at one time. H200, 8 KV heads of dim 128, us of the kernel: B=1, S=32k:
+    16 splits 33.8 (one CTA on each of 128 SMs), 24 38.5 (two on some), 33 34.4 (two on each), 48
+    38.3, 128 39.2; B=16, S=8k: 1 split 123, 2 125, 3 135. A window shortens what is read.
+
+    Upright: 16 splits 33.6, 32 33.8, 33 34.0; B=16: 1 split 119.9, 2 122.8.
+    """
+    slots = num_sms * blocks.ctas_per_sm(problem)
+    tiles = problem.batch * problem.kv_heads * row_tiles(problem)
+    visible = problem.kv_len
+    if problem.spec.window_left is not None:
+        visible = min(visible, problem.spec.window_left + problem.q_len)
+    most = max(1, min(MAX_SPLITS, visible // MIN_KEYS_PER_SPLIT))
+    keys = max(1, round_up(visible, blocks.block_kv) // blocks.block_kv)
+
+    def time(splits: int) -> float:
+        ctas = tiles * splits
+        blocks_read = -(-ctas // num_sms) * -(-keys // splits)
+        if problem.quantised and ctas <= num_sms:
+            blocks_read /= LONE_RATE
+        return blocks_read + -(-ctas // slots) * START_BLOCKS
+
+    best = min(map(time, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if time(n) <= NEARLY_BEST * best)
+
+
+LEAST_COLUMNS = 8  # of a result of wgmma
+
+
+class DecodeSmem(NamedTuple):
+    """Shared memory of one CTA. Results are staged where K and V were, after their last read."""
+
+    q: Any  # [rows, H], of as many rows as Plan.tile_rows says
+    # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows]))
+    ring: Any
+    raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
+    scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
+    p: Any = None  # [queries, block_kv] weights, where queries are columns
+    across: Any = None  # f32[WARPS, queries] that the warps exchange, likewise
+    q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
+
+    @property
+    def k(self):
+        """Slots of K blocks."""
+        return self.ring[0][0]
+
+    @property
+    def v(self):
+        """Slots of V blocks."""
+        return self.ring[0][1]
+
+    @property
+    def o(self):
+        """Staging buffer of the output."""
+        return self.ring[1][0]
+
+    @property
+    def lse(self):
+        """Staging buffer of the log-sum-exp."""
+        return self.ring[1][1]
+
+    @property
+    def shift(self):
+        """Staging buffer of the shift of the log-sum-exp."""
+        return self.ring[1][2]
+
+
+class DecodeBarriers(NamedTuple):
+    """The mbarriers of one CTA: those of k and v, one for each slot.
+
+    A full one gets one arrival of each copy; where the producer widens blocks, one of the producer.
+    """
+
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    v_arrived: Any = None  # the block of V whose end the producer clears
+    raw_full: Any = None  # of blocks of K and V in eight bits, that the producer widens
+
+
+def tile_rows(problem: DecodeProblem, upright: bool) -> int:
+    """Returns the rows of Q in shared memory: in eights as columns of a product, 64 as its rows."""
+    if not upright:
+        return WARPGROUP_ROWS
+    return round_up(min(problem.q_len * problem.group, WARPGROUP_ROWS), LEAST_COLUMNS)
+
+
+def piece_rows(problem: DecodeProblem, block_kv: int) -> int:
+    """Returns how many keys of a block one copy brings; they lie in one page."""
+    page_size = problem.spec.page_size
+    return block_kv if page_size is None else math.gcd(block_kv, page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLayout:
+    """Use of shared memory by one launch.
+
+    Attributes:
+        problem: what is computed.
+        blocks: tile sizes and the number of splits.
+        interpret: run by the interpreter.
+    """
+
+    problem: DecodeProblem
+    blocks: DecodeBlocks
+    interpret: bool
+
+    @property
+    def products(self) -> Matmuls:
+        """Products of the 16-bit operands, which decide how those lie in memory."""
+        dtype = jnp.dtype(jnp.float16) if self.in_registers else self.problem.dtype
+        return Matmuls(dtype, self.interpret)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of Q in shared memory."""
+        return tile_rows(self.problem, self.blocks.upright)
+
+    @property
+    def several(self) -> bool:
+        """True if the keys of a sequence are read in several ranges."""
+        return self.blocks.num_splits > 1
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Head dims as tiles have them: (that of Q and K, that of V)."""
+        return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
+
+    @property
+    def in_registers(self) -> bool:
+        """True if the compute warpgroup makes a cache in eight bits float16, in registers."""
+        return self.problem.quantised and self.blocks.upright
+
+    @property
+    def in_memory(self) -> bool:
+        """True if the producer widens a cache in eight bits, in shared memory."""
+        return self.problem.quantised and not self.blocks.upright
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of the rings that products read."""
+        return self.blocks.widened if self.in_memory else self.blocks.stages
+
+    @property
+    def page_scales(self) -> bool:
+        """True if scales differ from page to page."""
+        return "page_scales" in self.problem.features
+
+    @property
+    def piece_rows(self) -> int:
+        """Keys that one copy brings."""
+        return piece_rows(self.problem, self.blocks.block_kv)
+
+    @property
+    def pieces(self) -> int:
+        """Number of copies that bring one block of K or V."""
+        return self.blocks.block_kv // self.piece_rows
+
+    def copied(self, x) -> tuple:
+        """Returns (x,) if 16-bit blocks are copied from cache array x, () if they are made."""
+        return () if self.problem.quantised or x is None else (x,)
+
+    def raw_swizzle(self, kind: int) -> int:
+        """Returns the swizzle of blocks in eight bits of K (kind 0) or V (1), in bytes."""
+        width = (self.problem.head_dim, self.problem.v_head_dim)[kind]
+        return swizzles(self.head_dims[kind], self.problem.kv_dtype, width)[0]
+
+    def scratch(self, k: Any = None, v: Any = None) -> tuple[DecodeSmem, DecodeBarriers]:
+        """Returns what to allocate for these cache arrays; None will do where only sizes matter."""
+        (head_dim, v_head_dim), slots = self.head_dims, self.slots
+        block, products, rows = self.blocks.block_kv, self.products, self.tile_rows
+        barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+        of_k, of_v = self.copied(k), self.copied(v)
+        keys = products.buffer((slots, block, head_dim), *of_k)
+        values = products.buffer((slots, block, v_head_dim), *of_v, summed_rows=block)
+        ring = self.raw(slots) if self.in_registers else (keys, values)
+        result = jnp.float32 if self.several else self.problem.dtype
+        staging = tile_buffer((rows, v_head_dim), result), *[row_buffer((rows,))] * 2
+        q = products.buffer((rows, head_dim), *of_k)
+        smem = DecodeSmem(q, plgpu.RefUnion(ring, staging))
+        empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
+        if self.blocks.upright:
+            q_scale = row_buffer((rows,)) if self.in_registers else None
+            p, across = products.buffer((rows, block)), row_buffer((WARPS, rows))
+            smem = smem._replace(p=p, across=across, q_scale=q_scale)
+            return smem, DecodeBarriers(copied, empty, copied, empty)
+        if not self.in_memory:
+            return smem, DecodeBarriers(copied, empty, copied, empty, barrier(self.pieces, 1))
+        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
+        smem = smem._replace(raw=self.raw(self.blocks.stages), scales=scales)
+        full = barrier(1, slots)
+        return smem, DecodeBarriers(full, empty, full, empty, None, (copied,) * 2)
+
+    def raw(self, stages: int) -> tuple:
+        """Returns the buffers of blocks in eight bits, (K, V)."""
+        return tuple(
+            tile_buffer(
+                (stages, self.blocks.block_kv, width),
+                self.problem.kv_dtype,
+                self.raw_swizzle(kind),
+            )
+            for kind, width in enumerate(self.head_dims)
+        )

@@ -1,0 +1,1 @@
+"""The portable kernels for gradients of bias, ALiBi slopes and captured arrays."""

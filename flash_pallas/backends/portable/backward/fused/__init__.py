@@ -1,0 +1,1 @@
+"""The fused portable backward: one kernel for dQ, dK and dV."""

@@ -1,0 +1,229 @@
+"""Backward in one launch: dK, dV, and dQ accumulated in device memory.
+
+A CTA owns a KV tile of one head and loops over the Q tiles that attend to it. A step has five
+matmuls:
+
+    (1) S^T  = K Q^T        each warpgroup half of the queries
+    (2) dP^T = V dO^T       the same
+    (3) dV  += P^T dO       the first warpgroup
+    (4) dK  += dS^T Q       the second one, at the same time: one product whose operands differ
+    (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
+
+Reads of shared memory are the bottleneck: all operands lie there, and every warp loads its own. So
+the warps' parts are as square as they can be (grid.py), and a warpgroup accumulates one array, not
+half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS are
+written. With one slot they also meet when the tile may be overwritten.
+
+The order in which CTAs add to a tile of dQ differs from run to run, and with it the last bits of dQ
+(dq_sums.py). dkv.py and dq.py are the deterministic pair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .....core import bounds, dropout
+from .....core.problem import Operands, Problem
+from ....gpu import recompute
+from ....gpu.launch import launch
+from ... import tiling
+from ...common.auxiliary_inputs import load_vector
+from ...common.grid import Grid
+from ...common.smem_tiles import Copies, Copy, Vector
+from ...common.team import Team
+from ...common.threads import THREADS
+from ...common.tile_range import Step
+from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, fused_width
+from ..arrays import DELTA, LSE, BackwardArrays
+from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
+from .dq_sums import DqSums, narrowed
+from .loads import Passing, Slot
+
+# Of a thread: those of dV or dK, P and dP together, from which on P is not held. ptxas has 255.
+MOST_REGISTERS = 224
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedKernel(KvStationary):
+    """One launch of the fused backward; its methods are the phases of a CTA."""
+
+    problem: Problem
+    tile: FusedSizes
+    interpret: bool
+    hides_ends: ClassVar[bool] = True
+
+    @property
+    def mask_all(self) -> bool:
+        """Masks all tiles, in one loop, if any tile may be masked."""
+        return self.tile.mask_all
+
+    @property
+    def dq_sums(self) -> DqSums:
+        """Buffer in device memory that dQ is accumulated in."""
+        width = fused_width(self.problem)
+        return DqSums(self.tile.columns, width, self.tile.vector, self.interpret)
+
+    @property
+    def grid(self) -> Grid:
+        """Arrangement of the warps that accumulate dV or dK."""
+        return Grid.of(self.tile.rows, fused_width(self.problem))
+
+    def __call__(self, dq, gmem: BackwardArrays, out: GradientSums, smem: FusedSmem):
+        section, block, within = (lax.axis_index(name) for name in ("section", "kv", "pair"))
+        heads, total = self.tile.heads, self.problem.batch * self.problem.kv_heads
+        pair = section * heads + within
+        run = functools.partial(self.run, dq, gmem, out, smem, pair, block)
+        if total % heads == 0:
+            run()
+        else:  # the last section is smaller
+            pl.when(pair < total)(run)
+
+    def run(self, dq, gmem: BackwardArrays, out: GradientSums, smem: FusedSmem, pair, block):
+        """Runs all phases of a CTA: of KV block `block` of a (batch entry, KV head) pair."""
+        team = Team(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.met)
+        copies = Copies(self.interpret, team)
+        kv_heads = jnp.int32(self.problem.kv_heads)
+        at = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
+        cta = self.place(gmem, smem, copies, at)
+        if self.tile.stagger and len(cta.steps.zones) == 1:
+            cta = cta._replace(steps=cta.steps._replace(shift=block))
+        own = self.own(cta)
+        cta = self.with_stream(cta)
+        copies.start(*own)
+        cta.stream.start(0)
+        copies.arrived(*own, pending=1)
+        total = self.products.zeros(self.tile.rows, fused_width(self.problem), self.grid)
+        total = cta.steps.fold(functools.partial(self.step, cta, dq), total, hides_end=False)
+        cta.stream.end()
+        self.finish(cta, out, total)
+
+    def with_stream(self, cta: KvStationaryCta) -> KvStationaryCta:
+        """Returns `cta` with the stream of its Q tiles."""
+        passing = Passing(cta.copies, cta.smem.passing, functools.partial(self.arriving, cta))
+        return cta._replace(stream=passing)
+
+    def arriving(self, cta: KvStationaryCta, n, slot: Slot) -> tuple[Copy | Vector, ...]:
+        """Returns the copies of the n-th step: Q, dO, and LSE (warpgroup 0) or delta (1)."""
+        tiles, step, rank = self.tiles(cta, n), cta.steps[n], cta.copies.team.rank
+        to = lambda source, which: Copy(source, slot.tiles.at[which], tiles.row, tiles.limit)
+        source = cta.gmem.rows.at[cta.batch, self.head(cta, step), rank]
+        count = jnp.where(step.exists, jnp.int32(self.tile.columns), jnp.int32(0))
+        rows = Vector(source, slot.rows.at[rank], tiles.row, count)
+        return to(tiles.first, OF_K), to(tiles.second, OF_V), rows
+
+    def step(self, cta: KvStationaryCta, dq, n, total, *, masked: bool):
+        """Computes the five matmuls of a Q tile; returns dV or dK with the tile's share added."""
+        cta = self.with_stream(self.anew(cta))
+        team, smem, step = cta.copies.team, cta.smem, cta.steps[n]
+        slot = self.weigh(cta, n, step, masked=masked)
+        cta.copies.meet()
+        weights, tile = smem.weights.at[team.rank], slot.tiles.at[team.rank]
+        total = self.products.add_part(total, weights, tile, 0, self.grid)
+        cta.stream.read(n)
+        sums = self.dq_sums
+        zeros = self.products.zeros(*sums.part, sums.grid)
+        column = team.rank * sums.part[1]
+        ds = smem.weights.at[OF_K]
+        part = self.products.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
+        target = dq.at[cta.batch, self.head(cta, step), step.block]
+        sums.add(part, target, smem.dq, team.rank)
+        return total
+
+    def weigh(self, cta: KvStationaryCta, n, step: Step, *, masked: bool) -> Slot:
+        """Writes P and dS of a warpgroup's queries to shared memory; returns the tile's slot."""
+        first, count = cta.copies.team.part(self.tile.columns)
+        place, weights = self.at(cta, step, (first, count)), cta.smem.weights
+        inputs = self.modifiers(cta, place, masked=masked)
+        cta.stream.begin(n)
+        slot = cta.stream.slot(n)
+        q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
+        of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
+        s = self.scores(cta, place, q)
+        cta.stream.ahead(n)
+        w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked)
+        put_p = functools.partial(cta.copies.put, tile=weights.at[OF_V], column=first)
+        if self.rereads:
+            put_p(w.p)
+        dp = self.weight_gradients(cta, place, do)
+        if self.rereads:
+            w = w._replace(p=cta.copies.get(place.shape, weights.at[OF_V], first))
+        else:
+            put_p(recompute.dropped(self.problem, w))
+        ds = self.score_gradients(cta, place, w, dp, of_rows(DELTA))
+        cta.copies.put(ds, weights.at[OF_K], first)
+        return slot
+
+    @property
+    def rereads(self) -> bool:
+        """True if P is read back in 16 bits for dS: registers have no room for it next to dP.
+
+        Each thread reads what it has written. With dropout, a softcap or score_mod between P and
+        dS, P stays in registers.
+        """
+        spec, tile = self.problem.spec, self.tile
+        if spec.dropout_rate or spec.softcap is not None or spec.score_mod is not None:
+            return False
+        held = tile.rows * (fused_width(self.problem) + tile.columns)
+        return held >= MOST_REGISTERS * THREADS
+
+    def finish(self, cta: KvStationaryCta, out: GradientSums, total):
+        """Writes dV and dK, staged where V and K were; 0 for keys beyond a length.
+
+        These are 0 because the weights of such keys are.
+        """
+        spec, team, own = self.problem.spec, cta.copies.team, cta.smem.own
+        gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
+        factor = jnp.where(team.rank == OF_V, jnp.float32(gain), jnp.float32(spec.scale))
+        cta.copies.put(total * factor, own.at[team.rank], 0, self.grid)
+        cta.copies.meet()
+        first = cta.block * self.tile.rows
+        for which, target in ((OF_K, out.dk), (OF_V, out.dv)):
+            target = target.at[cta.batch, :, cta.kv_head]
+            cta.copies.store(own.at[which], target, first, self.problem.kv_len)
+
+
+def fused(
+    problem: Problem, tile: FusedSizes, operands: Operands, arrays: BackwardArrays, interpret: bool
+):
+    """Launches the fused backward; returns (dQ [B, T, N, H], dK [B, S, K, H], dV [B, S, K, Hv])."""
+    kernel = FusedKernel(problem, tile, interpret)
+    blocks = pl.cdiv(problem.kv_len, tile.rows)
+    out = outputs(problem, blocks * tile.rows if interpret else problem.kv_len)
+    run = functools.partial(
+        launch,
+        out=(out,),
+        scratch=(tiling.fused_layout(problem, tile, interpret),),
+        # Blocks of some heads side by side add to different tiles of dQ, and the longest walks of a
+        # causal mask start first.
+        grid={
+            "section": pl.cdiv(problem.batch * problem.kv_heads, tile.heads),
+            "kv": blocks,
+            "pair": tile.heads,
+        },
+        threads=WARPGROUPS,
+        name="flash_pallas_portable_fused",
+        interpret=interpret,
+    )
+    find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
+    given = (
+        arrays.stacked()
+        .with_side(kernel.inputs, operands)
+        ._replace(bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None)
+    )
+
+    def accumulate(refs):
+        dq, dk, dv = refs
+        (found,) = run(functools.partial(kernel, dq))(given)
+        dk[...], dv[...] = found
+
+    # dK and dV are overwritten, and XLA drops their zeros.
+    zeros = (jnp.zeros(x.shape, x.dtype) for x in out)
+    dq, dk, dv = pl.run_state(accumulate)((kernel.dq_sums.zeros(problem), *zeros))
+    dq = narrowed(problem, kernel.dq_sums, dq)
+    return dq, dk[:, : problem.kv_len], dv[:, : problem.kv_len]

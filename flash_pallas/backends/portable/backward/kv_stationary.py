@@ -1,0 +1,205 @@
+"""Base of KV-stationary backward kernels: a CTA owns a KV tile and loops over Q tiles.
+
+These are the Q tiles that attend to it, of all query heads that share the keys. Scores are
+transposed: rows are keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ....core.integers import round_up
+from ....core.problem import Problem
+from ....core.scores import TileInputs
+from ....core.tile import Limits
+from ...gpu import recompute
+from ...gpu.recompute import Weights
+from ...gpu.register_tile import RegisterTile
+from ..common.auxiliary_inputs import AuxiliaryInputs, Place
+from ..common.kernel import Kernel
+from ..common.mma import STEP
+from ..common.smem_tiles import Copies, Copy
+from ..common.tile_range import Step, Steps, masked_unless, query_blocks
+from ..tiling import TileSizes
+from .arrays import BackwardArrays
+from .split.loads import Tiles
+
+_ENDS_ANEW_FROM = 192  # head dims above; see OwnsKeys.anew
+
+
+class GradientSums(NamedTuple):
+    """Accumulators of dK and dV of a CTA; None for what it does not accumulate."""
+
+    dk: Any  # f32[rows, H], before scaling
+    dv: Any  # f32[rows, Hv], before dropout's gain
+
+
+class KvStationaryCta(NamedTuple):
+    """State of one CTA and its KV tile."""
+
+    gmem: BackwardArrays
+    smem: Any  # with k and v
+    copies: Copies
+    batch: Any
+    kv_head: Any
+    block: Any
+    steps: Steps  # through blocks of queries of all heads of the group
+    stream: Any = None
+
+
+class KvStationary(Kernel):
+    """Base class of the kernels of dK and dV.
+
+    Attributes:
+        problem: what is computed.
+        tile: tile sizes; rows are keys, columns the queries of a step.
+        interpret: run under the interpreter.
+        hides_ends: keys past the end are masked; else what is summed for them is dropped.
+    """
+
+    problem: Problem
+    tile: TileSizes
+    hides_ends: ClassVar[bool] = False
+
+    @property
+    def inputs(self) -> AuxiliaryInputs:
+        """Loader of what score modifiers read; rows are keys."""
+        return AuxiliaryInputs(self.problem, 1, self.interpret)
+
+    @property
+    def mask_all(self) -> bool:
+        """Masks all tiles, in one loop, if any tile may be masked."""
+        return False
+
+    def place(self, gmem: BackwardArrays, smem, copies: Copies, at) -> KvStationaryCta:
+        """Returns where this CTA is, and the steps of its loop over Q tiles.
+
+        Args:
+            gmem: arrays in device memory.
+            smem: buffers in shared memory.
+            copies: copies of tiles by the CTA's team.
+            at: (batch entry, KV head, KV block).
+        """
+        batch, kv_head, block = at
+        return KvStationaryCta(gmem, smem, copies, batch, kv_head, block, self.steps(gmem, at))
+
+    def steps(self, gmem: BackwardArrays, at) -> Steps:
+        """Returns the steps of the CTA at (batch entry, KV head, KV block)."""
+        batch, _, block = at
+        first, rows = block * self.tile.rows, self.tile.rows
+        position = first - gmem.offset(self.problem, batch)
+        tile = self.tile.columns, rows
+        blocks = query_blocks(self.problem, (batch, block), position, tile, gmem.bounds)
+        ragged = self.hides_ends and self.ragged(gmem)
+        if self.mask_all and (ragged or not self.problem.spec.mask.is_trivial):
+            blocks = blocks._replace(full_start=blocks.stop, full_stop=blocks.stop)
+        elif ragged:
+            all_whole = first + rows <= gmem.kv_length(self.problem, batch)
+            blocks = masked_unless(blocks, all_whole)
+        return Steps.of(blocks, self.problem.group)
+
+    def anew(self, cta: KvStationaryCta) -> KvStationaryCta:
+        """Returns `cta` behind an optimization barrier, so that nothing made of it is hoisted.
+
+        Addresses are computed again in every step. So are the ends of the loop for the widest
+        heads, where positions alone say which blocks the loop has: on 8.0 that saves the causal
+        fused backward of head dim 256 8 bytes of spills. At 192 it would cost 12, and 12 at 256
+        where the loop starts elsewhere.
+        """
+        team = cta.copies.team
+        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, team.rank))
+        batch, kv_head, block, rank = found
+        copies = dataclasses.replace(cta.copies, team=team._replace(rank=rank))
+        steps = cta.steps
+        wide = self.problem.head_dim > _ENDS_ANEW_FROM
+        if wide and cta.gmem.bounds is None and steps.shift is None:
+            steps = self.steps(cta.gmem, (batch, kv_head, block))
+        return KvStationaryCta(cta.gmem, cta.smem, copies, batch, kv_head, block, steps, cta.stream)
+
+    def ragged(self, gmem: BackwardArrays) -> bool:
+        """Returns whether some KV block has keys that do not exist."""
+        return bool(self.problem.kv_len % self.tile.rows) or gmem.side.kv_lengths is not None
+
+    def own(self, cta: KvStationaryCta) -> tuple[Copy, Copy]:
+        """Returns the copies of the CTA's K and V tiles."""
+        gmem = cta.gmem
+        first, limit = cta.block * self.tile.rows, gmem.kv_length(self.problem, cta.batch)
+        of = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
+        return of(gmem.k, cta.smem.k), of(gmem.v, cta.smem.v)
+
+    def tiles(self, cta: KvStationaryCta, n) -> Tiles:
+        """Returns the Q and dO tiles of the n-th step, in device memory."""
+        step = cta.steps[n]
+        head = self.head(cta, step)
+        of = lambda array: array.at[cta.batch, :, head]
+        length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
+        limit = jnp.where(step.exists, length, jnp.int32(0))
+        return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
+
+    def head(self, cta: KvStationaryCta, step: Step):
+        """Returns the query head of a step; if there is no such step, some head of the group."""
+        last = jnp.int32(self.problem.group - 1)
+        return cta.kv_head * self.problem.group + lax.min(step.member, last)
+
+    def at(self, cta: KvStationaryCta, step: Step, part=None) -> Place:
+        """Returns the place of a step's score tile, or of `part` (first, count) of its columns."""
+        head = cta.kv_head * self.problem.group + step.member
+        right, columns = part or (0, self.tile.columns)
+        first = cta.block * self.tile.rows, step.block * self.tile.columns + right
+        return Place(cta.batch, head, *first, (self.tile.rows, columns))
+
+    # --- a tile ----------------------------------------------------------------------------------
+
+    def modifiers(self, cta: KvStationaryCta, place: Place, *, masked: bool) -> TileInputs:
+        """Returns the inputs of the score modifiers at a tile."""
+        held = self.inputs.hold(cta.gmem.side, place)
+        return self.inputs.read(held, cta.gmem.side, place, ids=masked)
+
+    def scores(self, cta: KvStationaryCta, place: Place, q):
+        """Computes S^T of a tile from the rows `q` of Q, before scale and modifiers."""
+        summed = round_up(self.problem.head_dim, STEP)
+        zeros = self.products.zeros(*place.shape)
+        return self.products.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
+
+    def weights(
+        self, cta: KvStationaryCta, place: Place, s, lse, inputs: TileInputs, *, masked: bool
+    ) -> Weights:
+        """Computes P^T of a tile from its scores."""
+        tile, limits = self.score_tile(cta, place), Limits()
+        if masked:
+            ends = self.hides_ends and self.ragged(cta.gmem)
+            length = cta.gmem.kv_length(self.problem, cta.batch)
+            limits = tile.limits(self.problem.spec.mask, length if ends else None)
+        return recompute.weights(self.problem, tile, s, lse, inputs, limits)
+
+    def weight_gradients(self, cta: KvStationaryCta, place: Place, do):
+        """Computes dP^T of a tile from the rows `do` of dO."""
+        summed = round_up(self.problem.v_head_dim, STEP)
+        zeros = self.products.zeros(*place.shape)
+        return self.products.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
+
+    def score_gradients(self, cta: KvStationaryCta, place: Place, w: Weights, dp, delta):
+        """Computes dS^T of a tile, f32."""
+        delta = self.score_tile(cta, place).per_q(delta)
+        return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
+
+    def score_tile(self, cta: KvStationaryCta, place: Place) -> RegisterTile:
+        """Returns the RegisterTile of a block of queries: the positions and shape of its scores."""
+        start = place.column_start + cta.gmem.offset(self.problem, cta.batch)
+        return RegisterTile(start, place.row_start, place.shape, q_axis=1, interpret=self.interpret)
+
+
+def outputs(problem: Problem, length: int, wanted=("dk", "dv")) -> GradientSums:
+    """Returns the shapes of dK and dV in device memory, of `length` keys."""
+    of = lambda columns: jax.ShapeDtypeStruct(
+        (problem.batch, length, problem.kv_heads, columns), problem.dtype
+    )
+    return GradientSums(
+        dk=of(problem.head_dim) if "dk" in wanted else None,
+        dv=of(problem.v_head_dim) if "dv" in wanted else None,
+    )

@@ -1,0 +1,145 @@
+"""dK and dV: a CTA owns a KV tile of one head and loops over the Q tiles that attend to it.
+
+    S^T = K Q^T, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q
+
+Scores are transposed, so that P and dS are left operands, in registers, of the matmuls that follow.
+Where dK and dV together have more elements than 128 threads have registers for, each has a launch
+of its own. The results have the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .....core import bounds
+from .....core.problem import Operands, Problem
+from ....gpu import modifiers, recompute
+from ....gpu.launch import launch
+from ... import tiling
+from ...common.auxiliary_inputs import AuxiliaryInputs, load_vector
+from ...common.smem_tiles import widths
+from ...tiling import DkvSmem, TileSizes
+from ..arrays import BackwardArrays
+from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
+from .loads import Stream
+
+WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvKernel(KvStationary):
+    """One launch of the dK/dV kernel; its methods are the phases of a CTA.
+
+    Attributes:
+        wanted: "dk" and "dv", or one of them.
+    """
+
+    problem: Problem
+    tile: TileSizes
+    wanted: tuple[str, ...]
+    interpret: bool
+
+    def __call__(self, gmem: BackwardArrays, out: GradientSums, smem: DkvSmem):
+        # The first keys have the longest columns of a causal mask.
+        at = tuple(lax.axis_index(name) for name in ("batch", "head", "kv"))
+        cta = self.place(gmem, smem, self.copies, at)
+        own = self.own(cta)
+        if "dk" not in self.wanted:  # dP wants V
+            own = own[:1]
+        coming = lambda n: self.tiles(self.anew(cta), n)
+        stream = Stream(self.copies, smem.q, smem.do, coming)
+        self.copies.start(*own)
+        stream.start()
+        self.copies.arrived(*own, pending=2)
+        cta = cta._replace(stream=stream)
+        zeros = functools.partial(self.products.zeros, self.tile.rows)
+        sums = GradientSums(*map(zeros, widths(self.problem)))
+        sums = GradientSums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
+        sums = cta.steps.fold(functools.partial(self.step, cta), sums, hides_end=not self.interpret)
+        stream.end()
+        self.finish(cta, out, sums)
+
+    def step(self, cta: KvStationaryCta, n, sums: GradientSums, *, masked: bool) -> GradientSums:
+        """Returns the sums with the share of one Q tile added."""
+        # Not all of `anew`, which costs 16 to 28 bytes of spills here on 10.0.
+        batch, kv_head = lax.optimization_barrier((cta.batch, cta.kv_head))
+        cta = cta._replace(batch=batch, kv_head=kv_head)
+        place, q = self.at(cta, cta.steps[n]), cta.stream.slot(n)
+        rows = place.batch, place.head, place.columns
+        inputs = self.modifiers(cta, place, masked=masked)
+        lse = load_vector(cta.gmem.lse.at[rows], 1)
+        cta.stream.begin(n)
+        s = self.scores(cta, place, q)
+        delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
+        w = self.weights(cta, place, s, lse, inputs, masked=masked)
+        cta.stream.second_arrived(n)
+        dk, dv, ds = sums.dk, sums.dv, None
+        if dk is not None:
+            dp = self.weight_gradients(cta, place, cta.smem.do)
+            ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
+        if dv is not None:
+            p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
+            dv = self.products.add(dv, p, cta.smem.do)
+        cta.stream.second_read(n)
+        if dk is not None:
+            dk = self.products.add(dk, ds, q)
+        return GradientSums(dk, dv)
+
+    def finish(self, cta: KvStationaryCta, out: GradientSums, sums: GradientSums):
+        """Writes dK and dV, staged where K and V were; 0 for keys beyond a length."""
+        dk = None if sums.dk is None else sums.dk * self.problem.spec.scale
+        dv = None if sums.dv is None else recompute.gained(self.problem, sums.dv)
+        first = cta.block * self.tile.rows
+        parts = [(dk, cta.smem.k, out.dk), (dv, cta.smem.v, out.dv)]
+        parts = [(values, *places) for values, *places in parts if values is not None]
+        for values, staging, _ in parts:
+            cta.copies.put(self.cleared(cta, values), staging)
+        cta.copies.meet()
+        for _, staging, target in parts:
+            target = target.at[cta.batch, :, cta.kv_head]
+            cta.copies.store(staging, target, first, self.problem.kv_len)
+
+    def cleared(self, cta: KvStationaryCta, values):
+        """Returns `values` with 0 in the rows of keys beyond a length."""
+        lengths = cta.gmem.side.kv_lengths
+        if lengths is None:
+            return values
+        start = cta.block * self.tile.rows
+        key = modifiers.positions(values.shape, 0, start, self.interpret)
+        return jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))
+
+
+def dkv(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):
+    """Launches the kernel once or twice and returns (dK [B, S, K, H], dV [B, S, K, Hv])."""
+    if sum(widths(problem)) <= WIDEST_TOGETHER:
+        return _launch(problem, tile, ("dk", "dv"), operands, arrays, interpret=interpret)
+    each = functools.partial(_launch, operands=operands, arrays=arrays, interpret=interpret)
+    return each(problem, tile, ("dk",))[0], each(problem, tile, ("dv",))[1]
+
+
+def _launch(
+    problem: Problem, tile: TileSizes, wanted, operands, arrays, *, interpret
+) -> GradientSums:
+    blocks = pl.cdiv(problem.kv_len, tile.rows)
+    length = blocks * tile.rows if interpret else problem.kv_len
+    run = launch(
+        DkvKernel(problem, tile, wanted, interpret),
+        out=(outputs(problem, length, wanted),),
+        scratch=(tiling.dkv_layout(problem, tile),),
+        grid={"batch": problem.batch, "head": problem.kv_heads, "kv": blocks},
+        threads=1,
+        name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),
+        interpret=interpret,
+    )
+    find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
+    (found,) = run(
+        arrays.with_side(AuxiliaryInputs(problem, 1, interpret), operands)._replace(
+            bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None
+        )
+    )
+    return GradientSums(*(None if x is None else x[:, : problem.kv_len] for x in found))

@@ -1,0 +1,185 @@
+"""dQ: a CTA owns a Q tile of one head and loops over the KV blocks it sees; dQ stays in registers.
+
+    S = Q K^T, dP = dO V^T, dS = P (dP - delta), dQ += dS K
+
+The result has the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .....core import bounds
+from .....core.problem import Operands, Problem
+from .....core.tile import Limits
+from ....gpu import recompute
+from ....gpu.launch import launch
+from ....gpu.register_tile import RegisterTile
+from ... import tiling
+from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
+from ...common.kernel import Kernel
+from ...common.smem_tiles import Copy, widths
+from ...common.tile_range import Steps, key_blocks
+from ...tiling import DqSmem, TileSizes
+from ..arrays import BackwardArrays
+from .loads import Stream, Tiles
+
+
+class DqRows(NamedTuple):
+    """Values of each query that stay in registers during the loop."""
+
+    lse: Any  # f32[rows], base 2
+    delta: Any  # f32[rows]
+    held: RowFragments
+
+
+class DqCta(NamedTuple):
+    """State of one CTA and its Q tile."""
+
+    gmem: BackwardArrays
+    smem: DqSmem
+    batch: Any
+    head: Any
+    block: Any
+    position: Any  # of the first query
+    steps: Steps  # through blocks of keys
+    stream: Any = None
+    rows: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DqKernel(Kernel):
+    """One launch of the dQ kernel; its methods are the phases of a CTA."""
+
+    problem: Problem
+    tile: TileSizes
+    interpret: bool
+
+    @property
+    def hides_offsets(self) -> bool:
+        """True with a mask and head dims up to 192; see Copies.
+
+        Hidden offsets cost 4 bytes of spills on 10.0 at head dim 256, causal, and 8 at 192
+        without a mask. At 192, causal, offsets that are not hidden cost 16 on 12.0.
+        """
+        return not self.problem.spec.mask.is_trivial and max(widths(self.problem)) <= 192
+
+    @property
+    def inputs(self) -> AuxiliaryInputs:
+        """Loader of what score modifiers read; rows are queries."""
+        return AuxiliaryInputs(self.problem, 0, self.interpret)
+
+    def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem):
+        cta = self.place(gmem, smem)
+        first = cta.block * self.tile.rows
+        limit = gmem.q_length(self.problem, cta.batch)
+        of = lambda array: array.at[cta.batch, :, cta.head]
+        own = Copy(of(gmem.q), smem.q, first, limit), Copy(of(gmem.do), smem.do, first, limit)
+        stream = Stream(self.copies, smem.k, smem.v, functools.partial(self.tiles, cta))
+        self.copies.start(*own)
+        stream.start()
+        rows = self.rows(cta)
+        self.copies.arrived(*own, pending=2)
+        cta = cta._replace(stream=stream, rows=rows)
+        zeros = self.products.zeros(self.tile.rows, widths(self.problem)[0])
+        found = cta.steps.fold(
+            functools.partial(self.step, cta), zeros, hides_end=not self.interpret
+        )
+        stream.end()
+        self.copies.put(found * self.problem.spec.scale, smem.q)
+        self.copies.meet()
+        self.copies.store(smem.q, of(dq), first, self.problem.q_len)
+
+    def place(self, gmem: BackwardArrays, smem: DqSmem) -> DqCta:
+        """Returns where this CTA is, and the steps of its loop over KV blocks."""
+        batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
+        if self.problem.spec.mask.right is not None:  # the longest rows first
+            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        position = block * self.tile.rows + gmem.offset(self.problem, batch)
+        length = None if gmem.side.kv_lengths is None else gmem.side.kv_lengths[batch]
+        tile = self.tile.rows, self.tile.columns
+        at = batch, block
+        blocks = key_blocks(self.problem, at, position, tile, gmem.bounds, length)
+        return DqCta(gmem, smem, batch, head, block, position, Steps.of(blocks))
+
+    def tiles(self, cta: DqCta, n) -> Tiles:
+        """Returns the K and V tiles of the n-th step, in device memory."""
+        step = cta.steps[n]
+        kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
+        of = lambda array: array.at[cta.batch, :, kv_head]
+        length = cta.gmem.kv_length(self.problem, cta.batch)
+        limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
+        return Tiles(of(cta.gmem.k), of(cta.gmem.v), step.block * self.tile.columns, limit)
+
+    def rows(self, cta: DqCta) -> DqRows:
+        """Loads what is read of the queries once: LSE, delta and the inputs of modifiers."""
+        own = cta.batch, cta.head, pl.ds(cta.block * self.tile.rows, self.tile.rows)
+        return DqRows(
+            lse=load_vector(cta.gmem.lse.at[own], 0),
+            delta=load_vector(cta.gmem.delta.at[own], 0),
+            held=self.inputs.hold(cta.gmem.side, self.at(cta, 0)),
+        )
+
+    def at(self, cta: DqCta, block) -> Place:
+        """Returns the place of the score tile of a KV block."""
+        first = cta.block * self.tile.rows, block * self.tile.columns
+        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
+
+    def step(self, cta: DqCta, n, dq, *, masked: bool):
+        """Returns dQ with the share of one KV block added."""
+        block = cta.steps[n].block
+        zeros = self.products.zeros(*self.at(cta, block).shape)
+        inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
+        cta.stream.begin(n)
+        s = self.products.add(zeros, cta.smem.q, cta.stream.slot(n), transposed=True)
+        cta.stream.second_arrived(n)
+        dp = self.products.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
+        cta.stream.second_read(n)
+        ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
+        return self.products.add(dq, ds.astype(self.problem.dtype), cta.stream.slot(n))
+
+    def score_gradients(self, cta: DqCta, block, inputs, products, *, masked: bool):
+        """Computes dS of one tile, f32."""
+        s, dp = products
+        shape, gmem = s.shape, cta.gmem
+        start = block * self.tile.columns
+        tile = RegisterTile(cta.position, start, shape, interpret=self.interpret)
+        limits = Limits()
+        if masked:
+            ragged = self.problem.kv_len % self.tile.columns or gmem.side.kv_lengths is not None
+            length = gmem.kv_length(self.problem, cta.batch)
+            limits = tile.limits(self.problem.spec.mask, length if ragged else None)
+        w = recompute.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
+        delta = tile.per_q(cta.rows.delta)
+        return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
+
+
+def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):
+    """Launches the kernel and returns dQ [B, T, N, H]."""
+    blocks = pl.cdiv(problem.q_len, tile.rows)
+    shape = arrays.q.shape
+    if interpret:
+        shape = (shape[0], blocks * tile.rows, *shape[2:])
+    run = launch(
+        DqKernel(problem, tile, interpret),
+        out=jax.ShapeDtypeStruct(shape, problem.dtype),
+        scratch=(tiling.dq_layout(problem, tile),),
+        grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
+        threads=1,
+        name="flash_pallas_portable_dq",
+        interpret=interpret,
+    )
+    dynamic = bounds.is_dynamic(problem)
+    found = run(
+        arrays.with_side(AuxiliaryInputs(problem, 0, interpret), operands)._replace(
+            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns) if dynamic else None
+        )
+    )
+    return found[:, : problem.q_len]

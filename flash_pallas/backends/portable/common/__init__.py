@@ -1,0 +1,1 @@
+"""Parts that all portable kernels share: tiles in shared memory, mma, softmax, auxiliary inputs."""

@@ -1,0 +1,238 @@
+"""Inputs of score modifiers besides Q, K and V: loaded straight from device memory into registers.
+
+Values of rows (queries, or keys where scores are transposed) are loaded once and held. Those of
+columns and of single elements are loaded at every tile, before its matmuls, which hide the latency.
+A bias or mask in the accumulator's layout is read in pieces of 8 neighbouring elements a row, whole
+sectors of float32. Where scores are transposed it is read as it lies, element by element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from ....core.problem import Problem
+from ....core.scores import TileInputs
+from ...gpu import auxiliary_arrays, inline
+from ...gpu.auxiliary_arrays import AuxiliaryGmem
+from ...gpu.recompute import RowShift
+from ...gpu.registers import coordinates, fragmented, i32_constant, origin, pair, splat
+
+
+class Place(NamedTuple):
+    """Place of a score tile; starts are indices, not positions."""
+
+    batch: Any
+    head: Any
+    row_start: Any
+    column_start: Any
+    shape: tuple[int, int]
+
+    @property
+    def rows(self):
+        """Slice of the tile's rows."""
+        return pl.ds(self.row_start, self.shape[0])
+
+    @property
+    def columns(self):
+        """Slice of the tile's columns."""
+        return pl.ds(self.column_start, self.shape[1])
+
+
+class RowFragments(NamedTuple):
+    """Registers that last as long as the rows of a tile and its head."""
+
+    segments: Any = None  # int32[rows]
+    keys: Any = None  # int32[rows], of dropout
+    bias: Any = None  # f32[rows] or f32 scalar
+    mask: Any = None  # likewise
+    far: Any = None  # i32 scalar, side_arrays.Gmem.far of this head's group
+    scalars: TileInputs = TileInputs()
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryInputs:
+    """Loader of the inputs of score modifiers in one kernel.
+
+    Attributes:
+        problem: what is computed.
+        q_axis: axis of the kernel's tiles that runs over queries; 0: rows are queries.
+        interpret: run under the interpreter.
+    """
+
+    problem: Problem
+    q_axis: int
+    interpret: bool
+
+    def arrays(self, operands) -> AuxiliaryGmem:
+        """Returns the operands as a kernel reads them; vectors are padded beyond the last tile."""
+        return auxiliary_arrays.gmem(self.problem, self.q_axis, operands)
+
+    def hold(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
+        """Loads the inputs that do not depend on place.column_start."""
+        return RowFragments(
+            segments=self._vector(gmem.row_segments, (place.batch,), place.rows, 0),
+            keys=self._keys(gmem.row_keys, place, place.rows, 0),
+            bias=self._held(gmem.bias, self.problem.bias_shape, place),
+            mask=self._held(gmem.mask, self.problem.mask_shape, place),
+            far=self._far(gmem, place),
+            scalars=auxiliary_arrays.scalars(gmem, place.batch, place.head),
+        )
+
+    def read(
+        self, held: RowFragments, gmem: AuxiliaryGmem, place: Place, *, ids: bool = True
+    ) -> TileInputs:
+        """Returns the inputs of the modifiers at one tile.
+
+        Args:
+            held: result of `hold`.
+            gmem: result of `arrays`.
+            place: place of the tile.
+            ids: segment ids hide some of the tile.
+        """
+        by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
+        column_ids = None
+        if ids:
+            column_ids = self._vector(gmem.column_segments, (place.batch,), place.columns, 1)
+        q_ids, kv_ids = by_axis(held.segments if ids else None, column_ids)
+        column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
+        q_keys, kv_keys = by_axis(held.keys, column_keys)
+        bias = self._wide(held.bias, gmem.bias, self.problem.bias_shape, place)
+        mask = self._wide(held.mask, gmem.mask, self.problem.mask_shape, place)
+        shift, query = None, place.column_start if self.q_axis else place.row_start
+        if held.far is not None:
+            shift = RowShift.of(self.problem, gmem, held.far, place.head, query)
+            shift = shift._replace(some=held.far)
+        return held.scalars._replace(
+            q_segments=q_ids,
+            kv_segments=kv_ids,
+            q_keys=q_keys,
+            kv_keys=kv_keys,
+            bias=bias,
+            mask=None if mask is None else mask != 0.0,
+            shift=shift,
+        )
+
+    def _far(self, gmem: AuxiliaryGmem, place: Place):
+        if gmem.far is None:
+            return None
+        return gmem.far[place.batch, lax.div(jnp.int32(place.head), jnp.int32(self.problem.group))]
+
+    def _entry(self, shape, place: Place):
+        return auxiliary_arrays.entry(self.problem, shape, place.batch, place.head)
+
+    def _vector(self, ref, at, elements, axis: int) -> Any:
+        """Loads one value for each row (axis 0) or column (1) of a tile, or returns None."""
+        if ref is None:
+            return None
+        return load_vector(ref.at[(*at, elements)], axis)
+
+    def _keys(self, ref, place: Place, elements, axis: int):
+        if ref is None:
+            return None
+        shared = ref.shape[0] == 1 and ref.shape[1] == 1
+        at = (0, 0) if shared else (place.batch, place.head)
+        return self._vector(ref, at, elements, axis)
+
+    def _held(self, ref, shape, place: Place):
+        kind = auxiliary_arrays.kind(shape, self.q_axis)
+        if kind == "scalar":
+            return ref[(*self._entry(shape, place), 0)]
+        if kind == "rows":
+            return self._vector(ref, self._entry(shape, place), place.rows, 0)
+        return None
+
+    def _wide(self, held, ref, shape, place: Place):
+        """Returns a bias or mask over a tile, f32; None if there is none."""
+        kind = auxiliary_arrays.kind(shape, self.q_axis)
+        if kind is None:
+            return None
+        if kind in ("rows", "scalar"):
+            return lax.broadcast_in_dim(held, place.shape, (0,) if kind == "rows" else ())
+        at = self._entry(shape, place)
+        if kind == "columns":
+            found = load_vector(ref.at[(*at, place.columns)], 1)
+            return lax.broadcast_in_dim(found, place.shape, (1,))
+        return load_tile(ref.at[at], place, self.q_axis, self.interpret).astype(jnp.float32)
+
+
+def load_vector(ref, axis: int):
+    """Loads a vector, one element for each row (axis 0) or column (1) of a tile, into registers.
+
+    It lies in device memory, or in the fused backward in shared memory.
+    """
+    layout = inline.COLS if axis else inline.ROWS
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load_tile(ref, place: Place, q_axis: int, interpret: bool):
+    """Loads a tile of [T, S] in device memory, in its dtype; beyond an end it may be anything."""
+    starts = place.row_start, place.column_start
+    if interpret:
+        index = [jnp.int32(s) + jnp.arange(n) for s, n in zip(starts, place.shape, strict=True)]
+        q_index, kv_index = index[::-1] if q_axis else index
+        found = jnp.take(jnp.take(ref[...], q_index, axis=0, mode="clip"), kv_index, 1, mode="clip")
+        return found.T if q_axis else found
+    scalar = plgpu.Layout.WG_SPLAT
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct(place.shape, ref.dtype, inline.WGMMA),
+    )(functools.partial(_load_body, place.shape, q_axis))
+    return run(ref, *map(jnp.int32, starts))
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+class _Axis:
+    """Offsets along one axis of an array, kept inside it."""
+
+    def __init__(self, size: int, stride: int, first, step: int) -> None:
+        self.last, self.stride, self.first, self.found = size - step, stride, first, {}
+
+    def offset(self, index: int):
+        """Returns i64: the elements from the array's start to `index` after the first one."""
+        if index not in self.found:
+            i64 = ir.IntegerType.get_signless(64)
+            inside = arith.minsi(
+                arith.addi(self.first, i32_constant(index)), i32_constant(self.last)
+            )
+            inside = arith.extsi(i64, inside)
+            self.found[index] = arith.muli(inside, arith.constant(i64, self.stride))
+        return self.found[index]
+
+
+def _load_body(shape, q_axis: int, _, ref, row_start, column_start):
+    layout = inline.WGMMA.to_mgpu()
+    element = ref.type.element_type
+    row, column = origin(shape, layout)
+    starts = arith.addi(splat(row_start), row), arith.addi(splat(column_start), column)
+    strides, _ = ref.type.get_strides_and_offset()
+    order = (1, 0) if q_axis else (0, 1)
+    step = (1, 1) if q_axis else (1, 2)  # two neighbours at once where they lie side by side
+    rows, columns = (
+        _Axis(ref.type.shape[order[i]], strides[order[i]], starts[i], step[i]) for i in (0, 1)
+    )
+    base = mgpu.utils.memref_ptr(ref)
+
+    def load(kind, row, column):
+        offset = arith.addi(rows.offset(row), columns.offset(column))
+        return llvm.load(kind, mgpu.utils.getelementptr(base, [offset], element))
+
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for index, row, column in coordinates(shape, layout):
+        if q_axis:
+            registers[index] = pair(load(element, row, column), load(element, row, column + 1))
+        else:
+            registers[index] = load(ir.VectorType.get((2,), element), row, column)
+    return fragmented(registers, layout)

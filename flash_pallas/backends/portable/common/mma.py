@@ -1,0 +1,244 @@
+"""Tile products: `mma.sync` on fragments that `ldmatrix` reads from shared memory.
+
+The accumulator of m16n8k16 has the register layout of a wgmma accumulator, with one warp for 16 of
+64 rows, so everything in backends/mosaic works on it. Converted to 16 bits it is the left operand
+of the next product as it is: each element is already in the lane that needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from ...gpu import inline
+from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.registers import at, coordinates, fragmented, i32_constant, pair, splat
+from .grid import WGMMA, Grid
+from .smem_tiles import UNIT, UNIT_ELEMENTS, columns_of
+from .threads import WARP, shared_address, thread
+
+STEP = 16  # summed elements of one mma
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmuls:
+    """Matrix products of a warpgroup.
+
+    Attributes:
+        interpret: run by the interpreter.
+    """
+
+    interpret: bool
+
+    def zeros(self, rows: int, columns: int, grid: Grid = WGMMA):
+        """Returns a zero accumulator, f32, for a product of this shape."""
+        if self.interpret:
+            return jnp.zeros((rows, columns), jnp.float32)
+        zeros = jnp.zeros(grid.label(rows, columns), jnp.float32)
+        return plgpu.layout_cast(zeros, inline.WGMMA)
+
+    def add(self, accumulator, a, b, *, transposed: bool = False, summed: int | None = None):
+        """Returns accumulator + a @ b, or accumulator + a @ b^T.
+
+        Args:
+            accumulator: f32[rows, columns] in registers, rows a multiple of 64.
+            a: 16-bit [rows, summed]: a tile in shared memory, or in registers like `accumulator`.
+            b: a tile in shared memory: [summed, columns], or if `transposed` [columns, summed].
+            transposed: see b.
+            summed: number of columns to use of a transposed b, a multiple of 16; None: all.
+        """
+        in_registers = not hasattr(a, "at") or isinstance(a, jnp.ndarray)
+        if self.interpret:
+            b = _values(b)[:, :summed] if transposed else _values(b)
+            a = a if in_registers else _values(a)[:, : b.shape[1 if transposed else 0]]
+            return accumulator + _dot(a, b, transposed=transposed)
+        of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
+        how = _How(right_transposed=transposed, summed=summed)
+        return _run(how, of_a, accumulator, a, b, 0)
+
+    def add_part(self, accumulator, a, b, column, grid: Grid, *, transposed: bool = False):
+        """Returns accumulator + a @ some columns of b, or accumulator + a^T @ them.
+
+        Args:
+            accumulator: f32[rows, columns] in registers, rows a multiple of 64, of `grid`.
+            a: a tile in shared memory: [rows, summed], or if `transposed` [summed, rows].
+            b: a tile in shared memory: [summed, columns and more].
+            column: the first of these columns of b, int32, a multiple of 8.
+            grid: arrangement of the warps.
+            transposed: see a.
+        """
+        if self.interpret:
+            a, b = _values(a), b[:, pl.ds(column, accumulator.shape[1])]
+            return accumulator + _dot(a.T if transposed else a, b, transposed=False)
+        how = _How(left_transposed=transposed, grid=grid)
+        return _run(how, plgpu.RefType(), accumulator, a, b, column)
+
+
+def _run(how: _How, of_a, accumulator, a, b, column):
+    run = plgpu.inline_mgpu(
+        arg_types=(inline.WGMMA, of_a, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
+    )(functools.partial(_add_body, how))
+    return run(accumulator, a, b, jnp.int32(column))
+
+
+def _values(tile):
+    return tile[...][:, : columns_of(tile)]
+
+
+def _dot(a, b, *, transposed: bool):
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(
+        a, b, dimensions, precision="highest", preferred_element_type=jnp.float32
+    )
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+class _How(NamedTuple):
+    """Variant of a product: what lies transposed in shared memory.
+
+    Transposed is [columns, summed] on the right and [summed, rows] on the left.
+    """
+
+    right_transposed: bool = False
+    left_transposed: bool = False
+    summed: int | None = None  # None: all that the right operand has
+    grid: Grid = WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fragments:
+    """Source of ldmatrix.x4: four 8 x 8 matrices of a tile at a time; each lane addresses one row.
+
+    Attributes:
+        address: i32 address of this lane's row and unit in the first four matrices.
+        pitch: bytes of a row.
+        transposed: each matrix is transposed on the way into registers.
+    """
+
+    address: Any
+    pitch: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, tile, me, *, transposed: bool, units_first: bool, row=None, column=None):
+        """Returns the source whose matrices come in the order that a fragment wants them.
+
+        Args:
+            tile: [rows, columns] in shared memory.
+            me: i32, the thread.
+            transposed: each matrix is transposed on the way into registers.
+            units_first: the second of the four matrices lies to the right of the first, and the
+                third below it; else the other way round.
+            row: i32, the row of the tile that counts as row 0; None: row 0.
+            column: i32, the column of the tile that counts as column 0; None: column 0.
+        """
+        pitch = 2 * tile.type.shape[1]
+        lane = arith.remui(me, i32_constant(WARP))
+        matrix, within = arith.divui(lane, i32_constant(8)), arith.remui(lane, i32_constant(8))
+        odd, high = arith.remui(matrix, i32_constant(2)), arith.divui(matrix, i32_constant(2))
+        below, beside = (high, odd) if units_first else (odd, high)
+        within = arith.addi(within, arith.muli(below, i32_constant(8)))
+        if row is not None:
+            within = arith.addi(within, row)
+        offset = arith.addi(
+            arith.muli(within, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
+        )
+        if column is not None:
+            offset = arith.addi(offset, arith.muli(column, i32_constant(2)))
+        return cls(arith.addi(shared_address(tile), offset), pitch, transposed)
+
+    def load(self, row: int, column: int):
+        """Loads four registers of two elements each, from this row and column on."""
+        i32 = ir.IntegerType.get_signless(32)
+        four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        offset = row * self.pitch + column // UNIT_ELEMENTS * UNIT
+        found = llvm.inline_asm(
+            four,
+            [self.address],
+            f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if self.transposed else ''}.shared.b16 "
+            f"{{$0, $1, $2, $3}}, [$4+{offset}];",
+            "=r,=r,=r,=r,r",
+            has_side_effects=True,
+        )
+        return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+
+
+def _left(a, me, how: _How, row):
+    """Returns a function (row after a warp's first, summed element) -> left fragment of an mma."""
+    if how.left_transposed:  # rows of the product are columns of the tile
+        fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
+        return lambda row, k: fragments.load(k, row)
+    if not hasattr(a, "registers"):
+        return _Fragments.of(a, me, transposed=False, units_first=False, row=row).load
+    i32 = ir.IntegerType.get_signless(32)
+    held = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
+
+    def fragment(row, column):
+        places = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
+        return [llvm.bitcast(i32, held[place]) for place in places]
+
+    return fragment
+
+
+def _right(b, me, how: _How, column):
+    """Returns (first summed element, column after a warp's first) -> two adjacent fragments."""
+    if how.right_transposed:  # columns of the product are rows of the tile
+        fragments = _Fragments.of(b, me, transposed=False, units_first=True)
+        return lambda k, column: fragments.load(column, k)
+    return _Fragments.of(b, me, transposed=True, units_first=False, column=column).load
+
+
+def _add_body(how: _How, _, accumulator, a, b, column):
+    rows, columns = accumulator.shape
+    me = thread()
+    down, right = how.grid.starts(me, columns)
+    right = splat(column) if right is None else arith.addi(right, splat(column))
+    left, right = _left(a, me, how, down), _right(b, me, how, right)
+    summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
+    kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
+    layout = accumulator.layout
+    held = {
+        (row, column): accumulator.registers[index]
+        for index, row, column in coordinates(accumulator.shape, layout)
+    }
+    blocks = range(0, rows, WARPGROUP_ROWS)
+    for k in range(0, how.summed or summed, STEP):
+        lefts = [left(how.grid.row(block), k) for block in blocks]
+        for column in range(0, columns, 16):
+            first, second, third, fourth = right(k, column)
+            for beside, of_b in ((0, (first, second)), (8, (third, fourth))):
+                for block, of_a in zip(blocks, lefts, strict=True):
+                    _step(held, (block, column + beside), of_a, of_b, kind)
+    registers = accumulator.registers.copy()
+    for index, row, column in coordinates(accumulator.shape, layout):
+        registers[index] = held[row, column]
+    return fragmented(registers, layout)
+
+
+def _step(held, place, of_a, of_b, kind: str):
+    """Issues one mma into the accumulator's registers of rows `row` and `row + 8`."""
+    row, column = place
+    places = (row, column), (row + 8, column)
+    before = [at(held[place], e) for place in places for e in (0, 1)]
+    f32 = ir.F32Type.get()
+    found = llvm.inline_asm(
+        ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+        [*of_a, *of_b, *before],
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effects=False,
+    )
+    values = [llvm.extractvalue(f32, found, [i]) for i in range(4)]
+    held[places[0]], held[places[1]] = pair(*values[:2]), pair(*values[2:])

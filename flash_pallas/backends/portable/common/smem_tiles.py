@@ -1,0 +1,340 @@
+"""Tiles in shared memory, the copies that fill and drain them, and how these are ordered.
+
+A row of a tile is padded by 16 bytes, so that the eight rows that `ldmatrix` reads at once lie in
+different banks: a row of a multiple of 32 bytes plus 16 is an odd number of 16-byte units. Copies
+are `cp.async` of 16 bytes, which writes zeros where it is told to read nothing: zero padding for
+rows past an end, whatever lies there, and for columns that the array does not have.
+
+Under the interpreter a tile is NaN from `start` to `arrived`, so a read that comes too early, or of
+a tile that is already being filled again, is a NaN in the result. It cannot show warps that
+overtake each other; the barrier that keeps them together is in `arrived` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from ....core.decode import DecodeProblem
+from ....core.integers import round_up
+from ....core.problem import Problem
+from ...gpu import inline
+from ...gpu.registers import i32_constant, opaque, splat
+from .grid import WGMMA, Grid, get_body, put_body
+from .team import Team
+from .threads import THREADS, assembly, device_address, less, linear, shared_address, thread, where
+
+UNIT = 16  # bytes that a thread copies at once
+UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
+
+
+def buffer(shape, dtype):
+    """Allocates shared memory for tiles [..., rows, columns], columns a multiple of 16."""
+    *outer, columns = shape
+    if columns % 16:
+        raise AssertionError(f"{shape=}: columns must be a multiple of 16")
+    return plgpu.SMEM((*outer, columns + UNIT_ELEMENTS), dtype)
+
+
+def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
+    """Returns the columns of tiles of Q and K, and those of V and O."""
+    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
+
+
+def columns_of(tile) -> int:
+    """Returns the columns of a tile without the padding of its rows."""
+    return tile.shape[-1] - UNIT_ELEMENTS
+
+
+class Copy(NamedTuple):
+    """Rows `first` to `first + rows of the tile` of an array, zeros from `limit` on.
+
+    Attributes:
+        source: [length, columns] in device memory; columns a multiple of 8, not above the tile's.
+            Or [outer, inner, columns], whose row r is [r // inner, r % inner].
+        tile: [rows, columns] in shared memory, of `buffer`.
+        first: row of the array, int32.
+        limit: int32; rows from there on are not read. Rows of the tile below it exist.
+    """
+
+    source: Any
+    tile: Any
+    first: Any
+    limit: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies between device memory and tiles, by all threads of a CTA.
+
+    Attributes:
+        interpret: run by the interpreter.
+        team: the warpgroups of the CTA, which have equal parts of the rows of each tile.
+        hides_offsets: see `_body`.
+    """
+
+    interpret: bool
+    team: Team
+    hides_offsets: bool = True
+
+    def start(self, *copies: Copy | Vector):
+        """Starts copies, which together are one group for `arrived`.
+
+        Every warp must have read what was in the tiles before: the last `arrived` or `meet` comes
+        after these reads.
+        """
+        for copy in map(self._own, copies):
+            if self.interpret:
+                copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
+            else:
+                vector = isinstance(copy, Vector)
+                _call(start_body if vector else self._body(_start_body), *copy)
+        if self.interpret:
+            return
+        plgpu.inline_mgpu()(_commit_body)()
+
+    def arrived(self, *copies: Copy | Vector, pending: int = 0, bit=None):
+        """Waits until all but the newest `pending` groups have arrived, for every thread.
+
+        Args:
+            copies: those of the groups that now arrive, as they were started.
+            pending: groups that were started after them.
+            bit: see Team.meet, whose result is returned.
+        """
+        if self.interpret:
+            for copy in map(self._own, copies):
+                _fill(copy)
+        else:
+            plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
+        return self.meet(bit)
+
+    def _body(self, write):
+        """Returns the function that writes a copy into the kernel.
+
+        The start of an array is the same for all threads. If each thread computes the offset from
+        it first, and ptxas then takes that as it is, the start need not occupy two registers per
+        thread through the loop: 8 bytes of the forward's spills, and 4 of the fused backward's on
+        8.0.
+        """
+        return functools.partial(write, self.hides_offsets)
+
+    def _own(self, copy):
+        if isinstance(copy, Vector):
+            return copy
+        down, tile = self.team.rows(copy.tile)
+        return copy._replace(tile=tile, first=copy.first + down)
+
+    def meet(self, bit=None):
+        """Waits until all warps have arrived here; see Team.meet."""
+        return self.team.meet(bit)
+
+    def put(self, values, tile, column=0, grid: Grid = WGMMA):
+        """Writes an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
+
+        Args:
+            values: f32[rows, up to so many columns] in registers.
+            tile: the target.
+            column: column of the tile where the first column of the values goes.
+            grid: arrangement of the warps of the accumulator `values`.
+        """
+        values = values.astype(tile.dtype)
+        if self.interpret:
+            tile[:, pl.ds(column, values.shape[1])] = values
+            return
+        body = functools.partial(put_body, grid)
+        scalar = plgpu.Layout.WG_SPLAT
+        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))(body)
+        run(values, tile, jnp.int32(column))
+
+    def get(self, shape, tile, column=0):
+        """Loads the values of `put`, f32; every thread must have written those that it reads."""
+        if self.interpret:
+            return tile[:, pl.ds(column, shape[1])].astype(jnp.float32)
+        body = functools.partial(get_body, shape, inline.WGMMA.to_mgpu())
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=plgpu.ShapeDtypeStruct(shape, tile.dtype, inline.WGMMA),
+        )(body)
+        return run(tile, jnp.int32(column)).astype(jnp.float32)
+
+    def store(self, tile, target, first, limit):
+        """Copies a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
+
+        Under the interpreter the array has all rows of the tile.
+        """
+        down, tile = self.team.rows(tile)
+        first = first + down
+        if self.interpret:
+            rows, columns = tile.shape[0], target.shape[1]
+            target[pl.ds(first, rows)] = tile[:, pl.ds(0, columns)]
+            return
+        _call(self._body(_store_body), target, tile, first, limit)
+
+
+def _call(body, array, tile, first, limit):
+    scalar = plgpu.Layout.WG_SPLAT
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))(body)
+    run(array, tile, jnp.int32(first), jnp.int32(limit))
+
+
+def _fill(copy: Copy | Vector):
+    if isinstance(copy, Vector):
+        copy.tile[...] = copy.source[pl.ds(copy.first, copy.tile.shape[0])]
+        return
+    rows, columns = copy.tile.shape[0], copy.source.shape[-1]
+    row = jnp.int32(copy.first) + jnp.arange(rows, dtype=jnp.int32)
+    found = jnp.take(copy.source[...].reshape(-1, columns), row, axis=0, mode="clip")
+    found = jnp.where((row < copy.limit)[:, None], found, jnp.zeros_like(found))
+    widths = ((0, 0), (0, copy.tile.shape[1] - columns))
+    copy.tile[...] = jnp.pad(found, widths)
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+class _Unit(NamedTuple):
+    """16 bytes that a thread copies, at constant offsets from addresses that it has anyway."""
+
+    tile: Any  # i32, address in shared memory
+    tile_offset: int
+    array: Any  # i64, address in device memory
+    array_offset: int
+    inside: Any  # i1: the array has it, below the limit
+    exists: Any  # i1: the tile has it; None: it does
+
+
+class _Units:
+    """The units of a tile that a thread copies."""
+
+    def __init__(self, array, tile, first, limit, hides_offset: bool) -> None:
+        self.hides_offset = hides_offset
+        self.first, self.limit = splat(first), splat(limit)
+        self.rows, self.pitch = tile.type.shape
+        self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
+        *_, self.inner, self.columns = array.type.shape
+        (*strides, unit), _ = array.type.get_strides_and_offset()
+        assert unit == 1, "rows must be contiguous"
+        self.row_bytes = [2 * stride for stride in strides]
+        i64 = ir.IntegerType.get_signless(64)
+        self.array = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
+        self.tile = shared_address(tile)
+
+    def each(self):
+        """Yields all units of this thread."""
+        me, total, count = thread(), self.rows * self.per_row, i32_constant(self.per_row)
+        if THREADS % self.per_row == 0 and len(self.row_bytes) == 1:  # they lie below each other
+            row, column = arith.divui(me, count), arith.remui(me, count)
+            yield from self._below(row, column, range(0, total, THREADS))
+            return
+        for start in range(0, total, THREADS):
+            unit = arith.addi(me, i32_constant(start))
+            row, column = arith.divui(unit, count), arith.remui(unit, count)
+            yield from self._below(row, column, [start], at=start)
+
+    def _below(self, row, column, starts, at: int = 0):
+        """Yields, for each start, the unit (start - at) / (units of a row) rows below `row`."""
+        index = arith.addi(self.first, row)
+        tile = linear(self.tile, (row, 2 * self.pitch), (column, UNIT))
+        zero = arith.constant(ir.IntegerType.get_signless(64), 0)
+        offset = linear(zero, *self._row(index), (column, UNIT))
+        array = arith.addi(self.array, opaque(offset) if self.hides_offset else offset)
+        left = arith.subi(self.limit, index)  # rows below the limit
+        if self.columns < self.pitch - UNIT_ELEMENTS:
+            held = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
+            left = arith.select(held, left, i32_constant(0))
+        total = self.rows * self.per_row
+        for start in starts:
+            down = (start - at) // self.per_row
+            exists = None
+            if start + THREADS > total:
+                exists = less(thread(), i32_constant(total - start))
+            yield _Unit(
+                tile=tile,
+                tile_offset=down * 2 * self.pitch,
+                array=array,
+                array_offset=down * self.row_bytes[-1],
+                inside=less(i32_constant(down), left),
+                exists=exists,
+            )
+
+    def _row(self, index):
+        """Returns pairs (index, bytes), the sum of whose products is the offset of a row."""
+        if len(self.row_bytes) == 1:
+            return ((index, self.row_bytes[0]),)
+        inner = i32_constant(self.inner)
+        places = arith.divui(index, inner), arith.remui(index, inner)
+        return zip(places, self.row_bytes, strict=True)
+
+
+def _start_body(hides_offset: bool, _, source, tile, first, limit):
+    for unit in _Units(source, tile, first, limit, hides_offset).each():
+        size = arith.select(unit.inside, i32_constant(UNIT), i32_constant(0))
+        to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
+        code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
+        operands = unit.tile, unit.array, size
+        where(unit.exists, functools.partial(assembly, code, "r,l,r", *operands))
+
+
+def _commit_body(_):
+    assembly("cp.async.commit_group;", "")
+
+
+def _wait_body(pending: int, _):
+    assembly(f"cp.async.wait_group {pending};", "")
+
+
+def _store_body(hides_offset: bool, _, target, tile, first, limit):
+    i32 = ir.IntegerType.get_signless(32)
+    four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    for unit in _Units(target, tile, first, limit, hides_offset).each():
+        inside = unit.inside if unit.exists is None else arith.andi(unit.inside, unit.exists)
+        with ir.InsertionPoint(scf.IfOp(inside).then_block):
+            code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{unit.tile_offset}];"
+            constraints = "=r,=r,=r,=r,r"
+            found = llvm.inline_asm(four, [unit.tile], code, constraints, has_side_effects=True)
+            values = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+            code = f"st.global.v4.b32 [$0+{unit.array_offset}], {{$1, $2, $3, $4}};"
+            assembly(code, "l,r,r,r,r", unit.array, *values)
+            scf.yield_([])
+
+
+VECTOR_UNIT = 4  # f32 in 16 bytes
+
+
+class Vector(NamedTuple):
+    """Elements `first` to `first + count` of an array, which a warpgroup copies alone.
+
+    Attributes:
+        source: f32[length] in device memory, which starts at a multiple of 16 bytes.
+        tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
+        first: int32, a multiple of 4.
+        count: int32: `size`, or 0 to copy nothing.
+    """
+
+    source: Any
+    tile: Any
+    first: Any
+    count: Any
+
+
+def start_body(_, source, tile, first, count):
+    """Issues the copy with a predicate: no surrounding code would be moved across a branch."""
+    element = arith.muli(thread(), i32_constant(VECTOR_UNIT))
+    to = linear(shared_address(tile), (element, 4))
+    of = device_address(source, arith.addi(splat(first), element), 4)
+    copy = "cp.async.cg.shared.global [$0], [$1], 16;"
+    code = f"{{ .reg .pred p; setp.lt.s32 p, $2, $3; @p {copy} }}"
+    assembly(code, "r,l,r,r", to, of, element, splat(count))
+
+
+DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units

@@ -1,0 +1,152 @@
+"""Online softmax in registers, for Q rows whose keys arrive block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ...gpu import inline
+from ...gpu.inline import ROWS, WGMMA
+from ...gpu.registers import at, coordinates, fragmented
+from ...gpu.row_maxima import LOWEST, Maxima, compared
+
+# O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
+# float16 holds, and most steps save a multiplication per element of O.
+SLACK = 8.0
+
+
+class Rows(NamedTuple):
+    """Softmax state of each query after some KV blocks."""
+
+    o: Any  # f32[rows, Hv], relative to the maxima
+    # The largest logits; LOWEST where none was seen. -inf would have to be told from a number in
+    # every step, as -inf - -inf is a NaN: 8 instructions, and 4 registers with 128 rows.
+    maxima: Maxima
+    l: Any  # f32[rows], the sum of the weights; see row_sums
+
+
+class Weighed(NamedTuple):
+    """Weights of a KV block, and what the sums before it need."""
+
+    p: Any  # weights
+    alpha: Any  # () -> f32[rows]: what sums before are to be multiplied by
+    maxima: Maxima  # what they are relative to
+    sums: Any  # f32[rows], of them; see row_sums
+    grew: Any  # i32, uniform over a warp: 1 if alpha is not 1 in some row
+
+
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """Update of the softmax state from KV block to KV block.
+
+    Attributes:
+        interpret: run by the interpreter.
+        far: see core.softmax.far; 0 where no logit can be far.
+        slack: see SLACK; with 0, m is the largest logit.
+    """
+
+    interpret: bool
+    far: float
+    slack: float = SLACK
+
+    def no_keys(self, rows: int, zeros) -> Rows:
+        """Returns the state before the first KV block; `zeros` is O."""
+        full = lambda value: jnp.full((rows,), value, jnp.float32)
+        cast = lambda x: x if self.interpret else plgpu.layout_cast(x, inline.ROWS)
+        maxima = Maxima(cast(full(LOWEST)), cast(full(0.0)) if self.far else None)
+        return Rows(zeros, maxima, none(rows, self.interpret))
+
+    def weigh(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]) -> Weighed:
+        """Computes the weights of a KV block.
+
+        Args:
+            rows: the state so far.
+            x: x of core.scores.Logits, with -inf where hidden.
+            log2_scale: log2_scale of core.scores.Logits.
+            narrowed: converts float32 weights to what V is multiplied by.
+        """
+        found = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
+        p = jnp.exp2(found.x * log2_scale - per_row(found.m, x.shape))
+        sums = parts(p, self.interpret)
+        alpha = lambda: jnp.exp2(found.before - found.m)
+        return Weighed(narrowed(p), alpha, found.maxima, sums, found.grew)
+
+    @staticmethod
+    def rescaled(rows: Rows, found: Weighed) -> Rows:
+        """Returns the state to which the product of weights and V is to be added."""
+
+        def relative():
+            alpha = found.alpha()
+            return rows.o * per_row(alpha, rows.o.shape), rows.l * alpha
+
+        o, l = lax.cond(found.grew > 0, relative, lambda: (rows.o, rows.l))
+        return Rows(o, found.maxima, l + found.sums)
+
+
+def per_row(x, shape):
+    """Spreads one value per row over a tile."""
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def none(rows: int, interpret: bool):
+    """Returns the sums of no tile: zeros, f32[rows]."""
+    zeros = jnp.zeros((rows,), jnp.float32)
+    return zeros if interpret else plgpu.layout_cast(zeros, ROWS)
+
+
+def parts(tile, interpret: bool):
+    """Computes f32[rows]: each lane sums its own columns; the interpreter sums all columns."""
+    if interpret:
+        return tile.sum(axis=1)
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape[:1], jnp.float32, ROWS),
+    )(_parts_body)
+    return run(tile)
+
+
+def joined(sums, interpret: bool):
+    """Reduces the partial sums of the lanes to the row sums, f32[rows]."""
+    if interpret:
+        return sums
+    run = plgpu.inline_mgpu(
+        arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, ROWS)
+    )(_joined_body)
+    return run(sums)
+
+
+def _parts_body(_, tile):
+    layout, found = ROWS.to_mgpu(), {}
+    for index, row, _ in coordinates(tile.shape, tile.layout):
+        register = tile.registers[index]
+        found.setdefault(row, []).extend(at(register, e) for e in (0, 1))
+    registers = np.empty(layout.registers_shape(tile.shape[:1]), dtype=object)
+    strides = layout.tiling.tile_strides((1,))
+    for index in np.ndindex(*registers.shape):
+        row = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        registers[index] = _single(functools.reduce(arith.addf, found[row]))
+    return fragmented(registers, layout)
+
+
+def _joined_body(_, sums):
+    registers = sums.registers.copy()
+    for index in np.ndindex(*registers.shape):
+        total = at(registers[index], 0)
+        for distance in (1, 2):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        registers[index] = _single(total)
+    return fragmented(registers, sums.layout)
+
+
+def _single(x):
+    return vector.broadcast(ir.VectorType.get((1,), x.type), x)

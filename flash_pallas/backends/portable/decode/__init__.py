@@ -1,0 +1,1 @@
+"""The portable split-KV decode kernel."""

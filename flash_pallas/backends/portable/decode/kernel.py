@@ -1,0 +1,386 @@
+"""Decode kernel: a few queries against one split of the keys.
+
+A CTA of four warps owns one split of the keys of one KV head, for 64 rows of queries and heads of
+the GQA group, so that a key is read once for all of them. It loops over the keys as forward.py
+does: V is in flight while S is computed, and the next K while O is. The O and log-sum-exp of each
+split go to device memory in float32. `softmax.merge` combines them and adds the sinks.
+
+Splits are interleaved: the next KV block of a split lies `num_splits` blocks after the current one.
+So the splits of a sequence are equally long whatever its length is, and read neighbouring blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from ....core import integers as ints
+from ....core import scores, softmax
+from ....core.decode import DecodeOperands, DecodeProblem
+from ....core.mask import BlockRange
+from ....core.padding import pad_axis
+from ....core.problem import Outputs
+from ....core.scores import TileInputs
+from ...gpu import inline, modifiers, register_tile
+from ...gpu.launch import float32, launch
+from ...gpu.register_tile import RegisterTile
+from ...gpu.registers import at, coordinates, i32_constant, opaque, origin, splat
+from ...gpu.row_maxima import far_of, settled
+from .. import tiling
+from ..common import softmax as common_softmax
+from ..common.auxiliary_inputs import load_vector
+from ..common.kernel import Kernel
+from ..common.smem_tiles import Copy, widths
+from ..common.softmax import Online, Rows, per_row
+from ..common.threads import where
+from ..common.tile_range import Steps
+from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
+
+
+class DecodeArrays(NamedTuple):
+    """Arrays in device memory; R is the number of rows of a KV head, rounded up to whole tiles."""
+
+    q: Any  # [B, T, K, group, H]
+    k: Any  # [B, S, K, H], or [num_pages, page_size, K, H]
+    v: Any  # [B, S, K, Hv], or [num_pages, page_size, K, Hv]
+    kv_lengths: Any  # int32[B]
+    q_offset: Any  # int32[B], or None: the last query is the last key
+    page_table: Any  # int32[B, max_pages], or None: the cache is contiguous
+    slopes: Any  # f32[B, K, R], or None
+
+
+class DecodeOut(NamedTuple):
+    """Results of each split, without sinks."""
+
+    o: Any  # f32[num_splits, B, K, T * group, Hv]
+    lse: Any  # f32[num_splits, B, K, R], base 2; EMPTY_ROW: no key seen
+    shift: Any  # f32[num_splits, B, K, R], see core/softmax.py; None where no logit can be far
+
+
+class QueryFragments(NamedTuple):
+    """Values of each row that are known before the first key; None: nothing is."""
+
+    position: Any  # int32, of its query
+    first: Any  # int32, the first key that it sees, or None: key 0
+    last: Any  # int32, the last one
+    slope: Any  # f32, or None
+
+
+class DecodeCta(NamedTuple):
+    """State of one CTA: its arrays, its rows and its split of the keys."""
+
+    gmem: DecodeArrays
+    out: DecodeOut
+    smem: DecodeSmem
+    batch: Any
+    head: Any  # of K and V
+    first_row: Any
+    split: Any
+    length: Any  # keys of the sequence
+    position: Any  # of query 0
+    first_block: Any = None
+    steps: Any = None  # their n-th goes through block first_block + n * num_splits
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeKernel(Kernel):
+    """One launch of the decode kernel; its methods are the phases of a CTA."""
+
+    problem: DecodeProblem
+    blocks: PortableDecodeBlocks
+    interpret: bool
+
+    @property
+    def online(self) -> Online:
+        """Online softmax: the update of the rows from one KV block to the next."""
+        return Online(self.interpret, self.far)
+
+    @property
+    def far(self) -> float:
+        """Logit, in base 2, from which on rows are shifted; 0: none can be that large."""
+        return far_of(self.problem.spec.attention, self.problem.dtype)
+
+    @property
+    def total(self) -> int:
+        """Number of rows of a KV head: queries times heads of the group."""
+        return self.problem.q_len * self.problem.group
+
+    def __call__(self, gmem: DecodeArrays, out: DecodeOut, smem: DecodeSmem):
+        cta = self.seen(self.place(gmem, out, smem))
+        own = Copy(gmem.q.at[cta.batch, :, cta.head], smem.q, cta.first_row, self.total)
+        self.copies.start(own)
+        self.copies.start(*self.load(cta, "k", 0))
+        self.copies.arrived(own, pending=1)
+        held = self.hold(cta)
+        zeros = self.products.zeros(self.blocks.rows, widths(self.problem)[1])
+        no_keys = self.online.no_keys(self.blocks.rows, zeros)
+        rows = cta.steps.fold(
+            functools.partial(self.step, cta, held), no_keys, hides_end=not self.interpret
+        )
+        self.copies.arrived()
+        self.finish(cta, rows)
+
+    def place(self, gmem: DecodeArrays, out: DecodeOut, smem: DecodeSmem) -> DecodeCta:
+        """Returns where this CTA is: its batch entry, split, KV head, rows and sequence length."""
+        batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
+        room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
+        length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
+        return DecodeCta(
+            gmem=gmem,
+            out=out,
+            smem=smem,
+            batch=batch,
+            head=head,
+            first_row=tile * self.blocks.rows,
+            split=split,
+            length=length,
+            position=length - self.problem.q_len if offset is None else offset[batch],
+        )
+
+    def seen(self, cta: DecodeCta) -> DecodeCta:
+        """Returns `cta` with the KV blocks of its split that its rows see."""
+        mask, group = self.problem.spec.mask, self.problem.group
+        first, last = 0, self.problem.q_len - 1  # query of the tile
+        if self.total > self.blocks.rows:
+            last_row = cta.first_row + (self.blocks.rows - 1)
+            first = ints.floor_div(cta.first_row, group)
+            last = ints.minimum(ints.floor_div(last_row, group), last)
+        position, number = cta.position + first, last - first + 1
+        start, full_start, full_stop, stop = mask.kv_blocks(
+            position, number, cta.length, self.blocks.columns
+        )
+        block = cta.split + start
+        uses = lambda end: ints.ceil_div(jnp.int32(end) - block, self.blocks.num_splits)
+        none = jnp.int32(0)
+        low = none if mask.left is None else uses(full_start)
+        steps = Steps.of(BlockRange(none, low, uses(full_stop), uses(stop)))
+        return cta._replace(first_block=block, steps=steps)
+
+    def first_key(self, cta: DecodeCta, n):
+        """Returns the first key of the KV block of the n-th step."""
+        block = cta.first_block + n * self.blocks.num_splits
+        return block * self.blocks.columns
+
+    def load(self, cta: DecodeCta, name: str, n) -> tuple[Copy, ...]:
+        """Returns the copies of the K or V tile of the n-th step, one per piece in one page.
+
+        Pages are multiples of 16 keys, and so are pieces. Page ids are read where they are needed:
+        32 of them are a line of the L1 cache, which the copies of keys bypass.
+        """
+        source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
+        first, exists = self.first_key(cta, n), cta.steps[n].exists
+        limit = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0))
+        page_size, table = self.problem.spec.page_size, cta.gmem.page_table
+        if page_size is None:
+            return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit),)
+        found, rows = [], math.gcd(self.blocks.columns, page_size)
+        for below in range(0, self.blocks.columns, rows):
+            key = jnp.int32(first + below)
+            entry = lax.div(key, jnp.int32(page_size))
+            # What lies beyond the table's end, or in an entry that was never set, is not read.
+            page = table[cta.batch, lax.min(entry, jnp.int32(table.shape[1] - 1))]
+            page = lax.clamp(jnp.int32(0), page, jnp.int32(source.shape[0] - 1))
+            row = key - entry * page_size
+            piece = tile if rows == self.blocks.columns else tile.at[pl.ds(below, rows)]
+            found.append(Copy(source.at[page, :, cta.head], piece, row, limit - key + row))
+        return tuple(found)
+
+    def hold(self, cta: DecodeCta) -> QueryFragments:
+        """Returns the positions, key limits and ALiBi slopes of the rows."""
+        rows, group = self.blocks.rows, self.problem.group
+        query = queries(cta.first_row, rows, group, self.total, self.interpret)
+        position, slope = query + cta.position, None
+        if cta.gmem.slopes is not None:
+            own = pl.ds(cta.first_row, rows)
+            slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
+        return QueryFragments(
+            position, *self.problem.spec.mask.keys_of(position, cta.length), slope
+        )
+
+    # --- a block of keys -------------------------------------------------------------------------
+
+    def step(self, cta: DecodeCta, held: QueryFragments, n, rows: Rows, *, masked: bool) -> Rows:
+        """Folds one KV block into the rows."""
+        k, v = (self.load(cta, name, n) for name in ("k", "v"))
+        self.copies.arrived(*k)
+        self.copies.start(*v)
+        zeros = self.products.zeros(self.blocks.rows, self.blocks.columns)
+        s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
+        self.copies.arrived(*v)
+        self.copies.start(*self.load(cta, "k", n + 1))
+        x, log2_scale = self.logits(held, self.first_key(cta, n), s, masked=masked)
+        narrowed = lambda p: p.astype(self.problem.dtype)
+        found = self.online.weigh(rows, x, log2_scale, narrowed)
+        rows = self.online.rescaled(rows, found)
+        return rows._replace(o=self.products.add(rows.o, found.p, cta.smem.v))
+
+    def logits(self, held: QueryFragments, first, s, *, masked: bool):
+        """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
+        bias = None
+        if held.slope is not None:
+            key = modifiers.positions(s.shape, 1, first, self.interpret)
+            query = per_row(held.position, s.shape)
+            bias = register_tile.alibi(query, key, per_row(-held.slope, s.shape))
+        tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
+        found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
+        x = found.x
+        if masked:
+            low = None if held.first is None else held.first - first
+            x = inline.hide_outside(x, low, held.last - first, self.interpret)
+        return x, found.log2_scale
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, cta: DecodeCta, rows: Rows):
+        """Divides O by the row sums and writes O and the log-sum-exp of this split."""
+        m, shift = settled(rows.maxima)
+        inverse, lse, shift = softmax.finish(
+            m, common_softmax.joined(rows.l, self.interpret), shift
+        )
+        at = cta.split, cta.batch, cta.head
+        o = rows.o * per_row(inverse, rows.o.shape)
+        store(o, cta.out.o.at[at], cta.first_row, self.interpret)
+        own = (*at, pl.ds(cta.first_row, self.blocks.rows))
+        cta.out.lse[own] = lse
+        if cta.out.shift is not None:
+            cta.out.shift[own] = shift
+
+
+def decode(
+    problem: DecodeProblem, blocks: PortableDecodeBlocks, operands: DecodeOperands, interpret: bool
+) -> Outputs:
+    """Launches the decode kernel and merges the splits.
+
+    Args:
+        problem: one for which decode_blocks.unsupported returns None.
+        blocks: tile sizes and the number of splits.
+        operands: those of core.decode; page ids need not be in range.
+        interpret: run under the interpreter.
+
+    Returns:
+        Outputs: o [B, T, N, Hv] in q's dtype and lse_log2 f32[B, N, T].
+    """
+    heads, tiles = (problem.kv_heads, problem.group), row_tiles(problem)
+    rows = tiles * blocks.rows
+    lead, total = (blocks.num_splits, problem.batch, problem.kv_heads), problem.q_len * heads[1]
+    out = DecodeOut(
+        o=float32((*lead, rows if interpret else total, problem.v_head_dim)),
+        lse=float32((*lead, rows)),
+        shift=float32((*lead, rows)) if far_of(problem.spec.attention, problem.dtype) else None,
+    )
+    run = launch(
+        DecodeKernel(problem, blocks, interpret),
+        out=(out,),
+        scratch=(tiling.decode_layout(problem, blocks),),
+        # Heads last: what runs at one time reads all heads of a key, which are neighbours.
+        grid={
+            "batch": problem.batch,
+            "split": blocks.num_splits,
+            "head": problem.kv_heads,
+            "tile": tiles,
+        },
+        threads=1,
+        name="flash_pallas_portable_decode",
+        interpret=interpret,
+    )
+    (found,) = run(
+        DecodeArrays(
+            q=operands.q.reshape(*operands.q.shape[:2], *heads, problem.head_dim),
+            k=operands.k,
+            v=operands.v,
+            kv_lengths=operands.kv_lengths,
+            q_offset=operands.q_offset,
+            page_table=operands.page_table,
+            slopes=_of_rows(problem, operands.alibi_slopes, rows),
+        )
+    )
+    shift = jnp.zeros_like(found.lse) if found.shift is None else found.shift
+    parts = DecodeOut(found.o[..., :total, :], found.lse[..., :total], shift[..., :total])
+    return _joined(problem, parts, operands.sinks)
+
+
+def _of_rows(problem: DecodeProblem, x, rows: int):
+    """Spreads one number per head, [B, N], over the rows: f32[B, K, rows]; None stays None."""
+    if x is None:
+        return None
+    sizes = problem.batch, problem.kv_heads, problem.q_len, problem.group
+    spread = jnp.broadcast_to(x.reshape(*sizes[:2], 1, sizes[3]), sizes)
+    return pad_axis(spread.reshape(*sizes[:2], -1), 2, rows)
+
+
+def _joined(problem: DecodeProblem, parts: DecodeOut, sinks) -> Outputs:
+    """Merges the results of all splits into those of all keys."""
+    p, sinks = problem, _of_rows(problem, sinks, parts.lse.shape[-1])
+    o, *rows = softmax.merge(parts.o, parts.lse, parts.shift, sinks, p.unit)
+    o = o.reshape(p.batch, p.kv_heads, p.q_len, p.group, p.v_head_dim).transpose(0, 2, 1, 3, 4)
+    o = o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim).astype(p.dtype)
+
+    def by_head(x):
+        x = x.reshape(p.batch, p.kv_heads, p.q_len, p.group).transpose(0, 1, 3, 2)
+        return x.reshape(p.batch, p.q_heads, p.q_len)
+
+    return Outputs(o, *map(by_head, rows))
+
+
+def queries(first, rows: int, group: int, total: int, interpret: bool):
+    """Returns int32[rows]: the query of each row from `first` on, or the last one past the end."""
+    row = lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    if not interpret:
+        row = plgpu.layout_cast(row, inline.ROWS)
+    row = lax.min(row + first, jnp.full_like(row, total - 1))
+    return row if group == 1 else lax.div(row, jnp.full_like(row, group))
+
+
+def store(values, target, first, interpret: bool):
+    """Writes an f32 tile from registers to rows `first` on of [rows, columns] in device memory.
+
+    Stores go straight from registers: four neighbouring lanes write a sector of 32 bytes. Rows and
+    columns that the array does not have are not written. Under the interpreter it has all rows.
+
+    Args:
+        values: f32[rows, columns] in the layout of accumulators, with at least the array's columns.
+        target: f32 array whose number of columns is a multiple of 8.
+        first: int32, the row of the array where the tile's first row goes.
+        interpret: run under the interpreter.
+    """
+    if interpret:
+        target[pl.ds(first, values.shape[0])] = values[:, : target.shape[1]]
+        return
+    types: Any = (inline.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT)
+    plgpu.inline_mgpu(arg_types=types)(_store_body)(values, target, jnp.int32(first))
+
+
+def _store_body(_, values, target, first):
+    i64 = ir.IntegerType.get_signless(64)
+    length, width = target.type.shape
+    (stride, _), _ = target.type.get_strides_and_offset()
+    row, column = origin(values.shape, values.layout)
+    row = opaque(arith.addi(splat(first), row))
+    held = {}  # by the row of thread 0
+    for index, down, right in coordinates(values.shape, values.layout):
+        if right < width:
+            held.setdefault(down, []).append((right, values.registers[index]))
+    base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
+    size = lambda x, bytes: arith.muli(arith.extsi(i64, x), arith.constant(i64, bytes))
+    base = arith.addi(base, arith.addi(size(row, 4 * stride), size(column, 4)))
+    for down, pairs in held.items():
+        exists = arith.cmpi(arith.CmpIPredicate.slt, row, i32_constant(length - down))
+        where(exists, functools.partial(_store_pairs, base, 4 * stride * down, pairs))
+
+
+def _store_pairs(base, offset: int, pairs):
+    void = ir.Type.parse("!llvm.void")
+    for right, register in pairs:
+        code = f"st.global.v2.f32 [$0+{offset + 4 * right}], {{$1, $2}};"
+        both = at(register, 0), at(register, 1)
+        llvm.inline_asm(void, [base, *both], code, "l,f,f", has_side_effects=True)

@@ -1,0 +1,1 @@
+"""The portable forward kernel; start reading at `kernel`."""

@@ -1,0 +1,281 @@
+"""Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
+
+A CTA of four warps owns a Q tile of one head and folds the KV blocks that it sees into O, which
+stays in registers. key_stream.py says when tiles of K and V are copied.
+
+    S = Q K^T, softmax in registers, O += P V
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core import bounds, dropout, scores, softmax
+from ....core.problem import Operands, Outputs, Problem
+from ....core.tile import Limits
+from ...gpu import inline, register_tile
+from ...gpu.auxiliary_arrays import AuxiliaryGmem
+from ...gpu.launch import launch
+from ...gpu.register_tile import RegisterTile
+from ...gpu.row_maxima import LOWEST, far_of, settled
+from .. import tiling
+from ..common import softmax as common_softmax
+from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
+from ..common.grid import Grid
+from ..common.kernel import Kernel
+from ..common.smem_tiles import Copy, widths
+from ..common.softmax import SLACK, Online, Rows, Weighed
+from ..common.tile_range import Steps, key_blocks
+from ..tiling import ForwardSmem, TileSizes
+from .loads import KvStream
+from .pv import OwnRows, SharedWeights
+
+
+class ForwardArrays(NamedTuple):
+    """Arrays in device memory that the forward reads."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    q_offset: Any = None  # int32[B], where problem.traced_offset
+    q_lengths: Any = None  # int32[B]
+    bounds: Any = None  # int32[B, query blocks, 2], where arrays decide which keys are read
+    side: AuxiliaryGmem = AuxiliaryGmem()
+
+
+class ForwardOut(NamedTuple):
+    """Results in device memory; R is T rounded up to whole tiles."""
+
+    o: Any  # [B, T, N, Hv]
+    lse: Any  # f32[B, N, R], base 2
+    shift: Any  # f32[B, N, R], see core/softmax.py; None where no logit can be far
+    most: Any  # f32[B, N, R], the largest logit, natural; or None
+
+
+class ForwardCta(NamedTuple):
+    """State of one CTA and its Q tile."""
+
+    gmem: ForwardArrays
+    out: ForwardOut
+    smem: ForwardSmem
+    batch: Any
+    head: Any
+    kv_head: Any
+    block: Any
+    position: Any  # of the first query
+    kv_length: Any  # keys there are
+    held: RowFragments = RowFragments()
+    steps: Any = None  # through blocks of keys
+    stream: Any = None  # of their tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardKernel(Kernel):
+    """One launch of the forward; its methods are the phases of a CTA."""
+
+    problem: Problem
+    tile: TileSizes
+    interpret: bool
+
+    @property
+    def online(self) -> Online:
+        """Online softmax: the update of the rows from one KV block to the next."""
+        slack = 0.0 if self.problem.spec.max_logit else SLACK
+        return Online(self.interpret, far_of(self.problem.spec, self.problem.dtype), slack)
+
+    @property
+    def inputs(self) -> AuxiliaryInputs:
+        """Loader of what score modifiers read; rows are queries."""
+        return AuxiliaryInputs(self.problem, 0, self.interpret)
+
+    def __call__(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem):
+        cta = self.place(gmem, out, smem)
+        lengths = gmem.side.kv_lengths
+        at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
+        traced = None if lengths is None else cta.kv_length
+        blocks = key_blocks(self.problem, at, cta.position, tile, gmem.bounds, traced)
+        cta = cta._replace(steps=Steps.of(blocks))
+        q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
+        q = gmem.q.at[cta.batch, :, cta.head]
+        own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
+        stream = KvStream(self.copies, smem.k, smem.v, functools.partial(self.load, cta))
+        self.copies.start(own)
+        stream.start()
+        self.copies.arrived(own, pending=1)
+        held = self.inputs.hold(gmem.side, self.at(cta, 0))
+        cta = cta._replace(held=held, stream=stream)
+        zeros = self.folding(cta).zeros(self.tile.rows, widths(self.problem)[1])
+        no_keys = self.online.no_keys(self.tile.rows, zeros)
+        rows = cta.steps.fold(
+            functools.partial(self.step, cta), no_keys, hides_end=not self.interpret
+        )
+        stream.end()
+        self.finish(cta, rows)
+
+    def place(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem) -> ForwardCta:
+        """Returns where this CTA is: batch entry, heads, Q tile and number of keys."""
+        batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
+        if self.problem.spec.mask.right is not None:  # the longest rows first
+            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        offset = self.problem.spec.q_offset if gmem.q_offset is None else gmem.q_offset[batch]
+        lengths = gmem.side.kv_lengths
+        return ForwardCta(
+            gmem=gmem,
+            out=out,
+            smem=smem,
+            batch=batch,
+            head=head,
+            kv_head=lax.div(head, jnp.int32(self.problem.group)),
+            block=block,
+            position=block * self.tile.rows + offset,
+            kv_length=self.problem.kv_len if lengths is None else lengths[batch],
+        )
+
+    def load(self, cta: ForwardCta, name: str, n, tile) -> Copy:
+        """Returns the copy of the K or V tile of the n-th step to `tile` in shared memory."""
+        step = cta.steps[n]
+        source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
+        limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
+        return Copy(source, tile, step.block * self.tile.columns, limit)
+
+    def at(self, cta: ForwardCta, kv_block) -> Place:
+        """Returns the place of the score tile of a KV block."""
+        first = cta.block * self.tile.rows, kv_block * self.tile.columns
+        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
+
+    # --- a key block -----------------------------------------------------------------------------
+
+    def step(self, cta: ForwardCta, n, rows: Rows, *, masked: bool) -> Rows:
+        """Folds one KV block into the rows."""
+        kv_block = cta.steps[n].block
+        inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
+        cta.stream.begin(n)
+        zeros = self.products.zeros(self.tile.rows, self.tile.columns)
+        s = self.products.add(zeros, cta.smem.q, cta.stream.slot("k", n), transposed=True)
+        weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
+        return self.folding(cta).fold(cta.stream, n, rows, weigh)
+
+    def folding(self, cta: ForwardCta) -> OwnRows | SharedWeights:
+        """Returns how O is accumulated: with P in registers, or through shared memory."""
+        if cta.smem.exchange is None:
+            return OwnRows(self.interpret)
+        grid = Grid.of(self.tile.rows, widths(self.problem)[1])
+        return SharedWeights(cta.smem.exchange, grid, self.interpret)
+
+    def weigh(self, cta: ForwardCta, kv_block, inputs, s, rows: Rows, *, masked: bool) -> Weighed:
+        """Computes the weights of a tile of S, in 16 bits after dropout."""
+        spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
+        limits = Limits()
+        if masked:
+            ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
+            limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
+        x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+
+        def narrowed(p):
+            if spec.dropout_rate:
+                p = jnp.where(scores.kept(spec, tile, inputs), p, jnp.zeros_like(p))
+            return p.astype(self.problem.dtype)
+
+        return self.online.weigh(rows, x, log2_scale, narrowed)
+
+    def score_tile(self, cta: ForwardCta, kv_block) -> RegisterTile:
+        """Returns the RegisterTile of a KV block's scores: their positions and shape."""
+        start, shape = kv_block * self.tile.columns, (self.tile.rows, self.tile.columns)
+        return RegisterTile(cta.position, start, shape, interpret=self.interpret)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finish(self, cta: ForwardCta, rows: Rows):
+        """Divides O by the row sums and writes O, the log-sum-exp and the largest logit."""
+        spec, sinks, unit = self.problem.spec, cta.gmem.side.sinks, self.problem.unit
+        m, moved = settled(rows.maxima)
+        sink = None
+        if sinks is not None:
+            sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], m.shape, ())
+            sink = sink if self.interpret else plgpu.layout_cast(sink, inline.ROWS)
+        l = common_softmax.joined(rows.l, self.interpret)
+        inverse, lse, shift = softmax.finish(m, l, moved, sink, unit)
+        if spec.dropout_rate:
+            inverse = inverse * dropout.gain(spec.dropout_rate)
+        first = cta.block * self.tile.rows
+        own = pl.ds(first, self.tile.rows)
+        self.folding(cta).put(rows.o, inverse, cta.smem.q)
+        self.copies.meet()
+        target = cta.out.o.at[cta.batch, :, cta.head]
+        self.copies.store(cta.smem.q, target, first, self.problem.q_len)
+        cta.out.lse[cta.batch, cta.head, own] = lse
+        if cta.out.shift is not None:
+            cta.out.shift[cta.batch, cta.head, own] = shift
+        if cta.out.most is not None:
+            most = moved * unit + m * softmax.LN2
+            none = jnp.full_like(m, -jnp.inf)
+            cta.out.most[cta.batch, cta.head, own] = jnp.where(m <= LOWEST, none, most)
+
+
+def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
+    """Launches the forward.
+
+    Args:
+        problem: description of the operands.
+        tile: tile sizes.
+        operands: v is 0 where segment ids mark padding; head dims are multiples of 8.
+        interpret: run under the interpreter.
+    """
+    blocks = pl.cdiv(problem.q_len, tile.rows)
+    rows = blocks * tile.rows
+    per_row = jax.ShapeDtypeStruct((problem.batch, problem.q_heads, rows), jnp.float32)
+    shape = (problem.batch, rows if interpret else problem.q_len, problem.q_heads)
+    out = ForwardOut(
+        o=jax.ShapeDtypeStruct((*shape, problem.v_head_dim), problem.dtype),
+        lse=per_row,
+        shift=per_row if far_of(problem.spec, problem.dtype) else None,
+        most=per_row if problem.spec.max_logit else None,
+    )
+    run = launch(
+        ForwardKernel(problem, tile, interpret),
+        out=(out,),
+        scratch=(tiling.forward_layout(problem, tile),),
+        grid=grid(problem, blocks),
+        threads=1,
+        name="flash_pallas_portable_forward",
+        interpret=interpret,
+    )
+    dynamic = bounds.is_dynamic(problem)
+    (found,) = run(
+        ForwardArrays(
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            q_offset=operands.q_offset,
+            q_lengths=operands.q_lengths,
+            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns)
+            if dynamic
+            else None,
+            side=AuxiliaryInputs(problem, 0, interpret).arrays(operands),
+        )
+    )
+    rows = (found.lse, found.shift, found.most)
+    rows = (None if x is None else x[:, :, : problem.q_len] for x in rows)
+    return Outputs(found.o[:, : problem.q_len], *rows)
+
+
+def grid(problem: Problem, blocks: int) -> dict[str, int]:
+    """Returns the axes of the launch, the fastest one last.
+
+    Q tiles of one head read the same keys, so they start together. Where their loops differ in
+    length, those of all heads start longest first instead. Head by head, the longest Q tile of the
+    last head starts when hardly any work is left: 4 x 16 heads of 32 blocks on 264 CTA slots then
+    take 296 steps for work of 256 (benchmarks/NOTES.md).
+    """
+    mask, heads = problem.spec.mask, {"head": problem.q_heads}
+    if mask.right is not None and mask.left is None:
+        return {"batch": problem.batch, "q": blocks, **heads}
+    return {"batch": problem.batch, **heads, "q": blocks}

@@ -1,0 +1,764 @@
+"""Tile sizes of the portable kernels and the shared memory that they take.
+
+The bytes of a launch are counted from its own layout, before tiles are chosen, and tiles step down
+until they fit. First come the layouts, then the tiles of the fused backward, of the gradients of
+modifiers, of forward and split backward, and of decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...core.decode import MAX_SPLITS, DecodeProblem
+from ...core.integers import round_up
+from ...core.problem import Problem
+from ..gpu import auxiliary_arrays
+from ..gpu.auxiliary_arrays import LONGEST_TILE
+from ..gpu.launch import WARPGROUP_ROWS, shared_memory
+from ..gpu.refusals import MAX_GRID
+from .backward.fused.dq_sums import DqSums
+from .backward.fused.loads import Slot
+from .backward.split.loads import SLOTS
+from .common.grid import Grid
+from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE, buffer, widths
+from .forward.pv import Exchange
+
+WARPGROUPS = 2  # of the fused backward
+WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
+OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
+
+
+class ForwardSmem(NamedTuple):
+    """Shared memory of the forward."""
+
+    q: Any  # [rows, the wider head dim], in the end O
+    k: Any  # [slots, columns, H]
+    v: Any  # [slots, columns, Hv]
+    exchange: Exchange | None  # where weights are shared
+
+
+class DkvSmem(NamedTuple):
+    """Shared memory of the dK/dV kernel."""
+
+    k: Any  # [rows, H], in the end dK
+    v: Any  # [rows, Hv], in the end dV
+    q: Any  # [SLOTS, columns, H]
+    do: Any  # [columns, Hv]
+
+
+class DqSmem(NamedTuple):
+    """Shared memory of the dQ kernel."""
+
+    q: Any  # [rows, H], in the end dQ
+    do: Any  # [rows, Hv]
+    k: Any  # [SLOTS, columns, H]
+    v: Any  # [columns, Hv]
+
+
+class FusedSmem(NamedTuple):
+    """Shared memory of the fused backward."""
+
+    own: Any  # [2, rows, width]: V and K, in the end dV and dK
+    passing: Slot  # [slots, ...]: dO and Q
+    weights: Any  # [2, rows, columns]: P^T without what dropout drops, and dS^T
+    dq: Any = None  # see DqSums.scratch
+    met: Any = None  # see Team
+
+    @property
+    def k(self):
+        """The K tile, [rows, width]; in the end dK."""
+        return self.own.at[OF_K]
+
+    @property
+    def v(self):
+        """The V tile, [rows, width]; in the end dV."""
+        return self.own.at[OF_V]
+
+
+class LinesSmem(NamedTuple):
+    """Shared memory of score_lines.py: a CTA owns Q and dO and streams K and V, or the reverse."""
+
+    first: Any  # [rows, H]
+    second: Any  # [rows, Hv]
+    passing_first: Any  # [slots, columns, H]
+    passing_second: Any  # [slots, columns, Hv]
+
+
+class TilesSmem(NamedTuple):
+    """Shared memory of score_tiles.py."""
+
+    q: Any  # [slots, rows, H]
+    k: Any  # [slots, columns, H]
+    do: Any  # [slots, rows, Hv]
+    v: Any  # [slots, columns, Hv]
+    met: Any = None  # see Team
+
+
+class DecodeSmem(NamedTuple):
+    """Shared memory of the decode kernel."""
+
+    q: Any  # [rows, H]
+    k: Any  # [columns, H]
+    v: Any  # [columns, Hv]
+
+
+def forward_layout(problem: Problem, tile: TileSizes) -> ForwardSmem:
+    """Returns the shared memory to allocate for a CTA of the forward."""
+    width, v_width = widths(problem)
+    exchange = None
+    if tile.shared_weights:
+        exchange = Exchange.scratch(tile.rows, tile.columns, problem.dtype)
+    return ForwardSmem(
+        q=buffer((tile.rows, max(width, v_width)), problem.dtype),
+        k=buffer((tile.slots, tile.columns, width), problem.dtype),
+        v=buffer((tile.slots, tile.columns, v_width), problem.dtype),
+        exchange=exchange,
+    )
+
+
+def dkv_layout(problem: Problem, tile: TileSizes) -> DkvSmem:
+    """Returns the shared memory to allocate for a CTA of the dK/dV kernel."""
+    width, v_width = widths(problem)
+    return DkvSmem(
+        k=buffer((tile.rows, width), problem.dtype),
+        v=buffer((tile.rows, v_width), problem.dtype),
+        q=buffer((SLOTS, tile.columns, width), problem.dtype),
+        do=buffer((tile.columns, v_width), problem.dtype),
+    )
+
+
+def dq_layout(problem: Problem, tile: TileSizes) -> DqSmem:
+    """Returns the shared memory to allocate for a CTA of the dQ kernel."""
+    width, v_width = widths(problem)
+    return DqSmem(
+        q=buffer((tile.rows, width), problem.dtype),
+        do=buffer((tile.rows, v_width), problem.dtype),
+        k=buffer((SLOTS, tile.columns, width), problem.dtype),
+        v=buffer((tile.columns, v_width), problem.dtype),
+    )
+
+
+def fused_width(problem: Problem) -> int:
+    """Returns the columns of every head-dim tile: one product reads tiles of Q or of dO."""
+    return round_up(max(problem.head_dim, problem.v_head_dim), WIDTH_UNIT)
+
+
+def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) -> FusedSmem:
+    """Returns the shared memory to allocate for a CTA of the fused backward."""
+    dtype, width = problem.dtype, fused_width(problem)
+    sums = DqSums(tile.columns, width, tile.vector, interpret)
+    return FusedSmem(
+        own=buffer((WARPGROUPS, tile.rows, width), dtype),
+        passing=Slot(
+            tiles=buffer((tile.slots, WARPGROUPS, tile.columns, width), dtype),
+            rows=plgpu.SMEM((tile.slots, WARPGROUPS, tile.columns), jnp.float32),
+        ),
+        weights=buffer((WARPGROUPS, tile.rows, tile.columns), dtype),
+        dq=sums.scratch(),
+        met=plgpu.Barrier(num_arrivals=WARPGROUPS) if interpret else None,
+    )
+
+
+def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
+    """Returns the shared memory to allocate for a CTA of score_lines.py."""
+    width, v_width = widths(problem)
+    of = lambda *shape: buffer(shape, problem.dtype)
+    return LinesSmem(
+        first=of(tile.rows, width),
+        second=of(tile.rows, v_width),
+        passing_first=of(tile.slots, tile.columns, width),
+        passing_second=of(tile.slots, tile.columns, v_width),
+    )
+
+
+def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
+    """Returns the shared memory to allocate for a CTA of score_tiles.py."""
+    width, v_width = widths(problem)
+    of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
+    meets = interpret and tile.warpgroups > 1
+    return TilesSmem(
+        q=of(tile.rows, width),
+        k=of(tile.columns, width),
+        do=of(tile.rows, v_width),
+        v=of(tile.columns, v_width),
+        met=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
+    )
+
+
+def decode_layout(problem: DecodeProblem, blocks: PortableDecodeBlocks) -> DecodeSmem:
+    """Returns the shared memory to allocate for a CTA of the decode kernel."""
+    width, v_width = widths(problem)
+    return DecodeSmem(
+        q=buffer((blocks.rows, width), problem.dtype),
+        k=buffer((blocks.columns, width), problem.dtype),
+        v=buffer((blocks.columns, v_width), problem.dtype),
+    )
+
+
+AT_ONCE_BYTES = 16 << 20  # of Q, dO and dQ of the heads that are worked on at one time: stay in L2
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedSizes:
+    """Tile sizes of the fused backward.
+
+    Attributes:
+        rows: keys of a CTA of eight warps, 64 or 128.
+        columns: queries of a step, 64 or 128.
+        slots: slots for tiles of Q and dO. With two, the next tile has most of a step to arrive,
+            and warps meet twice a step; with one, it has the time of dQ, and they meet three times.
+        vector: floats of dQ that one instruction adds: 1, or from 9.0 on 2 or 4.
+        heads: number of (batch entry, KV head) pairs whose CTAs run side by side.
+        mask_all: all tiles are masked, in one loop, if any tile is.
+        stagger: CTAs of a head start at different queries, where there is one loop.
+    """
+
+    rows: int
+    columns: int
+    slots: int
+    vector: int
+    heads: int
+    mask_all: bool
+    stagger: bool
+
+
+# By the largest head dim, the best that fits first: (rows, columns, slots).
+#
+# Bytes of shared memory read and written for each product decide (benchmarks/NOTES.md). At head
+# dim 64 they are 0.83 with 128 queries of those with 64; there two slots are 1.06 of one (H200,
+# causal 1.07), at 256 0.97 and 0.96. At 192, and at 256 with modifiers, one slot spills more.
+_SHAPES = {
+    64: ((128, 128, 2), (128, 128, 1), (128, 64, 1)),
+    128: ((128, 64, 2), (128, 64, 1), (64, 64, 1)),
+    192: ((64, 64, 2), (64, 64, 1)),
+    256: ((64, 64, 1),),
+}
+_MODIFIED = _SHAPES | {256: _SHAPES[192]}
+# 128 queries at head dim 128 are 1.06 of 64 without a mask, causal 0.98. They spill 4 bytes on 9.0,
+# ragged 4 more, and 4 on 10.0 in float16, where nothing was timed and 64 are taken.
+_PLAIN_FUSED = _SHAPES | {128: ((128, 128, 1), *_SHAPES[128])}
+# Each modifier takes registers; all of them together spill 500 to 700 bytes with the above.
+_SMALLER = {
+    64: ((128, 64, 2), (128, 64, 1)),
+    128: ((64, 64, 2), (64, 64, 1)),
+    256: _SHAPES[192],
+}
+MANY_MODIFIERS = 5
+
+
+def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
+    """Returns the bytes of shared memory that a CTA takes."""
+    return shared_memory(fused_layout(problem, tile))
+
+
+def choose_fused(
+    problem: Problem, vector: int, shared: int, *, pairs: bool = False
+) -> FusedSizes | None:
+    """Chooses the default tile sizes; returns None if no tile fits.
+
+    Args:
+        problem: what is computed.
+        vector: the most floats that one instruction adds.
+        shared: bytes of shared memory that a CTA may ask for.
+        pairs: one instruction adds the floats of two registers; see blocks.PAIRS.
+    """
+    limit = fused_width(problem)
+    heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
+    count = modifiers(problem)
+    plain = full and problem.kv_len % 128 == 0 and not pairs
+    table = _MODIFIED if count else _PLAIN_FUSED if plain else _SHAPES
+    table = table if count < MANY_MODIFIERS else _SMALLER
+    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    for rows, columns, slots in shapes:
+        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all=True, stagger=full)
+        if fused_bytes(tile, problem) <= shared:
+            return tile
+    return None
+
+
+def modifiers(problem: Problem) -> int:
+    """Returns the number of score modifiers, not counting the band."""
+    spec = problem.spec
+    functions = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
+    return len(problem.features) + functions
+
+
+def _heads_at_once(problem: Problem) -> int:
+    each = 8 * problem.q_len * problem.head_dim * problem.group
+    pairs = problem.kv_heads * problem.batch
+    sections = -(-pairs // max(1, AT_ONCE_BYTES // each))
+    return -(-pairs // sections)
+
+
+def fault(tile: FusedSizes, vector: int) -> str | None:
+    """Returns why the kernel cannot take these sizes, or None; `vector` is the GPU's maximum."""
+    if tile.rows not in (64, 128) or tile.columns not in (64, 128):
+        return "rows and columns must be 64 or 128"
+    if tile.slots not in (1, 2):
+        return "slots must be 1 or 2"
+    if tile.vector not in (1, 2, 4) or tile.vector > vector:
+        return f"vector must be 1{', 2 or 4' if vector > 1 else ' before compute capability 9.0'}"
+    return None
+
+
+ENOUGH_BLOCKS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
+# Head dim up to which the bias of a tile stays in registers: 1.12 of the whole backward (H200,
+# B = 128, 4 heads of 64, T = 1024). At 128 it is 1.07 and spills 60 bytes.
+MOST_TO_KEEP = 64
+PIECE = 32  # columns of a warpgroup whose S and dP are in registers at one time
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreTiles:
+    """Tile sizes of the sums over batch entries and heads.
+
+    Attributes:
+        rows: queries of a tile, 64 or 128.
+        columns: keys of a tile, of which each warpgroup has an equal part.
+        warpgroups: 1 or 2.
+        slots: 1 or 2 tiles of each of Q, K, V and dO.
+        keep_bias: the bias of a tile stays in registers.
+    """
+
+    rows: int
+    columns: int
+    warpgroups: int
+    slots: int
+    keep_bias: bool
+
+    def bytes(self, problem: Problem) -> int:
+        """Returns the bytes of shared memory of a CTA."""
+        return shared_memory(score_tiles(problem, self))
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why the kernel cannot take these sizes, or None."""
+        if self.rows not in (64, 128) or not {self.warpgroups, self.slots} <= {1, 2}:
+            return "rows must be 64 or 128, warpgroups and slots 1 or 2"
+        if self.columns <= 0 or self.columns % (16 * self.warpgroups):
+            return f"columns must be a multiple of {16 * self.warpgroups}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreLines:
+    """Tile sizes of the sums over keys for every query, and over queries for every key.
+
+    Attributes:
+        rows: queries, or keys, that a CTA of four warps owns: 64 or 128.
+        columns: keys, or queries, of a tile that streams by: a multiple of 16.
+        slots: 1 or 2 tiles of what streams by.
+    """
+
+    rows: int
+    columns: int
+    slots: int
+
+    def bytes(self, problem: Problem) -> int:
+        """Returns the bytes of shared memory of a CTA."""
+        return shared_memory(score_lines(problem, self))
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why the kernel cannot take these sizes, or None."""
+        if self.rows not in (64, 128) or self.slots not in (1, 2):
+            return "rows must be 64 or 128, slots 1 or 2"
+        if self.columns % 16 or not 0 < self.columns <= LONGEST_TILE:
+            return f"columns must be a multiple of 16 up to {LONGEST_TILE}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreBlocks:
+    """Tile sizes of the kernels that a call's gradients may need; None where it needs none."""
+
+    tile: Any = None  # ScoreTiles
+    lines: Any = None  # ScoreLines
+
+
+# By the largest head dim: (rows, columns, warpgroups, slots), the first that fits. A step copies
+# rows + columns of two arrays each for rows x columns scores.
+_SCORE_TILES = {
+    64: ((128, 128, 2, 2), (128, 128, 2, 1), (128, 64, 2, 1)),
+    128: ((128, 128, 2, 1), (64, 64, 2, 1)),
+    256: ((128, 64, 2, 1), (64, 64, 2, 1), (64, 16, 1, 1)),
+}
+# (rows, columns, slots): the first of which a multiprocessor holds two blocks, else the first that
+# fits, as four warps alone leave nothing to run while they wait.
+_LINES = {
+    64: ((128, 64, 2), (64, 64, 2), (64, 32, 2)),
+    128: ((128, 32, 2), (64, 32, 2), (64, 32, 1)),
+    256: ((64, 32, 2), (64, 32, 1), (64, 16, 1)),
+}
+# Where more than a bias changes scores, a mask too: else 32 to 140 bytes of spills at head dim 128.
+_MODIFIED_TILES = _SCORE_TILES | {128: ((128, 64, 2, 2), (128, 64, 2, 1), (64, 64, 2, 1))}
+# Each modifier takes registers: with many of them these.
+_TILES_OF_MANY = {
+    64: ((128, 64, 2, 2), (128, 64, 2, 1)),
+    128: ((64, 64, 2, 2), (64, 64, 2, 1)),
+    256: ((64, 64, 2, 1), (64, 16, 1, 1)),
+}
+_LINES_OF_MANY = {
+    64: ((64, 32, 2),),
+    128: ((64, 32, 2), (64, 32, 1)),
+    256: ((64, 16, 2), (64, 16, 1)),
+}
+
+
+def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | ScoreLines]:
+    """Chooses tile sizes by kernel name, for only those kernels whose gradients a call can have.
+
+    Args:
+        problem: what is computed.
+        shared: bytes of shared memory that a CTA may ask for.
+    """
+    found: dict[str, ScoreTiles | ScoreLines] = {}
+    tiled = auxiliary_arrays.kind(problem.bias_shape, q_axis=0) == "tile"
+    if tiled:
+        found["score_tiles"] = choose_tile(problem, shared)
+    if problem.features & {"alibi_slopes", "score_params"} or (
+        problem.bias_shape is not None and not tiled
+    ):
+        found["score_lines"] = choose_lines(problem, shared)
+    return found
+
+
+def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
+    """Chooses the sizes of score_tiles.py for `choose_scores`."""
+    limit, plain = max(widths(problem)), _sums_are_plain(problem)
+    table = _SCORE_TILES if plain else _MODIFIED_TILES
+    if modifiers(problem) >= MANY_MODIFIERS:
+        table = _TILES_OF_MANY
+    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    for shape in shapes:
+        tile = ScoreTiles(*shape, keep_bias=plain and limit <= MOST_TO_KEEP)
+        if tile.bytes(problem) <= shared:
+            return tile
+    raise AssertionError(f"{problem}: no tile fits into {shared} bytes of shared memory")
+
+
+def choose_lines(problem: Problem, shared: int) -> ScoreLines:
+    """Chooses the sizes of score_lines.py for `choose_scores`."""
+    limit = max(widths(problem))
+    table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
+    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    for blocks in (2, 1):
+        for tile in (ScoreLines(*shape) for shape in shapes):
+            if blocks * tile.bytes(problem) <= shared:
+                return tile
+    raise AssertionError(f"{problem}: no tile fits into {shared} bytes of shared memory")
+
+
+def _sums_are_plain(problem: Problem) -> bool:
+    """Checks that a bias is all that changes scores, except scalars per batch entry and head."""
+    spec = problem.spec
+    changed = spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None
+    if any(x is not None for x in changed) or not spec.mask.is_trivial:
+        return False
+    return problem.features <= {"bias", "sinks", "q_lengths", "q_offset"}
+
+
+# Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
+# of technical specifications). A multiprocessor has 1 KB more, and keeps that for each block on it.
+SHARED_MEMORY = {
+    "8.0": 163 * 1024,
+    "8.6": 99 * 1024,
+    "8.9": 99 * 1024,
+    "9.0": 227 * 1024,
+    "10.0": 227 * 1024,
+    "10.3": 227 * 1024,
+    "12.0": 99 * 1024,
+    "12.1": 99 * 1024,
+}
+SMALLEST = 99 * 1024  # what every one of them has
+RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
+WIDEST = 256  # head dim
+MOST_COLUMNS = 256  # side_arrays.LONGEST_TILE: vectors are padded for no longer tiles
+FEWEST_COLUMNS = 16  # of a tile: one mma sums as many
+# From 10.0 on additions of two neighbours are one instruction on pairs of registers. On 10.0 the
+# forward then spills 120 to 320 bytes with the tiles of _PLAIN; on 12.0 it spills none.
+PAIRS = "10."
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """Tile sizes of one kernel.
+
+    Attributes:
+        rows: rows of a CTA of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
+        columns: what streams by in a step, a multiple of 16: keys, or queries in the dK/dV kernel.
+        slots: number of K tiles, and of V tiles, that the forward buffers (key_stream.py), 1 or 2;
+            1 in other kernels.
+        shared_weights: P goes through shared memory (folding.py); only in the forward.
+    """
+
+    rows: int
+    columns: int
+    slots: int = 1
+    shared_weights: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitSizes:
+    """Tile sizes of the deterministic backward, which also runs where no fused tile fits."""
+
+    dkv: TileSizes
+    dq: TileSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableBlocks:
+    """Tile sizes of the kernels that a call and its gradient run."""
+
+    forward: TileSizes
+    backward: FusedSizes | SplitSizes
+    scores: ScoreBlocks = ScoreBlocks()
+
+
+def choose_blocks(
+    problem: Problem, override: dict[str, Any] | None, capability: str
+) -> PortableBlocks:
+    """Chooses tile sizes and replaces the fields that `override` names.
+
+    Args:
+        problem: what is computed.
+        override: fields of the sizes to replace, by kernel.
+        capability: compute capability of the GPU, such as "8.0".
+
+    Raises:
+        ValueError: `override` names a kernel that does not run or an unknown field, or gives sizes
+            that the kernel cannot take.
+    """
+    chosen, most = _choose(problem, capability), memory_of(capability) - RESERVED
+    vector = most_added(capability)
+    fused = choose_fused(problem, vector, most, pairs=capability.startswith(PAIRS))
+    if not problem.spec.deterministic and fused:
+        chosen = {"forward": chosen["forward"], "fused": fused}
+    chosen |= choose_scores(problem, most)
+    for name, fields in (override or {}).items():
+        tile = chosen[name] = _overridden(name, fields, chosen)
+        taken = bytes_of(name, tile, problem)
+        reason = _fault(name, tile, vector)
+        if reason is None and taken > most:
+            reason = f"takes {taken} bytes of shared memory of {most}: pass fewer rows or columns"
+        if reason:
+            raise ValueError(f"blocks[{name!r}] is {tile}: {reason}")
+    backward = chosen.get("fused") or SplitSizes(chosen["dkv"], chosen["dq"])
+    scores = ScoreBlocks(chosen.get("score_tiles"), chosen.get("score_lines"))
+    return PortableBlocks(chosen["forward"], backward, scores)
+
+
+def memory_of(capability: str) -> int:
+    """Returns the bytes of shared memory that a CTA may have."""
+    return SHARED_MEMORY.get(capability, SMALLEST)
+
+
+def most_added(capability: str) -> int:
+    """Returns how many floats in device memory one instruction adds to (PTX ISA 9.0, red)."""
+    major = capability.split(".")[0]
+    return 4 if major.isdecimal() and int(major) >= 9 else 1
+
+
+# Tiles by the largest head dim: those without spills with any modifiers, causal or not (compile
+# report), on every GPU. What streams by is read from shared memory once for every 64 rows, so the
+# forward has 128 where they and the accumulator fit in 255 registers.
+_TILES = {
+    64: {"forward": TileSizes(128, 64), "dkv": TileSizes(64, 64), "dq": TileSizes(64, 64)},
+    128: {"forward": TileSizes(128, 32), "dkv": TileSizes(64, 32), "dq": TileSizes(64, 32)},
+    WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
+}
+# The forward's where nothing but a causal mask changes scores: 3 to 9 % faster on an H200 than
+# those above (benchmarks/NOTES.md). The first of which a multiprocessor holds two blocks, else the
+# first that fits: four warps alone are one for each scheduler, and nothing runs while it waits.
+_PLAIN = {
+    64: (TileSizes(128, 128), TileSizes(128, 64)),
+    128: (TileSizes(128, 64),),
+    192: (TileSizes(64, 64), TileSizes(64, 48)),
+    WIDEST: (TileSizes(64, 64), TileSizes(64, 48), TileSizes(64, 32)),
+}
+_FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all of them
+
+
+def bytes_of(name: str, tile, problem: Problem) -> int:
+    """Returns the bytes of shared memory that a CTA of a kernel takes."""
+    layout = {"forward": forward_layout, "dkv": dkv_layout, "dq": dq_layout}[name]
+    return shared_memory(layout(problem, tile))
+
+
+def _choose(problem: Problem, capability: str) -> dict[str, Any]:
+    limit = max(widths(problem))
+    chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
+    if _is_plain(problem) and not capability.startswith(PAIRS):
+        tiles = next(tiles for widest, tiles in _PLAIN.items() if limit <= widest)
+        if _shares(problem):
+            tiles = tuple(dataclasses.replace(tile, shared_weights=True) for tile in tiles)
+        chosen["forward"] = _roomy(problem, tiles, memory_of(capability))
+    elif _shares(problem):
+        chosen["forward"] = dataclasses.replace(chosen["forward"], shared_weights=True)
+    if not _crowded(problem):
+        return chosen
+    half = lambda tile: dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
+    return {name: half(tile) for name, tile in chosen.items()}
+
+
+def _shares(problem: Problem) -> bool:
+    """Returns whether O has so many columns that P goes through shared memory.
+
+    For 64 rows, 64 keys and 256 columns a warp then reads and writes 58 KB instead of 72 KB. For
+    128 rows and 128 columns it would be 44 KB instead of 40 KB.
+    """
+    columns = widths(problem)[1]
+    return columns > _FEW_COLUMNS and Grid.of(WARPGROUP_ROWS, columns).across > 1
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Returns whether nothing but a causal mask changes the scores of Q and K.
+
+    A window's tiles are masked at both ends, which is wasted work where they are wide. They also
+    take a third loop over keys: 28 bytes of spills with 128 columns on 9.0, 160 with 64 at head dim
+    128.
+    """
+    spec = problem.spec
+    changed = (spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None)
+    if any(x is not None for x in (*changed, spec.mask.left)):
+        return False
+    changing = {"bias", "mask", "alibi_slopes", "q_segments", "kv_lengths", "q_lengths"}
+    return not problem.features & changing
+
+
+def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileSizes:
+    """Returns the first tile of which two CTAs fit on an SM, else the first of which one does."""
+    for blocks in (2, 1):
+        for tile in tiles:
+            taken = bytes_of("forward", tile, problem) + 2 * RESERVED
+            if blocks * taken <= shared + RESERVED:
+                return tile
+    raise AssertionError(f"{problem}: a block must have {shared} bytes of shared memory or fewer")
+
+
+def _crowded(problem: Problem) -> bool:
+    """Returns whether a bias or mask meets another modifier.
+
+    Either takes as many registers as the scores do, besides its addresses. At head dims 64 and 128
+    that leaves room for the band and little else. With all columns, a bias and a mask, or a bias
+    with segment ids and dropout, make dK/dV spill 8 to 96 bytes, and all modifiers at once make the
+    forward spill 96 to 184.
+    """
+    return bool(problem.features & {"bias", "mask"}) and modifiers(problem) > 1
+
+
+def _overridden(name, fields, chosen):
+    if name not in chosen:
+        raise ValueError(
+            f"blocks has {name!r}: on the portable backend this call runs the kernels "
+            f"{', '.join(map(repr, chosen))}; pass blocks={{{next(iter(chosen))!r}: {{...}}}}"
+        )
+    known = {field.name for field in dataclasses.fields(chosen[name])}
+    if not isinstance(fields, dict) or not known.issuperset(fields):
+        raise ValueError(f"blocks[{name!r}] is {fields!r}: a dict with keys of {sorted(known)}")
+    for field, value in fields.items():
+        kind = type(getattr(chosen[name], field))
+        if type(value) is not kind or (kind is int and value < 1):
+            wanted = "True or False" if kind is bool else "a positive int"
+            raise ValueError(f"blocks[{name!r}][{field!r}] is {value!r}: {wanted}")
+    return dataclasses.replace(chosen[name], **fields)
+
+
+def _fault(name: str, tile, vector: int) -> str | None:
+    if isinstance(tile, FusedSizes):
+        return fault(tile, vector)
+    if isinstance(tile, ScoreTiles | ScoreLines):
+        return tile.fault
+    if tile.slots not in ((1, 2) if name == "forward" else (1,)):
+        return "slots must be 1, or 2 of the forward"
+    if tile.rows not in (64, 128) or tile.columns % 16 or not 0 < tile.columns <= MOST_COLUMNS:
+        return f"rows must be 64 or 128, columns a multiple of 16 up to {MOST_COLUMNS}"
+    return None
+
+
+BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
+MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
+
+MOST_DECODE_COLUMNS, LEAST_COLUMNS = (
+    64,
+    32,
+)  # keys of a step: a tile of K or of V is always on its way
+WIDE = 128  # above this head dim 64 columns spill: of head dim 256, 64 to 704 bytes on a B200
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableDecodeBlocks:
+    """Tile sizes and number of splits of a decode call.
+
+    Attributes:
+        columns: keys per step, 32 or 64.
+        num_splits: number of splits in which the keys of a sequence are read.
+        rows: rows of a CTA of four warps; a row is a (query, head of a group).
+    """
+
+    columns: int
+    num_splits: int
+    rows: int = WARPGROUP_ROWS
+
+
+def row_tiles(problem: DecodeProblem) -> int:
+    """Returns the number of row tiles that the queries and heads of one KV head fill."""
+    return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
+
+
+def unsupported(problem: DecodeProblem) -> str | None:
+    """Returns why the kernel does not take this problem on any GPU, or None."""
+    if problem.dtype not in DTYPES:
+        return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
+    if problem.quantised:
+        return f"reads caches in the dtype of q, {problem.dtype}, not in {problem.kv_dtype}"
+    for width in (problem.head_dim, problem.v_head_dim):
+        if width > WIDEST:
+            return f"takes head dims up to {WIDEST}, not {width}"
+        if whole := -width % HEAD_DIM_MULTIPLE:
+            return f"would have to copy a cache with head dim {width}: pad it to {width + whole}"
+    # Both are the third grid dimension.
+    if problem.batch * (problem.spec.num_splits or 1) > MAX_GRID:
+        return f"takes batches times num_splits up to {MAX_GRID}: split the batch"
+    return None
+
+
+def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> PortableDecodeBlocks:
+    """Chooses tile sizes and a number of splits, with the aim of two CTAs per SM.
+
+    Args:
+        problem: what is computed.
+        multiprocessors: number of SMs of the GPU.
+        shared: bytes of shared memory that a CTA may have.
+    """
+    splits = problem.spec.num_splits or _splits(problem, multiprocessors)
+    return PortableDecodeBlocks(_columns(problem, shared), splits)
+
+
+def _columns(problem: DecodeProblem, shared: int) -> int:
+    """Returns 64 where two CTAs then share an SM and head dims are at most WIDE, else 32.
+
+    At head dim 128 two CTAs with 64 columns take 104 KB.
+    """
+    width, v_width = widths(problem)
+    most = shared_memory(decode_layout(problem, PortableDecodeBlocks(MOST_DECODE_COLUMNS, 1)))
+    # A multiprocessor has what one block may have and what is kept for it.
+    both = BLOCKS_PER_MULTIPROCESSOR * (most + RESERVED) <= shared + RESERVED
+    return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
+
+
+def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
+    """Returns enough splits for two CTAs per SM, of at least MIN_KEYS keys each.
+
+    A sliding window shortens what is read.
+    """
+    visible = problem.kv_len
+    if problem.spec.window_left is not None:
+        visible = min(visible, problem.spec.window_left + problem.q_len)
+    each = problem.batch * problem.kv_heads * row_tiles(problem)
+    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors // each)
+    return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))

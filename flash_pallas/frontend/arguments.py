@@ -1,0 +1,333 @@
+"""The optional arguments of `flash_attention`, checked and in the form that a backend reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import dropout, explicit_axes, mods
+from ..core.mask import Mask
+from . import hints
+from .numbers import as_int32, is_array, seed_words
+
+# Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
+MAX_OFFSET = 2**30
+# Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
+LARGEST_SINK = 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The optional arguments of `flash_attention`, with their defaults.
+
+    All but q, k, v, `backend` and `blocks`; only `flash_attention_with_max_logit` sets max_logit.
+    """
+
+    causal: bool = False
+    window: Any = None
+    scale: Any = None
+    q_offset: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    bias: Any = None
+    mask: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    dropout_rate: Any = 0.0
+    dropout_seed: Any = None
+    broadcast_dropout: bool = False
+    shard_axes: Any = None
+    score_mod: Any = None
+    mask_mod: Any = None
+    deterministic: bool = False
+    precision: Any = None
+    max_logit: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of one call: the user's batch dimensions, lengths and heads."""
+
+    batch_shape: tuple[int, ...]
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    dtype: Any
+    first: tuple[Any, Any] = (0, 0)  # numbers of entry 0 and head 0 in the whole arrays
+
+    @property
+    def batch(self) -> int:
+        """Number of entries of all batch dimensions together."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def score_dtype(self):
+        """Dtype of scores, sums and everything per row."""
+        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+
+
+def flag(name: str, value) -> bool:
+    """Checks that `value` is a static bool and returns it as a Python bool."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{name} is an array, but it must be static, a Python bool: under jax.jit list it in "
+            "static_argnames"
+        )
+    raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
+
+
+def band(causal, window) -> Mask:
+    """Returns `causal` and `window` as one mask."""
+    left, right = _window(window)
+    if flag("causal", causal):
+        right = 0
+    return Mask(left, right)
+
+
+def _window(window) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(
+            f"window is {window!r}: it must be an int or (left, right), how many keys are visible "
+            "on either side of a query; None on one side is unbounded"
+        )
+    return _side(window, sides[0]), _side(window, sides[1])
+
+
+def _side(window, side) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, jax.core.Tracer):
+        raise TypeError(
+            "window is traced, but it must be static: list it in static_argnames, or hide keys by "
+            "mask_mod=lambda b, n, i, j: i - j <= window, which may capture a traced number (and "
+            "skips no tiles)"
+        )
+    try:
+        size = operator.index(side)
+    except TypeError:
+        size = None
+    if size is None or isinstance(side, (bool, np.bool_)):
+        raise TypeError(f"window must be an int or a pair of ints, got {window!r}")
+    if size < 0:
+        raise ValueError(
+            f"window is {window!r}: its entries must be at least 0; use None for unbounded, as in "
+            "(None, 0)"
+        )
+    return min(size, MAX_OFFSET)
+
+
+def offset(q_offset, sizes: Sizes, causal: bool = False):
+    """Returns (int, None) for an offset known now, (0, int32[B]) for an array.
+
+    Positions beyond 2**30 would wrap: such an int, or one in a numpy array, is refused; in a jax
+    array it is clipped, which hides and shows the same keys.
+    """
+    if q_offset is None:
+        if causal and sizes.q_len == 1 < sizes.kv_len:
+            raise ValueError(hints.one_causal_query(sizes.kv_len))
+        return 0, None
+    if isinstance(q_offset, (jax.Array, np.ndarray)):
+        if isinstance(q_offset, np.ndarray) and np.issubdtype(q_offset.dtype, np.integer):
+            for found in (q_offset.min(initial=0), q_offset.max(initial=0)):
+                _check_offset(int(found))
+        found = _per_entry("q_offset", q_offset, sizes)
+        return 0, jax.lax.clamp(jnp.int32(-MAX_OFFSET), found, jnp.int32(MAX_OFFSET))
+    try:
+        found = operator.index(q_offset)
+    except TypeError:
+        found = None
+    if found is None or isinstance(q_offset, (bool, np.bool_)):
+        raise TypeError(
+            f"q_offset must be an int or an int32 array of the batch's shape, got {q_offset!r}"
+        )
+    _check_offset(found)
+    return found, None
+
+
+def _check_offset(found: int):
+    if abs(found) > MAX_OFFSET:
+        raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
+
+
+def lengths(name: str, value, longest: int | None, sizes: Sizes):
+    """Returns int32[B] clipped to [0, longest] (not clipped if `longest` is None), or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int32 array {sizes.batch_shape}, got {value!r}")
+    value = as_int32(name, value) if isinstance(value, int) else value
+    value = _per_entry(name, value, sizes)
+    return value if longest is None else jnp.clip(value, 0, longest)
+
+
+def _per_entry(name: str, value, sizes: Sizes):
+    """Returns int32[B] from one integer per batch entry, or from one for all."""
+    value = _integers(name, value, sizes.batch_shape)
+    if value.shape not in ((), sizes.batch_shape):
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per batch entry, {sizes.batch_shape}, "
+            "or a scalar for all"
+        )
+    return explicit_axes.folded(jnp.broadcast_to(value, sizes.batch_shape), 0)
+
+
+def segments(q_ids, kv_ids, sizes: Sizes):
+    """Returns (int32[B, T], int32[B, S]) with -1 and -2 for padding, or (None, None)."""
+    if (q_ids is None) != (kv_ids is None):
+        missing = "q_segment_ids" if q_ids is None else "kv_segment_ids"
+        raise ValueError(
+            f"{missing} is None: q_segment_ids and kv_segment_ids must be given together; in "
+            "self-attention they are the same array"
+        )
+    if q_ids is None:
+        return None, None
+    q = _ids("q_segment_ids", q_ids, sizes.q_len, sizes)
+    kv = _ids("kv_segment_ids", kv_ids, sizes.kv_len, sizes)
+    return jnp.where(q < 0, -1, q), jnp.where(kv < 0, -2, kv)
+
+
+def _ids(name: str, ids, length: int, sizes: Sizes):
+    shape = (*sizes.batch_shape, length)
+    ids = _integers(name, ids, shape)
+    if ids.shape != shape:
+        raise ValueError(f"{name} has shape {ids.shape}: it must be [*batch, length], {shape}")
+    return explicit_axes.folded(ids, 1)
+
+
+def bias(value, sizes: Sizes):
+    """Checks a bias; returns [Bb, N or 1, T or 1, S or 1] of a float dtype, or None."""
+    if value is None:
+        return None
+    value = _array("bias", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"bias has dtype {value.dtype}: it must be a float; use mask for booleans")
+    if value.dtype == jnp.float64 and sizes.dtype != jnp.float64:
+        raise TypeError("bias is float64 and q is not: cast with bias.astype(jnp.float32)")
+    return _pairwise("bias", value, sizes)
+
+
+def mask(value, sizes: Sizes):
+    """Checks a mask; returns bool [Bb, N or 1, T or 1, S or 1], or None."""
+    if value is None:
+        return None
+    value = _array("mask", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
+    if value.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask has dtype {value.dtype}: it must be bool (True is visible); cast a mask of 0 "
+            "and 1 with mask.astype(bool), and pass what is added to the scores as bias"
+        )
+    return _pairwise("mask", value, sizes)
+
+
+def _pairwise(name: str, x, sizes: Sizes):
+    """Folds the batch dimensions of x [*B, N, T, S], whose axes are each full or 1."""
+    full = (*sizes.batch_shape, sizes.q_heads, sizes.q_len, sizes.kv_len)
+    fits = x.ndim == len(full) and all(a in (1, b) for a, b in zip(x.shape, full, strict=True))
+    if not fits:
+        hint = hints.missing_axes(name, x.shape, full)
+        if x.ndim == len(full) and x.shape[-3] == sizes.kv_heads != sizes.q_heads:
+            hint = f"; heads are those of q: repeat each {sizes.q_heads // sizes.kv_heads} times"
+        raise ValueError(
+            f"{name} has shape {x.shape}: it must be [*batch, heads, q_length, kv_length], each as "
+            f"in {full} or 1{hint}"
+        )
+    batch = x.shape[:-3]
+    # Entry b of the batch reads entry b // (B // Bb), so what is shared must come last.
+    split = next((i for i, n in enumerate(batch) if n != sizes.batch_shape[i]), len(batch))
+    if any(n > 1 for n in batch[split:]):
+        x = jnp.broadcast_to(x, (*sizes.batch_shape, *x.shape[-3:]))
+    return explicit_axes.folded(x, 3)
+
+
+def slopes(value, sizes: Sizes):
+    """Returns ALiBi slopes, [B, N] in the dtype of scores, or None."""
+    return None if value is None else _per_head("alibi_slopes", value, sizes)
+
+
+def sinks(value, sizes: Sizes):
+    """Returns sink logits, [B, N] in the dtype of scores, or None."""
+    if value is None:
+        return None
+    # In the sums an infinite logit would be subtracted from itself.
+    return jnp.minimum(_per_head("sinks", value, sizes), LARGEST_SINK)
+
+
+def _per_head(name: str, value, sizes: Sizes):
+    shapes = (sizes.q_heads,), (*sizes.batch_shape, sizes.q_heads)
+    value = _array(name, value, shapes[0])
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+    if value.shape not in shapes:
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per query head, {shapes[0]}, or one "
+            f"per batch entry and head, {shapes[1]}"
+        )
+    return explicit_axes.folded(jnp.broadcast_to(value.astype(sizes.score_dtype), shapes[1]), 1)
+
+
+def dropout_rate(value) -> float:
+    """Checks the share of weights that is dropped; returns it as a float."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("dropout_rate is traced, but it must be static: list it in static_argnames")
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"dropout_rate must be a Python number, got {value!r}")
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_rate is {value}: it must be in [0, 1)")
+    return float(value)
+
+
+def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
+    """Returns uint32[B, N], the dropout key of each batch entry and head; None without dropout."""
+    shared = flag("broadcast_dropout", broadcast)
+    if rate == 0.0:
+        return None
+    if seed is None:
+        raise ValueError(
+            f"dropout_rate is {rate} and dropout_seed is None: pass a key, as in "
+            "dropout_seed=jax.random.key(0), a new one for every call"
+        )
+    batch, heads = (1, 1) if shared else (sizes.batch, sizes.q_heads)
+    first = (0, 0) if shared else sizes.first
+    keys = dropout.call_keys(seed_words(seed), batch, heads, first)
+    return jnp.broadcast_to(keys, (sizes.batch, sizes.q_heads))
+
+
+def mod(name: str, function, sizes: Sizes):
+    """Traces a user's function; returns (Mod, its [B, N] arrays), or (None, ()) without one."""
+    if function is None:
+        return None, ()
+    if not callable(function):
+        raise TypeError(f"{name} must be a function, got {function!r}")
+    dtype = sizes.score_dtype if name == "score_mod" else None
+    try:
+        return mods.trace(function, sizes.batch, sizes.q_heads, dtype, sizes.first)
+    except mods.NotElementwise as error:
+        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
+
+
+def _array(name: str, x, shape):
+    if not is_array(x):
+        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+    return jnp.asarray(x)
+
+
+def _integers(name: str, x, shape):
+    """Converts an array of any integer dtype to int32."""
+    if not is_array(x):
+        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+    return as_int32(name, x)

@@ -1,0 +1,308 @@
+"""Canonical form of a user's call. Wrong operands and options raise here or in arguments.py.
+
+Layout: q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv], any number of leading batch dimensions.
+Positions: query i sits at q_offset + i, key j at j, so q_offset = 0 aligns the first query with the
+first key and q_offset = S - T the last query with the last key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import explicit_axes, padding
+from ..core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
+from ..transforms import sharding
+from . import arguments as checks
+from . import hints, numbers
+from .arguments import Arguments
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call in canonical form.
+
+    Attributes:
+        spec: static parameters, everything but the arrays.
+        operands: the arrays, their batch dimensions folded into one.
+        problem: the shapes and dtypes of the operands, with the spec.
+        batch_shape: the user's batch dimensions, to be restored by `unfold`.
+        queries: the user's queries, whose batch dimensions say how those of the outputs are
+            sharded.
+    """
+
+    spec: AttentionSpec
+    operands: Operands
+    problem: Problem
+    batch_shape: tuple[int, ...]
+    queries: Any
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no query or no key: the answer is known without a backend."""
+        return 0 in (self.problem.batch, self.problem.q_len, self.problem.kv_len)
+
+    def empty_result(self):
+        """Returns (o, lse, max_logit or None) of an empty call, unfolded: rows without keys."""
+        p, sinks = self.problem, self.operands.sinks
+        rows = (*self.batch_shape, p.q_heads, p.q_len)
+        o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
+        lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
+        none = jnp.full(rows, -jnp.inf, lse_dtype)
+        most = none if p.spec.max_logit else None
+        if sinks is None:
+            return o, none, most
+        lse = jnp.broadcast_to(sinks[..., None], (*sinks.shape, p.q_len))
+        within = padding.queries_within(self.operands)
+        if within is not None:
+            lse = jnp.where(within[:, None], lse, -jnp.inf)
+        return o, lse.reshape(rows), most
+
+    def unfold(self, o, lse, max_logit=None):
+        """Returns the outputs with the user's batch dimensions."""
+        if len(self.batch_shape) == 1:  # reshapes that do nothing cost an eager call 30 us
+            return o, lse, max_logit
+        restore = lambda x: explicit_axes.unfolded(x, self.batch_shape, self.queries)
+        return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
+
+
+def canonicalize(q, k, v, arguments: Arguments) -> Call:
+    """Checks the arguments of `flash_attention` and puts them in canonical form.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or traced where it must be static.
+        ValueError: shapes that do not fit together, or a value out of range.
+        NotImplementedError: a floating dtype that no backend takes.
+    """
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    check_dtypes(q, k, v)
+    check_shapes(q, k, v)
+    batch_shape, (q_len, q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
+    first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
+    sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
+    queries = q
+    q, scale = positive_scale(q, numbers.scale(arguments.scale, head_dim))
+    fold = lambda x: x if len(batch_shape) == 1 else explicit_axes.folded(x, 3)
+    spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
+    return Call(spec, operands, describe(operands, spec), batch_shape, queries)
+
+
+def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):
+    """Returns (spec, operands) with everything optional in them."""
+    rate = checks.dropout_rate(a.dropout_rate)
+    score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
+    mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
+    q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
+    band = checks.band(a.causal, a.window)
+    static_offset, traced_offset = checks.offset(a.q_offset, sizes, causal=band.right == 0)
+    slopes = checks.slopes(a.alibi_slopes, sizes)
+    if band.is_trivial and slopes is None and not rate and not score_mod and not mask_mod:
+        # Nothing reads a position, and one compiled call serves every offset.
+        static_offset, traced_offset = 0, None
+    spec = AttentionSpec(
+        scale=scale,
+        mask=band,
+        q_offset=static_offset,
+        softcap=numbers.softcap(a.softcap),
+        dropout_rate=rate,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        deterministic=checks.flag("deterministic", a.deterministic),
+        precision=_precision(a.precision, sizes.dtype),
+        max_logit=checks.flag("max_logit", a.max_logit),
+    )
+    return spec, operands._replace(
+        q_offset=traced_offset,
+        q_lengths=checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes),
+        kv_lengths=checks.lengths("kv_lengths", a.kv_lengths, sizes.kv_len, sizes),
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        bias=checks.bias(a.bias, sizes),
+        mask=checks.mask(a.mask, sizes),
+        alibi_slopes=slopes,
+        sinks=checks.sinks(a.sinks, sizes),
+        dropout_keys=checks.dropout_keys(rate, a.dropout_seed, a.broadcast_dropout, sizes),
+        score_params=score_params,
+        mask_params=mask_params,
+    )
+
+
+def _precision(value, dtype) -> str:
+    """Returns one of PRECISIONS; always "high" if the dtype leaves no choice."""
+    name = value.name.lower() if isinstance(value, jax.lax.Precision) else value
+    if name is not None and (not isinstance(name, str) or name not in PRECISIONS):
+        raise ValueError(
+            f"precision is {value!r}: choose one of {', '.join(map(repr, PRECISIONS))}, the same "
+            "of jax.lax.Precision, or None for 'high'"
+        )
+    return "high" if name is None or dtype != jnp.float32 else name
+
+
+def positive_scale(q, scale: float):
+    """Returns (q, scale) with a positive scale and the same scores.
+
+    The running row max is taken before scaling.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (jnp.zeros_like(q), 1.0)
+
+
+def check_blocks(blocks) -> dict[str, Any] | None:
+    """Returns the tile sizes asked for, as a dict.
+
+    Raises:
+        TypeError: not a mapping from field names.
+    """
+    if blocks is None:
+        return None
+    if not isinstance(blocks, Mapping) or not all(isinstance(name, str) for name in blocks):
+        raise TypeError(
+            f"blocks must be None or a dict such as {{'block_q': 128}}, got {blocks!r}; "
+            "flash_pallas.explain(q, k, v) shows the fields and what would run"
+        )
+    return dict(blocks)
+
+
+def as_array(name: str, x):
+    """Converts x to a jax array.
+
+    Raises:
+        TypeError: not an array.
+    """
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
+    if not is_array:
+        raise TypeError(
+            f"{name} must be an array, got {type(x).__name__}: convert it with jnp.asarray({name})"
+        )
+    # jnp.asarray of a tracer may be an operation, at which debug_nans finds what padding holds.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def check_dtypes(q, k, v):
+    """Checks that q, k and v have one floating dtype that some backend takes.
+
+    Raises:
+        TypeError: not floats, or different ones.
+        NotImplementedError: a float that no backend takes.
+    """
+    dtypes = {"q": q.dtype, "k": k.dtype, "v": v.dtype}
+    for name, dtype in dtypes.items():
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{name} has dtype {dtype}: attention takes {', '.join(DTYPES)}; "
+                f"cast with {name}.astype(jnp.bfloat16)"
+            )
+        if dtype.name not in DTYPES:
+            raise NotImplementedError(
+                f"{name} has dtype {dtype}: supported are {', '.join(DTYPES)}; "
+                f"cast with {name}.astype(jnp.bfloat16)"
+            )
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"q, k and v must have one dtype, got {found}: cast them to the same")
+
+
+def check_shapes(q, k, v):
+    """Checks that three arrays [*batch, length, heads, head_dim] fit together.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if not q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            f"q, k and v must have the same rank, got {q.ndim}, {k.ndim} and {v.ndim} ({shapes}): "
+            "add the missing batch dimensions, as in k[None]"
+        )
+    if q.ndim < 3:
+        raise ValueError(
+            f"q has shape {q.shape}: expected [*batch, length, heads, head_dim], at least rank 3; "
+            "for one head insert its axis, as in q[:, None, :]"
+        )
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"the batch dimensions differ ({shapes}): repeat the smaller with jnp.broadcast_to, "
+            "or share it between calls with jax.vmap(..., in_axes=(0, None, None))"
+        )
+    check_sizes(q.shape[-3:], k.shape[-3:], v.shape[-3:])
+    hints.warn_of_swapped_axes(q.shape[-3:], k.shape[-3:])
+
+
+def check_sizes(q, k, v):
+    """Checks the last three dimensions of q, k and v: length, heads, head_dim.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    for name, (length, heads, head_dim) in {"q": q, "k": k, "v": v}.items():
+        for kind, size in (("length", length), ("head_dim", head_dim)):
+            if not isinstance(size, int):
+                raise ValueError(
+                    f"{name} has a symbolic {kind}, {size}: tiles are cut by numbers, so export a "
+                    "program for every length, or one for the longest that takes q_lengths and "
+                    "kv_lengths; the batch may be symbolic"
+                )
+        if heads < 1 or head_dim < 1:
+            raise ValueError(
+                f"{name} has {heads} heads of head_dim {head_dim}: both must be positive; "
+                "its layout is [*batch, length, heads, head_dim]"
+            )
+    if k[0] != v[0]:
+        raise ValueError(f"k has length {k[0]} and v length {v[0]}: each key needs its value")
+    if k[1] != v[1]:
+        raise ValueError(f"k has {k[1]} heads and v {v[1]}: the number of heads must be the same")
+    if q[1] % k[1]:
+        raise ValueError(
+            f"q has {q[1]} heads and k {k[1]}: the first must be a multiple of the second "
+            "(grouped-query attention); the layout is [*batch, length, heads, head_dim]"
+        )
+    if q[2] != k[2]:
+        raise ValueError(
+            f"q has head_dim {q[2]} and k head_dim {k[2]}: they must be equal (v may differ)"
+        )
+
+
+def of_shapes(function: Callable, *args):
+    """Calls function(*args), where any `jax.ShapeDtypeStruct` in args stands for an array.
+
+    Args:
+        function: returns something that has no arrays in it.
+        *args: trees.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    found = []
+
+    def traced(arrays):
+        given = dict(zip(places, arrays, strict=True))
+        whole = [given.get(i, x) for i, x in enumerate(leaves)]
+        found.append(function(*jax.tree.unflatten(tree, whole)))
+
+    if not places:
+        return function(*args)
+    jax.eval_shape(traced, [leaves[i] for i in places])
+    return found[0]
+
+
+def of_rank(x, rank: int):
+    """Prepends axes of 1 to x up to this rank, or drops one from an x with one too many."""
+    if x is None:
+        return None
+    x = x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
+    if x.ndim == rank + 1 and x.shape[0] == 1:
+        return x[0]
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def lengths_of_rank(x, rank: int):
+    """Brings lengths to this rank as `of_rank` does; one for all entries stays one."""
+    return x if x is None or not np.ndim(x) else of_rank(x, rank)

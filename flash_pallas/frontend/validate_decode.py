@@ -1,0 +1,181 @@
+"""Canonical form of a user's call of `flash_decode`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.decode import MAX_SPLITS, MAX_TOKENS, PAGE_SIZES, QUANTISED, DecodeOperands, DecodeSpec
+from . import arguments as checks
+from . import numbers, validate
+from .numbers import as_int32
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeArguments:
+    """The optional arguments of `flash_decode`, with their defaults; no `backend`, `return_lse`."""
+
+    kv_lengths: Any = None
+    q_offset: Any = None
+    window: Any = None
+    softcap: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
+    scale: Any = None
+    num_splits: Any = AUTO
+    page_table: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+
+def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
+    """Checks the arguments of `flash_decode` and puts them in canonical form.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype, or traced where it must be static.
+        ValueError: shapes that do not fit together, or a value out of range.
+        NotImplementedError: a floating dtype that no backend takes.
+    """
+    a = arguments
+    q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    _check_dtypes(q, k, v)
+    table = None if a.page_table is None else _page_table(a.page_table, len(q) if q.ndim else 0)
+    _check_shapes(q, k, v, paged=table is not None)
+    page_size, kv_len = None, k.shape[1]
+    if table is not None:
+        page_size, kv_len = _page_size(k), table.shape[1] * k.shape[1]
+        if a.kv_lengths is None:
+            raise ValueError(
+                "kv_lengths is None and page_table is given: pass how many keys each sequence has, "
+                f"int32 ({len(q)},); nobody else knows which pages are filled"
+            )
+    sizes = checks.Sizes(q.shape[:1], q.shape[1], kv_len, q.shape[2], k.shape[2], q.dtype)
+    lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
+    if lengths is None:
+        lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
+    q, scale = validate.positive_scale(q, numbers.scale(a.scale, q.shape[-1]))
+    spec = DecodeSpec(
+        scale=scale,
+        window_left=checks.band(True, a.window).left,
+        softcap=numbers.softcap(a.softcap),
+        num_splits=_num_splits(a.num_splits),
+        page_size=page_size,
+    )
+    return spec, DecodeOperands(
+        q,
+        k,
+        v,
+        kv_lengths=lengths,
+        q_offset=_offset(a.q_offset, sizes),
+        page_table=table,
+        sinks=checks.sinks(a.sinks, sizes),
+        alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
+        k_scale=cache_scale("k_scale", a.k_scale, k),
+        v_scale=cache_scale("v_scale", a.v_scale, v),
+    )
+
+
+def cache_scale(name: str, value, cache):
+    """Returns f32[1 or rows of the cache, K] for a cache [rows, length, K, H], or None.
+
+    Raises:
+        TypeError: not floats, or the cache's dtype needs no scale.
+        ValueError: a shape that does not fit.
+    """
+    if value is None:
+        return None
+    value = validate.as_array(name, value)
+    if cache.dtype.name not in QUANTISED:
+        raise TypeError(
+            f"{name} is given and the cache has dtype {cache.dtype}: only caches of "
+            f"{' and '.join(QUANTISED)} are scaled"
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+    rows, _, heads = cache.shape[:3]
+    if value.shape not in ((heads,), (rows, heads)):
+        raise ValueError(
+            f"{name} has shape {value.shape}: it must be one per head of the cache, {(heads,)}, or "
+            f"one per sequence or page and head, {(rows, heads)}"
+        )
+    return value.astype(jnp.float32).reshape(-1, heads)
+
+
+def _check_dtypes(q, k, v):
+    """Checks for one floating dtype, or a cache in one of QUANTISED."""
+    if k.dtype == v.dtype and k.dtype.name in QUANTISED:
+        k = v = q
+    validate.check_dtypes(q, k, v)
+
+
+def _check_shapes(q, k, v, paged: bool):
+    cache = "[num_pages, page_size, heads, head_dim]" if paged else "[batch, length, ...]"
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"q, k and v must have rank 4, got {shapes}: q is [batch, tokens, heads, head_dim], "
+            f"k and v are {cache}; add a missing axis, as in q[:, None], or map with jax.vmap"
+        )
+    if k.shape[0] != v.shape[0] or (not paged and k.shape[0] != q.shape[0]):
+        of = "pages of k and v" if paged else "batch sizes of q, k and v"
+        raise ValueError(f"the {of} differ ({shapes}): they must be the same")
+    if not 1 <= q.shape[1] <= MAX_TOKENS:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens: it must be 1 to {MAX_TOKENS}; for more use "
+            "flash_attention(q, k, v, causal=True, q_offset=..., kv_lengths=...)"
+        )
+    validate.check_sizes(q.shape[1:], k.shape[1:], v.shape[1:])
+    if 0 in (q.shape[0], k.shape[0], k.shape[1]):
+        raise ValueError(
+            f"there is no sequence or no room for a key ({shapes}): sizes must be positive; a "
+            "sequence without keys has kv_lengths of 0"
+        )
+
+
+def _page_table(value, batch: int):
+    """Checks a page table; returns int32[B, max_pages]."""
+    value = as_int32("page_table", value)
+    if value.ndim != 2 or value.shape[0] != batch or not value.shape[1]:
+        raise ValueError(
+            f"page_table has shape {value.shape}: it must be [batch, max_pages], one row for each "
+            f"of the {batch} sequences of q and at least one page"
+        )
+    return value
+
+
+def _page_size(k) -> int:
+    size = k.shape[1]
+    if size not in PAGE_SIZES:
+        raise ValueError(
+            f"k has pages of {size} keys: a page size must be a multiple of {PAGE_SIZES.step} from "
+            f"{PAGE_SIZES[0]} to {PAGE_SIZES[-1]}; the layout is [num_pages, page_size, heads, "
+            "head_dim]"
+        )
+    return size
+
+
+def _num_splits(value) -> int | None:
+    if isinstance(value, str) and value == AUTO:
+        return None
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError("num_splits is an array, but it must be static, a Python int or 'auto'")
+    number = int(value) if isinstance(value, (int, np.integer)) else None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"num_splits must be an int or 'auto', got {value!r}")
+    if not 1 <= number <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {number}: it must be 1 to {MAX_SPLITS}, or 'auto'")
+    return number
+
+
+def _offset(value, sizes: checks.Sizes):
+    """Returns int32[B]: the position of the first query; None if the last query is the last key."""
+    if value is None:
+        return None
+    known, traced = checks.offset(value, sizes)
+    return jnp.full((sizes.batch,), known, jnp.int32) if traced is None else traced

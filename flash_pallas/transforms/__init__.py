@@ -1,0 +1,1 @@
+"""Transformations of jax around a backend: derivatives, vmap, sharding."""

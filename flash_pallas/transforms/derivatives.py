@@ -1,0 +1,218 @@
+"""Differentiation, batching and sharding types of attention: once, for every backend.
+
+    custom_vjp( first order only( on shards of Explicit axes( fold vmapped axes into the batch(
+        on shards of Auto axes( backend ) ) ) ) )
+
+The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own side inputs), so
+memory stays linear in the length. Both outputs carry names for rematerialisation policies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from ..backends.base import Backend
+from ..core import manual_axes, padding, softmax, undifferentiable
+from ..core.problem import (
+    EXTRA_GRADS,
+    AttentionSpec,
+    Cotangents,
+    Grads,
+    Operands,
+    Outputs,
+    describe,
+)
+from . import batching, sharding
+
+SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
+
+save_attention = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+"""A policy for `jax.checkpoint`: keep O and the log-sum-exp, recompute the rest.
+
+With it a rematerialised layer does not run the forward kernel a second time. The backward starts
+from both, so a policy that keeps neither, or only what a model calls the result of attention, as
+`save_only_these_names("context")` does, runs the kernel again. Combine it with this one,
+
+    jax.checkpoint_policies.save_from_both_policies(theirs, save_attention)
+
+or put the names "flash_attention_out" and "flash_attention_lse" among its own, in place of that of
+the result, which would be O once more. Policies that offload take the names likewise.
+"""
+
+
+def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operands):
+    """Computes attention of one canonical call.
+
+    Args:
+        backend: the backend that runs it; static, as are `spec` and `blocks`.
+        spec: static parameters of the call.
+        blocks: tile sizes, from `backend.blocks`.
+        operands: the arrays, see `Operands`.
+
+    Returns:
+        o [B, T, N, Hv] in q's dtype and lse [B, N, T], natural logarithm, -inf for rows without
+        keys, both differentiable once, in reverse mode; and, if spec.max_logit, the largest logit
+        of every row [B, N, T], which is not differentiated, else None.
+    """
+    # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands, and
+    # leaves them cut as the caller has them.
+    operands = sharding.placed(manual_axes.spread(operands, manual_axes.varying(operands)))
+    return _attend(backend, spec, blocks, operands)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(backend, spec, blocks, operands):
+    return _public(spec, operands, forward_of(backend, spec, blocks)(operands))
+
+
+def _attend_fwd(backend, spec, blocks, primals):
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
+    out = forward_of(backend, spec, blocks)(operands)
+    out = out._replace(
+        o=checkpoint_name(out.o, SAVED_NAMES[0]),
+        lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
+        shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
+    )
+    residuals = (operands, out._replace(max_logit=None), _Wanted.of(primals))
+    return _public(spec, operands, out), residuals
+
+
+def _attend_bwd(backend, spec, blocks, residuals, cotangents):
+    operands, out, wanted = residuals
+    do, dlse, _ = cotangents
+    do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
+    given = Cotangents(out.lse_log2, do, delta, out.shift)
+    grads = backward_of(backend, spec, blocks, wanted.names)(operands, given)
+    if spec.score_mod is not None:
+        # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
+        grads = padding.cleared(operands, grads)
+    sinks = None
+    if operands.sinks is not None:
+        sinks = sink_gradient(operands.sinks, given, describe(operands, spec).unit)
+    none = operands._replace(**dict.fromkeys(Operands._fields))
+    params = grads.score_params or (None,) * len(operands.score_params)
+    return (
+        none._replace(
+            q=grads.q,
+            k=grads.k,
+            v=grads.v,
+            bias=grads.bias,
+            alibi_slopes=grads.alibi_slopes,
+            sinks=sinks,
+            score_params=params,
+            mask_params=(None,) * len(operands.mask_params),
+        ),
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Names of the extra operands whose gradient somebody asked for."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, primals: Operands) -> _Wanted:
+        is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+        asked = lambda name: any(
+            x.perturbed for x in jax.tree.leaves(getattr(primals, name), is_leaf=is_primal)
+        )
+        return cls(frozenset(name for name in EXTRA_GRADS if asked(name)))
+
+
+def _public(spec, operands, out: Outputs):
+    """Returns (o, lse, max_logit) in natural units."""
+    unit = describe(operands, spec).unit
+    return out.o, softmax.natural(out.lse_log2, out.shift, unit), out.max_logit
+
+
+def delta_of(operands, o, do, dlse, lse_log2):
+    """Computes what the softmax's Jacobian subtracts from dP: rowsum(o * do) - dlse, [B, N, T].
+
+    `dlse` is the cotangent of the natural logarithm, None for zero. The gradient of lse with
+    respect to the scores is P itself: that is why it joins here and costs the kernels nothing.
+    """
+    dtype = lse_log2.dtype
+    exact = jax.lax.Precision.HIGHEST  # the default may be TF32
+    delta = jnp.einsum("btnh,btnh->bnt", o.astype(dtype), do.astype(dtype), precision=exact)
+    # The output of padding is constant, whatever its cotangent holds.
+    delta = padding.cleared_rows(operands, delta)
+    if dlse is None:
+        return delta
+    # The cotangent of lse = -inf may be anything (logaddexp makes a NaN of it); its row has no P.
+    return delta - jnp.where(lse_log2 >= softmax.EMPTY_ROW / 2, 0.0, dlse)
+
+
+def sink_gradient(sinks, rows: Cotangents, unit: float):
+    """Computes the gradient of the sinks, [B, N].
+
+    A sink is a logit without a value, so its dP is 0; `unit` is that of softmax.finish.
+    """
+    sink = sinks.astype(rows.lse_log2.dtype)[..., None]
+    above = sink if rows.shift is None else sink - rows.shift * unit
+    weight = jnp.exp2(above * softmax.LOG2E - rows.lse_log2)
+    return -jnp.sum(weight * rows.delta, axis=-1).astype(sinks.dtype)
+
+
+@lru_cache(maxsize=1024)
+def forward_of(backend, spec, blocks):
+    """Returns operands -> Outputs: the backend's forward, wrapped as described in the module."""
+
+    def forward(operands):
+        outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
+        return manual_axes.spread(outputs, manual_axes.varying(operands))
+
+    cut = sharding.per_shard(forward, backend.partitionable)
+    call = sharding.over_explicit_axes(batching.fold_vmap(cut), Outputs)
+    return partial(_first_order_only, call)
+
+
+@lru_cache(maxsize=1024)
+def backward_of(backend, spec, blocks, wanted):
+    """Returns (operands, Cotangents) -> Grads: the backend's backward, wrapped like its forward.
+
+    `wanted` is that of `Backend.backward`.
+    """
+
+    def backward(operands, cotangents):
+        grads = backend.backward(spec, blocks, operands, cotangents, wanted)
+        return manual_axes.spread(grads, manual_axes.varying(operands))
+
+    cut = sharding.per_shard(backward, backend.partitionable)
+    call = sharding.over_explicit_axes(batching.fold_vmap(cut, wanted), Grads)
+    return partial(_first_order_only, call)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _first_order_only(call, *args):
+    return call(*args)
+
+
+@_first_order_only.defjvp
+def _second_order(call, primals, given):
+    out = _first_order_only(call, *primals)
+    return out, undifferentiable.tangents(out, given, NO_SECOND_ORDER)
+
+
+NO_SECOND_ORDER = (
+    "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad): its "
+    "kernels compute the first gradient only. Differentiate flash_pallas.reference.attention "
+    "instead, which is plain jnp and differentiable to any order, at O(T * S) memory; or, where "
+    "none are needed, as in first-order meta-learning, put jax.lax.stop_gradient around the "
+    "gradient"
+)
