@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-interpreted test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench clean
+.PHONY: help test test-interpreted test-0.12 lint demo compile-check compile-check-0.12 fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -24,6 +24,7 @@ help:
 	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
+	@echo "make docs           the site, in build/site; with Chromium installed, a look at every page"
 	@echo "In an environment that has everything: make test SETUP=: PY=python3"
 
 test: lint
@@ -98,5 +99,11 @@ bench:
 	$(PY) -m benchmarks.run_features --out benchmarks/results/features.json
 	$(PY) -m benchmarks.run_decode --out benchmarks/results/decode.json
 
+docs:
+	@VENV=$(VENV)-docs bash .ci/setup docs
+	$(VENV)-docs/bin/python -m mkdocs build --strict --site-dir build/site
+	@if command -v chromium >/dev/null; then $(VENV)-docs/bin/python docs/_scripts/screenshots.py build/site; \
+		else echo "The pages were not opened: chromium is not installed."; fi
+
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-0.12 demo
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-0.12 $(VENV)-docs build demo

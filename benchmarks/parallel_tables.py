@@ -14,8 +14,13 @@ def render(results: dict[str, Any]) -> str:
     number = lambda x, digits=1: "-" if x is None else f"{x:.{digits}f}"
     memory = lambda x: "-" if x is None else f"{x / 2**30:.2f}"
     where = lambda row: [str(row["gpus"]), thousands(row["q_len"]), row["kind"]]
-    head = ["GPUs", "T", "", "ms (rounds)", "TFLOP/s of each", "% of one GPU", "% reckoned"]
-    head += ["GiB sent", "ms of sending alone", "GiB of arguments and results", "GiB beside"]
+    head = ["GPUs", "T", "", "ms (rounds)", "TFLOP/s of each", "% of one GPU", "% estimated"]
+    head += [
+        "GiB sent",
+        "ms of sending alone",
+        "GiB of arguments and results",
+        "GiB of temporaries",
+    ]
     steps = []
     for row in of("step"):
         if row["refused"] is None:
@@ -26,7 +31,7 @@ def render(results: dict[str, Any]) -> str:
             speed = [ms, number(row["tflops"], 0)]
             steps.append([*where(row), *speed, *shares, *sent, *map(memory, held)])
     found = [grid(head, steps)]
-    head = ["GPUs", "T", "", "ms from first to last", "attention", "sending", "% beside attention"]
+    head = ["GPUs", "T", "", "ms from first to last", "attention", "sending", "% overlapped"]
     body = []
     for row in of("overlap"):
         ms = [number(row[name], 2) for name in ("whole", "attention", "sending")]
@@ -47,10 +52,8 @@ def render(results: dict[str, Any]) -> str:
     for rates in unique(run["rates"] for run in sent):
         gpus = unique(str(run["gpus"]) for run in sent if run["rates"] == rates)
         found.append(f"Sending alone, {' and '.join(gpus)} GPUs: {rates}.")
-    for run in results["runs"]:
-        lengths = ", ".join(map(thousands, run["lengths"]))
-        commit = (run["commit"] or "?")[:12]
-        found.append(f"{run['gpus']} GPUs, T = {lengths}: {run['date']}, commit `{commit}`.")
+    if len(results["runs"]) > 1:
+        found.append(f"{len(results['runs'])} runs; the results file has the commit of each.")
     refused = [row | {"provider": row["kind"]} for row in of("step")]
     refused += [row | {"provider": f"{row['name']} of {row['of']}"} for row in of("collective")]
     refused += [row | {"provider": f"{row['kind']}, {row['feature']}"} for row in of("feature")]
@@ -58,14 +61,14 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _shares(steps: list[dict[str, Any]]) -> str:
-    """Explains the columns "% of one GPU" and "% reckoned" of the steps."""
+    """Explains the columns "% of one GPU" and "% estimated" of the steps."""
     of = {r["q_len"]: r["share_of"] for r in steps if r["share"] is not None}
     others = [f", but at {thousands(of[n])} for {thousands(n)}" for n in of if of[n] != n]
     return (
         "% of one GPU: TFLOP/s of each against one GPU's in the same run at the same "
-        f"T{''.join(others)}. % reckoned: what even work and sending leave of that, if all work "
-        "went at one GPU's speed, and sending beside attention in a ring only; an estimate, not a "
-        "bound, as both can go faster."
+        f"T{''.join(others)}. % estimated: what imbalance and sending leave of that, if all work "
+        "runs at one GPU's speed and only a ring overlaps sending with attention; an estimate, not "
+        "a bound, as both can be faster."
     )
 
 

@@ -1,7 +1,7 @@
 """Markdown tables from a results file, printed or put between the markers of a document.
 
     python -m benchmarks.tables RESULTS.json
-    python -m benchmarks.tables RESULTS.json --into README.md --name NAME
+    python -m benchmarks.tables RESULTS.json --into docs/performance-tables.md --name NAME
 
 The second command replaces the text between `<!-- table:NAME -->` and `<!-- end -->`.
 """
@@ -13,7 +13,7 @@ import pathlib
 import re
 from typing import Any
 
-from . import flops, goals, parallel_tables
+from . import flash_attention_4, flops, parallel_tables
 from . import results as results_file
 from .markdown import grid, reasons, thousands, unique
 from .providers import YARDSTICK
@@ -76,36 +76,33 @@ def _against_flash(entries: dict[str, dict[str, Any] | None]) -> str:
 
 
 OURS = "flash_pallas"
-_JUDGEMENT = ["FA4 [1]", "goal", "ours / best peer", "ours / GEMM"]
+_JUDGEMENT = ["FA4 [1]", "ours / best peer", "ours / GEMM"]
 _FOOTNOTE = (
     "\n\n[1] FlashAttention-4's Hopper kernels, relative to torch_cudnn, but in another process on "
-    "the same kind of card and by wall time. A peer's ratio, this one too, is what `ours / best "
-    f"peer` is taken with. GEMM: a bfloat16 product of matrices of {flops.GEMM_SIZE} x "
-    f"{flops.GEMM_SIZE} in the same rounds."
+    "the same kind of card and by wall time. `ours / best peer` counts this ratio as a peer's. "
+    f"GEMM: a bfloat16 matmul of size {flops.GEMM_SIZE} x {flops.GEMM_SIZE} x {flops.GEMM_SIZE} in "
+    "the same rounds."
 )
 
 
 def _judgement(entries: dict[str, dict[str, Any] | None]) -> list[str]:
-    """Returns the _JUDGEMENT columns: FA4, goal and verdict, ours / best peer, ours / GEMM."""
+    """Returns the _JUDGEMENT columns: FA4, ours / best peer, ours / GEMM."""
     ours = entries[OURS]
     if ours is None or ours["ratio_to_torch_cudnn"] is None:
         return ["-"] * len(_JUDGEMENT)
-    mine, wanted = ours["ratio_to_torch_cudnn"], goals.goal(ours)
     peers = [
         row["ratio_to_torch_cudnn"]
         for name, row in entries.items()
         if row is not None and not name.startswith(OURS)
     ]
-    fa4 = verdict = "-"
-    if wanted is not None:
-        # As printed: two digits on both sides.
-        verdict = f"{wanted.wanted:.2f} {'met' if round(mine, 2) >= wanted.wanted else 'missed'}"
-        if wanted.flash_attention_4 is not None:
-            fa4 = f"({wanted.flash_attention_4:.2f})"
-            peers.append(wanted.flash_attention_4)
-    best = max(ratio for ratio in peers if ratio is not None)
+    fa4 = flash_attention_4.ratio(ours)
+    best = max(ratio for ratio in [*peers, fa4] if ratio is not None)
     share = ours.get("share_of_gemm")
-    return [fa4, verdict, f"{mine / best:.2f}", "-" if share is None else f"{share:.2f}"]
+    return [
+        "-" if fa4 is None else f"({fa4:.2f})",
+        f"{ours['ratio_to_torch_cudnn'] / best:.2f}",
+        "-" if share is None else f"{share:.2f}",
+    ]
 
 
 def _entry(row: dict[str, Any] | None) -> str:
@@ -181,17 +178,12 @@ def _overhead_table(results: dict[str, Any]) -> str:
 
 
 def _of_other_commits(results: dict[str, Any]) -> str:
-    """Names the rows that were kept from earlier runs, by commit."""
-    named = [
-        (row["commit"], f"{row['group']} {row['shape']}")
-        for row in results["rows"]
-        if "commit" in row
-    ]
-    lines = [
-        f"Of commit `{commit[:12]}`: {'; '.join(unique(of for c, of in named if c == commit))}."
-        for commit in unique(commit for commit, _ in named)
-    ]
-    return "".join(f"\n\n{line}" for line in lines)
+    """Says how many rows were kept from earlier runs."""
+    kept = sum("commit" in row for row in results["rows"])
+    if not kept:
+        return ""
+    total = len(results["rows"])
+    return f"\n\n{kept} of {total} rows are of earlier runs; the results file has their commits."
 
 
 def groups(rows: list[dict[str, Any]]):

@@ -1,6 +1,7 @@
-"""The table of README.md that says what runs where, generated from the backends' answers.
+"""The table of features that says what runs where, generated from the backends' answers.
 
-`python -m tests.feature_table` writes it into README.md; tests/test_readme.py compares.
+`python -m tests.feature_table` writes it into docs/which-kernel-runs.md; tests/test_readme.py
+compares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "which-kernel-runs.md"
 MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 B, T, S, N = 2, 16, 32, 4
@@ -95,11 +96,11 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_readme() -> str:
-    """Returns the same lines as README.md has them."""
-    (found,) = MARKED.findall(README.read_text())
+def on_page() -> str:
+    """Returns the same lines as the page has them."""
+    (found,) = MARKED.findall(PAGE.read_text())
     return found[1]
 
 
 if __name__ == "__main__":
-    README.write_text(MARKED.sub(rf"\g<1>{table()}\g<3>", README.read_text()))
+    PAGE.write_text(MARKED.sub(rf"\g<1>{table()}\g<3>", PAGE.read_text()))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOTS = ("flash_pallas", "benchmarks", "tests", "examples")
+ROOTS = ("flash_pallas", "benchmarks", "tests", "examples", "docs")
 
 # A docstring that begins so continues a sentence that nobody began.
 FRAGMENTS = re.compile(

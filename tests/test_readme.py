@@ -1,11 +1,14 @@
-"""The documents: README's code runs and prints what it says, and links lead somewhere."""
+"""The documents: README's code runs and prints what it says, tables are up to date, links work."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from benchmarks import results, tables
 
 from . import feature_table
 
@@ -17,13 +20,28 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "benchmarks/NOTES.md",
     "benchmarks/README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
+MOST_LINES = 150  # of README.md
+PROVIDERS = ("flash_pallas", "torch_cudnn", "jax_cudnn", "tokamax")  # in its table of speeds
+# The tables of docs/performance-tables.md by name: the results file that each is made from.
+TABLES = {
+    "h200": "h200",
+    "portable": "portable",
+    "modifiers": "features",
+    "memory": "h200_memory",
+    "decode": "decode",
+    "parallel": "parallel",
+    "parallel_scheduler": "parallel_scheduler",
+}
 
 # A python block, and the text block right after it, which is what it prints.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # `folder/file.ext` or `folder/` in backticks.
-PATH = re.compile(r"`((?:flash_pallas|tests|benchmarks|examples|[.]ci)/[\w./-]*)`")
+PATH = re.compile(r"`((?:flash_pallas|tests|benchmarks|examples|docs|[.]ci)/[\w./-]*)`")
+# `Class.name` in backticks.
+MEMBER = re.compile(r"`([A-Z]\w+)\.(\w+)`")
 
 
 def blocks():
@@ -49,6 +67,26 @@ def test_every_python_block_is_found():
     assert len(list(blocks())) == text.count("```python") > 0
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_speeds_of_the_readme_are_those_of_the_results():
+    rows = results.load(ROOT / "benchmarks/results/h200.json")["rows"]
+    cells = {}
+    for row in rows:
+        sizes = (row[n] for n in ("batch", "q_len", "q_heads", "kv_heads", "head_dim"))
+        mask, direction = "causal" if row["causal"] else "full", row["direction"]
+        cells[",".join(map(str, sizes)), mask, direction, row["provider"]] = row["tflops"]
+    text = (ROOT / "README.md").read_text()
+    table = text.partition("| B,T,N,K,H |")[2].partition("\n\n")[0]
+    _, _, *body = [[x.strip() for x in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert len(body) == 6
+    for shape, mask, direction, *speeds in body:
+        wanted = {name: cells[shape, mask, direction, name] for name in PROVIDERS}
+        assert speeds == [f"{wanted[name]:.0f}" for name in PROVIDERS], (shape, mask, direction)
+
+
 def _targets(document: str) -> set[Path]:
     """Returns the files that a document links to or names."""
     text = (ROOT / document).read_text()
@@ -60,22 +98,56 @@ def _targets(document: str) -> set[Path]:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_named_file_exists(document):
     missing = sorted(
-        str(path.relative_to(ROOT)) for path in _targets(document) if not path.exists()
+        str(path.resolve().relative_to(ROOT)) for path in _targets(document) if not path.exists()
     )
     assert not missing, f"{document} names files that do not exist"
 
 
 def test_links_are_found():
     assert ROOT / "ARCHITECTURE.md" in _targets("README.md")
-    assert ROOT / "flash_pallas/core/mask.py" in _targets("ARCHITECTURE.md")
+    assert ROOT / "docs/getting-started.md" in _targets("README.md")
+    assert ROOT / "tests/compile_check/rows.py" in _targets("CONTRIBUTING.md")
 
 
 def test_the_table_of_features_is_what_the_backends_answer():
     hint = "run `python -m tests.feature_table`"
-    assert feature_table.in_readme() == feature_table.table(), hint
+    assert feature_table.on_page() == feature_table.table(), hint
 
 
-@pytest.mark.parametrize("suite", ["h200", "memory", "decode", "parallel", "parallel_scheduler"])
-def test_generated_tables_have_their_markers(suite):
-    pattern = f"<!-- table:{suite} -->\n.*?<!-- end -->"
-    assert len(re.findall(pattern, (ROOT / "README.md").read_text(), re.DOTALL)) == 1
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_performance_are_those_of_the_results(name):
+    page, file = "docs/performance-tables.md", f"benchmarks/results/{TABLES[name]}.json"
+    found = re.findall(
+        f"<!-- table:{name} -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL
+    )
+    hint = f"run `python -m benchmarks.tables {file} --into {page} --name {name}`"
+    assert found == [tables.render(results.load(ROOT / file))], hint
+
+
+def test_the_page_has_no_other_tables():
+    text = (ROOT / "docs/performance-tables.md").read_text()
+    assert set(re.findall("<!-- table:(.*) -->", text)) == set(TABLES)
+
+
+def _members() -> dict[str, set[str]]:
+    """Returns the names of methods and fields by class, for all classes of the package."""
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "flash_pallas").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = found.setdefault(node.name, set())
+                names |= {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
+                targets = [x.target for x in node.body if isinstance(x, ast.AnnAssign)]
+                names |= {x.id for x in targets if isinstance(x, ast.Name)}
+    return found
+
+
+def test_internals_name_what_exists():
+    members = _members()
+    wrong = [
+        f"{page.name}: {name}.{member}"
+        for page in sorted((ROOT / "docs/internals").glob("*.md"))
+        for name, member in MEMBER.findall(page.read_text())
+        if member not in members.get(name, ())
+    ]
+    assert not wrong

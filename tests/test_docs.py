@@ -1,0 +1,140 @@
+"""The site: code on its pages runs and prints what they say, pictures and tables are drawn."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flash_pallas
+from flash_pallas import nn, parallel
+
+from .test_readme import BLOCK
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+OUTSIDE = re.compile(
+    r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//|```mermaid"
+)
+
+
+def blocks():
+    """Yields (page, line, code, expected output) of each block of every page."""
+    for page in PAGES:
+        text, name = page.read_text(), str(page.relative_to(DOCS))
+        for match in BLOCK.finditer(text):
+            line = text[: match.start()].count("\n") + 1
+            yield pytest.param(name, line, *match.groups(), id=f"{name}:{line}")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a module of docs/_scripts by its name."""
+    monkeypatch.syspath_prepend(str(DOCS / "_scripts"))
+    yield importlib.import_module
+    for name in ("docstrings", "hooks", "performance", "pictures"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize(("page", "line", "code", "printed"), list(blocks()))
+def test_code_prints_what_the_page_says(page, line, code, printed, capsys):
+    # Leading newlines make a traceback name the line of the page.
+    exec(compile("\n" * line + code, page, "exec"), {"__name__": "__main__"})
+    assert printed is not None, f"{page}:{line}: no text block says what is printed"
+    assert capsys.readouterr().out == printed
+
+
+def test_every_python_block_is_found():
+    assert len(list(blocks())) == sum(page.read_text().count("```python") for page in PAGES) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_every_page_is_in_the_navigation_and_loads_nothing_from_outside(page):
+    assert re.search(rf"[: ]{page.relative_to(DOCS)}$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert not OUTSIDE.search(page.read_text())
+
+
+def test_the_reference_has_every_public_name():
+    text = (DOCS / "api.md").read_text()
+    # The module has the name of a function in it.
+    text = text.replace("nn.attention_fn.", "nn.")
+    told = set(re.findall(r"^::: (flash_pallas[\w.]*)$", text, re.MULTILINE))
+    public = {f"flash_pallas.{name}" for name in flash_pallas.__all__}
+    public |= {f"flash_pallas.nn.{name}" for name in nn.__all__}
+    public |= {f"flash_pallas.parallel.{name}" for name in parallel.__all__}
+    assert public <= told
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_markers_give_way_to_pictures_and_tables(page, script):
+    text = page.read_text()
+    drawn = script("hooks").on_page_markdown(text)
+    assert "<!-- picture:" not in drawn and "<!-- results:" not in drawn
+    assert drawn.count("<svg") == text.count("<!-- picture:")
+    assert drawn.count("<table") - text.count("<table") == text.count("<!-- results:")
+    assert drawn.count("```python") == text.count("```python")
+
+
+def test_a_picture_shows_the_call_in_its_code(script):
+    pictures = script("pictures")
+    code = (
+        "import jax.numpy as jnp\n"
+        "from flash_pallas import flash_attention\n"
+        "x = jnp.ones((1, 4, 1, 8))\n"
+        "flash_attention(x, x, x, causal=True, window=(1, 0), sinks=jnp.zeros(1))\n"
+        "raise AssertionError\n"
+    )
+    found = pictures.matrices(pictures.recorded(code))
+    band = np.tril(np.ones((4, 4), bool)) & ~np.tril(np.ones((4, 4), bool), -2)
+    np.testing.assert_array_equal(found.visible[0, 0], band)
+    np.testing.assert_allclose(found.sink[0, 0, 0], 1 / (1 + np.exp(np.sqrt(8))), rtol=1e-6)
+    drawn = pictures.picture("visible", code, {})
+    assert drawn.count('class="high"') == band.sum() and drawn.count('class="off"') == 9
+    assert "flash_attention(" in code and flash_pallas.flash_attention.__name__ == "flash_attention"
+
+
+def test_a_picture_above_other_code_is_refused(script):
+    with pytest.raises(ValueError, match="never calls attention"):
+        script("pictures").picture("visible", "1 + 1\n", {})
+    with pytest.raises(ValueError, match="is written"):
+        script("hooks").on_page_markdown("<!-- picture: visible -->\n\ntext\n")
+
+
+def test_the_tables_have_what_was_measured(script):
+    performance = script("performance")
+    rows = performance.timing()
+    (found,) = (
+        row
+        for row in rows
+        if row.choice["gpu"] == "H200"
+        and row.cells["B,T,N,K,H"] == "4,4096,16,16,128"
+        and (row.cells["mask"], row.cells["pass"]) == ("causal", "backward")
+    )
+    (measured,) = (
+        row
+        for row in performance.loaded("h200.json")["rows"]
+        if row["provider"] == "flash_pallas"
+        and (row["q_len"], row["head_dim"], row["causal"]) == (4096, 128, True)
+        and row["direction"] == "backward"
+    )
+    told = f"{measured['tflops']:.0f} ({measured['ratio_to_torch_cudnn']:.2f})"
+    assert found.cells["hopper"] == told
+    assert {row.choice["gpu"] for row in rows} == {"H100", "H200"}
+    for name, (rows_of, columns, _) in performance.TABLES.items():
+        cells = {cell for row in rows_of() for cell in row.cells}
+        assert set(columns) - set(performance.NAMES.values()) <= cells, name
+
+
+def test_docstrings_become_markdown(script):
+    pytest.importorskip("griffe")
+    docstrings = script("docstrings")
+    text = "x [*B, T]: a * b.\n    **options: `c * d`.\n\nExample:\n    >>> 2 * 3"
+    assert docstrings.as_markdown(text) == (
+        "x `[*B, T]`: a \\* b.\n    **options: `c * d`.\n\nExamples:\n    >>> 2 * 3"
+    )
