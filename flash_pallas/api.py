@@ -313,8 +313,8 @@ def dot_product_attention(
 
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differences from `jax.nn`:
 
-    - a query that sees no key, or lies beyond `query_seq_lengths`, returns zeros and a log-sum-exp
-      of -inf; `jax.nn` returns the mean of `value`;
+    - a query that sees no key returns zeros and a log-sum-exp of -inf; `jax.nn` returns the mean of
+      `value`. Beyond `query_seq_lengths` both return zeros;
     - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders;
     - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
     - matmuls of float32 arrays are not TF32, see `precision` of `flash_attention`;
