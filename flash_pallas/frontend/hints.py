@@ -52,5 +52,5 @@ def warn_of_swapped_axes(q, k) -> None:
             "head_dim]. If the arrays are [batch, heads, length, head_dim], as in PyTorch, pass "
             "jnp.swapaxes(x, -3, -2) of each",
             UserWarning,
-            skip_file_prefixes=(os.path.dirname(__file__),),
+            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
         )

@@ -26,7 +26,7 @@ from ..core.problem import Problem
 CACHE_VARIABLE = "FLASH_PALLAS_CACHE_DIR"
 FORMAT = 1  # raised when kernels change so much that older timings say nothing
 
-_SHIPPED = pathlib.Path(__file__).parent / "tuned"
+_SHIPPED = pathlib.Path(__file__).parent.parent / "tuned"
 _H200 = "nvidia_h200.json"
 # Names of devices as jax spells them. The two differ in memory, not in multiprocessors.
 _SHIPPED_FOR = {"NVIDIA H200": _H200, "NVIDIA H100 80GB HBM3": _H200}
