@@ -132,7 +132,6 @@ def test_the_tables_have_what_was_measured(script):
 
 
 def test_docstrings_become_markdown(script):
-    pytest.importorskip("griffe")
     docstrings = script("docstrings")
     text = "x [*B, T]: a * b.\n    **options: `c * d`.\n\nExample:\n    >>> 2 * 3"
     assert docstrings.as_markdown(text) == (

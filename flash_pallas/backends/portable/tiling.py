@@ -585,8 +585,15 @@ _FEW_COLUMNS = 128  # of O, up to which the warp of a row's weights adds to all 
 
 def bytes_of(name: str, tile, problem: Problem) -> int:
     """Returns the bytes of shared memory that a CTA of a kernel takes."""
-    layout = {"forward": forward_layout, "dkv": dkv_layout, "dq": dq_layout}[name]
-    return shared_memory(layout(problem, tile))
+    layouts = {
+        "forward": forward_layout,
+        "fused": fused_layout,
+        "dkv": dkv_layout,
+        "dq": dq_layout,
+        "score_tiles": score_tiles,
+        "score_lines": score_lines,
+    }
+    return shared_memory(layouts[name](problem, tile))
 
 
 def _choose(problem: Problem, capability: str) -> dict[str, Any]:
