@@ -19,7 +19,7 @@ class Backend(Protocol):
 
     @property
     def partitionable(self) -> bool:
-        """True if XLA's partitioner may run it on parts of the batch and heads; see sharding.py."""
+        """True if XLA's partitioner may cut batch and heads of it: transforms/sharding.py."""
         ...
 
     def unsupported(self, problem: Problem) -> str | None:

@@ -82,7 +82,7 @@ class HopperBackend:
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
-        """Returns the tile sizes of the kernels that would run; see blocks.py."""
+        """Returns the tile sizes of the kernels that would run; see tiling.py."""
         return choose_blocks(problem, override, self.producer, self.multiprocessors)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
@@ -128,13 +128,13 @@ class HopperBackend:
         return tiles.unsupported(problem)
 
     def decode_blocks(self, problem: DecodeProblem) -> tiles.DecodeBlocks:
-        """Returns the tile sizes and the number of splits; see decode_blocks.py."""
+        """Returns the tile sizes and the number of splits; see decode/tiles.py."""
         return tiles.choose_decode(problem, self.multiprocessors)
 
     def decode(
         self, spec: DecodeSpec, blocks: tiles.DecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
-        """Computes attention of a few queries to a KV cache; see decode.py."""
+        """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 

@@ -61,7 +61,7 @@ class PortableBackend:
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
-        """Returns the tile sizes of the kernels that would run; see blocks.py."""
+        """Returns the tile sizes of the kernels that would run; see tiling.py."""
         return choose_blocks(problem, override, self.capability or _capability())
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
@@ -109,7 +109,7 @@ class PortableBackend:
         return tiling.unsupported(problem)
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
-        """Chooses tile sizes and the number of splits; see decode_blocks.py."""
+        """Chooses tile sizes and the number of splits; see tiling.py."""
         multiprocessors = self.multiprocessors or _multiprocessors()
         shared = tiles.memory_of(self.capability or _capability())
         return tiling.choose(problem, multiprocessors, shared)
@@ -117,7 +117,7 @@ class PortableBackend:
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
-        """Computes attention of a few queries to a KV cache; see decode.py."""
+        """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
 

@@ -80,7 +80,7 @@ class FusedSmem(NamedTuple):
 
 
 class LinesSmem(NamedTuple):
-    """Shared memory of score_lines.py: a CTA owns Q and dO and streams K and V, or the reverse."""
+    """Shared memory of sums per line: a CTA owns Q and dO and streams K and V, or the reverse."""
 
     first: Any  # [rows, H]
     second: Any  # [rows, Hv]
@@ -89,7 +89,7 @@ class LinesSmem(NamedTuple):
 
 
 class TilesSmem(NamedTuple):
-    """Shared memory of score_tiles.py."""
+    """Shared memory of backward/dbias/per_tile.py."""
 
     q: Any  # [slots, rows, H]
     k: Any  # [slots, columns, H]
@@ -164,7 +164,7 @@ def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) ->
 
 
 def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
-    """Returns the shared memory to allocate for a CTA of score_lines.py."""
+    """Returns the shared memory to allocate for a CTA of backward/dbias/per_line.py."""
     width, v_width = widths(problem)
     of = lambda *shape: buffer(shape, problem.dtype)
     return LinesSmem(
@@ -176,7 +176,7 @@ def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
 
 
 def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
-    """Returns the shared memory to allocate for a CTA of score_tiles.py."""
+    """Returns the shared memory to allocate for a CTA of backward/dbias/per_tile.py."""
     width, v_width = widths(problem)
     of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
     meets = interpret and tile.warpgroups > 1
@@ -428,7 +428,7 @@ def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | Score
 
 
 def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
-    """Chooses the sizes of score_tiles.py for `choose_scores`."""
+    """Chooses the sizes of backward/dbias/per_tile.py for `choose_scores`."""
     limit, plain = max(widths(problem)), _sums_are_plain(problem)
     table = _SCORE_TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
@@ -442,7 +442,7 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
 
 
 def choose_lines(problem: Problem, shared: int) -> ScoreLines:
-    """Chooses the sizes of score_lines.py for `choose_scores`."""
+    """Chooses the sizes of backward/dbias/per_line.py for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
@@ -491,9 +491,9 @@ class TileSizes:
     Attributes:
         rows: rows of a CTA of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
         columns: what streams by in a step, a multiple of 16: keys, or queries in the dK/dV kernel.
-        slots: number of K tiles, and of V tiles, that the forward buffers (key_stream.py), 1 or 2;
+        slots: number of K tiles, and of V tiles, that the forward buffers (forward/loads), 1 or 2;
             1 in other kernels.
-        shared_weights: P goes through shared memory (folding.py); only in the forward.
+        shared_weights: P goes through shared memory (forward/pv.py); only in the forward.
     """
 
     rows: int

@@ -24,7 +24,7 @@ class BackwardArrays(NamedTuple):
     T8 and S8 are the sequence lengths rounded up to a multiple of 8. D and Dv are the head dims
     that a kernel runs or, where TMA fills its tiles up with zeros, those of the call. Padding is 0
     except in lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries get P = 0. q, k,
-    v and do have the operand form of products.py, and so have the gradients of q, k and v.
+    v and do have the operand form of common/wgmma.py, and so have the gradients of q, k and v.
     """
 
     q: Any  # [B, T8, N, D]

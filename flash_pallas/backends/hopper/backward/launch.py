@@ -67,7 +67,7 @@ def backward(
 def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
     """Returns `summed_rows` of BackwardArrays.of: for the tiles of Q and K, and of V and dO.
 
-    A 0 stands for the kernel of backward_scores.py.
+    A 0 stands for the kernel of backward/dbias/kernel.py.
     """
     if isinstance(blocks, FusedBlocks):
         return (blocks.dq_tile(native.head_dim)[1], 0), (0,)

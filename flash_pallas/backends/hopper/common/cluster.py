@@ -1,6 +1,6 @@
 """Clusters of CTAs that load together what all of them read.
 
-The CTAs of a cluster go through the same number of steps. Each has a ring (memory.py) in its own
+The CTAs of a cluster go through the same number of steps. Each has a ring (pipeline.py) in its own
 shared memory, and some of the tiles in a slot are the same for all. Every producer reads a part of
 such a tile and multicasts it: TMA writes it into the same slot of every CTA and counts its bytes in
 the full barrier of each. That changes two things about the ring, and nothing else:

@@ -2,7 +2,7 @@
 
 Keys are the rows, 64 at a time as wgmma wants them, and nothing is computed for queries that do not
 exist. At head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
-queries, and holds 53 registers; with the 64 rows of decode_rows.py it issues 313.
+queries, and holds 53 registers; with the 64 rows of rows.py it issues 313.
 
 P^T is the right operand of its product and lies in shared memory, so PV of a block overlaps with
 QK^T of the next. A cache in eight bits is the left operand of both products, which may lie in

@@ -2,14 +2,14 @@
 
 A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
 KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
-of the products, as many as needed (decode_columns.py); otherwise they are the rows, always 64
-(decode_rows.py).
+of the products, as many as needed (columns.py); otherwise they are the rows, always 64
+(rows.py).
 
     Q        compute warpgroup -> q, once
     K, V     producer -> rings, first to last; contiguous, or page by page
     S, O, m, l   registers of the compute warpgroup; P too, or in shared memory
 
-O and the log-sum-exp of each share go to device memory; decode_combine.py joins them.
+O and the log-sum-exp of each share go to device memory; combine.py joins them.
 """
 
 from __future__ import annotations

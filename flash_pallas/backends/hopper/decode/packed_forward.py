@@ -1,7 +1,7 @@
 """Attention of few queries to many keys, by the decode kernels.
 
 A CTA of the forward kernel has 64, 128 or 192 queries of one head and reads all of their keys.
-Where that makes few CTAs, or mostly empty ones, the kernels of decode.py are faster: their tiles
+Where that makes few CTAs, or mostly empty ones, the decode kernels are faster: their tiles
 are 64 rows of (query, head of a group), and CTAs share the keys of a tile.
 """
 

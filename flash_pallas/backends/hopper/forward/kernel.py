@@ -11,7 +11,7 @@ one producer warpgroup, which streams K and V through rings in shared memory by 
 KV blocks are processed from the last to the first. The first step is peeled off and masks whatever
 it must. Among the other blocks, those at either edge of a mask have loops of their own. In every
 step QK^T of block j and PV of block j - 1 are in flight together, and the softmax of j is
-overlapped with PV of j - 1. The warpgroups take turns at issuing (ping-pong, turns.py), so that the
+overlapped with PV of j - 1. The warpgroups take turns at issuing (ping-pong), so that the
 tensor cores work for one while another does its softmax. A persistent CTA issues the first QK^T of
 its next Q tile together with the last PV of the current one.
 
@@ -343,12 +343,12 @@ def forward(
     Args:
         problem: a problem with native head dims, whose lengths include no padding.
         blocks: tile sizes.
-        operands: q, k and v as operands of products.py.
+        operands: q, k and v as operands of common/wgmma.py.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o, a result of products.py, is as long as q; all others are as long as whole tiles.
+        Outputs: o, a result of common/wgmma.py, is as long as q; others are as long as whole tiles.
     """
     order = TileOrder.of(problem, blocks.warpgroups * WARPGROUP_ROWS)
     assignment = (

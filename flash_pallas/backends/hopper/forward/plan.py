@@ -31,10 +31,10 @@ from .tiles import ForwardBarriers, ForwardBlocks, ForwardSmem
 class ForwardGmem(NamedTuple):
     """Operands in device memory."""
 
-    q: Any  # [B, T, N, H], an operand of products.py, as are k and v
+    q: Any  # [B, T, N, H], an operand of common/wgmma.py, as are k and v
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
-    table: Any  # int32, see schedule.py
+    table: Any  # int32, see scheduler.py
     q_offset: Any = None  # int32[B]; None unless it is traced
     kv_bounds: Any = (
         None  # int32[B, query tiles, 2], see core/bounds.py; None where arithmetic says
@@ -47,7 +47,7 @@ class ForwardGmem(NamedTuple):
 class ForwardResults(NamedTuple):
     """Results in device memory; `rows` are those of whole tiles."""
 
-    o: Any  # [B, T, N, Hv], a result of products.py
+    o: Any  # [B, T, N, Hv], a result of common/wgmma.py
     lse: Any  # f32[B, N, rows], base 2
     shift: Any = None  # f32[B, N, rows], see core/softmax.py; None where no logit can be far
     most: Any = None  # f32[B, N, rows], the largest logit, natural; None unless asked for
@@ -79,9 +79,9 @@ class ForwardRows(NamedTuple):
     """State of its rows that a warpgroup carries from step to step."""
 
     p: Any  # Products.split of the weights of the block whose PV is still to be issued
-    maxima: Any  # Maxima of 64 rows; None where Scores.bounded
+    maxima: Any  # Maxima of 64 rows; None where ForwardScores.bounded
     l: Any  # f32[64, 8] running sums of each thread's own columns
-    only: Any = None  # f32[64], bits of lone_weight.py; None unless Scores.bounded
+    only: Any = None  # f32[64], bits of gpu/lone_weight.py; None unless ForwardScores.bounded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ class ForwardScores:
         bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
         times values of 2**26 still fits. This saves the max, the rescaling of O, and the wait of
         every exponential for the whole row. But the largest weight of a row is then not 1, and
-        rounding it shows: see lone_weight.py.
+        rounding it shows: see gpu/lone_weight.py.
         """
         spec = self.spec
         return (

@@ -37,7 +37,7 @@ class ForwardBlocks:
             with new ones only where a partial sum of a row's weights exceeds 2 to this power; 0:
             never. See `speculation` for where that is possible.
         producer: a warpgroup of its own loads; otherwise the last compute warpgroup does.
-        packed: the kernels of decode.py run instead, with tiles of their own; see forward_packed.py
+        packed: the decode kernels run instead, with their own tiles; see decode/packed_forward.py
             for the calls that they take.
     """
 

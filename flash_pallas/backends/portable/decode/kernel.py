@@ -1,7 +1,7 @@
 """Decode kernel: a few queries against one split of the keys.
 
 A CTA of four warps owns one split of the keys of one KV head, for 64 rows of queries and heads of
-the GQA group, so that a key is read once for all of them. It loops over the keys as forward.py
+the GQA group, so that a key is read once for all of them. It loops over the keys as the forward
 does: V is in flight while S is computed, and the next K while O is. The O and log-sum-exp of each
 split go to device memory in float32. `softmax.merge` combines them and adds the sinks.
 

@@ -1,7 +1,7 @@
 """Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
 
 A CTA of four warps owns a Q tile of one head and folds the KV blocks that it sees into O, which
-stays in registers. key_stream.py says when tiles of K and V are copied.
+stays in registers. loads.py says when tiles of K and V are copied.
 
     S = Q K^T, softmax in registers, O += P V
 """

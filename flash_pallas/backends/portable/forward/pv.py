@@ -3,7 +3,7 @@
 Reads of shared memory dominate a step of a wide head: every warp loads its own operands. A warp
 that has 16 rows of P in registers and accumulates all columns of O for them reads all of V. Through
 shared memory any warp can have any rows: with 64 rows and 256 columns a warp has all rows and a
-quarter of the columns, and reads 16 KB instead of 32 KB for a product of 64 keys (grid.py).
+quarter of the columns, and reads 16 KB instead of 32 KB for a product of 64 keys (common/grid.py).
 """
 
 from __future__ import annotations

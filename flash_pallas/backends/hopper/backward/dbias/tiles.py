@@ -23,7 +23,7 @@ ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut i
 
 @dataclasses.dataclass(frozen=True)
 class ScoreBlocks:
-    """Tile sizes of the kernel of backward_scores.py.
+    """Tile sizes of the kernel for gradients of modifiers.
 
     Attributes:
         warpgroups: number of compute warpgroups, 64 query rows each.
@@ -31,7 +31,7 @@ class ScoreBlocks:
         stages: tiles of Q, K, V and dO in flight.
         keep_bias: a CTA that owns a tile of the bias holds it in registers for all its steps.
         cluster: number of CTAs with neighbouring keys that load Q, dO, LSE and delta together:
-            cluster.py.
+            common/cluster.py.
         producer: a warpgroup of its own loads; else the last compute warpgroup does.
     """
 
@@ -137,7 +137,7 @@ LOADED = ("q", "do", "k", "v", "lse", "delta")  # in every step
 
 
 class DbiasSmem(NamedTuple):
-    """Shared memory of one CTA; q, do, k and v are operands of products.py."""
+    """Shared memory of one CTA; q, do, k and v are operands of common/wgmma.py."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [stages, block_q, Dv]

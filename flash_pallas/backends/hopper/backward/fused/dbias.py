@@ -5,11 +5,11 @@ of each lies in shared memory anyway, in 16 bits, for dQ = dS K. One more warpgr
 owns a part of the keys. It sends the other CTAs their parts, receives its own from them, adds them
 up in float32, and adds that to the sum in device memory, a float32 array as large as the bias.
 
-    ds          the slots of fused_finish.py; a slot may be written again once all CTAs of the
+    ds          the slots of the kernel; a slot may be written again once all CTAs of the
                 cluster have added up what they got from it (summed_empty)
     received    one slot; others may write to it once all have added up the tile before
 
-Compared with computing S and dP once more (backward_scores.py), this saves two of seven products
+Compared with computing S and dP once more (backward/dbias), this saves two of seven products
 and half of the exponentials. The order of the last additions differs from run to run.
 
 The interpreter cannot reach the shared memory of a neighbour. Under it every CTA adds the whole

@@ -10,13 +10,12 @@ come out of the registers as left operands of the products that consume them:
     (4) dK  += dS^T Q          registers x shared
     (5) dQ   = dS K            shared (dS^T of both warpgroups, read transposed) x shared
 
-The order in which the two warpgroups run (3) to (5) is in fused_finish.py.
+The order in which the two warpgroups run (3) to (5) is that of `Lockstep` or `PingPong`, below.
 
 dK and dV stay in registers for the whole walk. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add. The
-order of those adds differs from run to run, and with it the last bits of dQ; backward_dkv.py and
-backward_dq.py are the deterministic pair. The gradient of a bias may be added up here too:
-fused_bias.py.
+order of those adds differs from run to run, and with it the last bits of dQ; backward/split has the
+deterministic pair. The gradient of a bias may be added up here too: dbias.py.
 
     K, V            loaded once per key block; dK and dV are staged in them at the end. One slot
                     each, or kv_stages where a CTA takes several key blocks
@@ -335,7 +334,7 @@ class FusedKernel:
             self.finish.scores_issued(cta, n)
             return self.late(cta, n, tile, w, dp_acc)
 
-        # Accumulators are made after the waits: see Scores.tile in backward_scores.py.
+        # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
         cta.q.wait_full(n)
         # With the shift of every column there is no room for dP^T beside it.

@@ -31,7 +31,7 @@ class FusedBlocks:
             masked tiles and one for the rest: fewer registers, more instructions.
         late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
         stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
-        alternate: the warpgroups take turns at the tensor cores (ping-pong); see fused_finish.py.
+        alternate: the warpgroups take turns at the tensor cores (ping-pong); see `PingPong`.
             Takes at least two slots of everything, and no late_dp.
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
@@ -41,18 +41,18 @@ class FusedBlocks:
             were two. Used where recompute.may_defer.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         parts: number of CTAs that share the walk of a key block, whose dK and dV are added up
-            afterwards; see fused_parts.py. Takes one loop, as with mask_all.
+            afterwards; see launches.py. Takes one loop, as with mask_all.
         bias_cluster: number of CTAs, each with a batch entry of its own, that sum the gradient of a
-            bias which the entries share, where it is wanted: fused_bias.py. 1: backward_scores.py
+            bias which the entries share, where it is wanted: dbias.py. 1: backward/dbias/kernel.py
             computes it.
         launches: number of equal portions of the pairs of a key head and a batch entry, which are
             launched one after the other.
         first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
-            that the next launch adds to: fused_launches.py.
+            that the next launch adds to: launches.py.
         key_launches: number of portions of the keys, one after the other within each of `launches`,
             of which one at a time has sums of the gradient of a bias.
         resident: size of the persistent grid in clusters (or CTAs), as many as run at one time,
-            which take key blocks in turns; see fused_order.py. 1: there are as many as key blocks.
+            which take key blocks in turns; see scheduler.py. 1: there are as many as key blocks.
         kv_stages: number of key blocks whose K and V lie in shared memory, where a CTA takes
             several.
     """
@@ -190,7 +190,7 @@ MODIFIED = {
     128: FusedBlocks(block_q=64, mask_all=True, alternate=True),
 }
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
-# backward_scores.py: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
+# backward/dbias: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
 # Larger clusters are slower, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs at 64 and 32.
 # At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
 # staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,

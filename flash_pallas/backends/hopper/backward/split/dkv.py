@@ -135,7 +135,7 @@ class DkvKernel:
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)
-        # Before the accumulator exists: see Scores.tile in backward_scores.py.
+        # Before the accumulator exists: see DbiasKernel.tile in backward/dbias.
         cta.q.wait_full(n)
         products = functools.partial(self.weights, cta, held, (n, block), masked, far)
         p, handed = pl.run_scoped(products, self.score_accumulator)

@@ -147,7 +147,7 @@ class DqKernel:
         if masked:
             limits = tile.limits(self.problem.spec.mask, walk.kv_len)
         products = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far))
-        # Before the accumulators exist: see Scores.tile in backward_scores.py.
+        # Before the accumulators exist: see DbiasKernel.tile in backward/dbias.
         cta.k.wait_full(n)
         ds = pl.run_scoped(products, self.score_accumulator)
         # Ends during the next block.

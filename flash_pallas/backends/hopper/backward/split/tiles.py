@@ -139,7 +139,7 @@ def choose_dq(problem: Problem) -> DqBlocks:
 
 
 class DkvSmem(NamedTuple):
-    """Shared memory of one CTA; tiles have the operand form of products.py."""
+    """Shared memory of one CTA; tiles have the operand form of common/wgmma.py."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, Dv]
@@ -216,7 +216,7 @@ def dkv_scratch(
 
 
 class DqSmem(NamedTuple):
-    """Shared memory of one CTA; tiles have the operand form of products.py."""
+    """Shared memory of one CTA; tiles have the operand form of common/wgmma.py."""
 
     q: Any  # [block_q, D]
     do: Any  # [block_q, Dv]

@@ -4,9 +4,9 @@ All are sums of the gradient dS of the scores, which is as large as the scores. 
 computed once more, tile by tile, and summed in registers; dS is never stored. The axes of the sum
 decide what a CTA owns:
 
-    tile     a tile of the bias, for all batch entries and heads that share it: score_tiles.py
+    tile     a tile of the bias, for all batch entries and heads that share it: per_tile.py
     columns  some keys of one head, for all queries: a bias that is the same for every query
-    rows     some queries of one head, for all keys: everything else; both in score_lines.py
+    rows     some queries of one head, for all keys: everything else; both in per_line.py
 
 No sum depends on the order in which CTAs run: the same bits in every run.
 """

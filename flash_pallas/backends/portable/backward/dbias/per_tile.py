@@ -1,7 +1,7 @@
 """Sums of dS over batch entries and heads: the gradient of a bias that is [.., T, S].
 
 A CTA owns a tile of the bias and loops over the scores that it was added to, the tiles of all its
-members (mosaic/bias_tiles.py). A step has two products, and every operand of both is loaded anew:
+members (gpu/bias_tiles.py). A step has two products, and every operand of both is loaded anew:
 
     S = Q K^T, dP = dO V^T, dS = P (dP - delta), sums += dS
 

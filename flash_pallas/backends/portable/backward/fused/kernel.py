@@ -10,12 +10,12 @@ matmuls:
     (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
 
 Reads of shared memory are the bottleneck: all operands lie there, and every warp loads its own. So
-the warps' parts are as square as they can be (grid.py), and a warpgroup accumulates one array, not
-half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS are
-written. With one slot they also meet when the tile may be overwritten.
+the warps' parts are as square as they can be (common/grid.py), and a warpgroup accumulates one
+array, not half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS
+are written. With one slot they also meet when the tile may be overwritten.
 
 The order in which CTAs add to a tile of dQ differs from run to run, and with it the last bits of dQ
-(dq_sums.py). dkv.py and dq.py are the deterministic pair.
+(dq_sums.py). backward/split/dkv.py and backward/split/dq.py are the deterministic pair.
 """
 
 from __future__ import annotations
