@@ -23,6 +23,8 @@ _REMARK = re.compile(r"\((C\d{4})\)")
 _SMEM = re.compile(r"smem_scratch_bytes=(\d+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)([^/]*)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
+_DEBUG_SECTIONS = re.compile(r"^\s*\.section\s+\.debug", re.MULTILINE)
+_DEBUG_LINE = re.compile(r"\s*(\.loc|\.file|\$L__(tmp|func))")
 _LABEL = re.compile(r"^(\.L_x_\d+):|/\*([0-9a-f]{4,})\*/", re.MULTILINE)
 
 # Opcodes that say little without their first modifier (MUFU.EX2, WARPGROUP.DEPBAR).
@@ -43,6 +45,7 @@ class Report:
         highest_register: highest register number that an instruction names, or None without SASS.
         instructions: count of each opcode, or None without SASS.
         code: digest of the machine code, or None without SASS.
+        ptx: digest of the PTX that ptxas was given, without line numbers.
     """
 
     kernel: str
@@ -56,6 +59,7 @@ class Report:
     highest_register: int | None = None
     instructions: dict[str, int] | None = None
     code: str | None = None
+    ptx: str | None = None
 
     def faults(
         self, target: Target, allowed_spills: int, most_registers: int = MOST_REGISTERS
@@ -105,6 +109,15 @@ def _sass(path: Path) -> tuple[int | None, dict[str, int] | None]:
     return highest, dict(sorted(counts.items()))
 
 
+def _digest_of_ptx(path: Path) -> str | None:
+    """Returns a digest of a kernel's PTX without debug information, whose line numbers move."""
+    if not path.exists():
+        return None
+    code = _DEBUG_SECTIONS.split(path.read_text(), maxsplit=1)[0]
+    lines = [line for line in code.splitlines() if not _DEBUG_LINE.match(line)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def _digest(path: Path) -> str | None:
     """Returns a digest of a kernel's instructions, operands and control words.
 
@@ -150,6 +163,7 @@ def read(ptxas: Path, resources: Path) -> Report:
         highest_register=highest,
         instructions=instructions,
         code=_digest(sass),
+        ptx=_digest_of_ptx(ptxas.with_suffix(".ptx")),
     )
 
 

@@ -126,6 +126,17 @@ def test_digest_of_machine_code_knows_operands_but_not_labels(tmp_path):
     assert code != _sass_of(tmp_path, ".L_x_3:", first.replace("Y:01", "Y:02"), branch)
 
 
+def test_digest_of_ptx_knows_no_line_numbers(tmp_path):
+    def digest(*lines):
+        (tmp_path / "k_0.ptx").write_text("\n".join(lines))
+        return _read(tmp_path, CLEAN).ptx
+
+    add, section = "\tadd.s32 %r1, %r2, %r3;", "\t.section .debug_info"
+    first = digest("$L__func_begin0:", "\t.loc\t1 56 0", add, section, "{ a }")
+    assert first == digest("\t.loc\t2 7 0", "$L__tmp3:", add, section, "{ b }")
+    assert first != digest(add.replace("%r3", "%r4"), section, "{ a }")
+
+
 def _with_code(kernel, code):
     return dict.fromkeys(compare.KEY, "") | {"kernel": kernel, "code": code}
 
@@ -137,7 +148,7 @@ def test_different_machine_code_is_named():
         "b"
     )
     assert compare.differences(before, before[:1])[0].startswith("b")
-    with pytest.raises(ValueError, match="no machine code"):
+    with pytest.raises(ValueError, match="no digest of its code"):
         compare.differences(before, [_with_code("a", None)])
 
 
