@@ -46,7 +46,7 @@ KINDS = {
     )
 }
 
-# Options beside causal that every strategy is checked with; "documents" packs that many.
+# Options besides causal that every strategy is checked with; "documents" packs that many.
 FEATURES = {
     "dropout": {"dropout_rate": 0.1, "dropout_seed": 7},
     "window and softcap": {"window": (700, 0), "softcap": 20.0},

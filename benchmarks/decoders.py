@@ -22,9 +22,7 @@ from flash_pallas.frontend import dispatch, validate_decode
 
 from .decoding import CUDNN, OURS, STEP, TRITON, Call, Sizes
 
-TRITON_RANGES = (
-    512  # CTAs of its grid to aim at: fewer leave multiprocessors idle, more gain nothing
-)
+TRITON_RANGES = 512  # CTAs of its grid to aim at: fewer leave SMs idle, more gain nothing
 
 
 class Unsupported(Exception):

@@ -6,7 +6,7 @@ from __future__ import annotations
 # that recomputes more than once (split kernels: seven products) is still credited with five.
 _PRODUCTS = {"forward": 2, "backward": 5}
 
-# The card's own limit, timed beside everybody: bfloat16, 8192 x 8192 x 8192.
+# The card's own limit, timed next to everybody: bfloat16, 8192 x 8192 x 8192.
 GEMM_SIZE = 8192
 GEMM_FLOPS = 2 * GEMM_SIZE**3
 

@@ -16,7 +16,7 @@ from . import suites
 
 LAYERS = 32  # of a stack
 
-ROWS = 128  # of most tiles of queries; an H200 has 132 multiprocessors for them
+ROWS = 128  # of most tiles of queries; an H200 has 132 SMs for them
 SHAPES = (
     suites.Shape(1, 512, 16, 16, 128, "64 tiles of 128 rows: half of the GPU idles"),
     suites.Shape(1, 1024, 16, 16, 128, "128 tiles"),

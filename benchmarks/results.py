@@ -24,7 +24,7 @@ ROW_FIELDS = (
     "refused", "ms", "spread", "tflops", "ratio_to_torch_cudnn", "launches", "gate",
 )  # fmt: skip
 # Not in every committed file: speed as a share of that of a large product of matrices in the same
-# rounds and the clock of the multiprocessors meanwhile, None without a GPU; speed relative to every
+# rounds and the clock of the SMs meanwhile, None without a GPU; speed relative to every
 # other provider, by name.
 LATER_FIELDS = ("share_of_gemm", "mhz", "relative")
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")

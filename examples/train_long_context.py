@@ -149,7 +149,7 @@ def make_step(loss, optimizer, shardings):
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, nats / math.log(2.0)
 
-    # Lets what the ring sends travel beside attention; on two H200 no faster, nor slower.
+    # Lets what the ring sends overlap with attention; on two H200 no faster, nor slower.
     scheduler = {"xla_gpu_enable_latency_hiding_scheduler": True}
     options = scheduler if jax.default_backend() == "gpu" else None
     placed = (*shardings, None)

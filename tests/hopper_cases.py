@@ -305,7 +305,7 @@ ON_DEVICE = (
     _case("long", T=4096, S=4096, N=1, K=1, H=128, causal=True),
     _case("long_full", T=4096, S=4100, N=2, K=1, H=128),
     _case("long_rising", T=4160, S=4160, N=1, K=1, H=128, maxima="rising"),
-    # Of a multiprocessor's worth of tiles and more; what is smaller has tiles of its own.
+    # Of an SM's worth of tiles and more; what is smaller has tiles of its own.
     _case("many_tiles", T=700, S=700, B=4, N=8, K=2, H=128),
     _case("many_tiles_d64", T=700, S=700, B=4, N=8, K=2, causal=True),
     _case("few_queries", T=16, S=4000, N=8, K=2, H=128, causal=True, q_offset=3984),

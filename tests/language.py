@@ -4,7 +4,8 @@
 
 A docstring is a sentence. That of a function begins with a verb in the third person, as in "Returns
 the row sums."; those of modules, classes, properties and fixtures may begin with what they name.
-None begins with a word that can only continue another sentence, and each uses the field's terms.
+None begins with a word that can only continue another sentence. Docstrings and comments use the
+field's terms.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,13 +59,23 @@ def faults_of(node: ast.AST, text: str) -> Iterator[str]:
     if not first.endswith((".", ":", "?", "!")):
         yield "the first paragraph does not end in a full stop"
     prose = re.sub(r"(?m)^\s*\w+(, \w+)*:|`[^`]*`", "", text)  # without names
+    yield from wrong_terms(prose)
+
+
+def wrong_terms(prose: str) -> Iterator[str]:
+    """Yields the words for which the field has others."""
     for synonym, term in SYNONYMS.items():
-        if found := re.search(rf"\b{synonym}\b", prose):
+        if found := re.search(rf"\b{synonym}\b", prose, re.IGNORECASE):
             yield f"says {found.group()!r}: the field says {term}"
 
 
 def faults_in(path: Path) -> Iterator[str]:
-    """Yields `file:line: name: fault` of every docstring in a file."""
+    """Yields `file:line: name: fault` of every docstring and comment in a file."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                line = token.start[0]
+                yield from (f"{path}:{line}: comment: {x}" for x in wrong_terms(token.string))
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue

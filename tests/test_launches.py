@@ -45,7 +45,7 @@ HEADS = (16, 16)
 def test_the_first_key_blocks_go_alone_where_that_costs_no_round():
     alone = lambda *sizes, **given: chosen(*sizes, **given).first_alone
     assert alone(16, 1024, HEADS, 128) and alone(8, 2048, HEADS, 128)
-    assert alone(16, 1024, (32, 8), 128)  # 128 pairs, of as many multiprocessors but four
+    assert alone(16, 1024, (32, 8), 128)  # 128 pairs, of as many SMs but four
     assert not alone(4, 1024, HEADS, 128)  # 64 CTAs would have the GPU to themselves
     assert not alone(4, 4096, HEADS, 128)
     assert not alone(32, 512, HEADS, 128)

@@ -126,7 +126,7 @@ def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
         decode.describe(step.operands()[0], spec),
         **{"batch": batch, "kv_len": length, "q_heads": 32, "kv_heads": 8, "head_dim": 128},
     )
-    backend = PortableBackend(interpret=True, capability="8.0")  # of 108 multiprocessors
+    backend = PortableBackend(interpret=True, capability="8.0")  # of 108 SMs
     assert backend.decode_blocks(problem) == PortableDecodeBlocks(columns=64, num_splits=splits)
 
 

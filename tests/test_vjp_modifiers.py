@@ -41,7 +41,7 @@ def tilted(score, b, n, i, j):
     return score + SLOPES[n].astype(score.dtype) * (i - j).astype(score.dtype)
 
 
-# Arguments, and the shapes of what they add to the residuals, beside q, k, v, o and lse.
+# Arguments, and the shapes of what they add to the residuals, besides q, k, v, o and lse.
 RESIDUALS = {
     "window": ({"window": (3, 1)}, []),
     "softcap": ({"softcap": 2.0}, []),

@@ -83,7 +83,7 @@ class Operands(NamedTuple):
     mask_params: tuple = ()  # [B, N] each: what mask_mod captured
 
 
-# What of Operands a score's modifiers may have gradients for, beside q, k and v.
+# What of Operands a score's modifiers may have gradients for, besides q, k and v.
 EXTRA_GRADS = ("bias", "alibi_slopes", "score_params")
 
 

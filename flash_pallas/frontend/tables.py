@@ -28,7 +28,7 @@ FORMAT = 1  # raised when kernels change so much that older timings say nothing
 
 _SHIPPED = pathlib.Path(__file__).parent.parent / "tuned"
 _H200 = "nvidia_h200.json"
-# Names of devices as jax spells them. The two differ in memory, not in multiprocessors.
+# Names of devices as jax spells them. The two differ in memory, not in SMs.
 _SHIPPED_FOR = {"NVIDIA H200": _H200, "NVIDIA H100 80GB HBM3": _H200}
 
 

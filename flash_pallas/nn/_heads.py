@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.rope import wide_dtype
 
-# Logical axis names. Key/value heads have their own: with grouped queries there are fewer of them,
+# Logical axis names. Key/value heads have their own: with GQA there are fewer of them,
 # and a mesh axis that divides the query heads need not divide these.
 QUERY_AXES = ("embed", "heads", "kv")
 KEY_VALUE_AXES = ("embed", "kv_heads", "kv")

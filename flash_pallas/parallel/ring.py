@@ -122,7 +122,7 @@ def _forward(ring: Ring, operands: Operands) -> _Sums:
     sums = _like(operands, sums)
     keys = _Keys(operands.k, operands.v, operands.kv_segments)
     for step in range(ring.plan.last_step + 1):
-        # Sent before the keys at hand are used, so that the copy runs beside the kernel.
+        # Sent before the keys at hand are used, so that the copy overlaps with the kernel.
         arriving = _rotated(ring, keys) if step < ring.plan.last_step else None
         fold = lambda wrapped, sums, keys, step=step: _fold(
             ring, step, wrapped, operands, sums, keys

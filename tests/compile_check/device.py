@@ -115,7 +115,7 @@ class Target:
 
 
 KB, MB, GB = 2**10, 2**20, 2**30
-# multiprocessors, threads, shared memory; L2 cache, memory, bandwidth, clock
+# SMs, threads, shared memory; L2 cache, memory, bandwidth, clock
 H200 = Target("NVIDIA H200", 9, 0, 132, 2048, 227 * KB, 50 * MB, 141 * GB, 4800, 1.98)
 A100 = Target("NVIDIA A100", 8, 0, 108, 2048, 163 * KB, 40 * MB, 80 * GB, 2039, 1.41)
 A10 = Target("NVIDIA A10", 8, 6, 72, 1536, 99 * KB, 6 * MB, 24 * GB, 600, 1.695)

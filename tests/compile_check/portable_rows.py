@@ -34,7 +34,7 @@ MASKS = {
 FLOAT16 = ((64, 64), (128, 128))
 PATHS = ("forward", "backward", "deterministic")
 
-# Of tests/hopper_cases.py, beside rows.MODIFIERS: a bias or mask that meets another modifier, head
+# Of tests/hopper_cases.py, besides rows.MODIFIERS: a bias or mask that meets another modifier, head
 # dim 256, whose backward has the fewest registers left, and biases whose gradient is another sum.
 MORE_MODIFIERS = (
     "mask_bias",
@@ -182,7 +182,7 @@ def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
         run, arguments = (lambda o: backend.forward(spec, blocks, o)), (operands,)
     else:
         per_row = jax.ShapeDtypeStruct((do.shape[0], do.shape[2], do.shape[1]), jnp.float32)
-        # What the scores' modifiers want is the same beside either backward.
+        # What the scores' modifiers want is the same with either backward.
         extra = frozenset(EXTRA_GRADS) & problem.features if path == "backward" else frozenset()
         run = lambda *a: backend.backward(spec, blocks, *a, wanted=extra)
         arguments = (operands, cotangents(spec, do, per_row))

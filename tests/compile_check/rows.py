@@ -26,7 +26,7 @@ from ..cases import Case
 from ..hopper_cases import ON_DEVICE
 from .report import MOST_REGISTERS
 
-BATCH, LENGTH, Q_HEADS, KV_HEADS = 3, 2048, 8, 4  # a GPU's multiprocessors are all busy
+BATCH, LENGTH, Q_HEADS, KV_HEADS = 3, 2048, 8, 4  # a GPU's SMs are all busy
 
 # How a call masks: (causal, length of q and k, q_offset traced).
 MASKS = {
@@ -39,7 +39,7 @@ MASKS = {
 # Likewise: from these lengths on, the forward of head dim 128 has tiles of its own.
 LONG_MASKS = {"long": (False, 4096, False), "long_causal": (True, 8192, False)}
 
-# One sequence, for which there are more multiprocessors than tiles and key blocks.
+# One sequence, for which there are more SMs than tiles and key blocks.
 SMALL_MASKS = {"small": (False, 512, False), "small_causal": (True, 512, False)}
 
 # So many entries that far rows have launches of their own: backends/hopper/common/far_rows.py.

@@ -11,7 +11,7 @@ from .backward.select import SplitBlocks
 from .tiling import choose_blocks
 
 # Each replaces fields of what the rules take. What only the rules know how to combine (which loops
-# are masked, where polynomials pay beside modifiers, speculation) stays as it is.
+# are masked, where polynomials pay next to modifiers, speculation) stays as it is.
 _FORWARD = (
     {"warpgroups": 2, "block_kv": 128},
     {"warpgroups": 2, "block_kv": 96},

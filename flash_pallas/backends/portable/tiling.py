@@ -387,7 +387,7 @@ _SCORE_TILES = {
     128: ((128, 128, 2, 1), (64, 64, 2, 1)),
     256: ((128, 64, 2, 1), (64, 64, 2, 1), (64, 16, 1, 1)),
 }
-# (rows, columns, slots): the first of which a multiprocessor holds two blocks, else the first that
+# (rows, columns, slots): the first of which an SM holds two blocks, else the first that
 # fits, as four warps alone leave nothing to run while they wait.
 _LINES = {
     64: ((128, 64, 2), (64, 64, 2), (64, 32, 2)),
@@ -463,7 +463,7 @@ def _sums_are_plain(problem: Problem) -> bool:
 
 
 # Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
-# of technical specifications). A multiprocessor has 1 KB more, and keeps that for each block on it.
+# of technical specifications). An SM has 1 KB more, and keeps that for each block on it.
 SHARED_MEMORY = {
     "8.0": 163 * 1024,
     "8.6": 99 * 1024,
@@ -572,7 +572,7 @@ _TILES = {
     WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
 }
 # The forward's where nothing but a causal mask changes scores: 3 to 9 % faster on an H200 than
-# those above (benchmarks/NOTES.md). The first of which a multiprocessor holds two blocks, else the
+# those above (benchmarks/NOTES.md). The first of which an SM holds two blocks, else the
 # first that fits: four warps alone are one for each scheduler, and nothing runs while it waits.
 _PLAIN = {
     64: (TileSizes(128, 128), TileSizes(128, 64)),
@@ -753,7 +753,7 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
     """
     width, v_width = widths(problem)
     most = shared_memory(decode_layout(problem, PortableDecodeBlocks(MOST_DECODE_COLUMNS, 1)))
-    # A multiprocessor has what one block may have and what is kept for it.
+    # An SM has what one block may have and what is kept for it.
     both = BLOCKS_PER_MULTIPROCESSOR * (most + RESERVED) <= shared + RESERVED
     return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
 

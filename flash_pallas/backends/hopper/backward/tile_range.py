@@ -93,7 +93,7 @@ class KvTileRange(NamedTuple):
         unmasked = jnp.int32(self.masked_from - self.start)
         pl.loop(jnp.int32(0), until(unmasked, jnp.int32(0)))(functools.partial(step, masked=False))
         if masks:
-            # With known bounds a single masked block is peeled off, and its registers beside those
+            # With known bounds a single masked block is peeled off, and its registers next to those
             # of the loop make ptxas serialise every wgmma (C7512, head dim 128).
             total = until(lax.optimization_barrier(self.total), unmasked)
             pl.loop(unmasked, total)(masked)
@@ -191,7 +191,7 @@ class QTileRange:
         if masks == "some" and arrays.bounds is None:
             # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
             # end every wgmma at once (C7512). So does this barrier where nothing is known (with a
-            # window, grouped queries and segment ids together).
+            # window, GQA and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         start, full_start, full_stop, stop = ends
         return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift)

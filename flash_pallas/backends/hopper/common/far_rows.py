@@ -20,9 +20,9 @@ from ....core.problem import Problem
 from ...gpu.row_maxima import far_of
 
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
-# nothing to do takes its multiprocessor for about a microsecond.
+# nothing to do takes its SM for about a microsecond.
 MOST_PAIRS = 512
-# Of tiles or key blocks, eight for each multiprocessor: shorter calls would notice 2 us more.
+# Of tiles or key blocks, eight for each SM: shorter calls would notice 2 us more.
 ENOUGH = 1056
 
 

@@ -17,14 +17,14 @@ from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims
 from .inline_columns import WARPS
 
-SMEM_PER_SM = 233_472  # bytes of a multiprocessor
+SMEM_PER_SM = 233_472  # bytes of an SM
 RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 # Blocks of keys that the start and the end of a CTA cost as much time as: the first copies take
-# about 1 us, in which a multiprocessor's share of 4 TB/s is 32 KB, and so do its last stores.
+# about 1 us, in which an SM's share of 4 TB/s is 32 KB, and so do its last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
 UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
-# In flight on each of two CTAs that share a multiprocessor. H200, head dim 128, S=32k, us: two
+# In flight on each of two CTAs that share an SM. H200, head dim 128, S=32k, us: two
 # stages of 32 KB 33.6, three 33.6, four 33.7; B=16 119.9, three 120.3; int8, three of 16 KB 20.5,
 # four 20.4, and at B=16 67.1, 67.1 and six 69.1.
 UPRIGHT_BYTES = 65_536

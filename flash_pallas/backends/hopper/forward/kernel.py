@@ -228,7 +228,7 @@ class ForwardKernel:
         weights = functools.partial(self.scores.weights, cta, work, tile, None)
         first = None
         if self.blocks.weighs_first and self.scores.cap(tile.edges) is not None:
-            # 16 bits would take registers beside those that PV reads; float32 takes the logits'.
+            # 16 bits would take more registers than those that PV reads; float32 takes the logits'.
             first = lax.optimization_barrier(weights(jnp.float32))
         plgpu.wgmma_wait(0)
         cta.v.release(use - 1)

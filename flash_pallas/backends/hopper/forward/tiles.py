@@ -110,9 +110,9 @@ TUNED = {
     # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent. With Q in
     # registers 40 to 76 bytes spill: 0.99 to 1.02 of this up to T = 2k, 1.05 at 4k causal.
     (128, 128): ForwardBlocks(speculates=SPECULATES),
-    # 128 keys per step need more shared memory than there is beside Q and O.
+    # 128 keys per step need more shared memory than there is next to Q and O.
     (192, 128): ForwardBlocks(warpgroups=2, block_kv=96, speculates=SPECULATES),
-    # Q and O share shared memory (64 KB each beside 128 KB of K and V), so not persistent; skipping
+    # Q and O share shared memory (64 KB each, K and V 128 KB), so not persistent; skipping
     # the rescale of a 64x256 accumulator is worth 6 %, and speculating no more (causal 2 % less).
     (256, 256): ForwardBlocks(warpgroups=2, block_kv=64, persistent=False, lazy_rescale=8.0),
 }

@@ -50,7 +50,7 @@ class ScoreBlocks:
         return self.warpgroups * WARPGROUP_ROWS
 
 
-# For a tile of a 16-bit bias: 240 registers a thread hold it beside the sums and two accumulators,
+# For a tile of a 16-bit bias: 240 registers a thread hold it next to the sums and two accumulators,
 # but no modifier.
 KEEPING = (ScoreBlocks(stages=3, keep_bias=True), ScoreBlocks(keep_bias=True))
 # bf16, H200: a pair of CTAs is 1.10 to 1.17 (head dim 64) and 1.21 (32) times as fast as two on

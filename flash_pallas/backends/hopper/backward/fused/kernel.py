@@ -337,7 +337,7 @@ class FusedKernel:
         # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_q), jnp.float32)
         cta.q.wait_full(n)
-        # With the shift of every column there is no room for dP^T beside it.
+        # With the shift of every column there is no room for dP^T next to it.
         if not self.blocks.late_dp and far is None:
             return pl.run_scoped(both, accumulator)
         w = pl.run_scoped(alone, accumulator)

@@ -225,7 +225,7 @@ def _turns(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> Fu
     most_keys, slots = TURNS.get(problem.head_dim, (0, 1))
     if problem.kv_len > most_keys or blocks.bias_cluster != 2:
         return blocks
-    # Multiprocessors come in pairs. Of clusters of four, 30 fit on 132.
+    # SMs come in pairs. Of clusters of four, 30 fit on 132.
     resident = num_sms // blocks.bias_cluster
     each = ctas // (blocks.bias_cluster * blocks.launches * blocks.key_launches)
     if resident == 1 or each < LEAST_TURNS * resident:

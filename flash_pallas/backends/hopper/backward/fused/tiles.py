@@ -161,10 +161,10 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alik
 # Staggered without a mask: 1.03 at 128, 1.01 at 64 (1.08 if the warpgroups meet).
 #
 # Handing over late spares a turn the wait for its writes, for which the exponentials of the next
-# tile pay: without a mask 1.02 at 128 (T=16k 1.01 to 1.03, grouped queries 1.01) and 1.05 at 32; at
+# tile pay: without a mask 1.02 at 128 (T=16k 1.01 to 1.03, GQA 1.01) and 1.05 at 32; at
 # 64, where exponentials take as long as a turn, 0.94 to 1.00; causal 0.98 at 128 and 0.99 at 64.
 #
-# Three tiles of Q and dO at 128, without a mask: 1.02 (T=4096), 1.05 (16k), 1.02 (grouped queries,
+# Three tiles of Q and dO at 128, without a mask: 1.02 (T=4096), 1.05 (16k), 1.02 (GQA,
 # 8k), 1.01 (1024); causal 0.97 to 1.00.
 _ALTERNATING = {
     16: FusedBlocks(block_q=128, alternate=True),

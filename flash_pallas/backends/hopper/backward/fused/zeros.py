@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....gpu.launch import float32, launch
 
-CTAS = 2 * 132  # as many multiprocessors as an H200 has; half and twice as many take as long
+CTAS = 2 * 132  # as many SMs as an H200 has; half and twice as many take as long
 TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
 
 

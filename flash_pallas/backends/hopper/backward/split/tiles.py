@@ -102,7 +102,7 @@ DKV = (
     DkvBlocks(block_q=64),
     DkvBlocks(block_q=64, do_stages=1),
     DkvBlocks(block_q=64, do_stages=1, p_stages=1),
-    DkvBlocks(block_q=32),  # float32 at head dim 128 beside tiles of both bias and mask
+    DkvBlocks(block_q=32),  # float32 at head dim 128 next to tiles of both bias and mask
 )
 
 # Head dim 256 gets 64 keys and no second stage of V: 231,424 bytes.
