@@ -218,3 +218,10 @@ def test_arrays_in_the_layout_of_torch_are_warned_of():
         warnings.simplefilter("error")
         q = array(1, 1, 128, 16)
         fp.explain(q, q, q)
+
+
+def test_a_warning_points_at_the_call_and_not_into_the_package():
+    x = jnp.zeros((1, 8, 1024, 8))  # [batch, heads, length, head_dim], as in PyTorch
+    with pytest.warns(UserWarning, match="swapaxes") as found:
+        fp.flash_attention(x, x, x)
+    assert {each.filename for each in found} == {__file__}
