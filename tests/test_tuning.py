@@ -203,7 +203,7 @@ ADD_ONE = """
 import os, sys, threading
 os.environ["JAX_PLATFORMS"] = "cpu"
 import pathlib
-from flash_pallas import tables
+from flash_pallas.frontend import tables
 path, who = pathlib.Path(sys.argv[1]), sys.argv[2]
 add = lambda thread: [tables.store(path, f"{who} {thread} {i}", {}, {}) for i in range(10)]
 threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
