@@ -37,8 +37,8 @@ NAMES = {
 }
 YARDSTICK = "torch_cudnn"
 
-# File, and the columns to take where others of the same run are out of date. A file adds what no
-# file before it has.
+# File, and the columns to take where others of the same run are out of date. A row is of one run:
+# figures of two runs never stand side by side.
 TIMING: dict[str, tuple[str, ...]] = {
     "h200.json": (),
     "charts.json": (),
@@ -89,16 +89,16 @@ def row(results: dict[str, Any], shape: str, mask: str, cells: dict[str, str]) -
 
 
 def timing() -> list[Row]:
-    """Returns a row for each GPU, jax version, shape, mask and pass: TFLOP/s of everybody."""
+    """Returns a row for each run, GPU, jax version, shape, mask and pass: TFLOP/s of everybody."""
     found: dict[tuple[str, ...], Row] = {}
     for name, columns in TIMING.items():
         results = loaded(name)
         for each in _timed(results):
             if each["provider"] not in (columns or NAMES):
                 continue
-            cells = {"mask": each["mask"], "pass": each["direction"]}
+            cells = {"mask": each["mask"], "pass": each["direction"], "run": name}
             new = row(results, each["shape"], each["mask"], cells)
-            place = (*new.choice.values(), each["shape"], each["direction"])
+            place = (name, *new.choice.values(), each["shape"], each["direction"])
             found.setdefault(place, new).cells.setdefault(NAMES[each["provider"]], _speed(each))
     return list(found.values())
 
@@ -201,7 +201,7 @@ def _once(rows: list[Row]) -> list[Row]:
 TABLES = {
     "timing": (
         timing,
-        ("GPU", "jax", "B,T,N,K,H", "mask", "pass", *NAMES.values()),
+        ("GPU", "jax", "B,T,N,K,H", "mask", "pass", *NAMES.values(), "run"),
         tuple(TIMING),
     ),
     "features": (
@@ -212,7 +212,7 @@ TABLES = {
     "decode": (decode, ("GPU", "jax", "B,S,N,K,H", "kernel", "call", "us", "GB/s"), DECODE),
 }
 OURS = tuple(name for provider, name in NAMES.items() if provider.startswith("flash_pallas"))
-WORDS = ("GPU", "jax", "B,T,N,K,H", "B,S,N,K,H", "mask", "pass", "dtype", "call", "kernel")
+WORDS = ("GPU", "jax", "B,T,N,K,H", "B,S,N,K,H", "mask", "pass", "dtype", "call", "kernel", "run")
 
 
 def table(name: str) -> str:
