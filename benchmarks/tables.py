@@ -13,7 +13,7 @@ import pathlib
 import re
 from typing import Any
 
-from . import flash_attention_4, flops, parallel_tables
+from . import flops, parallel_tables
 from . import results as results_file
 from .markdown import grid, reasons, thousands, unique
 from .providers import YARDSTICK
@@ -76,17 +76,13 @@ def _against_flash(entries: dict[str, dict[str, Any] | None]) -> str:
 
 
 OURS = "flash_pallas"
-_JUDGEMENT = ["FA4 [1]", "ours / best peer", "ours / GEMM"]
-_FOOTNOTE = (
-    "\n\n[1] FlashAttention-4's Hopper kernels, relative to torch_cudnn, but in another process on "
-    "the same kind of card and by wall time. `ours / best peer` counts this ratio as a peer's. "
-    f"GEMM: a bfloat16 matmul of size {flops.GEMM_SIZE} x {flops.GEMM_SIZE} x {flops.GEMM_SIZE} in "
-    "the same rounds."
-)
+_JUDGEMENT = ["ours / best peer", "ours / GEMM"]
+_SIZE = " x ".join([str(flops.GEMM_SIZE)] * 3)
+_FOOTNOTE = f"\n\nGEMM: a bfloat16 matmul of size {_SIZE} in the same rounds."
 
 
 def _judgement(entries: dict[str, dict[str, Any] | None]) -> list[str]:
-    """Returns the _JUDGEMENT columns: FA4, ours / best peer, ours / GEMM."""
+    """Returns the columns named in _JUDGEMENT."""
     ours = entries[OURS]
     if ours is None or ours["ratio_to_torch_cudnn"] is None:
         return ["-"] * len(_JUDGEMENT)
@@ -95,11 +91,9 @@ def _judgement(entries: dict[str, dict[str, Any] | None]) -> list[str]:
         for name, row in entries.items()
         if row is not None and not name.startswith(OURS)
     ]
-    fa4 = flash_attention_4.ratio(ours)
-    best = max(ratio for ratio in [*peers, fa4] if ratio is not None)
+    best = max(ratio for ratio in peers if ratio is not None)
     share = ours.get("share_of_gemm")
     return [
-        "-" if fa4 is None else f"({fa4:.2f})",
         f"{ours['ratio_to_torch_cudnn'] / best:.2f}",
         "-" if share is None else f"{share:.2f}",
     ]
