@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
-from .frontend.keywords import same_arguments, suggested
+from .frontend.validate import same_arguments, suggested
 from .transforms import derivatives
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .core import explicit_axes
+from .core import mesh_axes
 from .core.decode import QUANTISED
 from .core.rope import apply_rope
-from .frontend.numbers import as_int32
+from .frontend.arguments import as_int32
 from .frontend.validate_decode import cache_scale
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ def append_kv(
     new = _New(k, v, new_lengths, page_table, scales["k"], scales["v"])
     old = KVCache(*map(jnp.asarray, old))
     # The cache stays cut as it is: a step's result is the next one's operand.
-    specs = KVCache(*map(explicit_axes.spec_of, old))
-    return explicit_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
+    specs = KVCache(*map(mesh_axes.spec_of, old))
+    return mesh_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
 
 
 def gather_pages(
@@ -152,8 +152,8 @@ def gather_pages(
             f"pages has shape {pages.shape}: it must be [num_pages, page_size, heads, head_dim]"
         )
     table = _integers("page_table", page_table, 2, None)
-    spec = PartitionSpec(*explicit_axes.spec_of(table)[:1], None, *explicit_axes.spec_of(pages)[2:])
-    return explicit_axes.compiled_as_auto(_gathered, (pages, table), spec)
+    spec = PartitionSpec(*mesh_axes.spec_of(table)[:1], None, *mesh_axes.spec_of(pages)[2:])
+    return mesh_axes.compiled_as_auto(_gathered, (pages, table), spec)
 
 
 def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:

@@ -10,15 +10,15 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
-from .core import decode, manual_axes, softmax, undifferentiable
+from .core import decode, mesh_axes, softmax, undifferentiable
 from .core.decode import DecodeOperands, DecodeSpec
 from .core.problem import Outputs
 from .frontend import arguments as checks
 from .frontend import dispatch, validate, validate_decode
 from .frontend.dispatch import Explanation
-from .frontend.keywords import suggested, unexpected
+from .frontend.validate import suggested, unexpected
 from .frontend.validate_decode import DecodeArguments
-from .transforms import batching, sharding
+from .transforms import derivatives, sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -172,7 +172,7 @@ def explain_decode(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
-    operands = manual_axes.spread(operands, manual_axes.varying(operands))
+    operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
     out = sharding.over_explicit_axes(partial(_fitted, backend, spec), Outputs)(operands)
     unit = decode.describe(operands, spec).unit
     return out.o, softmax.natural(out.lse_log2, out.shift, unit)
@@ -191,9 +191,9 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
     @call.def_vmap
     def fold(size, is_batched, operands):
         if not size:
-            out = batching.of_no_members(call, is_batched, (operands,))
+            out = derivatives.of_no_members(call, is_batched, (operands,))
             return out, jax.tree.map(lambda _: True, out)
-        folded = batching.fold_decode(size, is_batched[0], operands)
+        folded = derivatives.fold_decode(size, is_batched[0], operands)
         blocks = backend.decode_blocks(decode.describe(folded, spec))
         out = _foldable(backend, spec, blocks)(folded)
         apart = lambda x: x.reshape(size, -1, *x.shape[1:])

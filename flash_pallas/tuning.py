@@ -17,10 +17,9 @@ from jax import lax
 
 from .api import flash_attention
 from .backends.base import Backend
-from .frontend import dispatch, tables, validate
+from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
-from .frontend.keywords import same_arguments
-from .frontend.validate import Call
+from .frontend.validate import Call, same_arguments
 from .transforms import derivatives
 
 ROUNDS = 7
@@ -119,13 +118,13 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
     if call.is_empty:
         raise ValueError("there is no query or no key, so nothing to time")
     chosen = dispatch.tunable(call.problem, backend)
-    name = tables.key(chosen.name, call.problem)
+    name = dispatch.key(chosen.name, call.problem)
     if name is None:
         raise ValueError(
             "a call with score_mod or mask_mod has no name to store tile sizes by: pass blocks="
         )
-    path = tables.user_path()
-    tables.check_writable(path)  # before a minute of work
+    path = dispatch.user_path()
+    dispatch.check_writable(path)  # before a minute of work
     return Trial(name, path, compiled(chosen, call))
 
 
@@ -161,7 +160,7 @@ class Trial:
                 blocks[kernel] = programs[best].fields
             medians = map(statistics.median, found)
             times[kernel] = [(p.fields, ms) for p, ms in zip(programs, medians, strict=True)]
-        tables.store(self.path, self.name, blocks, gain)
+        dispatch.store(self.path, self.name, blocks, gain)
         dispatch.forget_tiles()
         return Tuning(blocks, gain, times, self.path)
 

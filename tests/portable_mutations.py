@@ -53,7 +53,7 @@ PORTABLE = (
              "return found, head if shape[1] > 1 else 0", "return found, 0",
              _portable("bias_1NTS")),
     Mutation("portable, dropout", "backends/portable/backward/split/dkv.py",
-             "recompute.gained(self.problem, sums.dv)", "sums.dv",
+             "score_tile.gained(self.problem, sums.dv)", "sums.dv",
              "test_portable_interpreted.py::test_deterministic_kernels[softcap_dropout]"),
     Mutation("portable, dropout", "backends/portable/backward/fused/kernel.py",
              "if spec.dropout_rate else 1.0", "if False else 1.0", _portable("dropout")),

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas.backends.gpu import registers
+from flash_pallas.backends.gpu import inline
 from flash_pallas.backends.gpu.inline import WGMMA
 
 THREADS, WARP = 128, 32
@@ -102,7 +102,7 @@ class Tile:
         """Distributes a tile over the registers that hold it."""
         found = np.empty(Layout.registers_shape(values.shape), dtype=object)
         rows, columns = next(Layout.thread_idxs(values.shape))
-        for index, row, column in registers.coordinates(values.shape, Layout):
+        for index, row, column in inline.coordinates(values.shape, Layout):
             found[index] = np.stack(
                 [values[rows + row, columns + column + e] for e in (0, 1)], axis=1
             )
@@ -112,7 +112,7 @@ class Tile:
         """Gathers the tile from its registers."""
         found = np.empty(self.shape, dtype)
         rows, columns = next(Layout.thread_idxs(self.shape))
-        for index, row, column in registers.coordinates(self.shape, Layout):
+        for index, row, column in inline.coordinates(self.shape, Layout):
             for e in (0, 1):
                 found[rows + row, columns + column + e] = self.registers[index][:, e]
         return found

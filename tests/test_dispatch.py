@@ -15,7 +15,7 @@ import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
-from flash_pallas.frontend import devices, dispatch, tables
+from flash_pallas.frontend import dispatch
 
 Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 
@@ -192,7 +192,7 @@ ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "po
 @pytest.mark.parametrize(("device", "backend"), ELSEWHERE.items())
 def test_explain_answers_for_a_gpu_that_is_not_here(device, backend):
     found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, device=device)
-    assert found.backend == backend and found.device == devices.DEVICES[device].kind
+    assert found.backend == backend and found.device == dispatch.DEVICES[device].kind
     assert f", on {found.device}\n" in str(found)
     if backend == "portable":
         assert found.reasons["hopper"].startswith("needs compute capability 9.0 (H100, H200); this")
@@ -206,15 +206,15 @@ def test_explain_answers_for_a_gpu_that_is_not_here(device, backend):
 
 
 def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path):
-    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(tables, "_jax", lambda: "0.11")  # that of the shipped table
-    tables._read.cache_clear()  # it may have been read as that of another jax
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(dispatch, "_jax", lambda: "0.11")  # that of the shipped table
+    dispatch._read.cache_clear()  # it may have been read as that of another jax
     dispatch.forget_tiles()
     found = fp.explain(SHAPE, SHAPE, SHAPE, device="h200")
     table = "shipped table nvidia_h200.json"
     assert found.sources == {"forward": f"heuristic, fastest in {table}", "fused": table}
     assert set(fp.explain(SHAPE, SHAPE, SHAPE, device="a100").sources.values()) == {"heuristic"}
-    tables._read.cache_clear()
+    dispatch._read.cache_clear()
     dispatch.forget_tiles()
 
 

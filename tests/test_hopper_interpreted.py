@@ -8,7 +8,7 @@ import pytest
 from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.dbias import tiles as dbias_tiles
-from flash_pallas.backends.hopper.backward.fused import tiles, zeros
+from flash_pallas.backends.hopper.backward.fused import kernel, tiles
 
 from . import checks
 from .hopper_cases import (
@@ -93,10 +93,10 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
 @pytest.mark.parametrize("ctas", [1, 2, 200])
 def test_zeros_reach_the_end(monkeypatch, ctas):
     """Clears tiles of 128 rows, the last with 72 rows or 96; more tiles than CTAs, and fewer."""
-    monkeypatch.setattr(zeros, "CTAS", ctas)
+    monkeypatch.setattr(kernel, "CTAS", ctas)
     shapes = [(2, 70, 3, 128), (1, 32, 192)]
     with race_checked():
-        found = zeros.zeros(shapes, True, np.ones(3, np.float32))
+        found = kernel.zeros(shapes, True, np.ones(3, np.float32))
     for x, shape in zip(found, shapes, strict=True):
         np.testing.assert_array_equal(x, np.zeros(shape, np.float32))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas.frontend.numbers import as_int32
+from flash_pallas.frontend.validate import as_int32
 from flash_pallas.nn import segment_positions
 from flash_pallas.parallel import context_parallel_attention
 

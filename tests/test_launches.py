@@ -10,12 +10,12 @@ import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.fused.launches import (
+    FusedScheduler,
     Launch,
     fitting,
     launches_of,
     origins,
 )
-from flash_pallas.backends.hopper.backward.fused.scheduler import FusedScheduler
 from flash_pallas.backends.hopper.backward.fused.tiles import without_sums
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe

@@ -13,7 +13,7 @@ from flax import linen
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.backward.select import SplitBlocks
+from flash_pallas.backends.hopper.backward.launch import SplitBlocks
 from flash_pallas.backends.hopper.common.wgmma import Matmuls
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments

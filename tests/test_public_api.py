@@ -15,7 +15,7 @@ import pytest
 import flash_pallas as fp
 from flash_pallas import api, cache, decode, tuning
 from flash_pallas.core import rope
-from flash_pallas.frontend import keywords
+from flash_pallas.frontend import validate
 from flash_pallas.parallel import context, layout, setting
 
 NAMES = [
@@ -129,7 +129,7 @@ def test_names_that_other_libraries_use(name, options, message):
 def test_synonyms_are_of_arguments_that_exist():
     functions = [fp.flash_attention, fp.flash_decode]
     names = set().union(*(inspect.signature(f).parameters for f in functions))
-    assert {group.split()[0] for group in keywords.SYNONYMS} <= names
+    assert {group.split()[0] for group in validate.SYNONYMS} <= names
 
 
 def test_the_signature_of_jax_nn():
@@ -198,7 +198,7 @@ LIKE_JAX_NN = {
 def assert_same_as_jax_nn(args, keywords, valid=None):
     """Compares with jax.nn: values, and gradients of q, k, v and bias; only rows in `valid`."""
     differentiable = {"bias": keywords["bias"]} if "bias" in keywords else {}
-    rest = {name: x for name, x in keywords.items() if name != "bias"}
+    rest = {name: x for name, x in validate.items() if name != "bias"}
     weight = draw(9, *args[0].shape)
     if valid is not None:
         weight = jnp.where(valid[..., None, None], weight, 0.0)

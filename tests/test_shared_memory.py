@@ -12,9 +12,9 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 import flash_pallas as fp
 from flash_pallas.backends.gpu import launch
-from flash_pallas.backends.hopper.backward import select
 from flash_pallas.backends.hopper.backward.dbias.tiles import Sums
 from flash_pallas.backends.hopper.backward.dbias.tiles import scratch as scores_scratch
+from flash_pallas.backends.hopper.backward.launch import choose_backward, native_backward_problem
 from flash_pallas.backends.hopper.common.pipeline import SMEM_LIMIT
 from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.portable import tiling as portable_blocks
@@ -158,10 +158,10 @@ def test_every_call_has_tiles():
 def _assert_hopper_tiles_fit(problem):
     native = tiles.native_problem(problem)
     taken = {"forward": tiles.choose_forward(problem, 132).smem_bytes(native)}
-    for name, blocks in select.choose_backward(problem, 132).items():
-        native = select.native_problem(problem, fused=name == "fused")
+    for name, blocks in choose_backward(problem, 132).items():
+        native = native_backward_problem(problem, fused=name == "fused")
         taken[name] = blocks.smem_bytes(native)
-    native = select.native_problem(problem, fused=False)
+    native = native_backward_problem(problem, fused=False)
     for axes in ("rows", "columns", "tile") if problem.bias_shape else ("rows",):
         sums = Sums(native, axes, ("bias",))
         taken[axes] = launch.shared_memory(scores_scratch(sums, sums.blocks()))

@@ -10,7 +10,7 @@ from jax import lax
 
 from flash_pallas import explain, flash_attention
 from flash_pallas.backends.gpu import stand_ins
-from flash_pallas.backends.gpu.refusals import refusal
+from flash_pallas.backends.gpu.launch import refusal
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.core import elementwise
 from flash_pallas.frontend import validate

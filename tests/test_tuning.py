@@ -15,12 +15,12 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas import tuning
-from flash_pallas.backends.hopper import HopperBackend, candidates
+from flash_pallas.backends.hopper import HopperBackend, backend
 from flash_pallas.backends.hopper.backward.fused import tiles as fused_tiles
 from flash_pallas.backends.hopper.backward.split import tiles as split_tiles
 from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.xla import XlaBackend
-from flash_pallas.frontend import dispatch, tables
+from flash_pallas.frontend import dispatch
 
 Q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
 HOPPER = HopperBackend(interpret=True, num_sms=132)
@@ -29,7 +29,7 @@ HOPPER = HopperBackend(interpret=True, num_sms=132)
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """User cache of its own, the Hopper kernels' rules without a GPU, and nothing remembered."""
-    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(dispatch, "BACKENDS", {"hopper": HOPPER, "xla": XlaBackend()})
     forget()
     yield tmp_path
@@ -39,8 +39,8 @@ def folder(monkeypatch, tmp_path):
 
 def forget():
     """Clears what was read and chosen, as a new process would start."""
-    tables._read.cache_clear()
-    tables._warn.cache_clear()
+    dispatch._read.cache_clear()
+    dispatch._warn.cache_clear()
     dispatch.forget_tiles()
 
 
@@ -77,7 +77,7 @@ def test_the_fastest_is_chosen_and_kept(clock, folder):
     assert before.sources == {"forward": "heuristic", "fused": "heuristic"}
     clock(prefer_64_keys)
     found = fp.autotune(Q, Q, Q, causal=True)
-    assert found.path == tables.user_path() and found.path.parent == folder
+    assert found.path == dispatch.user_path() and found.path.parent == folder
     assert found.gain == {"forward": 2.0, "fused": 1.0}
     after = explained(causal=True)
     assert (after.blocks.forward.warpgroups, after.blocks.forward.block_kv) == (3, 64)
@@ -174,12 +174,12 @@ def test_the_caller_overrules_the_cache_of_the_kernel_that_he_names(clock):
 def test_the_user_cache_overrules_the_shipped_table(clock, monkeypatch, tmp_path):
     shipped = tmp_path / "shipped"
     shipped.mkdir()
-    monkeypatch.setattr(tables, "_SHIPPED", shipped)
-    monkeypatch.setattr(tables, "_SHIPPED_FOR", {tables._device(): "that.json"})
+    monkeypatch.setattr(dispatch, "_SHIPPED", shipped)
+    monkeypatch.setattr(dispatch, "_SHIPPED_FOR", {dispatch._device(): "that.json"})
     call = explained()
-    name = tables.key("hopper", call.problem)
+    name = dispatch.key("hopper", call.problem)
     stages = dataclasses.asdict(call.blocks.forward) | {"stages": 1}
-    tables.store(shipped / "that.json", name, {"forward": stages}, {"forward": 1.5})
+    dispatch.store(shipped / "that.json", name, {"forward": stages}, {"forward": 1.5})
     forget()
     found = explained()
     assert found.blocks.forward.stages == 1
@@ -194,7 +194,7 @@ def test_entries_of_other_calls_stay(clock):
     clock(lambda fields: 1.0)
     fp.autotune(Q, Q, Q)
     fp.autotune(Q, Q, Q, causal=True)
-    entries = json.loads(tables.user_path().read_text())["entries"]
+    entries = json.loads(dispatch.user_path().read_text())["entries"]
     assert len(entries) == 2
     assert all(set(entry) == {"blocks", "gain"} for entry in entries.values())
 
@@ -203,9 +203,9 @@ ADD_ONE = """
 import os, sys, threading
 os.environ["JAX_PLATFORMS"] = "cpu"
 import pathlib
-from flash_pallas.frontend import tables
+from flash_pallas.frontend import dispatch
 path, who = pathlib.Path(sys.argv[1]), sys.argv[2]
-add = lambda thread: [tables.store(path, f"{who} {thread} {i}", {}, {}) for i in range(10)]
+add = lambda thread: [dispatch.store(path, f"{who} {thread} {i}", {}, {}) for i in range(10)]
 threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
@@ -213,12 +213,12 @@ threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
 
 
 def test_writers_of_other_processes_and_threads_lose_nothing(folder):
-    path = tables.user_path()
-    tables.lookup("hopper", explained().problem)  # this process has read the table
+    path = dispatch.user_path()
+    dispatch.lookup("hopper", explained().problem)  # this process has read the table
     add = [sys.executable, "-c", ADD_ONE, str(path)]
     others = [subprocess.Popen([*add, who], stderr=subprocess.PIPE) for who in "ab"]
     assert [other.communicate(timeout=200)[1] for other in others] == [b"", b""]
-    tables.store(path, "mine", {}, {})
+    dispatch.store(path, "mine", {}, {})
     entries = json.loads(path.read_text())["entries"]
     assert len(entries) == 2 * 3 * 10 + 1
     assert {file.suffix for file in folder.iterdir()} == {".json", ".lock"}, "no draft is left"
@@ -229,7 +229,7 @@ def test_writers_of_other_processes_and_threads_lose_nothing(folder):
 
 def spoilt(text):
     """Writes a user's table with this text."""
-    tables.user_path().write_text(text)
+    dispatch.user_path().write_text(text)
     forget()
 
 
@@ -249,7 +249,7 @@ def spoilt(text):
 def test_a_corrupt_file_is_ignored_with_one_warning_that_names_it(text):
     rules = explained()
     spoilt(text)
-    with pytest.warns(UserWarning, match=tables.user_path().name) as seen:
+    with pytest.warns(UserWarning, match=dispatch.user_path().name) as seen:
         assert explained() == rules
         dispatch.forget_tiles()
         assert explained(causal=True).sources["forward"] == "heuristic"
@@ -257,7 +257,7 @@ def test_a_corrupt_file_is_ignored_with_one_warning_that_names_it(text):
 
 
 def test_a_pipe_in_the_place_of_a_table_is_not_read():
-    os.mkfifo(tables.user_path())
+    os.mkfifo(dispatch.user_path())
     with pytest.warns(UserWarning, match="it is no regular file"):
         assert set(explained().sources.values()) == {"heuristic"}
 
@@ -265,9 +265,9 @@ def test_a_pipe_in_the_place_of_a_table_is_not_read():
 @pytest.mark.parametrize("blocks", [{"forward": [1]}, {"forward": {"stages": None}}], ids=str)
 def test_blocks_of_another_kind_are_ignored_with_a_warning(blocks):
     rules = explained()
-    tables.store(tables.user_path(), tables.key("hopper", rules.problem), blocks, {})
+    dispatch.store(dispatch.user_path(), dispatch.key("hopper", rules.problem), blocks, {})
     forget()
-    with pytest.warns(UserWarning, match=tables.user_path().name):
+    with pytest.warns(UserWarning, match=dispatch.user_path().name):
         assert explained() == rules
 
 
@@ -292,33 +292,33 @@ def test_tiles_that_no_longer_fit_are_ignored_with_a_warning(clock, change):
 def test_a_table_of_another_jax_is_left_alone(clock):
     clock(prefer_64_keys)
     path = fp.autotune(Q, Q, Q).path
-    spoilt(path.read_text().replace(f'"jax": "{tables._jax()}"', '"jax": "0.1"'))
+    spoilt(path.read_text().replace(f'"jax": "{dispatch._jax()}"', '"jax": "0.1"'))
     assert set(explained().sources.values()) == {"heuristic"}
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(clock, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path / "file"))
     monkeypatch.setattr(tuning, "compiled", lambda *_: pytest.fail("compiled first"))
     with pytest.raises(OSError, match="set FLASH_PALLAS_CACHE_DIR to a folder"):
         fp.autotune(Q, Q, Q)
 
 
 def test_where_the_table_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "_device", lambda: "NVIDIA H100 80GB HBM3")
-    name = f"nvidia_h100_80gb_hbm3_jax{tables._jax()}.json"
-    assert tables.user_path() == tmp_path / name
-    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    monkeypatch.setattr(dispatch, "_device", lambda: "NVIDIA H100 80GB HBM3")
+    name = f"nvidia_h100_80gb_hbm3_jax{dispatch._jax()}.json"
+    assert dispatch.user_path() == tmp_path / name
+    monkeypatch.delenv(dispatch.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert str(tables.user_path()) == f"/x/flash_pallas/{name}"
+    assert str(dispatch.user_path()) == f"/x/flash_pallas/{name}"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/h")
-    assert str(tables.user_path()) == f"/h/.cache/flash_pallas/{name}"
+    assert str(dispatch.user_path()) == f"/h/.cache/flash_pallas/{name}"
 
 
 def test_a_user_without_a_home_computes_and_is_told_where_to_tune(monkeypatch):
     """Simulates a container that runs with any user id: no variable, no entry in passwd."""
-    for variable in (tables.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+    for variable in (dispatch.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert set(explained().sources.values()) == {"heuristic"}
@@ -378,8 +378,8 @@ def test_candidates_name_fields_that_there_are():
         "dkv": split_tiles.DkvBlocks,
         "dq": split_tiles.DqBlocks,
     }
-    assert set(candidates.CHANGES) == set(kinds)
-    for kernel, changes in candidates.CHANGES.items():
+    assert set(backend.CHANGES) == set(kinds)
+    for kernel, changes in backend.CHANGES.items():
         names = {field.name for field in dataclasses.fields(kinds[kernel])}
         assert all(names.issuperset(change) for change in changes)
 

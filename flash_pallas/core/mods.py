@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from . import explicit_axes, manual_axes
+from . import mesh_axes
 from .elementwise import CONTROL_FLOW, ELEMENTWISE, Tape, fill
 
 
@@ -139,7 +139,7 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
         read = lambda x: x.val if isinstance(x, Literal) else values[x]
         for primitive, params, operands, results in known:
             given = [read(x) for x in operands]
-            given = manual_axes.spread(given, manual_axes.varying(given))
+            given = mesh_axes.spread(given, mesh_axes.varying(given))
             _bind(values, primitive, params, given, results)
         found = [values[x] for x in needed]
         for x in found:
@@ -153,7 +153,7 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
 
     call = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
     arguments = list(tape.constants.values()), *numbers
-    return explicit_axes.compiled_as_auto(call, arguments, [PartitionSpec()] * len(needed))
+    return mesh_axes.compiled_as_auto(call, arguments, [PartitionSpec()] * len(needed))
 
 
 def _bind(values, primitive, params, operands, results):
@@ -195,12 +195,12 @@ def _mod(rest, needed, places, dtypes) -> Mod:
         for primitive, parameters, operands, results in rest:
             given = [fill(read(v), tile.shape) for v in operands]
             # A constant varies over no axis of a shard_map around, and primitives want one type.
-            given = manual_axes.spread(given, manual_axes.varying(given))
+            given = mesh_axes.spread(given, mesh_axes.varying(given))
             _bind(values, primitive, parameters, given, results)
         found = fill(read(result), tile.shape)
         if x is None:
             return found
-        found = manual_axes.spread(found, manual_axes.varying(x))
+        found = mesh_axes.spread(found, mesh_axes.varying(x))
         return lax.convert_element_type(found, x.dtype)
 
     return Mod(_text(rest, needed, places, dtypes), frozenset(p.name for p, *_ in rest), step)

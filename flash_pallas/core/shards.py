@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from . import manual_axes, softmax
+from . import mesh_axes, softmax
 from .decode import DecodeOperands
 from .problem import Grads, Operands
 
@@ -89,7 +89,7 @@ class Shards:
     def run(self, call, *mine):
         """Calls `call` on one shard's arguments; if it returns Grads, sums them over shards."""
         given = self.selected(mine[0]), *mine[1:]
-        found = call(*manual_axes.spread(given, manual_axes.varying(given)))
+        found = call(*mesh_axes.spread(given, mesh_axes.varying(given)))
         return self.summed(mine[0], found) if isinstance(found, Grads) else found
 
     def specs(self, record):
@@ -182,7 +182,7 @@ class Shards:
         if not shared:
             return grad
         exact = grad.astype(softmax.sum_dtype(grad.dtype))
-        like = manual_axes.spread(jnp.zeros(x.shape, exact.dtype), manual_axes.varying(exact))
+        like = mesh_axes.spread(jnp.zeros(x.shape, exact.dtype), mesh_axes.varying(exact))
         (exact,) = jax.vjp(self._select(name), like)[1](exact)
         return lax.psum(exact, shared).astype(grad.dtype)
 

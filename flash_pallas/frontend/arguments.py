@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
+import os
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ..core import dropout, explicit_axes, mods
+from ..core import dropout, mesh_axes, mods
 from ..core.mask import Mask
-from . import hints
-from .numbers import as_int32, is_array, seed_words
 
 # Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
 MAX_OFFSET = 2**30
@@ -139,7 +141,7 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
     """
     if q_offset is None:
         if causal and sizes.q_len == 1 < sizes.kv_len:
-            raise ValueError(hints.one_causal_query(sizes.kv_len))
+            raise ValueError(one_causal_query(sizes.kv_len))
         return 0, None
     if isinstance(q_offset, (jax.Array, np.ndarray)):
         if isinstance(q_offset, np.ndarray) and np.issubdtype(q_offset.dtype, np.integer):
@@ -183,7 +185,7 @@ def _per_entry(name: str, value, sizes: Sizes):
             f"{name} has shape {value.shape}: it must be one per batch entry, {sizes.batch_shape}, "
             "or a scalar for all"
         )
-    return explicit_axes.folded(jnp.broadcast_to(value, sizes.batch_shape), 0)
+    return mesh_axes.folded(jnp.broadcast_to(value, sizes.batch_shape), 0)
 
 
 def segments(q_ids, kv_ids, sizes: Sizes):
@@ -206,7 +208,7 @@ def _ids(name: str, ids, length: int, sizes: Sizes):
     ids = _integers(name, ids, shape)
     if ids.shape != shape:
         raise ValueError(f"{name} has shape {ids.shape}: it must be [*batch, length], {shape}")
-    return explicit_axes.folded(ids, 1)
+    return mesh_axes.folded(ids, 1)
 
 
 def bias(value, sizes: Sizes):
@@ -239,7 +241,7 @@ def _pairwise(name: str, x, sizes: Sizes):
     full = (*sizes.batch_shape, sizes.q_heads, sizes.q_len, sizes.kv_len)
     fits = x.ndim == len(full) and all(a in (1, b) for a, b in zip(x.shape, full, strict=True))
     if not fits:
-        hint = hints.missing_axes(name, x.shape, full)
+        hint = missing_axes(name, x.shape, full)
         if x.ndim == len(full) and x.shape[-3] == sizes.kv_heads != sizes.q_heads:
             hint = f"; heads are those of q: repeat each {sizes.q_heads // sizes.kv_heads} times"
         raise ValueError(
@@ -251,7 +253,7 @@ def _pairwise(name: str, x, sizes: Sizes):
     split = next((i for i, n in enumerate(batch) if n != sizes.batch_shape[i]), len(batch))
     if any(n > 1 for n in batch[split:]):
         x = jnp.broadcast_to(x, (*sizes.batch_shape, *x.shape[-3:]))
-    return explicit_axes.folded(x, 3)
+    return mesh_axes.folded(x, 3)
 
 
 def slopes(value, sizes: Sizes):
@@ -277,7 +279,7 @@ def _per_head(name: str, value, sizes: Sizes):
             f"{name} has shape {value.shape}: it must be one per query head, {shapes[0]}, or one "
             f"per batch entry and head, {shapes[1]}"
         )
-    return explicit_axes.folded(jnp.broadcast_to(value.astype(sizes.score_dtype), shapes[1]), 1)
+    return mesh_axes.folded(jnp.broadcast_to(value.astype(sizes.score_dtype), shapes[1]), 1)
 
 
 def dropout_rate(value) -> float:
@@ -331,3 +333,195 @@ def _integers(name: str, x, shape):
     if not is_array(x):
         raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
     return as_int32(name, x)
+
+
+# --- Suggestions of errors and warnings where an argument looks like a known mistake --------------
+
+MANY_HEADS = 256  # more than any model of note has
+
+
+def missing_axes(name: str, shape, full) -> str:
+    """Returns the ways in which axes of 1 make a mask or bias fit, as the end of a message.
+
+    Args:
+        name: name of the argument.
+        shape: shape of the array that does not fit; a layer has put axes of 1 in front.
+        full: [*batch, heads, q_length, kv_length].
+    """
+    few = tuple(shape)
+    if len(few) == len(full):
+        few = few[next((i for i, n in enumerate(few) if n > 1), len(few)) :]
+    labels = (*["batch"] * (len(full) - 3), "heads", "q_length", "kv_length")
+    ways = []
+    for before in itertools.combinations(range(len(full) - 1), max(len(few) - 1, 0)):
+        places = (*before, len(full) - 1)  # what hides nothing by keys is no mask
+        fits = len(few) == len(places) < len(full) and all(
+            n in (1, full[i]) for n, i in zip(few, places, strict=True)
+        )
+        if fits:
+            index = ", ".join(":" if i in places else "None" for i in range(len(full)))
+            ways.append(f"{name}[{index}] if it is [{', '.join(labels[i] for i in places)}]")
+    return f"; add axes, as in {' or '.join(ways[:3])}" if ways else ""
+
+
+def one_causal_query(kv_len: int) -> str:
+    """Returns the message for a decoding step written for another alignment of causal masks."""
+    return (
+        f"q has one query, k {kv_len} keys, and causal=True (or window=(.., 0)) without q_offset "
+        "puts the query at position 0, where it sees key 0 alone: pass "
+        f"q_offset={kv_len - 1} if it is the last token, or q_offset=0 if it is meant to be the "
+        "first; for a cache call flash_decode, or a layer with cache="
+    )
+
+
+def warn_of_swapped_axes(q, k) -> None:
+    """Warns if [length, heads, head_dim] of q and k look like PyTorch's [heads, length, dim]."""
+    (q_len, q_heads, _), (kv_len, kv_heads, _) = q, k
+    if q_heads == kv_heads > max(MANY_HEADS, 4 * q_len, 4 * kv_len):
+        warnings.warn(
+            f"q has {q_heads} heads and length {q_len}: the layout is [*batch, length, heads, "
+            "head_dim]. If the arrays are [batch, heads, length, head_dim], as in PyTorch, pass "
+            "jnp.swapaxes(x, -3, -2) of each",
+            UserWarning,
+            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
+        )
+
+
+# --- Static numbers among the arguments of `flash_attention`, checked -----------------------------
+
+# Beyond these, scale / softcap and what is computed with it leave the range of float32.
+MAX_SCALE, SOFTCAPS = 1e30, (1e-6, 1e30)
+
+
+def valid_scale(value, head_dim: int) -> float:
+    """Checks the factor of the scores; None becomes 1 / sqrt(head_dim)."""
+    if value is None:
+        return 1.0 / math.sqrt(head_dim)
+    factor = _number("scale", value)
+    if abs(factor) > MAX_SCALE:
+        raise ValueError(f"scale is {value}: its magnitude must be at most {MAX_SCALE}")
+    return factor
+
+
+def valid_softcap(value) -> float | None:
+    """Checks the bound of the logits; None is no bound."""
+    if value is None:
+        return None
+    cap = _number("softcap", value)
+    if cap <= 0.0:
+        raise ValueError(f"softcap must be finite and positive, got {value}; None is no cap")
+    if not SOFTCAPS[0] <= cap <= SOFTCAPS[1]:
+        raise ValueError(
+            f"softcap is {value}: it must be in [{SOFTCAPS[0]}, {SOFTCAPS[1]}], because float32 "
+            "loses scores divided by one that is larger; None is no cap"
+        )
+    return cap
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, jax.core.Tracer):
+        way_out = "multiply q by it instead and pass scale=1.0, or " if name == "scale" else ""
+        raise TypeError(
+            f"{name} is traced, but it must be static: {way_out}list it in static_argnames"
+        )
+    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array))
+    if not is_number or isinstance(value, bool) or np.ndim(value) or not np.isrealobj(value):
+        raise TypeError(f"{name} must be a Python number or None, got {value!r}")
+    if not math.isfinite(value):
+        default = "None is 1 / sqrt(head_dim)" if name == "scale" else "None is no cap"
+        raise ValueError(f"{name} must be finite, got {value}; {default}")
+    return float(value)
+
+
+INT32 = jnp.iinfo(jnp.int32)
+
+
+def as_int32(name: str, value) -> jax.Array:
+    """Converts an integer, or an array of any integer dtype, to an int32 array.
+
+    Values out of range raise where they are known; where they are traced they are clipped, so that
+    a length or an offset keeps its meaning.
+
+    Args:
+        name: name of the argument, for messages.
+        value: an int, or a numpy or jax array.
+
+    Raises:
+        TypeError: neither an int nor an array of integers.
+        ValueError: a known value that does not fit int32.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        _refuse_wide(f"{name} is", value)
+        return jnp.asarray(value, jnp.int32)
+    if not is_array(value) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{name} must be an integer or an array of integers, got {type(value).__name__}: "
+            f"{value!r}"
+        )
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} has dtype {value.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
+        )
+    own = jnp.iinfo(value.dtype)
+    if INT32.min <= own.min and own.max <= INT32.max:
+        return jnp.asarray(value).astype(jnp.int32)
+    if is_known(value):
+        host = known(value)
+        if host.size:
+            _refuse_wide(f"{name} contains", int(host.min()))
+            _refuse_wide(f"{name} contains", int(host.max()))
+        return jnp.asarray(host.astype(np.int32))
+    value = jnp.asarray(value)
+    low, high = (np.asarray(x, value.dtype) for x in (max(own.min, INT32.min), INT32.max))
+    return lax.clamp(low, value, high).astype(jnp.int32)
+
+
+def is_array(value) -> bool:
+    """Returns True for an array, or for what has `__jax_array__`, as parameters of Flax do."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic)) or hasattr(value, "__jax_array__")
+
+
+def is_known(value) -> bool:
+    """Returns True if an array's values can be read: not traced, and all in this process."""
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def known(value) -> np.ndarray:
+    """Returns the values of an array for which `is_known`; waits for a jax array to be computed."""
+    return np.asarray(jax.device_get(value))
+
+
+def _refuse_wide(what: str, value: int):
+    if not INT32.min <= value <= INT32.max:
+        raise ValueError(
+            f"{what} {value}: integers must fit int32, from -2**31 to 2**31 - 1; number segment "
+            "ids from 0, and clip lengths and positions to the arrays"
+        )
+
+
+def seed_words(seed) -> jax.Array:
+    """Returns the uint32[words] of `dropout_seed`: the same for equal numbers of any type.
+
+    Raises:
+        TypeError: neither an integer, nor integers, nor a key.
+        ValueError: an int of more than 64 bits, or no number at all.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer, np.ndarray, jax.Array)):
+        raise TypeError(f"dropout_seed must be an int, an integer array or a key, got {seed!r}")
+    if isinstance(seed, (jax.Array, np.ndarray)):
+        is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        if not (is_key or jnp.issubdtype(seed.dtype, jnp.integer)):
+            raise TypeError(
+                f"dropout_seed has dtype {seed.dtype}: it must be an integer or a key of jax.random"
+            )
+        if not seed.size:
+            raise ValueError(
+                f"dropout_seed has shape {seed.shape} and no number in it: pass an int or a key"
+            )
+    elif not -(2**63) <= operator.index(seed) < 2**64:
+        raise ValueError(f"dropout_seed is {seed}: it must fit 64 bits; pass a key of jax.random")
+    return dropout.seed_words(seed)

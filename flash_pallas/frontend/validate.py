@@ -8,19 +8,21 @@ first key and q_offset = S - T the last query with the last key.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import explicit_axes, padding
+from ..core import mesh_axes, padding
 from ..core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 from ..transforms import sharding
 from . import arguments as checks
-from . import hints, numbers
 from .arguments import Arguments
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -70,7 +72,7 @@ class Call:
         """Returns the outputs with the user's batch dimensions."""
         if len(self.batch_shape) == 1:  # reshapes that do nothing cost an eager call 30 us
             return o, lse, max_logit
-        restore = lambda x: explicit_axes.unfolded(x, self.batch_shape, self.queries)
+        restore = lambda x: mesh_axes.unfolded(x, self.batch_shape, self.queries)
         return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
 
 
@@ -89,8 +91,8 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     first = sharding.first_of_shard(arguments.shard_axes, math.prod(batch_shape), q_heads)
     sizes = checks.Sizes(batch_shape, q_len, k.shape[-3], q_heads, k.shape[-2], q.dtype, first)
     queries = q
-    q, scale = positive_scale(q, numbers.scale(arguments.scale, head_dim))
-    fold = lambda x: x if len(batch_shape) == 1 else explicit_axes.folded(x, 3)
+    q, scale = positive_scale(q, checks.valid_scale(arguments.scale, head_dim))
+    fold = lambda x: x if len(batch_shape) == 1 else mesh_axes.folded(x, 3)
     spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
     return Call(spec, operands, describe(operands, spec), batch_shape, queries)
 
@@ -111,7 +113,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         scale=scale,
         mask=band,
         q_offset=static_offset,
-        softcap=numbers.softcap(a.softcap),
+        softcap=checks.valid_softcap(a.softcap),
         dropout_rate=rate,
         score_mod=score_mod,
         mask_mod=mask_mod,
@@ -234,7 +236,7 @@ def check_shapes(q, k, v):
             "or share it between calls with jax.vmap(..., in_axes=(0, None, None))"
         )
     check_sizes(q.shape[-3:], k.shape[-3:], v.shape[-3:])
-    hints.warn_of_swapped_axes(q.shape[-3:], k.shape[-3:])
+    checks.warn_of_swapped_axes(q.shape[-3:], k.shape[-3:])
 
 
 def check_sizes(q, k, v):
@@ -306,3 +308,98 @@ def of_rank(x, rank: int):
 def lengths_of_rank(x, rank: int):
     """Brings lengths to this rank as `of_rank` does; one for all entries stays one."""
     return x if x is None or not np.ndim(x) else of_rank(x, rank)
+
+
+# --- Names of arguments: one signature for several functions, and hints for wrong names -----------
+
+# Names of one thing: ours, and those of jax.nn, PyTorch, flash-attn, Tokamax, kvax and MaxText.
+SYNONYMS = (
+    "q query",
+    "k key",
+    "v value",
+    "causal is_causal",
+    "window local_window_size window_size sliding_window sliding_window_size",
+    "scale sm_scale softmax_scale logits_scale query_scale",
+    "softcap soft_cap logit_cap logits_soft_cap attn_logits_soft_cap",
+    "mask attn_mask attention_mask",
+    "bias attn_bias attention_bias ab",
+    "q_segment_ids query_segment_ids segment_ids",
+    "kv_segment_ids key_segment_ids segment_ids",
+    "q_lengths query_seq_lengths q_seqlen seqused_q",
+    "kv_lengths key_value_seq_lengths kv_seqlen seqused_k cache_seqlens lengths",
+    "sinks s_aux softmax_aux learnable_sink attention_sink",
+    "alibi_slopes slopes alibi",
+    "dropout_rate dropout dropout_p",
+    "dropout_seed dropout_rng dropout_key rng",
+    "q_offset query_offset q_start",
+    "return_lse return_residual return_residuals return_softmax_lse",
+    "page_table block_table block_tables page_indices",
+    "blocks block_sizes",
+    "backend implementation impl",
+)
+
+
+def unexpected(function: str, wrong: Collection[str], names: Collection[str]) -> str:
+    """Returns the message of a TypeError for unknown arguments, which says what was meant.
+
+    Args:
+        function: name of the function.
+        wrong: the arguments that it does not have.
+        names: those that it has.
+    """
+    listed = ", ".join(map(repr, sorted(wrong)))
+    plural = "s" if len(wrong) > 1 else ""
+    meant = {ours: None for name in sorted(wrong) for ours in _meant(name, names)}
+    hint = f"; did you mean {' and '.join(map(repr, meant))}?" if meant else ""
+    return f"{function}() got an unexpected keyword argument{plural} {listed}{hint}"
+
+
+def _meant(name: str, names: Collection[str]) -> list[str]:
+    """Returns those of `names` that are synonyms of `name`, else the one most like it."""
+    groups = [group.split() for group in SYNONYMS if name in group.split()]
+    found = [other for group in groups for other in group if other in names]
+    return found or difflib.get_close_matches(name, names, 1)
+
+
+def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Wraps `function` so that its TypeError for an unknown argument says which one was meant."""
+    names = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not names.issuperset(kwargs):
+            raise TypeError(unexpected(function.__name__, kwargs.keys() - names, names))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def same_arguments(original: Callable):
+    """Returns a decorator that gives a (q, k, v, **options) the signature of `original`.
+
+    Keyword arguments of the decorated function that `original` does not have come after those.
+    """
+    return functools.partial(_with_signature, inspect.signature(original))
+
+
+def _with_signature(whole: inspect.Signature, function):
+    own = inspect.signature(function)
+    added = [
+        parameter
+        for name, parameter in own.parameters.items()
+        if name not in whole.parameters and parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    signature = whole.replace(
+        parameters=[*whole.parameters.values(), *added], return_annotation=own.return_annotation
+    )
+
+    @functools.wraps(function)
+    def bound(*args, **kwargs):
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
+        return function(**arguments)
+
+    bound.__signature__ = signature  # pyright: ignore
+    return suggested(bound)

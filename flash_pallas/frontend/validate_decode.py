@@ -11,8 +11,8 @@ import numpy as np
 
 from ..core.decode import MAX_SPLITS, MAX_TOKENS, PAGE_SIZES, QUANTISED, DecodeOperands, DecodeSpec
 from . import arguments as checks
-from . import numbers, validate
-from .numbers import as_int32
+from . import validate
+from .arguments import as_int32
 
 AUTO = "auto"
 
@@ -59,11 +59,11 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
-    q, scale = validate.positive_scale(q, numbers.scale(a.scale, q.shape[-1]))
+    q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
         window_left=checks.band(True, a.window).left,
-        softcap=numbers.softcap(a.softcap),
+        softcap=checks.valid_softcap(a.softcap),
         num_splits=_num_splits(a.num_splits),
         page_size=page_size,
     )

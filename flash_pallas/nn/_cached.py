@@ -9,10 +9,10 @@ import numpy as np
 
 from ..api import flash_attention
 from ..cache import KVCache, append_kv, gather_pages
-from ..core import explicit_axes, rope
+from ..core import mesh_axes, rope
 from ..core.decode import MAX_TOKENS, QUANTISED
 from ..decode import flash_decode
-from ..frontend.numbers import as_int32, is_known, known
+from ..frontend.arguments import as_int32, is_known, known
 from ._options import CallArguments
 
 
@@ -251,8 +251,8 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
         lengths = jnp.minimum(after.lengths, room)
         options |= {"kv_lengths": lengths, "q_offset": room, "num_splits": layer.num_splits}
         return flash_decode(q, after.k, after.v, **options), after
-    specs = tuple(map(explicit_axes.spec_of, (*before[:2], before.lengths[:, None])))
-    k, v, ids = explicit_axes.compiled_as_auto(_in_order, (before, k, v), specs)
+    specs = tuple(map(mesh_axes.spec_of, (*before[:2], before.lengths[:, None])))
+    k, v, ids = mesh_axes.compiled_as_auto(_in_order, (before, k, v), specs)
     options |= {
         "q_offset": room,
         "window": layer.window,
@@ -279,8 +279,8 @@ def _in_order(cache: RingCache, k, v):
 
 
 def _append_to_ring(cache: RingCache, k, v, new_lengths) -> RingCache:
-    specs = RingCache(*map(explicit_axes.spec_of, cache))
-    return explicit_axes.compiled_as_auto(_appended, (cache, k, v, new_lengths), specs)
+    specs = RingCache(*map(mesh_axes.spec_of, cache))
+    return mesh_axes.compiled_as_auto(_appended, (cache, k, v, new_lengths), specs)
 
 
 def _appended(cache: RingCache, k, v, new_lengths) -> RingCache:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api import flash_attention
-from ..frontend.numbers import as_int32
+from ..frontend.arguments import as_int32
 
 
 class CallArguments(NamedTuple):

@@ -13,10 +13,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..frontend import arguments as checks
-from ..frontend import dispatch, numbers, validate
-from ..frontend.arguments import Arguments
-from ..frontend.keywords import unexpected
-from ..frontend.numbers import as_int32, seed_words
+from ..frontend import dispatch, validate
+from ..frontend.arguments import Arguments, as_int32, seed_words
+from ..frontend.validate import unexpected
 from . import gathered, ring
 from .cuts import Cuts, shards_around
 from .plan import Plan
@@ -140,9 +139,9 @@ def _static(name: str, value, head_dim: int):
     if name in ("causal", "deterministic", "broadcast_dropout", "return_lse"):
         return checks.flag(name, value)
     if name == "scale":
-        return numbers.scale(value, head_dim)
+        return checks.valid_scale(value, head_dim)
     if name == "softcap":
-        return numbers.softcap(value)
+        return checks.valid_softcap(value)
     if name == "dropout_rate":
         return checks.dropout_rate(value)
     if name == "window":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import explicit_axes
+from ..core import mesh_axes
 
 
 def zigzag_positions(length: int, shards: int) -> np.ndarray:
@@ -119,4 +119,4 @@ def _moved(x, chunks: np.ndarray, axis: int, numpy=jnp):
         cut = x.reshape(*x.shape[:axis], count, length // count, *x.shape[axis + 1 :])
         return numpy.take(cut, chunks, axis=axis).reshape(x.shape)
 
-    return explicit_axes.compiled_as_auto(moved, (x,), explicit_axes.spec_of(x))
+    return mesh_axes.compiled_as_auto(moved, (x,), mesh_axes.spec_of(x))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core import manual_axes, softmax
+from ..core import mesh_axes, softmax
 from ..core.problem import AttentionSpec, Cotangents, Operands, describe
 from ..frontend import dispatch
 from ..transforms import derivatives
@@ -71,10 +71,10 @@ def attend(ring: Ring, operands: Operands):
 
     Runs inside `jax.shard_map`. All operands but sinks are this device's parts.
     """
-    axes = manual_axes.varying(operands)
+    axes = mesh_axes.varying(operands)
     # Outside shard_map's check of types no value has axes, and none must be given one.
     axes = axes | frozenset(names_of(ring.axis)) if axes else axes
-    return _attend(ring, manual_axes.spread(operands, axes))
+    return _attend(ring, mesh_axes.spread(operands, axes))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -222,7 +222,7 @@ def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands
     )
     if spec.dropout_rate:
         part = _with_places(ring, ahead, operands, part, (rows, cols))
-    return spec, manual_axes.spread(part, manual_axes.varying(part))
+    return spec, mesh_axes.spread(part, mesh_axes.varying(part))
 
 
 def _with_places(ring: Ring, ahead: int, operands: Operands, part: Operands, cut) -> Operands:
@@ -279,4 +279,4 @@ def _replaced(x, part, axis: int, half: int | None):
 
 def _like(operands: Operands, tree):
     """Types constants by mesh axes, for shard_map, as the operands are."""
-    return manual_axes.spread(tree, manual_axes.varying(operands))
+    return mesh_axes.spread(tree, mesh_axes.varying(operands))

@@ -17,10 +17,13 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import AxisType
 
 from ..backends.base import Backend
-from ..core import manual_axes, padding, softmax, undifferentiable
+from ..core import mesh_axes, padding, softmax, undifferentiable
+from ..core.decode import DecodeOperands
 from ..core.problem import (
     EXTRA_GRADS,
     AttentionSpec,
@@ -30,7 +33,7 @@ from ..core.problem import (
     Outputs,
     describe,
 )
-from . import batching, sharding
+from . import sharding
 
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 
@@ -64,7 +67,7 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     """
     # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands, and
     # leaves them cut as the caller has them.
-    operands = sharding.placed(manual_axes.spread(operands, manual_axes.varying(operands)))
+    operands = sharding.placed(mesh_axes.spread(operands, mesh_axes.varying(operands)))
     return _attend(backend, spec, blocks, operands)
 
 
@@ -175,10 +178,10 @@ def forward_of(backend, spec, blocks):
 
     def forward(operands):
         outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
-        return manual_axes.spread(outputs, manual_axes.varying(operands))
+        return mesh_axes.spread(outputs, mesh_axes.varying(operands))
 
     cut = sharding.per_shard(forward, backend.partitionable)
-    call = sharding.over_explicit_axes(batching.fold_vmap(cut), Outputs)
+    call = sharding.over_explicit_axes(fold_vmap(cut), Outputs)
     return partial(_first_order_only, call)
 
 
@@ -191,10 +194,10 @@ def backward_of(backend, spec, blocks, wanted):
 
     def backward(operands, cotangents):
         grads = backend.backward(spec, blocks, operands, cotangents, wanted)
-        return manual_axes.spread(grads, manual_axes.varying(operands))
+        return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
     cut = sharding.per_shard(backward, backend.partitionable)
-    call = sharding.over_explicit_axes(batching.fold_vmap(cut, wanted), Grads)
+    call = sharding.over_explicit_axes(fold_vmap(cut, wanted), Grads)
     return partial(_first_order_only, call)
 
 
@@ -216,3 +219,152 @@ NO_SECOND_ORDER = (
     "none are needed, as in first-order meta-learning, put jax.lax.stop_gradient around the "
     "gradient"
 )
+
+
+# --- vmap of attention: the vmapped axis becomes part of the batch --------------------------------
+# A kernel then sees one larger batch instead of one more grid axis. Operands that are not batched
+# are repeated, except a bias or a mask: entry b of a batch of B reads entry b // (B // Bb) of a
+# bias of Bb entries. So a bias shared by the entries of a member needs the members folded
+# outermost, and one shared by the members needs them innermost; the order is the one that repeats
+# fewer bytes.
+
+SHARED = ("bias", "mask")  # operands whose batch may be a divisor of the batch
+
+
+def fold_vmap(call, wanted: frozenset[str] = frozenset()):
+    """Wraps `call` so that a vmapped axis is folded into axis 0 of every argument and result.
+
+    Args:
+        call: (Operands, ...) -> a tree of arrays, all with the batch first.
+        wanted: shared operands that `call` returns a gradient of: vmap wants one for each of its
+            members, so these are repeated.
+    """
+    folding = custom_vmap(call)
+
+    @folding.def_vmap
+    def fold(axis_size, is_batched, operands, *rest):
+        if not axis_size:
+            out = of_no_members(call, is_batched, (operands, *rest))
+            return out, jax.tree.map(lambda _: True, out)
+        batch = operands.q.shape[1 if is_batched[0].q else 0]
+        shared = {name: getattr(operands, name) for name in SHARED}
+        # A gradient comes in its operand's own entries: those of an inner fold would be repeated.
+        inner = wanted.isdisjoint(SHARED) and _inner_is_cheaper(
+            axis_size, batch, shared, is_batched[0], tie=_may_be_cut(operands.q)
+        )
+        fold = _Fold(axis_size, batch, inner)
+        one = {
+            name: x if x is None else fold.shared(x, getattr(is_batched[0], name), name in wanted)
+            for name, x in shared.items()
+        }
+        bare = operands._replace(**dict.fromkeys(SHARED))
+        kinds = is_batched[0]._replace(**dict.fromkeys(SHARED))
+        folded = jax.tree.map(fold.one, bare, kinds)._replace(**one)
+        others = jax.tree.map(fold.one, rest, tuple(is_batched[1:]))
+        out = folding(folded, *others)
+        return jax.tree.map(fold.undone, out), jax.tree.map(lambda _: True, out)
+
+    return folding
+
+
+def of_no_members(call, is_batched, args):
+    """Returns the results of a vmap of size 0: arrays without elements, in the shapes of `call`.
+
+    Args:
+        call: the function of one member.
+        is_batched: says which of `args` have the vmapped axis, as their first.
+        args: the arguments as vmap gives them.
+    """
+    member = lambda x, batched: jax.ShapeDtypeStruct(x.shape[1:] if batched else x.shape, x.dtype)
+    shapes = jax.eval_shape(call, *jax.tree.map(member, args, tuple(is_batched)))
+    return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes)
+
+
+def _inner_is_cheaper(size: int, batch: int, shared, is_batched, tie: bool) -> bool:
+    """Returns whether members' own biases and masks are smaller than copies of the shared ones."""
+    outer_bytes = inner_bytes = 0
+    for name, x in shared.items():
+        if x is None:
+            continue
+        nbytes = x.size * x.dtype.itemsize
+        if getattr(is_batched, name):
+            inner_bytes += batch * nbytes // x.shape[1]
+        elif len(x) > 1:
+            outer_bytes += size * nbytes
+    return tie if inner_bytes == outer_bytes else inner_bytes < outer_bytes
+
+
+def _may_be_cut(q) -> bool:
+    """Returns whether the partitioner may shard the batch.
+
+    The batch stays sharded only if it is the outer of two folded axes.
+    """
+    return AxisType.Auto in jax.typeof(q).sharding.mesh.axis_types
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fold:
+    """Folding of `size` members with `batch` entries each into one batch.
+
+    Attributes:
+        size: size of the vmapped axis.
+        batch: number of entries of each member.
+        inner: True if entry b of member i becomes b * size + i, else it becomes i * batch + b.
+    """
+
+    size: int
+    batch: int
+    inner: bool
+
+    def one(self, x, is_batched):
+        """Folds an array [batch, ...], or [size, batch, ...] if batched."""
+        x = x if is_batched else jnp.broadcast_to(x[None], (self.size, *x.shape))
+        x = jnp.swapaxes(x, 0, 1) if self.inner else x
+        return x.reshape(-1, *x.shape[2:])
+
+    def shared(self, x, is_batched, repeat):
+        """Folds a shared operand: x [Bb, ...], or [size, Bb, ...] if batched."""
+        if not is_batched and not repeat and (self.inner or len(x) == 1):
+            return x
+        if not self.inner:
+            return self.one(x, is_batched)
+        whole = jnp.repeat(x, self.batch // x.shape[1], axis=1)
+        return self.one(whole, is_batched)
+
+    def undone(self, x):
+        """Unfolds a result to [size, batch, ...]."""
+        if not self.inner:
+            return x.reshape(self.size, -1, *x.shape[1:])
+        return jnp.swapaxes(x.reshape(-1, self.size, *x.shape[1:]), 0, 1)
+
+
+def fold_decode(size: int, is_batched: DecodeOperands, operands: DecodeOperands) -> DecodeOperands:
+    """Folds a vmapped axis into the operands of one call, as the outer batch.
+
+    Pages that all members share are not repeated; members' own pages are concatenated, and the
+    page tables are shifted to match.
+
+    Args:
+        size: size of the vmapped axis.
+        is_batched: says which operands have it, as their first.
+        operands: the operands as vmap gives them.
+    """
+    of_cache = ("k", "v", "k_scale", "v_scale")
+    own_cache = any(getattr(is_batched, name) for name in of_cache)
+    rows = operands.k.shape[1 if is_batched.k else 0]
+    fold = _Fold(size, 0, inner=False)
+    found = {}
+    for name, x in operands._asdict().items():
+        batched = getattr(is_batched, name)
+        if x is None or (name in of_cache and operands.page_table is not None and not own_cache):
+            found[name] = x
+            continue
+        if name in ("k_scale", "v_scale"):  # One row is for all.
+            axis = 1 if batched else 0
+            x = jnp.broadcast_to(x, (*x.shape[:axis], rows, x.shape[-1]))
+        found[name] = fold.one(x, batched)
+    if operands.page_table is not None and own_cache:
+        table = jnp.clip(found["page_table"], 0, rows - 1)
+        first = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * rows, len(found["q"]) // size)
+        found["page_table"] = table + first[:, None]
+    return DecodeOperands(**found)

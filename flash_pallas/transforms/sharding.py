@@ -8,7 +8,7 @@ core/shards.py decides, in one place, which mesh axes shard what. The sharding o
 - to the partitioner alone, where they are `Auto`: `per_shard` tells it what it may shard;
 - to the caller, inside a `jax.shard_map` of theirs, where nothing is left to do.
 
-Plain jnp around attention, as where a cache grows, is the business of core/explicit_axes.py.
+Plain jnp around attention, as where a cache grows, is the business of core/mesh_axes.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import explicit_axes
+from ..core import mesh_axes
 from ..core.shards import PLACES, Shards
 
 
@@ -75,7 +75,7 @@ def over_explicit_axes(call, results):
     """
 
     def run(*args):
-        if explicit_axes.mesh_of(args[0][:3]) is None:
+        if mesh_axes.mesh_of(args[0][:3]) is None:
             return call(*args)
         return _OnShards(call, results)(*args)
 
@@ -88,10 +88,10 @@ def placed(operands):
     Raises:
         ValueError: the axis of queries or of keys is sharded.
     """
-    mesh = explicit_axes.mesh_of(operands[:3])
+    mesh = mesh_axes.mesh_of(operands[:3])
     if mesh is None:
         return operands
-    cuts = [explicit_axes.names_of(x) for x in operands[:3]]
+    cuts = [mesh_axes.names_of(x) for x in operands[:3]]
     return _resharded(operands, Shards.of(operands, cuts, dict(mesh.shape)).specs(operands), mesh)
 
 
@@ -123,7 +123,7 @@ class _OnShards:
         return found, jax.tree.map(lambda _: True, found)
 
     def _run(self, *args):
-        mesh: Any = explicit_axes.mesh_of(args)
+        mesh: Any = mesh_axes.mesh_of(args)
         levels = self._names_of_levels(args)
         own = lambda x, *flags: jax.ShapeDtypeStruct(x.shape[sum(flags) :], x.dtype)
         members = jax.tree.map(own, args, *self.levels)
@@ -154,7 +154,7 @@ class _OnShards:
         found: list[tuple[str, ...]] = []
         for level in range(len(self.levels)):
             cuts = [
-                explicit_axes.names_of(x)[sum(own[level + 1 :])]
+                mesh_axes.names_of(x)[sum(own[level + 1 :])]
                 for x, own in zip(jax.tree.leaves(args), flags, strict=True)
                 if own[level]
             ]
@@ -167,7 +167,7 @@ class _OnShards:
         cuts = [
             [
                 tuple(a for a in axes if a not in taken)
-                for axes in explicit_axes.names_of(x)[x.ndim - 4 :]
+                for axes in mesh_axes.names_of(x)[x.ndim - 4 :]
             ]
             for x in operands[:3]
         ]

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.suites import SUITES, Shape
-from flash_pallas.backends.gpu.row_maxima import far_of
+from flash_pallas.backends.gpu.online_softmax import far_of
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backend import trades_registers
 from flash_pallas.backends.hopper.backward.fused.tiles import FusedBlocks
-from flash_pallas.backends.hopper.tiling import trades_registers
 from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, describe

@@ -8,7 +8,7 @@ import pytest
 
 from flash_pallas import flash_attention
 from flash_pallas.backends.hopper import backend
-from flash_pallas.backends.hopper.tiling import trades_registers
+from flash_pallas.backends.hopper.backend import trades_registers
 
 from .device import H200, compile_for
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.suites import SUITES
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.tiling import trades_registers
+from flash_pallas.backends.hopper.backend import trades_registers
 from flash_pallas.backends.portable import tiling as tiles
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flash_pallas.core import mods
-from flash_pallas.core.tile import Tile
+from flash_pallas.core.mask import Tile
 
 B, N = 3, 2
 TILE = Tile(4, 9, (5, 6))

@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 from flash_pallas.core import dropout, mods, scores
+from flash_pallas.core.mask import Tile
 from flash_pallas.core.problem import AttentionSpec
 from flash_pallas.core.softmax import LOG2E
-from flash_pallas.core.tile import Tile
 
 from ..mods import SCORE_MODS
 

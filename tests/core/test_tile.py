@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.core.mask import Mask
-from flash_pallas.core.tile import Tile
+from flash_pallas.core.mask import Mask, Tile
 
 from .test_mask import MASKS, visible
 

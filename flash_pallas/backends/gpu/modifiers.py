@@ -15,8 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math
 
 from ...core import dropout
-from .inline import WGMMA
-from .registers import (
+from .inline import (
+    WGMMA,
     at,
     coordinates,
     f32_constant,

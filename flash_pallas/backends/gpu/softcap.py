@@ -15,8 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, math
 
-from .inline import WGMMA
-from .registers import assembly, at, f32_constant, of_some_lane
+from .inline import WGMMA, assembly, at, f32_constant, of_some_lane
 
 SMALL = 0.4375  # of logits relative to the cap: up to here the polynomial serves
 # tanh(z) / z in powers of z**2, with a relative error of 1.1e-5 for |z| up to SMALL.

@@ -1,27 +1,42 @@
-"""The Hopper kernels as a backend: which problems they take, and how arrays are padded for them."""
+"""The Hopper kernels as a backend: the problems that they take, padding, and tile sizes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ..gpu.refusals import refusal
-from .backward.launch import backward
-from .candidates import candidates
+from ..gpu.launch import MOST_BARRIERS, refusal
+from .backward.fused.launches import may_launch, may_take_turns, may_write
+from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
+from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
+from .backward.split.tiles import DkvBlocks, DqBlocks
+from .common.pipeline import SMEM_LIMIT
 from .common.wgmma import Matmuls
-from .decode import tiles
 from .decode.kernel import decode
-from .decode.packed_forward import forward_packed
+from .decode.packed_forward import described, forward_packed, packs
+from .decode.tiles import DecodeBlocks, choose_decode
+from .decode.tiles import unsupported as unsupported_decode
 from .forward.kernel import forward
-from .forward.tiles import NATIVE_HEAD_DIMS, native_problem
-from .tiling import HopperBlocks, choose_blocks, trades_registers
+from .forward.tiles import (
+    MOST_HALF,
+    NATIVE_HEAD_DIMS,
+    ForwardBlocks,
+    choose_forward,
+    native_problem,
+    without_producer,
+)
+
+# --- Problems and padding -------------------------------------------------------------------------
 
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16), np.dtype(jnp.float32))
 WIDEST_FLOAT32 = 128  # head dim: its two parts fill shared memory as 256 does in 16 bits
@@ -82,11 +97,11 @@ class HopperBackend:
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
-        """Returns the tile sizes of the kernels that would run; see tiling.py."""
+        """Returns the tile sizes of the kernels that would run; see `choose_blocks`."""
         return choose_blocks(problem, override, self.producer, self.multiprocessors)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """Returns the tile sizes worth timing, by kernel; see candidates.py."""
+        """Returns the tile sizes worth timing, by kernel; see `candidates`."""
         return candidates(problem, self.producer, self.multiprocessors)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
@@ -125,15 +140,13 @@ class HopperBackend:
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
-        return tiles.unsupported(problem)
+        return unsupported_decode(problem)
 
-    def decode_blocks(self, problem: DecodeProblem) -> tiles.DecodeBlocks:
+    def decode_blocks(self, problem: DecodeProblem) -> DecodeBlocks:
         """Returns the tile sizes and the number of splits; see decode/tiles.py."""
-        return tiles.choose_decode(problem, self.multiprocessors)
+        return choose_decode(problem, self.multiprocessors)
 
-    def decode(
-        self, spec: DecodeSpec, blocks: tiles.DecodeBlocks, operands: DecodeOperands
-    ) -> Outputs:
+    def decode(self, spec: DecodeSpec, blocks: DecodeBlocks, operands: DecodeOperands) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
@@ -153,3 +166,221 @@ def _device_reason(capability: str | None) -> str | None:
 
 def _num_sms() -> int:
     return getattr(jax.devices()[0], "core_count", None) or H200_SMS
+
+
+# --- Tile sizes: what can be chosen, and what is chosen -------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperBlocks:
+    """Tile sizes of every kernel that a call and its gradient run."""
+
+    forward: ForwardBlocks
+    backward: FusedBlocks | SplitBlocks
+
+
+def trades_registers() -> bool:
+    """Says whether the installed jaxlib compiles setmaxnreg, by which warpgroups trade registers.
+
+    From 0.12 on its wheels compile Mosaic GPU kernels through nvJitLink, as code to be linked, in
+    which the instruction has no effect (C7504). Three warpgroups then have 168 registers a thread;
+    code made for 240 spills up to 1,300 bytes and has its wgmma serialised. Two have 255.
+    """
+    return jaxlib.version.__version_info__ < (0, 12)
+
+
+def choose_blocks(
+    problem: Problem, override: dict[str, Any] | None, producer: bool, num_sms: int
+) -> HopperBlocks:
+    """Chooses the tuned tile sizes, with fields replaced by `override`.
+
+    Args:
+        problem: the shapes.
+        producer: whether the chosen blocks have a producer warpgroup, which takes
+            `trades_registers`.
+        num_sms: number of SMs that the tiles are to keep busy.
+        override: for each kernel that runs (`"forward"`, `"fused"`, `"dkv"`, `"dq"`), a dict of the
+            fields to replace, such as `{"forward": {"block_kv": 64}}`.
+
+    Raises:
+        ValueError: an unknown kernel or field, or tiles that do not fit.
+    """
+    chosen: dict[str, Any] = {"forward": choose_forward(problem, num_sms)}
+    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packs(problem, num_sms))
+    chosen |= choose_backward(problem, num_sms)
+    if not producer:
+        chosen = {name: _without_producer(b) for name, b in chosen.items()}
+        chosen["forward"] = without_producer(chosen["forward"], problem)
+    for kernel, fields in (override or {}).items():
+        if kernel not in chosen:
+            raise ValueError(
+                f"blocks has {kernel!r}: on the hopper backend this call runs the kernels "
+                f"{', '.join(map(repr, chosen))}; pass blocks={{'forward': {{'block_kv': 64}}}}"
+            )
+        if kernel == "forward":
+            size = native_problem(problem)
+        else:
+            size = native_backward_problem(problem, fused=kernel == "fused")
+        chosen[kernel] = _replaced(kernel, chosen[kernel], fields, size, problem)
+    if "fused" in chosen:
+        return HopperBlocks(chosen["forward"], chosen["fused"])
+    return HopperBlocks(chosen["forward"], SplitBlocks(chosen["dkv"], chosen["dq"]))
+
+
+def _without_producer(blocks):
+    if isinstance(blocks, FusedBlocks):
+        blocks = dataclasses.replace(without_sums(blocks), first_alone=False)
+    return dataclasses.replace(blocks, producer=False)
+
+
+# The most that a field may be: registers for as many warpgroups, exponents of two whose squares
+# float32 holds (of a lazy rescale float16 too), and the barriers of one array.
+_MOST = {"warpgroups": 3, "speculates": 60.0, "lazy_rescale": MOST_HALF, "polynomials": 1.0}
+_MOST |= {
+    name: MOST_BARRIERS
+    for blocks in (ForwardBlocks, FusedBlocks, DkvBlocks, DqBlocks)
+    for name in vars(blocks())
+    if name.endswith("stages")
+}
+
+
+def _replaced(kernel: str, blocks, fields, size, problem: Problem):
+    names = {field.name for field in dataclasses.fields(blocks)}
+    if not isinstance(fields, dict) or not names.issuperset(fields):
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}")
+    for name, value in fields.items():
+        if reason := _misfit(name, value, type(getattr(blocks, name)), kernel):
+            raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value!r}: {reason}")
+    try:
+        replaced = dataclasses.replace(blocks, **fields)
+    except ValueError as error:
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {error}") from None
+    if isinstance(replaced, ForwardBlocks) and replaced.packed and described(problem) is None:
+        raise ValueError(
+            "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
+        )
+    if isinstance(replaced, FusedBlocks) and (reason := _refused(replaced, size)):
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
+    if replaced.smem_bytes(size) > SMEM_LIMIT:
+        raise ValueError(
+            f"blocks[{kernel!r}] needs {replaced.smem_bytes(size)} bytes of shared memory and "
+            f"there are {SMEM_LIMIT}: use fewer stages or smaller blocks"
+        )
+    return replaced
+
+
+def _misfit(name: str, value, kind: type, kernel: str) -> str | None:
+    """Returns why a field of this type cannot have this value, whatever the others are, or None."""
+    unit = 64 if kernel == "fused" else 32
+    if name.startswith("block_"):
+        tile = type(value) is int and 0 < value <= 256 and value % unit == 0
+        return None if tile else f"a multiple of {unit} up to 256"
+    if type(value) is not kind:
+        return "True or False" if kind is bool else f"of type {kind.__name__}"
+    least, most = (1 if kind is int else 0.0), _MOST.get(name, math.inf)
+    if kind is not bool and not least <= value <= most:  # a NaN neither
+        return f"from {least} to {most}" if most < math.inf else f"at least {least}"
+    return None
+
+
+def _refused(blocks: FusedBlocks, size) -> str | None:
+    """Returns why the fused backward cannot run with these blocks, or None."""
+    if not blocks.runs(size.head_dim):
+        return "'block_q' must be 128 for head dims up to 16"
+    if blocks.alternate and not blocks.may_alternate:
+        return (
+            "warpgroups that alternate take at least two stages, do_stages and ds_stages and no "
+            "late_dp; pass 'alternate': False too"
+        )
+    if blocks.sums_bias and not (blocks.producer and may_sum_bias(size, blocks.bias_cluster)):
+        return (
+            "'bias_cluster' may be 2, 4 or 8 with a producer warpgroup and a bias in 16 bits with "
+            "both axes, without a mask or another modifier, that as many batch entries share or a "
+            "multiple; pass 'bias_cluster': 1"
+        )
+    if not may_launch(size, blocks):
+        return (
+            "'launches' must divide the pairs of a key head and a batch entry into whole heads, or "
+            "a head's entries into equal parts, and not stand beside 'parts'; 'key_launches' must "
+            "divide the key blocks of a call that sums the gradient of a bias, of whole heads, "
+            "without 'first_alone'; pass 'launches': 1, 'key_launches': 1 and 'first_alone': False"
+        )
+    if not may_take_turns(size, blocks):
+        return (
+            "CTAs that take several key blocks ('resident' and 'kv_stages') need a producer "
+            "warpgroup, 'mask_all', no 'parts' and the same walk for every key block: no mask and "
+            "no arrays that decide it; pass 'resident': 1 and 'kv_stages': 1"
+        )
+    if blocks.first_alone and not may_write(size, blocks):
+        return (
+            "'first_alone' takes two blocks of keys or more of which the first is seen by all "
+            "queries, whatever arrays hold; pass 'first_alone': False"
+        )
+    if blocks.sums_bias and blocks.parts > 1:
+        return "CTAs that add up the gradient of a bias share no walks; pass 'bias_cluster': 1"
+    return None
+
+
+# --- Tile sizes that are worth timing where the rules of *_blocks.py may not be the best ----------
+
+# Each replaces fields of what the rules take. What only the rules know how to combine (which loops
+# are masked, where polynomials pay next to modifiers, speculation) stays as it is.
+_FORWARD = (
+    {"warpgroups": 2, "block_kv": 128},
+    {"warpgroups": 2, "block_kv": 96},
+    {"warpgroups": 3, "block_kv": 64},
+    {"warpgroups": 3, "block_kv": 128},
+    {"persistent": False},
+    {"packed": False},
+)
+_FUSED = (
+    {"alternate": False, "polynomials": 0.0},
+    {"polynomials": 0.0},
+    {"polynomials": 0.25},
+    {"block_q": 64},
+    {"block_q": 64, "stages": 4, "do_stages": 4},
+    {"stages": 3, "do_stages": 3},
+    {"stages": 2, "do_stages": 2},
+    {"parts": 1},
+    {"first_alone": True},
+    {"first_alone": False},
+    {"launches": 1, "key_launches": 1},
+    {"resident": 1, "kv_stages": 1},
+)
+_DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
+_DQ = (
+    {"block_kv": 128},
+    {"block_kv": 64},
+    {"k_stages": 3},
+    {"v_stages": 1},
+    {"v_stages": 2},
+    {"warpgroups": 1, "block_kv": 64},
+)
+CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
+
+
+def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list[dict[str, Any]]]:
+    """Returns the tile sizes that each kernel of a call can run with; those of the rules first.
+
+    `producer` and `num_sms` are those of `choose_blocks`.
+    """
+    by_kernel = functools.partial(_by_kernel, problem, producer, num_sms)
+    chosen = by_kernel(None)
+    found = {}
+    for kernel, blocks in chosen.items():
+        tried = [blocks]
+        for change in CHANGES[kernel]:
+            try:
+                tried.append(by_kernel({kernel: change})[kernel])
+            except ValueError:  # they do not fit, or the kernel cannot take them
+                continue
+        found[kernel] = [dataclasses.asdict(b) for b in dict.fromkeys(tried)]
+    return found
+
+
+def _by_kernel(problem: Problem, producer: bool, num_sms: int, override: dict[str, Any] | None):
+    blocks = choose_blocks(problem, override, producer, num_sms)
+    backward = blocks.backward
+    if isinstance(backward, SplitBlocks):
+        return {"forward": blocks.forward, "dkv": backward.dkv, "dq": backward.dq}
+    return {"forward": blocks.forward, "fused": backward}

@@ -13,7 +13,7 @@ from ...core.decode import describe as describe_decode
 from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from ..gpu.refusals import refusal
+from ..gpu.launch import refusal
 from . import tiling
 from . import tiling as tiles
 from .backward.arrays import BackwardArrays

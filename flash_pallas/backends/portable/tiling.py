@@ -18,8 +18,7 @@ from ...core.integers import round_up
 from ...core.problem import Problem
 from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
-from ..gpu.launch import WARPGROUP_ROWS, shared_memory
-from ..gpu.refusals import MAX_GRID
+from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
 from .backward.fused.dq_sums import DqSums
 from .backward.fused.loads import Slot
 from .backward.split.loads import SLOTS

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from ...core import bounds, manual_axes
+from ...core import bounds, mesh_axes
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 
@@ -57,7 +57,7 @@ class Grid:
     def zeros(self, shape, like, dtype=None):
         """Returns zeros, typed by the mesh axes of `like`."""
         zeros = jnp.zeros(shape, self.dtype if dtype is None else dtype)
-        return manual_axes.spread(zeros, manual_axes.varying(like))
+        return mesh_axes.spread(zeros, mesh_axes.varying(like))
 
     def dot(self, subscripts, a, b):
         """Multiplies two operands in their common dtype and sums in the accumulation dtype."""

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...core import dropout, scores
+from ...core.mask import Tile
 from ...core.problem import AttentionSpec, Operands
 from ...core.scores import TileInputs
 from ...core.softmax import EMPTY_ROW
-from ...core.tile import Tile
 from .grid import Grid, pad
 
 PAIRWISE = ("bias", "mask")  # operands with an axis of queries and one of keys

@@ -1,21 +1,26 @@
-"""The backward of one call: the kernels that it runs, on padded copies where those are needed."""
+"""The backward of one call: which kernels run it, and their launches."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import numpy as np
 
 from ....core import padding
 from ....core.problem import Cotangents, Grads, Operands, Problem
-from ...gpu.dbias_launches import score_grads
+from ...gpu.launch import score_grads
 from ..common.wgmma import Matmuls
-from .arrays import BackwardArrays
 from .dbias.kernel import score_sums
-from .fused.call import backward_fused
-from .fused.launches import fitting
-from .fused.tiles import FusedBlocks, without_sums
-from .select import SplitBlocks, native_problem
+from .fused.kernel import backward_fused
+from .fused.launches import choose_launches, choose_parts, fitting
+from .fused.tiles import FUSED_HEAD_DIMS, FusedBlocks, choose_fused, without_sums
+from .operands import BackwardArrays
 from .split.dkv import dkv
 from .split.dq import dq
+from .split.tiles import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
+
+# --- The call -------------------------------------------------------------------------------------
 
 
 def backward(
@@ -37,7 +42,7 @@ def backward(
         interpret: run under the interpreter.
     """
     fused = isinstance(blocks, FusedBlocks)
-    native = native_problem(problem, fused=fused)
+    native = native_backward_problem(problem, fused=fused)
     inside = fused and not wanted  # the other kernels are given copies without padding
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)
@@ -73,3 +78,40 @@ def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
         return (blocks.dq_tile(native.head_dim)[1], 0), (0,)
     rows = (blocks.dkv.block_q, blocks.dq.block_kv, 0)
     return rows, rows
+
+
+# --- Which kernels run, and their tile sizes ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitBlocks:
+    """Tile sizes of the deterministic backward, which also runs what the fused one does not."""
+
+    dkv: DkvBlocks
+    dq: DqBlocks
+
+
+def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
+    """Chooses the tile sizes of each kernel that runs: of "fused", or of "dkv" and "dq"."""
+    widest = max(problem.head_dim, problem.v_head_dim)
+    fused = None
+    atomics = not problem.spec.deterministic and problem.dtype != np.float32
+    if atomics and widest <= FUSED_HEAD_DIMS[-1]:
+        native = native_backward_problem(problem, fused=True)
+        fused = choose_fused(native)
+    if fused is not None:
+        parts = 1 if fused.sums_bias else choose_parts(native, fused, num_sms)
+        fused = dataclasses.replace(fused, parts=parts)
+        return {"fused": choose_launches(native, fused, num_sms)}
+    native = native_backward_problem(problem, fused=False)
+    return {"dkv": choose_dkv(native), "dq": choose_dq(native)}
+
+
+def native_backward_problem(problem: Problem, *, fused: bool) -> Problem:
+    """Returns the problem with the head dims that the kernels run: zero-padded to a native size."""
+    q, v = problem.head_dim, problem.v_head_dim
+    if fused:
+        q = v = next(dim for dim in FUSED_HEAD_DIMS if dim >= max(q, v))
+    else:
+        q, v = native_head_dim(q), native_head_dim(v)
+    return dataclasses.replace(problem, head_dim=q, v_head_dim=v)

@@ -17,7 +17,7 @@ import enum
 
 from ....core import bounds
 from ....core.problem import Problem
-from ...gpu.row_maxima import far_of
+from ...gpu.online_softmax import far_of
 
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
 # nothing to do takes its SM for about a microsecond.

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...gpu import inline, modifiers
-from ..common import zero_padding
+from ..common import pipeline
 from ..common.pipeline import swizzles
 from . import inline_columns
 from .consumer import Consumer, Folded, QueryFragments
@@ -201,7 +201,7 @@ class ColumnConsumer(Consumer):
                 self.plan.head_dims[1], cta.gmem.v, summed_rows=self.plan.blocks.block_kv
             )
         v = cta.smem.v.at[cta.v.slot(use)]
-        zero_padding.clear_from(v, valid, swizzle, self.plan.interpret)
+        pipeline.clear_from(v, valid, swizzle, self.plan.interpret)
 
     def multiply_values(self, cta: DecodeCta, use, o_acc):
         """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""

@@ -18,8 +18,8 @@ from jaxlib.mlir.dialects import arith, memref, scf
 
 from ....core import softmax
 from ....core.problem import Outputs
+from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
-from ...gpu.registers import at, elements, i32_constant
 from .plan import JOINING_THREADS, DecodePlan, DecodeResults
 
 # Shares that are joined in straight-line code: their loads wait for one another no longer than one

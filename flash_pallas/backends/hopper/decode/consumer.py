@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import scores, softmax
 from ....core.scores import TileInputs
-from ...gpu import register_tile
-from ...gpu.register_tile import RegisterTile
+from ...gpu import score_tile
+from ...gpu.score_tile import RegisterTile
 from .plan import DecodeCta, DecodePlan, Keys
 
 
@@ -114,7 +114,7 @@ class Consumer(abc.ABC):
         bias = None
         if held.slope is not None:
             query = spread(held.position, s.shape)
-            bias = register_tile.alibi(query, position(), spread(-held.slope, s.shape))
+            bias = score_tile.alibi(query, position(), spread(-held.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.plan.interpret)
         return scores.logits(self.plan.problem.spec.attention, tile, s, TileInputs(bias=bias))
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..common import zero_padding
+from ..common import pipeline
 from ..common.pipeline import Ring
 from .dequantize import widen
 from .loads import DecodeProducer, Pages
@@ -104,7 +104,7 @@ class DequantizingProducer:
         if kind == 1 and self.plan.problem.kv_dtype.name != "int8":
             # A weight of 0 times a NaN is a NaN.
             valid = keys.length - keys.block(use) * block
-            clear = lambda: zero_padding.clear_from(tile, valid, swizzles[1], self.plan.interpret)
+            clear = lambda: pipeline.clear_from(tile, valid, swizzles[1], self.plan.interpret)
             pl.when(valid < block)(clear)
         for i in range(self.plan.pieces if self.plan.page_scales else 0):
             cta.smem.scales[kind, ring.slot(use), i] = scales[kind][i]

@@ -11,11 +11,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from ...gpu.inline import COLS, WGMMA
+from ...gpu.inline import (
+    COLS,
+    WGMMA,
+    at,
+    coordinates,
+    elements,
+    fragmented,
+    i32_constant,
+    pair,
+    splat,
+)
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.registers import at, coordinates, elements, fragmented, i32_constant, pair, splat
-from ..common.pipeline import tile_transforms
-from ..common.zero_padding import WARP, WARPGROUP
+from ..common.pipeline import WARP, WARPGROUP, tile_transforms
 from .dequantize import pointer
 
 WARPS = WARPGROUP // WARP

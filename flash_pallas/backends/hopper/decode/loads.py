@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..common import zero_padding
+from ..common import pipeline
 from ..common.pipeline import rows_of
 from .plan import DecodeCta, DecodePlan, Keys
 
@@ -136,7 +136,7 @@ class DecodeProducer:
             plgpu.barrier_wait(arrived)
             width = self.plan.head_dims[1]
             swizzle = self.plan.products.swizzle(width, cta.gmem.v, summed_rows=block)
-            zero_padding.clear_from(v, valid, swizzle, self.plan.interpret)
+            pipeline.clear_from(v, valid, swizzle, self.plan.interpret)
             for _ in range(self.plan.pieces):
                 plgpu.barrier_arrive(cta.bars.v_full.at[slot])
 

@@ -22,10 +22,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from ...gpu import inline
+from ...gpu.inline import fragmented, i32_constant, opaque, splat
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.registers import fragmented, i32_constant, opaque, splat
-from ..common.pipeline import tile_transforms
-from ..common.zero_padding import PIECE_BYTES, WARPGROUP
+from ..common.pipeline import PIECE_BYTES, WARPGROUP, tile_transforms
 
 
 @dataclasses.dataclass(frozen=True)

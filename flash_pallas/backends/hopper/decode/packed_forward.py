@@ -67,9 +67,11 @@ def packs(problem: Problem, num_sms: int) -> bool:
         problem: the problem of the call.
         num_sms: number of SMs.
     """
-    as_decoded = described(problem)
     least = max(LEAST_KEYS, KEYS_PER_QUERY * problem.q_len)
-    if as_decoded is None or problem.spec.mask.left is not None or problem.kv_len < least:
+    if problem.spec.mask.left is not None or problem.kv_len < least:
+        return False
+    as_decoded = described(problem)
+    if as_decoded is None:
         return False
     row_tiles = tiles.row_tiles(as_decoded)
     few = 2 * problem.batch * problem.kv_heads * row_tiles <= num_sms

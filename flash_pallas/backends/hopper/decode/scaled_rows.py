@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, scf, vector
 
-from ...gpu.registers import at, i32_constant
+from ...gpu.inline import at, i32_constant
 from ..common.pipeline import tile_transforms
 from .dequantize import pointer
 from .pack_gqa import PackedGqa, Pieces

@@ -14,16 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import dropout, scores, softmax
 from ....core.problem import AttentionSpec, Problem
 from ....core.scores import TileInputs
-from ...gpu import inline, lone_weight, register_tile, row_maxima, softcap
-from ...gpu import weights as gpu_weights
+from ...gpu import inline, online_softmax, score_tile, softcap
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.row_maxima import Compared, Kept, Maxima
+from ...gpu.online_softmax import Compared, Drop, Kept, Maxima, Powers
 from ...gpu.softcap import Cap
-from ...gpu.weights import Drop, Powers
 from ..common.auxiliary_inputs import Place, RowFragments
 from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
-from .plan import ForwardCta, ForwardPlan, ForwardRows, Work
+from .tiles import ForwardCta, ForwardPlan, ForwardRows, Work
 
 # Of logits in base 2, so that 2**logit needs no maximum to be relative to.
 MOST_BOUNDED = 80.0
@@ -91,7 +89,7 @@ class ForwardScores:
         bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
         times values of 2**26 still fits. This saves the max, the rescaling of O, and the wait of
         every exponential for the whole row. But the largest weight of a row is then not 1, and
-        rounding it shows: see gpu/lone_weight.py.
+        rounding it shows: see gpu/online_softmax.py.
         """
         spec = self.spec
         return (
@@ -137,7 +135,7 @@ class ForwardScores:
         spec = self.spec
         if self.cap(edges) is not None:
             spec = dataclasses.replace(spec, softcap=None)
-        x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+        x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits)
         return Logits(x, log2_scale, inputs, kv_block, edges)
 
     def cap(self, edges: str) -> Cap | None:
@@ -175,7 +173,7 @@ class ForwardScores:
         zero = jnp.zeros_like(tile.top)
         if self.unseen_is_checked:
             return Maxima(jnp.full_like(zero, math.nan), jnp.full_like(zero, -math.inf))
-        lowest = row_maxima.LOWEST if self.plan.speculates else -math.inf
+        lowest = online_softmax.LOWEST if self.plan.speculates else -math.inf
         in_registers = self.plan.far and not self.plan.keeps_shift
         return Maxima(jnp.full_like(zero, lowest), zero if in_registers else None)
 
@@ -190,9 +188,9 @@ class ForwardScores:
         return bool(self.plan.speculates and self.plan.far and added)
 
     def compared(self, cta: ForwardCta, tile: Logits, old: Maxima, slack: float | None) -> Compared:
-        """Compares a tile with the row maxima so far; `slack` as row_maxima.compared takes it."""
+        """Compares a tile with the row maxima so far; `slack` as online_softmax.compared takes it."""
         plan, given = self.plan, (tile.x, tile.log2_scale)
-        return row_maxima.compared(old, *given, plan.far, slack, plan.interpret, self.kept(cta))
+        return online_softmax.compared(old, *given, plan.far, slack, plan.interpret, self.kept(cta))
 
     def kept(self, cta: ForwardCta) -> Kept | None:
         """Returns where this warpgroup's shift is; None: in registers, or there is none."""
@@ -212,11 +210,11 @@ class ForwardScores:
 
         def again():
             given = tile.top, tile.log2_scale, self.plan.far, self.kept(cta)
-            new = row_maxima.raised(rows.maxima, *given)
+            new = online_softmax.raised(rows.maxima, *given)
             x = tile.x if new.shift is None else tile.x - per_row(new.shift, tile.x.shape)
             alpha = jnp.exp2(new.before - new.m)
             if self.plan.part is Part.NEAR:
-                alpha = row_maxima.spoiled(alpha, new.before, self.plan.limit)
+                alpha = online_softmax.spoiled(alpha, new.before, self.plan.limit)
             p, sums = weights(tile._replace(x=x), m=new.m)
             l = rows.l * per_row(alpha, sums.shape) + sums
             return o * per_row(alpha, o.shape), ForwardRows(p, new.maxima, l)
@@ -234,8 +232,10 @@ class ForwardScores:
             return None
         rows = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if only is None else only
         if edges == "none" and not self.may_be_empty:
-            return lone_weight.several(rows)
-        return lone_weight.joined(plgpu.layout_cast(rows, inline.ROWS), p[0], self.plan.interpret)
+            return online_softmax.several(rows)
+        return online_softmax.joined(
+            plgpu.layout_cast(rows, inline.ROWS), p[0], self.plan.interpret
+        )
 
     def plain_weights(self, tile: Logits, m):
         """Returns (p in f32 before dropout, its row sums per thread), relative to row maxima m."""
@@ -264,7 +264,7 @@ class ForwardScores:
         m = per_row(m, x.shape)
         if self.plan.interpret:
             x = x if powers.cap is None else powers.cap.plain(x)
-            p = gpu_weights.plain(x * log2_scale - m, powers)
+            p = online_softmax.plain(x * log2_scale - m, powers)
             sums = inline.lane_sums(p, interpret=True)
             return self.dropped(cta, work, tile, p).astype(dtype), sums
         drop = None
@@ -272,7 +272,7 @@ class ForwardScores:
             where = self.plan.tile(cta, work, tile.kv_block)
             keys = where.per_q(tile.inputs.q_keys), where.per_kv(tile.inputs.kv_keys)
             drop = Drop(*keys, dropout.threshold(self.spec.dropout_rate))
-        return gpu_weights.weights(x, m, log2_scale, powers, drop, dtype)
+        return online_softmax.weights(x, m, log2_scale, powers, drop, dtype)
 
     def dropped(self, cta: ForwardCta, work: Work, tile: Logits, p):
         """Returns the weights with 0 for those that are dropped; the `gain` is left to the end."""
@@ -290,10 +290,10 @@ class ForwardScores:
             sink = plgpu.layout_cast(sink, inline.ROWS)
         m = shift = jnp.zeros_like(l)  # where `bounded`
         if rows.maxima is not None:
-            m, shift = row_maxima.settled(rows.maxima, self.kept(cta))
+            m, shift = online_softmax.settled(rows.maxima, self.kept(cta))
         inverse, lse, shift_ = softmax.finish(m, l, shift, sink, unit)
         if rows.only is not None:
-            less = l - lone_weight.divisor(rows.only, l)
+            less = l - online_softmax.divisor(rows.only, l)
             inverse = inverse / (1.0 - less * inverse)
         if self.spec.dropout_rate:
             inverse = inverse * dropout.gain(self.spec.dropout_rate)

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core.integers import round_up
+from ....core.mask import Limits
 from ....core.problem import Problem
 from ....core.scores import TileInputs
-from ....core.tile import Limits
-from ...gpu import recompute
-from ...gpu.recompute import Weights
-from ...gpu.register_tile import RegisterTile
+from ...gpu import score_tile
+from ...gpu.score_tile import RegisterTile, Weights
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.kernel import Kernel
 from ..common.mma import STEP
@@ -175,7 +174,7 @@ class KvStationary(Kernel):
             ends = self.hides_ends and self.ragged(cta.gmem)
             length = cta.gmem.kv_length(self.problem, cta.batch)
             limits = tile.limits(self.problem.spec.mask, length if ends else None)
-        return recompute.weights(self.problem, tile, s, lse, inputs, limits)
+        return score_tile.weights(self.problem, tile, s, lse, inputs, limits)
 
     def weight_gradients(self, cta: KvStationaryCta, place: Place, do):
         """Computes dP^T of a tile from the rows `do` of dO."""
@@ -186,7 +185,7 @@ class KvStationary(Kernel):
     def score_gradients(self, cta: KvStationaryCta, place: Place, w: Weights, dp, delta):
         """Computes dS^T of a tile, f32."""
         delta = self.score_tile(cta, place).per_q(delta)
-        return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
+        return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
 
     def score_tile(self, cta: KvStationaryCta, place: Place) -> RegisterTile:
         """Returns the RegisterTile of a block of queries: the positions and shape of its scores."""

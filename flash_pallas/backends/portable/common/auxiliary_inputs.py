@@ -25,8 +25,8 @@ from ....core.problem import Problem
 from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays, inline
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
-from ...gpu.recompute import RowShift
-from ...gpu.registers import coordinates, fragmented, i32_constant, origin, pair, splat
+from ...gpu.inline import coordinates, fragmented, i32_constant, origin, pair, splat
+from ...gpu.score_tile import RowShift
 
 
 class Place(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from ...gpu.inline import coordinates, fragmented, i32_constant, origin, splat
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.registers import coordinates, fragmented, i32_constant, origin, splat
 from .threads import WARP, shared_address, thread
 
 WARPS = 4  # of a warpgroup

@@ -19,8 +19,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ...gpu import inline
+from ...gpu.inline import at, coordinates, fragmented, i32_constant, pair, splat
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.registers import at, coordinates, fragmented, i32_constant, pair, splat
 from .grid import WGMMA, Grid
 from .smem_tiles import UNIT, UNIT_ELEMENTS, columns_of
 from .threads import WARP, shared_address, thread

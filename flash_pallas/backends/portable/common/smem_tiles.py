@@ -28,7 +28,7 @@ from ....core.decode import DecodeProblem
 from ....core.integers import round_up
 from ....core.problem import Problem
 from ...gpu import inline
-from ...gpu.registers import i32_constant, opaque, splat
+from ...gpu.inline import i32_constant, opaque, splat
 from .grid import WGMMA, Grid, get_body, put_body
 from .team import Team
 from .threads import THREADS, assembly, device_address, less, linear, shared_address, thread, where

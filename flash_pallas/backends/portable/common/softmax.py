@@ -16,9 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ...gpu import inline
-from ...gpu.inline import ROWS, WGMMA
-from ...gpu.registers import at, coordinates, fragmented
-from ...gpu.row_maxima import LOWEST, Maxima, compared
+from ...gpu.inline import ROWS, WGMMA, at, coordinates, fragmented
+from ...gpu.online_softmax import LOWEST, Maxima, compared
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
 # float16 holds, and most steps save a multiplication per element of O.

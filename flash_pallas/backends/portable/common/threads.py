@@ -6,7 +6,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from ...gpu.registers import i32_constant, opaque
+from ...gpu.inline import i32_constant, opaque
 
 THREADS = 128  # of a warpgroup
 WARP = 32

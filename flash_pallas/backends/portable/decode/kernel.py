@@ -31,11 +31,11 @@ from ....core.mask import BlockRange
 from ....core.padding import pad_axis
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
-from ...gpu import inline, modifiers, register_tile
+from ...gpu import inline, modifiers, score_tile
+from ...gpu.inline import at, coordinates, i32_constant, opaque, origin, splat
 from ...gpu.launch import float32, launch
-from ...gpu.register_tile import RegisterTile
-from ...gpu.registers import at, coordinates, i32_constant, opaque, origin, splat
-from ...gpu.row_maxima import far_of, settled
+from ...gpu.online_softmax import far_of, settled
+from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import load_vector
@@ -230,7 +230,7 @@ class DecodeKernel(Kernel):
         if held.slope is not None:
             key = modifiers.positions(s.shape, 1, first, self.interpret)
             query = per_row(held.position, s.shape)
-            bias = register_tile.alibi(query, key, per_row(-held.slope, s.shape))
+            bias = score_tile.alibi(query, key, per_row(-held.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
         found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x

@@ -19,13 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import bounds, dropout, scores, softmax
+from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
-from ....core.tile import Limits
-from ...gpu import inline, register_tile
+from ...gpu import inline, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.launch import launch
-from ...gpu.register_tile import RegisterTile
-from ...gpu.row_maxima import LOWEST, far_of, settled
+from ...gpu.online_softmax import LOWEST, far_of, settled
+from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
@@ -177,7 +177,7 @@ class ForwardKernel(Kernel):
         if masked:
             ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
             limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
-        x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+        x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits)
 
         def narrowed(p):
             if spec.dropout_rate:

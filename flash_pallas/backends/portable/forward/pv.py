@@ -20,8 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ...gpu.inline import ROWS
-from ...gpu.registers import at, fragmented, i32_constant
+from ...gpu.inline import ROWS, at, fragmented, i32_constant
 from ..common.grid import WGMMA, Grid
 from ..common.kernel import Kernel
 from ..common.smem_tiles import buffer

@@ -25,20 +25,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.integers import round_up
+from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.tile import Limits
-from ....gpu import inline, recompute
+from ....gpu import inline, score_tile
 from ....gpu.bias_tiles import BiasTile, BiasTiles, Members, bias_place, divide, members_of
-from ....gpu.dbias_launches import term
-from ....gpu.launch import WARPGROUP_ROWS, float32, launch
-from ....gpu.recompute import RowShift
-from ....gpu.register_tile import RegisterTile
-from ...common import cluster
+from ....gpu.launch import WARPGROUP_ROWS, float32, launch, term
+from ....gpu.score_tile import RegisterTile, RowShift
+from ...common import pipeline
 from ...common.auxiliary_inputs import Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
-from ..arrays import BackwardArrays
-from ..tile_range import KvTileRange, QTileRange
+from ..operands import BackwardArrays, KvTileRange, QTileRange
 from .tiles import LOADED, DbiasBarriers, DbiasSmem, ScoreBlocks, Sums, scratch
 
 
@@ -113,7 +110,7 @@ class DbiasKernel:
         for name in LOADED:
             target = getattr(cta.smem, name).at[slot]
             # The CTAs of a cluster differ in their keys.
-            shared = None if name in ("k", "v") else cluster.multicast(self.blocks.cluster)
+            shared = None if name in ("k", "v") else pipeline.multicast(self.blocks.cluster)
             plgpu.copy_gmem_to_smem(sources[name], target, arrived, collective_axes=shared)
         place = self.place(step, 0, self.blocks.block_q)
         self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
@@ -204,11 +201,11 @@ class DbiasKernel:
                 # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
                 own_bias = self.own_bias(cta) if bias is None else lax.optimization_barrier(bias)
                 inputs = inputs._replace(bias=own_bias.astype(jnp.float32))
-            w = recompute.weights(self.problem, where, s, lse, inputs, limits)
+            w = score_tile.weights(self.problem, where, s, lse, inputs, limits)
             w = w._replace(p=lax.optimization_barrier(w.p))
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            cluster.release(self.blocks.cluster, cta.ring, n, self.interpret)
-            d = w.p * recompute.centred(self.problem, w.kept, dp, where.per_q(delta))
+            pipeline.cluster_release(self.blocks.cluster, cta.ring, n, self.interpret)
+            d = w.p * score_tile.centred(self.problem, w.kept, dp, where.per_q(delta))
             return self.terms(where, *w.pull(d))
 
         # Before the accumulators exist: zeroed on one side of a branch and used on the other, they
@@ -339,7 +336,7 @@ def score_sums(
         out=(out,) * len(names),
         scratch=scratch(sums, blocks, arrays),
         grid=grid,
-        cluster=cluster.axes(blocks.cluster),
+        cluster=pipeline.cluster_axes(blocks.cluster),
         threads=blocks.warpgroups + blocks.producer,
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,
@@ -401,7 +398,7 @@ class DbiasCta:
         blocks = self.blocks
         size = blocks.block_q, blocks.block_kv, blocks.cluster
         tiles = BiasTiles.of(self.sums.problem, *size)
-        return tiles.at(lax.axis_index("cluster"), cluster.rank(blocks.cluster))
+        return tiles.at(lax.axis_index("cluster"), pipeline.cluster_rank(blocks.cluster))
 
     @property
     def ring(self) -> Ring:

@@ -11,12 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.problem import Problem
 from ....gpu.bias_tiles import BiasTiles, parts_of
 from ....gpu.launch import WARPGROUP_ROWS
-from ...common import cluster
-from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
+from ...common import pipeline
+from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
 from ...common.pipeline import fits, row_buffer, tile_buffer
-from ...common.register_pressure import wants_narrow_tiles
 from ...common.wgmma import Matmuls
-from ..arrays import BackwardArrays
+from ..operands import BackwardArrays
 
 ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
 
@@ -31,7 +30,7 @@ class ScoreBlocks:
         stages: tiles of Q, K, V and dO in flight.
         keep_bias: a CTA that owns a tile of the bias holds it in registers for all its steps.
         cluster: number of CTAs with neighbouring keys that load Q, dO, LSE and delta together:
-            common/cluster.py.
+            common/pipeline.py.
         producer: a warpgroup of its own loads; else the last compute warpgroup does.
     """
 
@@ -202,6 +201,6 @@ def scratch(
     bars = DbiasBarriers(
         bias=bar() if sums.holds_bias else None,
         full=bar(num_arrivals=len(LOADED) + sums.side.copies, num_barriers=stages),
-        empty=cluster.empty_barrier(blocks.cluster, blocks.warpgroups, stages),
+        empty=pipeline.empty_barrier(blocks.cluster, blocks.warpgroups, stages),
     )
     return smem, bars

@@ -32,12 +32,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from .....core.problem import Problem
-from ....gpu.registers import at, i32_constant, splat
-from ...common import cluster
+from ....gpu.inline import at, i32_constant, splat
+from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
-from ...common.pipeline import tile_transforms
-from ...common.zero_padding import WARPGROUP
-from .cta import FusedCta
+from ...common.pipeline import WARPGROUP, tile_transforms
+from .launches import FusedCta
 from .tiles import FusedBlocks
 
 
@@ -76,7 +75,7 @@ class BiasSums:
         plgpu.set_max_registers(self.blocks.summing_registers, action="decrease")
         if not self.interpret:
             init(cta.smem.arrived)
-        cluster.arrive(cta.bars.receives, self.interpret)
+        pipeline.cluster_arrive(cta.bars.receives, self.interpret)
         plgpu.barrier_wait(cta.bars.receives)
         cta.visit(self.add_walk)
 
@@ -87,7 +86,7 @@ class BiasSums:
         def _(n):
             cta.sums.wait_full(n)
             self.add(cta, n)
-            cluster.release(self.blocks.bias_cluster, cta.sums, n, self.interpret)
+            pipeline.cluster_release(self.blocks.bias_cluster, cta.sums, n, self.interpret)
             plgpu.barrier_wait(cta.sums.empty.at[cta.sums.slot(n)])
 
     def add(self, cta: FusedCta, n):
@@ -100,7 +99,7 @@ class BiasSums:
             plgpu.copy_smem_to_gmem(smem.received, target, reduction_op="add")
             plgpu.wait_smem_to_gmem(0)
             return
-        exchange = Exchange(size, self.swizzle, cluster.rank(size))
+        exchange = Exchange(size, self.swizzle, pipeline.cluster_rank(size))
         exchange(tile, smem.received, smem.arrived, lax.rem(cta.count(n), jnp.int32(2)))
         exchange.add(tile, smem.received, target)
 

@@ -29,6 +29,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,25 +40,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import integers as ints
-from .....core.problem import Problem
+from .....core.mask import Limits
+from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
-from .....core.tile import Limits
-from ....gpu import inline, recompute, registers
-from ....gpu.launch import WARPGROUP_ROWS
-from ....gpu.recompute import RowShift
-from ....gpu.register_tile import RegisterTile
-from ...common import cluster
+from ....gpu import inline, score_tile
+from ....gpu.launch import WARPGROUP_ROWS, float32, launch
+from ....gpu.score_tile import RegisterTile, RowShift
+from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
-from ...common.far_rows import Part
-from ...common.pipeline import Ring, rows_of, warpgroup_rows
-from ..arrays import BackwardArrays
-from ..tile_range import QTileRange
-from .cta import FusedCta, FusedResults, KvTile
-from .dbias import BiasSums
-from .launches import Launch
-from .loads import FusedInlineLoads, FusedProducer
-from .scheduler import FusedScheduler
-from .tiles import WARPGROUPS, FusedBarriers, FusedBlocks, FusedSmem, swizzles_of_k_and_v
+from ...common.far_rows import Part, backward_gains, parts
+from ...common.pipeline import WARP, WARPGROUP, Loader, Padding, Ring, rows_of, warpgroup_rows
+from ..operands import BackwardArrays, QTileRange
+from .dbias import BiasSums, gradient_of_bias
+from .launches import (
+    FusedCta,
+    FusedResults,
+    FusedScheduler,
+    KvTile,
+    Launch,
+    by_heads,
+    launches_of,
+    origins,
+    summed,
+)
+from .tiles import (
+    WARPGROUPS,
+    FusedBarriers,
+    FusedBlocks,
+    FusedSmem,
+    for_far_rows,
+    scratch,
+    swizzles_of_k_and_v,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +116,7 @@ class FusedKernel:
             self.work_in_turns(results, gmem, smem, bars)
             return
         size, total, pairs = self.blocks.bias_cluster, self.launch.pairs, self.order.at_once
-        within = lax.axis_index("pair") * size + cluster.rank(size)
+        within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
         pair = lax.axis_index("section") * pairs + within
         work = functools.partial(self.work, results, gmem, smem, bars, pair)
         if total % pairs == 0:
@@ -321,7 +336,7 @@ class FusedKernel:
         def gradients(s_acc, dp_acc):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
             if self.blocks.takes_turns:
-                registers.use_zero(self.interpret)
+                inline.use_zero(self.interpret)
             self.finish.scores_issued(cta, n)
             return self.late(cta, n, tile, early(s_acc, 1), dp_acc)
 
@@ -464,7 +479,7 @@ class GradientGemms(abc.ABC):
 
     def release_q(self, cta: FusedCta, n):
         """Releases the n-th tile of Q, and of the bias, which a cluster loads together."""
-        cluster.release(self.blocks.bias_cluster, cta.q, n, self.interpret)
+        pipeline.cluster_release(self.blocks.bias_cluster, cta.q, n, self.interpret)
 
     @abc.abstractmethod
     def __call__(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
@@ -501,7 +516,7 @@ class Lockstep(GradientGemms):
         def products(dq_acc):
             plgpu.wgmma(dq_acc, *self.dq_operands(cta, ds_slot))  # (5) dQ = dS K
             if self.blocks.takes_turns:
-                registers.use_zero(self.interpret)
+                inline.use_zero(self.interpret)
             plgpu.wgmma_wait(1)
             cta.do.release(n)
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
@@ -682,7 +697,7 @@ class Weights(abc.ABC):
 
     def finished(self, dv):
         """Returns dV from the sum of products with keep * P."""
-        return recompute.gained(self.problem, dv)
+        return score_tile.gained(self.problem, dv)
 
 
 class General(Weights):
@@ -691,16 +706,16 @@ class General(Weights):
     def early(self, tile: RegisterTile, scores: FusedScores):
         """Returns (P without what dropout drops, pull(P), dropout mask)."""
         given = (scores.s, scores.lse, scores.inputs, scores.limits)
-        w = recompute.weights(self.problem, tile, *given, polynomials=self.blocks.polynomials)
+        w = score_tile.weights(self.problem, tile, *given, polynomials=self.blocks.polynomials)
         p, through = lax.optimization_barrier(
-            (recompute.dropped(self.problem, w), recompute.pulled(w))
+            (score_tile.dropped(self.problem, w), score_tile.pulled(w))
         )
         return p, through, w.kept
 
     def late(self, tile: RegisterTile, held, lse, dp, delta):
         """Computes dS with a subtraction and a product."""
         p, through, kept = held
-        return p, through * recompute.centred(self.problem, kept, dp, tile.per_q(delta))
+        return p, through * score_tile.centred(self.problem, kept, dp, tile.per_q(delta))
 
 
 class Signed(Weights):
@@ -709,15 +724,15 @@ class Signed(Weights):
     @property
     def factor(self) -> float:
         """Factor of P that goes with the sign."""
-        return recompute.sign_factor(self.problem)
+        return score_tile.sign_factor(self.problem)
 
     def early(self, tile: RegisterTile, scores: FusedScores):
         """Returns P times `factor`, f32, negative where dropout drops it."""
-        return recompute.signed(self.problem, tile, *scores)
+        return score_tile.signed(self.problem, tile, *scores)
 
     def late(self, tile: RegisterTile, held, lse, dp, delta):
         """Returns (keep * gain * P, dS): signs become zeros."""
-        return recompute.of_signed(held, dp, tile.per_q(delta))
+        return score_tile.of_signed(held, dp, tile.per_q(delta))
 
     def finished(self, dv):
         """Returns dv as it is, because `late` has multiplied by the gain."""
@@ -729,19 +744,422 @@ class Deferred(Weights):
 
     def early(self, tile: RegisterTile, scores: FusedScores):
         """Computes hyperbolic tangents: the logits over the cap."""
-        return recompute.capped(self.problem, tile, scores.s, scores.inputs, scores.limits)
+        return score_tile.capped(self.problem, tile, scores.s, scores.inputs, scores.limits)
 
     def late(self, tile: RegisterTile, held, lse, dp, delta):
         """Computes the exponentials, and dS from them."""
         spread = tile.per_q(lse), dp, tile.per_q(delta)
         share = self.blocks.polynomials
-        return recompute.of_capped(tile, held, *spread, polynomials=share)
+        return score_tile.of_capped(tile, held, *spread, polynomials=share)
 
 
 def weights_of(problem: Problem, blocks: FusedBlocks) -> Weights:
     """Returns the way that the blocks ask for, where the problem allows it; else General."""
-    if blocks.signs and recompute.may_sign(problem):
+    if blocks.signs and score_tile.may_sign(problem):
         return Signed(problem, blocks)
-    if blocks.defer and recompute.may_defer(problem):
+    if blocks.defer and score_tile.may_defer(problem):
         return Deferred(problem, blocks)
     return General(problem, blocks)
+
+
+# --- The producer warpgroup: a warp loads, another adds dQ to device memory -----------------------
+
+LOAD_WARP, STORE_WARP = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedProducer:
+    """Copies of a CTA between device and shared memory, except those of dK and dV."""
+
+    problem: Problem
+    blocks: FusedBlocks
+    interpret: bool
+
+    def __call__(self, cta: FusedCta):
+        """Runs the two warps of the producer over all tiles of this CTA."""
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == LOAD_WARP)(lambda: self.load(cta))
+            pl.when(warp == STORE_WARP)(lambda: self.store_dq(cta))
+
+    def load(self, cta: FusedCta):
+        """Issues all loads of this CTA, then waits for the release of their slots."""
+        cta.visit(self.load_walk)
+        cta.q.drain(cta.tiles)
+        cta.do.drain(cta.tiles)
+        if cta.turns is not None:
+            cta.kv.drain(cta.turns.count)
+
+    def load_walk(self, cta: FusedCta):
+        """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
+        cta.kv.wait_empty(cta.turn)
+        self.load_kv(cta)
+
+        @pl.loop(jnp.int32(0), cta.walk.total)
+        def _(n):
+            place = self.place(cta, n)
+            self.load_q(cta, n, place)
+            self.load_do(cta, n, place)
+
+    def load_kv(self, cta: FusedCta):
+        """Loads K and V of this KV block."""
+        slot = cta.kv_slot
+        keys = (cta.keys.batch, pl.ds(cta.keys.start, self.blocks.block_kv), cta.keys.kv_head)
+        block = lax.div(cta.keys.start, jnp.int32(self.blocks.block_kv))
+        load_k, load_v = self.loaders(cta, cta.gmem.kv_padding)
+        at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
+        k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.bars.kv_full.at[slot]
+        load_k(at(cta.gmem.k, keys), k, full, cta.keys.batch, block)
+        load_v(at(cta.gmem.v, keys), v, full, cta.keys.batch, block)
+
+    def place(self, cta: FusedCta, n):
+        """Returns (query head, rows, query block) of the n-th tile."""
+        head, rows = cta.query_tile(n, self.blocks.block_q)
+        return head, rows, cta.walk[n][1]
+
+    def load_q(self, cta: FusedCta, n, place):
+        """Loads Q of the n-th tile, which has this place, with its LSE and side inputs."""
+        head, rows, block = place
+        load, slot = self.loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
+        source = rows_of(cta.gmem.q, (cta.keys.batch, rows, head), cta.smem.k)
+        full = cta.bars.q_full.at[slot]
+        cta.q.wait_empty(n)
+        load(source, cta.smem.q.at[slot], full, cta.keys.batch, block)
+        lse = cta.gmem.lse_log2.at[cta.keys.batch, head, rows]
+        plgpu.copy_gmem_to_smem(lse, cta.smem.lse.at[slot], full)
+        side = AuxiliaryInputs(self.problem, q_axis=1)
+        if side.copies:
+            where = cta.place(n, cta.keys.start, self.blocks.block_kv, self.blocks.block_q)
+            shared = pipeline.multicast(self.blocks.bias_cluster)
+            side.load(cta.gmem.side, cta.smem.side, slot, full, where, shared)
+
+    def load_do(self, cta: FusedCta, n, place):
+        """Loads dO and delta of the n-th tile, which has this place."""
+        head, rows, block = place
+        load, slot = self.loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
+        source = rows_of(cta.gmem.do, (cta.keys.batch, rows, head), cta.smem.k)
+        cta.do.wait_empty(n)
+        full = cta.bars.do_full.at[slot]
+        load(source, cta.smem.do.at[slot], full, cta.keys.batch, block)
+        delta = cta.gmem.delta.at[cta.keys.batch, head, rows]
+        plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.bars.delta_full.at[slot])
+
+    def loaders(self, cta: FusedCta, padding: Padding | None) -> list[Loader]:
+        """Returns the loaders of Q and K, and of dO and V; their tiles may differ in swizzle."""
+        swizzles = swizzles_of_k_and_v(self.problem, self.blocks, cta.gmem)
+        threads = WARP if self.blocks.producer else WARPGROUP
+        make = lambda swizzle: Loader(padding, cta.bars.arrived, swizzle, self.interpret, threads)
+        return list(map(make, swizzles))
+
+    def store_dq(self, cta: FusedCta):
+        """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory.
+
+        It writes the parts instead where `Cta.adds` is false.
+        """
+        cta.visit(self.store_walk)
+        plgpu.wait_smem_to_gmem(0)
+
+    def store_walk(self, cta: FusedCta):
+        """Adds the dQ tiles of one KV block."""
+
+        @pl.loop(jnp.int32(0), cta.walk.total)
+        def _(n):
+            tile = cta.query_tile(n, self.blocks.block_q)
+            if self.blocks.alternate:
+                for wg in (1, 0):  # as they come
+                    self.add_dq(cta, tile, wg)
+                    self.give_back(cta, n, wg, 0)
+            else:
+                self.add_dq(cta, tile, 0)
+                self.add_dq(cta, tile, 1)
+                self.give_back(cta, n, 0, 1)
+                self.give_back(cta, n, 1, 0)
+
+    def add_dq(self, cta: FusedCta, tile, wg: int):
+        """Waits for a warpgroup's part of a dQ tile and starts to add it."""
+        plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+        target = cta.results.dq.at[cta.dq_part(tile, self.blocks, self.problem.head_dim, wg)]
+        plgpu.copy_smem_to_gmem(cta.smem.dq.at[wg], target, reduction_op=cta.reduction)
+
+    def give_back(self, cta: FusedCta, n, wg: int, in_flight: int):
+        """Releases the dQ buffer once at most `in_flight` adds are still reading theirs."""
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+        more = cta.count(n) + 1 < cta.tiles
+        pl.when(more)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedInlineLoads:
+    """Loads without a producer warpgroup, issued by the later of the two compute warpgroups.
+
+    That warpgroup is the last to release a slot of Q or dO. It fills the slot at once, with the
+    tile that is as many further on as there are slots.
+    """
+
+    producer: FusedProducer
+
+    def start(self, cta: FusedCta) -> FusedCta:
+        """Loads what the walk starts with; returns the CTA with rings that refill on release."""
+        loads = cta.wg == WARPGROUPS - 1
+
+        @pl.when(loads)
+        def _():
+            self.producer.load_kv(cta)
+            for n in range(max(cta.q.slots, cta.do.slots)):
+                for ring, load in self.rings(cta):
+                    if n < ring.slots:
+                        self.fill(cta, load, jnp.int32(n))
+
+        def refilled(ring: Ring, load):
+            fill = functools.partial(self.fill, cta, load)
+            return ring._replace(refill=lambda n: pl.when(loads)(lambda: fill(n)))
+
+        q, do = (refilled(*ring) for ring in self.rings(cta))
+        return dataclasses.replace(cta, q=q, do=do)
+
+    def rings(self, cta: FusedCta):
+        """Returns each ring with the function that fills a slot of it."""
+        return (cta.q, self.producer.load_q), (cta.do, self.producer.load_do)
+
+    def fill(self, cta: FusedCta, load: Callable, n):
+        """Loads the n-th tile, if there is one."""
+        pl.when(n < cta.walk.total)(lambda: load(cta, n, self.producer.place(cta, n)))
+
+    def end(self, cta: FusedCta):
+        """Observes the releases that no later fill waited for."""
+
+        @pl.when(cta.wg == WARPGROUPS - 1)
+        def _():
+            cta.q.drain(cta.walk.total)
+            cta.do.drain(cta.walk.total)
+
+
+# --- Zeros to add to: 134 MB in 32 us on an H200, where XLA takes 40 ------------------------------
+
+ZEROS_CTAS = 2 * 132  # as many SMs as an H200 has; half and twice as many take as long
+ZEROS_TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
+
+
+def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
+    """Returns f32[shape] of zeros, for each shape, cleared in one launch.
+
+    Args:
+        shapes: shapes of a multiple of 64 elements each.
+        interpret: run under the interpreter.
+        after: an array that must exist before. XLA would otherwise clear early what is needed late.
+    """
+    lines = [math.prod(shape) // ZEROS_TILE[1] for shape in shapes]
+    ctas = min(sum(pl.cdiv(rows, ZEROS_TILE[0]) for rows in lines), ZEROS_CTAS)
+    run = launch(
+        functools.partial(_clear, ctas),
+        out=[float32((rows, ZEROS_TILE[1])) for rows in lines],
+        scratch=[plgpu.SMEM(ZEROS_TILE, jnp.float32)],
+        grid={"cta": ctas},
+        threads=1,
+        name="flash_pallas_zeros",
+        interpret=interpret,
+    )
+    return [x.reshape(shape) for x, shape in zip(run(after), shapes, strict=True)]
+
+
+def _clear(ctas: int, _, *refs):
+    """Clears every `ctas`-th tile of each array; TMA writes nothing past the end of the last."""
+    *arrays, tile = refs
+    layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
+    tile[...] = plgpu.layout_cast(jnp.zeros(ZEROS_TILE, jnp.float32), layout)
+    plgpu.commit_smem()
+    cta, rows = lax.axis_index("cta"), ZEROS_TILE[0]
+    for out in arrays:
+
+        @pl.loop(cta, jnp.int32(pl.cdiv(out.shape[0], rows)), step=jnp.int32(ctas))
+        def _(n, out=out):
+            plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(n * rows, rows)])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+# --- One call: its arrays, its launches one after the other, its gradients ------------------------
+
+# XLA computes constants that are progressions, in a launch of 2 us; others lie in device memory.
+NO_PROGRESSION = -(2**20)
+
+
+def backward_fused(
+    problem: Problem,
+    blocks: FusedBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    clears: bool,
+    interpret: bool,
+):
+    """Runs all launches of the fused backward.
+
+    Args:
+        problem: a problem with the head dims that the kernel runs.
+        blocks: tile sizes.
+        operands: the operands of the call.
+        arrays: the arrays that a backward kernel reads.
+        clears: padding may hold NaN and is cleared; otherwise it holds 0.
+        interpret: run by the interpreter.
+
+    Returns:
+        (dq, dk, dv, dbias): in the dtypes and shapes of `arrays`, but dq is as wide as the kernel
+        runs it; dbias has the dtype and shape of the bias, or is None without blocks.bias_cluster.
+    """
+    tile = (blocks.block_q, blocks.block_kv)
+    given = arrays.for_rows(problem, operands, 1, tile)
+    factor = weights_of(problem, blocks).factor
+    if factor != 1.0:
+        given = given.scaled(factor)
+    if clears:
+        given = given.with_padding(operands, *tile)
+    return FusedCall(problem, blocks, arrays, interpret)(given)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCall:
+    """The portions of a call's pairs of a batch entry and a key head, run one after the other.
+
+    Attributes:
+        problem: a problem with the head dims that the kernel runs.
+        blocks: tile sizes.
+        like: arrays whose q, k and v have the shapes of gradients.
+        interpret: run by the interpreter.
+    """
+
+    problem: Problem
+    blocks: FusedBlocks
+    like: BackwardArrays
+    interpret: bool
+
+    def __call__(self, given: BackwardArrays):
+        """Returns (dq, dk, dv, dbias)."""
+        starts = origins(self.problem, self.blocks)
+        if len(starts) == 1:
+            found, dbias = self.portion(FusedResults(), self.whole_bias, given)
+            dq = self.dq(found.dq)
+        else:
+            found, dq, dbias = self.portions(starts, given)
+        if dbias is None:
+            dbias = gradient_of_bias(self.problem, found.dbias)
+        dk, dv = found.dk, found.dv
+        if self.blocks.parts > 1:
+            dk, dv = summed(dk, self.like.k), summed(dv, self.like.v)
+        return dq, dk, dv, dbias
+
+    def portions(self, starts: list[tuple[int, int]], given: BackwardArrays):
+        """Runs the portions that begin at `starts`; returns (what the last one left, dq, dbias)."""
+        dq = lax.empty((*self.like.q.shape[:3], self.problem.head_dim), self.problem.dtype)
+        found, dbias = FusedResults(), self.whole_bias
+        portion = jax.jit(self.portion)  # all but the first are traced once
+        for start in starts:
+            # Begins when the gradients of the portion before it are there: sums of one at a time.
+            found, dq, dbias = lax.optimization_barrier((found, dq, dbias))
+            origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
+            found, dbias = portion(found, dbias, given._replace(origin=origin))
+            place = start[0], 0, start[1] * self.problem.group, 0
+            dq = lax.dynamic_update_slice(dq, self.dq(found.dq), place)
+            found = found._replace(dq=None)
+        return found, dq, dbias
+
+    def portion(self, found: FusedResults, dbias, given: BackwardArrays):
+        """Runs the launches of one portion; returns `found` and `dbias` with what they add."""
+        wanted = self.may_leave and backward_gains(self.problem)
+        for each in launches_of(self.problem, self.blocks):
+            part, *rest = parts(self.problem, each.pairs * each.key_blocks, wanted)
+            found = self.launch(dataclasses.replace(each, part=part), found, given)
+            for other in rest:
+                again = dataclasses.replace(self, blocks=for_far_rows(each.pairs))
+                found = again.launch(dataclasses.replace(each, part=other), found, given)
+            if self.blocks.key_launches > 1:
+                found, dbias = self.put(found, dbias, given, each.first_block)
+        if found.dbias is not None and dbias is not None:
+            found, dbias = self.put(found, dbias, given, 0)
+        return found, dbias
+
+    @property
+    def may_leave(self) -> bool:
+        """True if groups of heads may be left to another launch; nothing else was tried."""
+        blocks = self.blocks
+        alone = blocks.launches == blocks.key_launches == blocks.parts == 1
+        return blocks.producer and alone and not (blocks.first_alone or blocks.takes_turns)
+
+    def put(self, found: FusedResults, dbias, given: BackwardArrays, first_block: int):
+        """Puts the gradient of some heads and keys of the bias in its place, and drops its sums."""
+        first_key = first_block * self.blocks.block_kv
+        part = gradient_of_bias(self.problem, found.dbias, first_key)
+        head = 0 if given.origin is None else given.origin[1] * self.problem.group
+        dbias = lax.dynamic_update_slice(dbias, part, (0, head, 0, first_key))
+        return lax.optimization_barrier((found._replace(dbias=None), dbias))
+
+    @property
+    def whole_bias(self):
+        """Array in which parts of the bias gradient are put; None if it is summed at one time."""
+        if self.blocks.key_launches == 1 and not by_heads(self.problem, self.blocks):
+            return None
+        return lax.empty(self.problem.bias_shape, self.problem.bias_dtype)
+
+    def launch(self, each: Launch, found: FusedResults, given: BackwardArrays) -> FusedResults:
+        """Returns `found` with what this launch adds; results that are not there yet are made."""
+        shapes = self.shapes(each)
+        held = {name: getattr(found, name) for name in shapes if getattr(found, name) is not None}
+        added = {"dbias"} | ({"dq"} if each.adds else set())
+        if cleared := [name for name in shapes if name in added and name not in held]:
+            sizes = [shapes[name].shape for name in cleared]
+            held |= zip(cleared, zeros(sizes, self.interpret, found.dk), strict=True)
+        out = {name: shape for name, shape in shapes.items() if name not in held}
+        made = {name: jnp.zeros(x.shape, x.dtype) for name, x in out.items()}  # XLA drops these
+        fused = FusedKernel(self.problem, self.blocks, each, self.interpret)
+
+        def kernel(kept, gmem, *refs):
+            *new, smem, bars = refs
+            fused(FusedResults(**kept, **dict(zip(made, new, strict=True))), gmem, smem, bars)
+
+        def write(refs):
+            kept, new = refs
+            written = self.run(each, functools.partial(kernel, kept), tuple(out.values()))(given)
+            for name, x in zip(made, written, strict=True):
+                new[name][...] = x
+
+        held, made = pl.run_state(write)((held, made))
+        return FusedResults(**held, **made)
+
+    def shapes(self, each: Launch) -> dict[str, Any]:
+        """Returns the shapes of the Results that exist: sums of dQ and of the bias, dK and dV."""
+        problem, blocks, like = self.problem, self.blocks, self.like
+        # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
+        # (1.00x).
+        sums = (each.entries, like.q.shape[1], each.heads * problem.group, problem.head_dim)
+        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (like.k, like.v))
+        if blocks.parts > 1:  # whole tiles, as what writes them knows no ends
+            rows = each.key_blocks * blocks.block_kv
+            keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
+            of_k = of_v = float32((blocks.parts, *keys))
+        found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+        if blocks.sums_bias:
+            entries, heads = problem.bias_shape[:2]
+            if by_heads(problem, blocks):
+                heads = sums[2]
+            keys = -(-problem.kv_len // blocks.block_kv) // blocks.key_launches * blocks.block_kv
+            queries = ints.round_up(problem.q_len, blocks.block_q)
+            found["dbias"] = float32((entries, heads, keys, queries))
+        return found
+
+    def run(self, each: Launch, kernel, out):
+        """Returns the Pallas call of one launch."""
+        return launch(
+            kernel,
+            out=out,
+            scratch=scratch(self.problem, self.blocks, self.like, self.interpret),
+            grid=FusedScheduler(self.problem, self.blocks, each).grid,
+            cluster=pipeline.cluster_axes(self.blocks.bias_cluster),
+            threads=WARPGROUPS + self.blocks.producer + self.blocks.sums_bias,
+            name="flash_pallas_backward_fused" + "_far" * (each.part is Part.FAR),
+            interpret=self.interpret,
+        )
+
+    def dq(self, sums):
+        """Returns dQ in the problem's dtype, from its float32 sums without the scale."""
+        return (sums * self.problem.spec.scale).astype(self.problem.dtype)

@@ -1,26 +1,43 @@
-"""The launches of the fused backward: their pairs of a key head and a batch entry, and their keys.
-
-By default one launch takes all of them. Several, one after the other, each for an equal portion of
-the pairs, need float32 sums of dQ, and of a bias's gradient, for one portion at a time. A launch
-that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys, within one of
-the pairs, share its sums of dQ and have their own of a bias's gradient.
-
-Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
-next adds to them, so that nothing has to clear them.
-"""
+"""The fused backward outside its kernel: launches, the order of KV tiles, what a CTA knows."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import bounds
+from .....core import integers as ints
 from .....core.problem import Problem
+from ...common import pipeline
+from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part
-from ...common.pipeline import fits
-from .tiles import FusedBlocks, may_sum_bias, scratch, without_sums
+from ...common.pipeline import Ring, fits
+from ..operands import BackwardArrays, QTileRange
+from .tiles import (
+    FusedBarriers,
+    FusedBlocks,
+    FusedSmem,
+    may_sum_bias,
+    pairs_at_once,
+    scratch,
+    without_sums,
+)
+
+# --- Launches: of all pairs of a KV head and a batch entry, or of portions ------------------------
+# By default one launch takes all of them. Several, one after the other, each for an equal portion
+# of the pairs, need float32 sums of dQ, and of a bias's gradient, for one portion at a time. A
+# launch that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys,
+# within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
+#
+# Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
+# next adds to them, so that nothing has to clear them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,3 +302,235 @@ def summed(parts, like):
     """Returns the sum of the parts of a gradient in their order, in dtype and shape of `like`."""
     keys, columns = like.shape[1], like.shape[3]
     return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(like.dtype)
+
+
+# --- The order in which CTAs take the KV tiles of their pairs -------------------------------------
+# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
+# together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
+# causal walks start first, and no more is in use than L2 keeps.
+#
+# A CTA with one key block waits for K and V before its first tile, and after its last one for
+# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
+# `FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and of n
+# clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a launch for what another
+# has left, a CTA takes all key blocks of its pair, or none.
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedScheduler:
+    """The order of the clusters of one launch; a CTA without a cluster counts as one."""
+
+    problem: Problem
+    blocks: FusedBlocks
+    launch: Launch
+
+    @property
+    def at_once(self) -> int:
+        """Number of pairs in a section."""
+        return pairs_at_once(self.problem, self.launch.pairs, self.blocks.bias_cluster)
+
+    @property
+    def clusters(self) -> int:
+        """Number of clusters that take turns: none has two turns more than another."""
+        turns = -(-self.total // self.blocks.resident)
+        return -(-self.total // turns)
+
+    @property
+    def total(self) -> int:
+        """Number of entries of this order: one key block for each CTA of a cluster."""
+        return self.launch.pairs // self.blocks.bias_cluster * self.launch.key_blocks
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The grid of the launch, in clusters."""
+        if self.launch.part is Part.FAR:
+            return {"first": self.launch.pairs}
+        blocks, sections = self.blocks, -(-self.launch.pairs // self.at_once)
+        if blocks.takes_turns:
+            return {"first": self.clusters}
+        # Of four axes the first two become one, of 65,535 at most.
+        return {
+            "section": sections,
+            "kv": self.launch.key_blocks,
+            **({"part": blocks.parts} if blocks.parts > 1 else {}),
+            "pair": self.at_once // blocks.bias_cluster,
+        }
+
+    def turns(self, gmem: BackwardArrays) -> PersistentTiles:
+        """Returns the key blocks that this CTA takes."""
+        if self.launch.part is Part.FAR:
+            place = functools.partial(self.key_block, gmem, lax.axis_index("first"))
+            own = place(jnp.int32(0))
+            far = gmem.side.far[own.batch, own.kv_head]
+            blocks = jnp.int32(self.launch.key_blocks)
+            return PersistentTiles(lax.select(far > 0, blocks, jnp.int32(0)), place)
+        first, step = lax.axis_index("first"), jnp.int32(self.clusters)
+        count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
+        return PersistentTiles(count, lambda turn: self.place(gmem, first + turn * step))
+
+    def place(self, gmem: BackwardArrays, n) -> KvTile:
+        """Returns this CTA's key block in the n-th entry of this order."""
+        size, whole = self.blocks.bias_cluster, self.launch.pairs // self.blocks.bias_cluster
+        at_once, key_blocks = jnp.int32(self.at_once // size), jnp.int32(self.launch.key_blocks)
+        start = lax.div(n, at_once * key_blocks) * at_once  # of its section, in clusters
+        within = n - start * key_blocks
+        wide = lax.min(at_once, jnp.int32(whole) - start)
+        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
+        block = lax.div(within, wide) + self.launch.first_block
+        return self.key_block(gmem, pair, block)
+
+    def key_block(self, gmem: BackwardArrays, pair, block) -> KvTile:
+        """Returns the KeyBlock of a pair of this launch and a block, counted from the first key."""
+        entries = jnp.int32(self.launch.entries)
+        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
+        if gmem.origin is not None:
+            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
+        return KvTile(batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block))
+
+    def shift(self, batch, block):
+        """Returns the shift of a CTA's walk: the tile that it starts with.
+
+        CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
+        Those of a cluster start at the same one: they load a bias together.
+        """
+        if not self.blocks.stagger:
+            return 0
+        if self.blocks.sums_bias:
+            return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
+        return block
+
+
+# --- What a CTA knows: its refs, its KV tiles and their range of Q tiles --------------------------
+
+
+class FusedResults(NamedTuple):
+    """The arrays that launches write; None: not yet, or never."""
+
+    dq: Any = None  # f32[B, T8, N, D] of some batch entries and heads: sums
+    dbias: Any = None  # f32[Bb, Nb, S, T], up to whole tiles, sums; never without bias_cluster
+    dk: Any = None  # [B, S8, K, D]; or, where parts of a walk are added up later,
+    dv: Any = None  # f32[parts, B, S up to whole tiles, K, D]
+
+
+class KvTile(NamedTuple):
+    """The KV block that a CTA works on."""
+
+    batch: Any
+    kv_head: Any
+    start: Any  # its first key
+    shift: Any  # the walk's: which tile of queries comes first
+
+
+class PersistentTiles(NamedTuple):
+    """The KV blocks that a CTA takes one after the other, each with the same number of Q tiles."""
+
+    count: Any
+    place: Callable[[Any], KvTile]  # of a number
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCta:
+    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+
+    gmem: BackwardArrays
+    results: FusedResults
+    adds: bool  # to dq; False: writes it
+    smem: FusedSmem
+    bars: FusedBarriers
+    q: Ring
+    do: Ring
+    kv: Ring
+    keys: KvTile
+    walk: QTileRange
+    wg: Any
+    turns: PersistentTiles | None = None  # where it takes several key blocks
+    turn: Any = 0
+
+    def visit(self, key_block: Callable[[FusedCta], None]):
+        """Calls `key_block` for every KV block of this CTA, with this record as it is there."""
+        if (turns := self.turns) is None:
+            key_block(self)
+        else:
+            pl.loop(jnp.int32(0), turns.count)(lambda turn: key_block(self.at(turns, turn)))
+
+    def at(self, turns: PersistentTiles, turn) -> FusedCta:
+        """Returns this record in one of its turns: rings go on, Q tiles are counted anew."""
+        keys = turns.place(turn)
+        walk = dataclasses.replace(self.walk, shift=keys.shift)
+        here = dataclasses.replace(self, turn=turn, keys=keys, walk=walk)
+        rings = {name: getattr(self, name)._replace(before=here.before) for name in ("q", "do")}
+        return dataclasses.replace(here, **rings)
+
+    @property
+    def before(self):
+        """Number of Q tiles of the KV blocks before this one."""
+        return 0 if self.turns is None else self.turn * self.walk.total
+
+    @property
+    def tiles(self):
+        """Number of Q tiles of all KV blocks of this CTA."""
+        return self.walk.total if self.turns is None else self.turns.count * self.walk.total
+
+    def count(self, n):
+        """Returns the number of this KV block's n-th Q tile among all tiles of the CTA."""
+        return n if self.turns is None else n + self.before
+
+    @property
+    def kv_slot(self):
+        """The slot in which K and V lie."""
+        return self.kv.slot(self.turn)
+
+    @property
+    def sums(self) -> Ring:
+        """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
+        bars, slots = self.bars, self.smem.ds.shape[0]
+        return Ring(bars.summed_full, bars.summed_empty, slots, before=self.before)
+
+    def anew(self) -> FusedCta:
+        """Returns this record with a warpgroup index from which nothing is hoisted.
+
+        ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
+        spill (36 bytes; 60 to 190 for those of K and V).
+        """
+        return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
+
+    def apart(self) -> FusedCta:
+        """Returns this record with numbers from which nothing is shared with another loop.
+
+        Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
+        64, which the first of them, the one that matters, loads again in every step.
+        """
+        opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
+        keys = KvTile(*map(opaque, self.keys))
+        names = ("start", "full_start", "full_stop", "stop", "q_offset")
+        walk = dataclasses.replace(self.walk, **{n: opaque(getattr(self.walk, n)) for n in names})
+        return dataclasses.replace(self.anew(), keys=keys, turn=opaque(self.turn), walk=walk)
+
+    def query_tile(self, n, block_q: int):
+        """Returns (query head, rows) of the n-th tile of the walk."""
+        head, block = self.walk[n]
+        return self.keys.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
+
+    def place(self, n, kv_start, rows: int, block_q: int) -> Place:
+        """Returns the Place of the n-th tile of the walk against the keys from `kv_start` on."""
+        head, queries = self.query_tile(n, block_q)
+        return Place(self.keys.batch, head, kv_start, queries.start, rows, block_q)
+
+    def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
+        """Returns where in the dQ buffer a warpgroup's part of a dQ tile, a `query_tile`, lies."""
+        (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.keys.batch
+        if (first := self.gmem.origin) is not None:
+            batch, head = batch - first[0], head - first[1] * self.walk.group
+        if blocks.dq_by_rows:
+            return batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        return batch, rows, head, pl.ds(wg * part[1], part[1])
+
+    @property
+    def reduction(self) -> Literal["add"] | None:
+        """The reduction of TMA copies to dq: None if they overwrite what is there."""
+        return "add" if self.adds else None
+
+    def meet(self):
+        """Waits for the other warpgroup."""
+        plgpu.barrier_arrive(self.bars.met)
+        plgpu.barrier_wait(self.bars.met)

@@ -12,11 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core import integers as ints
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
-from ...common import cluster
+from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
-from ..arrays import BackwardArrays
+from ..operands import BackwardArrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,9 @@ class FusedBlocks:
         late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         signs: the elements of P that dropout drops have a minus sign: one tile of registers where
-            there were two and predicates. Used where recompute.may_sign.
+            there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
-            were two. Used where recompute.may_defer.
+            were two. Used where score_tile.may_defer.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         parts: number of CTAs that share the walk of a key block, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
@@ -392,7 +392,7 @@ def scratch(
         received=received,
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
     )
-    of_cluster = functools.partial(cluster.empty_barrier, blocks.bias_cluster)
+    of_cluster = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
     sums = blocks.sums_bias
     bars = FusedBarriers(
         kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
@@ -402,7 +402,7 @@ def scratch(
             else None
         ),
         q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
-        q_empty=cluster.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
+        q_empty=pipeline.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),

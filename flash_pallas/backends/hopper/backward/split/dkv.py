@@ -30,18 +30,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import scores
+from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
-from .....core.tile import Limits
-from ....gpu import inline, recompute
+from ....gpu import inline, score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
-from ....gpu.recompute import RowShift, Weights
-from ....gpu.register_tile import RegisterTile
+from ....gpu.score_tile import RegisterTile, RowShift, Weights
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
 from ...common.pipeline import Ring, rows_of
 from ...common.wgmma import Matmuls
-from ..arrays import BackwardArrays
-from ..tile_range import QTileRange, mask_everywhere
+from ..operands import BackwardArrays, QTileRange, mask_everywhere
 from .tiles import DkvBarriers, DkvBlocks, DkvSmem, dkv_scratch
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
@@ -128,7 +126,7 @@ class DkvKernel:
         cta.walk.visit(step, in_one_loop=far is not None)
         plgpu.wgmma_wait(0)
         cta.do.release(cta.walk.total - 1)
-        return recompute.gained(self.problem, dv_acc[...])
+        return score_tile.gained(self.problem, dv_acc[...])
 
     def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, n, block, *, masked):
         """Hands over P^T of the n-th tile and issues dV += P^T dO."""
@@ -163,8 +161,8 @@ class DkvKernel:
             inputs = inputs._replace(shift=shift)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
-        w = recompute.weights(self.problem, tile, s, lse, inputs, limits)
-        p = self.products.split(recompute.dropped(self.problem, w))
+        w = score_tile.weights(self.problem, tile, s, lse, inputs, limits)
+        p = self.products.split(score_tile.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 
     def inputs(self, cta: DkvCta, held: RowFragments, slot) -> TileInputs:
@@ -181,7 +179,7 @@ class DkvKernel:
         spec = self.problem.spec
         if spec.softcap is None and spec.score_mod is None and w.kept is None:
             return p
-        through = recompute.pulled(w)
+        through = score_tile.pulled(w)
         if w.kept is not None and not self.drops_twice:
             through = jnp.where(w.kept, through, -through)
         return self.products.split(through)
@@ -269,13 +267,13 @@ class DkvKernel:
         """Computes dS^T, f32, where some weights were dropped."""
         p = self.handed(cta, n)
         if not self.drops_twice:
-            return jnp.abs(p) * recompute.centred(self.problem, p > 0.0, dp, delta)
+            return jnp.abs(p) * score_tile.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
         member, block = cta.walk[n]
         held = self.side.hold(cta.gmem.side, self.loads.place(cta, member, block))
         inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
-        return p * recompute.centred(self.problem, kept, dp, delta)
+        return p * score_tile.centred(self.problem, kept, dp, delta)
 
     # --- both ------------------------------------------------------------------------------------
 

@@ -25,17 +25,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.tile import Limits
-from ....gpu import inline, recompute
+from ....gpu import inline, score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
-from ....gpu.recompute import RowShift
-from ....gpu.register_tile import RegisterTile
+from ....gpu.score_tile import RegisterTile, RowShift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
-from ..arrays import BackwardArrays
-from ..tile_range import KvTileRange, mask_everywhere
+from ..operands import BackwardArrays, KvTileRange, mask_everywhere
 from .tiles import DqBarriers, DqBlocks, DqSmem, dq_scratch
 
 
@@ -178,11 +176,11 @@ class DqKernel:
             query = cta.q_start + cta.wg * WARPGROUP_ROWS
             shift = RowShift.of(self.problem, cta.gmem.side, far, cta.head, query)
             inputs = inputs._replace(shift=shift)
-        w = recompute.weights(self.problem, tile, s, rows.lse, inputs, limits)
-        p = lax.optimization_barrier(recompute.pulled(w))  # above the wait for dP
+        w = score_tile.weights(self.problem, tile, s, rows.lse, inputs, limits)
+        p = lax.optimization_barrier(score_tile.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
-        c = recompute.centred(self.problem, w.kept, dp, per_row(rows.delta))
+        c = score_tile.centred(self.problem, w.kept, dp, per_row(rows.delta))
         return self.products.split(p * c)
 
     @property

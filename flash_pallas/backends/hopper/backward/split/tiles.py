@@ -11,11 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
-from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
+from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
 from ...common.pipeline import fits, row_buffer
-from ...common.register_pressure import wants_narrow_tiles
 from ...common.wgmma import Matmuls
-from ..arrays import BackwardArrays
+from ..operands import BackwardArrays
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
 

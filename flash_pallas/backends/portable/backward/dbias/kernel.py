@@ -14,7 +14,7 @@ No sum depends on the order in which CTAs run: the same bits in every run.
 from __future__ import annotations
 
 from .....core.problem import Operands, Problem
-from ....gpu.dbias_launches import score_grads
+from ....gpu.launch import score_grads
 from ...tiling import ScoreBlocks
 from ..arrays import BackwardArrays
 from .per_line import line_sums

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from .....core.mask import Limits
 from .....core.problem import Problem
 from .....core.scores import TileInputs
-from .....core.tile import Limits
-from ....gpu import recompute
-from ....gpu.dbias_launches import term
-from ....gpu.register_tile import RegisterTile
+from ....gpu import score_tile
+from ....gpu.launch import term
+from ....gpu.score_tile import RegisterTile
 from ...common.kernel import Kernel
 from ...common.smem_tiles import Copies, Copy
 
@@ -115,7 +115,7 @@ class Terms(Kernel):
 
     def terms(self, tile: RegisterTile, given: Given, inputs: TileInputs, limits: Limits):
         """Computes an f32 tile for each name: what each element adds to its gradient."""
-        w = recompute.weights(self.problem, tile, given.s, given.lse, inputs, limits)
-        c = recompute.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
+        w = score_tile.weights(self.problem, tile, given.s, given.lse, inputs, limits)
+        c = score_tile.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
         dz, dparams = w.pull(w.p * c)
         return tuple(term(name, tile, dz, dparams) for name in self.names)

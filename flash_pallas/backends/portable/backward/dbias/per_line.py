@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .....core import bounds
+from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.tile import Limits
 from ....gpu.launch import float32, launch
-from ....gpu.register_tile import RegisterTile
+from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_vector

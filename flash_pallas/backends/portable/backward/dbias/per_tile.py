@@ -37,9 +37,9 @@ from ....gpu.bias_tiles import (
     parts_of,
     sharing,
 )
+from ....gpu.inline import at, coordinates, i32_constant, opaque, origin, splat
 from ....gpu.launch import launch
-from ....gpu.register_tile import RegisterTile
-from ....gpu.registers import at, coordinates, i32_constant, opaque, origin, splat
+from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
 from ...common.smem_tiles import Copies, Copy

@@ -25,8 +25,8 @@ from jaxlib.mlir.dialects import llvm
 
 from .....core.problem import Problem
 from ....gpu import inline
+from ....gpu.inline import at, coordinates, fragmented, pair
 from ....gpu.launch import launch
-from ....gpu.registers import at, coordinates, fragmented, pair
 from ...common.grid import Grid
 from ...common.kernel import Kernel
 from ...common.smem_tiles import buffer

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 
 from .....core import bounds, dropout
 from .....core.problem import Operands, Problem
-from ....gpu import recompute
+from ....gpu import score_tile
 from ....gpu.launch import launch
 from ... import tiling
 from ...common.auxiliary_inputs import load_vector
@@ -154,7 +154,7 @@ class FusedKernel(KvStationary):
         if self.rereads:
             w = w._replace(p=cta.copies.get(place.shape, weights.at[OF_V], first))
         else:
-            put_p(recompute.dropped(self.problem, w))
+            put_p(score_tile.dropped(self.problem, w))
         ds = self.score_gradients(cta, place, w, dp, of_rows(DELTA))
         cta.copies.put(ds, weights.at[OF_K], first)
         return slot

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from .....core import bounds
 from .....core.problem import Operands, Problem
-from ....gpu import modifiers, recompute
+from ....gpu import modifiers, score_tile
 from ....gpu.launch import launch
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, load_vector
@@ -83,7 +83,7 @@ class DkvKernel(KvStationary):
             dp = self.weight_gradients(cta, place, cta.smem.do)
             ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
         if dv is not None:
-            p = recompute.dropped(self.problem, w).astype(self.problem.dtype)
+            p = score_tile.dropped(self.problem, w).astype(self.problem.dtype)
             dv = self.products.add(dv, p, cta.smem.do)
         cta.stream.second_read(n)
         if dk is not None:
@@ -93,7 +93,7 @@ class DkvKernel(KvStationary):
     def finish(self, cta: KvStationaryCta, out: GradientSums, sums: GradientSums):
         """Writes dK and dV, staged where K and V were; 0 for keys beyond a length."""
         dk = None if sums.dk is None else sums.dk * self.problem.spec.scale
-        dv = None if sums.dv is None else recompute.gained(self.problem, sums.dv)
+        dv = None if sums.dv is None else score_tile.gained(self.problem, sums.dv)
         first = cta.block * self.tile.rows
         parts = [(dk, cta.smem.k, out.dk), (dv, cta.smem.v, out.dv)]
         parts = [(values, *places) for values, *places in parts if values is not None]

@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .....core import bounds
+from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.tile import Limits
-from ....gpu import recompute
+from ....gpu import score_tile
 from ....gpu.launch import launch
-from ....gpu.register_tile import RegisterTile
+from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
 from ...common.kernel import Kernel
@@ -156,9 +156,9 @@ class DqKernel(Kernel):
             ragged = self.problem.kv_len % self.tile.columns or gmem.side.kv_lengths is not None
             length = gmem.kv_length(self.problem, cta.batch)
             limits = tile.limits(self.problem.spec.mask, length if ragged else None)
-        w = recompute.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
+        w = score_tile.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
         delta = tile.per_q(cta.rows.delta)
-        return recompute.pulled(w) * recompute.centred(self.problem, w.kept, dp, delta)
+        return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
 
 
 def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardArrays, interpret):

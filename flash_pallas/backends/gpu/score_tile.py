@@ -1,27 +1,111 @@
-"""Recomputes P from S and the log-sum-exp, and dS from P, as every backward kernel does.
-
-With C = keep * gain * dP - delta (`keep` and `gain` are dropout's) the gradient of the logits is
-P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
-softcap. It is linear and elementwise: pull(P) * C is the same, and pull(P) needs no dP.
-"""
+"""Tiles of scores in registers: their logits, and in the backward P and dS recomputed from them."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from ...core import dropout, scores
-from ...core.problem import Problem
-from ...core.scores import TileInputs
-from ...core.softmax import EMPTY_ROW
-from ...core.tile import Limits
-from . import register_tile
-from . import weights as gpu_weights
+from ...core.mask import Limits, Tile
+from ...core.problem import AttentionSpec, Problem
+from ...core.scores import Logits, TileInputs
+from ...core.softmax import EMPTY_ROW, LOG2E
+from . import inline, modifiers, online_softmax, stand_ins
 from .auxiliary_arrays import AuxiliaryGmem
-from .register_tile import RegisterTile
-from .row_maxima import far_of, less_shift
+from .online_softmax import far_of, less_shift
+
+# --- Tiles of scores whose positions cost one register, not one per element -----------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisterTile(Tile):
+    """A Tile in the WGMMA register layout.
+
+    Attributes:
+        interpret: positions in plain jnp.
+        precise: the GPU's tanh, accurate to 1.1e-5, does not suffice.
+    """
+
+    interpret: bool = False
+    precise: bool = False
+
+    @property
+    def q_pos(self):
+        """int32[shape], the position of each element's query."""
+        return modifiers.positions(self.shape, self.q_axis, self.q_start, self.interpret)
+
+    @property
+    def kv_pos(self):
+        """int32[shape], the position of each element's key."""
+        return modifiers.positions(self.shape, 1 - self.q_axis, self.kv_start, self.interpret)
+
+    def call(self, function: Callable, *args):
+        """Calls function(*args), in primitives that can be lowered."""
+        return stand_ins.call(function, self.shape, *args)
+
+    def tanh(self, x):
+        """Computes tanh; if `precise` accurate to 1.7e-7 (benchmarks/results/trial_tanh.txt)."""
+        if not self.precise:
+            return jnp.tanh(x)
+        return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E)))
+
+    def distance(self, dtype):
+        """Computes |query position - key position| of each element, exact below 2**24."""
+        starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
+        shift = starts[0] - starts[1]
+        return modifiers.distance(self.shape, shift, self.interpret).astype(dtype)
+
+    def kept(self, q_keys, kv_keys, rate: float):
+        """Returns the dropout mask, bool of the tile's shape: True where a weight is kept."""
+        if self.interpret:
+            return super().kept(q_keys, kv_keys, rate)
+        rows, columns = self.by_axis(q_keys, kv_keys)
+        return modifiers.kept(rows, columns, dropout.threshold(rate))
+
+    def by_axis(self, of_queries, of_keys):
+        """Returns (what belongs to rows, what belongs to columns), spread over the tile."""
+        of_queries, of_keys = self.per_q(of_queries), self.per_kv(of_keys)
+        return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
+
+
+def alibi(position, key, falls):
+    """Computes what ALiBi adds to scores whose rows have their own positions and slopes, f32.
+
+    Args:
+        position: int32, of each element's query.
+        key: int32, of each element's key.
+        falls: f32, minus the slope of each element's head.
+    """
+    distance = lax.abs(position - key)
+    return lax.convert_element_type(distance, jnp.float32) * falls
+
+
+def logits(
+    spec: AttentionSpec,
+    tile: RegisterTile,
+    s,
+    inputs: TileInputs,
+    limits: Limits,
+    hidden: float = -math.inf,
+) -> Logits:
+    """Computes core.scores.logits of the products s, `hidden` where hidden, for all kernels."""
+    found = scores.logits(spec, tile, s, inputs)
+    x = inline.hide(found.x, limits, tile.interpret, hidden)
+    visible = scores.visible(spec, tile, inputs)
+    if visible is not None:
+        x = jnp.where(visible, x, hidden)
+    return found._replace(x=x)
+
+
+# --- Recomputes P from S and the log-sum-exp, and dS from P, as every backward kernel does --------
+# With C = keep * gain * dP - delta (`keep` and `gain` are dropout's) the gradient of the logits is
+# P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
+# softcap. It is linear and elementwise: pull(P) * C is the same, and pull(P) needs no dP.
 
 # Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
 # makes P of it 0.
@@ -80,7 +164,7 @@ def weights(
         polynomials: share of the exponentials that the multiply-add units compute.
     """
     spec = problem.spec
-    x, log2_scale, pull = register_tile.logits(spec, tile, s, inputs, limits)
+    x, log2_scale, pull = logits(spec, tile, s, inputs, limits)
     x = _shifted(tile, x, inputs.shift)
     rows = tile.per_q(lse)
     p = _powers(tile, x, log2_scale, rows, polynomials)
@@ -107,7 +191,7 @@ def _shifted(tile: RegisterTile, x, shift: RowShift | None):
 def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
     if not polynomials:
         return jnp.exp2(x * log2_scale - shift)
-    return gpu_weights.powers(x, shift, log2_scale, polynomials, tile.interpret)
+    return online_softmax.powers(x, shift, log2_scale, polynomials, tile.interpret)
 
 
 def may_sign(problem: Problem) -> bool:
@@ -132,13 +216,13 @@ def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, lim
     that lse is less by log2(sign_factor).
     """
     spec = problem.spec
-    x, log2_scale, _ = register_tile.logits(spec, tile, s, inputs, limits)
+    x, log2_scale, _ = logits(spec, tile, s, inputs, limits)
     x, rows = _shifted(tile, x, inputs.shift), tile.per_q(lse)
     if tile.interpret:
         p = jnp.exp2(x * log2_scale - rows)
         return jnp.where(scores.kept(spec, tile, inputs), p, -p)
     keys = tile.by_axis(inputs.q_keys, inputs.kv_keys)
-    return gpu_weights.signed(x, rows, keys, log2_scale, dropout.threshold(spec.dropout_rate))
+    return online_softmax.signed(x, rows, keys, log2_scale, dropout.threshold(spec.dropout_rate))
 
 
 def of_signed(t, dp, delta):
@@ -168,7 +252,7 @@ def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: 
 
     One tile says what P and pull(P) say in two.
     """
-    found = register_tile.logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
+    found = logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
     return found.x, found.log2_scale
 
 

@@ -1,9 +1,4 @@
-"""Plain jnp on arrays whose types carry their sharding: those of meshes with Explicit axes.
-
-JAX finds the sharding of a result from the types of its operands, and raises where they leave a
-choice: where a sharded axis is indexed or merged with its neighbours. Where axes are Auto the
-compiler chooses; the functions here ask it to, and tell it how the result is to be sharded.
-"""
+"""Mesh axes in the types of arrays: Explicit ones, and those of `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -13,7 +8,13 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+# --- Plain jnp on arrays whose types carry their sharding: those of meshes with Explicit axes -----
+# JAX finds the sharding of a result from the types of its operands, and raises where they leave a
+# choice: where a sharded axis is indexed or merged with its neighbours. Where axes are Auto the
+# compiler chooses; the functions here ask it to, and tell it how the result is to be sharded.
 
 
 def mesh_of(*trees):
@@ -83,3 +84,41 @@ def unfolded(x, shape: tuple[int, ...], like):
         return x.reshape(whole)
     spec = PartitionSpec(*spec_of(like)[: len(shape)], *spec_of(x)[1:])
     return lax.reshape(x, whole, out_sharding=NamedSharding(mesh, spec))
+
+
+# --- Mesh axes over which a value varies inside `jax.shard_map` -----------------------------------
+# shard_map (check_vma=True, its default) types every value by these axes. A loop wants the same
+# type going in and out, a custom_vjp wants cotangents typed like their primals, and a Pallas kernel
+# drops the type of its outputs, so each of these places states it. Outside shard_map all of this is
+# empty.
+
+
+def varying(*trees) -> frozenset[str]:
+    """Returns the mesh axes over which any array of the trees varies."""
+    types = (jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(trees))
+    return frozenset().union(*(t.varying for t in types))
+
+
+def spread(tree, axes: frozenset[str]):
+    """Marks values as varying over `axes` too; the transpose sums over the axes that it added."""
+    return jax.tree.map(lambda x: _spread(x, axes), tree)
+
+
+def _spread(x, axes):
+    missing = tuple(sorted(axes - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def untyped(call):
+    """Wraps `call` to see arguments that vary over no axis: Pallas refuses others within warps."""
+
+    def run(*args):
+        if not varying(args):
+            return call(*args)
+        bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(args)]
+        bare = jax.tree.unflatten(jax.tree.structure(args), bare)
+        closed, results = jax.make_jaxpr(call, return_shape=True)(*bare)
+        found = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(results), found)
+
+    return run
