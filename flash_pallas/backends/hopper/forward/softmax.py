@@ -188,7 +188,7 @@ class ForwardScores:
         return bool(self.plan.speculates and self.plan.far and added)
 
     def compared(self, cta: ForwardCta, tile: Logits, old: Maxima, slack: float | None) -> Compared:
-        """Compares a tile with the row maxima so far; `slack` as online_softmax.compared takes it."""
+        """Compares a tile with the row maxima so far; `slack` as in `compared`."""
         plan, given = self.plan, (tile.x, tile.log2_scale)
         return online_softmax.compared(old, *given, plan.far, slack, plan.interpret, self.kept(cta))
 
