@@ -252,7 +252,7 @@ class ForwardScores:
             return weights(powers)
         large = powers._replace(cap=cap)
         # Without tangents exponentials have their unit to themselves: an eighth of them as
-        # polynomials is 7 to 12 % slower (max_w8 of benchmarks/results/trial_softcap_fast.txt).
+        # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
         small = Powers(0.0, bounded=True, cap=cap._replace(small=True))
         is_large = softcap.is_large(tile.x, cap, self.plan.interpret)
         return lax.cond(is_large > 0, lambda: weights(large), lambda: weights(small))
