@@ -122,8 +122,11 @@ def forward(
         interpret=interpret,
     )
     call = functools.partial(run, out=results, name="flash_pallas_forward")
-    kernel = lambda counter: call(functools.partial(forward_cta, plan, counter))(gmem)
-    found = with_counter(kernel, results) if claims else kernel(None)
+    if claims:
+        kernel = lambda counter: call(functools.partial(forward_cta, plan, counter))(gmem)
+        found = with_counter(kernel, results)
+    else:
+        found = call(functools.partial(forward_cta, plan, None))(gmem)
     for part in rest:
         found = launch_for_rest(dataclasses.replace(plan, part=part), run, gmem, found)
     return found[0]
@@ -133,40 +136,37 @@ def launch_for_rest(plan: ForwardPlan, run, gmem: ForwardGmem, results):
     """Launches the kernel for the rows that an earlier launch has left; returns its `results`."""
 
     def write(refs):
-        out, left = refs
-        kernel = lambda gmem, smem: forward_cta(plan, None, gmem, out, left, smem)
+        kernel = functools.partial(cta_for_rest, plan, refs)
         run(kernel, out=(), name="flash_pallas_forward_far")(gmem)
 
     return pl.run_state(write)(results)
 
 
+def cta_for_rest(plan: ForwardPlan, results, gmem: ForwardGmem, smem: ForwardSmem):
+    """Runs a CTA, if one of its warpgroups has left rows; `results` are the refs (out, left)."""
+    (out, left), index = results, lax.axis_index("cta")
+    some = [left[index, wg, 0] for wg in range(plan.blocks.warpgroups)]
+    run = functools.partial(forward_cta, plan, None, gmem, out, left, smem)
+    pl.when(functools.reduce(lax.max, some) > 0)(run)
+
+
 def forward_cta(
     plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem
 ):
-    """Runs a CTA; those of a launch for Part.FAR only where a warpgroup has left rows."""
-    stages, warpgroups = plan.blocks.stages, plan.blocks.warpgroups
+    """Runs a CTA: gives each of its warpgroups its role, consumer or producer."""
+    blocks = plan.blocks
     cta = ForwardCta(
         plan=plan,
         gmem=gmem,
         out=out,
         left=left,
         smem=smem,
-        k=Ring(smem.k_full, smem.k_empty, stages),
-        v=Ring(smem.v_full, smem.v_empty, stages),
+        k=Ring(smem.k_full, smem.k_empty, blocks.stages),
+        v=Ring(smem.v_full, smem.v_empty, blocks.stages),
         index=lax.axis_index("cta"),
         wg=lax.axis_index("wg"),
         counter=counter,
     )
-    if plan.part is not Part.FAR:
-        specialize(cta)
-        return
-    some = [left[cta.index, wg, 0] for wg in range(warpgroups)]
-    pl.when(functools.reduce(lax.max, some) > 0)(functools.partial(specialize, cta))
-
-
-def specialize(cta: ForwardCta):
-    """Gives each warpgroup its role: consumer or producer."""
-    blocks = cta.plan.blocks
     pl.when(cta.wg < blocks.warpgroups)(functools.partial(consume, cta))
     if blocks.producer:
         pl.when(cta.wg == blocks.warpgroups)(functools.partial(produce, cta))
@@ -213,7 +213,7 @@ def mainloop(cta: ForwardCta, n, number, carry):
     """
     plan, (rows, used) = cta.plan, carry
 
-    def tile(o_acc):
+    def steps(o_acc):
         tile, following, seen = cta.q_tile(number)._replace(used=used), None, cta
         if not plan.blocks.producer:
             seen, following = load_inline(cta, n, number, tile)
@@ -230,7 +230,7 @@ def mainloop(cta: ForwardCta, n, number, carry):
         return (found, after), following
 
     o_acc = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
-    return pl.run_scoped(tile, o_acc)
+    return pl.run_scoped(steps, o_acc)
 
 
 def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: str) -> ForwardRows:
