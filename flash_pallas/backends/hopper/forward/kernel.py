@@ -144,17 +144,21 @@ def launch_for_rest(plan: ForwardPlan, run, gmem: ForwardGmem, results):
 
 def cta_for_rest(plan: ForwardPlan, results, gmem: ForwardGmem, smem: ForwardSmem):
     """Runs a CTA, if one of its warpgroups has left rows; `results` are the refs (out, left)."""
-    (out, left), index = results, lax.axis_index("cta")
-    some = [left[index, wg, 0] for wg in range(plan.blocks.warpgroups)]
-    run = functools.partial(forward_cta, plan, None, gmem, out, left, smem)
+    (out, left), at = results, (lax.axis_index("cta"), lax.axis_index("wg"))
+    some = [left[at[0], wg, 0] for wg in range(plan.blocks.warpgroups)]
+    run = functools.partial(forward_cta, plan, None, gmem, out, left, smem, at)
     pl.when(functools.reduce(lax.max, some) > 0)(run)
 
 
 def forward_cta(
-    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem
+    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem, at=None
 ):
-    """Runs a CTA: gives each of its warpgroups its role, consumer or producer."""
-    blocks = plan.blocks
+    """Runs a CTA: gives each of its warpgroups its role, consumer or producer.
+
+    `at` is (index of the CTA, index of the warpgroup) where they are known; see ForwardCta for the
+    others.
+    """
+    blocks, (index, wg) = plan.blocks, at or (lax.axis_index("cta"), lax.axis_index("wg"))
     cta = ForwardCta(
         plan=plan,
         gmem=gmem,
@@ -163,8 +167,8 @@ def forward_cta(
         smem=smem,
         k=Ring(smem.k_full, smem.k_empty, blocks.stages),
         v=Ring(smem.v_full, smem.v_empty, blocks.stages),
-        index=lax.axis_index("cta"),
-        wg=lax.axis_index("wg"),
+        index=index,
+        wg=wg,
         counter=counter,
     )
     pl.when(cta.wg < blocks.warpgroups)(functools.partial(consume, cta))
@@ -184,7 +188,7 @@ def consume(cta: ForwardCta):
         cta.left[cta.index, cta.wg, 0] = jnp.int32(0)
     number = plan.scheduler.first(cta)
     tile = cta.q_tile(number)
-    start = cta if plan.blocks.producer else load_inline_first(cta, number)
+    seen = cta if plan.blocks.producer else load_inline_first(cta, number)
     tile = tile._replace(fragments=row_fragments(cta, tile))
     plgpu.barrier_wait(smem.q_full.at[cta.wg])
     cta.k.wait_full(first)
@@ -194,7 +198,7 @@ def consume(cta: ForwardCta):
         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
     s = pl.run_scoped(qk, score_accumulator(plan))
-    rows = first_softmax(start, tile, s, first)
+    rows = first_softmax(seen, tile, s, first)
     p = plan.matmuls.split(rows.p)
     rows = rows._replace(p=p, only=joined(plan, None, p, "last"))
     ping_pong_start(cta)
@@ -211,23 +215,24 @@ def mainloop(cta: ForwardCta, n, number, carry):
     Returns (carry of the next tile, following): its (number, whether it exists), or None where the
     kernel is not persistent.
     """
-    plan, (rows, used) = cta.plan, carry
+    plan = cta.plan
 
     def steps(o_acc):
+        rows, used = carry
         tile, following, seen = cta.q_tile(number)._replace(used=used), None, cta
         if not plan.blocks.producer:
             seen, following = load_inline(cta, n, number, tile)
         tile = tile._replace(fragments=row_fragments(seen, tile))
-        at_block, found = functools.partial(step, seen, tile, o_acc), rows
         for edges, low, high in seen.zones(tile):
-            found = lax.fori_loop(low, high, functools.partial(at_block, edges=edges), found)
+            at_block = functools.partial(step, seen, tile, o_acc, edges=edges)
+            rows = lax.fori_loop(low, high, at_block, rows)
         after = used + tile.kv_blocks
         if not plan.blocks.persistent:
-            epilogue(seen, tile, found, after, o_acc)
-            return (found, after), None
+            epilogue(seen, tile, rows, after, o_acc)
+            return (rows, after), None
         following = following or plan.scheduler.following(seen, n)
-        found = overlapped_epilogue(seen, number, following, found, after, o_acc)
-        return (found, after), following
+        rows = overlapped_epilogue(seen, number, following, rows, after, o_acc)
+        return (rows, after), following
 
     o_acc = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
     return pl.run_scoped(steps, o_acc)

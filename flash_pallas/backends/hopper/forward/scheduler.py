@@ -47,7 +47,7 @@ class TileScheduler:
         swizzle_heads: number of heads worked on together (their K and V stay in L2).
         longest_first: causal: tiles of these heads run from the last Q tile to the first.
         num_ctas: number of CTAs.
-        uses_table: CTAs walk the lists of `table`.
+        uses_table: CTAs go through the lists of `table`.
         dynamic: CTAs claim tiles instead of going through a list.
         interpret: run by the interpreter, where every CTA claims every `num_ctas`-th tile.
     """

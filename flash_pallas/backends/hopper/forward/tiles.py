@@ -44,7 +44,7 @@ class ForwardBlocks:
         warpgroups: number of compute warpgroups, 64 query rows each.
         block_kv: number of keys per step.
         stages: number of blocks of K, and of V, in flight.
-        persistent: one CTA per SM walks many tiles (O is staged next to Q).
+        persistent: one CTA per SM goes through many tiles (O is staged next to Q).
         lazy_rescale: O is rescaled only when a row max grew by more than this (base 2); 0: always.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         speculates: weights are computed relative to the row maxima of earlier blocks, and again
