@@ -32,6 +32,7 @@ from .forward.tiles import (
     NATIVE_HEAD_DIMS,
     ForwardBlocks,
     choose_forward,
+    may_pack,
     native_problem,
     without_producer,
 )
@@ -206,7 +207,8 @@ def choose_blocks(
         ValueError: an unknown kernel or field, or tiles that do not fit.
     """
     chosen: dict[str, Any] = {"forward": choose_forward(problem, num_sms)}
-    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packs(problem, num_sms))
+    packed = may_pack(problem) and packs(problem, num_sms)
+    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packed)
     chosen |= choose_backward(problem, num_sms)
     if not producer:
         chosen = {name: _without_producer(b) for name, b in chosen.items()}
