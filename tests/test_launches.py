@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,6 @@ import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.fused.launches import (
-    FusedScheduler,
-    Launch,
     fitting,
     launches_of,
     origins,
@@ -95,10 +94,9 @@ def test_clusters_that_take_turns_have_as_many_but_for_one():
     blocks = dataclasses.replace(chosen(128, 1024, (4, 4), 16, biased=True), launches=1)
     problem = described(128, 1024, (4, 4), 16, biased=True)
     (launch,) = launches_of(problem, blocks)
-    order = FusedScheduler(problem, blocks, launch)
-    assert order.total == 128 * 4 * 8 // 2 == 2048
-    assert order.grid == {"first": 64}  # 32 turns each; 66 clusters would take as many
-    once = FusedScheduler(problem, dataclasses.replace(blocks, resident=1), launch)
+    assert launch.total == 128 * 4 * 8 // 2 == 2048
+    assert launch.grid == {"first": 64}  # 32 turns each; 66 clusters would take as many
+    (once,) = launches_of(problem, dataclasses.replace(blocks, resident=1))
     assert once.grid == {"section": 4, "kv": 8, "pair": 64}
 
 
@@ -134,16 +132,15 @@ def test_compute_warpgroups_that_load_take_one_launch():
 
 
 def test_which_pairs_a_launch_has():
+    names = operator.attrgetter("entries", "heads", "first_block", "num_blocks", "adds")
+    shares = lambda problem, blocks: [names(launch) for launch in launches_of(problem, blocks)]
     sizes = (4, 512, (3, 3), 128)
     problem = described(*sizes)
     by_heads = chosen(*sizes, blocks={"launches": 3, "first_alone": True})
-    assert launches_of(problem, by_heads) == (
-        Launch(4, 1, 0, 1, adds=False),
-        Launch(4, 1, 1, 3),
-    )
+    assert shares(problem, by_heads) == [(4, 1, 0, 1, False), (4, 1, 1, 3, True)]
     assert origins(problem, by_heads) == [(0, 0), (0, 1), (0, 2)]
     by_entries = chosen(*sizes, blocks={"launches": 6})
-    assert launches_of(problem, by_entries) == (Launch(2, 1, 0, 4),)
+    assert shares(problem, by_entries) == [(2, 1, 0, 4, True)]
     assert origins(problem, by_entries)[:3] == [(0, 0), (2, 0), (0, 1)]
 
 

@@ -352,7 +352,7 @@ class QTileRange:
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
     def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
-        """Calls step(n, query block, masked=) for every tile.
+        """Calls step(block_of, n, masked=) for every tile; block_of(n) is its query block.
 
         The loops count in n: a block index kept alive next to it costs the fused kernel 100 bytes
         of spills.
@@ -364,41 +364,33 @@ class QTileRange:
             far_step: function that is called as step is.
             in_one_loop: step gets all tiles in such a loop.
         """
-        if in_one_loop:
-            self._visit_in_one(step, (jnp.int32(0), self.total))
-            return
-        if far is None:
-            self._visit(step, lambda end, start: end)
-            return
-        self._visit(step, lambda end, start: lax.select(far > 0, start, end))
-        ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
-        ends = lax.optimization_barrier(ends) if self.opaque else ends
-        self._visit_in_one(far_step, ends)
-
-    def _visit_in_one(self, step, ends):
-        """Runs the loop that masks what may be masked."""
-        masked = self.masks != "none"
-        pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
-
-    def _visit(self, step, until):
-        """Runs the loops of `step`; each ends at until(end, start)."""
-        if self.masks != "some":
-            masked = self.masks == "all"
-            ends = (jnp.int32(0), until(self.total, jnp.int32(0)))
-            if self.opaque:
-                ends = lax.optimization_barrier(ends)
-            pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
-            return
-
-        def one_head(head):
-            first = head * self.per_head
-            masked_from = first + (self.full_stop - self.full_start)
-            full = lambda n: step(n, self.full_start + (n - first), masked=False)
-            pl.loop(first, until(masked_from, first))(full)
-            masked = lambda n: step(n, self.block(n - first), masked=True)
-            pl.loop(masked_from, until(first + self.per_head, masked_from))(masked)
-
-        if self.group == 1:
-            one_head(jnp.int32(0))
+        until = lambda end, start: end if far is None else lax.select(far > 0, start, end)
+        zero, masked = jnp.int32(0), self.masks != "none"
+        block_of = lambda n: self[n][1]
+        if self.masks == "some" and not in_one_loop:
+            one_head = functools.partial(self._visit_head, step, until)
+            if self.group == 1:
+                one_head(jnp.int32(0))
+            else:
+                pl.loop(zero, jnp.int32(self.group))(one_head)
         else:
-            pl.loop(jnp.int32(0), jnp.int32(self.group))(one_head)
+            ends = zero, until(self.total, zero)
+            ends = lax.optimization_barrier(ends) if self.opaque and not in_one_loop else ends
+            pl.loop(*ends)(functools.partial(step, block_of, masked=masked))
+        if far is not None:
+            ends = zero, lax.select(far > 0, self.total, zero)
+            ends = lax.optimization_barrier(ends) if self.opaque else ends
+            pl.loop(*ends)(functools.partial(far_step, block_of, masked=masked))
+
+    def _visit_head(self, step, until, head):
+        """Runs the loops over the tiles of a head, each of which ends at until(end, start).
+
+        Tiles that need no mask come first.
+        """
+        first = head * self.per_head
+        masked_from = first + (self.full_stop - self.full_start)
+        unmasked = lambda n: self.full_start + (n - first)
+        pl.loop(first, until(masked_from, first))(functools.partial(step, unmasked, masked=False))
+        block_of, end = lambda n: self.block(n - first), first + self.per_head
+        masked = functools.partial(step, block_of, masked=True)
+        pl.loop(masked_from, until(end, masked_from))(masked)

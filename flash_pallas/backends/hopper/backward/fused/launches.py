@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,15 +16,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core import bounds
 from .....core import integers as ints
 from .....core.problem import Problem
+from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline
 from ...common.auxiliary_inputs import Place
-from ...common.far_rows import Part
+from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileRange
 from .tiles import (
     FusedBarriers,
     FusedBlocks,
     FusedSmem,
+    for_far_rows,
     may_sum_bias,
     pairs_at_once,
     scratch,
@@ -38,43 +41,197 @@ from .tiles import (
 #
 # Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
 # next adds to them, so that nothing has to clear them.
+#
+# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
+# together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
+# causal walks start first, and no more is in use than L2 keeps.
+#
+# A CTA with one key block waits for K and V before its first tile, and after its last one for
+# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
+# `FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and of n
+# clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a launch for what another
+# has left, a CTA takes all key blocks of its pair, or none.
+
+
+# (batch entry, KV head, first key, shift): the shift is that of QTileRange
+KvTile = tuple[Any, Any, Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The part of the work that is common to the CTAs of one launch.
+    """One launch of the kernel: the pairs and KV blocks that it has, and which CTA takes which.
+
+    The order is one of clusters; a CTA without a cluster counts as one.
 
     Attributes:
-        entries, heads: number of batch entries and of key heads; the launch has all their pairs.
-        first_block: first key block of this launch.
-        key_blocks: number of its key blocks.
+        problem: a problem with the head dims that the kernel runs.
+        blocks: tile sizes.
+        interpret: run by the interpreter.
+        entries, heads: number of batch entries and of KV heads; the launch has all their pairs.
+        first_block: first KV block of this launch.
+        num_blocks: number of its KV blocks.
         adds: it adds to dQ's sums; False: it writes them.
         part: the rows that it computes: of a group of query heads with far rows, all or none.
     """
 
+    problem: Problem
+    blocks: FusedBlocks
+    interpret: bool
     entries: int
     heads: int
     first_block: int
-    key_blocks: int
+    num_blocks: int
     adds: bool = True
     part: Part = Part.ALL
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a key head and a batch entry."""
+        """Number of pairs of a KV head and a batch entry."""
         return self.entries * self.heads
 
+    @property
+    def at_once(self) -> int:
+        """Number of pairs in a section."""
+        return pairs_at_once(self.problem, self.pairs, self.blocks.bias_cluster)
 
-def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
+    @property
+    def total(self) -> int:
+        """Number of entries of this order: one KV block for each CTA of a cluster."""
+        return self.pairs // self.blocks.bias_cluster * self.num_blocks
+
+    @property
+    def clusters(self) -> int:
+        """Size of the persistent grid: no cluster has two entries more than another."""
+        most = -(-self.total // self.blocks.resident)
+        return -(-self.total // most)
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The grid of the launch, in clusters."""
+        if self.part is Part.FAR:
+            return {"first": self.pairs}
+        blocks, sections = self.blocks, -(-self.pairs // self.at_once)
+        if blocks.takes_turns:
+            return {"first": self.clusters}
+        # Of four axes the first two become one, of 65,535 at most.
+        return {
+            "section": sections,
+            "kv": self.num_blocks,
+            **({"part": blocks.parts} if blocks.parts > 1 else {}),
+            "pair": self.at_once // blocks.bias_cluster,
+        }
+
+    def pair(self):
+        """Returns the pair of this CTA; the last section of the grid may have some too many."""
+        size = self.blocks.bias_cluster
+        within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
+        return lax.axis_index("section") * self.at_once + within
+
+    def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
+        """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""
+        if self.part is Part.FAR:
+            place = functools.partial(self.kv_tile, gmem, lax.axis_index("first"))
+            batch, kv_head, *_ = place(jnp.int32(0))
+            far = gmem.side.far[batch, kv_head]
+            blocks = jnp.int32(self.num_blocks)
+            return lax.select(far > 0, blocks, jnp.int32(0)), place
+        first, step = lax.axis_index("first"), jnp.int32(self.clusters)
+        count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
+        return count, lambda n: self.ordered_tile(gmem, first + n * step)
+
+    def ordered_tile(self, gmem: BackwardArrays, n) -> KvTile:
+        """Returns this CTA's KV tile in the n-th entry of this order."""
+        size, whole = self.blocks.bias_cluster, self.pairs // self.blocks.bias_cluster
+        at_once, num_blocks = jnp.int32(self.at_once // size), jnp.int32(self.num_blocks)
+        start = lax.div(n, at_once * num_blocks) * at_once  # of its section, in clusters
+        within = n - start * num_blocks
+        wide = lax.min(at_once, jnp.int32(whole) - start)
+        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
+        block = lax.div(within, wide) + self.first_block
+        return self.kv_tile(gmem, pair, block)
+
+    def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
+        """Returns the KV tile of a pair of this launch and a block, counted from the first key."""
+        entries = jnp.int32(self.entries)
+        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
+        if gmem.origin is not None:
+            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
+        return batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block)
+
+    def shift(self, batch, block):
+        """Returns the shift of a CTA's range of Q tiles: the tile that it starts with.
+
+        CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
+        Those of a cluster start at the same one: they load a bias together.
+        """
+        if not self.blocks.stagger:
+            return 0
+        if self.blocks.sums_bias:
+            return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
+        return block
+
+    def q_tiles(self, gmem: BackwardArrays, tile: KvTile, block) -> QTileRange:
+        """Returns the Q tiles of a KV tile, which is the `block`-th of its head."""
+        batch, *_, shift = tile
+        size = self.blocks.block_kv, self.blocks.block_q
+        loops = {"mask_all": self.blocks.mask_all, "shift": shift}
+        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
+
+    def result_shapes(self, like: BackwardArrays) -> dict[str, Any]:
+        """Returns the shapes of what launches write, by name.
+
+            dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
+            dk, dv  [B, S8, K, D]; with split-Q f32[parts, B, S up to whole tiles, K, D]
+            dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
+
+        `like`: arrays whose q, k and v have the shapes of gradients.
+        """
+        problem, blocks = self.problem, self.blocks
+        # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
+        # (1.00x).
+        sums = (self.entries, like.q.shape[1], self.heads * problem.group, problem.head_dim)
+        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (like.k, like.v))
+        if blocks.parts > 1:  # whole tiles, as what writes them knows no ends
+            rows = self.num_blocks * blocks.block_kv
+            keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
+            of_k = of_v = float32((blocks.parts, *keys))
+        found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+        if blocks.sums_bias:
+            entries, heads = problem.bias_shape[:2]
+            if by_heads(problem, blocks):
+                heads = sums[2]
+            keys = -(-problem.kv_len // blocks.block_kv) // blocks.key_launches * blocks.block_kv
+            queries = ints.round_up(problem.q_len, blocks.block_q)
+            found["dbias"] = float32((entries, heads, keys, queries))
+        return found
+
+
+def launches_of(
+    problem: Problem, blocks: FusedBlocks, interpret: bool = False
+) -> tuple[Launch, ...]:
     """Returns the launches of a portion of the pairs, in order; all portions have the same."""
     pairs = problem.batch * problem.kv_heads // blocks.launches
     entries = min(pairs, problem.batch)
-    sizes = entries, pairs // entries
-    key_blocks = -(-problem.kv_len // blocks.block_kv)
-    if not blocks.first_alone:
-        each = key_blocks // blocks.key_launches
-        return tuple(Launch(*sizes, first, each) for first in range(0, key_blocks, each))
-    return Launch(*sizes, 0, 1, adds=False), Launch(*sizes, 1, key_blocks - 1)
+    whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
+    num_blocks = -(-problem.kv_len // blocks.block_kv)
+    if blocks.first_alone:
+        alone = dataclasses.replace(whole, num_blocks=1, adds=False)
+        return alone, dataclasses.replace(whole, first_block=1, num_blocks=num_blocks - 1)
+    each = num_blocks // blocks.key_launches
+    found = []
+    for first in range(0, num_blocks, each):
+        near, *far = parts(problem, pairs * each, may_leave(blocks) and backward_gains(problem))
+        launch = dataclasses.replace(whole, first_block=first, num_blocks=each, part=near)
+        found.append(launch)
+        tiles = for_far_rows(pairs)
+        found += [dataclasses.replace(launch, blocks=tiles, part=part) for part in far]
+    return tuple(found)
+
+
+def may_leave(blocks: FusedBlocks) -> bool:
+    """Returns whether groups of heads may be left to another launch; nothing else was tried."""
+    alone = blocks.launches == blocks.key_launches == blocks.parts == 1
+    return blocks.producer and alone and not (blocks.first_alone or blocks.takes_turns)
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
@@ -304,187 +461,121 @@ def summed(parts, like):
     return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(like.dtype)
 
 
-# --- The order in which CTAs take the KV tiles of their pairs -------------------------------------
-# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
-# together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
-# causal walks start first, and no more is in use than L2 keeps.
-#
-# A CTA with one key block waits for K and V before its first tile, and after its last one for
-# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
-# `FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and of n
-# clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a launch for what another
-# has left, a CTA takes all key blocks of its pair, or none.
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedScheduler:
-    """The order of the clusters of one launch; a CTA without a cluster counts as one."""
-
-    problem: Problem
-    blocks: FusedBlocks
-    launch: Launch
-
-    @property
-    def at_once(self) -> int:
-        """Number of pairs in a section."""
-        return pairs_at_once(self.problem, self.launch.pairs, self.blocks.bias_cluster)
-
-    @property
-    def clusters(self) -> int:
-        """Number of clusters that take turns: none has two turns more than another."""
-        turns = -(-self.total // self.blocks.resident)
-        return -(-self.total // turns)
-
-    @property
-    def total(self) -> int:
-        """Number of entries of this order: one key block for each CTA of a cluster."""
-        return self.launch.pairs // self.blocks.bias_cluster * self.launch.key_blocks
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """The grid of the launch, in clusters."""
-        if self.launch.part is Part.FAR:
-            return {"first": self.launch.pairs}
-        blocks, sections = self.blocks, -(-self.launch.pairs // self.at_once)
-        if blocks.takes_turns:
-            return {"first": self.clusters}
-        # Of four axes the first two become one, of 65,535 at most.
-        return {
-            "section": sections,
-            "kv": self.launch.key_blocks,
-            **({"part": blocks.parts} if blocks.parts > 1 else {}),
-            "pair": self.at_once // blocks.bias_cluster,
-        }
-
-    def turns(self, gmem: BackwardArrays) -> PersistentTiles:
-        """Returns the key blocks that this CTA takes."""
-        if self.launch.part is Part.FAR:
-            place = functools.partial(self.key_block, gmem, lax.axis_index("first"))
-            own = place(jnp.int32(0))
-            far = gmem.side.far[own.batch, own.kv_head]
-            blocks = jnp.int32(self.launch.key_blocks)
-            return PersistentTiles(lax.select(far > 0, blocks, jnp.int32(0)), place)
-        first, step = lax.axis_index("first"), jnp.int32(self.clusters)
-        count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
-        return PersistentTiles(count, lambda turn: self.place(gmem, first + turn * step))
-
-    def place(self, gmem: BackwardArrays, n) -> KvTile:
-        """Returns this CTA's key block in the n-th entry of this order."""
-        size, whole = self.blocks.bias_cluster, self.launch.pairs // self.blocks.bias_cluster
-        at_once, key_blocks = jnp.int32(self.at_once // size), jnp.int32(self.launch.key_blocks)
-        start = lax.div(n, at_once * key_blocks) * at_once  # of its section, in clusters
-        within = n - start * key_blocks
-        wide = lax.min(at_once, jnp.int32(whole) - start)
-        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
-        block = lax.div(within, wide) + self.launch.first_block
-        return self.key_block(gmem, pair, block)
-
-    def key_block(self, gmem: BackwardArrays, pair, block) -> KvTile:
-        """Returns the KeyBlock of a pair of this launch and a block, counted from the first key."""
-        entries = jnp.int32(self.launch.entries)
-        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
-        if gmem.origin is not None:
-            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
-        return KvTile(batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block))
-
-    def shift(self, batch, block):
-        """Returns the shift of a CTA's walk: the tile that it starts with.
-
-        CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
-        Those of a cluster start at the same one: they load a bias together.
-        """
-        if not self.blocks.stagger:
-            return 0
-        if self.blocks.sums_bias:
-            return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
-        return block
-
-
 # --- What a CTA knows: its refs, its KV tiles and their range of Q tiles --------------------------
-
-
-class FusedResults(NamedTuple):
-    """The arrays that launches write; None: not yet, or never."""
-
-    dq: Any = None  # f32[B, T8, N, D] of some batch entries and heads: sums
-    dbias: Any = None  # f32[Bb, Nb, S, T], up to whole tiles, sums; never without bias_cluster
-    dk: Any = None  # [B, S8, K, D]; or, where parts of a walk are added up later,
-    dv: Any = None  # f32[parts, B, S up to whole tiles, K, D]
-
-
-class KvTile(NamedTuple):
-    """The KV block that a CTA works on."""
-
-    batch: Any
-    kv_head: Any
-    start: Any  # its first key
-    shift: Any  # the walk's: which tile of queries comes first
-
-
-class PersistentTiles(NamedTuple):
-    """The KV blocks that a CTA takes one after the other, each with the same number of Q tiles."""
-
-    count: Any
-    place: Callable[[Any], KvTile]  # of a number
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedCta:
-    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+    """The refs and the place of one CTA, as one of its warpgroups sees them.
 
+    Attributes:
+        launch: what is the same for all CTAs: the problem, tile sizes and the order of KV tiles.
+        gmem: operands in device memory.
+        results: dq, dk, dv and dbias in device memory: see `Launch.result_shapes`.
+        smem, bars: shared memory and mbarriers.
+        swizzles: of K and Q, and of V and dO, in shared memory, in bytes.
+        q, do, kv: rings of Q, of dO, and of K with V.
+        tile: the KV tile.
+        q_tiles: its Q tiles.
+        wg: number of the warpgroup.
+        kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
+            Q tiles. None: there is one KV tile.
+        kv_index: number of the KV tile among those of this CTA.
+    """
+
+    launch: Launch
     gmem: BackwardArrays
-    results: FusedResults
-    adds: bool  # to dq; False: writes it
+    results: dict[str, Any]
     smem: FusedSmem
     bars: FusedBarriers
+    swizzles: tuple[int, int]
     q: Ring
     do: Ring
     kv: Ring
-    keys: KvTile
-    walk: QTileRange
+    tile: KvTile
+    q_tiles: QTileRange
     wg: Any
-    turns: PersistentTiles | None = None  # where it takes several key blocks
-    turn: Any = 0
+    kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
+    kv_index: Any = 0
 
-    def visit(self, key_block: Callable[[FusedCta], None]):
-        """Calls `key_block` for every KV block of this CTA, with this record as it is there."""
-        if (turns := self.turns) is None:
-            key_block(self)
+    @property
+    def problem(self) -> Problem:
+        """Problem that is computed."""
+        return self.launch.problem
+
+    @property
+    def blocks(self) -> FusedBlocks:
+        """Tile sizes."""
+        return self.launch.blocks
+
+    @property
+    def interpret(self) -> bool:
+        """True under the interpreter."""
+        return self.launch.interpret
+
+    @property
+    def batch(self):
+        """Batch entry of the KV tile."""
+        return self.tile[0]
+
+    @property
+    def kv_head(self):
+        """Head of the KV tile."""
+        return self.tile[1]
+
+    @property
+    def kv_start(self):
+        """First key of the KV tile."""
+        return self.tile[2]
+
+    # --- several KV tiles, one after the other ---------------------------------------------------
+
+    def visit(self, body: Callable[[FusedCta, Any], None]):
+        """Calls body(self, n) for every KV tile of this CTA; `at` returns the record there."""
+        if self.kv_tiles is None:
+            body(self, 0)
         else:
-            pl.loop(jnp.int32(0), turns.count)(lambda turn: key_block(self.at(turns, turn)))
+            pl.loop(jnp.int32(0), self.kv_tiles[0])(functools.partial(body, self))
 
-    def at(self, turns: PersistentTiles, turn) -> FusedCta:
-        """Returns this record in one of its turns: rings go on, Q tiles are counted anew."""
-        keys = turns.place(turn)
-        walk = dataclasses.replace(self.walk, shift=keys.shift)
-        here = dataclasses.replace(self, turn=turn, keys=keys, walk=walk)
-        rings = {name: getattr(self, name)._replace(before=here.before) for name in ("q", "do")}
-        return dataclasses.replace(here, **rings)
+    def at(self, n) -> FusedCta:
+        """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
+        if self.kv_tiles is None:
+            return self
+        tile = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
+        here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
+        before = here.before
+        return dataclasses.replace(
+            here, q=self.q._replace(before=before), do=self.do._replace(before=before)
+        )
 
     @property
     def before(self):
-        """Number of Q tiles of the KV blocks before this one."""
-        return 0 if self.turns is None else self.turn * self.walk.total
+        """Number of Q tiles of the KV tiles before this one."""
+        return 0 if self.kv_tiles is None else self.kv_index * self.q_tiles.total
 
     @property
-    def tiles(self):
-        """Number of Q tiles of all KV blocks of this CTA."""
-        return self.walk.total if self.turns is None else self.turns.count * self.walk.total
+    def total(self):
+        """Number of Q tiles of all KV tiles of this CTA."""
+        total = self.q_tiles.total
+        return total if self.kv_tiles is None else self.kv_tiles[0] * total
 
     def count(self, n):
-        """Returns the number of this KV block's n-th Q tile among all tiles of the CTA."""
-        return n if self.turns is None else n + self.before
+        """Returns the number of this KV tile's n-th Q tile among all Q tiles of the CTA."""
+        return n if self.kv_tiles is None else n + self.before
 
     @property
     def kv_slot(self):
         """The slot in which K and V lie."""
-        return self.kv.slot(self.turn)
+        return self.kv.slot(self.kv_index)
 
     @property
     def sums(self) -> Ring:
         """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
         bars, slots = self.bars, self.smem.ds.shape[0]
         return Ring(bars.summed_full, bars.summed_empty, slots, before=self.before)
+
+    # --- what the compiler may share -------------------------------------------------------------
 
     def anew(self) -> FusedCta:
         """Returns this record with a warpgroup index from which nothing is hoisted.
@@ -501,34 +592,55 @@ class FusedCta:
         64, which the first of them, the one that matters, loads again in every step.
         """
         opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
-        keys = KvTile(*map(opaque, self.keys))
+        tile, q = tuple(map(opaque, self.tile)), self.q_tiles
         names = ("start", "full_start", "full_stop", "stop", "q_offset")
-        walk = dataclasses.replace(self.walk, **{n: opaque(getattr(self.walk, n)) for n in names})
-        return dataclasses.replace(self.anew(), keys=keys, turn=opaque(self.turn), walk=walk)
+        q_tiles = dataclasses.replace(q, **{n: opaque(getattr(q, n)) for n in names})
+        here, kv_index = self.anew(), opaque(self.kv_index)
+        return dataclasses.replace(here, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
 
-    def query_tile(self, n, block_q: int):
-        """Returns (query head, rows) of the n-th tile of the walk."""
-        head, block = self.walk[n]
-        return self.keys.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
+    # --- places ----------------------------------------------------------------------------------
 
-    def place(self, n, kv_start, rows: int, block_q: int) -> Place:
-        """Returns the Place of the n-th tile of the walk against the keys from `kv_start` on."""
-        head, queries = self.query_tile(n, block_q)
-        return Place(self.keys.batch, head, kv_start, queries.start, rows, block_q)
+    def query_tile(self, n):
+        """Returns (query head, rows) of the n-th Q tile."""
+        (head, block), block_q = self.q_tiles[n], self.blocks.block_q
+        return self.kv_head * self.problem.group + head, pl.ds(block * block_q, block_q)
 
-    def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
-        """Returns where in the dQ buffer a warpgroup's part of a dQ tile, a `query_tile`, lies."""
-        (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.keys.batch
-        if (first := self.gmem.origin) is not None:
-            batch, head = batch - first[0], head - first[1] * self.walk.group
-        if blocks.dq_by_rows:
-            return batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
-        return batch, rows, head, pl.ds(wg * part[1], part[1])
+    def place(self, n) -> Place:
+        """Returns the Place of the n-th Q tile against all keys of the KV tile."""
+        head, queries = self.query_tile(n)
+        rows, columns = self.blocks.block_kv, self.blocks.block_q
+        return Place(self.batch, head, self.kv_start, queries.start, rows, columns)
+
+    def own_place(self, n) -> Place:
+        """Returns the Place of the n-th Q tile against the keys of this warpgroup."""
+        first = self.kv_start + self.wg * WARPGROUP_ROWS
+        return self.place(n)._replace(row_start=first, rows=WARPGROUP_ROWS)
 
     @property
-    def reduction(self) -> Literal["add"] | None:
-        """The reduction of TMA copies to dq: None if they overwrite what is there."""
-        return "add" if self.adds else None
+    def own_keys(self):
+        """(batch entry, keys of this warpgroup, KV head), an index into dK and dV."""
+        rows = pl.ds(self.kv_start + self.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        return self.batch, rows, self.kv_head
+
+    def add_dq(self, tile, wg):
+        """Starts to add a warpgroup's part of a dQ tile to the sums in device memory.
+
+        Where `Launch.adds` is false, it starts to write it there. `tile`: from `query_tile`.
+        """
+        (head, rows), part, batch = tile, self.dq_shape, self.batch
+        if (first := self.gmem.origin) is not None:
+            batch, head = batch - first[0], head - first[1] * self.problem.group
+        if self.blocks.dq_by_rows:
+            at = batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        else:
+            at = batch, rows, head, pl.ds(wg * part[1], part[1])
+        target, reduction = self.results["dq"].at[at], "add" if self.launch.adds else None
+        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op=reduction)
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """Shape (rows, columns) of the part of dQ that one warpgroup computes."""
+        return self.blocks.dq_tile(self.problem.head_dim)
 
     def meet(self):
         """Waits for the other warpgroup."""

@@ -128,8 +128,9 @@ class DkvKernel:
         cta.do.release(cta.walk.total - 1)
         return score_tile.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, n, block, *, masked):
+    def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, block_of, n, *, masked):
         """Hands over P^T of the n-th tile and issues dV += P^T dO."""
+        block = block_of(n)
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.walk[n][0], block)
             held = self.side.hold_head(held, cta.gmem.side, place)
