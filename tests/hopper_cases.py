@@ -209,13 +209,11 @@ FUSED_BLOCKS = (
     (_several_tiles("deferred", K=2, causal=True, softcap=3.0), _DEFERRED),
     (_several_tiles("deferred_padded", segments="padded", poison=True, softcap=5.0), _DEFERRED),
     (_several_tiles("deferred_128", H=128, softcap=2.0, scale=0.5, causal=True), {"defer": True}),
-    (_several_tiles("first_alone", K=2, B=2, S=250), {"first_alone": True}),
-    (_several_tiles("first_alone_128_causal", H=128, causal=True), {"first_alone": True}),
     (_several_tiles("launches_of_entries", K=1, N=1, B=4, T=130), {"launches": 2}),
     (_several_tiles("launches_of_heads", N=4, B=2, K=2, T=130), {"launches": 2}),
     (
         _several_tiles("launches_bias", N=4, K=2, B=2, T=130, bias="1NTS"),
-        {"launches": 2, "first_alone": True},
+        {"launches": 2},
     ),
     (
         _several_tiles("launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="11TS"),
@@ -236,8 +234,8 @@ FUSED_BLOCKS = (
         {"resident": 2, "kv_stages": 2},
     ),
     (
-        _several_tiles("turns_first_alone_bias", N=1, B=4, T=130, S=300, bias="11TS"),
-        {"resident": 2, "first_alone": True, "stagger": True},
+        _several_tiles("turns_staggered_bias", N=1, B=4, T=130, S=300, bias="11TS"),
+        {"resident": 2, "stagger": True},
     ),
     (
         _several_tiles("turns_launches_bias_16", N=2, K=2, B=4, H=16, T=260, bias="1NTS"),

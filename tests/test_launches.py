@@ -41,20 +41,6 @@ def chosen(*sizes, blocks=None, backend=BACKEND, **given):
 HEADS = (16, 16)
 
 
-def test_the_first_key_blocks_go_alone_where_that_costs_no_round():
-    alone = lambda *sizes, **given: chosen(*sizes, **given).first_alone
-    assert alone(16, 1024, HEADS, 128) and alone(8, 2048, HEADS, 128)
-    assert alone(16, 1024, (32, 8), 128)  # 128 pairs, of as many SMs but four
-    assert not alone(4, 1024, HEADS, 128)  # 64 CTAs would have the GPU to themselves
-    assert not alone(4, 4096, HEADS, 128)
-    assert not alone(32, 512, HEADS, 128)
-    assert not alone(16, 1024, HEADS, 128, mask=Mask.causal())
-    assert not alone(16, 1024, HEADS, 64)
-    assert alone(66, 512, (2, 2), 64, biased=True)  # of four rounds in all, too few for turns
-    assert not alone(128, 1024, (4, 4), 32, biased=True)
-    assert not alone(128, 128, (16, 16), 128)  # there is one block
-
-
 def test_portions_where_each_keeps_multiprocessors_busy():
     def launches(*sizes):
         found = chosen(*sizes, biased=True)
@@ -81,7 +67,7 @@ def test_portions_of_keys_where_sums_of_the_bias_would_be_large():
 def test_turns_where_each_cta_has_several():
     turns = lambda *sizes, **given: chosen(*sizes, **given)
     found = turns(128, 1024, (4, 4), 64, biased=True)
-    assert (found.resident, found.kv_stages, found.first_alone) == (66, 2, False)
+    assert (found.resident, found.kv_stages) == (66, 2)
     found = turns(128, 4096, (4, 4), 16, biased=True)
     assert (found.resident, found.kv_stages, found.stagger) == (66, 1, True)
     assert not turns(128, 4096, (4, 4), 64, biased=True).takes_turns
@@ -104,7 +90,7 @@ def test_without_the_gradient_of_the_bias():
     """Checks that without its sums the call with a bias takes one launch."""
     for length in (1024, 2048):
         found = without_sums(chosen(128, length, (4, 4), 64, biased=True))
-        assert (found.bias_cluster, found.launches, found.first_alone) == (1, 1, False)
+        assert (found.bias_cluster, found.launches) == (1, 1)
         assert (found.key_launches, found.resident, found.kv_stages) == (1, 1, 1)
     plain = chosen(16, 1024, HEADS, 128)
     assert without_sums(plain) == plain
@@ -118,29 +104,28 @@ def test_shards_of_a_call_take_what_they_can():
     assert at(2, 256, (4, 4)) == at(2, 256, (8, 8)) == whole
     assert (at(4, 256, (1, 1)).bias_cluster, at(4, 256, (1, 1)).launches) == (2, 1)
     assert at(3, 256, (4, 4)).bias_cluster == 1  # three entries are no pairs
-    alone = chosen(16, 1024, HEADS, 128)
-    assert fitting(described(2, 1024, (1, 1), 128), alone) == alone
-    halves = dataclasses.replace(alone, launches=2)
-    assert not fitting(described(1, 1024, (1, 1), 128), halves).first_alone
+    plain = chosen(16, 1024, HEADS, 128)
+    assert fitting(described(2, 1024, (1, 1), 128), plain) == plain
+    halves = dataclasses.replace(plain, launches=2)
+    assert fitting(described(1, 1024, (1, 1), 128), halves) == plain
 
 
 def test_compute_warpgroups_that_load_take_one_launch():
     alone = HopperBackend(num_sms=132, trades_registers=False)
-    assert not chosen(16, 1024, HEADS, 128, backend=alone).first_alone
     found = chosen(128, 2048, (4, 4), 64, biased=True, backend=alone)
     assert (found.bias_cluster, found.launches) == (1, 1)
 
 
 def test_which_pairs_a_launch_has():
-    names = operator.attrgetter("entries", "heads", "first_block", "num_blocks", "adds")
+    names = operator.attrgetter("entries", "heads", "first_block", "num_blocks")
     shares = lambda problem, blocks: [names(launch) for launch in launches_of(problem, blocks)]
     sizes = (4, 512, (3, 3), 128)
     problem = described(*sizes)
-    by_heads = chosen(*sizes, blocks={"launches": 3, "first_alone": True})
-    assert shares(problem, by_heads) == [(4, 1, 0, 1, False), (4, 1, 1, 3, True)]
+    by_heads = chosen(*sizes, blocks={"launches": 3})
+    assert shares(problem, by_heads) == [(4, 1, 0, 4)]
     assert origins(problem, by_heads) == [(0, 0), (0, 1), (0, 2)]
     by_entries = chosen(*sizes, blocks={"launches": 6})
-    assert shares(problem, by_entries) == [(2, 1, 0, 4, True)]
+    assert shares(problem, by_entries) == [(2, 1, 0, 4)]
     assert origins(problem, by_entries)[:3] == [(0, 0), (2, 0), (0, 1)]
 
 
@@ -154,16 +139,8 @@ def test_which_pairs_a_launch_has():
         ({"resident": 8}, {"mask": Mask(left=100, right=0)}, "the same walk"),
         ({"resident": 8}, {}, "'mask_all'"),
         ({"kv_stages": 2, "stages": 2, "do_stages": 2}, {}, "several key blocks"),
-        ({"first_alone": True}, {"mask": Mask(left=100, right=0)}, "seen by all queries"),
-        ({"first_alone": True}, {"kv_lengths": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
-        ({"first_alone": True}, {"q_offset": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
     ],
 )
 def test_what_is_refused(blocks, given, message):
     with pytest.raises(ValueError, match=message):
         chosen(4, 512, (3, 3), 128, blocks=blocks, **given)
-
-
-def test_one_block_of_keys_is_not_launched_alone():
-    with pytest.raises(ValueError, match="two blocks of keys or more"):
-        chosen(4, 128, (3, 3), 128, blocks={"first_alone": True})

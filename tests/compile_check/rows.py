@@ -80,9 +80,6 @@ MODIFIERS = (
 )
 # Backwards in several launches, where a call with more batch entries and heads takes them.
 LAUNCHES = {
-    "d128_whole_key_blocks": {"first_alone": True},
-    "bias_1NTS": {"first_alone": True},
-    "bias_shared_32": {"first_alone": True},
     "bias_shared_16": {"launches": 2},
 }
 # (length, head dim) of backwards that sum the gradient of a pair bias, as the rules launch them:
@@ -141,7 +138,6 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 16, "pair bias 512"): 12,
     ("flash_pallas_backward_fused", 24, "d24_padded"): 44,
     ("flash_pallas_backward_fused", 32, "bias_shared_32"): 80,
-    ("flash_pallas_backward_fused", 32, "bias_shared_32, launches"): 80,
     ("flash_pallas_backward_fused", 32, "pair bias 1024"): 8,
     ("flash_pallas_backward_fused", 32, "pair bias 4096"): 12,
     ("flash_pallas_backward_fused", 64, "full"): 12,

@@ -16,7 +16,7 @@ from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from ..gpu.launch import MOST_BARRIERS, refusal
-from .backward.fused.launches import may_launch, may_take_turns, may_write
+from .backward.fused.launches import may_launch, may_take_turns
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
 from .backward.split.tiles import DkvBlocks, DqBlocks
@@ -229,7 +229,7 @@ def choose_blocks(
 
 def _without_producer(blocks):
     if isinstance(blocks, FusedBlocks):
-        blocks = dataclasses.replace(without_sums(blocks), first_alone=False)
+        blocks = without_sums(blocks)
     return dataclasses.replace(blocks, producer=False)
 
 
@@ -302,19 +302,14 @@ def _refused(blocks: FusedBlocks, size) -> str | None:
         return (
             "'launches' must divide the pairs of a key head and a batch entry into whole heads, or "
             "a head's entries into equal parts, and not stand beside 'parts'; 'key_launches' must "
-            "divide the key blocks of a call that sums the gradient of a bias, of whole heads, "
-            "without 'first_alone'; pass 'launches': 1, 'key_launches': 1 and 'first_alone': False"
+            "divide the key blocks of a call that sums the gradient of a bias, of whole heads; "
+            "pass 'launches': 1 and 'key_launches': 1"
         )
     if not may_take_turns(size, blocks):
         return (
             "CTAs that take several key blocks ('resident' and 'kv_stages') need a producer "
             "warpgroup, 'mask_all', no 'parts' and the same walk for every key block: no mask and "
             "no arrays that decide it; pass 'resident': 1 and 'kv_stages': 1"
-        )
-    if blocks.first_alone and not may_write(size, blocks):
-        return (
-            "'first_alone' takes two blocks of keys or more of which the first is seen by all "
-            "queries, whatever arrays hold; pass 'first_alone': False"
         )
     if blocks.sums_bias and blocks.parts > 1:
         return "CTAs that add up the gradient of a bias share no walks; pass 'bias_cluster': 1"
@@ -342,8 +337,6 @@ _FUSED = (
     {"stages": 3, "do_stages": 3},
     {"stages": 2, "do_stages": 2},
     {"parts": 1},
-    {"first_alone": True},
-    {"first_alone": False},
     {"launches": 1, "key_launches": 1},
     {"resident": 1, "kv_stages": 1},
 )

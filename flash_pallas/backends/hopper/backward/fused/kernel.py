@@ -791,10 +791,7 @@ def loaders(cta: FusedCta, padding: Padding | None) -> list[Loader]:
 
 
 def store_dq(cta: FusedCta):
-    """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory.
-
-    It writes the parts instead where `Launch.adds` is false.
-    """
+    """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory."""
     cta.visit(store_dq_of_kv_tile)
     plgpu.wait_smem_to_gmem(0)
 
@@ -984,8 +981,7 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
     for launch in launches:
         shapes = launch.result_shapes(like)
         kept = {name: results[name] for name in shapes if name in results}
-        added = {"dbias"} | ({"dq"} if launch.adds else set())
-        if cleared := [name for name in shapes if name in added and name not in kept]:
+        if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
             sizes = [shapes[name].shape for name in cleared]
             kept |= zip(cleared, zeros(sizes, launch.interpret, results.get("dk")), strict=True)
         made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}

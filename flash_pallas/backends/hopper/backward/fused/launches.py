@@ -39,9 +39,6 @@ from .tiles import (
 # launch that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys,
 # within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
 #
-# Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
-# next adds to them, so that nothing has to clear them.
-#
 # Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
 # together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
 # causal walks start first, and no more is in use than L2 keeps.
@@ -70,7 +67,6 @@ class Launch:
         entries, heads: number of batch entries and of KV heads; the launch has all their pairs.
         first_block: first KV block of this launch.
         num_blocks: number of its KV blocks.
-        adds: it adds to dQ's sums; False: it writes them.
         part: the rows that it computes: of a group of query heads with far rows, all or none.
     """
 
@@ -81,7 +77,6 @@ class Launch:
     heads: int
     first_block: int
     num_blocks: int
-    adds: bool = True
     part: Part = Part.ALL
 
     @property
@@ -214,9 +209,6 @@ def launches_of(
     entries = min(pairs, problem.batch)
     whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
     num_blocks = -(-problem.kv_len // blocks.block_kv)
-    if blocks.first_alone:
-        alone = dataclasses.replace(whole, num_blocks=1, adds=False)
-        return alone, dataclasses.replace(whole, first_block=1, num_blocks=num_blocks - 1)
     each = num_blocks // blocks.key_launches
     found = []
     for first in range(0, num_blocks, each):
@@ -231,7 +223,7 @@ def launches_of(
 def may_leave(blocks: FusedBlocks) -> bool:
     """Returns whether groups of heads may be left to another launch; nothing else was tried."""
     alone = blocks.launches == blocks.key_launches == blocks.parts == 1
-    return blocks.producer and alone and not (blocks.first_alone or blocks.takes_turns)
+    return blocks.producer and alone and not blocks.takes_turns
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
@@ -250,8 +242,11 @@ def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
     if rest or not pairs or pairs % blocks.bias_cluster:
         return False
     whole = pairs % problem.batch == 0 or problem.batch % pairs == 0
-    several = blocks.launches > 1 or blocks.first_alone
-    return whole and not (several and blocks.parts > 1) and may_launch_keys(problem, blocks)
+    return (
+        whole
+        and not (blocks.launches > 1 and blocks.parts > 1)
+        and may_launch_keys(problem, blocks)
+    )
 
 
 def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -261,7 +256,7 @@ def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
     """
     if blocks.key_launches == 1:
         return True
-    if not blocks.sums_bias or blocks.first_alone:
+    if not blocks.sums_bias:
         return False
     owned = blocks.launches == 1 or by_heads(problem, blocks)
     return owned and -(-problem.kv_len // blocks.block_kv) % blocks.key_launches == 0
@@ -294,20 +289,6 @@ def may_take_turns(problem: Problem, blocks: FusedBlocks) -> bool:
     return alike and plain and not bounds.is_dynamic(problem)
 
 
-def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether there are several key blocks, the first of which walks over every query.
-
-    That must hold whatever arrays say.
-    """
-    if bounds.is_dynamic(problem) or problem.traced_offset or problem.kv_len <= blocks.block_kv:
-        return False
-    whole = -(-problem.q_len // blocks.block_q) * blocks.block_q
-    found = problem.spec.mask.q_blocks(
-        -problem.spec.q_offset, blocks.block_kv, whole, blocks.block_q
-    )
-    return found.start <= 0 and found.stop >= whole // blocks.block_q
-
-
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` as `problem` can run them.
 
@@ -318,7 +299,7 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     if not may_sum_bias(problem, blocks.bias_cluster):
         blocks = without_sums(blocks)
     if not may_launch(problem, blocks):
-        return dataclasses.replace(blocks, launches=1, first_alone=False, key_launches=1)
+        return dataclasses.replace(blocks, launches=1, key_launches=1)
     return blocks
 
 
@@ -340,12 +321,6 @@ SHARE_OF_Q = 4
 TURNS = {16: (4096, 1), 64: (2048, 2)}
 LEAST_TURNS = 7
 
-# Keys for which the first blocks are launched alone without a mask: at head dim 128, and with the
-# sums of a bias at 64. H200: 16 heads, B=16, T=1024 1.02 and 1.04, B=8, T=2048 1.025, 32 heads for
-# 8 of keys 1.05 (causal 1.00 to 1.02: not taken); bias T=512 1.02, 1024 and 1536 1.015, 2048 0.98.
-# At 128 T=512 1.00; at 64 (spills) 0.97 and 1.00, at 32 and 16 0.98 to 1.00.
-ALONE = {128: (1024, 2048), 64: (512, 1536)}
-
 
 def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> FusedBlocks:
     """Returns `blocks` with the launches that pay off.
@@ -358,11 +333,8 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     if blocks.sums_bias:
         several = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
-        several = _turns(problem, several, ctas, num_sms)
-        if several != blocks:
-            return several
-    alone = dataclasses.replace(blocks, first_alone=True)
-    return alone if _alone_pays(problem, alone, ctas, num_sms) else blocks
+        return _turns(problem, several, ctas, num_sms)
+    return blocks
 
 
 def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
@@ -407,18 +379,6 @@ def _turns(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> Fu
     several = dataclasses.replace(blocks, resident=resident, kv_stages=slots)
     room = fits(scratch(problem, several))
     return several if room and may_take_turns(problem, several) else blocks
-
-
-def _alone_pays(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> bool:
-    least, most = ALONE.get(problem.head_dim, (1, 0))
-    if not least <= problem.kv_len <= most or not problem.spec.mask.is_trivial:
-        return False
-    if (problem.head_dim == 64) != blocks.sums_bias or not blocks.producer:
-        return False
-    rounds = lambda n: -(-n // num_sms)
-    first = problem.batch * problem.kv_heads
-    as_many = rounds(first) + rounds(ctas - first) <= rounds(ctas)
-    return as_many and may_launch(problem, blocks) and may_write(problem, blocks)
 
 
 MOST_PARTS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
@@ -623,10 +583,7 @@ class FusedCta:
         return self.batch, rows, self.kv_head
 
     def add_dq(self, tile, wg):
-        """Starts to add a warpgroup's part of a dQ tile to the sums in device memory.
-
-        Where `Launch.adds` is false, it starts to write it there. `tile`: from `query_tile`.
-        """
+        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
         (head, rows), part, batch = tile, self.dq_shape, self.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.problem.group
@@ -634,8 +591,8 @@ class FusedCta:
             at = batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
         else:
             at = batch, rows, head, pl.ds(wg * part[1], part[1])
-        target, reduction = self.results["dq"].at[at], "add" if self.launch.adds else None
-        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op=reduction)
+        target = self.results["dq"].at[at]
+        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op="add")
 
     @property
     def dq_shape(self) -> tuple[int, int]:

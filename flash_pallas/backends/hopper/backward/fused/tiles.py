@@ -47,8 +47,6 @@ class FusedBlocks:
             computes it.
         launches: number of equal portions of the pairs of a key head and a batch entry, which are
             launched one after the other.
-        first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
-            that the next launch adds to: launches.py.
         key_launches: number of portions of the keys, one after the other within each of `launches`,
             of which one at a time has sums of the gradient of a bias.
         resident: size of the persistent grid in clusters (or CTAs), as many as run at one time,
@@ -73,7 +71,6 @@ class FusedBlocks:
     parts: int = 1
     bias_cluster: int = 1
     launches: int = 1
-    first_alone: bool = False
     key_launches: int = 1
     resident: int = 1
     kv_stages: int = 1
@@ -254,7 +251,7 @@ def without_sums(blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` for a call in which nobody asks for the gradient of its bias."""
     if not blocks.sums_bias:
         return blocks
-    alone = {"launches": 1, "first_alone": False, "key_launches": 1, "resident": 1, "kv_stages": 1}
+    alone = {"launches": 1, "key_launches": 1, "resident": 1, "kv_stages": 1}
     return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **alone)
 
 
