@@ -234,7 +234,7 @@ def test_the_hopper_kernels_lower_for_shards(devices, types):
         traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, x, x, bias)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    several = {"fused": {"launches": 2}}
+    several = {"fused": {"num_launches": 2}}
     texts = lowered(None, causal=True), lowered(several)
     for text in texts:
         assert text.count("CustomSPMDPartitioning") == (2 if types == AxisType.Auto else 0)

@@ -226,7 +226,7 @@ class QTileRange:
             from the start again when the end is reached.
         shift: which tile of a head comes first, counted from its first one, unless masks is "some".
         opaque: hides from ptxas where the loop begins. Otherwise it peels off the first step of the
-            fused kernel whose warpgroups alternate, and then waits for every wgmma at once (C7512).
+            fused kernel with ping-pong warpgroups, and then waits for every wgmma at once (C7512).
         part: (first tile, number of tiles) where other CTAs have the rest; None: all are its own.
     """
 
@@ -324,11 +324,11 @@ class QTileRange:
         return jnp.int32(self.per_head * self.group) if self.part is None else self.part[1]
 
     def cut(self, index, parts: int) -> QTileRange:
-        """Returns one of `parts` parts of the walk, equal but for one tile; it may be empty."""
+        """Returns one of `parts` equal parts (but for one tile) of the range; it may be empty."""
         if parts == 1:
             return self
         if self.masks == "some":
-            raise ValueError("parts of the fused backward with this mask: only with mask_all")
+            raise ValueError("split_q of the fused backward with this mask: only with mask_all")
         first, end = (lax.div(self.total * i, jnp.int32(parts)) for i in (index, index + 1))
         return dataclasses.replace(self, part=(first, end - first))
 

@@ -94,7 +94,7 @@ def _target(cta: FusedCta, n):
     entry, head = AuxiliaryInputs(problem, q_axis=1).entry(problem.bias_shape, place)
     if out.shape[1] != problem.bias_shape[1]:  # of the heads of this launch
         head = head - cta.gmem.origin[1] * problem.group
-    first, skipped = place.row_start, cta.launch.first_block if cta.blocks.key_launches > 1 else 0
+    first, skipped = place.row_start, cta.launch.first_block if cta.blocks.kv_launches > 1 else 0
     if skipped:  # of the keys of this launch
         first = first - skipped * cta.blocks.block_kv
     keys, queries = pl.ds(first, place.rows), pl.ds(place.column_start, place.columns)

@@ -78,7 +78,7 @@ def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *
     """
     *made, smem, bars = refs
     refs = kept | dict(zip(names, made, strict=True)), gmem, smem, bars
-    if launch.blocks.takes_turns:
+    if launch.blocks.persistent:
         run_roles(persistent_cta(launch, *refs))
         return
     pair = launch.pair()
@@ -97,7 +97,7 @@ def run_kv_tile(
     pair,
 ):
     """Runs a CTA that has one KV tile."""
-    block, parts = lax.axis_index("kv") + launch.first_block, launch.blocks.parts
+    block, parts = lax.axis_index("kv") + launch.first_block, launch.blocks.split_q
     tile = launch.kv_tile(gmem, pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
     if parts > 1:
@@ -149,7 +149,7 @@ def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange) -> FusedCta:
         do=Ring(bars.do_full, bars.do_empty, blocks.do_stages),
         kv=Ring(bars.kv_full, bars.kv_empty, blocks.kv_stages),
         tile=tile,
-        q_tiles=dataclasses.replace(q_tiles, opaque=blocks.alternate),
+        q_tiles=dataclasses.replace(q_tiles, opaque=blocks.ping_pong),
         wg=lax.axis_index("wg"),
     )
 
@@ -181,7 +181,7 @@ def consume(cta: FusedCta):
         def _(n):
             pl.run_scoped(functools.partial(consume_kv_tile, cta.at(n)), *sums)
 
-    if cta.blocks.parts == 1:
+    if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
         cta.sums.drain(cta.total)  # nobody reads dS of this CTA any more
@@ -219,7 +219,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
     if cta.kv_tiles is not None:
         cta = cta.anew().at(lax.optimization_barrier(cta.kv_index))
-    if cta.blocks.parts == 1:
+    if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
         epilogue_of_part(cta, dk, dv)
@@ -270,7 +270,7 @@ def step(cta: FusedCta, rows: RowFragments, sums, block_of, n, *, masked: bool, 
 
     def gradients(s_acc, early, dp_acc):
         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
-        if blocks.takes_turns and not late_dp:
+        if blocks.persistent and not late_dp:
             inline.use_zero(cta.interpret)
         schedule.scores_issued(cta, n)
         if not late_dp:
@@ -409,7 +409,7 @@ class Lockstep(GradientGemms):
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
             plgpu.wgmma(dq_acc, *dq_operands(cta, ds_slot))  # (5) dQ = dS K
-            if cta.blocks.takes_turns:
+            if cta.blocks.persistent:
                 inline.use_zero(cta.interpret)
             plgpu.wgmma_wait(1)
             cta.do.release(n)
@@ -552,7 +552,7 @@ class PingPong(GradientGemms):
 
 def mma_schedule(blocks: FusedBlocks) -> GradientGemms:
     """Returns the schedule that the blocks ask for."""
-    return PingPong() if blocks.alternate else Lockstep()
+    return PingPong() if blocks.ping_pong else Lockstep()
 
 
 def dq_operands(cta: FusedCta, ds_slot):
@@ -803,7 +803,7 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):
         tile = cta.query_tile(n)
-        if cta.blocks.alternate:
+        if cta.blocks.ping_pong:
             for wg in (1, 0):  # as they come
                 plgpu.barrier_wait(cta.bars.dq_full.at[wg])
                 cta.add_dq(tile, wg)
@@ -944,7 +944,7 @@ def backward_fused(
     portion = functools.partial(run_portion, launches_of(problem, blocks, interpret), arrays)
     starts = origins(problem, blocks)
     results, dbias = {}, None
-    if blocks.key_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
+    if blocks.kv_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
         dbias = lax.empty(problem.bias_shape, problem.bias_dtype)
     if len(starts) == 1:
         results, dbias = portion(results, dbias, given)
@@ -962,7 +962,7 @@ def backward_fused(
     if dbias is None:
         dbias = gradient_of_bias(problem, results.get("dbias"))
     dk, dv = results["dk"], results["dv"]
-    if blocks.parts > 1:
+    if blocks.split_q > 1:
         dk, dv = summed(dk, arrays.k), summed(dv, arrays.v)
     return dq, dk, dv, dbias
 
@@ -988,7 +988,7 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
         run = functools.partial(run_launch, launch, like, given, tuple(made))
         kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
         results = kept | made
-        if blocks.key_launches > 1:
+        if blocks.kv_launches > 1:
             results, dbias = put_dbias(launch, results, dbias, given)
     if "dbias" in results and dbias is not None:
         results, dbias = put_dbias(launches[0], results, dbias, given)

@@ -43,12 +43,11 @@ from .tiles import (
 # together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
 # causal walks start first, and no more is in use than L2 keeps.
 #
-# A CTA with one key block waits for K and V before its first tile, and after its last one for
-# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
-# `FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and of n
-# clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a launch for what another
-# has left, a CTA takes all key blocks of its pair, or none.
-
+# A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
+# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
+# persistent grid (`FusedBlocks.persistent_clusters`) takes several: there are no more CTAs than run
+# at one time, and of n clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a
+# launch for what another has left, a CTA takes all KV tiles of its pair, or none.
 
 # (batch entry, KV head, first key, shift): the shift is that of QTileRange
 KvTile = tuple[Any, Any, Any, Any]
@@ -97,7 +96,7 @@ class Launch:
     @property
     def clusters(self) -> int:
         """Size of the persistent grid: no cluster has two entries more than another."""
-        most = -(-self.total // self.blocks.resident)
+        most = -(-self.total // self.blocks.persistent_clusters)
         return -(-self.total // most)
 
     @property
@@ -106,13 +105,13 @@ class Launch:
         if self.part is Part.FAR:
             return {"first": self.pairs}
         blocks, sections = self.blocks, -(-self.pairs // self.at_once)
-        if blocks.takes_turns:
+        if blocks.persistent:
             return {"first": self.clusters}
         # Of four axes the first two become one, of 65,535 at most.
         return {
             "section": sections,
             "kv": self.num_blocks,
-            **({"part": blocks.parts} if blocks.parts > 1 else {}),
+            **({"part": blocks.split_q} if blocks.split_q > 1 else {}),
             "pair": self.at_once // blocks.bias_cluster,
         }
 
@@ -186,16 +185,16 @@ class Launch:
         # (1.00x).
         sums = (self.entries, like.q.shape[1], self.heads * problem.group, problem.head_dim)
         of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (like.k, like.v))
-        if blocks.parts > 1:  # whole tiles, as what writes them knows no ends
+        if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
             rows = self.num_blocks * blocks.block_kv
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
-            of_k = of_v = float32((blocks.parts, *keys))
+            of_k = of_v = float32((blocks.split_q, *keys))
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
                 heads = sums[2]
-            keys = -(-problem.kv_len // blocks.block_kv) // blocks.key_launches * blocks.block_kv
+            keys = -(-problem.kv_len // blocks.block_kv) // blocks.kv_launches * blocks.block_kv
             queries = ints.round_up(problem.q_len, blocks.block_q)
             found["dbias"] = float32((entries, heads, keys, queries))
         return found
@@ -205,11 +204,11 @@ def launches_of(
     problem: Problem, blocks: FusedBlocks, interpret: bool = False
 ) -> tuple[Launch, ...]:
     """Returns the launches of a portion of the pairs, in order; all portions have the same."""
-    pairs = problem.batch * problem.kv_heads // blocks.launches
+    pairs = problem.batch * problem.kv_heads // blocks.num_launches
     entries = min(pairs, problem.batch)
     whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
     num_blocks = -(-problem.kv_len // blocks.block_kv)
-    each = num_blocks // blocks.key_launches
+    each = num_blocks // blocks.kv_launches
     found = []
     for first in range(0, num_blocks, each):
         near, *far = parts(problem, pairs * each, may_leave(blocks) and backward_gains(problem))
@@ -222,31 +221,32 @@ def launches_of(
 
 def may_leave(blocks: FusedBlocks) -> bool:
     """Returns whether groups of heads may be left to another launch; nothing else was tried."""
-    alone = blocks.launches == blocks.key_launches == blocks.parts == 1
-    return blocks.producer and alone and not blocks.takes_turns
+    alone = blocks.num_launches == blocks.kv_launches == blocks.split_q == 1
+    return blocks.producer and alone and not blocks.persistent
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
     """Returns (batch entry, key head) of the first pair of each portion."""
-    pairs = problem.batch * problem.kv_heads // blocks.launches
-    firsts = (n * pairs for n in range(blocks.launches))
+    pairs = problem.batch * problem.kv_heads // blocks.num_launches
+    firsts = (n * pairs for n in range(blocks.num_launches))
     return [(first % problem.batch, first // problem.batch) for first in firsts]
 
 
 def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether portions are whole key heads, or some entries of one, and whole clusters.
+    """Returns whether the launches that the blocks ask for are possible.
 
-    Several launches also exclude `parts`, and portions of the keys must be possible.
+    Several launches also exclude split-Q.
     """
-    pairs, rest = divmod(problem.batch * problem.kv_heads, blocks.launches)
+    apart = blocks.num_launches == 1 or blocks.split_q == 1
+    return apart and may_launch_pairs(problem, blocks) and may_launch_keys(problem, blocks)
+
+
+def may_launch_pairs(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Returns whether portions are whole KV heads, or some entries of one, and whole clusters."""
+    pairs, rest = divmod(problem.batch * problem.kv_heads, blocks.num_launches)
     if rest or not pairs or pairs % blocks.bias_cluster:
         return False
-    whole = pairs % problem.batch == 0 or problem.batch % pairs == 0
-    return (
-        whole
-        and not (blocks.launches > 1 and blocks.parts > 1)
-        and may_launch_keys(problem, blocks)
-    )
+    return pairs % problem.batch == 0 or problem.batch % pairs == 0
 
 
 def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -254,12 +254,12 @@ def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
 
     They may for sums of the gradient of a bias, if a launch owns the bias heads that it sums.
     """
-    if blocks.key_launches == 1:
+    if blocks.kv_launches == 1:
         return True
     if not blocks.sums_bias:
         return False
-    owned = blocks.launches == 1 or by_heads(problem, blocks)
-    return owned and -(-problem.kv_len // blocks.block_kv) % blocks.key_launches == 0
+    owned = blocks.num_launches == 1 or by_heads(problem, blocks)
+    return owned and -(-problem.kv_len // blocks.block_kv) % blocks.kv_launches == 0
 
 
 def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -269,23 +269,23 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
     the sums of all heads are 3 % of what a backward keeps; for that, two more launches a portion do
     not pay.
     """
-    if blocks.launches == 1 or not blocks.sums_bias:
+    if blocks.num_launches == 1 or not blocks.sums_bias:
         return False
-    whole = problem.batch * problem.kv_heads // blocks.launches >= problem.batch
+    whole = problem.batch * problem.kv_heads // blocks.num_launches >= problem.batch
     entries, heads = problem.bias_shape[:2]
     large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
-    return whole and heads > 1 and (large or blocks.key_launches > 1)
+    return whole and heads > 1 and (large or blocks.kv_launches > 1)
 
 
-def may_take_turns(problem: Problem, blocks: FusedBlocks) -> bool:
+def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
     """Returns whether every key block has the same walk, which no array decides, in one loop.
 
     Without turns it returns whether there is one slot for K and V.
     """
-    if not blocks.takes_turns:
+    if not blocks.persistent:
         return blocks.kv_stages == 1
     alike = problem.spec.mask.is_trivial and not problem.traced_offset
-    plain = blocks.producer and blocks.parts == 1 and blocks.mask_all
+    plain = blocks.producer and blocks.split_q == 1 and blocks.mask_all
     return alike and plain and not bounds.is_dynamic(problem)
 
 
@@ -299,7 +299,7 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     if not may_sum_bias(problem, blocks.bias_cluster):
         blocks = without_sums(blocks)
     if not may_launch(problem, blocks):
-        return dataclasses.replace(blocks, launches=1, key_launches=1)
+        return dataclasses.replace(blocks, num_launches=1, kv_launches=1)
     return blocks
 
 
@@ -318,8 +318,8 @@ SHARE_OF_Q = 4
 # against one key block a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06
 # (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at
 # 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
-TURNS = {16: (4096, 1), 64: (2048, 2)}
-LEAST_TURNS = 7
+PERSISTENT = {16: (4096, 1), 64: (2048, 2)}
+LEAST_TILES = 7
 
 
 def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> FusedBlocks:
@@ -333,7 +333,7 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     if blocks.sums_bias:
         several = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
-        return _turns(problem, several, ctas, num_sms)
+        return _persistent(problem, several, ctas, num_sms)
     return blocks
 
 
@@ -342,7 +342,7 @@ def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
     if problem.kv_len < LEAST_KEYS or most < MOST_PORTIONS:
         return blocks
     for heads in range(MOST_PORTIONS, 1, -1):
-        several = dataclasses.replace(blocks, launches=heads)
+        several = dataclasses.replace(blocks, num_launches=heads)
         if problem.kv_heads % heads == 0 and may_launch(problem, several):
             return _portions_of_keys(problem, several, most // heads)
     return blocks
@@ -355,11 +355,11 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
     """
     of_q = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
     sums = (
-        problem.bias_shape[0] * problem.q_heads // blocks.launches * problem.kv_len
+        problem.bias_shape[0] * problem.q_heads // blocks.num_launches * problem.kv_len
     )  # twice as wide
     best = blocks
     for portions in range(1, most + 1):
-        several = dataclasses.replace(blocks, key_launches=portions)
+        several = dataclasses.replace(blocks, kv_launches=portions)
         if may_launch(problem, several):
             best = several
             if 2 * SHARE_OF_Q * sums <= portions * of_q:
@@ -367,27 +367,27 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
     return best
 
 
-def _turns(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> FusedBlocks:
-    most_keys, slots = TURNS.get(problem.head_dim, (0, 1))
+def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> FusedBlocks:
+    most_keys, slots = PERSISTENT.get(problem.head_dim, (0, 1))
     if problem.kv_len > most_keys or blocks.bias_cluster != 2:
         return blocks
     # SMs come in pairs. Of clusters of four, 30 fit on 132.
-    resident = num_sms // blocks.bias_cluster
-    each = ctas // (blocks.bias_cluster * blocks.launches * blocks.key_launches)
-    if resident == 1 or each < LEAST_TURNS * resident:
+    clusters = num_sms // blocks.bias_cluster
+    each = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
+    if clusters == 1 or each < LEAST_TILES * clusters:
         return blocks
-    several = dataclasses.replace(blocks, resident=resident, kv_stages=slots)
+    several = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
     room = fits(scratch(problem, several))
-    return several if room and may_take_turns(problem, several) else blocks
+    return several if room and may_be_persistent(problem, several) else blocks
 
 
-MOST_PARTS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
+MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
 # Queries of a walk, over the heads of a group. Adding parts up costs 10 us, as much as a walk of a
 # few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to 0.97.
 LEAST_QUERIES = 1024
 
 
-def choose_parts(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
+def choose_split_q(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
     """Returns as many parts as SMs have room for; 1 where key blocks are many or walks short.
 
     Walks of a causal mask are on average half as long as the longest, which start first: two CTAs
@@ -412,7 +412,7 @@ def choose_parts(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
     parts = num_sms // ctas
     if mask.right is not None and mask.left is None:
         parts = max(parts, min(2 * num_sms // ctas, (walk - 1) // LEAST_QUERIES))
-    return max(1, min(MOST_PARTS, parts))
+    return max(1, min(MOST_SPLITS, parts))
 
 
 def summed(parts, like):
