@@ -45,11 +45,11 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
     whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole; None without segment ids
-    side: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
+    auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
     shift: Any = None  # f32[B, N, as delta], of lse_log2; None where it is 0
-    # int32[3]: first batch entry and key head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
+    # int32[3]: first batch entry and KV head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
     origin: Any = None
 
     @classmethod
@@ -74,10 +74,10 @@ class BackwardArrays(NamedTuple):
             shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
         )
 
-    def side_of(self, problem: Problem, operands: Operands, q_axis: int) -> AuxiliaryGmem:
+    def auxiliary_of(self, problem: Problem, operands: Operands, q_axis: int) -> AuxiliaryGmem:
         """Returns what modifiers read, with the shift of each row and the groups that have one."""
-        side = AuxiliaryInputs(problem, q_axis).arrays(operands)
-        return with_shift(side, self.shift, problem.kv_heads)
+        auxiliary = AuxiliaryInputs(problem, q_axis).arrays(operands)
+        return with_shift(auxiliary, self.shift, problem.kv_heads)
 
     def for_rows(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BackwardArrays:
         """Adds what a kernel reads whose rows are queries (q_axis 0) or keys (1).
@@ -93,7 +93,7 @@ class BackwardArrays(NamedTuple):
         return self._replace(
             whole=bounds.q_whole(operands, *tile) if has_segments else None,
             bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
-            side=self.side_of(problem, operands, q_axis),
+            auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
 
     def with_padding(self, operands: Operands, block_q: int, block_kv: int) -> BackwardArrays:
@@ -113,17 +113,17 @@ class BackwardArrays(NamedTuple):
         return self.q_offset[batch] if problem.traced_offset else problem.spec.q_offset
 
     def kv_len(self, problem: Problem, batch, block_kv: int):
-        """Returns the number of keys of a batch entry; None where all key blocks are whole."""
-        if self.side.kv_lengths is not None:
-            return self.side.kv_lengths[batch]
+        """Returns the number of keys of a batch entry; None where all KV tiles are whole."""
+        if self.auxiliary.kv_lengths is not None:
+            return self.auxiliary.kv_lengths[batch]
         return problem.kv_len if problem.kv_len % block_kv else None
 
 
-# --- Key blocks that a query-stationary CTA of the backward reads, and which of them it masks -----
+# --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----
 
 
 class KvTileRange(NamedTuple):
-    """Range of key blocks, start to stop, at least one; all are masked from `masked_from` on."""
+    """Range of KV tiles, start to stop, at least one; all are masked from `masked_from` on."""
 
     start: Any
     masked_from: Any
@@ -135,7 +135,7 @@ class KvTileRange(NamedTuple):
     def of(
         cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int
     ) -> KvTileRange:
-        """Makes the walk of a CTA's queries.
+        """Makes the range of a CTA's queries.
 
         It is the same for all its warpgroups: they release blocks together.
 
@@ -156,8 +156,8 @@ class KvTileRange(NamedTuple):
             start = ints.minimum(start, -(-problem.kv_len // block_kv) - 1)
         if not mask_everywhere(problem):
             stop = ints.maximum(stop, start + 1)
-        if arrays.side.kv_lengths is not None:
-            whole = ints.floor_div(arrays.side.kv_lengths[batch], block_kv)
+        if arrays.auxiliary.kv_lengths is not None:
+            whole = ints.floor_div(arrays.auxiliary.kv_lengths[batch], block_kv)
             full_stop = ints.minimum(full_stop, whole)
         everywhere, kv_len = mask_everywhere(problem), arrays.kv_len(problem, batch, block_kv)
         if everywhere:
@@ -182,7 +182,7 @@ class KvTileRange(NamedTuple):
     def visit(self, step, *, masks: bool, far=None, far_step: Any = None):
         """Calls step(n, masked=) for every block; without `masks` none is masked.
 
-        The masked ones are a loop of their own. `far` and `far_step` are as in QueryWalk.visit.
+        The masked ones are a loop of their own. `far` and `far_step` are as in QTileRange.visit.
         """
         if far is None:
             self._visit(step, masks, lambda end, start: end)
@@ -254,7 +254,7 @@ class QTileRange:
         mask_all: bool,
         shift: Any = 0,
     ) -> QTileRange:
-        """Makes the walk of a CTA.
+        """Makes the range of a CTA.
 
         It has at least one tile per head, which is wholly masked if the head's queries see none of
         the keys.
@@ -262,7 +262,7 @@ class QTileRange:
         Args:
             problem: what is computed.
             arrays: arrays in device memory.
-            at: (batch entry, key block).
+            at: (batch entry, KV tile).
             kv_rows: number of keys in a block.
             block_q: number of queries in a tile.
             mask_all: one loop masks all tiles, if any tile is masked.
@@ -307,7 +307,7 @@ class QTileRange:
     def whole(
         cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
     ) -> QTileRange:
-        """Makes the walk over all Q tiles, in one loop, where no array hides keys."""
+        """Makes the range of all Q tiles, in one loop, where no array hides keys."""
         stop = -(-problem.q_len // block_q)
         offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
         masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
@@ -343,7 +343,7 @@ class QTileRange:
         )
 
     def block(self, i):
-        """Returns the i-th query block of a head, in the order of the walk."""
+        """Returns the i-th query block of a head, in the order of the range."""
         if self.masks != "some":
             if not (ints.is_static(self.shift) and self.shift == 0):
                 i = lax.rem(i + self.shift, jnp.int32(self.per_head))

@@ -9,7 +9,7 @@ up in float32, and adds that to the sum in device memory, a float32 array as lar
                 cluster have added up what they got from it (summed_empty)
     received    one slot; others may write to it once all have added up the tile before
 
-Compared with computing S and dP once more (backward/dbias), this saves two of seven products
+Compared with computing S and dP once more (backward/dbias), this saves two of seven matmuls
 and half of the exponentials. The order of the last additions differs from run to run.
 
 The interpreter cannot reach the shared memory of a neighbour. Under it every CTA adds the whole

@@ -1,8 +1,8 @@
-"""The fused backward: all five products of FlashAttention-2's Algorithm 2 in one kernel.
+"""The fused backward: all five matmuls of FlashAttention-2's Algorithm 2 in one kernel.
 
-A KV-stationary CTA owns 128 keys of one key head (two compute warpgroups, 64 keys each) and loops
+A KV-stationary CTA owns 128 keys of one KV head (two compute warpgroups, 64 keys each) and loops
 over the Q tiles of every query head of its group. Scores are held transposed, so that P^T and dS^T
-come out of the registers as left operands of the products that consume them:
+come out of the registers as left operands of the matmuls that consume them:
 
     (1) S^T  = K Q^T           shared x shared
     (2) dP^T = V dO^T          shared x shared
@@ -18,8 +18,8 @@ warp of the producer warpgroup adds it to a float32 buffer in device memory by T
 order of those adds differs from run to run, and with it the last bits of dQ; backward/split has the
 deterministic pair. The gradient of a bias may be added up here too: dbias.py.
 
-    K, V            loaded once per key block; dK and dV are staged in them at the end. One slot
-                    each, or kv_stages where a CTA takes several key blocks
+    K, V            loaded once per KV tile; dK and dV are staged in them at the end. One slot
+                    each, or kv_stages where a CTA takes several KV tiles
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
     dS^T            ds slots, written by both warpgroups, read by both
     dQ              one float32 slot per warpgroup, handed to the storing warp and back
@@ -107,7 +107,7 @@ def run_kv_tile(
     cta = cta_at(launch, (results, gmem, smem, bars), tile, q_tiles)
     run = functools.partial(run_roles, cta)
     if launch.part is Part.NEAR:
-        pl.when(gmem.side.far[cta.batch, cta.kv_head] == 0)(run)
+        pl.when(gmem.auxiliary.far[cta.batch, cta.kv_head] == 0)(run)
     elif parts == 1:
         run_roles(cta)
     else:
@@ -196,12 +196,12 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
     if part is not Part.NEAR:  # not 0 if rows of the group are shifted; None: none can be
         # Its way from device memory is as long as that of K and V.
-        far = auxiliary.far(cta.gmem.side, cta.batch, cta.kv_head * problem.group)
+        far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
 
-    rows = auxiliary.hold_rows(cta.gmem.side, cta.own_place(0))
+    rows = auxiliary.hold_rows(cta.gmem.auxiliary, cta.own_place(0))
     if problem.group == 1:
-        rows = auxiliary.hold_head(rows, cta.gmem.side, cta.own_place(0))
+        rows = auxiliary.hold_head(rows, cta.gmem.auxiliary, cta.own_place(0))
     schedule.start(cta)
     near_step = functools.partial(step, cta, rows, (dk_acc, dv_acc))
     far_step = functools.partial(near_step, far=far)
@@ -245,7 +245,7 @@ def step(cta: FusedCta, rows: RowFragments, sums, block_of, n, *, masked: bool, 
     q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
     if problem.group > 1:  # under the wait for Q
         auxiliary = AuxiliaryInputs(problem, q_axis=1)
-        rows = auxiliary.hold_head(rows, cta.gmem.side, cta.own_place(n))
+        rows = auxiliary.hold_head(rows, cta.gmem.auxiliary, cta.own_place(n))
     tile = RegisterTile(
         q_start=block * blocks.block_q + cta.q_tiles.q_offset,
         kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
@@ -294,10 +294,10 @@ def early_weights(cta: FusedCta, rows: RowFragments, at, tile: RegisterTile, s, 
     n, block = at
     if far is not None:
         query = block * cta.blocks.block_q
-        shift = RowShift.of(problem, cta.gmem.side, far, cta.q_tiles[n][0], query)
+        shift = RowShift.of(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
     slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
     lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
-    inputs = auxiliary.inputs(rows, cta.smem.side, slot, s.shape, keys, ids=masked)
+    inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
     inputs = inputs._replace(shift=shift)
     limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
     return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
@@ -768,7 +768,7 @@ def load_q(cta: FusedCta, n, place):
     auxiliary = AuxiliaryInputs(cta.problem, q_axis=1)
     if auxiliary.copies:
         where, shared = cta.place(n), pipeline.multicast(cta.blocks.bias_cluster)
-        auxiliary.load(cta.gmem.side, cta.smem.side, slot, full, where, shared)
+        auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, where, shared)
 
 
 def load_do(cta: FusedCta, n, place):

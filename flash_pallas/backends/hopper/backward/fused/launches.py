@@ -40,8 +40,8 @@ from .tiles import (
 # within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
 #
 # Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
-# together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
-# causal walks start first, and no more is in use than L2 keeps.
+# together then add to different tiles of dQ (KV tiles fastest: 0.94x if causal), the longest
+# causal loops start first, and no more is in use than L2 keeps.
 #
 # A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
 # copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
@@ -126,7 +126,7 @@ class Launch:
         if self.part is Part.FAR:
             place = functools.partial(self.kv_tile, gmem, lax.axis_index("first"))
             batch, kv_head, *_ = place(jnp.int32(0))
-            far = gmem.side.far[batch, kv_head]
+            far = gmem.auxiliary.far[batch, kv_head]
             blocks = jnp.int32(self.num_blocks)
             return lax.select(far > 0, blocks, jnp.int32(0)), place
         first, step = lax.axis_index("first"), jnp.int32(self.clusters)
@@ -226,7 +226,7 @@ def may_leave(blocks: FusedBlocks) -> bool:
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
-    """Returns (batch entry, key head) of the first pair of each portion."""
+    """Returns (batch entry, KV head) of the first pair of each portion."""
     pairs = problem.batch * problem.kv_heads // blocks.num_launches
     firsts = (n * pairs for n in range(blocks.num_launches))
     return [(first % problem.batch, first // problem.batch) for first in firsts]
@@ -278,9 +278,9 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether every key block has the same walk, which no array decides, in one loop.
+    """Returns whether every KV tile has the same Q tiles, which no array decides, in one loop.
 
-    Without turns it returns whether there is one slot for K and V.
+    Without a persistent grid it returns whether there is one slot for K and V.
     """
     if not blocks.persistent:
         return blocks.kv_stages == 1
@@ -313,11 +313,11 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
 MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
 SHARE_OF_Q = 4
 
-# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias take key blocks in
-# turns, with so many slots for K and V, where each has so many of them. H200, B = 128, 4 heads,
-# against one key block a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06
-# (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at
-# 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
+# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias have a persistent
+# grid, with so many slots for K and V, where each takes so many KV tiles. H200, B = 128, 4 heads,
+# against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06 (with
+# a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at 1024); 32
+# 0.97 to 0.99 (1024), 0.93 and 0.90.
 PERSISTENT = {16: (4096, 1), 64: (2048, 2)}
 LEAST_TILES = 7
 
@@ -382,18 +382,19 @@ def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) 
 
 
 MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
-# Queries of a walk, over the heads of a group. Adding parts up costs 10 us, as much as a walk of a
-# few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to 0.97.
+# Queries of a KV tile, over the heads of a group. Adding parts up costs 10 us, as much as a loop
+# over a few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to
+# 0.97.
 LEAST_QUERIES = 1024
 
 
 def choose_split_q(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
-    """Returns as many parts as SMs have room for; 1 where key blocks are many or walks short.
+    """Returns as many parts as SMs have room for; 1 where KV tiles are many or loops short.
 
-    Walks of a causal mask are on average half as long as the longest, which start first: two CTAs
+    Loops of a causal mask are on average half as long as the longest, which start first: two CTAs
     for each SM fill what the short ones leave, while parts are long. H200, 32 query heads and 8 key
     heads, (batch, T): (1, 2k) two parts are 1.46 times as fast as one, (1, 1k) three 1.88 and two
-    1.55, (2, 1k) two 1.19; (4, 512), of 1024 queries a part, 0.95. Without groups no walk gained,
+    1.55, (2, 1k) two 1.19; (4, 512), of 1024 queries a part, 0.95. Without groups no loop gained,
     of 512 to 2k queries: two parts 0.71 to 0.97.
 
     Args:
@@ -405,13 +406,13 @@ def choose_split_q(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
     rows = problem.q_len
     if mask.left is not None and mask.right is not None:
         rows = min(rows, blocks.block_kv + mask.left + mask.right)
-    walk = problem.group * rows
-    if problem.group == 1 or walk < LEAST_QUERIES:
+    queries = problem.group * rows
+    if problem.group == 1 or queries < LEAST_QUERIES:
         return 1
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     parts = num_sms // ctas
     if mask.right is not None and mask.left is None:
-        parts = max(parts, min(2 * num_sms // ctas, (walk - 1) // LEAST_QUERIES))
+        parts = max(parts, min(2 * num_sms // ctas, (queries - 1) // LEAST_QUERIES))
     return max(1, min(MOST_SPLITS, parts))
 
 

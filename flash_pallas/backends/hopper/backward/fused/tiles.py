@@ -126,7 +126,7 @@ class FusedBlocks:
 
 
 # bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
-# of all entries' 128 and 64 MB, which L2 does not keep from one key block to the next.
+# of all entries' 128 and 64 MB, which L2 does not keep from one KV tile to the next.
 AT_ONCE_BYTES = 16 << 20
 
 
@@ -144,7 +144,7 @@ def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
 CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
 FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
-# bf16, H200, against warpgroups that meet in every step: alternating ones are 1.11 times as fast at
+# bf16, H200, against lockstep: ping-pong is 1.11 times as fast at
 # 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
 # tile has twice the exponentials, a quarter of them as polynomials was 1.05 of that (causal 1.11);
 # timed again after the other changes it is 0.96 (causal 0.95).
@@ -177,7 +177,7 @@ MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items(
 # Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
 BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
-# Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
+# Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
 MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
@@ -190,8 +190,8 @@ MODIFIED = {
 # Larger clusters are slower, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs at 64 and 32.
 # At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
 # staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,
-# 1.02 and 0.97, with turns 0.96.
-# Alternating warpgroups that hand over late are 1.03 of those that meet at 64; at 32 they are 0.96,
+# 1.02 and 0.97, with a persistent grid 0.96.
+# Ping-pong that hands over late is 1.03 of lockstep at 64; at 32 it is 0.96,
 # with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials:
 # 0.98, 0.97 and 0.96 at 64 (T = 1024, 2048 and 4096).
 BIASED = {
@@ -206,7 +206,7 @@ BIASED = {
         bias_cluster=2,
     ),
 }
-# Where alternating is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
+# Where ping-pong is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
 # 64 queries and dropout at 64 0.98, with score_mod at 128 0.67.
 LOCKSTEP = {
     16: FusedBlocks(block_q=128, mask_all=True),
@@ -227,7 +227,7 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
 def for_far_rows(pairs: int) -> FusedBlocks:
-    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a key head."""
+    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head."""
     return FusedBlocks(block_q=64, mask_all=True, persistent_clusters=max(2, pairs))
 
 
@@ -256,8 +256,8 @@ def without_sums(blocks: FusedBlocks) -> FusedBlocks:
 
 def _table(problem: Problem) -> dict[int, FusedBlocks]:
     spec, features, head_dim = problem.spec, problem.features, problem.head_dim
-    side = AuxiliaryInputs(problem, q_axis=1)
-    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    auxiliary = AuxiliaryInputs(problem, q_axis=1)
+    tiles = "tile" in (auxiliary.kind(problem.bias_shape), auxiliary.kind(problem.mask_shape))
     drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
@@ -326,7 +326,7 @@ class FusedSmem(NamedTuple):
     dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
-    side: Streamed  # with Q
+    auxiliary: Streamed  # with Q
     received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
     arrived: Any = None  # an mbarrier, of what is received
 
@@ -335,7 +335,7 @@ class FusedBarriers(NamedTuple):
     """The mbarriers of one CTA; those without a count below have one arrival."""
 
     kv_full: Any  # K and V
-    kv_empty: Any  # with turns: each warpgroup, whose dK and dV have been read
+    kv_empty: Any  # persistent: each warpgroup, whose dK and dV have been read
     q_full: Any  # Q, lse and what modifiers read
     q_empty: Any  # each warpgroup
     do_full: Any
@@ -368,7 +368,7 @@ def scratch(
     """
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
-    bar, side = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
+    bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
     of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
     received = None
     if blocks.sums_bias:
@@ -384,7 +384,7 @@ def scratch(
         dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
-        side=side.buffers(blocks.stages, block_kv, block_q),
+        auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
         received=received,
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
     )
@@ -397,7 +397,7 @@ def scratch(
             if blocks.persistent
             else None
         ),
-        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
+        q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
         q_empty=pipeline.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
@@ -422,10 +422,10 @@ def scratch(
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
     """Returns the swizzles in bytes of K (and Q) and of V (and dO).
 
-    K is an operand of products with Q and with dS, V only of those with dO. Of K's columns a
+    K is an operand of matmuls with Q and with dS, V only of those with dO. Of K's columns a
     warpgroup multiplies those that it has of dQ.
     """
-    products, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
+    matmuls, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
-    of_k = products.swizzle(problem.head_dim, *k, summed_rows=columns)
-    return of_k, products.swizzle(problem.head_dim, *v)
+    of_k = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
+    return of_k, matmuls.swizzle(problem.head_dim, *v)
