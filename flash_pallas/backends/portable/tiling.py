@@ -20,8 +20,6 @@ from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
 from .backward.fused.dq_sums import DqSums
-from .backward.fused.loads import Slot
-from .backward.split.loads import SLOTS
 from .common.grid import Grid
 from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE, buffer, widths
 from .forward.pv import Exchange
@@ -29,6 +27,10 @@ from .forward.pv import Exchange
 WARPGROUPS = 2  # of the fused backward
 WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
 OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
+# Of Q in the dK/dV kernel and of K in that of dQ. The first and the last matmul of a step read it,
+# so its next tile goes to another slot. dO or V is free before the last matmul, which hides the
+# copy of its next tile.
+SLOTS = 2
 
 
 class ForwardSmem(NamedTuple):
@@ -56,6 +58,17 @@ class DqSmem(NamedTuple):
     do: Any  # [rows, Hv]
     k: Any  # [SLOTS, columns, H]
     v: Any  # [columns, Hv]
+
+
+class Slot(NamedTuple):
+    """Shared memory of one Q tile of the fused backward, or of several."""
+
+    tiles: Any  # [2, columns, width]: dO and Q, at OF_V and OF_K
+    rows: Any  # f32[2, columns]: LSE and delta
+
+    def at(self, n) -> Slot:
+        """Returns the n-th of several slots."""
+        return Slot(self.tiles.at[n], self.rows.at[n])
 
 
 class FusedSmem(NamedTuple):

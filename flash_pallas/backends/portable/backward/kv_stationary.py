@@ -26,7 +26,6 @@ from ..common.smem_tiles import Copies, Copy
 from ..common.tile_range import Step, Steps, masked_unless, query_blocks
 from ..tiling import TileSizes
 from .arrays import BackwardArrays
-from .split.loads import Tiles
 
 _ENDS_ANEW_FROM = 192  # head dims above; see OwnsKeys.anew
 
@@ -131,14 +130,13 @@ class KvStationary(Kernel):
         of = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
         return of(gmem.k, cta.smem.k), of(gmem.v, cta.smem.v)
 
-    def tiles(self, cta: KvStationaryCta, n) -> Tiles:
-        """Returns the Q and dO tiles of the n-th step, in device memory."""
+    def arriving(self, cta: KvStationaryCta, name: str, n, tile) -> Copy:
+        """Returns the copy of the Q or dO tile ("q", "do") of the n-th step to `tile`."""
         step = cta.steps[n]
-        head = self.head(cta, step)
-        of = lambda array: array.at[cta.batch, :, head]
+        source = getattr(cta.gmem, name).at[cta.batch, :, self.head(cta, step)]
         length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
         limit = jnp.where(step.exists, length, jnp.int32(0))
-        return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
+        return Copy(source, tile, step.block * self.tile.columns, limit)
 
     def head(self, cta: KvStationaryCta, step: Step):
         """Returns the query head of a step; if there is no such step, some head of the group."""

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -178,6 +180,47 @@ class Copies:
             target[pl.ds(first, rows)] = tile[:, pl.ds(0, columns)]
             return
         _call(self._body(_store_body), target, tile, first, limit)
+
+
+class Stream(NamedTuple):
+    """Prefetch of the tiles that a loop streams past, step by step.
+
+    A kernel's step says when: it waits for the tiles that a matmul reads, and starts the copies of
+    later ones where warps have read what lies in their slots. Before the loop the tiles of step 0
+    are started, so that copies are always one step ahead.
+
+    Attributes:
+        copies: copies of tiles by the CTA's team.
+        names: names of a step's tiles.
+        slots: number of steps, 1 or 2, whose tiles have places in shared memory.
+        load: (name, n, slot) -> the copies of a tile of the n-th step to its slot, which read
+            nothing if there is no such step.
+    """
+
+    copies: Copies
+    names: tuple[str, ...]
+    slots: int
+    load: Callable[[str, Any, Any], tuple[Copy | Vector, ...]]
+
+    def slot(self, n):
+        """Returns the slot of the tiles of the n-th step."""
+        return lax.bitwise_and(jnp.int32(n), jnp.int32(1)) if self.slots == 2 else 0
+
+    def start(self, n, *names: str):
+        """Starts copies of the n-th step as one group: of the tiles `names`, or of all."""
+        self.copies.start(*self._of(n, names))
+
+    def wait(self, n, *names: str, pending: int = 0, bit=None):
+        """Waits for tiles of the n-th step, all by default; see Copies.arrived."""
+        return self.copies.arrived(*self._of(n, names), pending=pending, bit=bit)
+
+    def end(self):
+        """Waits, after the loop, for what was started for a step that does not exist."""
+        self.copies.arrived()
+
+    def _of(self, n, names: tuple[str, ...]) -> list[Copy | Vector]:
+        slot = self.slot(n)
+        return [copy for name in names or self.names for copy in self.load(name, n, slot)]
 
 
 def _call(body, array, tile, first, limit):

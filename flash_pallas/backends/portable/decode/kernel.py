@@ -211,6 +211,7 @@ class DecodeKernel(Kernel):
 
     def step(self, cta: DecodeCta, held: QueryFragments, n, rows: Rows, *, masked: bool) -> Rows:
         """Folds one KV block into the rows."""
+        # Both before the wait, which page ids that both need would not outlive in registers.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)

@@ -31,11 +31,10 @@ from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
 from ..common.grid import Grid
 from ..common.kernel import Kernel
-from ..common.smem_tiles import Copy, widths
+from ..common.smem_tiles import Copy, Stream, widths
 from ..common.softmax import SLACK, Online, Rows, Weighed
 from ..common.tile_range import Steps, key_blocks
 from ..tiling import ForwardSmem, TileSizes
-from .loads import KvStream
 from .pv import OwnRows, SharedWeights
 
 
@@ -106,9 +105,10 @@ class ForwardKernel(Kernel):
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
         q = gmem.q.at[cta.batch, :, cta.head]
         own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
-        stream = KvStream(self.copies, smem.k, smem.v, functools.partial(self.load, cta))
+        load = functools.partial(self.load, cta)
+        stream = Stream(self.copies, ("k", "v"), self.tile.slots, load)
         self.copies.start(own)
-        stream.start()
+        stream.start(0, *(stream.names if self.tile.slots == 2 else ("k",)))
         self.copies.arrived(own, pending=1)
         held = self.inputs.hold(gmem.side, self.at(cta, 0))
         cta = cta._replace(held=held, stream=stream)
@@ -139,12 +139,12 @@ class ForwardKernel(Kernel):
             kv_length=self.problem.kv_len if lengths is None else lengths[batch],
         )
 
-    def load(self, cta: ForwardCta, name: str, n, tile) -> Copy:
-        """Returns the copy of the K or V tile of the n-th step to `tile` in shared memory."""
-        step = cta.steps[n]
+    def load(self, cta: ForwardCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of the K or V tile of the n-th step."""
+        step, tile = cta.steps[n], getattr(cta.smem, name).at[slot]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
         limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
-        return Copy(source, tile, step.block * self.tile.columns, limit)
+        return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
     def at(self, cta: ForwardCta, kv_block) -> Place:
         """Returns the place of the score tile of a KV block."""
@@ -157,11 +157,33 @@ class ForwardKernel(Kernel):
         """Folds one KV block into the rows."""
         kv_block = cta.steps[n].block
         inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
-        cta.stream.begin(n)
+        slot = cta.stream.slot(n)
+        self.wait_for_k(cta.stream, n)
         zeros = self.products.zeros(self.tile.rows, self.tile.columns)
-        s = self.products.add(zeros, cta.smem.q, cta.stream.slot("k", n), transposed=True)
+        s = self.products.add(zeros, cta.smem.q, cta.smem.k.at[slot], transposed=True)
         weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
-        return self.folding(cta).fold(cta.stream, n, rows, weigh)
+        wait = functools.partial(self.wait_for_v, cta.stream, n)
+        return self.folding(cta).fold(rows, weigh, wait, cta.smem.v.at[slot])
+
+    def wait_for_k(self, stream: Stream, n):
+        """Waits for K of the n-th step and starts the next copies, into what warps have read."""
+        if self.tile.slots == 2:
+            stream.wait(n)
+            stream.start(n + 1)
+        else:
+            stream.wait(n, "k")
+            stream.start(n, "v")
+
+    def wait_for_v(self, stream: Stream, n, bit=None) -> Any:
+        """Waits for V of the n-th step, after which nobody needs K any more.
+
+        With a bit warps meet in any case, and the bit of Team.meet is returned.
+        """
+        if self.tile.slots == 2:  # V has arrived with K
+            return None if bit is None else stream.copies.meet(bit)
+        found = stream.wait(n, "v", bit=bit)
+        stream.start(n + 1, "k")
+        return found
 
     def folding(self, cta: ForwardCta) -> OwnRows | SharedWeights:
         """Returns how O is accumulated: with P in registers, or through shared memory."""

@@ -26,7 +26,6 @@ from ..common.kernel import Kernel
 from ..common.smem_tiles import buffer
 from ..common.softmax import Online, Rows, Weighed, per_row
 from ..common.threads import WARP, assembly, linear, shared_address, thread
-from .loads import KvStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +38,19 @@ class OwnRows(Kernel):
         """Returns O before the first KV block."""
         return self.products.zeros(rows, columns)
 
-    def fold(self, stream: KvStream, n, rows: Rows, weigh: Callable[[Rows], Weighed]) -> Rows:
+    def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
         """Adds a KV block whose scores are known.
 
         Args:
-            stream: stream of the V tiles.
-            n: number of the step.
             rows: the rows so far.
             weigh: computes the weights from the scores.
+            wait: waits for V; see ForwardKernel.wait_for_v.
+            v: the V tile, [columns, Hv] in shared memory.
         """
-        stream.second(n)
+        wait()
         found = weigh(rows)
         rows = Online.rescaled(rows, found)
-        return rows._replace(o=self.products.add(rows.o, found.p, stream.slot("v", n)))
+        return rows._replace(o=self.products.add(rows.o, found.p, v))
 
     def put(self, o, inverse, tile):
         """Writes O times one factor per row to shared memory, in 16 bits."""
@@ -88,7 +87,7 @@ class SharedWeights(Kernel):
         """Returns O before the first KV block; see OwnRows."""
         return self.products.zeros(rows, columns, self.grid)
 
-    def fold(self, stream: KvStream, n, rows: Rows, weigh: Callable[[Rows], Weighed]) -> Rows:
+    def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
         """Adds a KV block whose scores are known; see OwnRows.
 
         All warps meet when V has arrived, and with the same barrier tell each other whether a row
@@ -98,13 +97,12 @@ class SharedWeights(Kernel):
         alpha = found.alpha()
         self.copies.put(found.p, exchange.weights)
         put_rows(alpha, exchange.factors, self.interpret)
-        grew = stream.second(n, found.grew)
+        grew = wait(found.grew)
 
         def rescaled():
             return self._scaled(rows.o)
 
         o = lax.cond(grew > 0, rescaled, lambda: rows.o)
-        v = stream.slot("v", n)
         o = self.products.add_part(o, exchange.weights, v, 0, self.grid)
         return Rows(o, found.maxima, rows.l * alpha + found.sums)
 

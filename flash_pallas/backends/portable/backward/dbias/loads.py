@@ -6,11 +6,7 @@ step. With one slot a pair is copied while the other one is worked on, and warps
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jax.numpy as jnp
-from jax import lax
 
 from .....core.mask import Limits
 from .....core.problem import Problem
@@ -19,78 +15,57 @@ from ....gpu import score_tile
 from ....gpu.launch import term
 from ....gpu.score_tile import RegisterTile
 from ...common.kernel import Kernel
-from ...common.smem_tiles import Copies, Copy
-
-Pair = tuple[Copy, ...]
+from ...common.smem_tiles import Stream
 
 
 class Pairs(NamedTuple):
-    """The order of copies and of the waits for them.
+    """Order of the copies of both pairs, and of the waits for them.
 
     Attributes:
-        copies: how tiles are moved.
-        slots: slots of every array, 1 or 2.
-        tiles: (n, slot) -> the copies of the first and of the second pair of the n-th step, which
-            read nothing if there is no such step.
+        stream: stream of all tiles.
+        first: names of the first pair, which S is computed from.
+        second: names of the second pair, which dP is computed from.
         several: there may be more than one step.
     """
 
-    copies: Copies
-    slots: int
-    tiles: Callable[[Any, Any], tuple[Pair, Pair]]
+    stream: Stream
+    first: tuple[str, ...]
+    second: tuple[str, ...]
     several: bool = True
 
-    def slot(self, n):
-        """Returns the slot in which tiles of the n-th step lie."""
-        return lax.bitwise_and(jnp.int32(n), jnp.int32(self.slots - 1))
-
     @property
-    def groups(self) -> int:
-        """Number of groups that `start` starts, in the sense of Copies.arrived."""
-        return 1 if self.slots > 1 else 2
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the tiles that are copied as one group, in the sense of Copies.arrived."""
+        return (self.stream.names,) if self.stream.slots == 2 else (self.first, self.second)
 
-    def _of(self, n) -> tuple[Pair, Pair]:
-        return self.tiles(n, self.slot(n))
-
-    def start(self):
+    def prologue(self):
         """Starts the copies of step 0, before the loop."""
-        first, second = self._of(0)
-        if self.slots > 1:
-            self.copies.start(*first, *second)
-        else:
-            self.copies.start(*first)
-            self.copies.start(*second)
+        for names in self.groups:
+            self.stream.start(0, *names)
 
-    def _follow(self, n, *pairs: int):
-        """Starts the copies of these pairs (0: the first, 1: the second) of the next step."""
+    def _start_next(self, n, *names: str):
         if self.several:
-            found = self._of(n + 1)
-            self.copies.start(*(copy for i in pairs for copy in found[i]))
+            self.stream.start(n + 1, *names)
 
     def begin(self, n):
         """Waits until the first pair of the n-th step has arrived; with two slots both pairs."""
-        first, second = self._of(n)
-        if self.slots > 1:
-            self.copies.arrived(*first, *second)
-            self._follow(n, 0, 1)
+        if self.stream.slots == 2:
+            self.stream.wait(n)
+            self._start_next(n)
         else:
-            self.copies.arrived(*first, pending=1)
+            self.stream.wait(n, *self.first, pending=1)
 
     def first_read(self, n):
         """Marks the first pair as read, and waits until the second pair has arrived."""
-        if self.slots == 1:
-            self.copies.arrived(*self._of(n)[1])
-            self._follow(n, 0)
+        if self.stream.slots == 1:
+            self.stream.wait(n, *self.second)
+            self._start_next(n, *self.first)
 
     def second_read(self, n):
         """Marks the second pair as read."""
-        if self.slots == 1 and self.several:
-            self.copies.meet()
-            self._follow(n, 1)
-
-    def end(self):
-        """Waits, after the loop, for what was started for a step that does not exist."""
-        self.copies.arrived()
+        if self.stream.slots == 1 and self.several:
+            self.stream.copies.meet()
+            self._start_next(n, *self.second)
 
 
 class Given(NamedTuple):

@@ -23,7 +23,7 @@ from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_vector
-from ...common.smem_tiles import Copy
+from ...common.smem_tiles import Copy, Stream
 from ...common.tile_range import Steps, key_blocks, query_blocks
 from ...tiling import LinesSmem, ScoreLines
 from ..arrays import BackwardArrays
@@ -71,16 +71,18 @@ class LineSums(Terms):
         *out, smem = refs
         cta = self.place(gmem, smem)
         own = self.own(cta)
-        passing = Pairs(self.copies, self.tile.slots, functools.partial(self.tiles, cta))
+        names, load = ("first", "second"), functools.partial(self.load, cta)
+        stream = Stream(self.copies, names, self.tile.slots, load)
+        passing = Pairs(stream, names[:1], names[1:])
         self.copies.start(*own)
-        passing.start()
+        passing.prologue()
         held = self.inputs.hold(gmem.side, self.at(cta, 0)), self.vectors(cta, 0)
-        self.copies.arrived(*own, pending=passing.groups)
+        self.copies.arrived(*own, pending=len(passing.groups))
         cta = cta._replace(passing=passing, held=held)
         start = tuple(softmax.none(self.tile.rows, self.interpret) for _ in self.names)
         step = functools.partial(self.step, cta)
         sums = cta.steps.fold(step, start, hides_end=not self.interpret)
-        passing.end()
+        stream.end()
         rows = pl.ds(cta.block * self.tile.rows, self.tile.rows)
         for ref, total in zip(out, sums, strict=True):
             ref[cta.batch, cta.head, rows] = softmax.joined(total, self.interpret)
@@ -118,13 +120,13 @@ class LineSums(Terms):
         row = cta.block * self.tile.rows
         return Copy(first, cta.smem.first, row, limit), Copy(second, cta.smem.second, row, limit)
 
-    def tiles(self, cta: LineCta, n, slot):
-        """Returns the copies of the n-th step's two tiles of columns, in a tuple each."""
+    def load(self, cta: LineCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of one of the n-th step's two tiles of columns."""
         step, (_, (first, second, length)) = cta.steps[n], self.sources(cta)
-        column = step.block * self.tile.columns
         limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
-        of = lambda array, tile: (Copy(array, tile.at[slot], column, limit),)
-        return of(first, cta.smem.passing_first), of(second, cta.smem.passing_second)
+        source = first if name == "first" else second
+        tile = getattr(cta.smem, f"passing_{name}").at[slot]
+        return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
     def at(self, cta: LineCta, block) -> Place:
         """Returns the place of the tile of scores of a block of columns."""
@@ -140,7 +142,7 @@ class LineSums(Terms):
     def step(self, cta: LineCta, n, sums, *, masked: bool):
         """Returns the sums with one tile's share added."""
         block, smem, passing = cta.steps[n].block, cta.smem, cta.passing
-        place, slot = self.at(cta, block), passing.slot(n)
+        place, slot = self.at(cta, block), passing.stream.slot(n)
         held, of_rows = cta.held
         inputs = self.inputs.read(held, cta.gmem.side, place, ids=masked)
         lse, delta = self.vectors(cta, block) if self.q_axis else of_rows

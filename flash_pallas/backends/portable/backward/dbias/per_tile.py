@@ -42,7 +42,7 @@ from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
-from ...common.smem_tiles import Copies, Copy
+from ...common.smem_tiles import Copies, Copy, Stream
 from ...common.team import Team
 from ...common.threads import where
 from ...tiling import ENOUGH_BLOCKS, PIECE, ScoreTiles, TilesSmem
@@ -98,8 +98,10 @@ class TileSums(Terms):
         cta = self.place(gmem, bias, smem)
         copies = Copies(self.interpret, cta.team)
         several = sharing(self.problem) > 1
-        passing = Pairs(copies, self.tile.slots, functools.partial(self.tiles, cta), several)
-        passing.start()
+        names, load = ("q", "k", "do", "v"), functools.partial(self.load, cta)
+        stream = Stream(copies, names, self.tile.slots, load)
+        passing = Pairs(stream, names[:2], names[2:], several)
+        passing.prologue()
         cta = cta._replace(passing=passing)
         kept = None
         if self.tile.keep_bias:
@@ -107,7 +109,7 @@ class TileSums(Terms):
         zeros = tuple(self.products.zeros(self.tile.rows, size) for _, size in self.pieces)
         step = functools.partial(self.step, cta, kept)
         sums = lax.fori_loop(jnp.int32(0), cta.members.total, step, zeros)
-        passing.end()
+        stream.end()
         target = out.at[divide(cta.own.part, self.problem.bias_shape[1])]  # [parts * Bb, N1]
         for piece, total in zip(self.pieces, sums, strict=True):
             place = self.at(cta, 0, 0, piece)
@@ -122,23 +124,21 @@ class TileSums(Terms):
         members = members_of(self.problem, own, self.parts, size)
         return TileCta(gmem, bias.at[bias_place(self.problem, own)], smem, team, own, members)
 
-    def tiles(self, cta: TileCta, n, slot):
-        """Returns the copies of the n-th step: (Q and K, dO and V)."""
-        (batch, head), gmem, smem = cta.members[n], cta.gmem, cta.smem
+    def load(self, cta: TileCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of a tile of the n-th step."""
+        (batch, head), gmem = cta.members[n], cta.gmem
         exists = n < cta.members.total
         batch = jnp.where(exists, batch, jnp.int32(0))
         head = jnp.where(exists, head, jnp.int32(0))
-        kv_head = lax.div(jnp.int32(head), jnp.int32(self.problem.group))
-        until = lambda length: jnp.where(exists, jnp.int32(length), jnp.int32(0))
-        row, column = cta.own.q_block * self.tile.rows, cta.own.kv_block * self.tile.columns
-        q_limit = until(gmem.q_length(self.problem, batch))
-        kv_limit = until(gmem.kv_length(self.problem, batch))
-        of_q = lambda array, tile: Copy(array.at[batch, :, head], tile.at[slot], row, q_limit)
-        of_k = lambda array, tile: Copy(
-            array.at[batch, :, kv_head], tile.at[slot], column, kv_limit
-        )
-        first = of_q(gmem.q, smem.q), of_k(gmem.k, smem.k)
-        return first, (of_q(gmem.do, smem.do), of_k(gmem.v, smem.v))
+        if name in ("q", "do"):
+            first, length = cta.own.q_block * self.tile.rows, gmem.q_length(self.problem, batch)
+        else:
+            head = lax.div(jnp.int32(head), jnp.int32(self.problem.group))
+            first = cta.own.kv_block * self.tile.columns
+            length = gmem.kv_length(self.problem, batch)
+        limit = jnp.where(exists, jnp.int32(length), jnp.int32(0))
+        source = getattr(gmem, name).at[batch, :, head]
+        return (Copy(source, getattr(cta.smem, name).at[slot], first, limit),)
 
     def at(self, cta: TileCta, batch, head, piece) -> Place:
         """Returns the place of a piece: some columns of this warpgroup's scores of a member."""
@@ -155,7 +155,7 @@ class TileSums(Terms):
         """Returns the sums with one member's share added."""
         gmem, smem, passing = cta.gmem, cta.smem, cta.passing
         batch, head = cta.members[n]
-        place, slot = self.at(cta, batch, head, self.pieces[0]), passing.slot(n)
+        place, slot = self.at(cta, batch, head, self.pieces[0]), passing.stream.slot(n)
         rows = batch, head, place.rows
         lse, delta = (load_vector(x.at[rows], 0) for x in (gmem.lse, gmem.delta))
         held = self.inputs.hold(gmem.side, place)

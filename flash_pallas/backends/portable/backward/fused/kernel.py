@@ -35,15 +35,14 @@ from ....gpu.launch import launch
 from ... import tiling
 from ...common.auxiliary_inputs import load_vector
 from ...common.grid import Grid
-from ...common.smem_tiles import Copies, Copy, Vector
+from ...common.smem_tiles import Copies, Copy, Stream, Vector
 from ...common.team import Team
 from ...common.threads import THREADS
 from ...common.tile_range import Step
-from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, fused_width
+from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
 from ..arrays import DELTA, LSE, BackwardArrays
 from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
 from .dq_sums import DqSums, narrowed
-from .loads import Passing, Slot
 
 # Of a thread: those of dV or dK, P and dP together, from which on P is not held. ptxas has 255.
 MOST_REGISTERS = 224
@@ -105,17 +104,18 @@ class FusedKernel(KvStationary):
 
     def with_stream(self, cta: KvStationaryCta) -> KvStationaryCta:
         """Returns `cta` with the stream of its Q tiles."""
-        passing = Passing(cta.copies, cta.smem.passing, functools.partial(self.arriving, cta))
-        return cta._replace(stream=passing)
+        names, load = ("q", "do", "rows"), functools.partial(self.load, cta)
+        return cta._replace(stream=Stream(cta.copies, names, self.tile.slots, load))
 
-    def arriving(self, cta: KvStationaryCta, n, slot: Slot) -> tuple[Copy | Vector, ...]:
-        """Returns the copies of the n-th step: Q, dO, and LSE (warpgroup 0) or delta (1)."""
-        tiles, step, rank = self.tiles(cta, n), cta.steps[n], cta.copies.team.rank
-        to = lambda source, which: Copy(source, slot.tiles.at[which], tiles.row, tiles.limit)
+    def load(self, cta: KvStationaryCta, name: str, n, slot) -> tuple[Copy | Vector]:
+        """Returns a copy of the n-th step: of Q, of dO, or of LSE (warpgroup 0) or delta (1)."""
+        step, rank, arriving = cta.steps[n], cta.copies.team.rank, cta.smem.passing.at(slot)
+        if name != "rows":
+            tile = arriving.tiles.at[OF_K if name == "q" else OF_V]
+            return (self.arriving(cta, name, n, tile),)
         source = cta.gmem.rows.at[cta.batch, self.head(cta, step), rank]
         count = jnp.where(step.exists, jnp.int32(self.tile.columns), jnp.int32(0))
-        rows = Vector(source, slot.rows.at[rank], tiles.row, count)
-        return to(tiles.first, OF_K), to(tiles.second, OF_V), rows
+        return (Vector(source, arriving.rows.at[rank], step.block * self.tile.columns, count),)
 
     def step(self, cta: KvStationaryCta, dq, n, total, *, masked: bool):
         """Computes the five matmuls of a Q tile; returns dV or dK with the tile's share added."""
@@ -125,7 +125,9 @@ class FusedKernel(KvStationary):
         cta.copies.meet()
         weights, tile = smem.weights.at[team.rank], slot.tiles.at[team.rank]
         total = self.products.add_part(total, weights, tile, 0, self.grid)
-        cta.stream.read(n)
+        if self.tile.slots == 1:
+            cta.copies.meet()
+            cta.stream.start(n + 1)
         sums = self.dq_sums
         zeros = self.products.zeros(*sums.part, sums.grid)
         column = team.rank * sums.part[1]
@@ -140,12 +142,13 @@ class FusedKernel(KvStationary):
         first, count = cta.copies.team.part(self.tile.columns)
         place, weights = self.at(cta, step, (first, count)), cta.smem.weights
         inputs = self.modifiers(cta, place, masked=masked)
-        cta.stream.begin(n)
-        slot = cta.stream.slot(n)
+        cta.stream.wait(n)
+        slot = cta.smem.passing.at(cta.stream.slot(n))
         q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
         of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
         s = self.scores(cta, place, q)
-        cta.stream.ahead(n)
+        if self.tile.slots == 2:
+            cta.stream.start(n + 1)
         w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked)
         put_p = functools.partial(cta.copies.put, tile=weights.at[OF_V], column=first)
         if self.rereads:

@@ -22,11 +22,10 @@ from ....gpu import modifiers, score_tile
 from ....gpu.launch import launch
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, load_vector
-from ...common.smem_tiles import widths
-from ...tiling import DkvSmem, TileSizes
+from ...common.smem_tiles import Copy, Stream, widths
+from ...tiling import SLOTS, DkvSmem, TileSizes
 from ..arrays import BackwardArrays
 from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
-from .loads import Stream
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
 
@@ -51,10 +50,10 @@ class DkvKernel(KvStationary):
         own = self.own(cta)
         if "dk" not in self.wanted:  # dP wants V
             own = own[:1]
-        coming = lambda n: self.tiles(self.anew(cta), n)
-        stream = Stream(self.copies, smem.q, smem.do, coming)
+        stream = Stream(self.copies, ("q", "do"), SLOTS, functools.partial(self.load, cta))
         self.copies.start(*own)
-        stream.start()
+        stream.start(0, "q")
+        stream.start(0, "do")
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream)
         zeros = functools.partial(self.products.zeros, self.tile.rows)
@@ -64,20 +63,26 @@ class DkvKernel(KvStationary):
         stream.end()
         self.finish(cta, out, sums)
 
+    def load(self, cta: KvStationaryCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of the Q or dO tile of the n-th step."""
+        tile = cta.smem.q.at[slot] if name == "q" else cta.smem.do
+        return (self.arriving(self.anew(cta), name, n, tile),)
+
     def step(self, cta: KvStationaryCta, n, sums: GradientSums, *, masked: bool) -> GradientSums:
         """Returns the sums with the share of one Q tile added."""
         # Not all of `anew`, which costs 16 to 28 bytes of spills here on 10.0.
         batch, kv_head = lax.optimization_barrier((cta.batch, cta.kv_head))
         cta = cta._replace(batch=batch, kv_head=kv_head)
-        place, q = self.at(cta, cta.steps[n]), cta.stream.slot(n)
+        place, q = self.at(cta, cta.steps[n]), cta.smem.q.at[cta.stream.slot(n)]
         rows = place.batch, place.head, place.columns
         inputs = self.modifiers(cta, place, masked=masked)
         lse = load_vector(cta.gmem.lse.at[rows], 1)
-        cta.stream.begin(n)
+        cta.stream.wait(n, "q", pending=1)
+        cta.stream.start(n + 1, "q")
         s = self.scores(cta, place, q)
         delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
         w = self.weights(cta, place, s, lse, inputs, masked=masked)
-        cta.stream.second_arrived(n)
+        cta.stream.wait(n, "do", pending=1)
         dk, dv, ds = sums.dk, sums.dv, None
         if dk is not None:
             dp = self.weight_gradients(cta, place, cta.smem.do)
@@ -85,7 +90,8 @@ class DkvKernel(KvStationary):
         if dv is not None:
             p = score_tile.dropped(self.problem, w).astype(self.problem.dtype)
             dv = self.products.add(dv, p, cta.smem.do)
-        cta.stream.second_read(n)
+        cta.copies.meet()
+        cta.stream.start(n + 1, "do")
         if dk is not None:
             dk = self.products.add(dk, ds, q)
         return GradientSums(dk, dv)

@@ -25,11 +25,10 @@ from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
 from ...common.kernel import Kernel
-from ...common.smem_tiles import Copy, widths
+from ...common.smem_tiles import Copy, Stream, widths
 from ...common.tile_range import Steps, key_blocks
-from ...tiling import DqSmem, TileSizes
+from ...tiling import SLOTS, DqSmem, TileSizes
 from ..arrays import BackwardArrays
-from .loads import Stream, Tiles
 
 
 class DqRows(NamedTuple):
@@ -82,9 +81,10 @@ class DqKernel(Kernel):
         limit = gmem.q_length(self.problem, cta.batch)
         of = lambda array: array.at[cta.batch, :, cta.head]
         own = Copy(of(gmem.q), smem.q, first, limit), Copy(of(gmem.do), smem.do, first, limit)
-        stream = Stream(self.copies, smem.k, smem.v, functools.partial(self.tiles, cta))
+        stream = Stream(self.copies, ("k", "v"), SLOTS, functools.partial(self.load, cta))
         self.copies.start(*own)
-        stream.start()
+        stream.start(0, "k")
+        stream.start(0, "v")
         rows = self.rows(cta)
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
@@ -109,14 +109,15 @@ class DqKernel(Kernel):
         blocks = key_blocks(self.problem, at, position, tile, gmem.bounds, length)
         return DqCta(gmem, smem, batch, head, block, position, Steps.of(blocks))
 
-    def tiles(self, cta: DqCta, n) -> Tiles:
-        """Returns the K and V tiles of the n-th step, in device memory."""
+    def load(self, cta: DqCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of the K or V tile of the n-th step."""
+        tile = cta.smem.k.at[slot] if name == "k" else cta.smem.v
         step = cta.steps[n]
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
-        of = lambda array: array.at[cta.batch, :, kv_head]
+        source = getattr(cta.gmem, name).at[cta.batch, :, kv_head]
         length = cta.gmem.kv_length(self.problem, cta.batch)
         limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
-        return Tiles(of(cta.gmem.k), of(cta.gmem.v), step.block * self.tile.columns, limit)
+        return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
     def rows(self, cta: DqCta) -> DqRows:
         """Loads what is read of the queries once: LSE, delta and the inputs of modifiers."""
@@ -137,13 +138,16 @@ class DqKernel(Kernel):
         block = cta.steps[n].block
         zeros = self.products.zeros(*self.at(cta, block).shape)
         inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
-        cta.stream.begin(n)
-        s = self.products.add(zeros, cta.smem.q, cta.stream.slot(n), transposed=True)
-        cta.stream.second_arrived(n)
+        k = cta.smem.k.at[cta.stream.slot(n)]
+        cta.stream.wait(n, "k", pending=1)
+        cta.stream.start(n + 1, "k")
+        s = self.products.add(zeros, cta.smem.q, k, transposed=True)
+        cta.stream.wait(n, "v", pending=1)
         dp = self.products.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
-        cta.stream.second_read(n)
+        self.copies.meet()
+        cta.stream.start(n + 1, "v")
         ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
-        return self.products.add(dq, ds.astype(self.problem.dtype), cta.stream.slot(n))
+        return self.products.add(dq, ds.astype(self.problem.dtype), k)
 
     def score_gradients(self, cta: DqCta, block, inputs, products, *, masked: bool):
         """Computes dS of one tile, f32."""
