@@ -16,7 +16,7 @@ from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs,
 from ..gpu.launch import refusal
 from . import tiling
 from . import tiling as tiles
-from .backward.arrays import BackwardArrays
+from .backward.base import BackwardArrays
 from .backward.dbias.kernel import scores
 from .backward.fused.kernel import fused
 from .backward.split.dkv import dkv

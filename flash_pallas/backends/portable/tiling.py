@@ -19,10 +19,8 @@ from ...core.problem import Problem
 from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
-from .backward.fused.dq_sums import DqSums
-from .common.grid import Grid
+from .common.mma import Grid
 from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE, buffer, widths
-from .forward.pv import Exchange
 
 WARPGROUPS = 2  # of the fused backward
 WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
@@ -31,6 +29,13 @@ OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
 # so its next tile goes to another slot. dO or V is free before the last matmul, which hides the
 # copy of its next tile.
 SLOTS = 2
+
+
+class Exchange(NamedTuple):
+    """Shared memory that P passes through in the forward."""
+
+    weights: Any  # [rows, columns]
+    factors: Any  # f32[rows], of O
 
 
 class ForwardSmem(NamedTuple):
@@ -77,7 +82,7 @@ class FusedSmem(NamedTuple):
     own: Any  # [2, rows, width]: V and K, in the end dV and dK
     passing: Slot  # [slots, ...]: dO and Q
     weights: Any  # [2, rows, columns]: P^T without what dropout drops, and dS^T
-    dq: Any = None  # see DqSums.scratch
+    dq: Any = None  # f32[2, columns, width / 2]; only under the interpreter, see DqSums.add
     met: Any = None  # see Team
 
     @property
@@ -101,7 +106,7 @@ class LinesSmem(NamedTuple):
 
 
 class TilesSmem(NamedTuple):
-    """Shared memory of backward/dbias/per_tile.py."""
+    """Shared memory of dbias.TileSums."""
 
     q: Any  # [slots, rows, H]
     k: Any  # [slots, columns, H]
@@ -123,7 +128,8 @@ def forward_layout(problem: Problem, tile: TileSizes) -> ForwardSmem:
     width, v_width = widths(problem)
     exchange = None
     if tile.shared_weights:
-        exchange = Exchange.scratch(tile.rows, tile.columns, problem.dtype)
+        weights = buffer((tile.rows, tile.columns), problem.dtype)
+        exchange = Exchange(weights, plgpu.SMEM((tile.rows,), jnp.float32))
     return ForwardSmem(
         q=buffer((tile.rows, max(width, v_width)), problem.dtype),
         k=buffer((tile.slots, tile.columns, width), problem.dtype),
@@ -162,7 +168,7 @@ def fused_width(problem: Problem) -> int:
 def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) -> FusedSmem:
     """Returns the shared memory to allocate for a CTA of the fused backward."""
     dtype, width = problem.dtype, fused_width(problem)
-    sums = DqSums(tile.columns, width, tile.vector, interpret)
+    dq = plgpu.SMEM((WARPGROUPS, tile.columns, width // WARPGROUPS), jnp.float32)
     return FusedSmem(
         own=buffer((WARPGROUPS, tile.rows, width), dtype),
         passing=Slot(
@@ -170,13 +176,13 @@ def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) ->
             rows=plgpu.SMEM((tile.slots, WARPGROUPS, tile.columns), jnp.float32),
         ),
         weights=buffer((WARPGROUPS, tile.rows, tile.columns), dtype),
-        dq=sums.scratch(),
+        dq=dq if interpret else None,
         met=plgpu.Barrier(num_arrivals=WARPGROUPS) if interpret else None,
     )
 
 
 def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
-    """Returns the shared memory to allocate for a CTA of backward/dbias/per_line.py."""
+    """Returns the shared memory to allocate for a CTA of dbias.LineSums."""
     width, v_width = widths(problem)
     of = lambda *shape: buffer(shape, problem.dtype)
     return LinesSmem(
@@ -188,7 +194,7 @@ def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
 
 
 def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
-    """Returns the shared memory to allocate for a CTA of backward/dbias/per_tile.py."""
+    """Returns the shared memory to allocate for a CTA of dbias.TileSums."""
     width, v_width = widths(problem)
     of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
     meets = interpret and tile.warpgroups > 1
@@ -440,7 +446,7 @@ def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | Score
 
 
 def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
-    """Chooses the sizes of backward/dbias/per_tile.py for `choose_scores`."""
+    """Chooses the sizes of dbias.TileSums for `choose_scores`."""
     limit, plain = max(widths(problem)), _sums_are_plain(problem)
     table = _SCORE_TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
@@ -454,7 +460,7 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
 
 
 def choose_lines(problem: Problem, shared: int) -> ScoreLines:
-    """Chooses the sizes of backward/dbias/per_line.py for `choose_scores`."""
+    """Chooses the sizes of dbias.LineSums for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
     shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
@@ -503,9 +509,9 @@ class TileSizes:
     Attributes:
         rows: rows of a CTA of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
         columns: what streams by in a step, a multiple of 16: keys, or queries in the dK/dV kernel.
-        slots: number of K tiles, and of V tiles, that the forward buffers (forward/loads), 1 or 2;
-            1 in other kernels.
-        shared_weights: P goes through shared memory (forward/pv.py); only in the forward.
+        slots: number of K tiles, and of V tiles, that the forward buffers, 1 or 2; 1 in other
+            kernels.
+        shared_weights: P goes through shared memory (forward.SharedWeights); only in the forward.
     """
 
     rows: int

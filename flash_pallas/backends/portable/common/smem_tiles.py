@@ -31,12 +31,126 @@ from ....core.integers import round_up
 from ....core.problem import Problem
 from ...gpu import inline
 from ...gpu.inline import i32_constant, opaque, splat
-from .grid import WGMMA, Grid, get_body, put_body
-from .team import Team
-from .threads import THREADS, assembly, device_address, less, linear, shared_address, thread, where
+
+# --- threads, addresses and inline PTX -----------------------------------------------------------
+
+THREADS = 128  # of a warpgroup
+WARP = 32
+
+
+def thread():
+    """Returns the i32 index of this thread in its warpgroup, hidden from the compiler.
+
+    Addresses computed from it are therefore computed again in every step: those of all copies and
+    products of a step would take 20 to 40 registers.
+    """
+    return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
+
+
+def shared_address(ref):
+    """Returns the i32 address at which a ref of shared memory starts."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def device_address(ref, index, size: int):
+    """Returns the i64 address of element `index` (i32) of a ref of device memory.
+
+    Args:
+        ref: of device memory.
+        index: i32.
+        size: bytes of an element.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    return linear(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), (index, size))
+
+
+def linear(base, *terms):
+    """Computes base + x * factor summed over all terms, in the type of the base; x is i32."""
+    for x, factor in terms:
+        if x.type != base.type:
+            x = arith.extsi(base.type, x)
+        factor = arith.constant(base.type, factor)
+        base = arith.addi(base, arith.muli(x, factor))
+    return base
+
+
+def less(x, y):
+    """Returns the i1 x < y, signed."""
+    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+
+
+def where(condition, run):
+    """Emits run() for threads for which the i1 holds; None: for all threads."""
+    if condition is None:
+        run()
+        return
+    with ir.InsertionPoint(scf.IfOp(condition).then_block):
+        run()
+        scf.yield_([])
+
+
+def assembly(code: str, constraints: str, *operands):
+    """Emits PTX that has no result."""
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)
+
+
+# --- tiles, and copies by all warpgroups of a CTA ------------------------------------------------
+
+
+class Team(NamedTuple):
+    """All warpgroups of a CTA, as one of them sees them.
+
+    Attributes:
+        interpret: run by the interpreter.
+        size: number of warpgroups.
+        rank: index of this warpgroup.
+        met: an mbarrier at which all of them arrive. The interpreter has no named barriers.
+    """
+
+    interpret: bool
+    size: int = 1
+    rank: Any = 0
+    met: Any = None
+
+    def meet(self, bit=None) -> Any:
+        """Waits until all warps of all warpgroups have arrived here.
+
+        Args:
+            bit: i32, uniform over a warp; only with one warpgroup. If given, the result is 1 if
+                some warp arrived with a nonzero bit.
+        """
+        if bit is not None:
+            if self.size > 1:
+                raise AssertionError("warps of one warpgroup agree on a bit, no others")
+            return inline.barrier_any(inline.FIRST_NAMED_BARRIER, 128, bit, self.interpret)
+        if self.size == 1:
+            inline.warpgroup_barrier(self.interpret)
+        elif self.interpret:
+            plgpu.barrier_arrive(self.met)
+            plgpu.barrier_wait(self.met)
+        else:
+            inline.named_barrier("sync", inline.FIRST_NAMED_BARRIER, 128 * self.size)
+        return None
+
+    def part(self, count: int):
+        """Returns (start, size) of this warpgroup's share of `count` rows or columns."""
+        size = count // self.size
+        return self.rank * size, size
+
+    def rows(self, tile):
+        """Returns (first row, ref) of this warpgroup's share of a tile."""
+        if self.size == 1:
+            return 0, tile
+        first, size = self.part(tile.shape[0])
+        return first, tile.at[pl.ds(first, size)]
+
 
 UNIT = 16  # bytes that a thread copies at once
 UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
+DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units
+VECTOR_UNIT = 4  # f32 in 16 bytes
 
 
 def buffer(shape, dtype):
@@ -74,6 +188,22 @@ class Copy(NamedTuple):
     limit: Any
 
 
+class Vector(NamedTuple):
+    """Elements `first` to `first + count` of an array, which a warpgroup copies alone.
+
+    Attributes:
+        source: f32[length] in device memory, which starts at a multiple of 16 bytes.
+        tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
+        first: int32, a multiple of 4.
+        count: int32: `size`, or 0 to copy nothing.
+    """
+
+    source: Any
+    tile: Any
+    first: Any
+    count: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Copies:
     """Copies between device memory and tiles, by all threads of a CTA.
@@ -99,7 +229,7 @@ class Copies:
                 copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
             else:
                 vector = isinstance(copy, Vector)
-                _call(start_body if vector else self._body(_start_body), *copy)
+                _call(_start_vector_body if vector else self._body(_start_body), *copy)
         if self.interpret:
             return
         plgpu.inline_mgpu()(_commit_body)()
@@ -138,35 +268,6 @@ class Copies:
     def meet(self, bit=None):
         """Waits until all warps have arrived here; see Team.meet."""
         return self.team.meet(bit)
-
-    def put(self, values, tile, column=0, grid: Grid = WGMMA):
-        """Writes an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
-
-        Args:
-            values: f32[rows, up to so many columns] in registers.
-            tile: the target.
-            column: column of the tile where the first column of the values goes.
-            grid: arrangement of the warps of the accumulator `values`.
-        """
-        values = values.astype(tile.dtype)
-        if self.interpret:
-            tile[:, pl.ds(column, values.shape[1])] = values
-            return
-        body = functools.partial(put_body, grid)
-        scalar = plgpu.Layout.WG_SPLAT
-        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))(body)
-        run(values, tile, jnp.int32(column))
-
-    def get(self, shape, tile, column=0):
-        """Loads the values of `put`, f32; every thread must have written those that it reads."""
-        if self.interpret:
-            return tile[:, pl.ds(column, shape[1])].astype(jnp.float32)
-        body = functools.partial(get_body, shape, inline.WGMMA.to_mgpu())
-        run = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
-            return_type=plgpu.ShapeDtypeStruct(shape, tile.dtype, inline.WGMMA),
-        )(body)
-        return run(tile, jnp.int32(column)).astype(jnp.float32)
 
     def store(self, tile, target, first, limit):
         """Copies a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
@@ -350,26 +451,7 @@ def _store_body(hides_offset: bool, _, target, tile, first, limit):
             scf.yield_([])
 
 
-VECTOR_UNIT = 4  # f32 in 16 bytes
-
-
-class Vector(NamedTuple):
-    """Elements `first` to `first + count` of an array, which a warpgroup copies alone.
-
-    Attributes:
-        source: f32[length] in device memory, which starts at a multiple of 16 bytes.
-        tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
-        first: int32, a multiple of 4.
-        count: int32: `size`, or 0 to copy nothing.
-    """
-
-    source: Any
-    tile: Any
-    first: Any
-    count: Any
-
-
-def start_body(_, source, tile, first, count):
+def _start_vector_body(_, source, tile, first, count):
     """Issues the copy with a predicate: no surrounding code would be moved across a branch."""
     element = arith.muli(thread(), i32_constant(VECTOR_UNIT))
     to = linear(shared_address(tile), (element, 4))
@@ -377,7 +459,3 @@ def start_body(_, source, tile, first, count):
     copy = "cp.async.cg.shared.global [$0], [$1], 16;"
     code = f"{{ .reg .pred p; setp.lt.s32 p, $2, $3; @p {copy} }}"
     assembly(code, "r,l,r,r", to, of, element, splat(count))
-
-
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units

@@ -39,11 +39,9 @@ from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import load_vector
-from ..common.kernel import Kernel
-from ..common.smem_tiles import Copy, widths
+from ..common.kernel import Kernel, Steps
+from ..common.smem_tiles import Copy, where, widths
 from ..common.softmax import Online, Rows, per_row
-from ..common.threads import where
-from ..common.tile_range import Steps
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
 
 
@@ -211,7 +209,7 @@ class DecodeKernel(Kernel):
 
     def step(self, cta: DecodeCta, held: QueryFragments, n, rows: Rows, *, masked: bool) -> Rows:
         """Folds one KV block into the rows."""
-        # Both before the wait, which page ids that both need would not outlive in registers.
+        # Both before the wait, so that a page id is loaded once for K and V.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)

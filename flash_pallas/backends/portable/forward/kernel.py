@@ -1,41 +1,48 @@
 """Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
 
 A CTA of four warps owns a Q tile of one head and folds the KV blocks that it sees into O, which
-stays in registers. loads.py says when tiles of K and V are copied.
+stays in registers.
 
     S = Q K^T, softmax in registers, O += P V
+
+With one slot each for tiles of K and V, V is in flight while S is computed and the next K while O
+is, and all warps meet twice a step. With two, both are in flight for a whole step and warps meet
+once; the room of a second tile of each is what a second CTA on the SM may need.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ....core import bounds, dropout, scores, softmax
 from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
 from ...gpu import inline, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
+from ...gpu.inline import ROWS, at, fragmented, i32_constant
 from ...gpu.launch import launch
 from ...gpu.online_softmax import LOWEST, far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
-from ..common.grid import Grid
-from ..common.kernel import Kernel
-from ..common.smem_tiles import Copy, Stream, widths
-from ..common.softmax import SLACK, Online, Rows, Weighed
-from ..common.tile_range import Steps, key_blocks
-from ..tiling import ForwardSmem, TileSizes
-from .pv import OwnRows, SharedWeights
+from ..common.kernel import Kernel, Steps, key_blocks
+from ..common.mma import WGMMA, Grid
+from ..common.smem_tiles import WARP, Copy, Stream, assembly, linear, shared_address, thread, widths
+from ..common.softmax import SLACK, Online, Rows, Weighed, per_row
+from ..tiling import Exchange, ForwardSmem, TileSizes
 
 
 class ForwardArrays(NamedTuple):
@@ -301,3 +308,140 @@ def grid(problem: Problem, blocks: int) -> dict[str, int]:
     if mask.right is not None and mask.left is None:
         return {"batch": problem.batch, "q": blocks, **heads}
     return {"batch": problem.batch, **heads, "q": blocks}
+
+
+# --- two ways for P to reach the warps that accumulate O += P V ----------------------------------
+# Reads of shared memory dominate a step of a wide head: every warp loads its own operands. A warp
+# that has 16 rows of P in registers and accumulates all columns of O for them reads all of V.
+# Through shared memory any warp can have any rows: with 64 rows and 256 columns a warp has all rows
+# and a quarter of the columns, and reads 16 KB instead of 32 KB for a matmul of 64 keys (mma.Grid).
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows(Kernel):
+    """Accumulation with P in registers: the warp of a row's scores has all of its columns of O."""
+
+    interpret: bool
+
+    def zeros(self, rows: int, columns: int):
+        """Returns O before the first KV block."""
+        return self.products.zeros(rows, columns)
+
+    def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
+        """Adds a KV block whose scores are known.
+
+        Args:
+            rows: the rows so far.
+            weigh: computes the weights from the scores.
+            wait: waits for V; see ForwardKernel.wait_for_v.
+            v: the V tile, [columns, Hv] in shared memory.
+        """
+        wait()
+        found = weigh(rows)
+        rows = Online.rescaled(rows, found)
+        return rows._replace(o=self.products.add(rows.o, found.p, v))
+
+    def put(self, o, inverse, tile):
+        """Writes O times one factor per row to shared memory, in 16 bits."""
+        self.products.put(o * per_row(inverse, o.shape), tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedWeights(Kernel):
+    """Accumulation with P in shared memory: parts of O are as square as they can be.
+
+    Attributes:
+        exchange: shared memory that P passes through.
+        grid: arrangement of the warps over O.
+        interpret: run under the interpreter.
+    """
+
+    exchange: Exchange
+    grid: Grid
+    interpret: bool
+
+    def zeros(self, rows: int, columns: int):
+        """Returns O before the first KV block; see OwnRows."""
+        return self.products.zeros(rows, columns, self.grid)
+
+    def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
+        """Adds a KV block whose scores are known; see OwnRows.
+
+        All warps meet when V has arrived, and with the same barrier tell each other whether a row
+        max grew. P is in shared memory by then, and is overwritten only after the next barrier.
+        """
+        found, exchange = weigh(rows), self.exchange
+        alpha = found.alpha()
+        self.products.put(found.p, exchange.weights)
+        put_rows(alpha, exchange.factors, self.interpret)
+        grew = wait(found.grew)
+
+        def rescaled():
+            return self._scaled(rows.o)
+
+        o = lax.cond(grew > 0, rescaled, lambda: rows.o)
+        o = self.products.add_part(o, exchange.weights, v, 0, self.grid)
+        return Rows(o, found.maxima, rows.l * alpha + found.sums)
+
+    def put(self, o, inverse, tile):
+        """Writes O times one factor per row to shared memory, in 16 bits; see OwnRows."""
+        put_rows(inverse, self.exchange.factors, self.interpret)
+        self.copies.meet()
+        self.products.put(self._scaled(o), tile, 0, self.grid)
+
+    def _scaled(self, o):
+        """Returns O times the factors in shared memory."""
+        get = get_rows(self.exchange.factors, o.shape[0], self.grid, self.interpret)
+        return o * per_row(get, o.shape)
+
+
+def put_rows(values, to, interpret: bool):
+    """Writes f32[rows] in the layout ROWS to shared memory."""
+    if interpret:
+        to[...] = values
+        return
+    plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))(_put_body)(values, to)
+
+
+def get_rows(source, rows: int, grid: Grid, interpret: bool):
+    """Loads f32[rows] of the rows of an accumulator of `grid`, in the layout ROWS."""
+    if interpret:
+        return source[...]
+    run: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), jnp.float32, ROWS)
+    )(functools.partial(_get_body, grid, rows, ROWS.to_mgpu()))
+    return run(source)
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+def _put_body(_, values, tile):
+    for index, place in _places(WGMMA, values.shape[0], values.layout, tile):
+        address, offset = place
+        register = at(values.registers[index], 0)
+        assembly(f"st.shared.f32 [$0+{offset}], $1;", "r,f", address, register)
+
+
+def _get_body(grid: Grid, rows: int, layout, _, tile):
+    f32 = ir.F32Type.get()
+    registers = np.empty(layout.registers_shape((rows,)), dtype=object)
+    for index, place in _places(grid, rows, layout, tile):
+        address, offset = place
+        code = f"ld.shared.f32 $0, [$1+{offset}];"
+        found = llvm.inline_asm(f32, [address], code, "=f,r", has_side_effects=True)
+        registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), found)
+    return fragmented(registers, layout)
+
+
+def _places(grid: Grid, rows: int, layout, tile):
+    """Yields (index, (address, bytes)) of each register; the four lanes of a row have the same."""
+    me = thread()
+    row = arith.divui(arith.remui(me, i32_constant(WARP)), i32_constant(4))
+    down, _ = grid.starts(me, 0)
+    row = row if down is None else arith.addi(row, down)
+    address = linear(shared_address(tile), (row, 4))
+    strides = layout.tiling.tile_strides((1,))
+    for index in np.ndindex(*layout.registers_shape((rows,))):
+        label = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        yield index, (address, 4 * grid.row(label))

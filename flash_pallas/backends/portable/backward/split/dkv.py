@@ -24,8 +24,7 @@ from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, load_vector
 from ...common.smem_tiles import Copy, Stream, widths
 from ...tiling import SLOTS, DkvSmem, TileSizes
-from ..arrays import BackwardArrays
-from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
+from ..base import BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
 
@@ -104,7 +103,7 @@ class DkvKernel(KvStationary):
         parts = [(dk, cta.smem.k, out.dk), (dv, cta.smem.v, out.dv)]
         parts = [(values, *places) for values, *places in parts if values is not None]
         for values, staging, _ in parts:
-            cta.copies.put(self.cleared(cta, values), staging)
+            self.products.put(self.cleared(cta, values), staging)
         cta.copies.meet()
         for _, staging, target in parts:
             target = target.at[cta.batch, :, cta.kv_head]

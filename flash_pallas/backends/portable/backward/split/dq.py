@@ -24,11 +24,10 @@ from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
-from ...common.kernel import Kernel
+from ...common.kernel import Kernel, Steps, key_blocks
 from ...common.smem_tiles import Copy, Stream, widths
-from ...common.tile_range import Steps, key_blocks
 from ...tiling import SLOTS, DqSmem, TileSizes
-from ..arrays import BackwardArrays
+from ..base import BackwardArrays
 
 
 class DqRows(NamedTuple):
@@ -93,7 +92,7 @@ class DqKernel(Kernel):
             functools.partial(self.step, cta), zeros, hides_end=not self.interpret
         )
         stream.end()
-        self.copies.put(found * self.problem.spec.scale, smem.q)
+        self.products.put(found * self.problem.spec.scale, smem.q)
         self.copies.meet()
         self.copies.store(smem.q, of(dq), first, self.problem.q_len)
 

@@ -1,8 +1,4 @@
-"""Base of KV-stationary backward kernels: a CTA owns a KV tile and loops over Q tiles.
-
-These are the Q tiles that attend to it, of all query heads that share the keys. Scores are
-transposed: rows are keys.
-"""
+"""Arrays that backward kernels read, and the base of the KV-stationary ones."""
 
 from __future__ import annotations
 
@@ -15,19 +11,83 @@ from jax import lax
 
 from ....core.integers import round_up
 from ....core.mask import Limits
-from ....core.problem import Problem
+from ....core.padding import pad_axis
+from ....core.problem import Cotangents, Operands, Problem
 from ....core.scores import TileInputs
-from ...gpu import score_tile
+from ....core.softmax import EMPTY_ROW
+from ...gpu import auxiliary_arrays, score_tile
+from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
 from ...gpu.score_tile import RegisterTile, Weights
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.kernel import Kernel
+from ..common.kernel import Kernel, Step, Steps, masked_unless, query_blocks
 from ..common.mma import STEP
 from ..common.smem_tiles import Copies, Copy
-from ..common.tile_range import Step, Steps, masked_unless, query_blocks
 from ..tiling import TileSizes
-from .arrays import BackwardArrays
 
-_ENDS_ANEW_FROM = 192  # head dims above; see OwnsKeys.anew
+LSE, DELTA = range(2)  # of BackwardArrays.rows
+
+
+class BackwardArrays(NamedTuple):
+    """Arrays in device memory that a backward kernel reads.
+
+    R is T padded so that no tile reaches past it. The LSE of padded rows is EMPTY_ROW, so that
+    their P is 0.
+    """
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    do: Any  # [B, T, N, Hv]
+    lse: Any  # f32[B, N, R], base 2
+    delta: Any  # f32[B, N, R]: sum of O dO
+    q_offset: Any = None  # int32[B], where problem.traced_offset
+    q_lengths: Any = None  # int32[B]
+    bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
+    side: AuxiliaryGmem = AuxiliaryGmem()
+    shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
+    rows: Any = None  # f32[B, N, 2, R]: LSE and DELTA, in the fused kernel in place of both
+
+    @classmethod
+    def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
+        """Returns the arrays without `bounds` and `side`, of which each kernel has its own."""
+        rows = within_reach(operands.q.shape[1])
+        return cls(
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            do=cotangents.do,
+            lse=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
+            delta=pad_axis(cotangents.delta, 2, rows),
+            q_offset=operands.q_offset,
+            q_lengths=operands.q_lengths,
+            shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
+        )
+
+    def with_side(self, inputs: AuxiliaryInputs, operands: Operands) -> BackwardArrays:
+        """Returns the arrays with `side`: what a kernel reads besides them, and `shift`."""
+        kv_heads = inputs.problem.kv_heads
+        side = auxiliary_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
+        return self._replace(side=side, shift=None)
+
+    def stacked(self) -> BackwardArrays:
+        """Returns the arrays with LSE and delta stacked in `rows`; each warpgroup copies one."""
+        rows = jnp.stack([self.lse, self.delta], axis=2)
+        return self._replace(lse=None, delta=None, rows=rows)
+
+    def offset(self, problem: Problem, batch):
+        """Returns the position of query 0 of a batch entry."""
+        return problem.spec.q_offset if self.q_offset is None else self.q_offset[batch]
+
+    def q_length(self, problem: Problem, batch):
+        """Returns the number of queries of a batch entry."""
+        return problem.q_len if self.q_lengths is None else self.q_lengths[batch]
+
+    def kv_length(self, problem: Problem, batch):
+        """Returns the number of keys of a batch entry."""
+        return problem.kv_len if self.side.kv_lengths is None else self.side.kv_lengths[batch]
+
+
+_ENDS_ANEW_FROM = 192  # head dims above; see KvStationary.anew
 
 
 class GradientSums(NamedTuple):
@@ -51,7 +111,10 @@ class KvStationaryCta(NamedTuple):
 
 
 class KvStationary(Kernel):
-    """Base class of the kernels of dK and dV.
+    """Base class of the kernels of dK and dV: a CTA owns a KV tile and loops over Q tiles.
+
+    These are the Q tiles that attend to it, of all query heads that share the keys. Scores are
+    transposed: rows are keys.
 
     Attributes:
         problem: what is computed.
