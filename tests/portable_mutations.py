@@ -45,8 +45,8 @@ PORTABLE = (
              "self.products.put(ds, weights.at[OF_K], first)",
              "self.products.put(ds, weights.at[OF_K])",
              _portable("window")),
-    Mutation("portable, ragged ends", "backends/portable/forward/kernel.py",
-             "cta.kv_length if ragged else None", "None", _portable("sinks")),
+    Mutation("portable, ragged ends", "backends/portable/common/kernel.py",
+             "length if ragged else None", "None", _portable("sinks")),
     Mutation("portable, heads", "backends/portable/backward/base.py",
              "group + step.member", "group",
              _portable("alibi")),
@@ -91,9 +91,10 @@ PORTABLE = (
              "test_portable_interpreted.py::"
              "test_gradients_of_what_modifies_scores[columns_lengths]"),
     Mutation("portable, gradient of slopes", "backends/portable/backward/dbias/kernel.py",
-             "kv_len = cta.gmem.kv_length(self.problem, cta.batch)", "kv_len = None",
+             "return kv_limits(self.problem, tile, cta.gmem.side.kv_lengths, length)",
+             "return tile.limits(self.problem.spec.mask, None)",
              _portable("alibi")),
-    Mutation("portable, PTX", "backends/portable/backward/dbias/kernel.py",
+    Mutation("portable, PTX", "backends/portable/common/mma.py",
              "i32_constant(width - right)",
              "i32_constant(width)", "test_portable_ptx.py::test_a_sum_is_written"),
 )  # fmt: skip

@@ -301,7 +301,7 @@ def test_partial_results_of_decoding(machine, columns, first):
     values = draw(6, 64, 128, dtype=np.float32)
     target = np.zeros((2, 90, columns), np.float32)
     ref = machine.array(target, lambda x: x[1])
-    decode_kernel._store_body(None, Tile.of(values), ref, np.int64(first))
+    mma._store_body(4, True, None, Tile.of(values), ref, np.int64(first), np.int64(0))
     expected = np.zeros_like(target)
     count = min(64, 90 - first)
     expected[1, first : first + count] = values[:count, :columns]
@@ -315,7 +315,8 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
     values = draw(8, 64, 48, dtype=dtype)
     target = np.zeros((2, 90, columns), dtype)
     ref = machine.array(target, lambda x: x[1])
-    dbias_kernel._store_body(dtype.itemsize, None, Tile.of(values), ref, *map(np.int64, starts))
+    starts = tuple(map(np.int64, starts))
+    mma._store_body(dtype.itemsize, False, None, Tile.of(values), ref, *starts)
     expected = np.zeros_like(target)
     part = expected[1, starts[0] : starts[0] + 64, starts[1] : starts[1] + 48]
     part[...] = values[: part.shape[0], : part.shape[1]]

@@ -138,26 +138,24 @@ def forward_layout(problem: Problem, tile: TileSizes) -> ForwardSmem:
     )
 
 
+def _owned_and_streamed(problem: Problem, tile: TileSizes | ScoreLines, *slots: tuple[int, ...]):
+    """Returns two tiles that a CTA owns, of head dims H and Hv, and two of what streams by.
+
+    `slots` are the leading axes of the latter, (number of slots,) or () for each.
+    """
+    for_each = zip(slots, widths(problem), strict=True)
+    owned = [buffer((tile.rows, width), problem.dtype) for width in widths(problem)]
+    return owned + [buffer((*lead, tile.columns, w), problem.dtype) for lead, w in for_each]
+
+
 def dkv_layout(problem: Problem, tile: TileSizes) -> DkvSmem:
     """Returns the shared memory to allocate for a CTA of the dK/dV kernel."""
-    width, v_width = widths(problem)
-    return DkvSmem(
-        k=buffer((tile.rows, width), problem.dtype),
-        v=buffer((tile.rows, v_width), problem.dtype),
-        q=buffer((SLOTS, tile.columns, width), problem.dtype),
-        do=buffer((tile.columns, v_width), problem.dtype),
-    )
+    return DkvSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
 
 
 def dq_layout(problem: Problem, tile: TileSizes) -> DqSmem:
     """Returns the shared memory to allocate for a CTA of the dQ kernel."""
-    width, v_width = widths(problem)
-    return DqSmem(
-        q=buffer((tile.rows, width), problem.dtype),
-        do=buffer((tile.rows, v_width), problem.dtype),
-        k=buffer((SLOTS, tile.columns, width), problem.dtype),
-        v=buffer((tile.columns, v_width), problem.dtype),
-    )
+    return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
 
 
 def fused_width(problem: Problem) -> int:
@@ -183,14 +181,8 @@ def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) ->
 
 def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
     """Returns the shared memory to allocate for a CTA of dbias.LineSums."""
-    width, v_width = widths(problem)
-    of = lambda *shape: buffer(shape, problem.dtype)
-    return LinesSmem(
-        first=of(tile.rows, width),
-        second=of(tile.rows, v_width),
-        passing_first=of(tile.slots, tile.columns, width),
-        passing_second=of(tile.slots, tile.columns, v_width),
-    )
+    slots = (tile.slots,)
+    return LinesSmem(*_owned_and_streamed(problem, tile, slots, slots))
 
 
 def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
@@ -268,6 +260,11 @@ _SMALLER = {
 MANY_MODIFIERS = 5
 
 
+def _for_width(table: dict[int, Any], width: int) -> Any:
+    """Returns a table's entry of the narrowest head dim that `width` does not exceed."""
+    return next(entry for widest, entry in table.items() if width <= widest)
+
+
 def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
     """Returns the bytes of shared memory that a CTA takes."""
     return shared_memory(fused_layout(problem, tile))
@@ -290,7 +287,7 @@ def choose_fused(
     plain = full and problem.kv_len % 128 == 0 and not pairs
     table = _MODIFIED if count else _PLAIN_FUSED if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
-    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    shapes = _for_width(table, limit)
     for rows, columns, slots in shapes:
         tile = FusedSizes(rows, columns, slots, vector, heads, mask_all=True, stagger=full)
         if fused_bytes(tile, problem) <= shared:
@@ -451,7 +448,7 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
     table = _SCORE_TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
         table = _TILES_OF_MANY
-    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    shapes = _for_width(table, limit)
     for shape in shapes:
         tile = ScoreTiles(*shape, keep_bias=plain and limit <= MOST_TO_KEEP)
         if tile.bytes(problem) <= shared:
@@ -463,7 +460,7 @@ def choose_lines(problem: Problem, shared: int) -> ScoreLines:
     """Chooses the sizes of dbias.LineSums for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
-    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    shapes = _for_width(table, limit)
     for blocks in (2, 1):
         for tile in (ScoreLines(*shape) for shape in shapes):
             if blocks * tile.bytes(problem) <= shared:
@@ -616,9 +613,9 @@ def bytes_of(name: str, tile, problem: Problem) -> int:
 
 def _choose(problem: Problem, capability: str) -> dict[str, Any]:
     limit = max(widths(problem))
-    chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
+    chosen = dict(_for_width(_TILES, limit))
     if _is_plain(problem) and not capability.startswith(PAIRS):
-        tiles = next(tiles for widest, tiles in _PLAIN.items() if limit <= widest)
+        tiles = _for_width(_PLAIN, limit)
         if _shares(problem):
             tiles = tuple(dataclasses.replace(tile, shared_weights=True) for tile in tiles)
         chosen["forward"] = _roomy(problem, tiles, memory_of(capability))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ....core import bounds
 from ....core.integers import round_up
 from ....core.mask import Limits
 from ....core.padding import pad_axis
@@ -22,7 +23,7 @@ from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.kernel import Kernel, Step, Steps, masked_unless, query_blocks
 from ..common.mma import STEP
 from ..common.smem_tiles import Copies, Copy
-from ..tiling import TileSizes
+from ..tiling import FusedSizes, ScoreLines, TileSizes
 
 LSE, DELTA = range(2)  # of BackwardArrays.rows
 
@@ -68,6 +69,19 @@ class BackwardArrays(NamedTuple):
         kv_heads = inputs.problem.kv_heads
         side = auxiliary_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
         return self._replace(side=side, shift=None)
+
+    def of_kernel(
+        self, inputs: AuxiliaryInputs, operands: Operands, tile: TileSizes | FusedSizes | ScoreLines
+    ) -> BackwardArrays:
+        """Returns the arrays with `side` and `bounds` of a kernel with these tiles."""
+        found, problem = self.with_side(inputs, operands), inputs.problem
+        if not bounds.is_dynamic(problem):
+            return found
+        if inputs.q_axis:
+            return found._replace(
+                bounds=bounds.q_bounds(problem, operands, tile.columns, tile.rows)
+            )
+        return found._replace(bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns))
 
     def stacked(self) -> BackwardArrays:
         """Returns the arrays with LSE and delta stacked in `rows`; each warpgroup copies one."""
@@ -197,8 +211,7 @@ class KvStationary(Kernel):
         """Returns the copy of the Q or dO tile ("q", "do") of the n-th step to `tile`."""
         step = cta.steps[n]
         source = getattr(cta.gmem, name).at[cta.batch, :, self.head(cta, step)]
-        length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
-        limit = jnp.where(step.exists, length, jnp.int32(0))
+        limit = step.limit(cta.gmem.q_length(self.problem, cta.batch))
         return Copy(source, tile, step.block * self.tile.columns, limit)
 
     def head(self, cta: KvStationaryCta, step: Step):

@@ -38,6 +38,12 @@ class Place(NamedTuple):
     column_start: Any
     shape: tuple[int, int]
 
+    @classmethod
+    def of(cls, cta, tile, column_block) -> Place:
+        """Returns the place of one tile of a CTA that owns a block of rows of one head."""
+        starts = cta.block * tile.rows, column_block * tile.columns
+        return cls(cta.batch, cta.head, *starts, (tile.rows, tile.columns))
+
     @property
     def rows(self):
         """Slice of the tile's rows."""

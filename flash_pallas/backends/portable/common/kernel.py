@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core import integers as ints
-from ....core.mask import BlockRange
+from ....core.mask import BlockRange, Limits
 from ....core.problem import Problem
 from ...gpu import inline
+from ...gpu.score_tile import RegisterTile
 from .mma import Matmuls
 from .smem_tiles import Copies, Team
 
@@ -100,12 +101,36 @@ def masked_unless(found: BlockRange, whole) -> BlockRange:
     return found._replace(full_start=full_start, full_stop=full_stop)
 
 
+def kv_limits(problem: Problem, tile: RegisterTile, kv_lengths, length) -> Limits:
+    """Returns what positions hide of a tile whose columns are keys.
+
+    Args:
+        problem: what is computed.
+        tile: positions of the tile.
+        kv_lengths: numbers of keys by batch entry, where arrays give them, or None.
+        length: number of keys of the tile's batch entry.
+    """
+    ragged = problem.kv_len % tile.shape[1] or kv_lengths is not None
+    return tile.limits(problem.spec.mask, length if ragged else None)
+
+
+def longest_first(problem: Problem, rows: int, block):
+    """Returns the Q tile of the CTA numbered `block`: with a causal edge, the last ones start."""
+    if problem.spec.mask.right is None:
+        return block
+    return ints.ceil_div(problem.q_len, rows) - 1 - block
+
+
 class Step(NamedTuple):
     """One tile of scores: a query head of a group, and a block."""
 
     member: Any
     block: Any
     exists: Any
+
+    def limit(self, length):
+        """Returns Copy.limit of an array of this length: 0 if there is no such step."""
+        return jnp.where(self.exists, jnp.int32(length), jnp.int32(0))
 
 
 class Steps(NamedTuple):

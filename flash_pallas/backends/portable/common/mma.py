@@ -19,14 +19,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ...gpu import inline
-from ...gpu.inline import at, coordinates, fragmented, i32_constant, origin, pair, splat
+from ...gpu.inline import at, coordinates, fragmented, i32_constant, opaque, origin, pair, splat
 from ...gpu.launch import WARPGROUP_ROWS
-from .smem_tiles import UNIT, UNIT_ELEMENTS, WARP, columns_of, shared_address, thread
+from .smem_tiles import (
+    UNIT,
+    UNIT_ELEMENTS,
+    WARP,
+    assembly,
+    columns_of,
+    less,
+    shared_address,
+    thread,
+    where,
+)
 
 WARPS = 4  # of a warpgroup
 STEP = 16  # summed elements of one mma
@@ -173,6 +184,31 @@ class Matmuls:
         return run(tile, jnp.int32(column)).astype(jnp.float32)
 
 
+def store_accumulator(values, target, starts, interpret: bool):
+    """Writes an f32 tile to [rows, columns] in device memory, in the dtype of the target.
+
+    Stores go straight from registers: four neighbouring lanes write 8 columns, a sector of 32 bytes
+    of float32. Rows and columns that the array does not have are not written. Under the interpreter
+    it has all rows.
+
+    Args:
+        values: f32 tile in the layout of accumulators.
+        target: float32 or of 16 bits, columns a multiple of 2, or of 8 if the tile starts at 0.
+        starts: (row, column) where the first element goes; the column is the int 0, or an int32
+            that is a multiple of 2.
+        interpret: run under the interpreter.
+    """
+    values = values.astype(target.dtype)
+    if interpret:
+        rows, columns = values.shape[0], min(values.shape[1], target.shape[1])
+        target[pl.ds(starts[0], rows), pl.ds(starts[1], columns)] = values[:, :columns]
+        return
+    types: Any = (inline.WGMMA, plgpu.RefType(), *(plgpu.Layout.WG_SPLAT,) * 2)
+    from_left = isinstance(starts[1], int)
+    body = functools.partial(_store_body, values.dtype.itemsize, from_left)
+    plgpu.inline_mgpu(arg_types=types)(body)(values, target, *map(jnp.int32, starts))
+
+
 def _run(how: _How, of_a, accumulator, a, b, column):
     run = plgpu.inline_mgpu(
         arg_types=(inline.WGMMA, of_a, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
@@ -240,6 +276,46 @@ def _first(grid: Grid, shape, layout):
     down, right = grid.starts(me, shape[1])
     row = row if down is None else arith.addi(row, down)
     return row, column if right is None else arith.addi(column, right)
+
+
+def _store_body(size: int, from_left: bool, _, values, target, first_row, first_column):
+    i64 = ir.IntegerType.get_signless(64)
+    length, width = target.type.shape
+    (stride, _), _ = target.type.get_strides_and_offset()
+    row, column = origin(values.shape, values.layout)
+    row = opaque(arith.addi(splat(first_row), row))
+    column = column if from_left else arith.addi(splat(first_column), column)
+    by_row = {}  # of thread 0
+    for index, down, right in coordinates(values.shape, values.layout):
+        if not from_left or right < width:
+            by_row.setdefault(down, []).append((right, values.registers[index]))
+    wide = lambda x, bytes: arith.muli(arith.extsi(i64, x), arith.constant(i64, bytes))
+    base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
+    base = arith.addi(base, arith.addi(wide(row, size * stride), wide(column, size)))
+    ends = None if from_left else (column, width)
+    for down, pairs in by_row.items():
+        exists = less(row, i32_constant(length - down))
+        where(exists, functools.partial(_store_pairs, base, size, stride * down, pairs, ends))
+
+
+def _store_pairs(base, size: int, offset: int, pairs, ends):
+    """Writes a row's pairs; with `ends` (this thread's column, columns) those before the end."""
+    for right, register in pairs:
+        exists = None
+        if ends is not None:
+            column, width = ends
+            exists = less(column, i32_constant(width - right))
+        write = functools.partial(_store_pair, base, size, size * (offset + right), register)
+        where(exists, write)
+
+
+def _store_pair(base, size: int, offset: int, register):
+    if size == 4:
+        both = [at(register, e) for e in (0, 1)]
+        assembly(f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", "l,f,f", base, *both)
+    else:
+        both = llvm.bitcast(ir.IntegerType.get_signless(32), register)
+        assembly(f"st.global.b32 [$0+{offset}], $1;", "l,r", base, both)
 
 
 class _How(NamedTuple):

@@ -19,10 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from ....core import integers as ints
 from ....core import scores, softmax
@@ -32,7 +29,6 @@ from ....core.padding import pad_axis
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
 from ...gpu import inline, modifiers, score_tile
-from ...gpu.inline import at, coordinates, i32_constant, opaque, origin, splat
 from ...gpu.launch import float32, launch
 from ...gpu.online_softmax import far_of, settled
 from ...gpu.score_tile import RegisterTile
@@ -40,7 +36,8 @@ from .. import tiling
 from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import load_vector
 from ..common.kernel import Kernel, Steps
-from ..common.smem_tiles import Copy, where, widths
+from ..common.mma import store_accumulator
+from ..common.smem_tiles import Copy, widths
 from ..common.softmax import Online, Rows, per_row
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
 
@@ -248,7 +245,7 @@ class DecodeKernel(Kernel):
         )
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
-        store(o, cta.out.o.at[at], cta.first_row, self.interpret)
+        store_accumulator(o, cta.out.o.at[at], (cta.first_row, 0), self.interpret)
         own = (*at, pl.ds(cta.first_row, self.blocks.rows))
         cta.out.lse[own] = lse
         if cta.out.shift is not None:
@@ -338,48 +335,3 @@ def queries(first, rows: int, group: int, total: int, interpret: bool):
         row = plgpu.layout_cast(row, inline.ROWS)
     row = lax.min(row + first, jnp.full_like(row, total - 1))
     return row if group == 1 else lax.div(row, jnp.full_like(row, group))
-
-
-def store(values, target, first, interpret: bool):
-    """Writes an f32 tile from registers to rows `first` on of [rows, columns] in device memory.
-
-    Stores go straight from registers: four neighbouring lanes write a sector of 32 bytes. Rows and
-    columns that the array does not have are not written. Under the interpreter it has all rows.
-
-    Args:
-        values: f32[rows, columns] in the layout of accumulators, with at least the array's columns.
-        target: f32 array whose number of columns is a multiple of 8.
-        first: int32, the row of the array where the tile's first row goes.
-        interpret: run under the interpreter.
-    """
-    if interpret:
-        target[pl.ds(first, values.shape[0])] = values[:, : target.shape[1]]
-        return
-    types: Any = (inline.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT)
-    plgpu.inline_mgpu(arg_types=types)(_store_body)(values, target, jnp.int32(first))
-
-
-def _store_body(_, values, target, first):
-    i64 = ir.IntegerType.get_signless(64)
-    length, width = target.type.shape
-    (stride, _), _ = target.type.get_strides_and_offset()
-    row, column = origin(values.shape, values.layout)
-    row = opaque(arith.addi(splat(first), row))
-    held = {}  # by the row of thread 0
-    for index, down, right in coordinates(values.shape, values.layout):
-        if right < width:
-            held.setdefault(down, []).append((right, values.registers[index]))
-    base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    size = lambda x, bytes: arith.muli(arith.extsi(i64, x), arith.constant(i64, bytes))
-    base = arith.addi(base, arith.addi(size(row, 4 * stride), size(column, 4)))
-    for down, pairs in held.items():
-        exists = arith.cmpi(arith.CmpIPredicate.slt, row, i32_constant(length - down))
-        where(exists, functools.partial(_store_pairs, base, 4 * stride * down, pairs))
-
-
-def _store_pairs(base, offset: int, pairs):
-    void = ir.Type.parse("!llvm.void")
-    for right, register in pairs:
-        code = f"st.global.v2.f32 [$0+{offset + 4 * right}], {{$1, $2}};"
-        both = at(register, 0), at(register, 1)
-        llvm.inline_asm(void, [base, *both], code, "l,f,f", has_side_effects=True)

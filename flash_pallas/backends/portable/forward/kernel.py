@@ -38,7 +38,7 @@ from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
-from ..common.kernel import Kernel, Steps, key_blocks
+from ..common.kernel import Kernel, Steps, key_blocks, kv_limits, longest_first
 from ..common.mma import WGMMA, Grid
 from ..common.smem_tiles import WARP, Copy, Stream, assembly, linear, shared_address, thread, widths
 from ..common.softmax import SLACK, Online, Rows, Weighed, per_row
@@ -117,7 +117,7 @@ class ForwardKernel(Kernel):
         self.copies.start(own)
         stream.start(0, *(stream.names if self.tile.slots == 2 else ("k",)))
         self.copies.arrived(own, pending=1)
-        held = self.inputs.hold(gmem.side, self.at(cta, 0))
+        held = self.inputs.hold(gmem.side, Place.of(cta, self.tile, 0))
         cta = cta._replace(held=held, stream=stream)
         zeros = self.folding(cta).zeros(self.tile.rows, widths(self.problem)[1])
         no_keys = self.online.no_keys(self.tile.rows, zeros)
@@ -130,8 +130,7 @@ class ForwardKernel(Kernel):
     def place(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem) -> ForwardCta:
         """Returns where this CTA is: batch entry, heads, Q tile and number of keys."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
-        if self.problem.spec.mask.right is not None:  # the longest rows first
-            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        block = longest_first(self.problem, self.tile.rows, block)
         offset = self.problem.spec.q_offset if gmem.q_offset is None else gmem.q_offset[batch]
         lengths = gmem.side.kv_lengths
         return ForwardCta(
@@ -150,20 +149,15 @@ class ForwardKernel(Kernel):
         """Returns the copy of the K or V tile of the n-th step."""
         step, tile = cta.steps[n], getattr(cta.smem, name).at[slot]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
-        limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
-        return (Copy(source, tile, step.block * self.tile.columns, limit),)
-
-    def at(self, cta: ForwardCta, kv_block) -> Place:
-        """Returns the place of the score tile of a KV block."""
-        first = cta.block * self.tile.rows, kv_block * self.tile.columns
-        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
+        return (Copy(source, tile, step.block * self.tile.columns, step.limit(cta.kv_length)),)
 
     # --- a key block -----------------------------------------------------------------------------
 
     def step(self, cta: ForwardCta, n, rows: Rows, *, masked: bool) -> Rows:
         """Folds one KV block into the rows."""
         kv_block = cta.steps[n].block
-        inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
+        place = Place.of(cta, self.tile, kv_block)
+        inputs = self.inputs.read(cta.held, cta.gmem.side, place, ids=masked)
         slot = cta.stream.slot(n)
         self.wait_for_k(cta.stream, n)
         zeros = self.products.zeros(self.tile.rows, self.tile.columns)
@@ -204,8 +198,7 @@ class ForwardKernel(Kernel):
         spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
         limits = Limits()
         if masked:
-            ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
-            limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
+            limits = kv_limits(self.problem, tile, cta.gmem.side.kv_lengths, cta.kv_length)
         x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits)
 
         def narrowed(p):
@@ -268,8 +261,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         shift=per_row if far_of(problem.spec, problem.dtype) else None,
         most=per_row if problem.spec.max_logit else None,
     )
+    kernel = ForwardKernel(problem, tile, interpret)
     run = launch(
-        ForwardKernel(problem, tile, interpret),
+        kernel,
         out=(out,),
         scratch=(tiling.forward_layout(problem, tile),),
         grid=grid(problem, blocks),
@@ -277,7 +271,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         name="flash_pallas_portable_forward",
         interpret=interpret,
     )
-    dynamic = bounds.is_dynamic(problem)
+    dynamic, sizes = bounds.is_dynamic(problem), (tile.rows, tile.columns)
     (found,) = run(
         ForwardArrays(
             q=operands.q,
@@ -285,10 +279,8 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             v=operands.v,
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
-            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns)
-            if dynamic
-            else None,
-            side=AuxiliaryInputs(problem, 0, interpret).arrays(operands),
+            bounds=bounds.kv_bounds(problem, operands, *sizes) if dynamic else None,
+            side=kernel.inputs.arrays(operands),
         )
     )
     rows = (found.lse, found.shift, found.most)

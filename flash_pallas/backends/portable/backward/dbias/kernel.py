@@ -21,12 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-from .....core import bounds
 from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
@@ -42,14 +37,14 @@ from ....gpu.bias_tiles import (
     parts_of,
     sharing,
 )
-from ....gpu.inline import at, coordinates, i32_constant, opaque, origin, splat
 from ....gpu.launch import float32, launch, score_grads, term
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
-from ...common.kernel import Kernel, Steps, key_blocks, query_blocks
-from ...common.smem_tiles import Copies, Copy, Stream, Team, where
+from ...common.kernel import Kernel, Steps, key_blocks, kv_limits, longest_first, query_blocks
+from ...common.mma import store_accumulator
+from ...common.smem_tiles import Copies, Copy, Stream, Team
 from ...tiling import (
     ENOUGH_BLOCKS,
     PIECE,
@@ -196,7 +191,8 @@ class LineSums(Terms):
         passing = Pairs(stream, names[:1], names[1:])
         self.copies.start(*own)
         passing.prologue()
-        held = self.inputs.hold(gmem.side, self.at(cta, 0)), self.vectors(cta, 0)
+        place = Place.of(cta, self.tile, 0)
+        held = self.inputs.hold(gmem.side, place), self.vectors(cta, place)
         self.copies.arrived(*own, pending=len(passing.groups))
         cta = cta._replace(passing=passing, held=held)
         start = tuple(softmax.none(self.tile.rows, self.interpret) for _ in self.names)
@@ -216,8 +212,7 @@ class LineSums(Terms):
             tile = self.tile.columns, self.tile.rows
             blocks = query_blocks(self.problem, at, first - offset, tile, gmem.bounds)
         else:
-            if self.problem.spec.mask.right is not None:  # the longest rows first
-                block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+            block = longest_first(self.problem, self.tile.rows, block)
             at, first = (batch, block), block * self.tile.rows
             lengths = gmem.side.kv_lengths
             length = None if lengths is None else lengths[batch]
@@ -243,29 +238,22 @@ class LineSums(Terms):
     def load(self, cta: LineCta, name: str, n, slot) -> tuple[Copy]:
         """Returns the copy of one of the n-th step's two tiles of columns."""
         step, (_, (first, second, length)) = cta.steps[n], self.sources(cta)
-        limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
         source = first if name == "first" else second
         tile = getattr(cta.smem, f"passing_{name}").at[slot]
-        return (Copy(source, tile, step.block * self.tile.columns, limit),)
+        return (Copy(source, tile, step.block * self.tile.columns, step.limit(length)),)
 
-    def at(self, cta: LineCta, block) -> Place:
-        """Returns the place of the tile of scores of a block of columns."""
-        first = cta.block * self.tile.rows, block * self.tile.columns
-        return Place(cta.batch, cta.head, *first, self.shape)
-
-    def vectors(self, cta: LineCta, block):
+    def vectors(self, cta: LineCta, place: Place):
         """Loads lse and delta of the queries of a tile."""
-        place = self.at(cta, block)
         own = cta.batch, cta.head, place.columns if self.q_axis else place.rows
         return tuple(load_vector(x.at[own], self.q_axis) for x in (cta.gmem.lse, cta.gmem.delta))
 
     def step(self, cta: LineCta, n, sums, *, masked: bool):
         """Returns the sums with one tile's share added."""
         block, smem, passing = cta.steps[n].block, cta.smem, cta.passing
-        place, slot = self.at(cta, block), passing.stream.slot(n)
+        place, slot = Place.of(cta, self.tile, block), passing.stream.slot(n)
         held, of_rows = cta.held
         inputs = self.inputs.read(held, cta.gmem.side, place, ids=masked)
-        lse, delta = self.vectors(cta, block) if self.q_axis else of_rows
+        lse, delta = self.vectors(cta, place) if self.q_axis else of_rows
         zeros = self.products.zeros(*self.shape)
         passing.begin(n)
         s = self.products.add(zeros, smem.first, smem.passing_first.at[slot], transposed=True)
@@ -288,11 +276,10 @@ class LineSums(Terms):
 
         Keys that do not exist need no limit where they are rows: their sums are dropped.
         """
-        kv_len = None
-        ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
-        if not self.q_axis and ragged:
-            kv_len = cta.gmem.kv_length(self.problem, cta.batch)
-        return tile.limits(self.problem.spec.mask, kv_len)
+        if self.q_axis:
+            return tile.limits(self.problem.spec.mask, None)
+        length = cta.gmem.kv_length(self.problem, cta.batch)
+        return kv_limits(self.problem, tile, cta.gmem.side.kv_lengths, length)
 
 
 def line_sums(
@@ -327,12 +314,7 @@ def line_sums(
         name=f"flash_pallas_portable_scores_{axes}",
         interpret=interpret,
     )
-    given = arrays.with_side(kernel.inputs, operands)
-    if bounds.is_dynamic(problem):
-        sizes = (tile.columns, tile.rows) if q_axis else (tile.rows, tile.columns)
-        find = bounds.q_bounds if q_axis else bounds.kv_bounds
-        given = given._replace(bounds=find(problem, operands, *sizes))
-    found = run(given)
+    found = run(arrays.of_kernel(kernel.inputs, operands, tile))
     if q_axis and operands.kv_lengths is not None:
         key = jnp.arange(found[0].shape[2])[None, None]
         inside = key < operands.kv_lengths[:, None, None]
@@ -413,7 +395,7 @@ class TileSums(Terms):
         target = out.at[divide(cta.own.part, self.problem.bias_shape[1])]  # [parts * Bb, N1]
         for piece, total in zip(self.pieces, sums, strict=True):
             place = self.at(cta, 0, 0, piece)
-            store(total, target, (place.row_start, place.column_start), self.interpret)
+            store_accumulator(total, target, (place.row_start, place.column_start), self.interpret)
 
     def place(self, gmem: BackwardArrays, bias, smem: TilesSmem) -> TileCta:
         """Locates this CTA, its tile of the bias and its members."""
@@ -534,65 +516,6 @@ def tile_sums(
     )
     given = arrays.with_side(AuxiliaryInputs(problem, 0, interpret), operands)
     return (run(given._replace(side=given.side._replace(bias=None)), given.side.bias),)
-
-
-def store(values, target, starts, interpret: bool):
-    """Writes an f32 tile to [rows, columns] in device memory, in the dtype of the target.
-
-    Rows and columns that the array does not have are not written. Under the interpreter it has all.
-
-    Args:
-        values: f32 tile in the accumulator layout.
-        target: float32 or of 16 bits, columns a multiple of 2.
-        starts: (row, column) where the first element goes, the column a multiple of 2.
-        interpret: run by the interpreter.
-    """
-    values = values.astype(target.dtype)
-    if interpret:
-        index = (pl.ds(start, size) for start, size in zip(starts, values.shape, strict=True))
-        target[tuple(index)] = values
-        return
-    types: Any = (inline.WGMMA, plgpu.RefType(), *(plgpu.Layout.WG_SPLAT,) * 2)
-    body = functools.partial(_store_body, values.dtype.itemsize)
-    plgpu.inline_mgpu(arg_types=types)(body)(values, target, *map(jnp.int32, starts))
-
-
-def _store_body(size: int, _, values, target, first_row, first_column):
-    i64 = ir.IntegerType.get_signless(64)
-    length, width = target.type.shape
-    (stride, _), _ = target.type.get_strides_and_offset()
-    row, column = origin(values.shape, values.layout)
-    row = opaque(arith.addi(splat(first_row), row))
-    column = arith.addi(splat(first_column), column)
-    held = {}  # by the row of thread 0
-    for index, down, right in coordinates(values.shape, values.layout):
-        held.setdefault(down, []).append((right, values.registers[index]))
-    wide = lambda x, bytes: arith.muli(arith.extsi(i64, x), arith.constant(i64, bytes))
-    base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    base = arith.addi(base, arith.addi(wide(row, size * stride), wide(column, size)))
-    for down, pairs in held.items():
-        exists = arith.cmpi(arith.CmpIPredicate.slt, row, i32_constant(length - down))
-        write = functools.partial(_store_pairs, base, size, stride * down, pairs, (column, width))
-        where(exists, write)
-
-
-def _store_pairs(base, size: int, offset: int, pairs, ends):
-    column, width = ends
-    for right, register in pairs:
-        exists = arith.cmpi(arith.CmpIPredicate.slt, column, i32_constant(width - right))
-        write = functools.partial(_store_pair, base, size, size * (offset + right), register)
-        where(exists, write)
-
-
-def _store_pair(base, size: int, offset: int, register):
-    if size == 4:
-        code, values = "st.global.v2.b32 [$0+{}], {{$1, $2}};", [at(register, e) for e in (0, 1)]
-    else:
-        i32 = ir.IntegerType.get_signless(32)
-        code, values = "st.global.b32 [$0+{}], $1;", [llvm.bitcast(i32, register)]
-    constraints = "l" + (",f,f" if size == 4 else ",r")
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, [base, *values], code.format(offset), constraints, has_side_effects=True)
 
 
 def scores(

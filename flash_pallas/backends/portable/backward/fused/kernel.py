@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from .....core import bounds, dropout
+from .....core import dropout
 from .....core.problem import Operands, Problem
 from ....gpu import inline, score_tile
 from ....gpu.inline import at, coordinates, fragmented, pair
@@ -225,12 +225,7 @@ def fused(
         name="flash_pallas_portable_fused",
         interpret=interpret,
     )
-    find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
-    given = (
-        arrays.stacked()
-        .with_side(kernel.inputs, operands)
-        ._replace(bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None)
-    )
+    given = arrays.stacked().of_kernel(kernel.inputs, operands, tile)
 
     def accumulate(refs):
         dq, dk, dv = refs

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .....core import bounds
 from .....core.problem import Operands, Problem
 from ....gpu import modifiers, score_tile
 from ....gpu.launch import launch
 from ... import tiling
-from ...common.auxiliary_inputs import AuxiliaryInputs, load_vector
+from ...common.auxiliary_inputs import load_vector
 from ...common.smem_tiles import Copy, Stream, widths
 from ...tiling import SLOTS, DkvSmem, TileSizes
 from ..base import BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
@@ -132,8 +131,9 @@ def _launch(
 ) -> GradientSums:
     blocks = pl.cdiv(problem.kv_len, tile.rows)
     length = blocks * tile.rows if interpret else problem.kv_len
+    kernel = DkvKernel(problem, tile, wanted, interpret)
     run = launch(
-        DkvKernel(problem, tile, wanted, interpret),
+        kernel,
         out=(outputs(problem, length, wanted),),
         scratch=(tiling.dkv_layout(problem, tile),),
         grid={"batch": problem.batch, "head": problem.kv_heads, "kv": blocks},
@@ -141,10 +141,5 @@ def _launch(
         name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),
         interpret=interpret,
     )
-    find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
-    (found,) = run(
-        arrays.with_side(AuxiliaryInputs(problem, 1, interpret), operands)._replace(
-            bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None
-        )
-    )
+    (found,) = run(arrays.of_kernel(kernel.inputs, operands, tile))
     return GradientSums(*(None if x is None else x[:, : problem.kv_len] for x in found))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .....core import bounds
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from ....gpu import score_tile
@@ -24,7 +23,7 @@ from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
-from ...common.kernel import Kernel, Steps, key_blocks
+from ...common.kernel import Kernel, Steps, key_blocks, kv_limits, longest_first
 from ...common.smem_tiles import Copy, Stream, widths
 from ...tiling import SLOTS, DqSmem, TileSizes
 from ..base import BackwardArrays
@@ -99,8 +98,7 @@ class DqKernel(Kernel):
     def place(self, gmem: BackwardArrays, smem: DqSmem) -> DqCta:
         """Returns where this CTA is, and the steps of its loop over KV blocks."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
-        if self.problem.spec.mask.right is not None:  # the longest rows first
-            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        block = longest_first(self.problem, self.tile.rows, block)
         position = block * self.tile.rows + gmem.offset(self.problem, batch)
         length = None if gmem.side.kv_lengths is None else gmem.side.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
@@ -114,8 +112,7 @@ class DqKernel(Kernel):
         step = cta.steps[n]
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         source = getattr(cta.gmem, name).at[cta.batch, :, kv_head]
-        length = cta.gmem.kv_length(self.problem, cta.batch)
-        limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
+        limit = step.limit(cta.gmem.kv_length(self.problem, cta.batch))
         return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
     def rows(self, cta: DqCta) -> DqRows:
@@ -124,19 +121,15 @@ class DqKernel(Kernel):
         return DqRows(
             lse=load_vector(cta.gmem.lse.at[own], 0),
             delta=load_vector(cta.gmem.delta.at[own], 0),
-            held=self.inputs.hold(cta.gmem.side, self.at(cta, 0)),
+            held=self.inputs.hold(cta.gmem.side, Place.of(cta, self.tile, 0)),
         )
-
-    def at(self, cta: DqCta, block) -> Place:
-        """Returns the place of the score tile of a KV block."""
-        first = cta.block * self.tile.rows, block * self.tile.columns
-        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
 
     def step(self, cta: DqCta, n, dq, *, masked: bool):
         """Returns dQ with the share of one KV block added."""
         block = cta.steps[n].block
-        zeros = self.products.zeros(*self.at(cta, block).shape)
-        inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
+        place = Place.of(cta, self.tile, block)
+        zeros = self.products.zeros(*place.shape)
+        inputs = self.inputs.read(cta.rows.held, cta.gmem.side, place, ids=masked)
         k = cta.smem.k.at[cta.stream.slot(n)]
         cta.stream.wait(n, "k", pending=1)
         cta.stream.start(n + 1, "k")
@@ -156,9 +149,8 @@ class DqKernel(Kernel):
         tile = RegisterTile(cta.position, start, shape, interpret=self.interpret)
         limits = Limits()
         if masked:
-            ragged = self.problem.kv_len % self.tile.columns or gmem.side.kv_lengths is not None
             length = gmem.kv_length(self.problem, cta.batch)
-            limits = tile.limits(self.problem.spec.mask, length if ragged else None)
+            limits = kv_limits(self.problem, tile, gmem.side.kv_lengths, length)
         w = score_tile.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
         delta = tile.per_q(cta.rows.delta)
         return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
@@ -170,8 +162,9 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
     shape = arrays.q.shape
     if interpret:
         shape = (shape[0], blocks * tile.rows, *shape[2:])
+    kernel = DqKernel(problem, tile, interpret)
     run = launch(
-        DqKernel(problem, tile, interpret),
+        kernel,
         out=jax.ShapeDtypeStruct(shape, problem.dtype),
         scratch=(tiling.dq_layout(problem, tile),),
         grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
@@ -179,10 +172,5 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
         name="flash_pallas_portable_dq",
         interpret=interpret,
     )
-    dynamic = bounds.is_dynamic(problem)
-    found = run(
-        arrays.with_side(AuxiliaryInputs(problem, 0, interpret), operands)._replace(
-            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns) if dynamic else None
-        )
-    )
+    found = run(arrays.of_kernel(kernel.inputs, operands, tile))
     return found[:, : problem.q_len]
