@@ -80,10 +80,10 @@ class FusedSmem(NamedTuple):
     """Shared memory of the fused backward."""
 
     own: Any  # [2, rows, width]: V and K, in the end dV and dK
-    passing: Slot  # [slots, ...]: dO and Q
+    streamed: Slot  # [slots, ...]: dO and Q
     weights: Any  # [2, rows, columns]: P^T without what dropout drops, and dS^T
     dq: Any = None  # f32[2, columns, width / 2]; only under the interpreter, see DqSums.add
-    met: Any = None  # see Team
+    barrier: Any = None  # see Warpgroups
 
     @property
     def k(self):
@@ -101,8 +101,8 @@ class LinesSmem(NamedTuple):
 
     first: Any  # [rows, H]
     second: Any  # [rows, Hv]
-    passing_first: Any  # [slots, columns, H]
-    passing_second: Any  # [slots, columns, Hv]
+    streamed_first: Any  # [slots, columns, H]
+    streamed_second: Any  # [slots, columns, Hv]
 
 
 class TilesSmem(NamedTuple):
@@ -112,7 +112,7 @@ class TilesSmem(NamedTuple):
     k: Any  # [slots, columns, H]
     do: Any  # [slots, rows, Hv]
     v: Any  # [slots, columns, Hv]
-    met: Any = None  # see Team
+    barrier: Any = None  # see Warpgroups
 
 
 class DecodeSmem(NamedTuple):
@@ -159,7 +159,7 @@ def dq_layout(problem: Problem, tile: TileSizes) -> DqSmem:
 
 
 def fused_width(problem: Problem) -> int:
-    """Returns the columns of every head-dim tile: one product reads tiles of Q or of dO."""
+    """Returns the columns of every head-dim tile: one matmul reads tiles of Q or of dO."""
     return round_up(max(problem.head_dim, problem.v_head_dim), WIDTH_UNIT)
 
 
@@ -169,13 +169,13 @@ def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) ->
     dq = plgpu.SMEM((WARPGROUPS, tile.columns, width // WARPGROUPS), jnp.float32)
     return FusedSmem(
         own=buffer((WARPGROUPS, tile.rows, width), dtype),
-        passing=Slot(
+        streamed=Slot(
             tiles=buffer((tile.slots, WARPGROUPS, tile.columns, width), dtype),
             rows=plgpu.SMEM((tile.slots, WARPGROUPS, tile.columns), jnp.float32),
         ),
         weights=buffer((WARPGROUPS, tile.rows, tile.columns), dtype),
         dq=dq if interpret else None,
-        met=plgpu.Barrier(num_arrivals=WARPGROUPS) if interpret else None,
+        barrier=plgpu.Barrier(num_arrivals=WARPGROUPS) if interpret else None,
     )
 
 
@@ -195,7 +195,7 @@ def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> 
         k=of(tile.columns, width),
         do=of(tile.rows, v_width),
         v=of(tile.columns, v_width),
-        met=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
+        barrier=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
     )
 
 
@@ -220,7 +220,8 @@ class FusedSizes:
         rows: keys of a CTA of eight warps, 64 or 128.
         columns: queries of a step, 64 or 128.
         slots: slots for tiles of Q and dO. With two, the next tile has most of a step to arrive,
-            and warps meet twice a step; with one, it has the time of dQ, and they meet three times.
+            and warps synchronize twice a step; with one, it has the time of dQ, and they do three
+            times.
         vector: floats of dQ that one instruction adds: 1, or from 9.0 on 2 or 4.
         heads: number of (batch entry, KV head) pairs whose CTAs run side by side.
         mask_all: all tiles are masked, in one loop, if any tile is.
@@ -238,7 +239,7 @@ class FusedSizes:
 
 # By the largest head dim, the best that fits first: (rows, columns, slots).
 #
-# Bytes of shared memory read and written for each product decide (benchmarks/NOTES.md). At head
+# Bytes of shared memory read and written for each matmul decide (benchmarks/NOTES.md). At head
 # dim 64 they are 0.83 with 128 queries of those with 64; there two slots are 1.06 of one (H200,
 # causal 1.07), at 256 0.97 and 0.96. At 192, and at 256 with modifiers, one slot spills more.
 _SHAPES = {
@@ -492,7 +493,7 @@ SHARED_MEMORY = {
 SMALLEST = 99 * 1024  # what every one of them has
 RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
 WIDEST = 256  # head dim
-MOST_COLUMNS = 256  # side_arrays.LONGEST_TILE: vectors are padded for no longer tiles
+MOST_COLUMNS = 256  # auxiliary_arrays.LONGEST_TILE: vectors are padded for no longer tiles
 FEWEST_COLUMNS = 16  # of a tile: one mma sums as many
 # From 10.0 on additions of two neighbours are one instruction on pairs of registers. On 10.0 the
 # forward then spills 120 to 320 bytes with the tiles of _PLAIN; on 12.0 it spills none.
@@ -702,7 +703,7 @@ def _fault(name: str, tile, vector: int) -> str | None:
     return None
 
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
+CTAS_PER_SM = 2  # one computes or starts while the other's copies are on their way
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
 
 MOST_DECODE_COLUMNS, LEAST_COLUMNS = (
@@ -749,15 +750,15 @@ def unsupported(problem: DecodeProblem) -> str | None:
     return None
 
 
-def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> PortableDecodeBlocks:
+def choose(problem: DecodeProblem, num_sms: int, shared: int) -> PortableDecodeBlocks:
     """Chooses tile sizes and a number of splits, with the aim of two CTAs per SM.
 
     Args:
         problem: what is computed.
-        multiprocessors: number of SMs of the GPU.
+        num_sms: number of SMs of the GPU.
         shared: bytes of shared memory that a CTA may have.
     """
-    splits = problem.spec.num_splits or _splits(problem, multiprocessors)
+    splits = problem.spec.num_splits or _splits(problem, num_sms)
     return PortableDecodeBlocks(_columns(problem, shared), splits)
 
 
@@ -769,11 +770,11 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
     width, v_width = widths(problem)
     most = shared_memory(decode_layout(problem, PortableDecodeBlocks(MOST_DECODE_COLUMNS, 1)))
     # An SM has what one block may have and what is kept for it.
-    both = BLOCKS_PER_MULTIPROCESSOR * (most + RESERVED) <= shared + RESERVED
+    both = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
     return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
-def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
+def _splits(problem: DecodeProblem, num_sms: int) -> int:
     """Returns enough splits for two CTAs per SM, of at least MIN_KEYS keys each.
 
     A sliding window shortens what is read.
@@ -782,5 +783,5 @@ def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)
     each = problem.batch * problem.kv_heads * row_tiles(problem)
-    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors // each)
+    wanted = -(-CTAS_PER_SM * num_sms // each)
     return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))

@@ -20,7 +20,7 @@ from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
 from ...gpu.score_tile import RegisterTile, Weights
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.kernel import Kernel, Step, Steps, masked_unless, query_blocks
+from ..common.kernel import Kernel, Step, Steps, masked_unless, q_tile_range
 from ..common.mma import STEP
 from ..common.smem_tiles import Copies, Copy
 from ..tiling import FusedSizes, ScoreLines, TileSizes
@@ -44,13 +44,13 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
-    side: AuxiliaryGmem = AuxiliaryGmem()
+    aux: AuxiliaryGmem = AuxiliaryGmem()
     shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
     rows: Any = None  # f32[B, N, 2, R]: LSE and DELTA, in the fused kernel in place of both
 
     @classmethod
     def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
-        """Returns the arrays without `bounds` and `side`, of which each kernel has its own."""
+        """Returns the arrays without `bounds` and `aux`, of which each kernel has its own."""
         rows = within_reach(operands.q.shape[1])
         return cls(
             q=operands.q,
@@ -64,17 +64,17 @@ class BackwardArrays(NamedTuple):
             shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
         )
 
-    def with_side(self, inputs: AuxiliaryInputs, operands: Operands) -> BackwardArrays:
-        """Returns the arrays with `side`: what a kernel reads besides them, and `shift`."""
+    def with_aux(self, inputs: AuxiliaryInputs, operands: Operands) -> BackwardArrays:
+        """Returns the arrays with `aux`: what a kernel reads besides them, and `shift`."""
         kv_heads = inputs.problem.kv_heads
-        side = auxiliary_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
-        return self._replace(side=side, shift=None)
+        aux = auxiliary_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
+        return self._replace(aux=aux, shift=None)
 
     def of_kernel(
         self, inputs: AuxiliaryInputs, operands: Operands, tile: TileSizes | FusedSizes | ScoreLines
     ) -> BackwardArrays:
-        """Returns the arrays with `side` and `bounds` of a kernel with these tiles."""
-        found, problem = self.with_side(inputs, operands), inputs.problem
+        """Returns the arrays with `aux` and `bounds` of a kernel with these tiles."""
+        found, problem = self.with_aux(inputs, operands), inputs.problem
         if not bounds.is_dynamic(problem):
             return found
         if inputs.q_axis:
@@ -98,7 +98,7 @@ class BackwardArrays(NamedTuple):
 
     def kv_length(self, problem: Problem, batch):
         """Returns the number of keys of a batch entry."""
-        return problem.kv_len if self.side.kv_lengths is None else self.side.kv_lengths[batch]
+        return problem.kv_len if self.aux.kv_lengths is None else self.aux.kv_lengths[batch]
 
 
 _ENDS_ANEW_FROM = 192  # head dims above; see KvStationary.anew
@@ -157,7 +157,7 @@ class KvStationary(Kernel):
         Args:
             gmem: arrays in device memory.
             smem: buffers in shared memory.
-            copies: copies of tiles by the CTA's team.
+            copies: copies of tiles by the warpgroups of the CTA.
             at: (batch entry, KV head, KV block).
         """
         batch, kv_head, block = at
@@ -169,7 +169,7 @@ class KvStationary(Kernel):
         first, rows = block * self.tile.rows, self.tile.rows
         position = first - gmem.offset(self.problem, batch)
         tile = self.tile.columns, rows
-        blocks = query_blocks(self.problem, (batch, block), position, tile, gmem.bounds)
+        blocks = q_tile_range(self.problem, (batch, block), position, tile, gmem.bounds)
         ragged = self.hides_ends and self.ragged(gmem)
         if self.mask_all and (ragged or not self.problem.spec.mask.is_trivial):
             blocks = blocks._replace(full_start=blocks.stop, full_stop=blocks.stop)
@@ -186,10 +186,10 @@ class KvStationary(Kernel):
         fused backward of head dim 256 8 bytes of spills. At 192 it would cost 12, and 12 at 256
         where the loop starts elsewhere.
         """
-        team = cta.copies.team
-        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, team.rank))
+        warpgroups = cta.copies.warpgroups
+        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, warpgroups.rank))
         batch, kv_head, block, rank = found
-        copies = dataclasses.replace(cta.copies, team=team._replace(rank=rank))
+        copies = dataclasses.replace(cta.copies, warpgroups=warpgroups._replace(rank=rank))
         steps = cta.steps
         wide = self.problem.head_dim > _ENDS_ANEW_FROM
         if wide and cta.gmem.bounds is None and steps.shift is None:
@@ -198,7 +198,7 @@ class KvStationary(Kernel):
 
     def ragged(self, gmem: BackwardArrays) -> bool:
         """Returns whether some KV block has keys that do not exist."""
-        return bool(self.problem.kv_len % self.tile.rows) or gmem.side.kv_lengths is not None
+        return bool(self.problem.kv_len % self.tile.rows) or gmem.aux.kv_lengths is not None
 
     def own(self, cta: KvStationaryCta) -> tuple[Copy, Copy]:
         """Returns the copies of the CTA's K and V tiles."""
@@ -230,14 +230,14 @@ class KvStationary(Kernel):
 
     def modifiers(self, cta: KvStationaryCta, place: Place, *, masked: bool) -> TileInputs:
         """Returns the inputs of the score modifiers at a tile."""
-        held = self.inputs.hold(cta.gmem.side, place)
-        return self.inputs.read(held, cta.gmem.side, place, ids=masked)
+        fragments = self.inputs.row_fragments(cta.gmem.aux, place)
+        return self.inputs.read(fragments, cta.gmem.aux, place, ids=masked)
 
     def scores(self, cta: KvStationaryCta, place: Place, q):
         """Computes S^T of a tile from the rows `q` of Q, before scale and modifiers."""
         summed = round_up(self.problem.head_dim, STEP)
-        zeros = self.products.zeros(*place.shape)
-        return self.products.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
+        zeros = self.matmuls.zeros(*place.shape)
+        return self.matmuls.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
 
     def weights(
         self, cta: KvStationaryCta, place: Place, s, lse, inputs: TileInputs, *, masked: bool
@@ -253,8 +253,8 @@ class KvStationary(Kernel):
     def weight_gradients(self, cta: KvStationaryCta, place: Place, do):
         """Computes dP^T of a tile from the rows `do` of dO."""
         summed = round_up(self.problem.v_head_dim, STEP)
-        zeros = self.products.zeros(*place.shape)
-        return self.products.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
+        zeros = self.matmuls.zeros(*place.shape)
+        return self.matmuls.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
 
     def score_gradients(self, cta: KvStationaryCta, place: Place, w: Weights, dp, delta):
         """Computes dS^T of a tile, f32."""

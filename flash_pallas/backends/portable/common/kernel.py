@@ -14,7 +14,7 @@ from ....core.problem import Problem
 from ...gpu import inline
 from ...gpu.score_tile import RegisterTile
 from .mma import Matmuls
-from .smem_tiles import Copies, Team
+from .smem_tiles import Copies, Warpgroups
 
 
 class Kernel:
@@ -32,20 +32,20 @@ class Kernel:
         return True
 
     @property
-    def products(self) -> Matmuls:
+    def matmuls(self) -> Matmuls:
         """Matmuls of tiles."""
         return Matmuls(self.interpret)
 
     @property
     def copies(self) -> Copies:
         """Copies of tiles by a warpgroup that is alone in its CTA."""
-        return Copies(self.interpret, Team(self.interpret), self.hides_offsets)
+        return Copies(self.interpret, Warpgroups(self.interpret), self.hides_offsets)
 
 
 # --- the tiles that a CTA loops over, and which of them need a mask -------------------------------
 
 
-def key_blocks(problem: Problem, at, position, tile, bounds, kv_length) -> BlockRange:
+def kv_tile_range(problem: Problem, at, position, tile, bounds, kv_length) -> BlockRange:
     """Returns the range of KV blocks for the queries of one tile.
 
     Args:
@@ -64,8 +64,8 @@ def key_blocks(problem: Problem, at, position, tile, bounds, kv_length) -> Block
     return _bounded(problem, found, bounds, at)
 
 
-def query_blocks(problem: Problem, at, position, tile, bounds) -> BlockRange:
-    """Returns the range of Q blocks for the keys of one tile; arguments are as of `key_blocks`.
+def q_tile_range(problem: Problem, at, position, tile, bounds) -> BlockRange:
+    """Returns the range of Q blocks for the keys of one tile; arguments are as of `kv_tile_range`.
 
     Queries past the end need no mask: their weights are 0. Neither do keys past the end: what is
     summed for them is dropped.

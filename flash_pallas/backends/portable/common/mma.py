@@ -41,7 +41,7 @@ from .smem_tiles import (
 
 WARPS = 4  # of a warpgroup
 STEP = 16  # summed elements of one mma
-MMA = 16  # rows of a product of a warp, and columns of two that are read together
+MMA = 16  # rows of an mma, and columns of two that are read together
 
 
 class Grid(NamedTuple):
@@ -49,8 +49,8 @@ class Grid(NamedTuple):
 
     Attributes:
         down: number of warps below each other: 4, 2 or 1.
-        warp_rows: rows of the product from one warp to the one below it.
-        block_rows: rows of the product from one block of 16 rows of a warp to its next.
+        warp_rows: rows of the result from one warp to the one below it.
+        block_rows: rows of the result from one block of 16 rows of a warp to its next.
     """
 
     down: int = WARPS
@@ -62,8 +62,8 @@ class Grid(NamedTuple):
         """Returns the Grid that reads the fewest bytes; each warp has neighbouring rows.
 
         Args:
-            rows: rows of the product, a multiple of 64.
-            columns: columns of the product, a multiple of 16.
+            rows: rows of the result, a multiple of 64.
+            columns: columns of the result, a multiple of 16.
         """
         fits = [n for n in (4, 2, 1) if columns % (MMA * WARPS // n) == 0]
         down = min(fits, key=lambda n: rows // n + columns // (WARPS // n))
@@ -75,11 +75,11 @@ class Grid(NamedTuple):
         return WARPS // self.down
 
     def label(self, rows: int, columns: int) -> tuple[int, int]:
-        """Returns the shape of the accumulator of a product of this shape."""
+        """Returns the shape of the accumulator of a result of this shape."""
         return rows * self.across, columns // self.across
 
     def row(self, label: int) -> int:
-        """Converts a row of the accumulator to one of the product, relative to the warp's first."""
+        """Converts a row of the accumulator to one of the result, relative to the warp's first."""
         block, row = divmod(label, WARPGROUP_ROWS)
         return block * self.block_rows + row
 
@@ -103,7 +103,7 @@ WGMMA = Grid()  # accumulators as they are labelled
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Matrix products of a warpgroup.
+    """Matmuls of a warpgroup.
 
     Attributes:
         interpret: run by the interpreter.
@@ -112,7 +112,7 @@ class Matmuls:
     interpret: bool
 
     def zeros(self, rows: int, columns: int, grid: Grid = WGMMA):
-        """Returns a zero accumulator, f32, for a product of this shape."""
+        """Returns a zero accumulator, f32, for a result of this shape."""
         if self.interpret:
             return jnp.zeros((rows, columns), jnp.float32)
         zeros = jnp.zeros(grid.label(rows, columns), jnp.float32)
@@ -267,7 +267,7 @@ def _places(grid: Grid, shape, layout, tile, first):
 
 
 def _first(grid: Grid, shape, layout):
-    """Returns i32, the row and column of the product of this thread's first element."""
+    """Returns i32, the row and column of the result of this thread's first element."""
     if grid == WGMMA:  # as the layout has it: said as below, 60 bytes of spills in the forward
         return origin(shape, layout)
     me, four = thread(), i32_constant(4)
@@ -319,7 +319,7 @@ def _store_pair(base, size: int, offset: int, register):
 
 
 class _How(NamedTuple):
-    """Variant of a product: what lies transposed in shared memory.
+    """Variant of a matmul: what lies transposed in shared memory.
 
     Transposed is [columns, summed] on the right and [summed, rows] on the left.
     """
@@ -361,12 +361,12 @@ class _Fragments:
         lane = arith.remui(me, i32_constant(WARP))
         matrix, within = arith.divui(lane, i32_constant(8)), arith.remui(lane, i32_constant(8))
         odd, high = arith.remui(matrix, i32_constant(2)), arith.divui(matrix, i32_constant(2))
-        below, beside = (high, odd) if units_first else (odd, high)
+        below, right = (high, odd) if units_first else (odd, high)
         within = arith.addi(within, arith.muli(below, i32_constant(8)))
         if row is not None:
             within = arith.addi(within, row)
         offset = arith.addi(
-            arith.muli(within, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
+            arith.muli(within, i32_constant(pitch)), arith.muli(right, i32_constant(UNIT))
         )
         if column is not None:
             offset = arith.addi(offset, arith.muli(column, i32_constant(2)))
@@ -390,24 +390,24 @@ class _Fragments:
 
 def _left(a, me, how: _How, row):
     """Returns a function (row after a warp's first, summed element) -> left fragment of an mma."""
-    if how.left_transposed:  # rows of the product are columns of the tile
+    if how.left_transposed:  # rows of the result are columns of the tile
         fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
         return lambda row, k: fragments.load(k, row)
     if not hasattr(a, "registers"):
         return _Fragments.of(a, me, transposed=False, units_first=False, row=row).load
     i32 = ir.IntegerType.get_signless(32)
-    held = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
+    by_place = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
 
     def fragment(row, column):
         places = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
-        return [llvm.bitcast(i32, held[place]) for place in places]
+        return [llvm.bitcast(i32, by_place[place]) for place in places]
 
     return fragment
 
 
 def _right(b, me, how: _How, column):
     """Returns (first summed element, column after a warp's first) -> two adjacent fragments."""
-    if how.right_transposed:  # columns of the product are rows of the tile
+    if how.right_transposed:  # columns of the result are rows of the tile
         fragments = _Fragments.of(b, me, transposed=False, units_first=True)
         return lambda k, column: fragments.load(column, k)
     return _Fragments.of(b, me, transposed=True, units_first=False, column=column).load
@@ -422,7 +422,7 @@ def _add_body(how: _How, _, accumulator, a, b, column):
     summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
     kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
     layout = accumulator.layout
-    held = {
+    by_place = {
         (row, column): accumulator.registers[index]
         for index, row, column in coordinates(accumulator.shape, layout)
     }
@@ -431,20 +431,20 @@ def _add_body(how: _How, _, accumulator, a, b, column):
         lefts = [left(how.grid.row(block), k) for block in blocks]
         for column in range(0, columns, 16):
             first, second, third, fourth = right(k, column)
-            for beside, of_b in ((0, (first, second)), (8, (third, fourth))):
+            for next_8, of_b in ((0, (first, second)), (8, (third, fourth))):
                 for block, of_a in zip(blocks, lefts, strict=True):
-                    _step(held, (block, column + beside), of_a, of_b, kind)
+                    _step(by_place, (block, column + next_8), of_a, of_b, kind)
     registers = accumulator.registers.copy()
     for index, row, column in coordinates(accumulator.shape, layout):
-        registers[index] = held[row, column]
+        registers[index] = by_place[row, column]
     return fragmented(registers, layout)
 
 
-def _step(held, place, of_a, of_b, kind: str):
+def _step(by_place, place, of_a, of_b, kind: str):
     """Issues one mma into the accumulator's registers of rows `row` and `row + 8`."""
     row, column = place
     places = (row, column), (row + 8, column)
-    before = [at(held[place], e) for place in places for e in (0, 1)]
+    before = [at(by_place[place], e) for place in places for e in (0, 1)]
     f32 = ir.F32Type.get()
     found = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
@@ -455,4 +455,4 @@ def _step(held, place, of_a, of_b, kind: str):
         has_side_effects=False,
     )
     values = [llvm.extractvalue(f32, found, [i]) for i in range(4)]
-    held[places[0]], held[places[1]] = pair(*values[:2]), pair(*values[2:])
+    by_place[places[0]], by_place[places[1]] = pair(*values[:2]), pair(*values[2:])

@@ -42,7 +42,7 @@ def thread():
     """Returns the i32 index of this thread in its warpgroup, hidden from the compiler.
 
     Addresses computed from it are therefore computed again in every step: those of all copies and
-    products of a step would take 20 to 40 registers.
+    matmuls of a step would take 20 to 40 registers.
     """
     return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
 
@@ -98,22 +98,22 @@ def assembly(code: str, constraints: str, *operands):
 # --- tiles, and copies by all warpgroups of a CTA ------------------------------------------------
 
 
-class Team(NamedTuple):
+class Warpgroups(NamedTuple):
     """All warpgroups of a CTA, as one of them sees them.
 
     Attributes:
         interpret: run by the interpreter.
         size: number of warpgroups.
         rank: index of this warpgroup.
-        met: an mbarrier at which all of them arrive. The interpreter has no named barriers.
+        barrier: an mbarrier at which all of them arrive. The interpreter has no named barriers.
     """
 
     interpret: bool
     size: int = 1
     rank: Any = 0
-    met: Any = None
+    barrier: Any = None
 
-    def meet(self, bit=None) -> Any:
+    def sync(self, bit=None) -> Any:
         """Waits until all warps of all warpgroups have arrived here.
 
         Args:
@@ -127,8 +127,8 @@ class Team(NamedTuple):
         if self.size == 1:
             inline.warpgroup_barrier(self.interpret)
         elif self.interpret:
-            plgpu.barrier_arrive(self.met)
-            plgpu.barrier_wait(self.met)
+            plgpu.barrier_arrive(self.barrier)
+            plgpu.barrier_wait(self.barrier)
         else:
             inline.named_barrier("sync", inline.FIRST_NAMED_BARRIER, 128 * self.size)
         return None
@@ -210,18 +210,18 @@ class Copies:
 
     Attributes:
         interpret: run by the interpreter.
-        team: the warpgroups of the CTA, which have equal parts of the rows of each tile.
+        warpgroups: those of the CTA, which have equal parts of the rows of each tile.
         hides_offsets: see `_body`.
     """
 
     interpret: bool
-    team: Team
+    warpgroups: Warpgroups
     hides_offsets: bool = True
 
     def start(self, *copies: Copy | Vector):
         """Starts copies, which together are one group for `arrived`.
 
-        Every warp must have read what was in the tiles before: the last `arrived` or `meet` comes
+        Every warp must have read what was in the tiles before: the last `arrived` or `sync` comes
         after these reads.
         """
         for copy in map(self._own, copies):
@@ -240,14 +240,14 @@ class Copies:
         Args:
             copies: those of the groups that now arrive, as they were started.
             pending: groups that were started after them.
-            bit: see Team.meet, whose result is returned.
+            bit: see Warpgroups.sync, whose result is returned.
         """
         if self.interpret:
             for copy in map(self._own, copies):
                 _fill(copy)
         else:
             plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
-        return self.meet(bit)
+        return self.sync(bit)
 
     def _body(self, write):
         """Returns the function that writes a copy into the kernel.
@@ -262,19 +262,19 @@ class Copies:
     def _own(self, copy):
         if isinstance(copy, Vector):
             return copy
-        down, tile = self.team.rows(copy.tile)
+        down, tile = self.warpgroups.rows(copy.tile)
         return copy._replace(tile=tile, first=copy.first + down)
 
-    def meet(self, bit=None):
-        """Waits until all warps have arrived here; see Team.meet."""
-        return self.team.meet(bit)
+    def sync(self, bit=None):
+        """Waits until all warps have arrived here; see Warpgroups.sync."""
+        return self.warpgroups.sync(bit)
 
     def store(self, tile, target, first, limit):
         """Copies a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
 
         Under the interpreter the array has all rows of the tile.
         """
-        down, tile = self.team.rows(tile)
+        down, tile = self.warpgroups.rows(tile)
         first = first + down
         if self.interpret:
             rows, columns = tile.shape[0], target.shape[1]
@@ -291,7 +291,7 @@ class Stream(NamedTuple):
     are started, so that copies are always one step ahead.
 
     Attributes:
-        copies: copies of tiles by the CTA's team.
+        copies: copies of tiles by the warpgroups of the CTA.
         names: names of a step's tiles.
         slots: number of steps, 1 or 2, whose tiles have places in shared memory.
         load: (name, n, slot) -> the copies of a tile of the n-th step to its slot, which read
@@ -393,8 +393,8 @@ class _Units:
         array = arith.addi(self.array, opaque(offset) if self.hides_offset else offset)
         left = arith.subi(self.limit, index)  # rows below the limit
         if self.columns < self.pitch - UNIT_ELEMENTS:
-            held = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
-            left = arith.select(held, left, i32_constant(0))
+            in_array = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
+            left = arith.select(in_array, left, i32_constant(0))
         total = self.rows * self.per_row
         for start in starts:
             down = (start - at) // self.per_row

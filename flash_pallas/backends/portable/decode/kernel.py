@@ -33,12 +33,11 @@ from ...gpu.launch import float32, launch
 from ...gpu.online_softmax import far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
-from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import load_vector
 from ..common.kernel import Kernel, Steps
 from ..common.mma import store_accumulator
 from ..common.smem_tiles import Copy, widths
-from ..common.softmax import Online, Rows, per_row
+from ..common.softmax import Online, Rows, per_row, row_sums
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
 
 
@@ -116,11 +115,11 @@ class DecodeKernel(Kernel):
         self.copies.start(own)
         self.copies.start(*self.load(cta, "k", 0))
         self.copies.arrived(own, pending=1)
-        held = self.hold(cta)
-        zeros = self.products.zeros(self.blocks.rows, widths(self.problem)[1])
+        fragments = self.query_fragments(cta)
+        zeros = self.matmuls.zeros(self.blocks.rows, widths(self.problem)[1])
         no_keys = self.online.no_keys(self.blocks.rows, zeros)
         rows = cta.steps.fold(
-            functools.partial(self.step, cta, held), no_keys, hides_end=not self.interpret
+            functools.partial(self.step, cta, fragments), no_keys, hides_end=not self.interpret
         )
         self.copies.arrived()
         self.finish(cta, rows)
@@ -190,7 +189,7 @@ class DecodeKernel(Kernel):
             found.append(Copy(source.at[page, :, cta.head], piece, row, limit - key + row))
         return tuple(found)
 
-    def hold(self, cta: DecodeCta) -> QueryFragments:
+    def query_fragments(self, cta: DecodeCta) -> QueryFragments:
         """Returns the positions, key limits and ALiBi slopes of the rows."""
         rows, group = self.blocks.rows, self.problem.group
         query = queries(cta.first_row, rows, group, self.total, self.interpret)
@@ -204,35 +203,37 @@ class DecodeKernel(Kernel):
 
     # --- a block of keys -------------------------------------------------------------------------
 
-    def step(self, cta: DecodeCta, held: QueryFragments, n, rows: Rows, *, masked: bool) -> Rows:
+    def step(
+        self, cta: DecodeCta, fragments: QueryFragments, n, rows: Rows, *, masked: bool
+    ) -> Rows:
         """Folds one KV block into the rows."""
         # Both before the wait, so that a page id is loaded once for K and V.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)
-        zeros = self.products.zeros(self.blocks.rows, self.blocks.columns)
-        s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
+        zeros = self.matmuls.zeros(self.blocks.rows, self.blocks.columns)
+        s = self.matmuls.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
         self.copies.arrived(*v)
         self.copies.start(*self.load(cta, "k", n + 1))
-        x, log2_scale = self.logits(held, self.first_key(cta, n), s, masked=masked)
+        x, log2_scale = self.logits(fragments, self.first_key(cta, n), s, masked=masked)
         narrowed = lambda p: p.astype(self.problem.dtype)
         found = self.online.weigh(rows, x, log2_scale, narrowed)
         rows = self.online.rescaled(rows, found)
-        return rows._replace(o=self.products.add(rows.o, found.p, cta.smem.v))
+        return rows._replace(o=self.matmuls.add(rows.o, found.p, cta.smem.v))
 
-    def logits(self, held: QueryFragments, first, s, *, masked: bool):
+    def logits(self, fragments: QueryFragments, first, s, *, masked: bool):
         """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
         bias = None
-        if held.slope is not None:
+        if fragments.slope is not None:
             key = modifiers.positions(s.shape, 1, first, self.interpret)
-            query = per_row(held.position, s.shape)
-            bias = score_tile.alibi(query, key, per_row(-held.slope, s.shape))
+            query = per_row(fragments.position, s.shape)
+            bias = score_tile.alibi(query, key, per_row(-fragments.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
         found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x
         if masked:
-            low = None if held.first is None else held.first - first
-            x = inline.hide_outside(x, low, held.last - first, self.interpret)
+            low = None if fragments.first is None else fragments.first - first
+            x = inline.hide_outside(x, low, fragments.last - first, self.interpret)
         return x, found.log2_scale
 
     # --- the end ---------------------------------------------------------------------------------
@@ -240,9 +241,7 @@ class DecodeKernel(Kernel):
     def finish(self, cta: DecodeCta, rows: Rows):
         """Divides O by the row sums and writes O and the log-sum-exp of this split."""
         m, shift = settled(rows.maxima)
-        inverse, lse, shift = softmax.finish(
-            m, common_softmax.joined(rows.l, self.interpret), shift
-        )
+        inverse, lse, shift = softmax.finish(m, row_sums(rows.l, self.interpret), shift)
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
         store_accumulator(o, cta.out.o.at[at], (cta.first_row, 0), self.interpret)

@@ -6,8 +6,8 @@ stays in registers.
     S = Q K^T, softmax in registers, O += P V
 
 With one slot each for tiles of K and V, V is in flight while S is computed and the next K while O
-is, and all warps meet twice a step. With two, both are in flight for a whole step and warps meet
-once; the room of a second tile of each is what a second CTA on the SM may need.
+is, and all warps synchronize twice a step. With two, both are in flight for a whole step and warps
+synchronize once; the room of a second tile of each is what a second CTA on the SM may need.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from ...gpu.launch import launch
 from ...gpu.online_softmax import LOWEST, far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
-from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
-from ..common.kernel import Kernel, Steps, key_blocks, kv_limits, longest_first
+from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
 from ..common.mma import WGMMA, Grid
 from ..common.smem_tiles import WARP, Copy, Stream, assembly, linear, shared_address, thread, widths
-from ..common.softmax import SLACK, Online, Rows, Weighed, per_row
+from ..common.softmax import SLACK, Online, Rows, Weighed, per_row, row_sums
 from ..tiling import Exchange, ForwardSmem, TileSizes
 
 
@@ -54,7 +53,7 @@ class ForwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, query blocks, 2], where arrays decide which keys are read
-    side: AuxiliaryGmem = AuxiliaryGmem()
+    aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
 class ForwardOut(NamedTuple):
@@ -78,7 +77,7 @@ class ForwardCta(NamedTuple):
     block: Any
     position: Any  # of the first query
     kv_length: Any  # keys there are
-    held: RowFragments = RowFragments()
+    fragments: RowFragments = RowFragments()
     steps: Any = None  # through blocks of keys
     stream: Any = None  # of their tiles
 
@@ -104,10 +103,10 @@ class ForwardKernel(Kernel):
 
     def __call__(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem):
         cta = self.place(gmem, out, smem)
-        lengths = gmem.side.kv_lengths
+        lengths = gmem.aux.kv_lengths
         at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
         traced = None if lengths is None else cta.kv_length
-        blocks = key_blocks(self.problem, at, cta.position, tile, gmem.bounds, traced)
+        blocks = kv_tile_range(self.problem, at, cta.position, tile, gmem.bounds, traced)
         cta = cta._replace(steps=Steps.of(blocks))
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
         q = gmem.q.at[cta.batch, :, cta.head]
@@ -117,8 +116,8 @@ class ForwardKernel(Kernel):
         self.copies.start(own)
         stream.start(0, *(stream.names if self.tile.slots == 2 else ("k",)))
         self.copies.arrived(own, pending=1)
-        held = self.inputs.hold(gmem.side, Place.of(cta, self.tile, 0))
-        cta = cta._replace(held=held, stream=stream)
+        fragments = self.inputs.row_fragments(gmem.aux, Place.of(cta, self.tile, 0))
+        cta = cta._replace(fragments=fragments, stream=stream)
         zeros = self.folding(cta).zeros(self.tile.rows, widths(self.problem)[1])
         no_keys = self.online.no_keys(self.tile.rows, zeros)
         rows = cta.steps.fold(
@@ -132,7 +131,7 @@ class ForwardKernel(Kernel):
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         block = longest_first(self.problem, self.tile.rows, block)
         offset = self.problem.spec.q_offset if gmem.q_offset is None else gmem.q_offset[batch]
-        lengths = gmem.side.kv_lengths
+        lengths = gmem.aux.kv_lengths
         return ForwardCta(
             gmem=gmem,
             out=out,
@@ -157,11 +156,11 @@ class ForwardKernel(Kernel):
         """Folds one KV block into the rows."""
         kv_block = cta.steps[n].block
         place = Place.of(cta, self.tile, kv_block)
-        inputs = self.inputs.read(cta.held, cta.gmem.side, place, ids=masked)
+        inputs = self.inputs.read(cta.fragments, cta.gmem.aux, place, ids=masked)
         slot = cta.stream.slot(n)
         self.wait_for_k(cta.stream, n)
-        zeros = self.products.zeros(self.tile.rows, self.tile.columns)
-        s = self.products.add(zeros, cta.smem.q, cta.smem.k.at[slot], transposed=True)
+        zeros = self.matmuls.zeros(self.tile.rows, self.tile.columns)
+        s = self.matmuls.add(zeros, cta.smem.q, cta.smem.k.at[slot], transposed=True)
         weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
         wait = functools.partial(self.wait_for_v, cta.stream, n)
         return self.folding(cta).fold(rows, weigh, wait, cta.smem.v.at[slot])
@@ -178,10 +177,10 @@ class ForwardKernel(Kernel):
     def wait_for_v(self, stream: Stream, n, bit=None) -> Any:
         """Waits for V of the n-th step, after which nobody needs K any more.
 
-        With a bit warps meet in any case, and the bit of Team.meet is returned.
+        With a bit warps synchronize in any case, and the bit of Warpgroups.sync is returned.
         """
         if self.tile.slots == 2:  # V has arrived with K
-            return None if bit is None else stream.copies.meet(bit)
+            return None if bit is None else stream.copies.sync(bit)
         found = stream.wait(n, "v", bit=bit)
         stream.start(n + 1, "k")
         return found
@@ -198,7 +197,7 @@ class ForwardKernel(Kernel):
         spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
         limits = Limits()
         if masked:
-            limits = kv_limits(self.problem, tile, cta.gmem.side.kv_lengths, cta.kv_length)
+            limits = kv_limits(self.problem, tile, cta.gmem.aux.kv_lengths, cta.kv_length)
         x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits)
 
         def narrowed(p):
@@ -217,20 +216,20 @@ class ForwardKernel(Kernel):
 
     def finish(self, cta: ForwardCta, rows: Rows):
         """Divides O by the row sums and writes O, the log-sum-exp and the largest logit."""
-        spec, sinks, unit = self.problem.spec, cta.gmem.side.sinks, self.problem.unit
+        spec, sinks, unit = self.problem.spec, cta.gmem.aux.sinks, self.problem.unit
         m, moved = settled(rows.maxima)
         sink = None
         if sinks is not None:
             sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], m.shape, ())
             sink = sink if self.interpret else plgpu.layout_cast(sink, inline.ROWS)
-        l = common_softmax.joined(rows.l, self.interpret)
+        l = row_sums(rows.l, self.interpret)
         inverse, lse, shift = softmax.finish(m, l, moved, sink, unit)
         if spec.dropout_rate:
             inverse = inverse * dropout.gain(spec.dropout_rate)
         first = cta.block * self.tile.rows
         own = pl.ds(first, self.tile.rows)
         self.folding(cta).put(rows.o, inverse, cta.smem.q)
-        self.copies.meet()
+        self.copies.sync()
         target = cta.out.o.at[cta.batch, :, cta.head]
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
         cta.out.lse[cta.batch, cta.head, own] = lse
@@ -280,7 +279,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
             bounds=bounds.kv_bounds(problem, operands, *sizes) if dynamic else None,
-            side=kernel.inputs.arrays(operands),
+            aux=kernel.inputs.arrays(operands),
         )
     )
     rows = (found.lse, found.shift, found.most)
@@ -317,7 +316,7 @@ class OwnRows(Kernel):
 
     def zeros(self, rows: int, columns: int):
         """Returns O before the first KV block."""
-        return self.products.zeros(rows, columns)
+        return self.matmuls.zeros(rows, columns)
 
     def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
         """Adds a KV block whose scores are known.
@@ -331,11 +330,11 @@ class OwnRows(Kernel):
         wait()
         found = weigh(rows)
         rows = Online.rescaled(rows, found)
-        return rows._replace(o=self.products.add(rows.o, found.p, v))
+        return rows._replace(o=self.matmuls.add(rows.o, found.p, v))
 
     def put(self, o, inverse, tile):
         """Writes O times one factor per row to shared memory, in 16 bits."""
-        self.products.put(o * per_row(inverse, o.shape), tile)
+        self.matmuls.put(o * per_row(inverse, o.shape), tile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,17 +353,17 @@ class SharedWeights(Kernel):
 
     def zeros(self, rows: int, columns: int):
         """Returns O before the first KV block; see OwnRows."""
-        return self.products.zeros(rows, columns, self.grid)
+        return self.matmuls.zeros(rows, columns, self.grid)
 
     def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
         """Adds a KV block whose scores are known; see OwnRows.
 
-        All warps meet when V has arrived, and with the same barrier tell each other whether a row
-        max grew. P is in shared memory by then, and is overwritten only after the next barrier.
+        All warps synchronize when V has arrived, and with the same barrier tell each other whether a
+        row max grew. P is in shared memory by then, and is overwritten only after the next barrier.
         """
         found, exchange = weigh(rows), self.exchange
         alpha = found.alpha()
-        self.products.put(found.p, exchange.weights)
+        self.matmuls.put(found.p, exchange.weights)
         put_rows(alpha, exchange.factors, self.interpret)
         grew = wait(found.grew)
 
@@ -372,14 +371,14 @@ class SharedWeights(Kernel):
             return self._scaled(rows.o)
 
         o = lax.cond(grew > 0, rescaled, lambda: rows.o)
-        o = self.products.add_part(o, exchange.weights, v, 0, self.grid)
+        o = self.matmuls.add_part(o, exchange.weights, v, 0, self.grid)
         return Rows(o, found.maxima, rows.l * alpha + found.sums)
 
     def put(self, o, inverse, tile):
         """Writes O times one factor per row to shared memory, in 16 bits; see OwnRows."""
         put_rows(inverse, self.exchange.factors, self.interpret)
-        self.copies.meet()
-        self.products.put(self._scaled(o), tile, 0, self.grid)
+        self.copies.sync()
+        self.matmuls.put(self._scaled(o), tile, 0, self.grid)
 
     def _scaled(self, o):
         """Returns O times the factors in shared memory."""

@@ -42,9 +42,9 @@ from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
-from ...common.kernel import Kernel, Steps, key_blocks, kv_limits, longest_first, query_blocks
+from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
 from ...common.mma import store_accumulator
-from ...common.smem_tiles import Copies, Copy, Stream, Team
+from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups
 from ...tiling import (
     ENOUGH_BLOCKS,
     PIECE,
@@ -60,9 +60,9 @@ from ..base import BackwardArrays
 class Pairs(NamedTuple):
     """Order of the copies of a step's tiles: each of its two matmuls reads one pair.
 
-    With two slots the tiles of the next step have all of this step to arrive, and warps meet once a
-    step. With one slot a pair is copied while the other one is worked on, and warps meet three
-    times.
+    With two slots the tiles of the next step have all of this step to arrive, and warps
+    synchronize once a step. With one slot a pair is copied while the other one is worked on, and
+    warps synchronize three times.
 
     Attributes:
         stream: stream of all tiles.
@@ -107,7 +107,7 @@ class Pairs(NamedTuple):
     def second_read(self, n):
         """Marks the second pair as read."""
         if self.stream.slots == 1 and self.several:
-            self.stream.copies.meet()
+            self.stream.copies.sync()
             self._start_next(n, *self.second)
 
 
@@ -120,12 +120,12 @@ class Given(NamedTuple):
     delta: Any  # f32 of each query
 
 
-class Terms(Kernel):
+class DsSums(Kernel):
     """Base class of the kernels that sum dS.
 
     Attributes:
         problem: what is computed.
-        names: names as of `launch` in mosaic.score_grads.
+        names: names as of `launch` in gpu.launch.score_grads.
     """
 
     problem: Problem
@@ -154,12 +154,12 @@ class LineCta(NamedTuple):
     head: Any
     block: Any
     steps: Steps
-    passing: Any = None
-    held: Any = None
+    pairs: Any = None
+    fragments: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
-class LineSums(Terms):
+class LineSums(DsSums):
     """One launch; the methods are the phases of a CTA.
 
     Attributes:
@@ -188,20 +188,20 @@ class LineSums(Terms):
         own = self.own(cta)
         names, load = ("first", "second"), functools.partial(self.load, cta)
         stream = Stream(self.copies, names, self.tile.slots, load)
-        passing = Pairs(stream, names[:1], names[1:])
+        pairs = Pairs(stream, names[:1], names[1:])
         self.copies.start(*own)
-        passing.prologue()
+        pairs.prologue()
         place = Place.of(cta, self.tile, 0)
-        held = self.inputs.hold(gmem.side, place), self.vectors(cta, place)
-        self.copies.arrived(*own, pending=len(passing.groups))
-        cta = cta._replace(passing=passing, held=held)
-        start = tuple(softmax.none(self.tile.rows, self.interpret) for _ in self.names)
+        fragments = self.inputs.row_fragments(gmem.aux, place), self.vectors(cta, place)
+        self.copies.arrived(*own, pending=len(pairs.groups))
+        cta = cta._replace(pairs=pairs, fragments=fragments)
+        start = tuple(softmax.no_sums(self.tile.rows, self.interpret) for _ in self.names)
         step = functools.partial(self.step, cta)
         sums = cta.steps.fold(step, start, hides_end=not self.interpret)
         stream.end()
         rows = pl.ds(cta.block * self.tile.rows, self.tile.rows)
         for ref, total in zip(out, sums, strict=True):
-            ref[cta.batch, cta.head, rows] = softmax.joined(total, self.interpret)
+            ref[cta.batch, cta.head, rows] = softmax.row_sums(total, self.interpret)
 
     def place(self, gmem: BackwardArrays, smem: LinesSmem) -> LineCta:
         """Locates this CTA and the steps that it goes through."""
@@ -210,13 +210,15 @@ class LineSums(Terms):
         if self.q_axis:
             at, first = (batch, block), block * self.tile.rows
             tile = self.tile.columns, self.tile.rows
-            blocks = query_blocks(self.problem, at, first - offset, tile, gmem.bounds)
+            blocks = q_tile_range(self.problem, at, first - offset, tile, gmem.bounds)
         else:
             block = longest_first(self.problem, self.tile.rows, block)
             at, first = (batch, block), block * self.tile.rows
-            lengths = gmem.side.kv_lengths
+            lengths = gmem.aux.kv_lengths
             length = None if lengths is None else lengths[batch]
-            blocks = key_blocks(self.problem, at, first + offset, self.shape, gmem.bounds, length)
+            blocks = kv_tile_range(
+                self.problem, at, first + offset, self.shape, gmem.bounds, length
+            )
         return LineCta(gmem, smem, batch, head, block, Steps.of(blocks))
 
     def sources(self, cta: LineCta):
@@ -239,7 +241,7 @@ class LineSums(Terms):
         """Returns the copy of one of the n-th step's two tiles of columns."""
         step, (_, (first, second, length)) = cta.steps[n], self.sources(cta)
         source = first if name == "first" else second
-        tile = getattr(cta.smem, f"passing_{name}").at[slot]
+        tile = getattr(cta.smem, f"streamed_{name}").at[slot]
         return (Copy(source, tile, step.block * self.tile.columns, step.limit(length)),)
 
     def vectors(self, cta: LineCta, place: Place):
@@ -249,21 +251,23 @@ class LineSums(Terms):
 
     def step(self, cta: LineCta, n, sums, *, masked: bool):
         """Returns the sums with one tile's share added."""
-        block, smem, passing = cta.steps[n].block, cta.smem, cta.passing
-        place, slot = Place.of(cta, self.tile, block), passing.stream.slot(n)
-        held, of_rows = cta.held
-        inputs = self.inputs.read(held, cta.gmem.side, place, ids=masked)
+        block, smem, pairs = cta.steps[n].block, cta.smem, cta.pairs
+        place, slot = Place.of(cta, self.tile, block), pairs.stream.slot(n)
+        fragments, of_rows = cta.fragments
+        inputs = self.inputs.read(fragments, cta.gmem.aux, place, ids=masked)
         lse, delta = self.vectors(cta, place) if self.q_axis else of_rows
-        zeros = self.products.zeros(*self.shape)
-        passing.begin(n)
-        s = self.products.add(zeros, smem.first, smem.passing_first.at[slot], transposed=True)
-        passing.first_read(n)
-        dp = self.products.add(zeros, smem.second, smem.passing_second.at[slot], transposed=True)
-        passing.second_read(n)
+        zeros = self.matmuls.zeros(*self.shape)
+        pairs.begin(n)
+        s = self.matmuls.add(zeros, smem.first, smem.streamed_first.at[slot], transposed=True)
+        pairs.first_read(n)
+        dp = self.matmuls.add(zeros, smem.second, smem.streamed_second.at[slot], transposed=True)
+        pairs.second_read(n)
         tile = self.score_tile(cta, place)
         limits = self.limits(cta, tile) if masked else Limits()
         found = self.terms(tile, Given(s, dp, lse, delta), inputs, limits)
-        return tuple(a + softmax.parts(x, self.interpret) for a, x in zip(sums, found, strict=True))
+        return tuple(
+            a + softmax.partial_sums(x, self.interpret) for a, x in zip(sums, found, strict=True)
+        )
 
     def score_tile(self, cta: LineCta, place: Place) -> RegisterTile:
         """Returns the positions of a tile of scores."""
@@ -279,7 +283,7 @@ class LineSums(Terms):
         if self.q_axis:
             return tile.limits(self.problem.spec.mask, None)
         length = cta.gmem.kv_length(self.problem, cta.batch)
-        return kv_limits(self.problem, tile, cta.gmem.side.kv_lengths, length)
+        return kv_limits(self.problem, tile, cta.gmem.aux.kv_lengths, length)
 
 
 def line_sums(
@@ -295,8 +299,8 @@ def line_sums(
 
     Args:
         problem: with the head dims that run.
-        axes: "rows" or "columns" of mosaic.score_grads.
-        names: names as of `launch` in mosaic.score_grads.
+        axes: "rows" or "columns" of gpu.launch.score_grads.
+        names: names as of `launch` in gpu.launch.score_grads.
         tile: sizes.
         operands: of the call.
         arrays: BackwardArrays.
@@ -324,7 +328,7 @@ def line_sums(
 
 # --- sums of dS over batch entries and heads: the gradient of a bias that is [.., T, S] ----------
 # A CTA owns a tile of the bias and loops over the scores that it was added to, the tiles of all its
-# members (gpu/bias_tiles.py). A step has two products, and every operand of both is loaded anew:
+# members (gpu/bias_tiles.py). A step has two matmuls, and every operand of both is loaded anew:
 #
 #     S = Q K^T, dP = dO V^T, dS = P (dP - delta), sums += dS
 #
@@ -338,14 +342,14 @@ class TileCta(NamedTuple):
     gmem: BackwardArrays
     bias: Any  # [T, S], of its entry and head
     smem: TilesSmem
-    team: Team
+    warpgroups: Warpgroups
     own: BiasTile
     members: Members
-    passing: Any = None
+    pairs: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
-class TileSums(Terms):
+class TileSums(DsSums):
     """One launch; the methods are the phases of a CTA."""
 
     problem: Problem
@@ -378,17 +382,17 @@ class TileSums(Terms):
 
     def __call__(self, gmem: BackwardArrays, bias, out, smem: TilesSmem):
         cta = self.place(gmem, bias, smem)
-        copies = Copies(self.interpret, cta.team)
+        copies = Copies(self.interpret, cta.warpgroups)
         several = sharing(self.problem) > 1
         names, load = ("q", "k", "do", "v"), functools.partial(self.load, cta)
         stream = Stream(copies, names, self.tile.slots, load)
-        passing = Pairs(stream, names[:2], names[2:], several)
-        passing.prologue()
-        cta = cta._replace(passing=passing)
+        pairs = Pairs(stream, names[:2], names[2:], several)
+        pairs.prologue()
+        cta = cta._replace(pairs=pairs)
         kept = None
         if self.tile.keep_bias:
             kept = tuple(self.own_bias(cta, self.at(cta, 0, 0, piece)) for piece in self.pieces)
-        zeros = tuple(self.products.zeros(self.tile.rows, size) for _, size in self.pieces)
+        zeros = tuple(self.matmuls.zeros(self.tile.rows, size) for _, size in self.pieces)
         step = functools.partial(self.step, cta, kept)
         sums = lax.fori_loop(jnp.int32(0), cta.members.total, step, zeros)
         stream.end()
@@ -400,11 +404,11 @@ class TileSums(Terms):
     def place(self, gmem: BackwardArrays, bias, smem: TilesSmem) -> TileCta:
         """Locates this CTA, its tile of the bias and its members."""
         rank = lax.axis_index("wg") if self.tile.warpgroups > 1 else 0
-        team = Team(self.interpret, self.tile.warpgroups, rank, smem.met)
+        warpgroups = Warpgroups(self.interpret, self.tile.warpgroups, rank, smem.barrier)
         size = self.tile.rows, self.tile.columns
         own = BiasTiles.of(self.problem, *size).at(lax.axis_index("tile"))
         members = members_of(self.problem, own, self.parts, size)
-        return TileCta(gmem, bias.at[bias_place(self.problem, own)], smem, team, own, members)
+        return TileCta(gmem, bias.at[bias_place(self.problem, own)], smem, warpgroups, own, members)
 
     def load(self, cta: TileCta, name: str, n, slot) -> tuple[Copy]:
         """Returns the copy of a tile of the n-th step."""
@@ -425,7 +429,7 @@ class TileSums(Terms):
     def at(self, cta: TileCta, batch, head, piece) -> Place:
         """Returns the place of a piece: some columns of this warpgroup's scores of a member."""
         first, size = piece
-        column = cta.own.kv_block * self.tile.columns + cta.team.rank * self.share + first
+        column = cta.own.kv_block * self.tile.columns + cta.warpgroups.rank * self.share + first
         row = cta.own.q_block * self.tile.rows
         return Place(batch, head, row, column, (self.tile.rows, size))
 
@@ -435,44 +439,44 @@ class TileSums(Terms):
 
     def step(self, cta: TileCta, kept, n, sums):
         """Returns the sums with one member's share added."""
-        gmem, smem, passing = cta.gmem, cta.smem, cta.passing
+        gmem, smem, pairs = cta.gmem, cta.smem, cta.pairs
         batch, head = cta.members[n]
-        place, slot = self.at(cta, batch, head, self.pieces[0]), passing.stream.slot(n)
+        place, slot = self.at(cta, batch, head, self.pieces[0]), pairs.stream.slot(n)
         rows = batch, head, place.rows
         lse, delta = (load_vector(x.at[rows], 0) for x in (gmem.lse, gmem.delta))
-        held = self.inputs.hold(gmem.side, place)
-        passing.begin(n)
-        product = functools.partial(self.product, cta, slot)
+        fragments = self.inputs.row_fragments(gmem.aux, place)
+        pairs.begin(n)
+        matmul = functools.partial(self.matmul, cta, slot)
         s: list[Any] = [None] * len(self.pieces)
         if self.tile.slots == 1:  # all of them, as the next tiles take the place of these
-            s = [product(smem.q, smem.k, piece) for piece in self.pieces]
-        passing.first_read(n)
+            s = [matmul(smem.q, smem.k, piece) for piece in self.pieces]
+        pairs.first_read(n)
         found = []
         for i, piece in enumerate(self.pieces):
             if self.tile.slots > 1:
-                s[i] = product(smem.q, smem.k, piece)
-            dp = product(smem.do, smem.v, piece)
+                s[i] = matmul(smem.q, smem.k, piece)
+            dp = matmul(smem.do, smem.v, piece)
             if i == len(self.pieces) - 1:
-                passing.second_read(n)
+                pairs.second_read(n)
             # Of a place that the compiler does not know, a piece is read when its turn has come.
             place = self.at(cta, batch, head, piece)
             unknown = inline.unknown(place.column_start, self.interpret)
             place = place._replace(column_start=unknown)
-            inputs = self.bias_and(cta, held, place, None if kept is None else kept[i])
+            inputs = self.bias_and(cta, fragments, place, None if kept is None else kept[i])
             given = Given(s[i], dp, lse, delta)
             found.append(sums[i] + self.gradients(cta, place, given, inputs))
         return tuple(found)
 
-    def product(self, cta: TileCta, slot, left, right, piece):
+    def matmul(self, cta: TileCta, slot, left, right, piece):
         """Computes all rows of one tile @ some columns of another, f32[rows, size]."""
         first, size = piece
-        columns = right.at[slot, pl.ds(cta.team.rank * self.share + first, size)]
-        zeros = self.products.zeros(self.tile.rows, size)
-        return self.products.add(zeros, left.at[slot], columns, transposed=True)
+        columns = right.at[slot, pl.ds(cta.warpgroups.rank * self.share + first, size)]
+        zeros = self.matmuls.zeros(self.tile.rows, size)
+        return self.matmuls.add(zeros, left.at[slot], columns, transposed=True)
 
-    def bias_and(self, cta: TileCta, held, place: Place, kept):
+    def bias_and(self, cta: TileCta, fragments, place: Place, kept):
         """Returns the inputs of all score modifiers at a piece, the bias in f32."""
-        inputs = self.inputs.read(held, cta.gmem.side, place)
+        inputs = self.inputs.read(fragments, cta.gmem.aux, place)
         # What is kept stays in 16 bits: converted before the loop it takes twice the registers.
         bias = self.own_bias(cta, place) if kept is None else lax.optimization_barrier(kept)
         return inputs._replace(bias=bias.astype(jnp.float32))
@@ -482,7 +486,7 @@ class TileSums(Terms):
         start = place.row_start + cta.gmem.offset(self.problem, place.batch)
         tile = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)
         # Sums of keys that do not exist are dropped; those beyond a length are 0.
-        lengths = cta.gmem.side.kv_lengths
+        lengths = cta.gmem.aux.kv_lengths
         limits = tile.limits(
             self.problem.spec.mask, None if lengths is None else lengths[place.batch]
         )
@@ -514,8 +518,8 @@ def tile_sums(
         name="flash_pallas_portable_scores_tile",
         interpret=interpret,
     )
-    given = arrays.with_side(AuxiliaryInputs(problem, 0, interpret), operands)
-    return (run(given._replace(side=given.side._replace(bias=None)), given.side.bias),)
+    given = arrays.with_aux(AuxiliaryInputs(problem, 0, interpret), operands)
+    return (run(given._replace(aux=given.aux._replace(bias=None)), given.aux.bias),)
 
 
 def scores(

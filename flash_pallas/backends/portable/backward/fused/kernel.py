@@ -6,13 +6,13 @@ matmuls:
     (1) S^T  = K Q^T        each warpgroup half of the queries
     (2) dP^T = V dO^T       the same
     (3) dV  += P^T dO       the first warpgroup
-    (4) dK  += dS^T Q       the second one, at the same time: one product whose operands differ
+    (4) dK  += dS^T Q       the second one, at the same time: one matmul whose operands differ
     (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
 
 Reads of shared memory are the bottleneck: all operands lie there, and every warp loads its own. So
-the warps' parts are as square as they can be (mma.Grid), and a warpgroup accumulates one
-array, not half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS
-are written. With one slot they also meet when the tile may be overwritten.
+the warps' parts are as square as they can be (mma.Grid), and a warpgroup accumulates one array, not
+half of two. The warpgroups synchronize twice a step: when a tile has arrived, and when P and dS are
+written. With one slot they also do when the tile may be overwritten.
 
 The order in which CTAs add to a tile of dQ differs from run to run, and with it the last bits of dQ
 (DqSums). backward/split/dkv.py and backward/split/dq.py are the deterministic pair.
@@ -47,8 +47,8 @@ from ...common.smem_tiles import (
     Copies,
     Copy,
     Stream,
-    Team,
     Vector,
+    Warpgroups,
     buffer,
     device_address,
     thread,
@@ -56,7 +56,7 @@ from ...common.smem_tiles import (
 from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
 from ..base import DELTA, LSE, BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
-# Of a thread: those of dV or dK, P and dP together, from which on P is not held. ptxas has 255.
+# Of a thread: those of dV or dK, P and dP together, from which on P is read back. ptxas has 255.
 MOST_REGISTERS = 224
 
 
@@ -97,8 +97,8 @@ class FusedKernel(KvStationary):
 
     def run(self, dq, gmem: BackwardArrays, out: GradientSums, smem: FusedSmem, pair, block):
         """Runs all phases of a CTA: of KV block `block` of a (batch entry, KV head) pair."""
-        team = Team(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.met)
-        copies = Copies(self.interpret, team)
+        warpgroups = Warpgroups(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.barrier)
+        copies = Copies(self.interpret, warpgroups)
         kv_heads = jnp.int32(self.problem.kv_heads)
         at = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
         cta = self.place(gmem, smem, copies, at)
@@ -109,7 +109,7 @@ class FusedKernel(KvStationary):
         copies.start(*own)
         cta.stream.start(0)
         copies.arrived(*own, pending=1)
-        total = self.products.zeros(self.tile.rows, fused_width(self.problem), self.grid)
+        total = self.matmuls.zeros(self.tile.rows, fused_width(self.problem), self.grid)
         total = cta.steps.fold(functools.partial(self.step, cta, dq), total, hides_end=False)
         cta.stream.end()
         self.finish(cta, out, total)
@@ -121,7 +121,7 @@ class FusedKernel(KvStationary):
 
     def load(self, cta: KvStationaryCta, name: str, n, slot) -> tuple[Copy | Vector]:
         """Returns a copy of the n-th step: of Q, of dO, or of LSE (warpgroup 0) or delta (1)."""
-        step, rank, arriving = cta.steps[n], cta.copies.team.rank, cta.smem.passing.at(slot)
+        step, rank, arriving = cta.steps[n], cta.copies.warpgroups.rank, cta.smem.streamed.at(slot)
         if name != "rows":
             tile = arriving.tiles.at[OF_K if name == "q" else OF_V]
             return (self.arriving(cta, name, n, tile),)
@@ -132,46 +132,46 @@ class FusedKernel(KvStationary):
     def step(self, cta: KvStationaryCta, dq, n, total, *, masked: bool):
         """Computes the five matmuls of a Q tile; returns dV or dK with the tile's share added."""
         cta = self.with_stream(self.anew(cta))
-        team, smem, step = cta.copies.team, cta.smem, cta.steps[n]
+        warpgroups, smem, step = cta.copies.warpgroups, cta.smem, cta.steps[n]
         slot = self.weigh(cta, n, step, masked=masked)
-        cta.copies.meet()
-        weights, tile = smem.weights.at[team.rank], slot.tiles.at[team.rank]
-        total = self.products.add_part(total, weights, tile, 0, self.grid)
+        cta.copies.sync()
+        weights, tile = smem.weights.at[warpgroups.rank], slot.tiles.at[warpgroups.rank]
+        total = self.matmuls.add_part(total, weights, tile, 0, self.grid)
         if self.tile.slots == 1:
-            cta.copies.meet()
+            cta.copies.sync()
             cta.stream.start(n + 1)
         sums = self.dq_sums
-        zeros = self.products.zeros(*sums.part, sums.grid)
-        column = team.rank * sums.part[1]
+        zeros = self.matmuls.zeros(*sums.part, sums.grid)
+        column = warpgroups.rank * sums.part[1]
         ds = smem.weights.at[OF_K]
-        part = self.products.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
+        part = self.matmuls.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
         target = dq.at[cta.batch, self.head(cta, step), step.block]
-        sums.add(part, target, smem.dq, team.rank)
+        sums.add(part, target, smem.dq, warpgroups.rank)
         return total
 
     def weigh(self, cta: KvStationaryCta, n, step: Step, *, masked: bool) -> Slot:
         """Writes P and dS of a warpgroup's queries to shared memory; returns the tile's slot."""
-        first, count = cta.copies.team.part(self.tile.columns)
+        first, count = cta.copies.warpgroups.part(self.tile.columns)
         place, weights = self.at(cta, step, (first, count)), cta.smem.weights
         inputs = self.modifiers(cta, place, masked=masked)
         cta.stream.wait(n)
-        slot = cta.smem.passing.at(cta.stream.slot(n))
+        slot = cta.smem.streamed.at(cta.stream.slot(n))
         q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
         of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
         s = self.scores(cta, place, q)
         if self.tile.slots == 2:
             cta.stream.start(n + 1)
         w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked)
-        put_p = functools.partial(self.products.put, tile=weights.at[OF_V], column=first)
+        put_p = functools.partial(self.matmuls.put, tile=weights.at[OF_V], column=first)
         if self.rereads:
             put_p(w.p)
         dp = self.weight_gradients(cta, place, do)
         if self.rereads:
-            w = w._replace(p=self.products.get(place.shape, weights.at[OF_V], first))
+            w = w._replace(p=self.matmuls.get(place.shape, weights.at[OF_V], first))
         else:
             put_p(score_tile.dropped(self.problem, w))
         ds = self.score_gradients(cta, place, w, dp, of_rows(DELTA))
-        self.products.put(ds, weights.at[OF_K], first)
+        self.matmuls.put(ds, weights.at[OF_K], first)
         return slot
 
     @property
@@ -184,19 +184,19 @@ class FusedKernel(KvStationary):
         spec, tile = self.problem.spec, self.tile
         if spec.dropout_rate or spec.softcap is not None or spec.score_mod is not None:
             return False
-        held = tile.rows * (fused_width(self.problem) + tile.columns)
-        return held >= MOST_REGISTERS * THREADS
+        elements = tile.rows * (fused_width(self.problem) + tile.columns)
+        return elements >= MOST_REGISTERS * THREADS
 
     def finish(self, cta: KvStationaryCta, out: GradientSums, total):
         """Writes dV and dK, staged where V and K were; 0 for keys beyond a length.
 
         These are 0 because the weights of such keys are.
         """
-        spec, team, own = self.problem.spec, cta.copies.team, cta.smem.own
+        spec, warpgroups, own = self.problem.spec, cta.copies.warpgroups, cta.smem.own
         gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
-        factor = jnp.where(team.rank == OF_V, jnp.float32(gain), jnp.float32(spec.scale))
-        self.products.put(total * factor, own.at[team.rank], 0, self.grid)
-        cta.copies.meet()
+        factor = jnp.where(warpgroups.rank == OF_V, jnp.float32(gain), jnp.float32(spec.scale))
+        self.matmuls.put(total * factor, own.at[warpgroups.rank], 0, self.grid)
+        cta.copies.sync()
         first = cta.block * self.tile.rows
         for which, target in ((OF_K, out.dk), (OF_V, out.dv)):
             target = target.at[cta.batch, :, cta.kv_head]
@@ -214,7 +214,7 @@ def fused(
         launch,
         out=(out,),
         scratch=(tiling.fused_layout(problem, tile, interpret),),
-        # Blocks of some heads side by side add to different tiles of dQ, and the longest walks of a
+        # Blocks of some heads side by side add to different tiles of dQ, and the longest loops of a
         # causal mask start first.
         grid={
             "section": pl.cdiv(problem.batch * problem.kv_heads, tile.heads),
@@ -332,8 +332,8 @@ class Narrow(Kernel):
         for part in range(WARPGROUPS):
             values = self.sums.load(found.at[batch, head, block, part])
             column = part * self.sums.part[1]
-            self.products.put(values * self.problem.spec.scale, staging, column, self.sums.grid)
-        self.copies.meet()
+            self.matmuls.put(values * self.problem.spec.scale, staging, column, self.sums.grid)
+        self.copies.sync()
         target = dq.at[batch, :, head]
         self.copies.store(staging, target, block * self.sums.rows, self.problem.q_len)
 

@@ -54,7 +54,7 @@ class DkvKernel(KvStationary):
         stream.start(0, "do")
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream)
-        zeros = functools.partial(self.products.zeros, self.tile.rows)
+        zeros = functools.partial(self.matmuls.zeros, self.tile.rows)
         sums = GradientSums(*map(zeros, widths(self.problem)))
         sums = GradientSums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
         sums = cta.steps.fold(functools.partial(self.step, cta), sums, hides_end=not self.interpret)
@@ -87,11 +87,11 @@ class DkvKernel(KvStationary):
             ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
         if dv is not None:
             p = score_tile.dropped(self.problem, w).astype(self.problem.dtype)
-            dv = self.products.add(dv, p, cta.smem.do)
-        cta.copies.meet()
+            dv = self.matmuls.add(dv, p, cta.smem.do)
+        cta.copies.sync()
         cta.stream.start(n + 1, "do")
         if dk is not None:
-            dk = self.products.add(dk, ds, q)
+            dk = self.matmuls.add(dk, ds, q)
         return GradientSums(dk, dv)
 
     def finish(self, cta: KvStationaryCta, out: GradientSums, sums: GradientSums):
@@ -102,15 +102,15 @@ class DkvKernel(KvStationary):
         parts = [(dk, cta.smem.k, out.dk), (dv, cta.smem.v, out.dv)]
         parts = [(values, *places) for values, *places in parts if values is not None]
         for values, staging, _ in parts:
-            self.products.put(self.cleared(cta, values), staging)
-        cta.copies.meet()
+            self.matmuls.put(self.zero_padded(cta, values), staging)
+        cta.copies.sync()
         for _, staging, target in parts:
             target = target.at[cta.batch, :, cta.kv_head]
             cta.copies.store(staging, target, first, self.problem.kv_len)
 
-    def cleared(self, cta: KvStationaryCta, values):
+    def zero_padded(self, cta: KvStationaryCta, values):
         """Returns `values` with 0 in the rows of keys beyond a length."""
-        lengths = cta.gmem.side.kv_lengths
+        lengths = cta.gmem.aux.kv_lengths
         if lengths is None:
             return values
         start = cta.block * self.tile.rows

@@ -23,7 +23,7 @@ from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
-from ...common.kernel import Kernel, Steps, key_blocks, kv_limits, longest_first
+from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
 from ...common.smem_tiles import Copy, Stream, widths
 from ...tiling import SLOTS, DqSmem, TileSizes
 from ..base import BackwardArrays
@@ -34,7 +34,7 @@ class DqRows(NamedTuple):
 
     lse: Any  # f32[rows], base 2
     delta: Any  # f32[rows]
-    held: RowFragments
+    fragments: RowFragments
 
 
 class DqCta(NamedTuple):
@@ -86,13 +86,13 @@ class DqKernel(Kernel):
         rows = self.rows(cta)
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
-        zeros = self.products.zeros(self.tile.rows, widths(self.problem)[0])
+        zeros = self.matmuls.zeros(self.tile.rows, widths(self.problem)[0])
         found = cta.steps.fold(
             functools.partial(self.step, cta), zeros, hides_end=not self.interpret
         )
         stream.end()
-        self.products.put(found * self.problem.spec.scale, smem.q)
-        self.copies.meet()
+        self.matmuls.put(found * self.problem.spec.scale, smem.q)
+        self.copies.sync()
         self.copies.store(smem.q, of(dq), first, self.problem.q_len)
 
     def place(self, gmem: BackwardArrays, smem: DqSmem) -> DqCta:
@@ -100,10 +100,10 @@ class DqKernel(Kernel):
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         block = longest_first(self.problem, self.tile.rows, block)
         position = block * self.tile.rows + gmem.offset(self.problem, batch)
-        length = None if gmem.side.kv_lengths is None else gmem.side.kv_lengths[batch]
+        length = None if gmem.aux.kv_lengths is None else gmem.aux.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
         at = batch, block
-        blocks = key_blocks(self.problem, at, position, tile, gmem.bounds, length)
+        blocks = kv_tile_range(self.problem, at, position, tile, gmem.bounds, length)
         return DqCta(gmem, smem, batch, head, block, position, Steps.of(blocks))
 
     def load(self, cta: DqCta, name: str, n, slot) -> tuple[Copy]:
@@ -121,36 +121,36 @@ class DqKernel(Kernel):
         return DqRows(
             lse=load_vector(cta.gmem.lse.at[own], 0),
             delta=load_vector(cta.gmem.delta.at[own], 0),
-            held=self.inputs.hold(cta.gmem.side, Place.of(cta, self.tile, 0)),
+            fragments=self.inputs.row_fragments(cta.gmem.aux, Place.of(cta, self.tile, 0)),
         )
 
     def step(self, cta: DqCta, n, dq, *, masked: bool):
         """Returns dQ with the share of one KV block added."""
         block = cta.steps[n].block
         place = Place.of(cta, self.tile, block)
-        zeros = self.products.zeros(*place.shape)
-        inputs = self.inputs.read(cta.rows.held, cta.gmem.side, place, ids=masked)
+        zeros = self.matmuls.zeros(*place.shape)
+        inputs = self.inputs.read(cta.rows.fragments, cta.gmem.aux, place, ids=masked)
         k = cta.smem.k.at[cta.stream.slot(n)]
         cta.stream.wait(n, "k", pending=1)
         cta.stream.start(n + 1, "k")
-        s = self.products.add(zeros, cta.smem.q, k, transposed=True)
+        s = self.matmuls.add(zeros, cta.smem.q, k, transposed=True)
         cta.stream.wait(n, "v", pending=1)
-        dp = self.products.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
-        self.copies.meet()
+        dp = self.matmuls.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
+        self.copies.sync()
         cta.stream.start(n + 1, "v")
         ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
-        return self.products.add(dq, ds.astype(self.problem.dtype), k)
+        return self.matmuls.add(dq, ds.astype(self.problem.dtype), k)
 
-    def score_gradients(self, cta: DqCta, block, inputs, products, *, masked: bool):
+    def score_gradients(self, cta: DqCta, block, inputs, s_dp, *, masked: bool):
         """Computes dS of one tile, f32."""
-        s, dp = products
+        s, dp = s_dp
         shape, gmem = s.shape, cta.gmem
         start = block * self.tile.columns
         tile = RegisterTile(cta.position, start, shape, interpret=self.interpret)
         limits = Limits()
         if masked:
             length = gmem.kv_length(self.problem, cta.batch)
-            limits = kv_limits(self.problem, tile, gmem.side.kv_lengths, length)
+            limits = kv_limits(self.problem, tile, gmem.aux.kv_lengths, length)
         w = score_tile.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
         delta = tile.per_q(cta.rows.delta)
         return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
