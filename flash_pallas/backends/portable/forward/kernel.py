@@ -358,8 +358,8 @@ class SharedWeights(Kernel):
     def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
         """Adds a KV block whose scores are known; see OwnRows.
 
-        All warps synchronize when V has arrived, and with the same barrier tell each other whether a
-        row max grew. P is in shared memory by then, and is overwritten only after the next barrier.
+        All warps synchronize when V has arrived, and with the same barrier tell each other whether
+        a row max grew. P is in shared memory by then, and is overwritten only after the next one.
         """
         found, exchange = weigh(rows), self.exchange
         alpha = found.alpha()
