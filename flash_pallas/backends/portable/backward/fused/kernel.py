@@ -136,14 +136,14 @@ class FusedKernel(KvStationary):
         slot = self.weigh(cta, n, step, masked=masked)
         cta.copies.sync()
         weights, tile = smem.weights.at[warpgroups.rank], slot.tiles.at[warpgroups.rank]
-        total = self.matmuls.add_part(total, weights, tile, 0, self.grid)
+        total = self.matmuls.add_part(total, weights, tile, 0, self.grid)  # (3) or (4)
         if self.tile.slots == 1:
             cta.copies.sync()
             cta.stream.start(n + 1)
         sums = self.dq_sums
         zeros = self.matmuls.zeros(*sums.part, sums.grid)
         column = warpgroups.rank * sums.part[1]
-        ds = smem.weights.at[OF_K]
+        ds = smem.weights.at[OF_K]  # (5)
         part = self.matmuls.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
         target = dq.at[cta.batch, self.head(cta, step), step.block]
         sums.add(part, target, smem.dq, warpgroups.rank)
@@ -158,14 +158,14 @@ class FusedKernel(KvStationary):
         slot = cta.smem.streamed.at(cta.stream.slot(n))
         q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
         of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
-        s = self.scores(cta, place, q)
+        s = self.scores(cta, place, q)  # (1)
         if self.tile.slots == 2:
             cta.stream.start(n + 1)
         w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked)
         put_p = functools.partial(self.matmuls.put, tile=weights.at[OF_V], column=first)
         if self.rereads:
             put_p(w.p)
-        dp = self.weight_gradients(cta, place, do)
+        dp = self.weight_gradients(cta, place, do)  # (2)
         if self.rereads:
             w = w._replace(p=self.matmuls.get(place.shape, weights.at[OF_V], first))
         else:

@@ -1,6 +1,9 @@
 """dK and dV: a CTA owns a KV tile of one head and loops over the Q tiles that attend to it.
 
-    S^T = K Q^T, dP^T = V dO^T, dS^T = P^T (dP^T - delta), dV += P^T dO, dK += dS^T Q
+    (1) S^T  = K Q^T
+    (2) dP^T = V dO^T, dS^T = P^T (dP^T - delta)
+    (3) dV  += P^T dO
+    (4) dK  += dS^T Q
 
 Scores are transposed, so that P and dS are left operands, in registers, of the matmuls that follow.
 Where dK and dV together have more elements than 128 threads have registers for, each has a launch
@@ -77,21 +80,21 @@ class DkvKernel(KvStationary):
         lse = load_vector(cta.gmem.lse.at[rows], 1)
         cta.stream.wait(n, "q", pending=1)
         cta.stream.start(n + 1, "q")
-        s = self.scores(cta, place, q)
+        s = self.scores(cta, place, q)  # (1)
         delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
         w = self.weights(cta, place, s, lse, inputs, masked=masked)
         cta.stream.wait(n, "do", pending=1)
         dk, dv, ds = sums.dk, sums.dv, None
         if dk is not None:
-            dp = self.weight_gradients(cta, place, cta.smem.do)
+            dp = self.weight_gradients(cta, place, cta.smem.do)  # (2)
             ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
         if dv is not None:
             p = score_tile.dropped(self.problem, w).astype(self.problem.dtype)
-            dv = self.matmuls.add(dv, p, cta.smem.do)
+            dv = self.matmuls.add(dv, p, cta.smem.do)  # (3)
         cta.copies.sync()
         cta.stream.start(n + 1, "do")
         if dk is not None:
-            dk = self.matmuls.add(dk, ds, q)
+            dk = self.matmuls.add(dk, ds, q)  # (4)
         return GradientSums(dk, dv)
 
     def finish(self, cta: KvStationaryCta, out: GradientSums, sums: GradientSums):

@@ -1,6 +1,8 @@
 """dQ: a CTA owns a Q tile of one head and loops over the KV blocks it sees; dQ stays in registers.
 
-    S = Q K^T, dP = dO V^T, dS = P (dP - delta), dQ += dS K
+    (1) S   = Q K^T
+    (2) dP  = dO V^T, dS = P (dP - delta)
+    (3) dQ += dS K
 
 The result has the same bits in every run.
 """
@@ -133,13 +135,13 @@ class DqKernel(Kernel):
         k = cta.smem.k.at[cta.stream.slot(n)]
         cta.stream.wait(n, "k", pending=1)
         cta.stream.start(n + 1, "k")
-        s = self.matmuls.add(zeros, cta.smem.q, k, transposed=True)
+        s = self.matmuls.add(zeros, cta.smem.q, k, transposed=True)  # (1)
         cta.stream.wait(n, "v", pending=1)
-        dp = self.matmuls.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
+        dp = self.matmuls.add(zeros, cta.smem.do, cta.smem.v, transposed=True)  # (2)
         self.copies.sync()
         cta.stream.start(n + 1, "v")
         ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
-        return self.matmuls.add(dq, ds.astype(self.problem.dtype), k)
+        return self.matmuls.add(dq, ds.astype(self.problem.dtype), k)  # (3)
 
     def score_gradients(self, cta: DqCta, block, inputs, s_dp, *, masked: bool):
         """Computes dS of one tile, f32."""
