@@ -148,7 +148,8 @@ class ForwardKernel(Kernel):
         """Returns the copy of the K or V tile of the n-th step."""
         step, tile = cta.steps[n], getattr(cta.smem, name).at[slot]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
-        return (Copy(source, tile, step.block * self.tile.columns, step.limit(cta.kv_length)),)
+        limit = step.limit(cta.kv_length)
+        return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
     # --- a key block -----------------------------------------------------------------------------
 
