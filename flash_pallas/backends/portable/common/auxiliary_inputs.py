@@ -117,8 +117,8 @@ class AuxiliaryInputs:
         mask = self._wide(fragments.mask, gmem.mask, self.problem.mask_shape, place)
         shift, query = None, place.column_start if self.q_axis else place.row_start
         if fragments.far is not None:
-            shift = row_shift(self.problem, gmem, fragments.far, place.head, query)
-            shift = shift._replace(some=fragments.far)
+            far = fragments.far
+            shift = row_shift(self.problem, gmem, far, place.head, query, some=far)
         return fragments.scalars._replace(
             q_segments=q_ids,
             kv_segments=kv_ids,
