@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas.frontend.validate import as_int32
+from flash_pallas.frontend.arguments import as_int32
 from flash_pallas.nn import segment_positions
 from flash_pallas.parallel import context_parallel_attention
 
@@ -118,6 +118,7 @@ def test_traced_ids_that_do_not_fit_are_one_document_and_no_padding():
     np.testing.assert_array_equal(jax.jit(packed)(ids), jax.jit(packed)(jnp.asarray(low)))
 
 
+@pytest.mark.thorough(always=["-2147483648", "2147483647"])
 @pytest.mark.parametrize("offset", [2**31 - 1, 2**30, -(2**30), -(2**31)])
 def test_offsets_far_away_hide_and_show_what_they_mean(offset):
     whole, none = fp.flash_attention(Q, K, V), jnp.zeros_like(Q)
