@@ -104,6 +104,7 @@ def dense(function, step: Step, arguments):
     return lambda q, k, v: function(q, k, v, causal=True, **options)
 
 
+@pytest.mark.thorough(always=["one token", "alibi"])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_oracle(name):
     step = STEPS[name]

@@ -63,6 +63,7 @@ def one_by_one(arrays, shared, **options):
 SHARED = ((), ("k", "v"), ("k", "v", "k_scale", "v_scale"), ("q", "kv_lengths"), ("page_table",))
 
 
+@pytest.mark.thorough(always=["False-True-k-v", "True-False-q-kv_lengths"])
 @pytest.mark.parametrize("shared", SHARED, ids="-".join)
 @pytest.mark.parametrize(("paged", "quantised"), [*itertools.product((False, True), repeat=2)])
 def test_vmap(paged, quantised, shared):
@@ -93,6 +94,7 @@ def test_shared_pages_are_not_repeated():
     assert compiled.memory_analysis().temp_size_in_bytes < arrays["k"].nbytes / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_the_kernel_sees_one_batch(monkeypatch):
     backend = HopperBackend(interpret=True, num_sms=2)

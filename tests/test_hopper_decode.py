@@ -23,6 +23,7 @@ from .interpreter import race_checked
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
+@pytest.mark.thorough(always=["pages_of_16"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_decode_kernels(step):

@@ -112,6 +112,7 @@ def attend(names, mesh, uneven, options, *arrays):
     return fp.flash_attention(**given, **options)
 
 
+@pytest.mark.thorough(always=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_mesh_computes_what_one_device_does(part, eight_devices):
     @hypothesis.seed(part)

@@ -29,6 +29,7 @@ def of_rank_four(x):
     return None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
+@pytest.mark.thorough(always=["heads", "padding"])
 @pytest.mark.parametrize(
     ("mask", "bias"),
     [
@@ -86,6 +87,7 @@ def test_is_causal_and_a_mask_hide_together():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_modules_pass_their_masks_on():
     x = normal(0, BATCH, LENGTH, FEATURES)
     mask = linen.make_causal_mask(jnp.ones((BATCH, LENGTH)))
@@ -119,6 +121,7 @@ def test_linen_decodes_token_by_token(function):
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(always=["causal_attention_fn"])
 @pytest.mark.parametrize("function", [attention_fn, causal_attention_fn])
 def test_nnx_decodes_token_by_token(function):
     x = normal(0, BATCH, LENGTH, FEATURES)
@@ -177,6 +180,7 @@ def test_the_key_decides(raw):
     assert (first != other).mean() > 0.2
 
 
+@pytest.mark.thorough(always=["attention_fn"])
 @pytest.mark.parametrize("function", [attention_fn, causal_attention_fn])
 def test_deterministic_switches_dropout_off(function):
     x = normal(0, LENGTH, HEADS, 8)
@@ -187,6 +191,7 @@ def test_deterministic_switches_dropout_off(function):
         function(x, x, x, dropout_rate=0.5)
 
 
+@pytest.mark.thorough(always=["False"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_modules_pass_their_dropout_on(shared):
     x = jnp.broadcast_to(normal(0, 1, LENGTH, FEATURES), (BATCH, LENGTH, FEATURES))

@@ -95,6 +95,7 @@ def make_nnx(fields, params, **sizes):
     return module
 
 
+@pytest.mark.thorough(always=["ALiBi", "documents"])
 @each_case
 def test_layers_equal_the_dense_layer(fields, call, told):
     x = normal(0, 2, LENGTH, FEATURES)
@@ -106,6 +107,7 @@ def test_layers_equal_the_dense_layer(fields, call, told):
     np.testing.assert_array_equal(layer(x, **call), module.apply({"params": params}, x, **call))
 
 
+@pytest.mark.thorough
 def test_packed_documents_equal_the_documents_alone():
     x = normal(0, LENGTH, FEATURES)
     ids = IDS[0]
@@ -152,6 +154,7 @@ def test_sinks_are_parameters_with_an_axis():
     assert specs == linen.get_partition_spec(boxed)
 
 
+@pytest.mark.thorough(always=["False"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_dropout_takes_its_key_as_flax_does(shared):
     x = jnp.broadcast_to(normal(0, 1, LENGTH, FEATURES), (2, LENGTH, FEATURES))
@@ -257,6 +260,7 @@ def test_examples():
     assert results.attempted == 5 and results.failed == 0
 
 
+@pytest.mark.thorough
 def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_trained():
     @nnx.split_rngs(splits=2)
     @nnx.vmap
@@ -279,6 +283,7 @@ def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_traine
     assert gradient(layers, x)[0] == gradient(layers, x)[0]
 
 
+@pytest.mark.thorough
 def test_linen_layers_with_dropout_are_scanned_and_rematerialised():
     class Stack(linen.Module):
         @linen.compact

@@ -69,6 +69,7 @@ def test_nnx_under_jit_in_zigzag_layout(mesh):
     assert_close((from_zigzag(out, 2), params, from_zigzag(dx, 2)), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_linen_inside_shard_map(mesh, layout):
     """Runs documents with positions of their own, and rotary positions that count in the whole."""

@@ -222,6 +222,7 @@ def assert_same_as_jax_nn(args, keywords, valid=None):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough(always=["all", "causal", "mask of padding", "window"])
 @pytest.mark.parametrize("keywords", LIKE_JAX_NN.values(), ids=LIKE_JAX_NN)
 def test_dot_product_attention_agrees_with_jax_nn(keywords):
     valid = None
@@ -231,6 +232,7 @@ def test_dot_product_attention_agrees_with_jax_nn(keywords):
         assert_same_as_jax_nn(inputs(2), keywords, valid)
 
 
+@pytest.mark.thorough(always=["length"])
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -270,6 +272,7 @@ def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
         hessian(ours)
 
 
+@pytest.mark.thorough(always=["float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_residual_has_the_dtype_and_no_gradient_as_in_jax_nn(dtype):
     args = [x.astype(dtype) for x in inputs(2)]

@@ -100,6 +100,7 @@ def _lowers(score_mod):
     return "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.thorough
 def test_functions_of_scores_lower():
     assert _lowers(lambda s, b, n, i, j: sum(f(s) for f in FUNCTIONS.values()))
 
@@ -112,6 +113,7 @@ def test_functions_of_positions_lower():
     assert _lowers(score_mod)
 
 
+@pytest.mark.thorough(always=["atan"])
 @pytest.mark.parametrize("name", ["lgamma", "atan"])
 def test_functions_that_only_xla_has(name):
     """Checks that GPU kernels name what they cannot compute; xla runs it with its derivatives."""

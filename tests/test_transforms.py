@@ -62,6 +62,7 @@ VMAPS = {
 }
 
 
+@pytest.mark.thorough(always=["gradient-inner axes", "gradient-q only", "forward-v only"])
 @pytest.mark.parametrize("in_axes", VMAPS.values(), ids=VMAPS)
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_vmap(in_axes, gradient):
@@ -74,6 +75,7 @@ def test_vmap(in_axes, gradient):
     assert_close(found, expected)
 
 
+@pytest.mark.thorough
 def test_nested_vmap():
     q, k, v = inputs(3)
     nest = lambda f: jax.vmap(jax.vmap(f, (None, 0, 0)), (0, None, None))
@@ -89,6 +91,7 @@ def test_vmap_over_offsets():
     assert_close(each(causal)(offsets), each(dense)(offsets))
 
 
+@pytest.mark.thorough
 def test_vmap_out_axis_and_an_unbatched_cotangent():
     q, k, v = inputs(3)
     assert jax.vmap(causal, out_axes=2)(q, k, v).shape == (2, 9, 3, 4, 8)
@@ -207,6 +210,7 @@ def test_remat_and_scan_over_layers():
     assert_close(found, expected)
 
 
+@pytest.mark.thorough(always=["static-kv_sharded-False"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kv_sharded", [True, False], ids=["kv_sharded", "kv_replicated"])
 @pytest.mark.parametrize("offset", ["static", "array"])
@@ -353,6 +357,7 @@ def test_eval_shape_and_leak_checking():
         jax.jit(jax.grad(squared(causal)))(*args)
 
 
+@pytest.mark.thorough
 def test_disable_jit():
     args = inputs(q_len=3, kv_len=4)
     expected = dense(*args)

@@ -62,6 +62,7 @@ PATTERNS = [
 ]
 
 
+@pytest.mark.thorough(always=["None-halves-None-halves-0", "q-columns-None-halves-None"])
 @pytest.mark.parametrize(("batched", "bias", "bias_axis", "mask", "mask_axis"), PATTERNS)
 def test_vmap_of_shared_and_own_bias_and_mask(batched, bias, bias_axis, mask, mask_axis):
     size = lambda axis: () if axis is None else (3,)
@@ -190,6 +191,7 @@ def weights(seed, batch=2, length=24, **keywords):
     return fp.flash_attention(q, k, v, dropout_rate=0.4, dropout_seed=seed, **keywords)
 
 
+@pytest.mark.thorough
 def test_dropout_is_the_same_under_every_transformation(devices):
     seeds = jax.random.split(jax.random.key(0), 3)
     expected = jnp.stack([weights(seed) for seed in seeds])
@@ -277,6 +279,7 @@ OPERANDS = {
 SHARDED = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths", "mask"}
 
 
+@pytest.mark.thorough(always=["True"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_sharded_and_replicated_operands(devices, check_vma):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
@@ -304,6 +307,7 @@ def test_shard_map_of_sharded_and_replicated_operands(devices, check_vma):
     assert_close(gradient(wrapped), gradient(attend))
 
 
+@pytest.mark.thorough(always=["True"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_debug_nans_is_quiet_for_poisoned_padding_and_rows_without_keys(jitted):
     q, k, v = inputs(2)
@@ -332,6 +336,7 @@ def test_debug_nans_is_quiet_for_poisoned_padding_and_rows_without_keys(jitted):
     assert not dk[0, 7:].any() and not dv[1].any() and not dbias[..., 3].any()
 
 
+@pytest.mark.thorough
 def test_x64_widens_nothing():
     with jax.enable_x64(True):
         low = lambda x: x.astype(jnp.bfloat16)

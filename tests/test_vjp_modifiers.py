@@ -59,6 +59,7 @@ RESIDUALS = {
 }
 
 
+@pytest.mark.thorough(always=["bias", "segments", "score_mod"])
 @pytest.mark.parametrize(("keywords", "added"), RESIDUALS.values(), ids=RESIDUALS)
 def test_the_residuals_are_those_of_plain_attention_and_the_side_inputs(keywords, added):
     args = inputs()
@@ -201,6 +202,7 @@ FLOAT64 = {
 }
 
 
+@pytest.mark.thorough(always=["slopes and sinks"])
 @pytest.mark.parametrize("shapes", FLOAT64.values(), ids=FLOAT64)
 def test_check_grads_in_float64(shapes):
     with jax.enable_x64(True):
@@ -252,6 +254,7 @@ def test_a_nan_cotangent_of_padding_stays_there():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough(always=["bias"])
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
 def test_second_order_is_refused_with_a_way_out(name):
     q, k, v = inputs()

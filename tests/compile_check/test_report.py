@@ -198,7 +198,6 @@ def test_backend_of_a_target():
 
 
 @pytest.mark.compile
-@pytest.mark.slow
 def test_rows_compile_or_say_why_not(tmp_path):
     """Compiles a kernel, a call without kernels, and one that cannot be traced."""
     spec = jax.ShapeDtypeStruct((8,), jnp.float32)
