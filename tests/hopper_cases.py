@@ -214,7 +214,7 @@ FUSED_BLOCKS = (
     (_several_tiles("launches_of_entries", K=1, N=1, B=4, T=130), {"launches": 2}),
     (_several_tiles("launches_of_heads", N=4, B=2, K=2, T=130), {"launches": 2}),
     (
-        _several_tiles("launches_bias", N=4, K=2, B=2, T=130, bias="1NTS"),
+        _several_tiles("launches_bias", N=4, K=2, B=2, T=100, S=130, bias="1NTS"),
         {"launches": 2, "first_alone": True},
     ),
     (
@@ -240,7 +240,7 @@ FUSED_BLOCKS = (
         {"resident": 2, "first_alone": True, "stagger": True},
     ),
     (
-        _several_tiles("turns_launches_bias_16", N=2, K=2, B=4, H=16, T=260, bias="1NTS"),
+        _several_tiles("turns_launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="1NTS"),
         {"launches": 2, "key_launches": 2, "resident": 2},
     ),
     (

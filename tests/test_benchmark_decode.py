@@ -63,6 +63,7 @@ def test_rows_of_a_group(few_bytes):
     assert rows[0]["speed"] == 1.0
 
 
+@pytest.mark.thorough
 def test_rows_of_caches_in_eight_bits(few_bytes):
     calls = CALL(), *(CALL(cache=x, page_size=p) for x in QUANTISED for p in (None, 64))
     rows = rows_of(*calls, sizes=COARSE)

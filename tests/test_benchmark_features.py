@@ -15,6 +15,8 @@ import pytest
 from benchmarks import features, run_features, tables, timing
 from benchmarks.peers import PEERS, Unsupported
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
 
 
@@ -86,6 +88,7 @@ def test_the_gate_fails_what_is_wrong(monkeypatch):
     assert run_features.gate(features.CAUSAL, SMALL, "wrong")["forward"] > 1.0
 
 
+@pytest.mark.thorough
 def test_rows_of_a_group(monkeypatch, tmp_path):
     def refuse(variant, arrays, do):
         raise Unsupported("not here")

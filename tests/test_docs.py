@@ -23,7 +23,7 @@ OUTSIDE = re.compile(
 )
 
 # What takes seconds to compile; each page's first block runs in `make test` whatever it has.
-COSTLY = re.compile(r"grad|mesh|append_kv|nnx|linen|scan|vmap")
+COSTLY = re.compile(r"grad|mesh|append_kv|decode|nnx|linen|scan|vmap|_mod|dropout")
 
 
 def blocks():

@@ -75,7 +75,7 @@ def test_packed_documents(tmp_path):
     assert float(output.split()[-1]) < 1e-5
 
 
-@pytest.mark.thorough(always=["train_long_context"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["train_transformer", "train_long_context", "generate"])
 def test_the_backends_to_choose_from(script, tmp_path):
     process = start(f"{script}.py", "--backend", "cuda", cwd=tmp_path)

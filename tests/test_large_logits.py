@@ -35,7 +35,7 @@ ON_HOPPER, ON_PORTABLE = (
 )  # fmt: skip
 
 
-@pytest.mark.thorough(always=["no_key_float32", "scores_of_2^30"])
+@pytest.mark.thorough(always=["no_key_float32"])
 @pytest.mark.parametrize("case", (*ADDITIVE, *LARGE), ids=str)
 def test_xla(case):
     call = checks.bind("xla", SMALL_BLOCKS)

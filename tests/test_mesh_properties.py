@@ -25,7 +25,7 @@ from .test_sharding import draw as normal
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
-PARTS = 4  # tests that may run side by side
+PARTS = 8  # tests that may run side by side
 EXAMPLES = int(os.environ.get("FLASH_PALLAS_EXAMPLES", "16"))
 NAMES = ("data", "fsdp", "model", "context")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -16,6 +16,8 @@ from flash_pallas.nn import attention_fn, causal_attention_fn
 
 from .nn_tools import assert_no_worse
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 HEADS, FEATURES, LENGTH = 4, 24, 10
 FUNCTIONS = [attention_fn, causal_attention_fn]
 
@@ -42,6 +44,7 @@ def test_linen_drop_in_equals_default(batch, causal):
     assert_no_worse(ours.apply, lambda p, x: default.apply(p, x, mask=mask), params, x)
 
 
+@pytest.mark.thorough
 def test_linen_cross_attention():
     ours, default = linen_modules(False)
     x, other = normal(0, 2, LENGTH, FEATURES), normal(1, 2, 7, FEATURES)

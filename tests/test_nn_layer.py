@@ -17,6 +17,8 @@ from flash_pallas.nn import nnx as fp_nnx
 
 from .nn_tools import assert_no_worse, dense_layer, quadratic_arrays
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 FEATURES, LENGTH = 24, 10
 MODERN = {
     "num_heads": 4,
@@ -230,6 +232,7 @@ def test_linen_remat(policy):
     assert_no_worse(ours, lambda p, x: dense_layer(p, x, **pick(MODERN)), params, x)
 
 
+@pytest.mark.thorough
 def test_linen_scan_over_layers():
     class Stack(linen.Module):
         @linen.compact

@@ -16,6 +16,8 @@ from flash_pallas.nn import nnx as fp_nnx
 
 from .nn_tools import assert_no_worse, dense_layer
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 FEATURES, LENGTH = 24, 10
 ROPE = {"rope_theta": 100.0, "qk_norm": "rms"}
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "causal": True, **ROPE}
@@ -120,6 +122,7 @@ def test_packed_documents_equal_the_documents_alone():
     np.testing.assert_allclose(packed[9], params["out"]["bias"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_keys_have_their_own_side_in_cross_attention():
     x, other = normal(0, 2, LENGTH, FEATURES), normal(1, 2, 7, 12)
     module, params = make_linen({"num_heads": 4}, x, other)

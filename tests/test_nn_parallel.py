@@ -59,6 +59,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, **ATOL)
 
 
+@pytest.mark.thorough
 def test_nnx_under_jit_in_zigzag_layout(mesh):
     context = ContextParallel("context", layout="zigzag", batch_axis="data")
     x, _ = tokens()

@@ -55,7 +55,7 @@ def test_a_seed_of_any_type_drops_what_it_drops_on_one_device(devices, seed):
     np.testing.assert_allclose(found, fp.flash_attention(*inputs(), **options), **ATOL)
 
 
-@pytest.mark.thorough(always=["all_gather"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
     """Compares dropout with one device, with the batch or the heads cut as well."""
@@ -71,6 +71,7 @@ def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
         np.testing.assert_allclose(from_zigzag(found, 2), expected, **ATOL)
 
 
+@pytest.mark.thorough
 def test_a_rematerialised_layer_inside_shard_map(devices):
     mesh = ring_of(devices)
 

@@ -77,7 +77,7 @@ def test_deterministic_kernels(name):
     assert_right(dataclasses.replace(named(name), deterministic=True))
 
 
-@pytest.mark.thorough(always=["d64"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["everything", "packed_causal", "d64"])
 def test_other_tiles(name):
@@ -115,7 +115,7 @@ def test_other_tiles_of_the_fused_backward(name, fields):
     assert_right(named(name), {"fused": fields})
 
 
-@pytest.mark.thorough(always=["window_causal_128"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["d128_causal", "window_causal_128", "dropout_causal_128"])
 def test_weights_that_registers_have_no_room_for(name):

@@ -19,6 +19,8 @@ from flash_pallas.backends import xla
 from flash_pallas.core.problem import Operands
 from flash_pallas.transforms import derivatives
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 
 causal = partial(fp.flash_attention, causal=True)
@@ -251,6 +253,7 @@ def test_a_replicated_result_cannot_be_claimed(devices):
         jax.shard_map(causal, mesh=mesh, **specs)(*inputs(batch=4))
 
 
+@pytest.mark.thorough
 def test_export():
     args = inputs()
     f = jax.jit(jax.value_and_grad(squared(causal)))
@@ -301,6 +304,7 @@ def test_debug_nans_is_quiet_for_rows_without_keys():
             causal(args[0].at[0, 0, 0, 0].set(jnp.nan), *args[1:]).block_until_ready()
 
 
+@pytest.mark.thorough
 def test_debug_infs_finds_only_the_lse_of_rows_without_keys():
     args = inputs()
     with jax.debug_infs(True):

@@ -11,6 +11,8 @@ import pytest
 
 import flash_pallas as fp
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 Q, K = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 10, 2, 16))
 FULL = (2, 4, 8, 10)
 IDS, KV_IDS = jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 10), jnp.int32)
@@ -245,6 +247,9 @@ SAME = {
 }
 
 
+@pytest.mark.thorough(
+    always=["two paddings", "a seed without a rate", "window, an int", "a seed in two forms"]
+)
 @pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME)
 def test_two_ways_to_say_the_same(one, other):
     rng = np.random.default_rng(0)

@@ -14,6 +14,8 @@ from flash_pallas import reference
 from . import checks
 from .cases import named
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 (CASE,) = named("gqa_causal")
 
 
@@ -75,6 +77,7 @@ def test_a_nan_cotangent_of_minus_infinity_stays_there():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_merging_two_halves_of_the_keys_is_differentiable():
     q, k, v = inputs()
 

@@ -18,6 +18,8 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.transforms import derivatives
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
 
 
@@ -100,6 +102,7 @@ def plain(f):
     return f
 
 
+@pytest.mark.thorough(always=["plain"])
 @pytest.mark.parametrize(
     "wrap",
     [plain, jax.jit, jax.checkpoint, partial(jax.checkpoint, policy=fp.save_attention)],
@@ -231,6 +234,7 @@ def test_max_logit_has_no_gradient():
     assert not jax.grad(most)(q).any()
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_bias_in_bfloat16():
     q, k, v = inputs()
     bias = draw(5, 1, N, 1, S, dtype=jnp.bfloat16)
