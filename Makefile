@@ -17,7 +17,8 @@ help:
 	@echo "make test           lint and the tests that need no GPU, of thorough ones a thirtieth a day"
 	@echo "make test-all       all tests that need no GPU, every interpreted kernel among them"
 	@echo "make test-0.12      a part of them with jax 0.12"
-	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others"
+	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others;"
+	@echo "                    with DAY=n head dims 64 and 128 in bfloat16, and a third of the rest"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
 	@echo "make test-gpu       the tests that need a Hopper GPU"
@@ -48,7 +49,7 @@ demo:
 compile-check:
 	@VENV=$(VENV)-cuda bash .ci/setup compile
 	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check
-	$(VENV)-cuda/bin/python -m tests.compile_check
+	$(VENV)-cuda/bin/python -m tests.compile_check $(if $(DAY),--day $(DAY))
 	$(VENV)-cuda/bin/python -m tests.compile_check --target a100 --only "64 bfloat16 full" "64 bfloat16 causal" "128 bfloat16 full" "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target rtx5090 --only "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target b200 --only "128 bfloat16 causal"

@@ -227,7 +227,7 @@ def order(count: int, turn: int) -> list[int]:
 
     This holds over `count` rounds where that is even, else over twice as many (Williams 1949, for
     residual effects of treatments). A contestant that always follows the same one is timed on the
-    card as that one leaves it. After a GEMM that was up to 10 % (benchmarks/NOTES.md).
+    card as that one leaves it (benchmarks/NOTES.md, "Measuring method").
     """
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
     if count % 2 and turn // count % 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +174,10 @@ def explain_decode(
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
-    out = sharding.over_explicit_axes(partial(_fitted, backend, spec), Outputs)(operands)
+    call: Callable = partial(_fitted, backend, spec)
+    if mesh_axes.mesh_of(operands[:3]) is not None:
+        call = sharding.OnShards(call, Outputs)
+    out = call(operands)
     unit = decode.describe(operands, spec).unit
     return out.o, softmax.natural(out.lse_log2, out.shift, unit)
 

@@ -35,7 +35,7 @@ ROUNDING = 12.0**-0.5
 # exp2 and log2 of the kernels are the GPU's approximate ones, right to about one float32 eps.
 LSE_FLOOR = 1.0
 # The kernels' tanh is the GPU's MUFU.TANH, whose largest relative error is 1.06e-5
-# (benchmarks/results/trial_tanh.txt), or a polynomial as right as that (backends/gpu/
+# (trial_tanh.txt at 20374d8), or a polynomial as right as that (backends/gpu/
 # softcap.py), under the interpreter too. Plain jnp's is a rational function, right to an eps.
 TANH_ERROR = 1.1e-5
 # Rounding to bfloat16 loses 2^-8 of an operand. The kernels multiply float32 in bfloat16 parts, and

@@ -55,7 +55,7 @@ class Gpu:
         """Returns the backend as it is on this GPU."""
         if self.backend == "hopper":
             return HopperBackend(num_sms=self.multiprocessors, capability=self.capability)
-        return PortableBackend(capability=self.capability, multiprocessors=self.multiprocessors)
+        return PortableBackend(capability=self.capability, num_sms=self.multiprocessors)
 
 
 GPUS = {

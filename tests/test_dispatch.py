@@ -175,14 +175,14 @@ def test_modifiers_take_two_warpgroups_without_a_producer():
 
 
 @pytest.mark.parametrize("slots", ["stages", "do_stages", "ds_stages"])
-def test_alternating_warpgroups_take_two_slots(slots):
+def test_ping_pong_takes_two_slots(slots):
     """Checks that one slot is refused: each of the warpgroups would wait for the other for ever."""
     x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
     described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
-    with pytest.raises(ValueError, match=rf"'{slots}': 1.*two stages.*'alternate': False"):
+    with pytest.raises(ValueError, match=rf"'{slots}': 1.*two 'stages'.*'ping_pong': False"):
         HopperBackend().blocks(described, {"fused": {slots: 1}})
-    chosen = HopperBackend().blocks(described, {"fused": {slots: 1, "alternate": False}})
-    assert not chosen.backward.alternate
+    chosen = HopperBackend().blocks(described, {"fused": {slots: 1, "ping_pong": False}})
+    assert not chosen.backward.ping_pong
 
 
 SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)

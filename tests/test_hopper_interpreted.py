@@ -19,8 +19,8 @@ from .hopper_cases import (
     MAXIMA,
     MODIFIERS,
     PAIRS,
+    PERSISTENT_SECTIONS,
     SECTIONS,
-    SECTIONS_IN_TURNS,
     WITHOUT_PRODUCER,
 )
 from .interpreter import race_checked
@@ -76,9 +76,9 @@ def test_sections_of_heads_and_batch(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.interpret
-def test_sections_in_turns(monkeypatch):
+def test_sections_of_a_persistent_grid(monkeypatch):
     """Runs nine pairs, two at a time but for the last, with two KV blocks each, on four CTAs."""
-    case, blocks = SECTIONS_IN_TURNS, {"fused": {"resident": 4}}
+    case, blocks = PERSISTENT_SECTIONS, {"fused": {"persistent_clusters": 4}}
     monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case)

@@ -18,7 +18,7 @@ from .interpreter import race_checked
 
 SMALL_BLOCKS = {"block_q": 32, "block_kv": 32}
 HOPPER = HopperBackend(interpret=True, num_sms=2)
-PORTABLE = PortableBackend(interpret=True, capability="8.0", multiprocessors=2)
+PORTABLE = PortableBackend(interpret=True, capability="8.0", num_sms=2)
 # Of every size one, and the two ends, with one head: an entry is a kernel's block or more.
 FEW = (-1e4, -1e7, -1e9, -1e15, float(np.finfo(np.float32).min), -np.inf, 1e9)
 INTERPRETED = additive_cases(FEW, N=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,6 @@ import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.fused.launches import (
-    FusedScheduler,
-    Launch,
     fitting,
     launches_of,
     origins,
@@ -42,24 +41,10 @@ def chosen(*sizes, blocks=None, backend=BACKEND, **given):
 HEADS = (16, 16)
 
 
-def test_the_first_key_blocks_go_alone_where_that_costs_no_round():
-    alone = lambda *sizes, **given: chosen(*sizes, **given).first_alone
-    assert alone(16, 1024, HEADS, 128) and alone(8, 2048, HEADS, 128)
-    assert alone(16, 1024, (32, 8), 128)  # 128 pairs, of as many SMs but four
-    assert not alone(4, 1024, HEADS, 128)  # 64 CTAs would have the GPU to themselves
-    assert not alone(4, 4096, HEADS, 128)
-    assert not alone(32, 512, HEADS, 128)
-    assert not alone(16, 1024, HEADS, 128, mask=Mask.causal())
-    assert not alone(16, 1024, HEADS, 64)
-    assert alone(66, 512, (2, 2), 64, biased=True)  # of four rounds in all, too few for turns
-    assert not alone(128, 1024, (4, 4), 32, biased=True)
-    assert not alone(128, 128, (16, 16), 128)  # there is one block
-
-
 def test_portions_where_each_keeps_multiprocessors_busy():
     def launches(*sizes):
         found = chosen(*sizes, biased=True)
-        return found.launches, found.key_launches
+        return found.num_launches, found.kv_launches
 
     assert launches(128, 1024, (4, 4), 16) == launches(128, 1024, (4, 4), 64) == (4, 1)
     assert launches(128, 512, (4, 4), 64) == launches(16, 1024, (4, 4), 64) == (1, 1)
@@ -67,38 +52,36 @@ def test_portions_where_each_keeps_multiprocessors_busy():
     assert launches(256, 1024, (2, 2), 64) == (2, 1)
     assert launches(128, 2048, (6, 6), 64) == (3, 1)
     assert launches(128, 4096, (5, 5), 64) == (1, 1)  # no equal portions of heads
-    assert chosen(128, 4096, (4, 4), 64).launches == 1
+    assert chosen(128, 4096, (4, 4), 64).num_launches == 1
 
 
 def test_portions_of_keys_where_sums_of_the_bias_would_be_large():
     """Checks portions of keys: at most a quarter of Q's bytes, if each launch keeps SMs busy."""
-    portions = lambda *sizes: chosen(*sizes, biased=True).key_launches
+    portions = lambda *sizes: chosen(*sizes, biased=True).kv_launches
     assert [portions(128, length, (4, 4), 16) for length in (1024, 2048, 4096)] == [1, 2, 4]
     assert [portions(128, length, (4, 4), 32) for length in (2048, 4096)] == [1, 2]
     assert portions(128, 4096, (4, 4), 64) == 1
     assert portions(32, 8192, (4, 4), 16) == 2  # of 62 rounds each head has 15, for two launches
 
 
-def test_turns_where_each_cta_has_several():
-    turns = lambda *sizes, **given: chosen(*sizes, **given)
-    found = turns(128, 1024, (4, 4), 64, biased=True)
-    assert (found.resident, found.kv_stages, found.first_alone) == (66, 2, False)
-    found = turns(128, 4096, (4, 4), 16, biased=True)
-    assert (found.resident, found.kv_stages, found.stagger) == (66, 1, True)
-    assert not turns(128, 4096, (4, 4), 64, biased=True).takes_turns
-    assert not turns(128, 2048, (4, 4), 32, biased=True).takes_turns
-    assert not turns(16, 1024, (4, 4), 64, biased=True).takes_turns  # four rounds
-    assert not turns(16, 1024, HEADS, 64).takes_turns
+def test_a_persistent_grid_where_each_cta_has_several_tiles():
+    found = chosen(128, 1024, (4, 4), 64, biased=True)
+    assert (found.persistent_clusters, found.kv_stages) == (66, 2)
+    found = chosen(128, 4096, (4, 4), 16, biased=True)
+    assert (found.persistent_clusters, found.kv_stages, found.stagger) == (66, 1, True)
+    assert not chosen(128, 4096, (4, 4), 64, biased=True).persistent
+    assert not chosen(128, 2048, (4, 4), 32, biased=True).persistent
+    assert not chosen(16, 1024, (4, 4), 64, biased=True).persistent  # four rounds
+    assert not chosen(16, 1024, HEADS, 64).persistent
 
 
-def test_clusters_that_take_turns_have_as_many_but_for_one():
-    blocks = dataclasses.replace(chosen(128, 1024, (4, 4), 16, biased=True), launches=1)
+def test_clusters_of_a_persistent_grid_have_as_many_tiles_but_for_one():
+    blocks = dataclasses.replace(chosen(128, 1024, (4, 4), 16, biased=True), num_launches=1)
     problem = described(128, 1024, (4, 4), 16, biased=True)
     (launch,) = launches_of(problem, blocks)
-    order = FusedScheduler(problem, blocks, launch)
-    assert order.total == 128 * 4 * 8 // 2 == 2048
-    assert order.grid == {"first": 64}  # 32 turns each; 66 clusters would take as many
-    once = FusedScheduler(problem, dataclasses.replace(blocks, resident=1), launch)
+    assert launch.total == 128 * 4 * 8 // 2 == 2048
+    assert launch.grid == {"first": 64}  # 32 tiles each; 66 clusters would take as many
+    (once,) = launches_of(problem, dataclasses.replace(blocks, persistent_clusters=1))
     assert once.grid == {"section": 4, "kv": 8, "pair": 64}
 
 
@@ -106,67 +89,57 @@ def test_without_the_gradient_of_the_bias():
     """Checks that without its sums the call with a bias takes one launch."""
     for length in (1024, 2048):
         found = without_sums(chosen(128, length, (4, 4), 64, biased=True))
-        assert (found.bias_cluster, found.launches, found.first_alone) == (1, 1, False)
-        assert (found.key_launches, found.resident, found.kv_stages) == (1, 1, 1)
+        assert (found.bias_cluster, found.num_launches) == (1, 1)
+        assert (found.kv_launches, found.persistent_clusters, found.kv_stages) == (1, 1, 1)
     plain = chosen(16, 1024, HEADS, 128)
     assert without_sums(plain) == plain
 
 
 def test_shards_of_a_call_take_what_they_can():
     """Fits tiles of the whole call to its shards, which have fewer batch entries and heads."""
-    whole = chosen(6, 256, (4, 4), 64, biased=True, blocks={"launches": 4})
-    assert (whole.bias_cluster, whole.launches) == (2, 4)
+    whole = chosen(6, 256, (4, 4), 64, biased=True, blocks={"num_launches": 4})
+    assert (whole.bias_cluster, whole.num_launches) == (2, 4)
     at = lambda *sizes: fitting(described(*sizes, 64, biased=True), whole)
     assert at(2, 256, (4, 4)) == at(2, 256, (8, 8)) == whole
-    assert (at(4, 256, (1, 1)).bias_cluster, at(4, 256, (1, 1)).launches) == (2, 1)
+    assert (at(4, 256, (1, 1)).bias_cluster, at(4, 256, (1, 1)).num_launches) == (2, 1)
     assert at(3, 256, (4, 4)).bias_cluster == 1  # three entries are no pairs
-    alone = chosen(16, 1024, HEADS, 128)
-    assert fitting(described(2, 1024, (1, 1), 128), alone) == alone
-    halves = dataclasses.replace(alone, launches=2)
-    assert not fitting(described(1, 1024, (1, 1), 128), halves).first_alone
+    plain = chosen(16, 1024, HEADS, 128)
+    assert fitting(described(2, 1024, (1, 1), 128), plain) == plain
+    halves = dataclasses.replace(plain, num_launches=2)
+    assert fitting(described(1, 1024, (1, 1), 128), halves) == plain
 
 
 def test_compute_warpgroups_that_load_take_one_launch():
     alone = HopperBackend(num_sms=132, trades_registers=False)
-    assert not chosen(16, 1024, HEADS, 128, backend=alone).first_alone
     found = chosen(128, 2048, (4, 4), 64, biased=True, backend=alone)
-    assert (found.bias_cluster, found.launches) == (1, 1)
+    assert (found.bias_cluster, found.num_launches) == (1, 1)
 
 
 def test_which_pairs_a_launch_has():
+    names = operator.attrgetter("entries", "heads", "first_block", "num_blocks")
+    shares = lambda problem, blocks: [names(launch) for launch in launches_of(problem, blocks)]
     sizes = (4, 512, (3, 3), 128)
     problem = described(*sizes)
-    by_heads = chosen(*sizes, blocks={"launches": 3, "first_alone": True})
-    assert launches_of(problem, by_heads) == (
-        Launch(4, 1, 0, 1, adds=False),
-        Launch(4, 1, 1, 3),
-    )
+    by_heads = chosen(*sizes, blocks={"num_launches": 3})
+    assert shares(problem, by_heads) == [(4, 1, 0, 4)]
     assert origins(problem, by_heads) == [(0, 0), (0, 1), (0, 2)]
-    by_entries = chosen(*sizes, blocks={"launches": 6})
-    assert launches_of(problem, by_entries) == (Launch(2, 1, 0, 4),)
+    by_entries = chosen(*sizes, blocks={"num_launches": 6})
+    assert shares(problem, by_entries) == [(2, 1, 0, 4)]
     assert origins(problem, by_entries)[:3] == [(0, 0), (2, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(
     ("blocks", "given", "message"),
     [
-        ({"launches": 5}, {}, "'launches' must divide.*pass 'launches': 1"),
-        ({"launches": 8}, {}, "'launches' must divide"),
-        ({"launches": 2, "parts": 2}, {}, "not stand beside 'parts'"),
-        ({"key_launches": 2}, {}, "'key_launches' must divide"),
-        ({"resident": 8}, {"mask": Mask(left=100, right=0)}, "the same walk"),
-        ({"resident": 8}, {}, "'mask_all'"),
-        ({"kv_stages": 2, "stages": 2, "do_stages": 2}, {}, "several key blocks"),
-        ({"first_alone": True}, {"mask": Mask(left=100, right=0)}, "seen by all queries"),
-        ({"first_alone": True}, {"kv_lengths": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
-        ({"first_alone": True}, {"q_offset": jax.ShapeDtypeStruct((4,), jnp.int32)}, "arrays"),
+        ({"num_launches": 5}, {}, "'num_launches' is 5.* = 4 x 3 .*pass 'num_launches': 1"),
+        ({"num_launches": 8}, {}, "'num_launches' is 8"),
+        ({"num_launches": 2, "split_q": 2}, {}, "'num_launches' and 'split_q' exclude"),
+        ({"kv_launches": 2}, {}, "'kv_launches' is 2.* KV tiles, 4,.*pass 'kv_launches': 1"),
+        ({"persistent_clusters": 8}, {"mask": Mask(left=100, right=0)}, "the same Q tiles"),
+        ({"persistent_clusters": 8}, {}, "'mask_all'"),
+        ({"kv_stages": 2, "stages": 2, "do_stages": 2}, {}, "'kv_stages' needs it"),
     ],
 )
 def test_what_is_refused(blocks, given, message):
     with pytest.raises(ValueError, match=message):
         chosen(4, 512, (3, 3), 128, blocks=blocks, **given)
-
-
-def test_one_block_of_keys_is_not_launched_alone():
-    with pytest.raises(ValueError, match="two blocks of keys or more"):
-        chosen(4, 128, (3, 3), 128, blocks={"first_alone": True})

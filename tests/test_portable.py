@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.portable import PortableBackend, tiling
-from flash_pallas.backends.portable.common.tile_range import Steps
+from flash_pallas.backends.portable.common.kernel import Steps
 from flash_pallas.backends.portable.tiling import FusedSizes, PortableBlocks, SplitSizes, TileSizes
 from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe

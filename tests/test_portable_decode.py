@@ -19,7 +19,7 @@ from flash_pallas.frontend import dispatch
 from .hopper_decode_cases import STEPS, Step, assert_matches_oracle
 from .interpreter import race_checked
 
-BACKEND = PortableBackend(interpret=True, capability="8.0", multiprocessors=2)
+BACKEND = PortableBackend(interpret=True, capability="8.0", num_sms=2)
 
 SHARED = (
     *("no_key_and_one", "around_two_blocks", "lengths_out_of_range", "more_splits_than_blocks"),

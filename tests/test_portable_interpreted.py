@@ -10,7 +10,7 @@ import pytest
 
 from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.portable import PortableBackend
-from flash_pallas.backends.portable.backward.dbias import per_tile
+from flash_pallas.backends.portable.backward.dbias import kernel
 
 from . import checks
 from .cases import Case
@@ -168,6 +168,6 @@ def test_gradients_of_what_modifies_scores(case):
 )
 def test_other_tiles_of_sums(monkeypatch, case, blocks):
     """Checks sums over all members in one CTA per tile, in sections of two tiles."""
-    monkeypatch.setattr(per_tile, "ENOUGH_BLOCKS", 1)
+    monkeypatch.setattr(kernel, "ENOUGH_BLOCKS", 1)
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     assert_right(case, blocks)

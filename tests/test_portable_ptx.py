@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from flash_pallas.backends.gpu import inline
-from flash_pallas.backends.portable.backward.dbias import per_tile
-from flash_pallas.backends.portable.backward.fused import dq_sums
-from flash_pallas.backends.portable.common import auxiliary_inputs, grid, mma, smem_tiles, threads
-from flash_pallas.backends.portable.common import smem_tiles as common_smem_tiles
-from flash_pallas.backends.portable.common.grid import WGMMA, Grid
+from flash_pallas.backends.portable.backward.dbias import kernel as dbias_kernel
+from flash_pallas.backends.portable.backward.fused import kernel as fused_kernel
+from flash_pallas.backends.portable.common import auxiliary_inputs, mma, smem_tiles
+from flash_pallas.backends.portable.common.mma import WGMMA, Grid
 from flash_pallas.backends.portable.common.smem_tiles import UNIT_ELEMENTS
-from flash_pallas.backends.portable.decode import kernel
-from flash_pallas.backends.portable.forward import pv
+from flash_pallas.backends.portable.decode import kernel as decode_kernel
+from flash_pallas.backends.portable.forward import kernel as forward_kernel
 
 from .ptx import BFLOAT16, Layout, Machine, Tile
 
@@ -25,19 +24,8 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    modules = (
-        threads,
-        grid,
-        common_smem_tiles,
-        smem_tiles,
-        mma,
-        auxiliary_inputs,
-        kernel,
-        dq_sums,
-        pv,
-        per_tile,
-    )
-    found.install(monkeypatch, *modules)
+    kernels = forward_kernel, fused_kernel, dbias_kernel, decode_kernel
+    found.install(monkeypatch, smem_tiles, mma, auxiliary_inputs, *kernels)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(
         auxiliary_inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS)
@@ -96,7 +84,7 @@ def test_results_are_written(machine, rows, columns, held):
     """Stores registers through a tile to rows of one head; nothing else of the array changes."""
     values = draw(1, rows, columns)
     staged, ref = tile(machine, rows, columns)
-    grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(0))
+    mma.put_body(WGMMA, None, Tile.of(values), ref, np.int64(0))
     np.testing.assert_array_equal(staged[:, :columns], values)
     target = np.zeros((150, 2, held), BFLOAT16)
     of_head = machine.array(target, lambda x: x[:, 1])
@@ -188,7 +176,7 @@ def test_accumulators_of_a_grid_are_written(machine, shape):
     """Checks that every element goes to its own place, and to no other."""
     values, own = draw(1, *shape), Grid.of(*shape)
     staged, ref = tile(machine, shape[0], shape[1] + 32)
-    grid.put_body(own, None, Tile.of(labelled(values, own)), ref, np.int64(16))
+    mma.put_body(own, None, Tile.of(labelled(values, own)), ref, np.int64(16))
     np.testing.assert_array_equal(staged[:, 16 : 16 + shape[1]], values)
     staged[:, 16 : 16 + shape[1]] = np.nan
     assert np.isnan(staged.astype(np.float32)).all()
@@ -209,10 +197,10 @@ def test_numbers_of_rows_reach_accumulators_of_a_grid(machine, shape):
     for index in np.ndindex(*registers.shape):
         registers[index] = numbers[lane + at(index)][:, None]
     values = types.SimpleNamespace(registers=registers, shape=shape[:1], layout=layout)
-    pv._put_body(None, values, ref)
+    forward_kernel._put_body(None, values, ref)
     np.testing.assert_array_equal(found, numbers)
     machine.shape = (rows,)
-    read = pv._get_body(own, rows, layout, None, ref).registers
+    read = forward_kernel._get_body(own, rows, layout, None, ref).registers
     expected = labelled(np.repeat(numbers[:, None], shape[1], axis=1), own)[:, 0]
     for index in np.ndindex(*read.shape):
         np.testing.assert_array_equal(read[index][:, 0], expected[lane + at(index)])
@@ -227,7 +215,7 @@ def test_vectors_are_copied(machine, count, exists):
         machine.array(source, lambda x: x[1]),
         machine.array(found, lambda x: x[1], shared=True),
     )
-    common_smem_tiles.start_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
+    smem_tiles._start_vector_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
     smem_tiles._wait_body(0, None)
     expected = np.full_like(found, np.nan)
     if exists:
@@ -241,9 +229,9 @@ def test_what_was_written_is_read_back(machine, dtype, column):
     """Reads part of a tile back, in the threads that wrote it."""
     values = draw(1, 128, 64, dtype=dtype)
     _, ref = tile(machine, 128, 128, dtype=dtype)
-    grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
+    mma.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
     machine.shape = values.shape
-    found = grid.get_body(values.shape, Layout(), None, ref, np.int64(column)).values(dtype)
+    found = mma.get_body(values.shape, Layout(), None, ref, np.int64(column)).values(dtype)
     np.testing.assert_array_equal(found, values)
 
 
@@ -252,7 +240,7 @@ def test_part_of_a_tile_is_written(machine, column):
     """Writes half of the columns, as one of two warpgroups does; the other half stays as it is."""
     values = draw(1, 128, 32)
     staged, ref = tile(machine, 128, 64)
-    grid.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
+    mma.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
     np.testing.assert_array_equal(staged[:, column : column + 32], values)
     assert np.isnan(staged[:, 32 - column : 64 - column].astype(np.float32)).all()
 
@@ -261,7 +249,7 @@ def test_part_of_a_tile_is_written(machine, column):
 @pytest.mark.parametrize(("rows", "width"), [(64, 128), (128, 64), (64, 96)])
 def test_sums_of_dq(machine, vector, rows, width):
     """Adds dQ twice from two warpgroups: each add reaches every float once; loads see the sums."""
-    sums = dq_sums.DqSums(rows, width, vector, interpret=False)
+    sums = fused_kernel.DqSums(rows, width, vector, interpret=False)
     values = draw(7, 2, rows, width, dtype=np.float32)
     buffer = np.ones((3, *sums.tile), np.float32)
     half = width // 2
@@ -269,11 +257,11 @@ def test_sums_of_dq(machine, vector, rows, width):
         for part in range(2):
             target = machine.array(buffer, lambda x, part=part: x[1, part])
             own = Tile.of(labelled(once[:, part * half : (part + 1) * half], sums.grid))
-            dq_sums._add_body(vector, None, own, target)
+            fused_kernel._add_body(vector, None, own, target)
     machine.shape = shape = sums.grid.label(rows, half)
     for part in range(2):
         source = machine.array(buffer, lambda x, part=part: x[1, part])
-        found = dq_sums._load_body(shape, vector, None, source).values()
+        found = fused_kernel._load_body(shape, vector, None, source).values()
         expected = (np.float32(1) + values[0] + values[1])[:, part * half : (part + 1) * half]
         np.testing.assert_array_equal(found, labelled(expected, sums.grid))
     np.testing.assert_array_equal(buffer[[0, 2]], np.ones_like(buffer[[0, 2]]))
@@ -282,13 +270,13 @@ def test_sums_of_dq(machine, vector, rows, width):
 def test_a_warp_adds_to_consecutive_bytes(machine):
     """Checks that thread t's element of an instruction follows that of thread t - 1."""
     for vector in (1, 4):
-        sums = dq_sums.DqSums(64, 64, vector, interpret=False)
+        sums = fused_kernel.DqSums(64, 64, vector, interpret=False)
         buffer = np.zeros(sums.tile, np.float32)
         me = np.arange(128, dtype=np.float32)
         own = Tile.of(np.zeros((64, 32), np.float32))
         for index in np.ndindex(own.registers.shape):
             own.registers[index] = np.stack([me, me], axis=1)
-        dq_sums._add_body(vector, None, own, machine.array(buffer, lambda x: x[0]))
+        fused_kernel._add_body(vector, None, own, machine.array(buffer, lambda x: x[0]))
         expected = np.broadcast_to(np.repeat(me, vector), (16 // vector, 128 * vector))
         np.testing.assert_array_equal(buffer[0].reshape(expected.shape), expected)
 
@@ -314,7 +302,7 @@ def test_partial_results_of_decoding(machine, columns, first):
     values = draw(6, 64, 128, dtype=np.float32)
     target = np.zeros((2, 90, columns), np.float32)
     ref = machine.array(target, lambda x: x[1])
-    kernel._store_body(None, Tile.of(values), ref, np.int64(first))
+    mma._store_body(4, True, None, Tile.of(values), ref, np.int64(first), np.int64(0))
     expected = np.zeros_like(target)
     count = min(64, 90 - first)
     expected[1, first : first + count] = values[:count, :columns]
@@ -328,7 +316,8 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
     values = draw(8, 64, 48, dtype=dtype)
     target = np.zeros((2, 90, columns), dtype)
     ref = machine.array(target, lambda x: x[1])
-    per_tile._store_body(dtype.itemsize, None, Tile.of(values), ref, *map(np.int64, starts))
+    starts = tuple(map(np.int64, starts))
+    mma._store_body(dtype.itemsize, False, None, Tile.of(values), ref, *starts)
     expected = np.zeros_like(target)
     part = expected[1, starts[0] : starts[0] + 64, starts[1] : starts[1] + 48]
     part[...] = values[: part.shape[0], : part.shape[1]]

@@ -28,7 +28,7 @@ CAUSAL = {"mask": Mask.causal()}
 @pytest.mark.parametrize("spec", [{}, CAUSAL], ids=["full", "causal"])
 def test_parts_keep_multiprocessors_busy(head_dim, spec):
     parts = lambda batch, length, heads=(32, 8): (
-        chosen(batch, length, length, heads, head_dim, **spec).backward.parts
+        chosen(batch, length, length, heads, head_dim, **spec).backward.split_q
     )
     assert parts(1, 512) == 4  # 32 CTAs
     assert parts(2, 512) == 2  # 64
@@ -39,7 +39,7 @@ def test_parts_keep_multiprocessors_busy(head_dim, spec):
 def test_causal_walks_are_cut_though_multiprocessors_are_busy():
     """Checks 128 CTAs, one per SM, whose longest walk is 16 times the shortest."""
     parts = lambda batch, length, **spec: (
-        chosen(batch, length, length, (32, 8), 128, **spec).backward.parts
+        chosen(batch, length, length, (32, 8), 128, **spec).backward.split_q
     )
     assert parts(1, 2048) == 1
     assert parts(1, 2048, **CAUSAL) == parts(2, 1024, **CAUSAL) == 2
@@ -50,12 +50,12 @@ def test_causal_walks_are_cut_though_multiprocessors_are_busy():
 @pytest.mark.parametrize("heads", [(16, 16), (8, 8)])
 @pytest.mark.parametrize("length", [512, 1024, 2048])
 def test_heads_without_groups_are_not_cut(heads, length):
-    assert chosen(1, length, length, heads, 128, **CAUSAL).backward.parts == 1
+    assert chosen(1, length, length, heads, 128, **CAUSAL).backward.split_q == 1
 
 
 def test_short_walks_are_not_cut():
     parts = lambda length, heads, **spec: (
-        chosen(1, length, length, heads, 128, **spec).backward.parts
+        chosen(1, length, length, heads, 128, **spec).backward.split_q
     )
     assert parts(256, (32, 8)) == 4
     assert parts(248, (32, 8)) == 1

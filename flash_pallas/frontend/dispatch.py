@@ -83,7 +83,7 @@ def _backends(device: Device | None) -> dict[str, Backend]:
     return {
         **BACKENDS,
         "hopper": HopperBackend(num_sms=device.sms, capability=device.capability),
-        "portable": PortableBackend(capability=device.capability, multiprocessors=device.sms),
+        "portable": PortableBackend(capability=device.capability, num_sms=device.sms),
     }
 
 

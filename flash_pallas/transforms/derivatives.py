@@ -1,7 +1,7 @@
 """Differentiation, batching and sharding types of attention: once, for every backend.
 
-    custom_vjp( first order only( on shards of Explicit axes( fold vmapped axes into the batch(
-        on shards of Auto axes( backend ) ) ) ) )
+    custom_vjp( first order only, on shards of Explicit axes( fold vmapped axes into the batch(
+        on shards of Auto axes( backend ) ) ) )
 
 The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own side inputs), so
 memory stays linear in the length. Both outputs carry names for rematerialisation policies.
@@ -85,7 +85,8 @@ def _attend_fwd(backend, spec, blocks, primals):
         lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
         shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
     )
-    residuals = (operands, out._replace(max_logit=None), _Wanted.of(primals))
+    wanted = {name: None for name in EXTRA_GRADS if _is_wanted(getattr(primals, name))}
+    residuals = (operands, out._replace(max_logit=None), wanted)
     return _public(spec, operands, out), residuals
 
 
@@ -96,7 +97,7 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
     delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
     given = Cotangents(out.lse_log2, do, delta, out.shift)
-    grads = backward_of(backend, spec, blocks, wanted.names)(operands, given)
+    grads = backward_of(backend, spec, blocks, frozenset(wanted))(operands, given)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
         grads = padding.cleared(operands, grads)
@@ -122,20 +123,10 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Names of the extra operands whose gradient somebody asked for."""
-
-    names: frozenset[str]
-
-    @classmethod
-    def of(cls, primals: Operands) -> _Wanted:
-        is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-        asked = lambda name: any(
-            x.perturbed for x in jax.tree.leaves(getattr(primals, name), is_leaf=is_primal)
-        )
-        return cls(frozenset(name for name in EXTRA_GRADS if asked(name)))
+def _is_wanted(primals) -> bool:
+    """Returns whether somebody asked for the gradient of one of these extra operands."""
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    return any(x.perturbed for x in jax.tree.leaves(primals, is_leaf=is_primal))
 
 
 def _public(spec, operands, out: Outputs):
@@ -180,9 +171,8 @@ def forward_of(backend, spec, blocks):
         outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
         return mesh_axes.spread(outputs, mesh_axes.varying(operands))
 
-    cut = sharding.per_shard(forward, backend.partitionable)
-    call = sharding.over_explicit_axes(fold_vmap(cut), Outputs)
-    return partial(_first_order_only, call)
+    call = fold_vmap(sharding.per_shard(forward, backend.partitionable))
+    return partial(_first_order_only, call, Outputs)
 
 
 @lru_cache(maxsize=1024)
@@ -196,19 +186,27 @@ def backward_of(backend, spec, blocks, wanted):
         grads = backend.backward(spec, blocks, operands, cotangents, wanted)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
-    cut = sharding.per_shard(backward, backend.partitionable)
-    call = sharding.over_explicit_axes(fold_vmap(cut, wanted), Grads)
-    return partial(_first_order_only, call)
+    call = fold_vmap(sharding.per_shard(backward, backend.partitionable), wanted)
+    return partial(_first_order_only, call, Grads)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _first_order_only(call, *args):
-    return call(*args)
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _first_order_only(call, results, *args):
+    """Runs `call` on each shard where types say how arrays are sharded; else on the whole.
+
+    Args:
+        call: (Operands, ...) -> a record of the type `results`.
+        results: Outputs or Grads.
+        *args: arguments of `call`.
+    """
+    if mesh_axes.mesh_of(args[0][:3]) is None:
+        return call(*args)
+    return sharding.OnShards(call, results)(*args)
 
 
 @_first_order_only.defjvp
-def _second_order(call, primals, given):
-    out = _first_order_only(call, *primals)
+def _second_order(call, results, primals, given):
+    out = _first_order_only(call, results, *primals)
     return out, undifferentiable.tangents(out, given, NO_SECOND_ORDER)
 
 

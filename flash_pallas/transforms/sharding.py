@@ -4,7 +4,7 @@ Batch entries and query heads are independent, so arrays sharded over them need 
 the forward. In the backward a gradient is summed over the devices that share its operand.
 core/shards.py decides, in one place, which mesh axes shard what. The sharding of arrays is known
 
-- in types, where mesh axes are `Explicit`: `over_explicit_axes` is a `jax.shard_map`;
+- in types, where mesh axes are `Explicit`: `OnShards` is a `jax.shard_map`;
 - to the partitioner alone, where they are `Auto`: `per_shard` tells it what it may shard;
 - to the caller, inside a `jax.shard_map` of theirs, where nothing is left to do.
 
@@ -66,24 +66,8 @@ def _partitioned(call, args):
     return cut(*args)
 
 
-def over_explicit_axes(call, results):
-    """Wraps `call` to run on each shard if types say how arrays are sharded; else on the whole.
-
-    Args:
-        call: (Operands or DecodeOperands, ...) -> a record of the type `results`.
-        results: Outputs or Grads.
-    """
-
-    def run(*args):
-        if mesh_axes.mesh_of(args[0][:3]) is None:
-            return call(*args)
-        return _OnShards(call, results)(*args)
-
-    return run
-
-
 def placed(operands):
-    """Reshards operands to what the shards of `over_explicit_axes` read; a no-op without a mesh.
+    """Reshards operands to what the shards of `OnShards` read; a no-op without a mesh.
 
     Raises:
         ValueError: the axis of queries or of keys is sharded.
@@ -96,14 +80,14 @@ def placed(operands):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OnShards:
-    """A call by `jax.shard_map` over all Explicit axes.
+class OnShards:
+    """A call by `jax.shard_map` over all Explicit axes, where types say how arrays are sharded.
 
     JAX does not vmap a shard_map along an axis that the mesh shards: here vmap is inside of it.
 
     Attributes:
         call: the function of one shard.
-        results: as in `over_explicit_axes`.
+        results: Outputs or Grads, the type of what it returns.
         levels: levels of vmap, the innermost first; each says which of the arguments' arrays have
             its axis. These axes come before an array's own, the outermost first.
     """

@@ -28,6 +28,7 @@ def main() -> int:
         help="rows whose name contains one of these",
     )
     parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
+    parser.add_argument("--day", type=int, help="head dims 64 and 128, of others this day's third")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> int:
         parser.error("the Hopper kernels are compiled for --target h200")
     if arguments.suite and (target != H200 or arguments.backend == "portable"):
         parser.error("the cells of a suite are calls of the Hopper kernels: --target h200")
-    choice = Choice(tuple(arguments.only), arguments.suite, arguments.backend)
+    choice = Choice(tuple(arguments.only), arguments.suite, arguments.backend, arguments.day)
     started = time.monotonic()
     tools = find_tools()
     print(f"ptxas {tools.version()} ({tools.ptxas}); nvdisasm: {tools.nvdisasm}")

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import multiprocessing
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from .report import Report, take
 from .rows import Row, rows, suite_rows
 
 BACKENDS = ("hopper", "portable")
+# Rows that are compiled on every day; of the others a part, so that all had their turn after DAYS.
+ALWAYS, DAYS = {(64, "bfloat16"), (128, "bfloat16")}, 3
 
 COLUMNS = "{:<29} {:>4} {:<9} {:<24} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
 HEADER = COLUMNS.format(
@@ -34,11 +37,13 @@ class Choice:
         only: substrings of names; a row is chosen if its name has one of them. Empty: all rows.
         suite: suite of the benchmarks whose cells are the rows. None: the kernels that ship.
         backend: one of BACKENDS. None: the backend that calls reach on the target.
+        day: number of a day; None: all rows, else those of ALWAYS and this day's part of the rest.
     """
 
     only: tuple[str, ...] = ()
     suite: str | None = None
     backend: str | None = None
+    day: int | None = None
 
     def rows(self, target: Target) -> Iterator[Row]:
         """Returns the chosen rows for this GPU."""
@@ -47,7 +52,13 @@ class Choice:
         if hopper:
             found = suite_rows(self.suite) if self.suite else rows()
         wanted = lambda name: not self.only or any(part in name for part in self.only)
-        return (row for row in found if wanted(str(row)))
+        return (row for row in found if wanted(str(row)) and self.has_turn(row))
+
+    def has_turn(self, row: Row) -> bool:
+        """Says whether a row is compiled on this day."""
+        if self.day is None or (row.head_dim, row.dtype) in ALWAYS:
+            return True
+        return zlib.crc32(str(row).encode()) % DAYS == self.day % DAYS
 
 
 def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[str]]:

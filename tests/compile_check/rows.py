@@ -80,10 +80,7 @@ MODIFIERS = (
 )
 # Backwards in several launches, where a call with more batch entries and heads takes them.
 LAUNCHES = {
-    "d128_whole_key_blocks": {"first_alone": True},
-    "bias_1NTS": {"first_alone": True},
-    "bias_shared_32": {"first_alone": True},
-    "bias_shared_16": {"launches": 2},
+    "bias_shared_16": {"num_launches": 2},
 }
 # (length, head dim) of backwards that sum the gradient of a pair bias, as the rules launch them:
 # in portions of heads and of keys, with CTAs that take turns, and without.
@@ -141,7 +138,6 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 16, "pair bias 512"): 12,
     ("flash_pallas_backward_fused", 24, "d24_padded"): 44,
     ("flash_pallas_backward_fused", 32, "bias_shared_32"): 80,
-    ("flash_pallas_backward_fused", 32, "bias_shared_32, launches"): 80,
     ("flash_pallas_backward_fused", 32, "pair bias 1024"): 8,
     ("flash_pallas_backward_fused", 32, "pair bias 4096"): 12,
     ("flash_pallas_backward_fused", 64, "full"): 12,
@@ -283,7 +279,7 @@ def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({}
     backend, spec, operands = HopperBackend(), call.spec, call.operands
     blocks = backend.blocks(call.problem, None)
     if isinstance(blocks.backward, FusedBlocks):  # as with more key blocks than these few
-        blocks = backend.blocks(call.problem, {"fused": {"parts": 1, **launches}})
+        blocks = backend.blocks(call.problem, {"fused": {"split_q": 1, **launches}})
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     per_row = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
     forms, do = jax.tree.map(shape, operands), shape(x.do)

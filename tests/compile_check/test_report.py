@@ -197,6 +197,13 @@ def test_backend_of_a_target():
     assert not list(checking.Choice(("no such row",)).rows(A100))
 
 
+def test_every_row_has_its_turn():
+    of_day = [{str(row) for row in checking.Choice(day=day).rows(H200)} for day in range(20, 23)]
+    every = {str(row) for row in rows.rows()}
+    assert set.union(*of_day) == every and all(day < every for day in of_day)
+    assert all("forward 128 bfloat16 causal" in day for day in of_day)
+
+
 @pytest.mark.compile
 def test_rows_compile_or_say_why_not(tmp_path):
     """Compiles a kernel, a call without kernels, and one that cannot be traced."""

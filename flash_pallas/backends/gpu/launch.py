@@ -60,7 +60,8 @@ def launch(
         kernel_name=name,
         **options,
     )
-    return mesh_axes.untyped(call)
+    inside_shard_map = jax.sharding.get_abstract_mesh().manual_axes
+    return mesh_axes.untyped(call) if inside_shard_map else call
 
 
 def shared_memory(scratch) -> int:

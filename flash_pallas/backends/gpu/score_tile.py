@@ -49,7 +49,7 @@ class RegisterTile(Tile):
         return stand_ins.call(function, self.shape, *args)
 
     def tanh(self, x):
-        """Computes tanh; if `precise` accurate to 1.7e-7 (benchmarks/results/trial_tanh.txt)."""
+        """Computes tanh; if `precise` accurate to 1.7e-7 (trial_tanh.txt at 20374d8)."""
         if not self.precise:
             return jnp.tanh(x)
         return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E)))

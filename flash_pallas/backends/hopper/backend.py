@@ -16,7 +16,7 @@ from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
 from ..gpu.launch import MOST_BARRIERS, refusal
-from .backward.fused.launches import may_launch, may_take_turns, may_write
+from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
 from .backward.split.tiles import DkvBlocks, DqBlocks
@@ -32,6 +32,7 @@ from .forward.tiles import (
     NATIVE_HEAD_DIMS,
     ForwardBlocks,
     choose_forward,
+    may_pack,
     native_problem,
     without_producer,
 )
@@ -206,7 +207,8 @@ def choose_blocks(
         ValueError: an unknown kernel or field, or tiles that do not fit.
     """
     chosen: dict[str, Any] = {"forward": choose_forward(problem, num_sms)}
-    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packs(problem, num_sms))
+    packed = may_pack(problem) and packs(problem, num_sms)
+    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packed)
     chosen |= choose_backward(problem, num_sms)
     if not producer:
         chosen = {name: _without_producer(b) for name, b in chosen.items()}
@@ -229,7 +231,7 @@ def choose_blocks(
 
 def _without_producer(blocks):
     if isinstance(blocks, FusedBlocks):
-        blocks = dataclasses.replace(without_sums(blocks), first_alone=False)
+        blocks = without_sums(blocks)
     return dataclasses.replace(blocks, producer=False)
 
 
@@ -283,41 +285,43 @@ def _misfit(name: str, value, kind: type, kernel: str) -> str | None:
     return None
 
 
-def _refused(blocks: FusedBlocks, size) -> str | None:
+def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
     """Returns why the fused backward cannot run with these blocks, or None."""
     if not blocks.runs(size.head_dim):
         return "'block_q' must be 128 for head dims up to 16"
-    if blocks.alternate and not blocks.may_alternate:
+    if blocks.ping_pong and not blocks.may_ping_pong:
         return (
-            "warpgroups that alternate take at least two stages, do_stages and ds_stages and no "
-            "late_dp; pass 'alternate': False too"
+            "'ping_pong' needs at least two 'stages', 'do_stages' and 'ds_stages', and no "
+            "'late_dp'; pass 'ping_pong': False"
         )
     if blocks.sums_bias and not (blocks.producer and may_sum_bias(size, blocks.bias_cluster)):
         return (
-            "'bias_cluster' may be 2, 4 or 8 with a producer warpgroup and a bias in 16 bits with "
-            "both axes, without a mask or another modifier, that as many batch entries share or a "
-            "multiple; pass 'bias_cluster': 1"
+            f"'bias_cluster' is {blocks.bias_cluster}: it may be 2, 4 or 8, divide the number of "
+            "batch entries that share the bias, and needs a producer warpgroup and a 16-bit bias "
+            "with both axes as the only modifier; pass 'bias_cluster': 1"
         )
-    if not may_launch(size, blocks):
+    if blocks.num_launches > 1 and blocks.split_q > 1:
+        return "'num_launches' and 'split_q' exclude each other; pass 'split_q': 1"
+    if not may_launch_pairs(size, blocks):
         return (
-            "'launches' must divide the pairs of a key head and a batch entry into whole heads, or "
-            "a head's entries into equal parts, and not stand beside 'parts'; 'key_launches' must "
-            "divide the key blocks of a call that sums the gradient of a bias, of whole heads, "
-            "without 'first_alone'; pass 'launches': 1, 'key_launches': 1 and 'first_alone': False"
+            f"'num_launches' is {blocks.num_launches}: it does not divide batch x kv_heads = "
+            f"{size.batch} x {size.kv_heads} into whole heads or equal parts of one, in whole "
+            "clusters; pass 'num_launches': 1"
         )
-    if not may_take_turns(size, blocks):
+    if not may_launch_keys(size, blocks):
         return (
-            "CTAs that take several key blocks ('resident' and 'kv_stages') need a producer "
-            "warpgroup, 'mask_all', no 'parts' and the same walk for every key block: no mask and "
-            "no arrays that decide it; pass 'resident': 1 and 'kv_stages': 1"
+            f"'kv_launches' is {blocks.kv_launches}: it must divide the number of KV tiles, "
+            f"{-(-size.kv_len // blocks.block_kv)}, and needs a 'bias_cluster' whose sums belong "
+            "to whole heads; pass 'kv_launches': 1"
         )
-    if blocks.first_alone and not may_write(size, blocks):
+    if not may_be_persistent(size, blocks):
         return (
-            "'first_alone' takes two blocks of keys or more of which the first is seen by all "
-            "queries, whatever arrays hold; pass 'first_alone': False"
+            "'persistent_clusters' needs a producer warpgroup, 'mask_all', no 'split_q' and the "
+            "same Q tiles for every KV tile (no mask, no lengths), and 'kv_stages' needs it; pass "
+            "'persistent_clusters': 1 and 'kv_stages': 1"
         )
-    if blocks.sums_bias and blocks.parts > 1:
-        return "CTAs that add up the gradient of a bias share no walks; pass 'bias_cluster': 1"
+    if blocks.sums_bias and blocks.split_q > 1:
+        return "'bias_cluster' and 'split_q' exclude each other; pass 'bias_cluster': 1"
     return None
 
 
@@ -334,18 +338,16 @@ _FORWARD = (
     {"packed": False},
 )
 _FUSED = (
-    {"alternate": False, "polynomials": 0.0},
+    {"ping_pong": False, "polynomials": 0.0},
     {"polynomials": 0.0},
     {"polynomials": 0.25},
     {"block_q": 64},
     {"block_q": 64, "stages": 4, "do_stages": 4},
     {"stages": 3, "do_stages": 3},
     {"stages": 2, "do_stages": 2},
-    {"parts": 1},
-    {"first_alone": True},
-    {"first_alone": False},
-    {"launches": 1, "key_launches": 1},
-    {"resident": 1, "kv_stages": 1},
+    {"split_q": 1},
+    {"num_launches": 1, "kv_launches": 1},
+    {"persistent_clusters": 1, "kv_stages": 1},
 )
 _DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
 _DQ = (

@@ -16,7 +16,7 @@ from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs,
 from ..gpu.launch import refusal
 from . import tiling
 from . import tiling as tiles
-from .backward.arrays import BackwardArrays
+from .backward.base import BackwardArrays
 from .backward.dbias.kernel import scores
 from .backward.fused.kernel import fused
 from .backward.split.dkv import dkv
@@ -26,7 +26,7 @@ from .decode.kernel import decode
 from .forward.kernel import forward
 from .tiling import FusedSizes, PortableBlocks, PortableDecodeBlocks, choose_blocks
 
-MULTIPROCESSORS = 108  # of an A100, where the device does not say
+NUM_SMS = 108  # of an A100, where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,12 @@ class PortableBackend:
     Attributes:
         interpret: run on CPU under the Mosaic GPU interpreter (for tests).
         capability: compute capability to answer and choose tile sizes for; None asks the device.
-        multiprocessors: number of SMs to spread the keys of a cache over; None asks the device.
+        num_sms: number of SMs to spread the keys of a cache over; None asks the device.
     """
 
     interpret: bool = False
     capability: str | None = None
-    multiprocessors: int | None = None
+    num_sms: int | None = None
     name = "portable"
 
     @property
@@ -110,9 +110,9 @@ class PortableBackend:
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Chooses tile sizes and the number of splits; see tiling.py."""
-        multiprocessors = self.multiprocessors or _multiprocessors()
+        num_sms = self.num_sms or _num_sms()
         shared = tiles.memory_of(self.capability or _capability())
-        return tiling.choose(problem, multiprocessors, shared)
+        return tiling.choose(problem, num_sms, shared)
 
     def decode(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
@@ -151,8 +151,8 @@ def _capability() -> str:
     return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
-def _multiprocessors() -> int:
-    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+def _num_sms() -> int:
+    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
 
 
 def _device_reason(capability: str | None) -> str | None:

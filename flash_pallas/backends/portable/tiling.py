@@ -19,16 +19,23 @@ from ...core.problem import Problem
 from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
-from .backward.fused.dq_sums import DqSums
-from .backward.fused.loads import Slot
-from .backward.split.loads import SLOTS
-from .common.grid import Grid
+from .common.mma import Grid
 from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE, buffer, widths
-from .forward.pv import Exchange
 
 WARPGROUPS = 2  # of the fused backward
 WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
 OF_V, OF_K = range(WARPGROUPS)  # what dV is made of, and dK
+# Of Q in the dK/dV kernel and of K in that of dQ. The first and the last matmul of a step read it,
+# so its next tile goes to another slot. dO or V is free before the last matmul, which hides the
+# copy of its next tile.
+SLOTS = 2
+
+
+class Exchange(NamedTuple):
+    """Shared memory that P passes through in the forward."""
+
+    weights: Any  # [rows, columns]
+    factors: Any  # f32[rows], of O
 
 
 class ForwardSmem(NamedTuple):
@@ -58,14 +65,25 @@ class DqSmem(NamedTuple):
     v: Any  # [columns, Hv]
 
 
+class Slot(NamedTuple):
+    """Shared memory of one Q tile of the fused backward, or of several."""
+
+    tiles: Any  # [2, columns, width]: dO and Q, at OF_V and OF_K
+    rows: Any  # f32[2, columns]: LSE and delta
+
+    def at(self, n) -> Slot:
+        """Returns the n-th of several slots."""
+        return Slot(self.tiles.at[n], self.rows.at[n])
+
+
 class FusedSmem(NamedTuple):
     """Shared memory of the fused backward."""
 
     own: Any  # [2, rows, width]: V and K, in the end dV and dK
-    passing: Slot  # [slots, ...]: dO and Q
+    streamed: Slot  # [slots, ...]: dO and Q
     weights: Any  # [2, rows, columns]: P^T without what dropout drops, and dS^T
-    dq: Any = None  # see DqSums.scratch
-    met: Any = None  # see Team
+    dq: Any = None  # f32[2, columns, width / 2]; only under the interpreter, see DqSums.add
+    barrier: Any = None  # see Warpgroups
 
     @property
     def k(self):
@@ -83,18 +101,18 @@ class LinesSmem(NamedTuple):
 
     first: Any  # [rows, H]
     second: Any  # [rows, Hv]
-    passing_first: Any  # [slots, columns, H]
-    passing_second: Any  # [slots, columns, Hv]
+    streamed_first: Any  # [slots, columns, H]
+    streamed_second: Any  # [slots, columns, Hv]
 
 
 class TilesSmem(NamedTuple):
-    """Shared memory of backward/dbias/per_tile.py."""
+    """Shared memory of dbias.TileSums."""
 
     q: Any  # [slots, rows, H]
     k: Any  # [slots, columns, H]
     do: Any  # [slots, rows, Hv]
     v: Any  # [slots, columns, Hv]
-    met: Any = None  # see Team
+    barrier: Any = None  # see Warpgroups
 
 
 class DecodeSmem(NamedTuple):
@@ -110,7 +128,8 @@ def forward_layout(problem: Problem, tile: TileSizes) -> ForwardSmem:
     width, v_width = widths(problem)
     exchange = None
     if tile.shared_weights:
-        exchange = Exchange.scratch(tile.rows, tile.columns, problem.dtype)
+        weights = buffer((tile.rows, tile.columns), problem.dtype)
+        exchange = Exchange(weights, plgpu.SMEM((tile.rows,), jnp.float32))
     return ForwardSmem(
         q=buffer((tile.rows, max(width, v_width)), problem.dtype),
         k=buffer((tile.slots, tile.columns, width), problem.dtype),
@@ -119,63 +138,55 @@ def forward_layout(problem: Problem, tile: TileSizes) -> ForwardSmem:
     )
 
 
+def _owned_and_streamed(problem: Problem, tile: TileSizes | ScoreLines, *slots: tuple[int, ...]):
+    """Returns two tiles that a CTA owns, of head dims H and Hv, and two of what streams by.
+
+    `slots` are the leading axes of the latter, (number of slots,) or () for each.
+    """
+    for_each = zip(slots, widths(problem), strict=True)
+    owned = [buffer((tile.rows, width), problem.dtype) for width in widths(problem)]
+    return owned + [buffer((*lead, tile.columns, w), problem.dtype) for lead, w in for_each]
+
+
 def dkv_layout(problem: Problem, tile: TileSizes) -> DkvSmem:
     """Returns the shared memory to allocate for a CTA of the dK/dV kernel."""
-    width, v_width = widths(problem)
-    return DkvSmem(
-        k=buffer((tile.rows, width), problem.dtype),
-        v=buffer((tile.rows, v_width), problem.dtype),
-        q=buffer((SLOTS, tile.columns, width), problem.dtype),
-        do=buffer((tile.columns, v_width), problem.dtype),
-    )
+    return DkvSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
 
 
 def dq_layout(problem: Problem, tile: TileSizes) -> DqSmem:
     """Returns the shared memory to allocate for a CTA of the dQ kernel."""
-    width, v_width = widths(problem)
-    return DqSmem(
-        q=buffer((tile.rows, width), problem.dtype),
-        do=buffer((tile.rows, v_width), problem.dtype),
-        k=buffer((SLOTS, tile.columns, width), problem.dtype),
-        v=buffer((tile.columns, v_width), problem.dtype),
-    )
+    return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
 
 
 def fused_width(problem: Problem) -> int:
-    """Returns the columns of every head-dim tile: one product reads tiles of Q or of dO."""
+    """Returns the columns of every head-dim tile: one matmul reads tiles of Q or of dO."""
     return round_up(max(problem.head_dim, problem.v_head_dim), WIDTH_UNIT)
 
 
 def fused_layout(problem: Problem, tile: FusedSizes, interpret: bool = False) -> FusedSmem:
     """Returns the shared memory to allocate for a CTA of the fused backward."""
     dtype, width = problem.dtype, fused_width(problem)
-    sums = DqSums(tile.columns, width, tile.vector, interpret)
+    dq = plgpu.SMEM((WARPGROUPS, tile.columns, width // WARPGROUPS), jnp.float32)
     return FusedSmem(
         own=buffer((WARPGROUPS, tile.rows, width), dtype),
-        passing=Slot(
+        streamed=Slot(
             tiles=buffer((tile.slots, WARPGROUPS, tile.columns, width), dtype),
             rows=plgpu.SMEM((tile.slots, WARPGROUPS, tile.columns), jnp.float32),
         ),
         weights=buffer((WARPGROUPS, tile.rows, tile.columns), dtype),
-        dq=sums.scratch(),
-        met=plgpu.Barrier(num_arrivals=WARPGROUPS) if interpret else None,
+        dq=dq if interpret else None,
+        barrier=plgpu.Barrier(num_arrivals=WARPGROUPS) if interpret else None,
     )
 
 
 def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
-    """Returns the shared memory to allocate for a CTA of backward/dbias/per_line.py."""
-    width, v_width = widths(problem)
-    of = lambda *shape: buffer(shape, problem.dtype)
-    return LinesSmem(
-        first=of(tile.rows, width),
-        second=of(tile.rows, v_width),
-        passing_first=of(tile.slots, tile.columns, width),
-        passing_second=of(tile.slots, tile.columns, v_width),
-    )
+    """Returns the shared memory to allocate for a CTA of dbias.LineSums."""
+    slots = (tile.slots,)
+    return LinesSmem(*_owned_and_streamed(problem, tile, slots, slots))
 
 
 def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
-    """Returns the shared memory to allocate for a CTA of backward/dbias/per_tile.py."""
+    """Returns the shared memory to allocate for a CTA of dbias.TileSums."""
     width, v_width = widths(problem)
     of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
     meets = interpret and tile.warpgroups > 1
@@ -184,7 +195,7 @@ def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> 
         k=of(tile.columns, width),
         do=of(tile.rows, v_width),
         v=of(tile.columns, v_width),
-        met=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
+        barrier=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
     )
 
 
@@ -209,7 +220,8 @@ class FusedSizes:
         rows: keys of a CTA of eight warps, 64 or 128.
         columns: queries of a step, 64 or 128.
         slots: slots for tiles of Q and dO. With two, the next tile has most of a step to arrive,
-            and warps meet twice a step; with one, it has the time of dQ, and they meet three times.
+            and warps synchronize twice a step; with one, it has the time of dQ, and they do three
+            times.
         vector: floats of dQ that one instruction adds: 1, or from 9.0 on 2 or 4.
         heads: number of (batch entry, KV head) pairs whose CTAs run side by side.
         mask_all: all tiles are masked, in one loop, if any tile is.
@@ -227,7 +239,7 @@ class FusedSizes:
 
 # By the largest head dim, the best that fits first: (rows, columns, slots).
 #
-# Bytes of shared memory read and written for each product decide (benchmarks/NOTES.md). At head
+# Bytes of shared memory read and written for each matmul decide (benchmarks/NOTES.md). At head
 # dim 64 they are 0.83 with 128 queries of those with 64; there two slots are 1.06 of one (H200,
 # causal 1.07), at 256 0.97 and 0.96. At 192, and at 256 with modifiers, one slot spills more.
 _SHAPES = {
@@ -247,6 +259,11 @@ _SMALLER = {
     256: _SHAPES[192],
 }
 MANY_MODIFIERS = 5
+
+
+def _for_width(table: dict[int, Any], width: int) -> Any:
+    """Returns a table's entry of the narrowest head dim that `width` does not exceed."""
+    return next(entry for widest, entry in table.items() if width <= widest)
 
 
 def fused_bytes(tile: FusedSizes, problem: Problem) -> int:
@@ -271,7 +288,7 @@ def choose_fused(
     plain = full and problem.kv_len % 128 == 0 and not pairs
     table = _MODIFIED if count else _PLAIN_FUSED if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
-    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    shapes = _for_width(table, limit)
     for rows, columns, slots in shapes:
         tile = FusedSizes(rows, columns, slots, vector, heads, mask_all=True, stagger=full)
         if fused_bytes(tile, problem) <= shared:
@@ -427,12 +444,12 @@ def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | Score
 
 
 def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
-    """Chooses the sizes of backward/dbias/per_tile.py for `choose_scores`."""
+    """Chooses the sizes of dbias.TileSums for `choose_scores`."""
     limit, plain = max(widths(problem)), _sums_are_plain(problem)
     table = _SCORE_TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
         table = _TILES_OF_MANY
-    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    shapes = _for_width(table, limit)
     for shape in shapes:
         tile = ScoreTiles(*shape, keep_bias=plain and limit <= MOST_TO_KEEP)
         if tile.bytes(problem) <= shared:
@@ -441,10 +458,10 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
 
 
 def choose_lines(problem: Problem, shared: int) -> ScoreLines:
-    """Chooses the sizes of backward/dbias/per_line.py for `choose_scores`."""
+    """Chooses the sizes of dbias.LineSums for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
-    shapes = next(shapes for widest, shapes in table.items() if limit <= widest)
+    shapes = _for_width(table, limit)
     for blocks in (2, 1):
         for tile in (ScoreLines(*shape) for shape in shapes):
             if blocks * tile.bytes(problem) <= shared:
@@ -476,7 +493,7 @@ SHARED_MEMORY = {
 SMALLEST = 99 * 1024  # what every one of them has
 RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
 WIDEST = 256  # head dim
-MOST_COLUMNS = 256  # side_arrays.LONGEST_TILE: vectors are padded for no longer tiles
+MOST_COLUMNS = 256  # auxiliary_arrays.LONGEST_TILE: vectors are padded for no longer tiles
 FEWEST_COLUMNS = 16  # of a tile: one mma sums as many
 # From 10.0 on additions of two neighbours are one instruction on pairs of registers. On 10.0 the
 # forward then spills 120 to 320 bytes with the tiles of _PLAIN; on 12.0 it spills none.
@@ -490,9 +507,9 @@ class TileSizes:
     Attributes:
         rows: rows of a CTA of four warps, a multiple of 64: queries, or keys in the dK/dV kernel.
         columns: what streams by in a step, a multiple of 16: keys, or queries in the dK/dV kernel.
-        slots: number of K tiles, and of V tiles, that the forward buffers (forward/loads), 1 or 2;
-            1 in other kernels.
-        shared_weights: P goes through shared memory (forward/pv.py); only in the forward.
+        slots: number of K tiles, and of V tiles, that the forward buffers, 1 or 2; 1 in other
+            kernels.
+        shared_weights: P goes through shared memory (forward.SharedWeights); only in the forward.
     """
 
     rows: int
@@ -597,9 +614,9 @@ def bytes_of(name: str, tile, problem: Problem) -> int:
 
 def _choose(problem: Problem, capability: str) -> dict[str, Any]:
     limit = max(widths(problem))
-    chosen = dict(next(tiles for widest, tiles in _TILES.items() if limit <= widest))
+    chosen = dict(_for_width(_TILES, limit))
     if _is_plain(problem) and not capability.startswith(PAIRS):
-        tiles = next(tiles for widest, tiles in _PLAIN.items() if limit <= widest)
+        tiles = _for_width(_PLAIN, limit)
         if _shares(problem):
             tiles = tuple(dataclasses.replace(tile, shared_weights=True) for tile in tiles)
         chosen["forward"] = _roomy(problem, tiles, memory_of(capability))
@@ -686,7 +703,7 @@ def _fault(name: str, tile, vector: int) -> str | None:
     return None
 
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # one computes or starts while the other's copies are on their way
+CTAS_PER_SM = 2  # one computes or starts while the other's copies are on their way
 MIN_KEYS = 256  # of a range: fewer, and its start and its partial result cost as much as the keys
 
 MOST_DECODE_COLUMNS, LEAST_COLUMNS = (
@@ -733,15 +750,15 @@ def unsupported(problem: DecodeProblem) -> str | None:
     return None
 
 
-def choose(problem: DecodeProblem, multiprocessors: int, shared: int) -> PortableDecodeBlocks:
+def choose(problem: DecodeProblem, num_sms: int, shared: int) -> PortableDecodeBlocks:
     """Chooses tile sizes and a number of splits, with the aim of two CTAs per SM.
 
     Args:
         problem: what is computed.
-        multiprocessors: number of SMs of the GPU.
+        num_sms: number of SMs of the GPU.
         shared: bytes of shared memory that a CTA may have.
     """
-    splits = problem.spec.num_splits or _splits(problem, multiprocessors)
+    splits = problem.spec.num_splits or _splits(problem, num_sms)
     return PortableDecodeBlocks(_columns(problem, shared), splits)
 
 
@@ -753,11 +770,11 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
     width, v_width = widths(problem)
     most = shared_memory(decode_layout(problem, PortableDecodeBlocks(MOST_DECODE_COLUMNS, 1)))
     # An SM has what one block may have and what is kept for it.
-    both = BLOCKS_PER_MULTIPROCESSOR * (most + RESERVED) <= shared + RESERVED
+    both = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
     return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
-def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
+def _splits(problem: DecodeProblem, num_sms: int) -> int:
     """Returns enough splits for two CTAs per SM, of at least MIN_KEYS keys each.
 
     A sliding window shortens what is read.
@@ -766,5 +783,5 @@ def _splits(problem: DecodeProblem, multiprocessors: int) -> int:
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)
     each = problem.batch * problem.kv_heads * row_tiles(problem)
-    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors // each)
+    wanted = -(-CTAS_PER_SM * num_sms // each)
     return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))

@@ -13,7 +13,7 @@ from ...gpu.launch import score_grads
 from ..common.wgmma import Matmuls
 from .dbias.kernel import score_sums
 from .fused.kernel import backward_fused
-from .fused.launches import choose_launches, choose_parts, fitting
+from .fused.launches import choose_launches, choose_split_q, fitting
 from .fused.tiles import FUSED_HEAD_DIMS, FusedBlocks, choose_fused, without_sums
 from .operands import BackwardArrays
 from .split.dkv import dkv
@@ -100,8 +100,8 @@ def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
         native = native_backward_problem(problem, fused=True)
         fused = choose_fused(native)
     if fused is not None:
-        parts = 1 if fused.sums_bias else choose_parts(native, fused, num_sms)
-        fused = dataclasses.replace(fused, parts=parts)
+        parts = 1 if fused.sums_bias else choose_split_q(native, fused, num_sms)
+        fused = dataclasses.replace(fused, split_q=parts)
         return {"fused": choose_launches(native, fused, num_sms)}
     native = native_backward_problem(problem, fused=False)
     return {"dkv": choose_dkv(native), "dq": choose_dq(native)}

@@ -45,11 +45,11 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
     whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole; None without segment ids
-    side: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
+    auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
     shift: Any = None  # f32[B, N, as delta], of lse_log2; None where it is 0
-    # int32[3]: first batch entry and key head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
+    # int32[3]: first batch entry and KV head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
     origin: Any = None
 
     @classmethod
@@ -74,10 +74,10 @@ class BackwardArrays(NamedTuple):
             shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
         )
 
-    def side_of(self, problem: Problem, operands: Operands, q_axis: int) -> AuxiliaryGmem:
+    def auxiliary_of(self, problem: Problem, operands: Operands, q_axis: int) -> AuxiliaryGmem:
         """Returns what modifiers read, with the shift of each row and the groups that have one."""
-        side = AuxiliaryInputs(problem, q_axis).arrays(operands)
-        return with_shift(side, self.shift, problem.kv_heads)
+        auxiliary = AuxiliaryInputs(problem, q_axis).arrays(operands)
+        return with_shift(auxiliary, self.shift, problem.kv_heads)
 
     def for_rows(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BackwardArrays:
         """Adds what a kernel reads whose rows are queries (q_axis 0) or keys (1).
@@ -93,7 +93,7 @@ class BackwardArrays(NamedTuple):
         return self._replace(
             whole=bounds.q_whole(operands, *tile) if has_segments else None,
             bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
-            side=self.side_of(problem, operands, q_axis),
+            auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
 
     def with_padding(self, operands: Operands, block_q: int, block_kv: int) -> BackwardArrays:
@@ -113,17 +113,17 @@ class BackwardArrays(NamedTuple):
         return self.q_offset[batch] if problem.traced_offset else problem.spec.q_offset
 
     def kv_len(self, problem: Problem, batch, block_kv: int):
-        """Returns the number of keys of a batch entry; None where all key blocks are whole."""
-        if self.side.kv_lengths is not None:
-            return self.side.kv_lengths[batch]
+        """Returns the number of keys of a batch entry; None where all KV tiles are whole."""
+        if self.auxiliary.kv_lengths is not None:
+            return self.auxiliary.kv_lengths[batch]
         return problem.kv_len if problem.kv_len % block_kv else None
 
 
-# --- Key blocks that a query-stationary CTA of the backward reads, and which of them it masks -----
+# --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----
 
 
 class KvTileRange(NamedTuple):
-    """Range of key blocks, start to stop, at least one; all are masked from `masked_from` on."""
+    """Range of KV tiles, start to stop, at least one; all are masked from `masked_from` on."""
 
     start: Any
     masked_from: Any
@@ -135,7 +135,7 @@ class KvTileRange(NamedTuple):
     def of(
         cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int
     ) -> KvTileRange:
-        """Makes the walk of a CTA's queries.
+        """Makes the range of a CTA's queries.
 
         It is the same for all its warpgroups: they release blocks together.
 
@@ -156,8 +156,8 @@ class KvTileRange(NamedTuple):
             start = ints.minimum(start, -(-problem.kv_len // block_kv) - 1)
         if not mask_everywhere(problem):
             stop = ints.maximum(stop, start + 1)
-        if arrays.side.kv_lengths is not None:
-            whole = ints.floor_div(arrays.side.kv_lengths[batch], block_kv)
+        if arrays.auxiliary.kv_lengths is not None:
+            whole = ints.floor_div(arrays.auxiliary.kv_lengths[batch], block_kv)
             full_stop = ints.minimum(full_stop, whole)
         everywhere, kv_len = mask_everywhere(problem), arrays.kv_len(problem, batch, block_kv)
         if everywhere:
@@ -182,7 +182,7 @@ class KvTileRange(NamedTuple):
     def visit(self, step, *, masks: bool, far=None, far_step: Any = None):
         """Calls step(n, masked=) for every block; without `masks` none is masked.
 
-        The masked ones are a loop of their own. `far` and `far_step` are as in QueryWalk.visit.
+        The masked ones are a loop of their own. `far` and `far_step` are as in QTileRange.visit.
         """
         if far is None:
             self._visit(step, masks, lambda end, start: end)
@@ -226,7 +226,7 @@ class QTileRange:
             from the start again when the end is reached.
         shift: which tile of a head comes first, counted from its first one, unless masks is "some".
         opaque: hides from ptxas where the loop begins. Otherwise it peels off the first step of the
-            fused kernel whose warpgroups alternate, and then waits for every wgmma at once (C7512).
+            fused kernel with ping-pong warpgroups, and then waits for every wgmma at once (C7512).
         part: (first tile, number of tiles) where other CTAs have the rest; None: all are its own.
     """
 
@@ -254,7 +254,7 @@ class QTileRange:
         mask_all: bool,
         shift: Any = 0,
     ) -> QTileRange:
-        """Makes the walk of a CTA.
+        """Makes the range of a CTA.
 
         It has at least one tile per head, which is wholly masked if the head's queries see none of
         the keys.
@@ -262,7 +262,7 @@ class QTileRange:
         Args:
             problem: what is computed.
             arrays: arrays in device memory.
-            at: (batch entry, key block).
+            at: (batch entry, KV tile).
             kv_rows: number of keys in a block.
             block_q: number of queries in a tile.
             mask_all: one loop masks all tiles, if any tile is masked.
@@ -307,7 +307,7 @@ class QTileRange:
     def whole(
         cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
     ) -> QTileRange:
-        """Makes the walk over all Q tiles, in one loop, where no array hides keys."""
+        """Makes the range of all Q tiles, in one loop, where no array hides keys."""
         stop = -(-problem.q_len // block_q)
         offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
         masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
@@ -324,11 +324,11 @@ class QTileRange:
         return jnp.int32(self.per_head * self.group) if self.part is None else self.part[1]
 
     def cut(self, index, parts: int) -> QTileRange:
-        """Returns one of `parts` parts of the walk, equal but for one tile; it may be empty."""
+        """Returns one of `parts` equal parts (but for one tile) of the range; it may be empty."""
         if parts == 1:
             return self
         if self.masks == "some":
-            raise ValueError("parts of the fused backward with this mask: only with mask_all")
+            raise ValueError("split_q of the fused backward with this mask: only with mask_all")
         first, end = (lax.div(self.total * i, jnp.int32(parts)) for i in (index, index + 1))
         return dataclasses.replace(self, part=(first, end - first))
 
@@ -343,7 +343,7 @@ class QTileRange:
         )
 
     def block(self, i):
-        """Returns the i-th query block of a head, in the order of the walk."""
+        """Returns the i-th query block of a head, in the order of the range."""
         if self.masks != "some":
             if not (ints.is_static(self.shift) and self.shift == 0):
                 i = lax.rem(i + self.shift, jnp.int32(self.per_head))
@@ -352,7 +352,7 @@ class QTileRange:
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
     def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
-        """Calls step(n, query block, masked=) for every tile.
+        """Calls step(block_of, n, masked=) for every tile; block_of(n) is its query block.
 
         The loops count in n: a block index kept alive next to it costs the fused kernel 100 bytes
         of spills.
@@ -364,41 +364,33 @@ class QTileRange:
             far_step: function that is called as step is.
             in_one_loop: step gets all tiles in such a loop.
         """
-        if in_one_loop:
-            self._visit_in_one(step, (jnp.int32(0), self.total))
-            return
-        if far is None:
-            self._visit(step, lambda end, start: end)
-            return
-        self._visit(step, lambda end, start: lax.select(far > 0, start, end))
-        ends = jnp.int32(0), lax.select(far > 0, self.total, jnp.int32(0))
-        ends = lax.optimization_barrier(ends) if self.opaque else ends
-        self._visit_in_one(far_step, ends)
-
-    def _visit_in_one(self, step, ends):
-        """Runs the loop that masks what may be masked."""
-        masked = self.masks != "none"
-        pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
-
-    def _visit(self, step, until):
-        """Runs the loops of `step`; each ends at until(end, start)."""
-        if self.masks != "some":
-            masked = self.masks == "all"
-            ends = (jnp.int32(0), until(self.total, jnp.int32(0)))
-            if self.opaque:
-                ends = lax.optimization_barrier(ends)
-            pl.loop(*ends)(lambda n: step(n, self[n][1], masked=masked))
-            return
-
-        def one_head(head):
-            first = head * self.per_head
-            masked_from = first + (self.full_stop - self.full_start)
-            full = lambda n: step(n, self.full_start + (n - first), masked=False)
-            pl.loop(first, until(masked_from, first))(full)
-            masked = lambda n: step(n, self.block(n - first), masked=True)
-            pl.loop(masked_from, until(first + self.per_head, masked_from))(masked)
-
-        if self.group == 1:
-            one_head(jnp.int32(0))
+        until = lambda end, start: end if far is None else lax.select(far > 0, start, end)
+        zero, masked = jnp.int32(0), self.masks != "none"
+        block_of = lambda n: self[n][1]
+        if self.masks == "some" and not in_one_loop:
+            one_head = functools.partial(self._visit_head, step, until)
+            if self.group == 1:
+                one_head(jnp.int32(0))
+            else:
+                pl.loop(zero, jnp.int32(self.group))(one_head)
         else:
-            pl.loop(jnp.int32(0), jnp.int32(self.group))(one_head)
+            ends = zero, until(self.total, zero)
+            ends = lax.optimization_barrier(ends) if self.opaque and not in_one_loop else ends
+            pl.loop(*ends)(functools.partial(step, block_of, masked=masked))
+        if far is not None:
+            ends = zero, lax.select(far > 0, self.total, zero)
+            ends = lax.optimization_barrier(ends) if self.opaque else ends
+            pl.loop(*ends)(functools.partial(far_step, block_of, masked=masked))
+
+    def _visit_head(self, step, until, head):
+        """Runs the loops over the tiles of a head, each of which ends at until(end, start).
+
+        Tiles that need no mask come first.
+        """
+        first = head * self.per_head
+        masked_from = first + (self.full_stop - self.full_start)
+        unmasked = lambda n: self.full_start + (n - first)
+        pl.loop(first, until(masked_from, first))(functools.partial(step, unmasked, masked=False))
+        block_of, end = lambda n: self.block(n - first), first + self.per_head
+        masked = functools.partial(step, block_of, masked=True)
+        pl.loop(masked_from, until(end, masked_from))(masked)

@@ -232,27 +232,23 @@ class AuxiliaryInputs:
         by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
         q_ids, kv_ids = by_axis(row_ids, column_ids)
         q_keys, kv_keys = by_axis(row_keys, column_keys)
-        bias, mask = (
-            self.wide(getattr(held, name), getattr(smem, name), size, slot, shape, rows)
-            for name, size in (
-                ("bias", self.problem.bias_shape),
-                ("mask", self.problem.mask_shape),
-            )
-        )
+        bias = mask = None
+        if (size := self.problem.bias_shape) is not None:
+            bias = self.wide(held.bias, smem.bias, size, slot, shape, rows)
+        if (size := self.problem.mask_shape) is not None:
+            mask = self.wide(held.mask, smem.mask, size, slot, shape, rows) != 0.0
         return held.scalars._replace(
             q_segments=q_ids,
             kv_segments=kv_ids,
             q_keys=q_keys,
             kv_keys=kv_keys,
             bias=bias,
-            mask=None if mask is None else mask != 0.0,
+            mask=mask,
         )
 
     def wide(self, held, smem, size, slot, shape, rows):
         """Returns a bias or mask over the warpgroup's tile, f32."""
         kind = self.kind(size)
-        if kind is None:
-            return None
         if kind in ("rows", "scalar"):
             return lax.broadcast_in_dim(held, shape, (0,) if kind == "rows" else ())
         if kind == "columns":

@@ -3,7 +3,7 @@
 Most kernels have code for such rows (core/softmax.py) next to the code for all others. Hardly any
 call ever runs it, but in some kernels it makes the other code slower: the forward of head dim 64
 without a mask by 2.4 %, the causal backward of 64 by 5.9 % and of 128 by 2.0 % (H100, T=4096;
-benchmarks/NOTES.md, "Logits of any size"). There, the kernel that all calls run has none of it. It
+benchmarks/NOTES.md, "Large logits"). There, the kernel that all calls run has none of it. It
 says where it met such rows, and leaves their CTA or their group of heads to a second launch, which
 ends at once where there are none.
 

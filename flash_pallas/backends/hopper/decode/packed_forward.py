@@ -42,10 +42,6 @@ def described(problem: Problem) -> decode.DecodeProblem | None:
     return None if tiles.unsupported(found) else found
 
 
-# Where these kernels were faster: not below so many keys, or so many for each query.
-LEAST_KEYS, KEYS_PER_QUERY = 1024, 16
-
-
 def packs(problem: Problem, num_sms: int) -> bool:
     """Returns whether decode kernels are faster: their tiles are few, or one holds a whole group.
 
@@ -64,12 +60,9 @@ def packs(problem: Problem, num_sms: int) -> bool:
     Neither holds for (8, 64, 4k) 16 16: 0.96 [1.03].
 
     Args:
-        problem: the problem of the call.
+        problem: the problem of the call, one that `may_pack` of forward/tiles.py says may gain.
         num_sms: number of SMs.
     """
-    least = max(LEAST_KEYS, KEYS_PER_QUERY * problem.q_len)
-    if problem.spec.mask.left is not None or problem.kv_len < least:
-        return False
     as_decoded = described(problem)
     if as_decoded is None:
         return False

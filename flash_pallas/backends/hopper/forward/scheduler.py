@@ -1,12 +1,18 @@
-"""Schedules: which CTA works on which Q tile, and in which order."""
+"""The tile scheduler: which CTA works on which Q tile, and in which order.
+
+A CTA that is not persistent has one tile. A persistent one has every `num_ctas`-th tile; if causal,
+the tiles of a table that is computed at trace time; where arrays decide what a tile costs, those
+that it claims from a counter in device memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,71 +29,170 @@ from ..common.pipeline import WARPGROUP
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
 # H200 for causal attention (all 16 heads at once, 33 MB at T = 4k: 5 % slower).
-SECTION_BYTES = 16 << 20
+SWIZZLE_BYTES = 16 << 20
 
 # Above this many tiles the list schedule is not worth its size: round-robin over tiles sorted by
 # length is then within one tile of balanced.
 MAX_TABLE_TILES = 1 << 16
 
-
-class QueryTile(NamedTuple):
-    """One unit of work of the forward and dQ kernels."""
-
-    batch: Any
-    head: Any
-    block: Any  # index of the query tile
+SLOTS = 2  # that of the tile before last has been read: its reader has since released its Q
 
 
 @dataclasses.dataclass(frozen=True)
-class TileOrder:
-    """Maps tile numbers to Q tiles.
+class TileScheduler:
+    """Numbers the Q tiles and gives each of them to a CTA.
 
     Attributes:
         batch, heads, q_tiles: number of each.
-        section: number of heads worked on together (their K and V stay in L2).
-        longest_first: causal: tiles of one section run from the last Q tile to the first.
+        swizzle_heads: number of heads worked on together (their K and V stay in L2).
+        longest_first: causal: tiles of these heads run from the last Q tile to the first.
+        num_ctas: number of CTAs.
+        uses_table: CTAs go through the lists of `table`.
+        dynamic: CTAs claim tiles instead of going through a list.
+        interpret: run by the interpreter, where every CTA claims every `num_ctas`-th tile.
     """
 
     batch: int
     heads: int
     q_tiles: int
-    section: int
+    swizzle_heads: int
     longest_first: bool
+    num_ctas: int
+    uses_table: bool
+    dynamic: bool
+    interpret: bool
 
     @classmethod
-    def of(cls, problem: Problem, tile_rows: int) -> TileOrder:
-        """Chooses the order of a problem's tiles.
+    def of(
+        cls, problem: Problem, tile_rows: int, num_sms: int | None, dynamic: bool, interpret: bool
+    ) -> TileScheduler:
+        """Chooses the schedule of a problem's tiles.
 
         Q tiles are fastest where most cost the same. If causal, heads are fastest, and the longest
         tiles come first.
+
+        Args:
+            problem: a problem with native head dims.
+            tile_rows: number of query rows in a tile.
+            num_sms: number of SMs, each of which has a persistent CTA; None: a CTA for each tile.
+            dynamic: CTAs claim tiles.
+            interpret: run by the interpreter.
         """
-        q_tiles = -(-problem.q_len // tile_rows)
-        mask = problem.spec.mask
+        q_tiles, heads = -(-problem.q_len // tile_rows), problem.batch * problem.q_heads
+        num_tiles, mask = heads * q_tiles, problem.spec.mask
         # Neighbouring tiles of a window read the same keys, and all but the first as many.
         windowed = mask.left is not None and 2 * mask.left < problem.kv_len
-        if mask.right is None or windowed:
-            return cls(problem.batch, problem.q_heads, q_tiles, 1, False)
-        heads = problem.batch * problem.q_heads
-        kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
-        section = max(problem.group, min(heads, SECTION_BYTES // max(kv_bytes, 1)))
-        while heads % section:
-            section -= 1
-        return cls(problem.batch, problem.q_heads, q_tiles, section, True)
+        longest_first, swizzle_heads = not (mask.right is None or windowed), 1
+        if longest_first:
+            kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
+            swizzle_heads = max(problem.group, min(heads, SWIZZLE_BYTES // max(kv_bytes, 1)))
+            while heads % swizzle_heads:
+                swizzle_heads -= 1
+        return cls(
+            batch=problem.batch,
+            heads=problem.q_heads,
+            q_tiles=q_tiles,
+            swizzle_heads=swizzle_heads,
+            longest_first=longest_first,
+            num_ctas=num_tiles if num_sms is None else min(num_sms, num_tiles),
+            uses_table=num_sms is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
+            dynamic=dynamic,
+            interpret=interpret,
+        )
 
     @property
-    def total(self) -> int:
+    def num_tiles(self) -> int:
         """Number of tiles."""
         return self.batch * self.heads * self.q_tiles
 
-    def __getitem__(self, tile) -> QueryTile:
-        """Returns the Q tile with this number (Python int or traced int32)."""
-        per_section = self.section * self.q_tiles
-        section, within = ints.floor_div(tile, per_section), ints.remainder(tile, per_section)
-        block = ints.floor_div(within, self.section)
+    def tile(self, number) -> tuple[Any, Any, Any]:
+        """Returns (batch, head, Q block) of a tile; its number is a Python int or traced int32."""
+        swizzle = self.swizzle_heads * self.q_tiles
+        first, within = ints.floor_div(number, swizzle), ints.remainder(number, swizzle)
+        block = ints.floor_div(within, self.swizzle_heads)
         if self.longest_first:
             block = self.q_tiles - 1 - block
-        head = section * self.section + ints.remainder(within, self.section)
-        return QueryTile(ints.floor_div(head, self.heads), ints.remainder(head, self.heads), block)
+        head = first * self.swizzle_heads + ints.remainder(within, self.swizzle_heads)
+        return ints.floor_div(head, self.heads), ints.remainder(head, self.heads), block
+
+    def table(self, cost_of_block: Callable) -> np.ndarray:
+        """Returns the table, an operand of the kernel; cost_of_block(Q block) is in KV blocks."""
+        if not self.uses_table:
+            return np.zeros((1, 1), np.int32)
+        per_block = np.array([cost_of_block(i) for i in range(self.q_tiles)])
+        costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
+        return list_schedule(np.array(costs), self.num_ctas)
+
+    # --- in the kernel: `cta` is a ForwardCta, and its n-th tile is counted from 0 ----------------
+
+    def count(self, cta):
+        """Returns how many tiles are listed for this CTA."""
+        if self.uses_table:
+            return cta.gmem.table[cta.index, 0]
+        whole, rest = divmod(self.num_tiles, self.num_ctas)
+        return jnp.int32(whole) + (cta.index < rest).astype(jnp.int32) if rest else jnp.int32(whole)
+
+    def listed(self, cta, n):
+        """Returns the number of the CTA's n-th tile, for a number past its last one any."""
+        if self.uses_table:
+            return cta.gmem.table[cta.index, n + 1]
+        return lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))
+
+    def after(self, cta, n):
+        """Returns (number of the tile after the n-th of the list, whether there is one)."""
+        n, count = n + 1, self.count(cta)
+        return self.listed(cta, n), n < count
+
+    def first(self, cta):
+        """Returns the number of the CTA's first tile."""
+        return jnp.int32(cta.index) if self.dynamic else self.listed(cta, jnp.int32(0))
+
+    def claim(self, cta, n):
+        """Claims (producer) the tile after the n-th; returns (its number, whether it exists)."""
+        if not self.dynamic:
+            return self.after(cta, n)
+        slot = lax.rem(n + 1, jnp.int32(SLOTS))
+        place = cta.smem.tile_numbers.at[slot]
+        if self.interpret:
+            number = jnp.int32((n + 1) * self.num_ctas + cta.index)
+            cta.smem.tile_numbers[slot] = jnp.full((1,), number)
+        else:
+            run = plgpu.inline_mgpu(
+                arg_types=(plgpu.RefType(), plgpu.RefType()),
+                return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+            )
+            number = run(_claim_body)(cta.counter, place) + jnp.int32(self.num_ctas)
+        plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
+        return number, number < self.num_tiles
+
+    def following(self, cta, n):
+        """Waits for what the producer's `claim` returns, in a compute warpgroup once per tile."""
+        if not self.dynamic:
+            return self.after(cta, n)
+        slot = lax.rem(n + 1, jnp.int32(SLOTS))
+        plgpu.barrier_wait(cta.smem.tile_full.at[slot])
+        number = cta.smem.tile_numbers[slot, 0]
+        if not self.interpret:
+            number = number + jnp.int32(self.num_ctas)
+        return number, number < self.num_tiles
+
+    def each(self, cta, body: Callable, carry):
+        """Runs carry, (number, _) = body(n, number, carry) for each tile; returns the last carry.
+
+        body's (number, _) are those of `claim` or `following`.
+        """
+        if not self.dynamic:
+            count = self.count(cta)
+            step = lambda n, carry: body(n, self.listed(cta, n), carry)[0]
+            return lax.fori_loop(jnp.int32(0), count, step, carry)
+
+        def claimed(state):
+            n, number, carry = state
+            carry, (number, _) = body(n, number, carry)
+            return n + 1, number, carry
+
+        more = lambda state: state[1] < self.num_tiles
+        return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
 
 
 def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
@@ -109,136 +214,23 @@ def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
     return table
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """Tiles of each CTA: from a table in memory (causal), or every `ctas`-th one."""
-
-    order: TileOrder
-    ctas: int
-    uses_table: bool
-
-    @classmethod
-    def persistent(cls, order: TileOrder, num_sms: int) -> Assignment:
-        """Assigns the tiles to persistent CTAs, one per SM, each of which walks a list of tiles."""
-        small = order.total <= MAX_TABLE_TILES
-        return cls(order, min(num_sms, order.total), order.longest_first and small)
-
-    @classmethod
-    def one_each(cls, order: TileOrder) -> Assignment:
-        """Assigns one tile to each CTA."""
-        return cls(order, order.total, False)
-
-    def table(self, cost_of_block) -> np.ndarray:
-        """Returns the table, an operand of the kernel; cost_of_block(Q tile) is in KV blocks."""
-        if not self.uses_table:
-            return np.zeros((1, 1), np.int32)
-        per_block = np.array([cost_of_block(i) for i in range(self.order.q_tiles)])
-        costs = [per_block[self.order[t].block] + 1.0 for t in range(self.order.total)]
-        return list_schedule(np.array(costs), self.ctas)
-
-    def count(self, table, cta):
-        """Returns how many tiles this CTA has."""
-        if self.uses_table:
-            return table[cta, 0]
-        whole, rest = divmod(self.order.total, self.ctas)
-        return jnp.int32(whole) + (cta < rest).astype(jnp.int32) if rest else jnp.int32(whole)
-
-    def tile(self, table, cta, turn):
-        """Returns the number of its turn-th tile (anything past its last one is not to be used)."""
-        if self.uses_table:
-            return table[cta, turn + 1]
-        return lax.min(turn * self.ctas + cta, jnp.int32(self.order.total - 1))
-
-
-SLOTS = 2  # that of the tile before last has been read: its reader has since released its Q
-
-
-@dataclasses.dataclass(frozen=True)
-class TileQueue:
-    """The tiles of a CTA, one after the other.
-
-    Attributes:
-        assignment: the list of tiles, or the order in which they are claimed.
-        claims: tiles are claimed, not listed.
-        interpret: run by the interpreter, where every CTA claims every `ctas`-th tile.
-    """
-
-    assignment: Assignment
-    claims: bool
-    interpret: bool
-
-    def first(self, cta):
-        """Returns the number of the CTA's first tile."""
-        if self.claims:
-            return jnp.int32(cta.index)
-        return self.assignment.tile(cta.gmem.table, cta.index, jnp.int32(0))
-
-    def claim(self, cta, turn):
-        """Claims (producer) the tile after the turn-th; returns (its number, whether it exists)."""
-        if not self.claims:
-            return self.listed(cta, turn + 1)
-        slot, total = lax.rem(turn + 1, jnp.int32(SLOTS)), self.assignment.order.total
-        place = cta.smem.tiles.at[slot]
-        if self.interpret:
-            number = jnp.int32((turn + 1) * self.assignment.ctas + cta.index)
-            cta.smem.tiles[slot] = jnp.full((1,), number)
-        else:
-            run = plgpu.inline_mgpu(
-                arg_types=(plgpu.RefType(), plgpu.RefType()),
-                return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
-            )
-            number = run(_claim_body)(cta.counter, place) + jnp.int32(self.assignment.ctas)
-        plgpu.barrier_arrive(cta.bars.tile_full.at[slot])
-        return number, number < total
-
-    def following(self, cta, turn):
-        """Waits for what the producer's `claim` returns, in a compute warpgroup once per turn."""
-        if not self.claims:
-            return self.listed(cta, turn + 1)
-        slot = lax.rem(turn + 1, jnp.int32(SLOTS))
-        plgpu.barrier_wait(cta.bars.tile_full.at[slot])
-        number = cta.smem.tiles[slot, 0]
-        if not self.interpret:
-            number = number + jnp.int32(self.assignment.ctas)
-        return number, number < self.assignment.order.total
-
-    def listed(self, cta, turn):
-        """Returns (number of the turn-th tile of the list, whether there is one)."""
-        turns = self.assignment.count(cta.gmem.table, cta.index)
-        return self.assignment.tile(cta.gmem.table, cta.index, turn), turn < turns
-
-    def each(self, cta, body: Callable, carry):
-        """Runs carry, (number, _) = body(turn, number, carry) per tile; returns the last carry."""
-        if not self.claims:
-            turns = self.assignment.count(cta.gmem.table, cta.index)
-            step = lambda turn, carry: body(turn, self.listed(cta, turn)[0], carry)[0]
-            return lax.fori_loop(jnp.int32(0), turns, step, carry)
-
-        def claimed(state):
-            turn, number, carry = state
-            carry, (number, _) = body(turn, number, carry)
-            return turn + 1, number, carry
-
-        more = lambda state: state[1] < self.assignment.order.total
-        return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
-
-
 def with_counter(kernel: Callable, results):
     """Calls kernel(counter) with a new counter in device memory, int32[1] that starts at 0.
 
     Args:
         kernel: function that returns arrays.
-        results: shapes and dtypes of these arrays.
+        results: shapes and dtypes of these arrays, a pytree.
     """
 
     def run(refs):
-        counter, *out = refs
-        for ref, result in zip(out, kernel(counter), strict=True):
+        counter, out = refs
+        found = jax.tree.leaves(kernel(counter))
+        for ref, result in zip(jax.tree.leaves(out), found, strict=True):
             ref[...] = result
 
     # Only the counter is set to 0: the results are overwritten, and XLA drops their zeros.
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in results]
-    return pl.run_state(run)((jnp.zeros((1,), jnp.int32), *zeros))[1:]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
+    return pl.run_state(run)((jnp.zeros((1,), jnp.int32), zeros))[1]
 
 
 def _claim_body(_, counter, place):

@@ -1,11 +1,11 @@
-"""The forward kernel outside its loop: tile sizes, shared memory, and the plan of a CTA."""
+"""The forward kernel outside its loop: tile sizes, shared memory, and which KV blocks it reads."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,16 +14,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import bounds
 from ....core import integers as ints
 from ....core.mask import Limits, Mask
-from ....core.problem import Problem
+from ....core.problem import Outputs, Problem
 from ...gpu import auxiliary_arrays
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
-from ...gpu.online_softmax import far_of
+from ...gpu.online_softmax import Kept, far_of
 from ...gpu.score_tile import RegisterTile
-from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed, many, modifiers, wants_narrow_tiles
+from ..common.auxiliary_inputs import (
+    AuxiliaryInputs,
+    Streamed,
+    many,
+    modifiers,
+    wants_narrow_tiles,
+)
 from ..common.far_rows import Part
 from ..common.pipeline import Padding, Ring, fits, row_buffer
 from ..common.wgmma import Matmuls
-from .scheduler import SLOTS, Assignment, QueryTile, TileQueue
+from .scheduler import SLOTS, TileScheduler
 
 # --- Tile sizes of the forward kernel: which can be chosen, which are chosen, and why -------------
 
@@ -38,7 +44,7 @@ class ForwardBlocks:
         warpgroups: number of compute warpgroups, 64 query rows each.
         block_kv: number of keys per step.
         stages: number of blocks of K, and of V, in flight.
-        persistent: one CTA per SM walks many tiles (O is staged next to Q).
+        persistent: one CTA per SM goes through many tiles (O is staged next to Q).
         lazy_rescale: O is rescaled only when a row max grew by more than this (base 2); 0: always.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         speculates: weights are computed relative to the row maxima of earlier blocks, and again
@@ -102,6 +108,15 @@ class ForwardBlocks:
             return 0.0
         return min(self.speculates, MOST_HALF) if problem.dtype == np.float16 else self.speculates
 
+    def possible(self, problem: Problem) -> ForwardBlocks:
+        """Returns the blocks with only those options that this problem can have.
+
+        Where the exact max is wanted, O is always rescaled.
+        """
+        lazy_rescale = 0.0 if problem.spec.max_logit else self.lazy_rescale
+        speculates = self.speculation(problem)
+        return dataclasses.replace(self, lazy_rescale=lazy_rescale, speculates=speculates)
+
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
 # that data seldom reaches and whose square float32 holds.
@@ -145,7 +160,7 @@ def native_problem(problem: Problem) -> Problem:
 
 
 def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
-    """Chooses the tuned tiles where they fit next to the side inputs, else the largest that do."""
+    """Chooses the tuned tiles if they fit with the auxiliary inputs, else the largest that do."""
     native = native_problem(problem)
     blocks = _for_lengths(_for_head_dims(native), native, num_sms)
     asked = modifiers(native)
@@ -157,9 +172,7 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
         blocks = dataclasses.replace(blocks, warpgroups=2)
     if native.dtype == np.float32 and many(asked):
         blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
-    if native.spec.max_logit:
-        blocks = dataclasses.replace(blocks, lazy_rescale=0.0)
-    blocks = dataclasses.replace(blocks, speculates=blocks.speculation(native))
+    blocks = blocks.possible(native)
     for smaller in _SMALLER:
         smaller = dataclasses.replace(blocks, **smaller)
         if fits(scratch(native, smaller)):
@@ -191,8 +204,8 @@ _SMALLER = (
 
 def _is_plain(problem: Problem) -> bool:
     """Returns whether nothing but a causal mask affects the loops over keys."""
-    beside = problem.features - {"sinks", "q_lengths"}
-    return not beside and not modifiers(problem) and problem.spec.mask.left is None
+    others = problem.features - {"sinks", "q_lengths"}
+    return not others and not modifiers(problem) and problem.spec.mask.left is None
 
 
 def _is_long(problem: Problem) -> bool:
@@ -243,6 +256,19 @@ def _for_lengths(blocks: ForwardBlocks, problem: Problem, num_sms: int) -> Forwa
     return blocks
 
 
+# Where the decode kernels were faster: not below so many keys, or so many for each query.
+LEAST_KEYS, KEYS_PER_QUERY = 1024, 16
+
+
+def may_pack(problem: Problem) -> bool:
+    """Returns whether the decode kernels may be faster; decode/packed_forward.py says if they are.
+
+    They may with few queries, many keys and no window.
+    """
+    least = max(LEAST_KEYS, KEYS_PER_QUERY * problem.q_len)
+    return problem.spec.mask.left is None and problem.kv_len >= least
+
+
 # Two warpgroups take so many times as long for a pair of a query and a key as three. H200, head dim
 # 64: 1.5 times the pairs (T=256) 1.51 times as fast, 1.35 (512, causal) 1.13, 1.33 (1k, causal)
 # 1.13; by wall clock 1.125 (512 and 1k) 0.94 and 0.90, 1.11 (2k, causal) 0.96.
@@ -258,22 +284,18 @@ def _pairs(problem: Problem, blocks: ForwardBlocks) -> int:
 
 
 class ForwardSmem(NamedTuple):
-    """Shared memory of one CTA."""
+    """Shared memory of one CTA and its mbarriers: of q one per warpgroup, of k and v per stage."""
 
     q: Any  # [warpgroups, 64, H]
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
     o: Any  # [warpgroups, 64, Hv], or None: O is staged in q
-    lse: Any  # f32[warpgroups, 64]
+    lse_log2: Any  # f32[warpgroups, 64]
     shift: Any  # f32[warpgroups, 64], or None
-    most: Any  # f32[warpgroups, 64], or None
-    kept: Any  # f32[warpgroups, 64], or None
-    side: Streamed  # one slot for each of k's
-    tiles: Any = None  # int32[slots, 1], numbers of claimed tiles
-
-
-class ForwardBarriers(NamedTuple):
-    """The mbarriers of a CTA: those of q one per warpgroup, those of k and v one per stage."""
+    max_logit: Any  # f32[warpgroups, 64], or None
+    running_shift: Any  # f32[warpgroups, 64], see online_softmax.Kept; or None
+    aux: Streamed  # auxiliary inputs, one slot for each of k's
+    tile_numbers: Any  # int32[SLOTS, 1] of claimed tiles, or None
 
     q_full: Any
     q_empty: Any
@@ -281,11 +303,11 @@ class ForwardBarriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    v_arrived: Any = None  # a block of V that has padding to be cleared
-    tile_full: Any = None  # the number of a claimed tile
+    v_arrived: Any  # a block of V whose padding is to be zeroed; or None
+    tile_full: Any  # the number of a claimed tile; or None
 
 
-def claims(problem: Problem, blocks: ForwardBlocks) -> bool:
+def claims_tiles(problem: Problem, blocks: ForwardBlocks) -> bool:
     """Returns whether CTAs claim tiles, because their cost is not known at trace time."""
     return bounds.is_dynamic(problem) and blocks.persistent
 
@@ -301,8 +323,8 @@ def keeps_shift(problem: Problem, blocks: ForwardBlocks) -> bool:
 
 def scratch(
     problem: Problem, blocks: ForwardBlocks, q: Any = None, v: Any = None, o: Any = None
-) -> tuple[ForwardSmem, ForwardBarriers]:
-    """Returns the (shared memory, barriers) that a CTA allocates.
+) -> ForwardSmem:
+    """Returns the shared memory and the barriers that a CTA allocates.
 
     Args:
         problem: a problem with native head dims.
@@ -313,38 +335,126 @@ def scratch(
         o: the result in device memory, or None.
     """
     wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
-    side, bar = AuxiliaryInputs(problem, q_axis=0), plgpu.Barrier
+    aux, bar = AuxiliaryInputs(problem, q_axis=0), plgpu.Barrier
     tiles, v_shape = Matmuls(problem.dtype).buffer, (stages, block_kv, problem.v_head_dim)
     apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
     given = lambda *arrays: tuple(x for x in arrays if x is not None)
     in_q, of_v, of_o = given(q) if apart else given(q, o), given(v), given(o)
-    rows, claimed = (wgs, WARPGROUP_ROWS), claims(problem, blocks)
-    smem = ForwardSmem(
+    rows, claims = (wgs, WARPGROUP_ROWS), claims_tiles(problem, blocks)
+    return ForwardSmem(
         q=tiles((*rows, problem.head_dim), *in_q),
         k=tiles((stages, block_kv, problem.head_dim), *in_q),  # must have the swizzle of Q
         v=tiles(v_shape, *of_v, summed_rows=block_kv),
         o=tiles((*rows, problem.v_head_dim), *of_o) if apart else None,
-        lse=row_buffer(rows),
+        lse_log2=row_buffer(rows),
         shift=row_buffer(rows) if far_of(problem.spec, problem.dtype) else None,
-        most=row_buffer(rows) if problem.spec.max_logit else None,
-        kept=row_buffer(rows) if keeps_shift(problem, blocks) else None,
-        side=side.buffers(stages, blocks.tile_rows, block_kv),
-        tiles=plgpu.SMEM((SLOTS, 1), jnp.int32) if claimed else None,
-    )
-    bars = ForwardBarriers(
+        max_logit=row_buffer(rows) if problem.spec.max_logit else None,
+        running_shift=row_buffer(rows) if keeps_shift(problem, blocks) else None,
+        aux=aux.buffers(stages, blocks.tile_rows, block_kv),
+        tile_numbers=plgpu.SMEM((SLOTS, 1), jnp.int32) if claims else None,
         q_full=bar(num_barriers=wgs),
         q_empty=bar(num_barriers=wgs) if blocks.persistent else None,
-        k_full=bar(num_arrivals=1 + side.copies, num_barriers=stages),
+        k_full=bar(num_arrivals=1 + aux.copies, num_barriers=stages),
         k_empty=bar(num_arrivals=wgs, num_barriers=stages),
         v_full=bar(num_barriers=stages),
         v_empty=bar(num_arrivals=wgs, num_barriers=stages),
         v_arrived=bar() if bounds.is_dynamic(problem) else None,
-        tile_full=bar(num_barriers=SLOTS) if claimed else None,
+        tile_full=bar(num_barriers=SLOTS) if claims else None,
     )
-    return smem, bars
 
 
-# --- The plan of the forward kernel: the refs of a CTA, its Q tiles and the KV blocks they read ---
+# --- The plan of a launch, the refs of a CTA, its Q tiles and the KV blocks they read -------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """Everything about a launch that is known at trace time.
+
+    Attributes:
+        problem: the attention problem that is computed.
+        blocks: tile sizes, with the options that the problem can have.
+        scheduler: the Q tiles of each CTA.
+        interpret: run by the interpreter.
+        part: the rows that are computed.
+    """
+
+    problem: Problem
+    blocks: ForwardBlocks
+    scheduler: TileScheduler
+    interpret: bool
+    part: Part = Part.ALL
+
+    @functools.cached_property
+    def aux(self) -> AuxiliaryInputs:
+        """The auxiliary inputs: what modifiers read besides Q, K and V."""
+        return AuxiliaryInputs(self.problem, q_axis=0)
+
+    @functools.cached_property
+    def matmuls(self) -> Matmuls:
+        """The way in which operands are multiplied."""
+        return Matmuls(self.problem.dtype, self.interpret)
+
+    @property
+    def dynamic(self) -> bool:
+        """True if arrays decide which KV blocks a tile reads."""
+        return bounds.is_dynamic(self.problem)
+
+    @functools.cached_property
+    def limit(self) -> float:
+        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
+        return far_of(self.problem.spec, self.problem.dtype)
+
+    @property
+    def far(self) -> float:
+        """Magnitude of logits (base 2) beyond which this launch shifts rows; 0: it shifts none."""
+        return 0.0 if self.part is Part.NEAR else self.limit
+
+    @property
+    def keeps_shift(self) -> bool:
+        """True if the shift of rows lies in shared memory; see the function of this name."""
+        return bool(self.far and self.blocks.speculates)
+
+    @property
+    def has_segments(self) -> bool:
+        """True if segment ids hide keys."""
+        return "kv_segments" in self.problem.features
+
+    def kv_tile_range(self, position):
+        """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
+        kv_len, block_kv, mask = self.problem.kv_len, self.blocks.block_kv, self.problem.spec.mask
+        found = mask.kv_blocks(position, self.blocks.tile_rows, kv_len, block_kv)
+        if mask.left is None:
+            return 0, ints.maximum(found.stop, 1)
+        start = ints.minimum(found.start, -(-kv_len // block_kv) - 1)
+        return start, ints.maximum(found.stop - start, 1)
+
+    def whole_kv_tiles(self, position):
+        """Returns (first, one past the last) of the KV blocks that a warpgroup sees whole.
+
+        The first query of the warpgroup is at `position`. The end of the keys does not count as an
+        edge: where the keys end, the block is the tile's last, which is masked anyway.
+        """
+        block_kv = self.blocks.block_kv
+        kv_len = ints.round_up(self.problem.kv_len, block_kv)
+        found = self.problem.spec.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, block_kv)
+        return found.full_start, found.full_stop
+
+    def masked_edges(self) -> tuple[bool, bool]:
+        """Returns whether some warpgroup masks KV blocks (left, right) of those that it sees whole.
+
+        The tile's last block does not count, because it is always masked.
+        """
+        spec, rows = self.problem.spec, self.blocks.tile_rows
+        if self.problem.traced_offset:
+            return spec.mask.left is not None, spec.mask.right is not None
+        left = right = False
+        for row in range(0, self.problem.q_len, WARPGROUP_ROWS):
+            start, count = self.kv_tile_range(row // rows * rows + spec.q_offset)
+            full_start, full_stop = self.whole_kv_tiles(row + spec.q_offset)
+            last = start + count - 1
+            left |= min(full_start, last) > start
+            right |= full_stop < last
+        return left, right
 
 
 class ForwardGmem(NamedTuple):
@@ -355,281 +465,170 @@ class ForwardGmem(NamedTuple):
     v: Any  # [B, S, K, Hv]
     table: Any  # int32, see scheduler.py
     q_offset: Any = None  # int32[B]; None unless it is traced
-    kv_bounds: Any = (
-        None  # int32[B, query tiles, 2], see core/bounds.py; None where arithmetic says
-    )
-    whole: Any = None  # int32[B, query tiles, 2], bounds.kv_whole; None without segment ids
+    kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
+    whole: Any = None  # int32[B, Q tiles, 2], bounds.kv_whole; None without segment ids
     padding: Padding | None = None  # of the keys
-    side: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
+    aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
 
 
-class ForwardResults(NamedTuple):
-    """Results in device memory; `rows` are those of whole tiles."""
-
-    o: Any  # [B, T, N, Hv], a result of common/wgmma.py
-    lse: Any  # f32[B, N, rows], base 2
-    shift: Any = None  # f32[B, N, rows], see core/softmax.py; None where no logit can be far
-    most: Any = None  # f32[B, N, rows], the largest logit, natural; None unless asked for
-    # int32[CTAs, warpgroups, 1]: not 0 where that has left rows to Part.FAR; None unless Part.NEAR
-    left: Any = None
-
-
-class Work(NamedTuple):
+class QTile(NamedTuple):
     """A Q tile and the KV blocks that it reads."""
 
-    at: QueryTile
+    batch: Any
+    head: Any
+    block: Any  # index of the Q tile
     position: Any  # of the tile's first query
-    start: Any  # first of its key blocks; the int 0 where all tiles start there
+    kv_start: Any  # first of its KV blocks; the int 0 where all tiles start there
     kv_blocks: Any  # how many; at least one, so that every tile writes its output
     used: Any = 0  # uses of the K and V rings before its first block
-    held: Any = None  # side_inputs.Held of a warpgroup's rows
+    fragments: Any = None  # RowFragments, the auxiliary inputs of a warpgroup's rows
 
     @property
-    def stop(self):
+    def kv_stop(self):
         """One past the last KV block of the tile."""
-        return self.kv_blocks if ints.is_static(self.start) else self.start + self.kv_blocks
+        return self.kv_blocks if ints.is_static(self.kv_start) else self.kv_start + self.kv_blocks
 
-    def block(self, j):
+    def kv_block(self, j):
         """Returns the index of the j-th KV block from the right."""
-        return self.stop - 1 - j
+        return self.kv_stop - 1 - j
 
 
 class ForwardRows(NamedTuple):
     """State of its rows that a warpgroup carries from step to step."""
 
-    p: Any  # Products.split of the weights of the block whose PV is still to be issued
-    maxima: Any  # Maxima of 64 rows; None where ForwardScores.bounded
+    p: Any  # Matmuls.split of the weights of the block whose PV is still to be issued
+    maxima: Any  # Maxima of 64 rows; None in a bounded softmax
     l: Any  # f32[64, 8] running sums of each thread's own columns
-    only: Any = None  # f32[64], bits of gpu/online_softmax.py; None unless ForwardScores.bounded
+    only: Any = None  # f32[64], bits of gpu/online_softmax.py; None unless the softmax is bounded
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardCta:
-    """The refs of one CTA, as one of its warpgroups sees them."""
+    """One CTA, as one of its warpgroups sees it: the plan and all refs.
 
+    Attributes:
+        plan: the plan of the launch.
+        gmem: operands in device memory.
+        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
+            common/wgmma.py, the others f32[B, N, rows] or None.
+        left: int32[CTAs, warpgroups, 1] in device memory, not 0 where a warpgroup of Part.NEAR has
+            left rows to Part.FAR; None unless there are both.
+        smem: shared memory and barriers.
+        k, v: the rings of K and V.
+        index: index of the CTA.
+        wg: index of the warpgroup.
+        counter: int32[1] in device memory, of tiles claimed beyond the first of each CTA; or None.
+    """
+
+    plan: ForwardPlan
     gmem: ForwardGmem
-    out: ForwardResults
+    out: Outputs
+    left: Any
     smem: ForwardSmem
     k: Ring
     v: Ring
-    bars: ForwardBarriers
     index: Any
     wg: Any
-    counter: Any = None  # int32[1] in device memory, of tiles claimed beyond the first of each CTA
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan:
-    """The KV blocks that each Q tile reads, and those of them that it must mask.
-
-    Attributes:
-        problem: the attention problem that is computed.
-        blocks: tile sizes.
-        assignment: the Q tiles of each CTA.
-        interpret: run by the interpreter.
-        part: the rows that are computed.
-    """
-
-    problem: Problem
-    blocks: ForwardBlocks
-    assignment: Assignment
-    interpret: bool
-    part: Part = Part.ALL
+    counter: Any
 
     @property
-    def tile_rows(self) -> int:
-        """Number of query rows in a CTA's tile."""
-        return self.blocks.warpgroups * WARPGROUP_ROWS
+    def running_shift(self) -> Kept | None:
+        """This warpgroup's shift in shared memory; None: it is in registers, or there is none."""
+        if not self.plan.keeps_shift:
+            return None
+        return Kept(self.smem.running_shift.at[self.wg], self.plan.interpret)
 
-    @property
-    def side(self) -> AuxiliaryInputs:
-        """The side inputs: what modifiers read besides Q, K and V."""
-        return AuxiliaryInputs(self.problem, q_axis=0)
-
-    @property
-    def products(self) -> Matmuls:
-        """The way in which operands are multiplied."""
-        return Matmuls(self.problem.dtype, self.interpret)
-
-    @property
-    def dynamic(self) -> bool:
-        """True if arrays decide which KV blocks a tile reads."""
-        return bounds.is_dynamic(self.problem)
-
-    @property
-    def mask(self) -> Mask:
-        """The static part of the mask."""
-        return self.problem.spec.mask
-
-    @property
-    def lazy_rescale(self) -> float:
-        """ForwardBlocks.lazy_rescale, but 0 where the exact max is wanted."""
-        return 0.0 if self.problem.spec.max_logit else self.blocks.lazy_rescale
-
-    @property
-    def speculates(self) -> float:
-        """ForwardBlocks.speculates where speculation is possible, else 0."""
-        return self.blocks.speculation(self.problem)
-
-    @property
-    def far(self) -> float:
-        """Magnitude of logits (base 2) beyond which this launch shifts rows; 0: it shifts none."""
-        return 0.0 if self.part is Part.NEAR else self.limit
-
-    @property
-    def limit(self) -> float:
-        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
-        return far_of(self.problem.spec, self.problem.dtype)
-
-    @property
-    def keeps_shift(self) -> bool:
-        """True if the shift of rows lies in shared memory."""
-        return bool(self.far) and keeps_shift(self.problem, self.blocks)
-
-    @property
-    def result_names(self) -> tuple[str, ...]:
-        """The fields of Results that the launch writes, in their order."""
-        wanted = {
-            "shift": bool(self.limit),
-            "most": self.problem.spec.max_logit,
-            "left": self.part is not Part.ALL,
-        }
-        return tuple(name for name in ForwardResults._fields if wanted.get(name, True))
-
-    @property
-    def has_segments(self) -> bool:
-        """True if segment ids hide keys."""
-        return "kv_segments" in self.problem.features
-
-    def masked_blocks(self) -> tuple[bool, bool]:
-        """Returns whether some warpgroup masks KV blocks (left, right) of those that it sees whole.
-
-        The tile's last block does not count, because it is always masked.
-        """
-        spec = self.problem.spec
-        if self.problem.traced_offset:
-            return self.mask.left is not None, self.mask.right is not None
-        left = right = False
-        for row in range(0, self.problem.q_len, WARPGROUP_ROWS):
-            tile = row // self.tile_rows * self.tile_rows
-            start, count = self.visited(tile + spec.q_offset)
-            full_start, full_stop = self.whole(row + spec.q_offset)
-            last = start + count - 1
-            left |= min(full_start, last) > start
-            right |= full_stop < last
-        return left, right
-
-    def visited(self, position):
-        """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
-        kv_len, block_kv = self.problem.kv_len, self.blocks.block_kv
-        found = self.mask.kv_blocks(position, self.tile_rows, kv_len, block_kv)
-        if self.mask.left is None:
-            return 0, ints.maximum(found.stop, 1)
-        start = ints.minimum(found.start, -(-kv_len // block_kv) - 1)
-        return start, ints.maximum(found.stop - start, 1)
-
-    def whole(self, position):
-        """Returns (first, one past the last) of the KV blocks that a warpgroup sees whole.
-
-        The first query of the warpgroup is at `position`. The end of the keys does not count as an
-        edge: where the keys end, the block is the tile's last, which is masked anyway.
-        """
-        kv_len = ints.round_up(self.problem.kv_len, self.blocks.block_kv)
-        found = self.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, self.blocks.block_kv)
-        return found.full_start, found.full_stop
-
-    @property
-    def queue(self) -> TileQueue:
-        """The queue of a CTA's tiles."""
-        return TileQueue(self.assignment, self.claims, self.interpret)
-
-    @property
-    def claims(self) -> bool:
-        """True if CTAs claim tiles, because their cost is not known at trace time."""
-        return claims(self.problem, self.blocks)
-
-    def work(self, cta: ForwardCta, tile) -> Work:
-        """Returns the piece of work with this number; for a number past the last one, any."""
-        if self.claims:
-            tile = lax.min(tile, jnp.int32(self.assignment.order.total - 1))
-        at = self.assignment.order[tile]
-        at = jax.tree.map(jnp.int32, at)  # a static start past the array's end would be refused
-        offset = self.problem.spec.q_offset
-        if self.problem.traced_offset:
-            offset = cta.gmem.q_offset[at.batch]
-        position = at.block * self.tile_rows + offset
-        if self.dynamic:
-            start, stop = (cta.gmem.kv_bounds[at.batch, at.block, end] for end in (0, 1))
+    def q_tile(self, number) -> QTile:
+        """Returns the Q tile with this number; for a number past the last one, any."""
+        plan, scheduler = self.plan, self.plan.scheduler
+        if scheduler.dynamic:
+            number = lax.min(number, jnp.int32(scheduler.num_tiles - 1))
+        # A static start past the array's end would be refused.
+        batch, head, block = map(jnp.int32, scheduler.tile(number))
+        offset = plan.problem.spec.q_offset
+        if plan.problem.traced_offset:
+            offset = self.gmem.q_offset[batch]
+        position = block * plan.blocks.tile_rows + offset
+        if plan.dynamic:
+            start, stop = (self.gmem.kv_bounds[batch, block, end] for end in (0, 1))
             count = lax.max(stop - start, jnp.int32(1))
         else:
-            start, count = self.visited(position)
-        return Work(at, jnp.int32(position), start, jnp.int32(count))
+            start, count = plan.kv_tile_range(position)
+        return QTile(batch, head, block, jnp.int32(position), start, jnp.int32(count))
 
-    def zones(self, cta: ForwardCta, work: Work):
-        """Returns the loops over blocks, from the right: [(edges, first, one past the last)]."""
-        first, last = jnp.int32(1), work.kv_blocks
-        if self.has_segments:
-            return self.segment_zones(cta, work)
-        left, right = self.masked_blocks()
+    def zones(self, tile: QTile):
+        """Returns the loops over KV blocks, from the right: [(edges, first, one past the last)].
+
+        `edges` says what may hide keys of these blocks, as for `limits`.
+        """
+        first, last = jnp.int32(1), tile.kv_blocks
+        if self.plan.has_segments:
+            return self.segment_zones(tile)
+        left, right = self.plan.masked_edges()
         if not left and not right:
             return [("none", first, last)]
-        position = work.position + cta.wg * WARPGROUP_ROWS
-        full_start, full_stop = map(jnp.int32, self.whole(position))
+        position = tile.position + self.wg * WARPGROUP_ROWS
+        full_start, full_stop = map(jnp.int32, self.plan.whole_kv_tiles(position))
         zones, plain = [], first
         if right:
-            plain = lax.clamp(first, work.stop - full_stop, last)
+            plain = lax.clamp(first, tile.kv_stop - full_stop, last)
             zones.append(("right", first, plain))
         if not left:
             return [*zones, ("none", plain, last)]
-        masked = lax.clamp(plain, work.stop - full_start, last)
+        masked = lax.clamp(plain, tile.kv_stop - full_start, last)
         return [*zones, ("none", plain, masked), ("left", masked, last)]
 
-    def segment_zones(self, cta: ForwardCta, work: Work):
+    def segment_zones(self, tile: QTile):
         """Returns `zones` with segment ids: only blocks inside a document are not masked."""
-        first, last = jnp.int32(1), work.kv_blocks
-        start, stop = (cta.gmem.whole[work.at.batch, work.at.block, end] for end in (0, 1))
-        if not self.mask.is_trivial:
-            position = work.position + cta.wg * WARPGROUP_ROWS
-            full_start, full_stop = map(jnp.int32, self.whole(position))
+        first, last = jnp.int32(1), tile.kv_blocks
+        start, stop = (self.gmem.whole[tile.batch, tile.block, end] for end in (0, 1))
+        if not self.plan.problem.spec.mask.is_trivial:
+            position = tile.position + self.wg * WARPGROUP_ROWS
+            full_start, full_stop = map(jnp.int32, self.plan.whole_kv_tiles(position))
             start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
-        plain = lax.clamp(first, work.stop - stop, last)
-        masked = lax.clamp(plain, work.stop - start, last)
+        plain = lax.clamp(first, tile.kv_stop - stop, last)
+        masked = lax.clamp(plain, tile.kv_stop - start, last)
         return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
 
-    def tile(self, cta: ForwardCta, work: Work, kv_block) -> RegisterTile:
-        """Returns the RegisterTile of this warpgroup's scores [64, block_kv] of a KV block."""
-        q_start = work.position + cta.wg * WARPGROUP_ROWS
-        shape = (WARPGROUP_ROWS, self.blocks.block_kv)
-        kv_start = kv_block * self.blocks.block_kv
-        precise = self.problem.dtype == jnp.float32
-        return RegisterTile(q_start, kv_start, shape, interpret=self.interpret, precise=precise)
+    def score_tile(self, tile: QTile, kv_block) -> RegisterTile:
+        """Returns the place of this warpgroup's scores [64, block_kv] of a KV block."""
+        plan, block_kv = self.plan, self.plan.blocks.block_kv
+        q_start = tile.position + self.wg * WARPGROUP_ROWS
+        kv_start, shape = kv_block * block_kv, (WARPGROUP_ROWS, block_kv)
+        precise = plan.problem.dtype == jnp.float32
+        return RegisterTile(q_start, kv_start, shape, interpret=plan.interpret, precise=precise)
 
-    def limits(self, cta: ForwardCta, work: Work, kv_block, edges: str) -> Limits:
+    def limits(self, tile: QTile, kv_block, edges: str) -> Limits:
         """Returns the limits of what this warpgroup's rows see of a KV block.
 
         Args:
-            cta: the CTA, as the warpgroup sees it.
-            work: the Q tile.
+            tile: the Q tile.
             kv_block: index of the KV block.
             edges: what may hide keys of the block: "last" (it may reach past the last key), "left",
                 "right", "all" (segment ids and both edges) or "none".
         """
-        tile = self.tile(cta, work, kv_block)
+        place, mask = self.score_tile(tile, kv_block), self.plan.problem.spec.mask
         if edges == "none":
             return Limits()
         if edges == "last":
-            return tile.limits(self.mask, self.kv_len(cta, work))
+            return place.limits(mask, self.kv_len(tile))
         if edges == "all":
-            return tile.limits(self.mask)
-        left, right = self.mask.left, self.mask.right
+            return place.limits(mask)
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
-        if left is not None and right is not None and left + right >= sum(tile.shape):
-            return tile.limits(Mask(left=left) if edges == "left" else Mask(right=right))
-        return tile.limits(self.mask)
+        left, right = mask.left, mask.right
+        if left is not None and right is not None and left + right >= sum(place.shape):
+            mask = Mask(left=left) if edges == "left" else Mask(right=right)
+        return place.limits(mask)
 
-    def kv_len(self, cta: ForwardCta, work: Work):
+    def kv_len(self, tile: QTile):
         """Returns where the keys end; None if that is at the end of a block."""
-        kv_len = self.problem.kv_len
-        if "kv_lengths" in self.problem.features:
-            return lax.min(cta.gmem.side.kv_lengths[work.at.batch], jnp.int32(kv_len))
-        return kv_len if kv_len % self.blocks.block_kv else None
+        kv_len = self.plan.problem.kv_len
+        if "kv_lengths" in self.plan.problem.features:
+            return lax.min(self.gmem.aux.kv_lengths[tile.batch], jnp.int32(kv_len))
+        return kv_len if kv_len % self.plan.blocks.block_kv else None
+
+    def wait_pv(self, o_acc, use):
+        """Waits for PV of the block before ring position `use`, releases its V, and returns O."""
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        self.v.release(use - 1)
+        return o

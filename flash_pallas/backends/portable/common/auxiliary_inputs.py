@@ -1,6 +1,6 @@
 """Inputs of score modifiers besides Q, K and V: loaded straight from device memory into registers.
 
-Values of rows (queries, or keys where scores are transposed) are loaded once and held. Those of
+Values of rows (queries, or keys where scores are transposed) are loaded once and kept. Those of
 columns and of single elements are loaded at every tile, before its matmuls, which hide the latency.
 A bias or mask in the accumulator's layout is read in pieces of 8 neighbouring elements a row, whole
 sectors of float32. Where scores are transposed it is read as it lies, element by element.
@@ -38,6 +38,12 @@ class Place(NamedTuple):
     column_start: Any
     shape: tuple[int, int]
 
+    @classmethod
+    def of(cls, cta, tile, column_block) -> Place:
+        """Returns the place of one tile of a CTA that owns a block of rows of one head."""
+        starts = cta.block * tile.rows, column_block * tile.columns
+        return cls(cta.batch, cta.head, *starts, (tile.rows, tile.columns))
+
     @property
     def rows(self):
         """Slice of the tile's rows."""
@@ -56,7 +62,7 @@ class RowFragments(NamedTuple):
     keys: Any = None  # int32[rows], of dropout
     bias: Any = None  # f32[rows] or f32 scalar
     mask: Any = None  # likewise
-    far: Any = None  # i32 scalar, side_arrays.Gmem.far of this head's group
+    far: Any = None  # i32 scalar, AuxiliaryGmem.far of this head's group
     scalars: TileInputs = TileInputs()
 
 
@@ -78,24 +84,24 @@ class AuxiliaryInputs:
         """Returns the operands as a kernel reads them; vectors are padded beyond the last tile."""
         return auxiliary_arrays.gmem(self.problem, self.q_axis, operands)
 
-    def hold(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
+    def row_fragments(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
         """Loads the inputs that do not depend on place.column_start."""
         return RowFragments(
             segments=self._vector(gmem.row_segments, (place.batch,), place.rows, 0),
             keys=self._keys(gmem.row_keys, place, place.rows, 0),
-            bias=self._held(gmem.bias, self.problem.bias_shape, place),
-            mask=self._held(gmem.mask, self.problem.mask_shape, place),
+            bias=self._row_values(gmem.bias, self.problem.bias_shape, place),
+            mask=self._row_values(gmem.mask, self.problem.mask_shape, place),
             far=self._far(gmem, place),
             scalars=auxiliary_arrays.scalars(gmem, place.batch, place.head),
         )
 
     def read(
-        self, held: RowFragments, gmem: AuxiliaryGmem, place: Place, *, ids: bool = True
+        self, fragments: RowFragments, gmem: AuxiliaryGmem, place: Place, *, ids: bool = True
     ) -> TileInputs:
         """Returns the inputs of the modifiers at one tile.
 
         Args:
-            held: result of `hold`.
+            fragments: result of `row_fragments`.
             gmem: result of `arrays`.
             place: place of the tile.
             ids: segment ids hide some of the tile.
@@ -104,16 +110,16 @@ class AuxiliaryInputs:
         column_ids = None
         if ids:
             column_ids = self._vector(gmem.column_segments, (place.batch,), place.columns, 1)
-        q_ids, kv_ids = by_axis(held.segments if ids else None, column_ids)
+        q_ids, kv_ids = by_axis(fragments.segments if ids else None, column_ids)
         column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
-        q_keys, kv_keys = by_axis(held.keys, column_keys)
-        bias = self._wide(held.bias, gmem.bias, self.problem.bias_shape, place)
-        mask = self._wide(held.mask, gmem.mask, self.problem.mask_shape, place)
+        q_keys, kv_keys = by_axis(fragments.keys, column_keys)
+        bias = self._wide(fragments.bias, gmem.bias, self.problem.bias_shape, place)
+        mask = self._wide(fragments.mask, gmem.mask, self.problem.mask_shape, place)
         shift, query = None, place.column_start if self.q_axis else place.row_start
-        if held.far is not None:
-            shift = RowShift.of(self.problem, gmem, held.far, place.head, query)
-            shift = shift._replace(some=held.far)
-        return held.scalars._replace(
+        if fragments.far is not None:
+            shift = RowShift.of(self.problem, gmem, fragments.far, place.head, query)
+            shift = shift._replace(some=fragments.far)
+        return fragments.scalars._replace(
             q_segments=q_ids,
             kv_segments=kv_ids,
             q_keys=q_keys,
@@ -144,7 +150,7 @@ class AuxiliaryInputs:
         at = (0, 0) if shared else (place.batch, place.head)
         return self._vector(ref, at, elements, axis)
 
-    def _held(self, ref, shape, place: Place):
+    def _row_values(self, ref, shape, place: Place):
         kind = auxiliary_arrays.kind(shape, self.q_axis)
         if kind == "scalar":
             return ref[(*self._entry(shape, place), 0)]
@@ -152,13 +158,13 @@ class AuxiliaryInputs:
             return self._vector(ref, self._entry(shape, place), place.rows, 0)
         return None
 
-    def _wide(self, held, ref, shape, place: Place):
+    def _wide(self, of_rows, ref, shape, place: Place):
         """Returns a bias or mask over a tile, f32; None if there is none."""
         kind = auxiliary_arrays.kind(shape, self.q_axis)
         if kind is None:
             return None
         if kind in ("rows", "scalar"):
-            return lax.broadcast_in_dim(held, place.shape, (0,) if kind == "rows" else ())
+            return lax.broadcast_in_dim(of_rows, place.shape, (0,) if kind == "rows" else ())
         at = self._entry(shape, place)
         if kind == "columns":
             found = load_vector(ref.at[(*at, place.columns)], 1)

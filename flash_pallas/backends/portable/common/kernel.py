@@ -1,10 +1,20 @@
-"""Base class of every kernel here: its copies and matmuls."""
+"""Base class of all kernels, and the loop over tiles: which ones, and which of them need a mask."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ....core import integers as ints
+from ....core.mask import BlockRange, Limits
+from ....core.problem import Problem
+from ...gpu import inline
+from ...gpu.score_tile import RegisterTile
 from .mma import Matmuls
-from .smem_tiles import Copies
-from .team import Team
+from .smem_tiles import Copies, Warpgroups
 
 
 class Kernel:
@@ -22,11 +32,171 @@ class Kernel:
         return True
 
     @property
-    def products(self) -> Matmuls:
+    def matmuls(self) -> Matmuls:
         """Matmuls of tiles."""
         return Matmuls(self.interpret)
 
     @property
     def copies(self) -> Copies:
         """Copies of tiles by a warpgroup that is alone in its CTA."""
-        return Copies(self.interpret, Team(self.interpret), self.hides_offsets)
+        return Copies(self.interpret, Warpgroups(self.interpret), self.hides_offsets)
+
+
+# --- the tiles that a CTA loops over, and which of them need a mask -------------------------------
+
+
+def kv_tile_range(problem: Problem, at, position, tile, bounds, kv_length) -> BlockRange:
+    """Returns the range of KV blocks for the queries of one tile.
+
+    Args:
+        problem: what is computed.
+        at: (batch entry, query block).
+        position: position of the tile's first query.
+        tile: (queries, keys).
+        bounds: core.bounds.kv_bounds, or None.
+        kv_length: number of keys of the batch entry where arrays give it, or None.
+    """
+    rows, block_kv = tile
+    found = problem.spec.mask.kv_blocks(position, rows, problem.kv_len, block_kv)
+    if kv_length is not None:
+        whole = ints.floor_div(kv_length, block_kv)
+        found = found._replace(full_stop=ints.minimum(found.full_stop, whole))
+    return _bounded(problem, found, bounds, at)
+
+
+def q_tile_range(problem: Problem, at, position, tile, bounds) -> BlockRange:
+    """Returns the range of Q blocks for the keys of one tile; arguments are as of `kv_tile_range`.
+
+    Queries past the end need no mask: their weights are 0. Neither do keys past the end: what is
+    summed for them is dropped.
+    """
+    block_q, rows = tile
+    whole = ints.round_up(problem.q_len, block_q)
+    found = problem.spec.mask.q_blocks(position, rows, whole, block_q)
+    found = _bounded(problem, found, bounds, at)
+    if problem.spec.mask.left is None and "kv_segments" not in problem.features:
+        return found._replace(full_stop=found.stop)  # the band has no lower edge: no third loop
+    return found
+
+
+def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
+    start, full_start, full_stop, stop = found
+    if bounds is not None:
+        start, stop = (bounds[(*at, i)] for i in (0, 1))
+    if "kv_segments" in problem.features:
+        return BlockRange(start, start, start, stop)
+    full_start = ints.clip(full_start, start, ints.maximum(start, stop))
+    full_stop = ints.clip(full_stop, full_start, ints.maximum(full_start, stop))
+    return BlockRange(start, full_start, full_stop, stop)
+
+
+def masked_unless(found: BlockRange, whole) -> BlockRange:
+    """Returns the range with all blocks masked, unless the traced `whole` holds."""
+    if found.full_start is found.full_stop:
+        return found  # they are anyway
+    full_start = jnp.where(whole, jnp.int32(found.full_start), jnp.int32(found.stop))
+    if found.full_stop is found.stop:  # still no third loop
+        return found._replace(full_start=full_start)
+    full_stop = jnp.where(whole, jnp.int32(found.full_stop), jnp.int32(found.stop))
+    return found._replace(full_start=full_start, full_stop=full_stop)
+
+
+def kv_limits(problem: Problem, tile: RegisterTile, kv_lengths, length) -> Limits:
+    """Returns what positions hide of a tile whose columns are keys.
+
+    Args:
+        problem: what is computed.
+        tile: positions of the tile.
+        kv_lengths: numbers of keys by batch entry, where arrays give them, or None.
+        length: number of keys of the tile's batch entry.
+    """
+    ragged = problem.kv_len % tile.shape[1] or kv_lengths is not None
+    return tile.limits(problem.spec.mask, length if ragged else None)
+
+
+def longest_first(problem: Problem, rows: int, block):
+    """Returns the Q tile of the CTA numbered `block`: with a causal edge, the last ones start."""
+    if problem.spec.mask.right is None:
+        return block
+    return ints.ceil_div(problem.q_len, rows) - 1 - block
+
+
+class Step(NamedTuple):
+    """One tile of scores: a query head of a group, and a block."""
+
+    member: Any
+    block: Any
+    exists: Any
+
+    def limit(self, length):
+        """Returns Copy.limit of an array of this length: 0 if there is no such step."""
+        return jnp.where(self.exists, jnp.int32(length), jnp.int32(0))
+
+
+class Steps(NamedTuple):
+    """Blocks that all heads of a GQA group go through, numbered from 0 on.
+
+    Blocks that need a mask have a loop of their own, and so have those that need none; each loop
+    goes through all heads, because a loop around these loops would cost registers: 60 at head dim
+    256.
+
+    Attributes:
+        zones: (low, high, masked) of consecutive blocks.
+        group: heads.
+        shift: with a single zone, offset from its first block of the block that comes first; the
+            order wraps around. None: the first block.
+    """
+
+    zones: list
+    group: int = 1
+    shift: Any = None
+
+    @classmethod
+    def of(cls, blocks: BlockRange, group: int = 1) -> Steps:
+        """Returns the steps of a block range, without zones that are known to be empty."""
+        return cls([zone for zone in blocks.zones() if zone[0] is not zone[1]], group)
+
+    def _starts(self) -> list:
+        """Computes the number of the first step of each zone, and the end of the last zone."""
+        starts = [jnp.int32(0)]
+        for low, high, _ in self.zones:
+            length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(0))
+            starts.append(starts[-1] + length * self.group)
+        return starts
+
+    def __getitem__(self, n) -> Step:
+        """Returns the n-th step; numbers past the end give a step that does not exist."""
+        starts, n = self._starts(), jnp.int32(n)
+        exists = n < starts[-1]
+        if (self.group == 1 and self.shift is None) or not self.zones:
+            first = jnp.int32(self.zones[0][0]) if self.zones else n
+            return Step(jnp.int32(0), first + n, exists)
+        found = jnp.int32(0), jnp.int32(0)
+        for start, stop, (low, high, _) in reversed(
+            list(zip(starts[:-1], starts[1:], self.zones, strict=True))
+        ):
+            length = lax.max(jnp.int32(high) - jnp.int32(low), jnp.int32(1))
+            member = lax.div(n - start, length)
+            within = n - start - member * length
+            if self.shift is not None:
+                within = lax.rem(within + self.shift, length)
+            block = jnp.int32(low) + within
+            found = jnp.where(n < stop, member, found[0]), jnp.where(n < stop, block, found[1])
+        return Step(*found, exists)
+
+    def fold(self, step, carry: Any, *, hides_end: bool):
+        """Runs step(n, carry, masked=) for each step in turn, and returns the last carry.
+
+        Args:
+            step: the loop body.
+            carry: the first.
+            hides_end: hides the number of steps from the compiler. A single ragged step, unrolled
+                into the end of a kernel, spilled 8 to 100 bytes of dQ at head dim 256. Hiding the
+                end from the fused backward, which has a single loop, costs it 4 to 12 bytes.
+        """
+        starts = self._starts()
+        for start, stop, (_, _, masked) in zip(starts[:-1], starts[1:], self.zones, strict=True):
+            body = functools.partial(step, masked=masked)
+            stop = inline.unknown(stop, interpret=False) if hides_end else stop
+            carry = lax.fori_loop(start, stop, body, carry)
+        return carry

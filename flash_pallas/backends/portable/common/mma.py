@@ -1,8 +1,12 @@
-"""Tile products: `mma.sync` on fragments that `ldmatrix` reads from shared memory.
+"""Matmuls of tiles: `mma.sync` on fragments that `ldmatrix` reads from shared memory.
 
 The accumulator of m16n8k16 has the register layout of a wgmma accumulator, with one warp for 16 of
-64 rows, so everything in backends/mosaic works on it. Converted to 16 bits it is the left operand
-of the next product as it is: each element is already in the lane that needs it.
+64 rows, so everything in backends/gpu works on it. Converted to 16 bits it is the left operand
+of the next matmul as it is: each element is already in the lane that needs it.
+
+A warp reads both operands of its part of a matmul, (rows + columns) x summed elements, so a square
+part is read with the fewest bytes. A Grid says which rows and columns of the result a warp has. So
+an accumulator of a Grid has a shape of its own, its label, with as many elements as the result.
 """
 
 from __future__ import annotations
@@ -12,25 +16,94 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ...gpu import inline
-from ...gpu.inline import at, coordinates, fragmented, i32_constant, pair, splat
+from ...gpu.inline import at, coordinates, fragmented, i32_constant, opaque, origin, pair, splat
 from ...gpu.launch import WARPGROUP_ROWS
-from .grid import WGMMA, Grid
-from .smem_tiles import UNIT, UNIT_ELEMENTS, columns_of
-from .threads import WARP, shared_address, thread
+from .smem_tiles import (
+    UNIT,
+    UNIT_ELEMENTS,
+    WARP,
+    assembly,
+    columns_of,
+    less,
+    shared_address,
+    thread,
+    where,
+)
 
+WARPS = 4  # of a warpgroup
 STEP = 16  # summed elements of one mma
+MMA = 16  # rows of an mma, and columns of two that are read together
+
+
+class Grid(NamedTuple):
+    """Arrangement of a warpgroup's warps: `down` of them below each other, the others to the right.
+
+    Attributes:
+        down: number of warps below each other: 4, 2 or 1.
+        warp_rows: rows of the result from one warp to the one below it.
+        block_rows: rows of the result from one block of 16 rows of a warp to its next.
+    """
+
+    down: int = WARPS
+    warp_rows: int = MMA
+    block_rows: int = WARPGROUP_ROWS
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> Grid:
+        """Returns the Grid that reads the fewest bytes; each warp has neighbouring rows.
+
+        Args:
+            rows: rows of the result, a multiple of 64.
+            columns: columns of the result, a multiple of 16.
+        """
+        fits = [n for n in (4, 2, 1) if columns % (MMA * WARPS // n) == 0]
+        down = min(fits, key=lambda n: rows // n + columns // (WARPS // n))
+        return cls(down, rows // down, MMA)
+
+    @property
+    def across(self) -> int:
+        """Number of warps side by side."""
+        return WARPS // self.down
+
+    def label(self, rows: int, columns: int) -> tuple[int, int]:
+        """Returns the shape of the accumulator of a result of this shape."""
+        return rows * self.across, columns // self.across
+
+    def row(self, label: int) -> int:
+        """Converts a row of the accumulator to one of the result, relative to the warp's first."""
+        block, row = divmod(label, WARPGROUP_ROWS)
+        return block * self.block_rows + row
+
+    def starts(self, me, columns: int) -> tuple[Any, Any]:
+        """Returns i32, the first row and column of the warp of thread `me`; None stands for 0.
+
+        Args:
+            me: i32, the thread of the warpgroup.
+            columns: number of columns of the accumulator.
+        """
+        warp, down = arith.divui(me, i32_constant(WARP)), i32_constant(self.down)
+        row = arith.remui(warp, down) if self.across > 1 else warp
+        row = arith.muli(row, i32_constant(self.warp_rows)) if self.down > 1 else None
+        if self.across == 1:
+            return row, None
+        return row, arith.muli(arith.divui(warp, down), i32_constant(columns))
+
+
+WGMMA = Grid()  # accumulators as they are labelled
 
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Matrix products of a warpgroup.
+    """Matmuls of a warpgroup.
 
     Attributes:
         interpret: run by the interpreter.
@@ -39,7 +112,7 @@ class Matmuls:
     interpret: bool
 
     def zeros(self, rows: int, columns: int, grid: Grid = WGMMA):
-        """Returns a zero accumulator, f32, for a product of this shape."""
+        """Returns a zero accumulator, f32, for a result of this shape."""
         if self.interpret:
             return jnp.zeros((rows, columns), jnp.float32)
         zeros = jnp.zeros(grid.label(rows, columns), jnp.float32)
@@ -81,6 +154,60 @@ class Matmuls:
         how = _How(left_transposed=transposed, grid=grid)
         return _run(how, plgpu.RefType(), accumulator, a, b, column)
 
+    def put(self, values, tile, column=0, grid: Grid = WGMMA):
+        """Writes an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
+
+        Args:
+            values: f32[rows, up to so many columns] in registers.
+            tile: the target.
+            column: column of the tile where the first column of the values goes.
+            grid: arrangement of the warps of the accumulator `values`.
+        """
+        values = values.astype(tile.dtype)
+        if self.interpret:
+            tile[:, pl.ds(column, values.shape[1])] = values
+            return
+        body = functools.partial(put_body, grid)
+        scalar = plgpu.Layout.WG_SPLAT
+        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))(body)
+        run(values, tile, jnp.int32(column))
+
+    def get(self, shape, tile, column=0):
+        """Loads the values of `put`, f32; every thread must have written those that it reads."""
+        if self.interpret:
+            return tile[:, pl.ds(column, shape[1])].astype(jnp.float32)
+        body = functools.partial(get_body, shape, inline.WGMMA.to_mgpu())
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=plgpu.ShapeDtypeStruct(shape, tile.dtype, inline.WGMMA),
+        )(body)
+        return run(tile, jnp.int32(column)).astype(jnp.float32)
+
+
+def store_accumulator(values, target, starts, interpret: bool):
+    """Writes an f32 tile to [rows, columns] in device memory, in the dtype of the target.
+
+    Stores go straight from registers: four neighbouring lanes write 8 columns, a sector of 32 bytes
+    of float32. Rows and columns that the array does not have are not written. Under the interpreter
+    it has all rows.
+
+    Args:
+        values: f32 tile in the layout of accumulators.
+        target: float32 or of 16 bits, columns a multiple of 2, or of 8 if the tile starts at 0.
+        starts: (row, column) where the first element goes; the column is the int 0, or an int32
+            that is a multiple of 2.
+        interpret: run under the interpreter.
+    """
+    values = values.astype(target.dtype)
+    if interpret:
+        rows, columns = values.shape[0], min(values.shape[1], target.shape[1])
+        target[pl.ds(starts[0], rows), pl.ds(starts[1], columns)] = values[:, :columns]
+        return
+    types: Any = (inline.WGMMA, plgpu.RefType(), *(plgpu.Layout.WG_SPLAT,) * 2)
+    from_left = isinstance(starts[1], int)
+    body = functools.partial(_store_body, values.dtype.itemsize, from_left)
+    plgpu.inline_mgpu(arg_types=types)(body)(values, target, *map(jnp.int32, starts))
+
 
 def _run(how: _How, of_a, accumulator, a, b, column):
     run = plgpu.inline_mgpu(
@@ -104,8 +231,95 @@ def _dot(a, b, *, transposed: bool):
 # --- what is written into the kernel -------------------------------------------------------------
 
 
+def put_body(grid: Grid, _, values, tile, first):
+    """Writes a 16-bit accumulator to columns `first` on of a tile in shared memory."""
+    void = ir.Type.parse("!llvm.void")
+    for index, place in _places(grid, values.shape, values.layout, tile, first):
+        address, offset = place
+        register = llvm.bitcast(ir.IntegerType.get_signless(32), values.registers[index])
+        code = f"st.shared.b32 [$0+{offset}], $1;"
+        llvm.inline_asm(void, [address, register], code, "r,r", has_side_effects=True)
+
+
+def get_body(shape, layout, _, tile, first):
+    """Loads what `put_body` has written in the layout WGMMA; each thread reads its own elements."""
+    i32, kind = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), tile.type.element_type)
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for index, place in _places(WGMMA, shape, layout, tile, first):
+        address, offset = place
+        code = f"ld.shared.b32 $0, [$1+{offset}];"
+        found = llvm.inline_asm(i32, [address], code, "=r,r", has_side_effects=True)
+        registers[index] = llvm.bitcast(kind, found)
+    return fragmented(registers, layout)
+
+
+def _places(grid: Grid, shape, layout, tile, first):
+    """Yields (index, (address, byte offset)) of each register of an accumulator of this shape."""
+    pitch = 2 * tile.type.shape[1]
+    row, column = _first(grid, shape, layout)
+    column = arith.addi(column, splat(first))
+    address = arith.addi(
+        shared_address(tile),
+        arith.addi(arith.muli(row, i32_constant(pitch)), arith.muli(column, i32_constant(2))),
+    )
+    for index, label, column in coordinates(shape, layout):
+        yield index, (address, grid.row(label) * pitch + 2 * column)
+
+
+def _first(grid: Grid, shape, layout):
+    """Returns i32, the row and column of the result of this thread's first element."""
+    if grid == WGMMA:  # as the layout has it: said as below, 60 bytes of spills in the forward
+        return origin(shape, layout)
+    me, four = thread(), i32_constant(4)
+    lane = arith.remui(me, i32_constant(WARP))
+    row, column = arith.divui(lane, four), arith.muli(arith.remui(lane, four), i32_constant(2))
+    down, right = grid.starts(me, shape[1])
+    row = row if down is None else arith.addi(row, down)
+    return row, column if right is None else arith.addi(column, right)
+
+
+def _store_body(size: int, from_left: bool, _, values, target, first_row, first_column):
+    i64 = ir.IntegerType.get_signless(64)
+    length, width = target.type.shape
+    (stride, _), _ = target.type.get_strides_and_offset()
+    row, column = origin(values.shape, values.layout)
+    row = opaque(arith.addi(splat(first_row), row))
+    column = column if from_left else arith.addi(splat(first_column), column)
+    by_row = {}  # of thread 0
+    for index, down, right in coordinates(values.shape, values.layout):
+        if not from_left or right < width:
+            by_row.setdefault(down, []).append((right, values.registers[index]))
+    wide = lambda x, bytes: arith.muli(arith.extsi(i64, x), arith.constant(i64, bytes))
+    base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
+    base = arith.addi(base, arith.addi(wide(row, size * stride), wide(column, size)))
+    ends = None if from_left else (column, width)
+    for down, pairs in by_row.items():
+        exists = less(row, i32_constant(length - down))
+        where(exists, functools.partial(_store_pairs, base, size, stride * down, pairs, ends))
+
+
+def _store_pairs(base, size: int, offset: int, pairs, ends):
+    """Writes a row's pairs; with `ends` (this thread's column, columns) those before the end."""
+    for right, register in pairs:
+        exists = None
+        if ends is not None:
+            column, width = ends
+            exists = less(column, i32_constant(width - right))
+        write = functools.partial(_store_pair, base, size, size * (offset + right), register)
+        where(exists, write)
+
+
+def _store_pair(base, size: int, offset: int, register):
+    if size == 4:
+        both = [at(register, e) for e in (0, 1)]
+        assembly(f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", "l,f,f", base, *both)
+    else:
+        both = llvm.bitcast(ir.IntegerType.get_signless(32), register)
+        assembly(f"st.global.b32 [$0+{offset}], $1;", "l,r", base, both)
+
+
 class _How(NamedTuple):
-    """Variant of a product: what lies transposed in shared memory.
+    """Variant of a matmul: what lies transposed in shared memory.
 
     Transposed is [columns, summed] on the right and [summed, rows] on the left.
     """
@@ -147,12 +361,12 @@ class _Fragments:
         lane = arith.remui(me, i32_constant(WARP))
         matrix, within = arith.divui(lane, i32_constant(8)), arith.remui(lane, i32_constant(8))
         odd, high = arith.remui(matrix, i32_constant(2)), arith.divui(matrix, i32_constant(2))
-        below, beside = (high, odd) if units_first else (odd, high)
+        below, right = (high, odd) if units_first else (odd, high)
         within = arith.addi(within, arith.muli(below, i32_constant(8)))
         if row is not None:
             within = arith.addi(within, row)
         offset = arith.addi(
-            arith.muli(within, i32_constant(pitch)), arith.muli(beside, i32_constant(UNIT))
+            arith.muli(within, i32_constant(pitch)), arith.muli(right, i32_constant(UNIT))
         )
         if column is not None:
             offset = arith.addi(offset, arith.muli(column, i32_constant(2)))
@@ -176,24 +390,24 @@ class _Fragments:
 
 def _left(a, me, how: _How, row):
     """Returns a function (row after a warp's first, summed element) -> left fragment of an mma."""
-    if how.left_transposed:  # rows of the product are columns of the tile
+    if how.left_transposed:  # rows of the result are columns of the tile
         fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
         return lambda row, k: fragments.load(k, row)
     if not hasattr(a, "registers"):
         return _Fragments.of(a, me, transposed=False, units_first=False, row=row).load
     i32 = ir.IntegerType.get_signless(32)
-    held = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
+    by_place = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
 
     def fragment(row, column):
         places = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
-        return [llvm.bitcast(i32, held[place]) for place in places]
+        return [llvm.bitcast(i32, by_place[place]) for place in places]
 
     return fragment
 
 
 def _right(b, me, how: _How, column):
     """Returns (first summed element, column after a warp's first) -> two adjacent fragments."""
-    if how.right_transposed:  # columns of the product are rows of the tile
+    if how.right_transposed:  # columns of the result are rows of the tile
         fragments = _Fragments.of(b, me, transposed=False, units_first=True)
         return lambda k, column: fragments.load(column, k)
     return _Fragments.of(b, me, transposed=True, units_first=False, column=column).load
@@ -208,7 +422,7 @@ def _add_body(how: _How, _, accumulator, a, b, column):
     summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
     kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
     layout = accumulator.layout
-    held = {
+    by_place = {
         (row, column): accumulator.registers[index]
         for index, row, column in coordinates(accumulator.shape, layout)
     }
@@ -217,20 +431,20 @@ def _add_body(how: _How, _, accumulator, a, b, column):
         lefts = [left(how.grid.row(block), k) for block in blocks]
         for column in range(0, columns, 16):
             first, second, third, fourth = right(k, column)
-            for beside, of_b in ((0, (first, second)), (8, (third, fourth))):
+            for next_8, of_b in ((0, (first, second)), (8, (third, fourth))):
                 for block, of_a in zip(blocks, lefts, strict=True):
-                    _step(held, (block, column + beside), of_a, of_b, kind)
+                    _step(by_place, (block, column + next_8), of_a, of_b, kind)
     registers = accumulator.registers.copy()
     for index, row, column in coordinates(accumulator.shape, layout):
-        registers[index] = held[row, column]
+        registers[index] = by_place[row, column]
     return fragmented(registers, layout)
 
 
-def _step(held, place, of_a, of_b, kind: str):
+def _step(by_place, place, of_a, of_b, kind: str):
     """Issues one mma into the accumulator's registers of rows `row` and `row + 8`."""
     row, column = place
     places = (row, column), (row + 8, column)
-    before = [at(held[place], e) for place in places for e in (0, 1)]
+    before = [at(by_place[place], e) for place in places for e in (0, 1)]
     f32 = ir.F32Type.get()
     found = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
@@ -241,4 +455,4 @@ def _step(held, place, of_a, of_b, kind: str):
         has_side_effects=False,
     )
     values = [llvm.extractvalue(f32, found, [i]) for i in range(4)]
-    held[places[0]], held[places[1]] = pair(*values[:2]), pair(*values[2:])
+    by_place[places[0]], by_place[places[1]] = pair(*values[:2]), pair(*values[2:])

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,12 +31,126 @@ from ....core.integers import round_up
 from ....core.problem import Problem
 from ...gpu import inline
 from ...gpu.inline import i32_constant, opaque, splat
-from .grid import WGMMA, Grid, get_body, put_body
-from .team import Team
-from .threads import THREADS, assembly, device_address, less, linear, shared_address, thread, where
+
+# --- threads, addresses and inline PTX -----------------------------------------------------------
+
+THREADS = 128  # of a warpgroup
+WARP = 32
+
+
+def thread():
+    """Returns the i32 index of this thread in its warpgroup, hidden from the compiler.
+
+    Addresses computed from it are therefore computed again in every step: those of all copies and
+    matmuls of a step would take 20 to 40 registers.
+    """
+    return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(THREADS)))
+
+
+def shared_address(ref):
+    """Returns the i32 address at which a ref of shared memory starts."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def device_address(ref, index, size: int):
+    """Returns the i64 address of element `index` (i32) of a ref of device memory.
+
+    Args:
+        ref: of device memory.
+        index: i32.
+        size: bytes of an element.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    return linear(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), (index, size))
+
+
+def linear(base, *terms):
+    """Computes base + x * factor summed over all terms, in the type of the base; x is i32."""
+    for x, factor in terms:
+        if x.type != base.type:
+            x = arith.extsi(base.type, x)
+        factor = arith.constant(base.type, factor)
+        base = arith.addi(base, arith.muli(x, factor))
+    return base
+
+
+def less(x, y):
+    """Returns the i1 x < y, signed."""
+    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+
+
+def where(condition, run):
+    """Emits run() for threads for which the i1 holds; None: for all threads."""
+    if condition is None:
+        run()
+        return
+    with ir.InsertionPoint(scf.IfOp(condition).then_block):
+        run()
+        scf.yield_([])
+
+
+def assembly(code: str, constraints: str, *operands):
+    """Emits PTX that has no result."""
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)
+
+
+# --- tiles, and copies by all warpgroups of a CTA ------------------------------------------------
+
+
+class Warpgroups(NamedTuple):
+    """All warpgroups of a CTA, as one of them sees them.
+
+    Attributes:
+        interpret: run by the interpreter.
+        size: number of warpgroups.
+        rank: index of this warpgroup.
+        barrier: an mbarrier at which all of them arrive. The interpreter has no named barriers.
+    """
+
+    interpret: bool
+    size: int = 1
+    rank: Any = 0
+    barrier: Any = None
+
+    def sync(self, bit=None) -> Any:
+        """Waits until all warps of all warpgroups have arrived here.
+
+        Args:
+            bit: i32, uniform over a warp; only with one warpgroup. If given, the result is 1 if
+                some warp arrived with a nonzero bit.
+        """
+        if bit is not None:
+            if self.size > 1:
+                raise AssertionError("warps of one warpgroup agree on a bit, no others")
+            return inline.barrier_any(inline.FIRST_NAMED_BARRIER, 128, bit, self.interpret)
+        if self.size == 1:
+            inline.warpgroup_barrier(self.interpret)
+        elif self.interpret:
+            plgpu.barrier_arrive(self.barrier)
+            plgpu.barrier_wait(self.barrier)
+        else:
+            inline.named_barrier("sync", inline.FIRST_NAMED_BARRIER, 128 * self.size)
+        return None
+
+    def part(self, count: int):
+        """Returns (start, size) of this warpgroup's share of `count` rows or columns."""
+        size = count // self.size
+        return self.rank * size, size
+
+    def rows(self, tile):
+        """Returns (first row, ref) of this warpgroup's share of a tile."""
+        if self.size == 1:
+            return 0, tile
+        first, size = self.part(tile.shape[0])
+        return first, tile.at[pl.ds(first, size)]
+
 
 UNIT = 16  # bytes that a thread copies at once
 UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
+DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units
+VECTOR_UNIT = 4  # f32 in 16 bytes
 
 
 def buffer(shape, dtype):
@@ -72,24 +188,40 @@ class Copy(NamedTuple):
     limit: Any
 
 
+class Vector(NamedTuple):
+    """Elements `first` to `first + count` of an array, which a warpgroup copies alone.
+
+    Attributes:
+        source: f32[length] in device memory, which starts at a multiple of 16 bytes.
+        tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
+        first: int32, a multiple of 4.
+        count: int32: `size`, or 0 to copy nothing.
+    """
+
+    source: Any
+    tile: Any
+    first: Any
+    count: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Copies:
     """Copies between device memory and tiles, by all threads of a CTA.
 
     Attributes:
         interpret: run by the interpreter.
-        team: the warpgroups of the CTA, which have equal parts of the rows of each tile.
+        warpgroups: those of the CTA, which have equal parts of the rows of each tile.
         hides_offsets: see `_body`.
     """
 
     interpret: bool
-    team: Team
+    warpgroups: Warpgroups
     hides_offsets: bool = True
 
     def start(self, *copies: Copy | Vector):
         """Starts copies, which together are one group for `arrived`.
 
-        Every warp must have read what was in the tiles before: the last `arrived` or `meet` comes
+        Every warp must have read what was in the tiles before: the last `arrived` or `sync` comes
         after these reads.
         """
         for copy in map(self._own, copies):
@@ -97,7 +229,7 @@ class Copies:
                 copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
             else:
                 vector = isinstance(copy, Vector)
-                _call(start_body if vector else self._body(_start_body), *copy)
+                _call(_start_vector_body if vector else self._body(_start_body), *copy)
         if self.interpret:
             return
         plgpu.inline_mgpu()(_commit_body)()
@@ -108,14 +240,14 @@ class Copies:
         Args:
             copies: those of the groups that now arrive, as they were started.
             pending: groups that were started after them.
-            bit: see Team.meet, whose result is returned.
+            bit: see Warpgroups.sync, whose result is returned.
         """
         if self.interpret:
             for copy in map(self._own, copies):
                 _fill(copy)
         else:
             plgpu.inline_mgpu()(functools.partial(_wait_body, pending))()
-        return self.meet(bit)
+        return self.sync(bit)
 
     def _body(self, write):
         """Returns the function that writes a copy into the kernel.
@@ -130,54 +262,66 @@ class Copies:
     def _own(self, copy):
         if isinstance(copy, Vector):
             return copy
-        down, tile = self.team.rows(copy.tile)
+        down, tile = self.warpgroups.rows(copy.tile)
         return copy._replace(tile=tile, first=copy.first + down)
 
-    def meet(self, bit=None):
-        """Waits until all warps have arrived here; see Team.meet."""
-        return self.team.meet(bit)
-
-    def put(self, values, tile, column=0, grid: Grid = WGMMA):
-        """Writes an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.
-
-        Args:
-            values: f32[rows, up to so many columns] in registers.
-            tile: the target.
-            column: column of the tile where the first column of the values goes.
-            grid: arrangement of the warps of the accumulator `values`.
-        """
-        values = values.astype(tile.dtype)
-        if self.interpret:
-            tile[:, pl.ds(column, values.shape[1])] = values
-            return
-        body = functools.partial(put_body, grid)
-        scalar = plgpu.Layout.WG_SPLAT
-        run = plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType(), scalar))(body)
-        run(values, tile, jnp.int32(column))
-
-    def get(self, shape, tile, column=0):
-        """Loads the values of `put`, f32; every thread must have written those that it reads."""
-        if self.interpret:
-            return tile[:, pl.ds(column, shape[1])].astype(jnp.float32)
-        body = functools.partial(get_body, shape, inline.WGMMA.to_mgpu())
-        run = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
-            return_type=plgpu.ShapeDtypeStruct(shape, tile.dtype, inline.WGMMA),
-        )(body)
-        return run(tile, jnp.int32(column)).astype(jnp.float32)
+    def sync(self, bit=None):
+        """Waits until all warps have arrived here; see Warpgroups.sync."""
+        return self.warpgroups.sync(bit)
 
     def store(self, tile, target, first, limit):
         """Copies a tile to rows `first` on of [length, columns] in device memory, up to `limit`.
 
         Under the interpreter the array has all rows of the tile.
         """
-        down, tile = self.team.rows(tile)
+        down, tile = self.warpgroups.rows(tile)
         first = first + down
         if self.interpret:
             rows, columns = tile.shape[0], target.shape[1]
             target[pl.ds(first, rows)] = tile[:, pl.ds(0, columns)]
             return
         _call(self._body(_store_body), target, tile, first, limit)
+
+
+class Stream(NamedTuple):
+    """Prefetch of the tiles that a loop streams past, step by step.
+
+    A kernel's step says when: it waits for the tiles that a matmul reads, and starts the copies of
+    later ones where warps have read what lies in their slots. Before the loop the tiles of step 0
+    are started, so that copies are always one step ahead.
+
+    Attributes:
+        copies: copies of tiles by the warpgroups of the CTA.
+        names: names of a step's tiles.
+        slots: number of steps, 1 or 2, whose tiles have places in shared memory.
+        load: (name, n, slot) -> the copies of a tile of the n-th step to its slot, which read
+            nothing if there is no such step.
+    """
+
+    copies: Copies
+    names: tuple[str, ...]
+    slots: int
+    load: Callable[[str, Any, Any], tuple[Copy | Vector, ...]]
+
+    def slot(self, n):
+        """Returns the slot of the tiles of the n-th step."""
+        return lax.bitwise_and(jnp.int32(n), jnp.int32(1)) if self.slots == 2 else 0
+
+    def start(self, n, *names: str):
+        """Starts copies of the n-th step as one group: of the tiles `names`, or of all."""
+        self.copies.start(*self._of(n, names))
+
+    def wait(self, n, *names: str, pending: int = 0, bit=None):
+        """Waits for tiles of the n-th step, all by default; see Copies.arrived."""
+        return self.copies.arrived(*self._of(n, names), pending=pending, bit=bit)
+
+    def end(self):
+        """Waits, after the loop, for what was started for a step that does not exist."""
+        self.copies.arrived()
+
+    def _of(self, n, names: tuple[str, ...]) -> list[Copy | Vector]:
+        slot = self.slot(n)
+        return [copy for name in names or self.names for copy in self.load(name, n, slot)]
 
 
 def _call(body, array, tile, first, limit):
@@ -249,8 +393,8 @@ class _Units:
         array = arith.addi(self.array, opaque(offset) if self.hides_offset else offset)
         left = arith.subi(self.limit, index)  # rows below the limit
         if self.columns < self.pitch - UNIT_ELEMENTS:
-            held = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
-            left = arith.select(held, left, i32_constant(0))
+            in_array = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
+            left = arith.select(in_array, left, i32_constant(0))
         total = self.rows * self.per_row
         for start in starts:
             down = (start - at) // self.per_row
@@ -307,26 +451,7 @@ def _store_body(hides_offset: bool, _, target, tile, first, limit):
             scf.yield_([])
 
 
-VECTOR_UNIT = 4  # f32 in 16 bytes
-
-
-class Vector(NamedTuple):
-    """Elements `first` to `first + count` of an array, which a warpgroup copies alone.
-
-    Attributes:
-        source: f32[length] in device memory, which starts at a multiple of 16 bytes.
-        tile: f32[size] in shared memory, size a multiple of 4 and at most 512.
-        first: int32, a multiple of 4.
-        count: int32: `size`, or 0 to copy nothing.
-    """
-
-    source: Any
-    tile: Any
-    first: Any
-    count: Any
-
-
-def start_body(_, source, tile, first, count):
+def _start_vector_body(_, source, tile, first, count):
     """Issues the copy with a predicate: no surrounding code would be moved across a branch."""
     element = arith.muli(thread(), i32_constant(VECTOR_UNIT))
     to = linear(shared_address(tile), (element, 4))
@@ -334,7 +459,3 @@ def start_body(_, source, tile, first, count):
     copy = "cp.async.cg.shared.global [$0], [$1], 16;"
     code = f"{{ .reg .pred p; setp.lt.s32 p, $2, $3; @p {copy} }}"
     assembly(code, "r,l,r,r", to, of, element, splat(count))
-
-
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units

@@ -63,7 +63,7 @@ class Online:
         full = lambda value: jnp.full((rows,), value, jnp.float32)
         cast = lambda x: x if self.interpret else plgpu.layout_cast(x, inline.ROWS)
         maxima = Maxima(cast(full(LOWEST)), cast(full(0.0)) if self.far else None)
-        return Rows(zeros, maxima, none(rows, self.interpret))
+        return Rows(zeros, maxima, no_sums(rows, self.interpret))
 
     def weigh(self, rows: Rows, x, log2_scale, narrowed: Callable[[Any], Any]) -> Weighed:
         """Computes the weights of a KV block.
@@ -76,13 +76,13 @@ class Online:
         """
         found = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
         p = jnp.exp2(found.x * log2_scale - per_row(found.m, x.shape))
-        sums = parts(p, self.interpret)
+        sums = partial_sums(p, self.interpret)
         alpha = lambda: jnp.exp2(found.before - found.m)
         return Weighed(narrowed(p), alpha, found.maxima, sums, found.grew)
 
     @staticmethod
     def rescaled(rows: Rows, found: Weighed) -> Rows:
-        """Returns the state to which the product of weights and V is to be added."""
+        """Returns the state to which the matmul of weights and V is to be added."""
 
         def relative():
             alpha = found.alpha()
@@ -97,34 +97,34 @@ def per_row(x, shape):
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
-def none(rows: int, interpret: bool):
+def no_sums(rows: int, interpret: bool):
     """Returns the sums of no tile: zeros, f32[rows]."""
     zeros = jnp.zeros((rows,), jnp.float32)
     return zeros if interpret else plgpu.layout_cast(zeros, ROWS)
 
 
-def parts(tile, interpret: bool):
+def partial_sums(tile, interpret: bool):
     """Computes f32[rows]: each lane sums its own columns; the interpreter sums all columns."""
     if interpret:
         return tile.sum(axis=1)
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(tile.shape[:1], jnp.float32, ROWS),
-    )(_parts_body)
+    )(_partial_sums_body)
     return run(tile)
 
 
-def joined(sums, interpret: bool):
+def row_sums(sums, interpret: bool):
     """Reduces the partial sums of the lanes to the row sums, f32[rows]."""
     if interpret:
         return sums
     run = plgpu.inline_mgpu(
         arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, ROWS)
-    )(_joined_body)
+    )(_row_sums_body)
     return run(sums)
 
 
-def _parts_body(_, tile):
+def _partial_sums_body(_, tile):
     layout, found = ROWS.to_mgpu(), {}
     for index, row, _ in coordinates(tile.shape, tile.layout):
         register = tile.registers[index]
@@ -137,7 +137,7 @@ def _parts_body(_, tile):
     return fragmented(registers, layout)
 
 
-def _joined_body(_, sums):
+def _row_sums_body(_, sums):
     registers = sums.registers.copy()
     for index in np.ndindex(*registers.shape):
         total = at(registers[index], 0)

@@ -19,10 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from ....core import integers as ints
 from ....core import scores, softmax
@@ -32,18 +29,15 @@ from ....core.padding import pad_axis
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
 from ...gpu import inline, modifiers, score_tile
-from ...gpu.inline import at, coordinates, i32_constant, opaque, origin, splat
 from ...gpu.launch import float32, launch
 from ...gpu.online_softmax import far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
-from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import load_vector
-from ..common.kernel import Kernel
+from ..common.kernel import Kernel, Steps
+from ..common.mma import store_accumulator
 from ..common.smem_tiles import Copy, widths
-from ..common.softmax import Online, Rows, per_row
-from ..common.threads import where
-from ..common.tile_range import Steps
+from ..common.softmax import Online, Rows, per_row, row_sums
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
 
 
@@ -121,11 +115,11 @@ class DecodeKernel(Kernel):
         self.copies.start(own)
         self.copies.start(*self.load(cta, "k", 0))
         self.copies.arrived(own, pending=1)
-        held = self.hold(cta)
-        zeros = self.products.zeros(self.blocks.rows, widths(self.problem)[1])
+        fragments = self.query_fragments(cta)
+        zeros = self.matmuls.zeros(self.blocks.rows, widths(self.problem)[1])
         no_keys = self.online.no_keys(self.blocks.rows, zeros)
         rows = cta.steps.fold(
-            functools.partial(self.step, cta, held), no_keys, hides_end=not self.interpret
+            functools.partial(self.step, cta, fragments), no_keys, hides_end=not self.interpret
         )
         self.copies.arrived()
         self.finish(cta, rows)
@@ -195,7 +189,7 @@ class DecodeKernel(Kernel):
             found.append(Copy(source.at[page, :, cta.head], piece, row, limit - key + row))
         return tuple(found)
 
-    def hold(self, cta: DecodeCta) -> QueryFragments:
+    def query_fragments(self, cta: DecodeCta) -> QueryFragments:
         """Returns the positions, key limits and ALiBi slopes of the rows."""
         rows, group = self.blocks.rows, self.problem.group
         query = queries(cta.first_row, rows, group, self.total, self.interpret)
@@ -209,34 +203,37 @@ class DecodeKernel(Kernel):
 
     # --- a block of keys -------------------------------------------------------------------------
 
-    def step(self, cta: DecodeCta, held: QueryFragments, n, rows: Rows, *, masked: bool) -> Rows:
+    def step(
+        self, cta: DecodeCta, fragments: QueryFragments, n, rows: Rows, *, masked: bool
+    ) -> Rows:
         """Folds one KV block into the rows."""
+        # Both before the wait, so that a page id is loaded once for K and V.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)
-        zeros = self.products.zeros(self.blocks.rows, self.blocks.columns)
-        s = self.products.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
+        zeros = self.matmuls.zeros(self.blocks.rows, self.blocks.columns)
+        s = self.matmuls.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
         self.copies.arrived(*v)
         self.copies.start(*self.load(cta, "k", n + 1))
-        x, log2_scale = self.logits(held, self.first_key(cta, n), s, masked=masked)
+        x, log2_scale = self.logits(fragments, self.first_key(cta, n), s, masked=masked)
         narrowed = lambda p: p.astype(self.problem.dtype)
         found = self.online.weigh(rows, x, log2_scale, narrowed)
         rows = self.online.rescaled(rows, found)
-        return rows._replace(o=self.products.add(rows.o, found.p, cta.smem.v))
+        return rows._replace(o=self.matmuls.add(rows.o, found.p, cta.smem.v))
 
-    def logits(self, held: QueryFragments, first, s, *, masked: bool):
+    def logits(self, fragments: QueryFragments, first, s, *, masked: bool):
         """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
         bias = None
-        if held.slope is not None:
+        if fragments.slope is not None:
             key = modifiers.positions(s.shape, 1, first, self.interpret)
-            query = per_row(held.position, s.shape)
-            bias = score_tile.alibi(query, key, per_row(-held.slope, s.shape))
+            query = per_row(fragments.position, s.shape)
+            bias = score_tile.alibi(query, key, per_row(-fragments.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
         found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
         x = found.x
         if masked:
-            low = None if held.first is None else held.first - first
-            x = inline.hide_outside(x, low, held.last - first, self.interpret)
+            low = None if fragments.first is None else fragments.first - first
+            x = inline.hide_outside(x, low, fragments.last - first, self.interpret)
         return x, found.log2_scale
 
     # --- the end ---------------------------------------------------------------------------------
@@ -244,12 +241,10 @@ class DecodeKernel(Kernel):
     def finish(self, cta: DecodeCta, rows: Rows):
         """Divides O by the row sums and writes O and the log-sum-exp of this split."""
         m, shift = settled(rows.maxima)
-        inverse, lse, shift = softmax.finish(
-            m, common_softmax.joined(rows.l, self.interpret), shift
-        )
+        inverse, lse, shift = softmax.finish(m, row_sums(rows.l, self.interpret), shift)
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
-        store(o, cta.out.o.at[at], cta.first_row, self.interpret)
+        store_accumulator(o, cta.out.o.at[at], (cta.first_row, 0), self.interpret)
         own = (*at, pl.ds(cta.first_row, self.blocks.rows))
         cta.out.lse[own] = lse
         if cta.out.shift is not None:
@@ -339,48 +334,3 @@ def queries(first, rows: int, group: int, total: int, interpret: bool):
         row = plgpu.layout_cast(row, inline.ROWS)
     row = lax.min(row + first, jnp.full_like(row, total - 1))
     return row if group == 1 else lax.div(row, jnp.full_like(row, group))
-
-
-def store(values, target, first, interpret: bool):
-    """Writes an f32 tile from registers to rows `first` on of [rows, columns] in device memory.
-
-    Stores go straight from registers: four neighbouring lanes write a sector of 32 bytes. Rows and
-    columns that the array does not have are not written. Under the interpreter it has all rows.
-
-    Args:
-        values: f32[rows, columns] in the layout of accumulators, with at least the array's columns.
-        target: f32 array whose number of columns is a multiple of 8.
-        first: int32, the row of the array where the tile's first row goes.
-        interpret: run under the interpreter.
-    """
-    if interpret:
-        target[pl.ds(first, values.shape[0])] = values[:, : target.shape[1]]
-        return
-    types: Any = (inline.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT)
-    plgpu.inline_mgpu(arg_types=types)(_store_body)(values, target, jnp.int32(first))
-
-
-def _store_body(_, values, target, first):
-    i64 = ir.IntegerType.get_signless(64)
-    length, width = target.type.shape
-    (stride, _), _ = target.type.get_strides_and_offset()
-    row, column = origin(values.shape, values.layout)
-    row = opaque(arith.addi(splat(first), row))
-    held = {}  # by the row of thread 0
-    for index, down, right in coordinates(values.shape, values.layout):
-        if right < width:
-            held.setdefault(down, []).append((right, values.registers[index]))
-    base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    size = lambda x, bytes: arith.muli(arith.extsi(i64, x), arith.constant(i64, bytes))
-    base = arith.addi(base, arith.addi(size(row, 4 * stride), size(column, 4)))
-    for down, pairs in held.items():
-        exists = arith.cmpi(arith.CmpIPredicate.slt, row, i32_constant(length - down))
-        where(exists, functools.partial(_store_pairs, base, 4 * stride * down, pairs))
-
-
-def _store_pairs(base, offset: int, pairs):
-    void = ir.Type.parse("!llvm.void")
-    for right, register in pairs:
-        code = f"st.global.v2.f32 [$0+{offset + 4 * right}], {{$1, $2}};"
-        both = at(register, 0), at(register, 1)
-        llvm.inline_asm(void, [base, *both], code, "l,f,f", has_side_effects=True)

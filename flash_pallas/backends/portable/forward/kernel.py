@@ -1,42 +1,47 @@
 """Forward: O and the log-sum-exp (FlashAttention-2, arXiv:2307.08691, Algorithm 1).
 
 A CTA of four warps owns a Q tile of one head and folds the KV blocks that it sees into O, which
-stays in registers. loads.py says when tiles of K and V are copied.
+stays in registers.
 
     S = Q K^T, softmax in registers, O += P V
+
+With one slot each for tiles of K and V, V is in flight while S is computed and the next K while O
+is, and all warps synchronize twice a step. With two, both are in flight for a whole step and warps
+synchronize once; the room of a second tile of each is what a second CTA on the SM may need.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ....core import bounds, dropout, scores, softmax
 from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
 from ...gpu import inline, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
+from ...gpu.inline import ROWS, at, fragmented, i32_constant
 from ...gpu.launch import launch
 from ...gpu.online_softmax import LOWEST, far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
-from ..common import softmax as common_softmax
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
-from ..common.grid import Grid
-from ..common.kernel import Kernel
-from ..common.smem_tiles import Copy, widths
-from ..common.softmax import SLACK, Online, Rows, Weighed
-from ..common.tile_range import Steps, key_blocks
-from ..tiling import ForwardSmem, TileSizes
-from .loads import KvStream
-from .pv import OwnRows, SharedWeights
+from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
+from ..common.mma import WGMMA, Grid
+from ..common.smem_tiles import WARP, Copy, Stream, assembly, linear, shared_address, thread, widths
+from ..common.softmax import SLACK, Online, Rows, Weighed, per_row, row_sums
+from ..tiling import Exchange, ForwardSmem, TileSizes
 
 
 class ForwardArrays(NamedTuple):
@@ -48,7 +53,7 @@ class ForwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, query blocks, 2], where arrays decide which keys are read
-    side: AuxiliaryGmem = AuxiliaryGmem()
+    aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
 class ForwardOut(NamedTuple):
@@ -72,7 +77,7 @@ class ForwardCta(NamedTuple):
     block: Any
     position: Any  # of the first query
     kv_length: Any  # keys there are
-    held: RowFragments = RowFragments()
+    fragments: RowFragments = RowFragments()
     steps: Any = None  # through blocks of keys
     stream: Any = None  # of their tiles
 
@@ -98,20 +103,21 @@ class ForwardKernel(Kernel):
 
     def __call__(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem):
         cta = self.place(gmem, out, smem)
-        lengths = gmem.side.kv_lengths
+        lengths = gmem.aux.kv_lengths
         at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
         traced = None if lengths is None else cta.kv_length
-        blocks = key_blocks(self.problem, at, cta.position, tile, gmem.bounds, traced)
+        blocks = kv_tile_range(self.problem, at, cta.position, tile, gmem.bounds, traced)
         cta = cta._replace(steps=Steps.of(blocks))
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
         q = gmem.q.at[cta.batch, :, cta.head]
         own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
-        stream = KvStream(self.copies, smem.k, smem.v, functools.partial(self.load, cta))
+        load = functools.partial(self.load, cta)
+        stream = Stream(self.copies, ("k", "v"), self.tile.slots, load)
         self.copies.start(own)
-        stream.start()
+        stream.start(0, *(stream.names if self.tile.slots == 2 else ("k",)))
         self.copies.arrived(own, pending=1)
-        held = self.inputs.hold(gmem.side, self.at(cta, 0))
-        cta = cta._replace(held=held, stream=stream)
+        fragments = self.inputs.row_fragments(gmem.aux, Place.of(cta, self.tile, 0))
+        cta = cta._replace(fragments=fragments, stream=stream)
         zeros = self.folding(cta).zeros(self.tile.rows, widths(self.problem)[1])
         no_keys = self.online.no_keys(self.tile.rows, zeros)
         rows = cta.steps.fold(
@@ -123,10 +129,9 @@ class ForwardKernel(Kernel):
     def place(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem) -> ForwardCta:
         """Returns where this CTA is: batch entry, heads, Q tile and number of keys."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
-        if self.problem.spec.mask.right is not None:  # the longest rows first
-            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        block = longest_first(self.problem, self.tile.rows, block)
         offset = self.problem.spec.q_offset if gmem.q_offset is None else gmem.q_offset[batch]
-        lengths = gmem.side.kv_lengths
+        lengths = gmem.aux.kv_lengths
         return ForwardCta(
             gmem=gmem,
             out=out,
@@ -139,29 +144,46 @@ class ForwardKernel(Kernel):
             kv_length=self.problem.kv_len if lengths is None else lengths[batch],
         )
 
-    def load(self, cta: ForwardCta, name: str, n, tile) -> Copy:
-        """Returns the copy of the K or V tile of the n-th step to `tile` in shared memory."""
-        step = cta.steps[n]
+    def load(self, cta: ForwardCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of the K or V tile of the n-th step."""
+        step, tile = cta.steps[n], getattr(cta.smem, name).at[slot]
         source = getattr(cta.gmem, name).at[cta.batch, :, cta.kv_head]
-        limit = jnp.where(step.exists, jnp.int32(cta.kv_length), jnp.int32(0))
-        return Copy(source, tile, step.block * self.tile.columns, limit)
-
-    def at(self, cta: ForwardCta, kv_block) -> Place:
-        """Returns the place of the score tile of a KV block."""
-        first = cta.block * self.tile.rows, kv_block * self.tile.columns
-        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
+        return (Copy(source, tile, step.block * self.tile.columns, step.limit(cta.kv_length)),)
 
     # --- a key block -----------------------------------------------------------------------------
 
     def step(self, cta: ForwardCta, n, rows: Rows, *, masked: bool) -> Rows:
         """Folds one KV block into the rows."""
         kv_block = cta.steps[n].block
-        inputs = self.inputs.read(cta.held, cta.gmem.side, self.at(cta, kv_block), ids=masked)
-        cta.stream.begin(n)
-        zeros = self.products.zeros(self.tile.rows, self.tile.columns)
-        s = self.products.add(zeros, cta.smem.q, cta.stream.slot("k", n), transposed=True)
+        place = Place.of(cta, self.tile, kv_block)
+        inputs = self.inputs.read(cta.fragments, cta.gmem.aux, place, ids=masked)
+        slot = cta.stream.slot(n)
+        self.wait_for_k(cta.stream, n)
+        zeros = self.matmuls.zeros(self.tile.rows, self.tile.columns)
+        s = self.matmuls.add(zeros, cta.smem.q, cta.smem.k.at[slot], transposed=True)
         weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
-        return self.folding(cta).fold(cta.stream, n, rows, weigh)
+        wait = functools.partial(self.wait_for_v, cta.stream, n)
+        return self.folding(cta).fold(rows, weigh, wait, cta.smem.v.at[slot])
+
+    def wait_for_k(self, stream: Stream, n):
+        """Waits for K of the n-th step and starts the next copies, into what warps have read."""
+        if self.tile.slots == 2:
+            stream.wait(n)
+            stream.start(n + 1)
+        else:
+            stream.wait(n, "k")
+            stream.start(n, "v")
+
+    def wait_for_v(self, stream: Stream, n, bit=None) -> Any:
+        """Waits for V of the n-th step, after which nobody needs K any more.
+
+        With a bit warps synchronize in any case, and the bit of Warpgroups.sync is returned.
+        """
+        if self.tile.slots == 2:  # V has arrived with K
+            return None if bit is None else stream.copies.sync(bit)
+        found = stream.wait(n, "v", bit=bit)
+        stream.start(n + 1, "k")
+        return found
 
     def folding(self, cta: ForwardCta) -> OwnRows | SharedWeights:
         """Returns how O is accumulated: with P in registers, or through shared memory."""
@@ -175,8 +197,7 @@ class ForwardKernel(Kernel):
         spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
         limits = Limits()
         if masked:
-            ragged = self.problem.kv_len % self.tile.columns or cta.gmem.side.kv_lengths is not None
-            limits = tile.limits(spec.mask, cta.kv_length if ragged else None)
+            limits = kv_limits(self.problem, tile, cta.gmem.aux.kv_lengths, cta.kv_length)
         x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits)
 
         def narrowed(p):
@@ -195,20 +216,20 @@ class ForwardKernel(Kernel):
 
     def finish(self, cta: ForwardCta, rows: Rows):
         """Divides O by the row sums and writes O, the log-sum-exp and the largest logit."""
-        spec, sinks, unit = self.problem.spec, cta.gmem.side.sinks, self.problem.unit
+        spec, sinks, unit = self.problem.spec, cta.gmem.aux.sinks, self.problem.unit
         m, moved = settled(rows.maxima)
         sink = None
         if sinks is not None:
             sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], m.shape, ())
             sink = sink if self.interpret else plgpu.layout_cast(sink, inline.ROWS)
-        l = common_softmax.joined(rows.l, self.interpret)
+        l = row_sums(rows.l, self.interpret)
         inverse, lse, shift = softmax.finish(m, l, moved, sink, unit)
         if spec.dropout_rate:
             inverse = inverse * dropout.gain(spec.dropout_rate)
         first = cta.block * self.tile.rows
         own = pl.ds(first, self.tile.rows)
         self.folding(cta).put(rows.o, inverse, cta.smem.q)
-        self.copies.meet()
+        self.copies.sync()
         target = cta.out.o.at[cta.batch, :, cta.head]
         self.copies.store(cta.smem.q, target, first, self.problem.q_len)
         cta.out.lse[cta.batch, cta.head, own] = lse
@@ -239,8 +260,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         shift=per_row if far_of(problem.spec, problem.dtype) else None,
         most=per_row if problem.spec.max_logit else None,
     )
+    kernel = ForwardKernel(problem, tile, interpret)
     run = launch(
-        ForwardKernel(problem, tile, interpret),
+        kernel,
         out=(out,),
         scratch=(tiling.forward_layout(problem, tile),),
         grid=grid(problem, blocks),
@@ -248,7 +270,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         name="flash_pallas_portable_forward",
         interpret=interpret,
     )
-    dynamic = bounds.is_dynamic(problem)
+    dynamic, sizes = bounds.is_dynamic(problem), (tile.rows, tile.columns)
     (found,) = run(
         ForwardArrays(
             q=operands.q,
@@ -256,10 +278,8 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             v=operands.v,
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
-            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns)
-            if dynamic
-            else None,
-            side=AuxiliaryInputs(problem, 0, interpret).arrays(operands),
+            bounds=bounds.kv_bounds(problem, operands, *sizes) if dynamic else None,
+            aux=kernel.inputs.arrays(operands),
         )
     )
     rows = (found.lse, found.shift, found.most)
@@ -279,3 +299,140 @@ def grid(problem: Problem, blocks: int) -> dict[str, int]:
     if mask.right is not None and mask.left is None:
         return {"batch": problem.batch, "q": blocks, **heads}
     return {"batch": problem.batch, **heads, "q": blocks}
+
+
+# --- two ways for P to reach the warps that accumulate O += P V ----------------------------------
+# Reads of shared memory dominate a step of a wide head: every warp loads its own operands. A warp
+# that has 16 rows of P in registers and accumulates all columns of O for them reads all of V.
+# Through shared memory any warp can have any rows: with 64 rows and 256 columns a warp has all rows
+# and a quarter of the columns, and reads 16 KB instead of 32 KB for a matmul of 64 keys (mma.Grid).
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows(Kernel):
+    """Accumulation with P in registers: the warp of a row's scores has all of its columns of O."""
+
+    interpret: bool
+
+    def zeros(self, rows: int, columns: int):
+        """Returns O before the first KV block."""
+        return self.matmuls.zeros(rows, columns)
+
+    def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
+        """Adds a KV block whose scores are known.
+
+        Args:
+            rows: the rows so far.
+            weigh: computes the weights from the scores.
+            wait: waits for V; see ForwardKernel.wait_for_v.
+            v: the V tile, [columns, Hv] in shared memory.
+        """
+        wait()
+        found = weigh(rows)
+        rows = Online.rescaled(rows, found)
+        return rows._replace(o=self.matmuls.add(rows.o, found.p, v))
+
+    def put(self, o, inverse, tile):
+        """Writes O times one factor per row to shared memory, in 16 bits."""
+        self.matmuls.put(o * per_row(inverse, o.shape), tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedWeights(Kernel):
+    """Accumulation with P in shared memory: parts of O are as square as they can be.
+
+    Attributes:
+        exchange: shared memory that P passes through.
+        grid: arrangement of the warps over O.
+        interpret: run under the interpreter.
+    """
+
+    exchange: Exchange
+    grid: Grid
+    interpret: bool
+
+    def zeros(self, rows: int, columns: int):
+        """Returns O before the first KV block; see OwnRows."""
+        return self.matmuls.zeros(rows, columns, self.grid)
+
+    def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
+        """Adds a KV block whose scores are known; see OwnRows.
+
+        All warps synchronize when V has arrived, and with the same barrier tell each other whether a
+        row max grew. P is in shared memory by then, and is overwritten only after the next barrier.
+        """
+        found, exchange = weigh(rows), self.exchange
+        alpha = found.alpha()
+        self.matmuls.put(found.p, exchange.weights)
+        put_rows(alpha, exchange.factors, self.interpret)
+        grew = wait(found.grew)
+
+        def rescaled():
+            return self._scaled(rows.o)
+
+        o = lax.cond(grew > 0, rescaled, lambda: rows.o)
+        o = self.matmuls.add_part(o, exchange.weights, v, 0, self.grid)
+        return Rows(o, found.maxima, rows.l * alpha + found.sums)
+
+    def put(self, o, inverse, tile):
+        """Writes O times one factor per row to shared memory, in 16 bits; see OwnRows."""
+        put_rows(inverse, self.exchange.factors, self.interpret)
+        self.copies.sync()
+        self.matmuls.put(self._scaled(o), tile, 0, self.grid)
+
+    def _scaled(self, o):
+        """Returns O times the factors in shared memory."""
+        get = get_rows(self.exchange.factors, o.shape[0], self.grid, self.interpret)
+        return o * per_row(get, o.shape)
+
+
+def put_rows(values, to, interpret: bool):
+    """Writes f32[rows] in the layout ROWS to shared memory."""
+    if interpret:
+        to[...] = values
+        return
+    plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))(_put_body)(values, to)
+
+
+def get_rows(source, rows: int, grid: Grid, interpret: bool):
+    """Loads f32[rows] of the rows of an accumulator of `grid`, in the layout ROWS."""
+    if interpret:
+        return source[...]
+    run: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), jnp.float32, ROWS)
+    )(functools.partial(_get_body, grid, rows, ROWS.to_mgpu()))
+    return run(source)
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+def _put_body(_, values, tile):
+    for index, place in _places(WGMMA, values.shape[0], values.layout, tile):
+        address, offset = place
+        register = at(values.registers[index], 0)
+        assembly(f"st.shared.f32 [$0+{offset}], $1;", "r,f", address, register)
+
+
+def _get_body(grid: Grid, rows: int, layout, _, tile):
+    f32 = ir.F32Type.get()
+    registers = np.empty(layout.registers_shape((rows,)), dtype=object)
+    for index, place in _places(grid, rows, layout, tile):
+        address, offset = place
+        code = f"ld.shared.f32 $0, [$1+{offset}];"
+        found = llvm.inline_asm(f32, [address], code, "=f,r", has_side_effects=True)
+        registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), found)
+    return fragmented(registers, layout)
+
+
+def _places(grid: Grid, rows: int, layout, tile):
+    """Yields (index, (address, bytes)) of each register; the four lanes of a row have the same."""
+    me = thread()
+    row = arith.divui(arith.remui(me, i32_constant(WARP)), i32_constant(4))
+    down, _ = grid.starts(me, 0)
+    row = row if down is None else arith.addi(row, down)
+    address = linear(shared_address(tile), (row, 4))
+    strides = layout.tiling.tile_strides((1,))
+    for index in np.ndindex(*layout.registers_shape((rows,))):
+        label = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        yield index, (address, 4 * grid.row(label))

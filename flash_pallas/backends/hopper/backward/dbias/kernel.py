@@ -53,8 +53,8 @@ class DbiasKernel:
         return self.sums.problem
 
     @property
-    def products(self) -> Matmuls:
-        """Matrix products of operands of the call's dtype."""
+    def matmuls(self) -> Matmuls:
+        """Matmuls of operands of the call's dtype."""
         return Matmuls(self.problem.dtype, self.interpret)
 
     @property
@@ -113,10 +113,10 @@ class DbiasKernel:
             shared = None if name in ("k", "v") else pipeline.multicast(self.blocks.cluster)
             plgpu.copy_gmem_to_smem(sources[name], target, arrived, collective_axes=shared)
         place = self.place(step, 0, self.blocks.block_q)
-        self.sums.side.load(cta.gmem.side, cta.smem.side, slot, arrived, place)
+        self.sums.auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, arrived, place)
 
     def sources(self, cta: DbiasCta, step: DbiasStep):
-        """Returns what a step reads besides side inputs, in device memory, by name."""
+        """Returns what a step reads besides auxiliary inputs, in device memory, by name."""
         queries = pl.ds(step.q_block * self.blocks.block_q, self.blocks.block_q)
         keys = pl.ds(step.kv_block * self.blocks.block_kv, self.blocks.block_kv)
         kv_head = lax.div(jnp.int32(step.head), jnp.int32(self.problem.group))
@@ -178,7 +178,7 @@ class DbiasKernel:
         slot, smem = cta.ring.slot(n), cta.smem
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
         place = self.place(step, cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        held = self.sums.side.hold(cta.gmem.side, place)  # under the wait
+        held = self.sums.auxiliary.hold(cta.gmem.auxiliary, place)  # under the wait
         where = RegisterTile(
             q_start=place.row_start + cta.gmem.offset(self.problem, step.batch),
             kv_start=place.column_start,
@@ -188,14 +188,14 @@ class DbiasKernel:
         )
         limits = self.limits(cta, step, where)
 
-        def products(s_acc, dp_acc):
-            multiply = functools.partial(self.products.multiply, transposed=True)
+        def matmuls(s_acc, dp_acc):
+            multiply = functools.partial(self.matmuls.multiply, transposed=True)
             multiply(s_acc, smem.q.at[slot, own], smem.k.at[slot])
             multiply(dp_acc, smem.do.at[slot, own], smem.v.at[slot])
             lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
             delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
-            inputs = self.sums.side.inputs(held, smem.side, slot, self.shape, own)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.matmuls.count)
+            inputs = self.sums.auxiliary.inputs(held, smem.auxiliary, slot, self.shape, own)
             inputs = inputs._replace(shift=self.shift(cta, place))
             if self.sums.holds_bias:
                 # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
@@ -212,7 +212,7 @@ class DbiasKernel:
         # cost an instruction per register.
         cta.ring.wait_full(n)
         accumulator = plgpu.ACC(self.shape, jnp.float32)
-        return pl.run_scoped(products, accumulator, accumulator)
+        return pl.run_scoped(matmuls, accumulator, accumulator)
 
     def terms(self, where: RegisterTile, dz, dparams):
         """Returns what a tile adds to each sum, from the gradients of scores and of score_mod."""
@@ -223,10 +223,10 @@ class DbiasKernel:
 
     def shift(self, cta: DbiasCta, place: Place) -> RowShift | None:
         """Returns the shift of the queries of a tile; None where there is none."""
-        far = self.sums.side.far(cta.gmem.side, place.batch, place.head)
+        far = self.sums.auxiliary.far(cta.gmem.auxiliary, place.batch, place.head)
         if far is None:
             return None
-        given = cta.gmem.side, far, place.head, place.row_start
+        given = cta.gmem.auxiliary, far, place.head, place.row_start
         return RowShift.of(self.problem, *given)._replace(some=far)
 
     def own_bias(self, cta: DbiasCta):
@@ -240,7 +240,7 @@ class DbiasKernel:
         Keys past the end matter to sums over keys alone.
         """
         kv_len = cta.gmem.kv_len(self.problem, step.batch, self.blocks.block_kv)
-        if self.sums.axes != "rows" and cta.gmem.side.kv_lengths is None:
+        if self.sums.axes != "rows" and cta.gmem.auxiliary.kv_lengths is None:
             kv_len = None
         return where.limits(self.problem.spec.mask, kv_len)
 
@@ -318,14 +318,14 @@ def score_sums(
         grid |= {"x": kv_tiles}
         whole = round_up(problem.kv_len, 128)
         out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
-    side, bias = arrays.side_of(problem, operands, 0), None
+    auxiliary, bias = arrays.auxiliary_of(problem, operands, 0), None
     tile = (blocks.block_q, blocks.block_kv)
     if axes == "tile":
         parts, (entries, heads) = sums.parts(blocks), problem.bias_shape[:2]
         # One axis, as the two others of a grid hold no more than 65,535.
         tiles = BiasTiles.of(problem, *tile, blocks.cluster)
         grid = {"cluster": tiles.clusters * parts * entries * heads}
-        bias, side = side.bias, side._replace(bias=None)
+        bias, auxiliary = auxiliary.bias, auxiliary._replace(bias=None)
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
     given = arrays
@@ -341,7 +341,7 @@ def score_sums(
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,
     )
-    found = run(given._replace(side=side), bias)
+    found = run(given._replace(auxiliary=auxiliary), bias)
     return tuple(x.sum(axis=2) for x in found) if axes == "columns" else found
 
 
@@ -414,11 +414,11 @@ class DbiasCta:
         if self.sums.axes == "rows":
             position = x * blocks.block_q + self.gmem.offset(problem, z)
             at = (z, x, position)
-            walk = KvTileRange.of(problem, self.gmem, at, blocks.block_q, blocks.block_kv)
-            return DbiasSteps(DbiasStep(z, y, x, walk.start), walk.total, "kv_block")
+            kv_tiles = KvTileRange.of(problem, self.gmem, at, blocks.block_q, blocks.block_kv)
+            return DbiasSteps(DbiasStep(z, y, x, kv_tiles.start), kv_tiles.total, "kv_block")
         at, size = (z, x), (blocks.block_kv, blocks.block_q)
-        walk = QTileRange.of(problem, self.gmem, at, *size, mask_all=True)
-        return DbiasSteps(DbiasStep(z, y, walk.start, x), jnp.int32(walk.per_head), "q_block")
+        q_tiles = QTileRange.of(problem, self.gmem, at, *size, mask_all=True)
+        return DbiasSteps(DbiasStep(z, y, q_tiles.start, x), jnp.int32(q_tiles.per_head), "q_block")
 
     def members(self) -> DbiasSteps:
         """Returns the tile of this CTA, once for every batch entry and head that shares it."""

@@ -89,8 +89,8 @@ class Sums:
         return self.axes == "tile"
 
     @property
-    def side(self) -> AuxiliaryInputs:
-        """Side inputs, which modifiers read in every step."""
+    def auxiliary(self) -> AuxiliaryInputs:
+        """Auxiliary inputs, which modifiers read in every step."""
         problem = self.problem
         if self.holds_bias:
             problem = dataclasses.replace(
@@ -109,10 +109,10 @@ class Sums:
         """Returns the first choice that fits into shared memory and into registers."""
         spec = self.problem.spec
         modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
-        narrow = modified or "mask" in self.side.streams
+        narrow = modified or "mask" in self.auxiliary.streams
         if self.holds_bias:  # these would spill 100 and 108 bytes
             wide = self.problem.bias_dtype.itemsize > self.problem.dtype.itemsize
-            narrow = narrow or self.side.has_segments or wide
+            narrow = narrow or self.auxiliary.has_segments or wide
         widest = 64 if self.axes != "rows" and narrow else 128
         if self.axes == "rows" and wants_narrow_tiles(self.problem):
             widest = 32
@@ -144,7 +144,7 @@ class DbiasSmem(NamedTuple):
     v: Any  # [stages, block_kv, Dv]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[stages, block_q]
-    side: Streamed
+    auxiliary: Streamed
     bias: Any  # [block_q, block_kv]; None unless Sums.holds_bias
     sums: Any  # staging; tile: f32[block_q, block_kv], or None: in place of the bias, if there is
     # one part; columns: f32[warpgroups, 64, block_kv]; rows: None
@@ -192,7 +192,7 @@ def scratch(
         v=tile(columns, problem.v_head_dim, "v"),
         lse=row_buffer((stages, rows)),
         delta=row_buffer((stages, rows)),
-        side=sums.side.buffers(stages, rows, columns),
+        auxiliary=sums.auxiliary.buffers(stages, rows, columns),
         bias=tile_buffer((rows, columns), problem.bias_dtype) if sums.holds_bias else None,
         sums=staging,
         vectors=vectors,
@@ -200,7 +200,7 @@ def scratch(
     bar = plgpu.Barrier
     bars = DbiasBarriers(
         bias=bar() if sums.holds_bias else None,
-        full=bar(num_arrivals=len(LOADED) + sums.side.copies, num_barriers=stages),
+        full=bar(num_arrivals=len(LOADED) + sums.auxiliary.copies, num_barriers=stages),
         empty=pipeline.empty_barrier(blocks.cluster, blocks.warpgroups, stages),
     )
     return smem, bars

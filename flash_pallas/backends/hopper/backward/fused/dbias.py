@@ -9,7 +9,7 @@ up in float32, and adds that to the sum in device memory, a float32 array as lar
                 cluster have added up what they got from it (summed_empty)
     received    one slot; others may write to it once all have added up the tile before
 
-Compared with computing S and dP once more (backward/dbias), this saves two of seven products
+Compared with computing S and dP once more (backward/dbias), this saves two of seven matmuls
 and half of the exponentials. The order of the last additions differs from run to run.
 
 The interpreter cannot reach the shared memory of a neighbour. Under it every CTA adds the whole
@@ -37,7 +37,6 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.pipeline import WARPGROUP, tile_transforms
 from .launches import FusedCta
-from .tiles import FusedBlocks
 
 
 def gradient_of_bias(problem: Problem, sums, first_key: int = 0) -> Any:
@@ -52,66 +51,54 @@ def gradient_of_bias(problem: Problem, sums, first_key: int = 0) -> Any:
     return whole.swapaxes(2, 3).astype(problem.bias_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class BiasSums:
-    """The warpgroup that sums the gradient of a bias over a cluster.
+def sum_dbias(cta: FusedCta):
+    """Runs the warpgroup that sums the gradient of a bias over a cluster, for all KV tiles."""
+    plgpu.set_max_registers(cta.blocks.summing_registers, action="decrease")
+    if not cta.interpret:
+        init(cta.smem.arrived)
+    pipeline.cluster_arrive(cta.bars.receives, cta.interpret)
+    plgpu.barrier_wait(cta.bars.receives)
+    cta.visit(_sum_kv_tile)
 
-    Attributes:
-        problem: the attention problem that is computed.
-        blocks: tile sizes.
-        swizzle: swizzle of dS in shared memory, in bytes.
-        interpret: run by the interpreter.
-        first_key: first of the keys that the sums in device memory cover.
-    """
 
-    problem: Problem
-    blocks: FusedBlocks
-    swizzle: int
-    interpret: bool
-    first_key: int = 0
+def _sum_kv_tile(cta: FusedCta, kv_index):
+    """Adds up dS of all Q tiles of one KV tile."""
+    cta = cta.at(kv_index)
 
-    def __call__(self, cta: FusedCta):
-        """Runs the summing warpgroup over all tiles of this CTA."""
-        plgpu.set_max_registers(self.blocks.summing_registers, action="decrease")
-        if not self.interpret:
-            init(cta.smem.arrived)
-        pipeline.cluster_arrive(cta.bars.receives, self.interpret)
-        plgpu.barrier_wait(cta.bars.receives)
-        cta.visit(self.add_walk)
+    @pl.loop(jnp.int32(0), cta.q_tiles.total)
+    def _(n):
+        cta.sums.wait_full(n)
+        _add_tile(cta, n)
+        pipeline.cluster_release(cta.blocks.bias_cluster, cta.sums, n, cta.interpret)
+        plgpu.barrier_wait(cta.sums.empty.at[cta.sums.slot(n)])
 
-    def add_walk(self, cta: FusedCta):
-        """Adds up all tiles of one KV block."""
 
-        @pl.loop(jnp.int32(0), cta.walk.total)
-        def _(n):
-            cta.sums.wait_full(n)
-            self.add(cta, n)
-            pipeline.cluster_release(self.blocks.bias_cluster, cta.sums, n, self.interpret)
-            plgpu.barrier_wait(cta.sums.empty.at[cta.sums.slot(n)])
+def _add_tile(cta: FusedCta, n):
+    """Adds this CTA's part of dS of the n-th tile, summed over the cluster, to device memory."""
+    smem, target = cta.smem, _target(cta, n)
+    tile, size = smem.ds.at[cta.sums.slot(n)], cta.blocks.bias_cluster
+    if cta.interpret:
+        smem.received[...] = tile[...].astype(jnp.float32)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem.received, target, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0)
+        return
+    exchange = Exchange(size, cta.swizzles[0], pipeline.cluster_rank(size))
+    exchange(tile, smem.received, smem.arrived, lax.rem(cta.count(n), jnp.int32(2)))
+    exchange.add(tile, smem.received, target)
 
-    def add(self, cta: FusedCta, n):
-        """Adds this CTA's part of the n-th tile, summed over the cluster, to device memory."""
-        smem, target = cta.smem, self.target(cta, n)
-        tile, size = smem.ds.at[cta.sums.slot(n)], self.blocks.bias_cluster
-        if self.interpret:
-            smem.received[...] = tile[...].astype(jnp.float32)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.received, target, reduction_op="add")
-            plgpu.wait_smem_to_gmem(0)
-            return
-        exchange = Exchange(size, self.swizzle, pipeline.cluster_rank(size))
-        exchange(tile, smem.received, smem.arrived, lax.rem(cta.count(n), jnp.int32(2)))
-        exchange.add(tile, smem.received, target)
 
-    def target(self, cta: FusedCta, n):
-        """Returns where in device memory the sum of the n-th tile lies."""
-        place = cta.place(n, cta.keys.start, self.blocks.block_kv, self.blocks.block_q)
-        entry, head = AuxiliaryInputs(self.problem, q_axis=1).entry(self.problem.bias_shape, place)
-        if cta.results.dbias.shape[1] != self.problem.bias_shape[1]:  # of the heads of this launch
-            head = head - cta.gmem.origin[1] * self.problem.group
-        first = place.row_start if self.first_key == 0 else place.row_start - self.first_key
-        keys, queries = pl.ds(first, place.rows), pl.ds(place.column_start, place.columns)
-        return cta.results.dbias.at[entry, head, keys, queries]
+def _target(cta: FusedCta, n):
+    """Returns where in device memory the sum of the n-th tile lies."""
+    problem, place, out = cta.problem, cta.place(n), cta.results["dbias"]
+    entry, head = AuxiliaryInputs(problem, q_axis=1).entry(problem.bias_shape, place)
+    if out.shape[1] != problem.bias_shape[1]:  # of the heads of this launch
+        head = head - cta.gmem.origin[1] * problem.group
+    first, skipped = place.row_start, cta.launch.first_block if cta.blocks.kv_launches > 1 else 0
+    if skipped:  # of the keys of this launch
+        first = first - skipped * cta.blocks.block_kv
+    keys, queries = pl.ds(first, place.rows), pl.ds(place.column_start, place.columns)
+    return out.at[entry, head, keys, queries]
 
 
 PIECE = 8  # bytes that a thread reads at once; adding them up, two threads fill a sector of L2

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,15 +16,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core import bounds
 from .....core import integers as ints
 from .....core.problem import Problem
+from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline
 from ...common.auxiliary_inputs import Place
-from ...common.far_rows import Part
+from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileRange
 from .tiles import (
     FusedBarriers,
     FusedBlocks,
     FusedSmem,
+    for_far_rows,
     may_sum_bias,
     pairs_at_once,
     scratch,
@@ -36,65 +39,214 @@ from .tiles import (
 # launch that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys,
 # within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
 #
-# Where the first key block of every pair has a launch of its own, that one writes dQ's sums and the
-# next adds to them, so that nothing has to clear them.
+# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
+# together then add to different tiles of dQ (KV tiles fastest: 0.94x if causal), the longest
+# causal loops start first, and no more is in use than L2 keeps.
+#
+# A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
+# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
+# persistent grid (`FusedBlocks.persistent_clusters`) takes several: there are no more CTAs than run
+# at one time, and of n clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a
+# launch for what another has left, a CTA takes all KV tiles of its pair, or none.
+
+# (batch entry, KV head, first key, shift): the shift is that of QTileRange
+KvTile = tuple[Any, Any, Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The part of the work that is common to the CTAs of one launch.
+    """One launch of the kernel: the pairs and KV blocks that it has, and which CTA takes which.
+
+    The order is one of clusters; a CTA without a cluster counts as one.
 
     Attributes:
-        entries, heads: number of batch entries and of key heads; the launch has all their pairs.
-        first_block: first key block of this launch.
-        key_blocks: number of its key blocks.
-        adds: it adds to dQ's sums; False: it writes them.
+        problem: a problem with the head dims that the kernel runs.
+        blocks: tile sizes.
+        interpret: run by the interpreter.
+        entries, heads: number of batch entries and of KV heads; the launch has all their pairs.
+        first_block: first KV block of this launch.
+        num_blocks: number of its KV blocks.
         part: the rows that it computes: of a group of query heads with far rows, all or none.
     """
 
+    problem: Problem
+    blocks: FusedBlocks
+    interpret: bool
     entries: int
     heads: int
     first_block: int
-    key_blocks: int
-    adds: bool = True
+    num_blocks: int
     part: Part = Part.ALL
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a key head and a batch entry."""
+        """Number of pairs of a KV head and a batch entry."""
         return self.entries * self.heads
 
+    @property
+    def at_once(self) -> int:
+        """Number of pairs in a section."""
+        return pairs_at_once(self.problem, self.pairs, self.blocks.bias_cluster)
 
-def launches_of(problem: Problem, blocks: FusedBlocks) -> tuple[Launch, ...]:
+    @property
+    def total(self) -> int:
+        """Number of entries of this order: one KV block for each CTA of a cluster."""
+        return self.pairs // self.blocks.bias_cluster * self.num_blocks
+
+    @property
+    def clusters(self) -> int:
+        """Size of the persistent grid: no cluster has two entries more than another."""
+        most = -(-self.total // self.blocks.persistent_clusters)
+        return -(-self.total // most)
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The grid of the launch, in clusters."""
+        if self.part is Part.FAR:
+            return {"first": self.pairs}
+        blocks, sections = self.blocks, -(-self.pairs // self.at_once)
+        if blocks.persistent:
+            return {"first": self.clusters}
+        # Of four axes the first two become one, of 65,535 at most.
+        return {
+            "section": sections,
+            "kv": self.num_blocks,
+            **({"part": blocks.split_q} if blocks.split_q > 1 else {}),
+            "pair": self.at_once // blocks.bias_cluster,
+        }
+
+    def pair(self):
+        """Returns the pair of this CTA; the last section of the grid may have some too many."""
+        size = self.blocks.bias_cluster
+        within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
+        return lax.axis_index("section") * self.at_once + within
+
+    def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
+        """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""
+        if self.part is Part.FAR:
+            place = functools.partial(self.kv_tile, gmem, lax.axis_index("first"))
+            batch, kv_head, *_ = place(jnp.int32(0))
+            far = gmem.auxiliary.far[batch, kv_head]
+            blocks = jnp.int32(self.num_blocks)
+            return lax.select(far > 0, blocks, jnp.int32(0)), place
+        first, step = lax.axis_index("first"), jnp.int32(self.clusters)
+        count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
+        return count, lambda n: self.ordered_tile(gmem, first + n * step)
+
+    def ordered_tile(self, gmem: BackwardArrays, n) -> KvTile:
+        """Returns this CTA's KV tile in the n-th entry of this order."""
+        size, whole = self.blocks.bias_cluster, self.pairs // self.blocks.bias_cluster
+        at_once, num_blocks = jnp.int32(self.at_once // size), jnp.int32(self.num_blocks)
+        start = lax.div(n, at_once * num_blocks) * at_once  # of its section, in clusters
+        within = n - start * num_blocks
+        wide = lax.min(at_once, jnp.int32(whole) - start)
+        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
+        block = lax.div(within, wide) + self.first_block
+        return self.kv_tile(gmem, pair, block)
+
+    def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
+        """Returns the KV tile of a pair of this launch and a block, counted from the first key."""
+        entries = jnp.int32(self.entries)
+        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
+        if gmem.origin is not None:
+            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
+        return batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block)
+
+    def shift(self, batch, block):
+        """Returns the shift of a CTA's range of Q tiles: the tile that it starts with.
+
+        CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
+        Those of a cluster start at the same one: they load a bias together.
+        """
+        if not self.blocks.stagger:
+            return 0
+        if self.blocks.sums_bias:
+            return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
+        return block
+
+    def q_tiles(self, gmem: BackwardArrays, tile: KvTile, block) -> QTileRange:
+        """Returns the Q tiles of a KV tile, which is the `block`-th of its head."""
+        batch, *_, shift = tile
+        size = self.blocks.block_kv, self.blocks.block_q
+        loops = {"mask_all": self.blocks.mask_all, "shift": shift}
+        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
+
+    def result_shapes(self, like: BackwardArrays) -> dict[str, Any]:
+        """Returns the shapes of what launches write, by name.
+
+            dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
+            dk, dv  [B, S8, K, D]; with split-Q f32[parts, B, S up to whole tiles, K, D]
+            dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
+
+        `like`: arrays whose q, k and v have the shapes of gradients.
+        """
+        problem, blocks = self.problem, self.blocks
+        # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
+        # (1.00x).
+        sums = (self.entries, like.q.shape[1], self.heads * problem.group, problem.head_dim)
+        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (like.k, like.v))
+        if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
+            rows = self.num_blocks * blocks.block_kv
+            keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
+            of_k = of_v = float32((blocks.split_q, *keys))
+        found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+        if blocks.sums_bias:
+            entries, heads = problem.bias_shape[:2]
+            if by_heads(problem, blocks):
+                heads = sums[2]
+            keys = -(-problem.kv_len // blocks.block_kv) // blocks.kv_launches * blocks.block_kv
+            queries = ints.round_up(problem.q_len, blocks.block_q)
+            found["dbias"] = float32((entries, heads, keys, queries))
+        return found
+
+
+def launches_of(
+    problem: Problem, blocks: FusedBlocks, interpret: bool = False
+) -> tuple[Launch, ...]:
     """Returns the launches of a portion of the pairs, in order; all portions have the same."""
-    pairs = problem.batch * problem.kv_heads // blocks.launches
+    pairs = problem.batch * problem.kv_heads // blocks.num_launches
     entries = min(pairs, problem.batch)
-    sizes = entries, pairs // entries
-    key_blocks = -(-problem.kv_len // blocks.block_kv)
-    if not blocks.first_alone:
-        each = key_blocks // blocks.key_launches
-        return tuple(Launch(*sizes, first, each) for first in range(0, key_blocks, each))
-    return Launch(*sizes, 0, 1, adds=False), Launch(*sizes, 1, key_blocks - 1)
+    whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
+    num_blocks = -(-problem.kv_len // blocks.block_kv)
+    each = num_blocks // blocks.kv_launches
+    found = []
+    for first in range(0, num_blocks, each):
+        near, *far = parts(problem, pairs * each, may_leave(blocks) and backward_gains(problem))
+        launch = dataclasses.replace(whole, first_block=first, num_blocks=each, part=near)
+        found.append(launch)
+        tiles = for_far_rows(pairs)
+        found += [dataclasses.replace(launch, blocks=tiles, part=part) for part in far]
+    return tuple(found)
+
+
+def may_leave(blocks: FusedBlocks) -> bool:
+    """Returns whether groups of heads may be left to another launch; nothing else was tried."""
+    alone = blocks.num_launches == blocks.kv_launches == blocks.split_q == 1
+    return blocks.producer and alone and not blocks.persistent
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
-    """Returns (batch entry, key head) of the first pair of each portion."""
-    pairs = problem.batch * problem.kv_heads // blocks.launches
-    firsts = (n * pairs for n in range(blocks.launches))
+    """Returns (batch entry, KV head) of the first pair of each portion."""
+    pairs = problem.batch * problem.kv_heads // blocks.num_launches
+    firsts = (n * pairs for n in range(blocks.num_launches))
     return [(first % problem.batch, first // problem.batch) for first in firsts]
 
 
 def may_launch(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether portions are whole key heads, or some entries of one, and whole clusters.
+    """Returns whether the launches that the blocks ask for are possible.
 
-    Several launches also exclude `parts`, and portions of the keys must be possible.
+    Several launches also exclude split-Q.
     """
-    pairs, rest = divmod(problem.batch * problem.kv_heads, blocks.launches)
+    apart = blocks.num_launches == 1 or blocks.split_q == 1
+    return apart and may_launch_pairs(problem, blocks) and may_launch_keys(problem, blocks)
+
+
+def may_launch_pairs(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Returns whether portions are whole KV heads, or some entries of one, and whole clusters."""
+    pairs, rest = divmod(problem.batch * problem.kv_heads, blocks.num_launches)
     if rest or not pairs or pairs % blocks.bias_cluster:
         return False
-    whole = pairs % problem.batch == 0 or problem.batch % pairs == 0
-    several = blocks.launches > 1 or blocks.first_alone
-    return whole and not (several and blocks.parts > 1) and may_launch_keys(problem, blocks)
+    return pairs % problem.batch == 0 or problem.batch % pairs == 0
 
 
 def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -102,12 +254,12 @@ def may_launch_keys(problem: Problem, blocks: FusedBlocks) -> bool:
 
     They may for sums of the gradient of a bias, if a launch owns the bias heads that it sums.
     """
-    if blocks.key_launches == 1:
+    if blocks.kv_launches == 1:
         return True
-    if not blocks.sums_bias or blocks.first_alone:
+    if not blocks.sums_bias:
         return False
-    owned = blocks.launches == 1 or by_heads(problem, blocks)
-    return owned and -(-problem.kv_len // blocks.block_kv) % blocks.key_launches == 0
+    owned = blocks.num_launches == 1 or by_heads(problem, blocks)
+    return owned and -(-problem.kv_len // blocks.block_kv) % blocks.kv_launches == 0
 
 
 def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -117,38 +269,24 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
     the sums of all heads are 3 % of what a backward keeps; for that, two more launches a portion do
     not pay.
     """
-    if blocks.launches == 1 or not blocks.sums_bias:
+    if blocks.num_launches == 1 or not blocks.sums_bias:
         return False
-    whole = problem.batch * problem.kv_heads // blocks.launches >= problem.batch
+    whole = problem.batch * problem.kv_heads // blocks.num_launches >= problem.batch
     entries, heads = problem.bias_shape[:2]
     large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
-    return whole and heads > 1 and (large or blocks.key_launches > 1)
+    return whole and heads > 1 and (large or blocks.kv_launches > 1)
 
 
-def may_take_turns(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether every key block has the same walk, which no array decides, in one loop.
+def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Returns whether every KV tile has the same Q tiles, which no array decides, in one loop.
 
-    Without turns it returns whether there is one slot for K and V.
+    Without a persistent grid it returns whether there is one slot for K and V.
     """
-    if not blocks.takes_turns:
+    if not blocks.persistent:
         return blocks.kv_stages == 1
     alike = problem.spec.mask.is_trivial and not problem.traced_offset
-    plain = blocks.producer and blocks.parts == 1 and blocks.mask_all
+    plain = blocks.producer and blocks.split_q == 1 and blocks.mask_all
     return alike and plain and not bounds.is_dynamic(problem)
-
-
-def may_write(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether there are several key blocks, the first of which walks over every query.
-
-    That must hold whatever arrays say.
-    """
-    if bounds.is_dynamic(problem) or problem.traced_offset or problem.kv_len <= blocks.block_kv:
-        return False
-    whole = -(-problem.q_len // blocks.block_q) * blocks.block_q
-    found = problem.spec.mask.q_blocks(
-        -problem.spec.q_offset, blocks.block_kv, whole, blocks.block_q
-    )
-    return found.start <= 0 and found.stop >= whole // blocks.block_q
 
 
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
@@ -161,7 +299,7 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     if not may_sum_bias(problem, blocks.bias_cluster):
         blocks = without_sums(blocks)
     if not may_launch(problem, blocks):
-        return dataclasses.replace(blocks, launches=1, first_alone=False, key_launches=1)
+        return dataclasses.replace(blocks, num_launches=1, kv_launches=1)
     return blocks
 
 
@@ -175,19 +313,13 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
 MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
 SHARE_OF_Q = 4
 
-# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias take key blocks in
-# turns, with so many slots for K and V, where each has so many of them. H200, B = 128, 4 heads,
-# against one key block a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06
-# (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at
-# 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
-TURNS = {16: (4096, 1), 64: (2048, 2)}
-LEAST_TURNS = 7
-
-# Keys for which the first blocks are launched alone without a mask: at head dim 128, and with the
-# sums of a bias at 64. H200: 16 heads, B=16, T=1024 1.02 and 1.04, B=8, T=2048 1.025, 32 heads for
-# 8 of keys 1.05 (causal 1.00 to 1.02: not taken); bias T=512 1.02, 1024 and 1536 1.015, 2048 0.98.
-# At 128 T=512 1.00; at 64 (spills) 0.97 and 1.00, at 32 and 16 0.98 to 1.00.
-ALONE = {128: (1024, 2048), 64: (512, 1536)}
+# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias have a persistent
+# grid, with so many slots for K and V, where each takes so many KV tiles. H200, B = 128, 4 heads,
+# against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06 (with
+# a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at 1024); 32
+# 0.97 to 0.99 (1024), 0.93 and 0.90.
+PERSISTENT = {16: (4096, 1), 64: (2048, 2)}
+LEAST_TILES = 7
 
 
 def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> FusedBlocks:
@@ -201,11 +333,8 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     if blocks.sums_bias:
         several = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
-        several = _turns(problem, several, ctas, num_sms)
-        if several != blocks:
-            return several
-    alone = dataclasses.replace(blocks, first_alone=True)
-    return alone if _alone_pays(problem, alone, ctas, num_sms) else blocks
+        return _persistent(problem, several, ctas, num_sms)
+    return blocks
 
 
 def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
@@ -213,7 +342,7 @@ def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
     if problem.kv_len < LEAST_KEYS or most < MOST_PORTIONS:
         return blocks
     for heads in range(MOST_PORTIONS, 1, -1):
-        several = dataclasses.replace(blocks, launches=heads)
+        several = dataclasses.replace(blocks, num_launches=heads)
         if problem.kv_heads % heads == 0 and may_launch(problem, several):
             return _portions_of_keys(problem, several, most // heads)
     return blocks
@@ -226,11 +355,11 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
     """
     of_q = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
     sums = (
-        problem.bias_shape[0] * problem.q_heads // blocks.launches * problem.kv_len
+        problem.bias_shape[0] * problem.q_heads // blocks.num_launches * problem.kv_len
     )  # twice as wide
     best = blocks
     for portions in range(1, most + 1):
-        several = dataclasses.replace(blocks, key_launches=portions)
+        several = dataclasses.replace(blocks, kv_launches=portions)
         if may_launch(problem, several):
             best = several
             if 2 * SHARE_OF_Q * sums <= portions * of_q:
@@ -238,45 +367,34 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
     return best
 
 
-def _turns(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> FusedBlocks:
-    most_keys, slots = TURNS.get(problem.head_dim, (0, 1))
+def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> FusedBlocks:
+    most_keys, slots = PERSISTENT.get(problem.head_dim, (0, 1))
     if problem.kv_len > most_keys or blocks.bias_cluster != 2:
         return blocks
     # SMs come in pairs. Of clusters of four, 30 fit on 132.
-    resident = num_sms // blocks.bias_cluster
-    each = ctas // (blocks.bias_cluster * blocks.launches * blocks.key_launches)
-    if resident == 1 or each < LEAST_TURNS * resident:
+    clusters = num_sms // blocks.bias_cluster
+    each = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
+    if clusters == 1 or each < LEAST_TILES * clusters:
         return blocks
-    several = dataclasses.replace(blocks, resident=resident, kv_stages=slots)
+    several = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
     room = fits(scratch(problem, several))
-    return several if room and may_take_turns(problem, several) else blocks
+    return several if room and may_be_persistent(problem, several) else blocks
 
 
-def _alone_pays(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) -> bool:
-    least, most = ALONE.get(problem.head_dim, (1, 0))
-    if not least <= problem.kv_len <= most or not problem.spec.mask.is_trivial:
-        return False
-    if (problem.head_dim == 64) != blocks.sums_bias or not blocks.producer:
-        return False
-    rounds = lambda n: -(-n // num_sms)
-    first = problem.batch * problem.kv_heads
-    as_many = rounds(first) + rounds(ctas - first) <= rounds(ctas)
-    return as_many and may_launch(problem, blocks) and may_write(problem, blocks)
-
-
-MOST_PARTS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
-# Queries of a walk, over the heads of a group. Adding parts up costs 10 us, as much as a walk of a
-# few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to 0.97.
+MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
+# Queries of a KV tile, over the heads of a group. Adding parts up costs 10 us, as much as a loop
+# over a few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to
+# 0.97.
 LEAST_QUERIES = 1024
 
 
-def choose_parts(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
-    """Returns as many parts as SMs have room for; 1 where key blocks are many or walks short.
+def choose_split_q(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
+    """Returns as many parts as SMs have room for; 1 where KV tiles are many or loops short.
 
-    Walks of a causal mask are on average half as long as the longest, which start first: two CTAs
+    Loops of a causal mask are on average half as long as the longest, which start first: two CTAs
     for each SM fill what the short ones leave, while parts are long. H200, 32 query heads and 8 key
     heads, (batch, T): (1, 2k) two parts are 1.46 times as fast as one, (1, 1k) three 1.88 and two
-    1.55, (2, 1k) two 1.19; (4, 512), of 1024 queries a part, 0.95. Without groups no walk gained,
+    1.55, (2, 1k) two 1.19; (4, 512), of 1024 queries a part, 0.95. Without groups no loop gained,
     of 512 to 2k queries: two parts 0.71 to 0.97.
 
     Args:
@@ -288,14 +406,14 @@ def choose_parts(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
     rows = problem.q_len
     if mask.left is not None and mask.right is not None:
         rows = min(rows, blocks.block_kv + mask.left + mask.right)
-    walk = problem.group * rows
-    if problem.group == 1 or walk < LEAST_QUERIES:
+    queries = problem.group * rows
+    if problem.group == 1 or queries < LEAST_QUERIES:
         return 1
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     parts = num_sms // ctas
     if mask.right is not None and mask.left is None:
-        parts = max(parts, min(2 * num_sms // ctas, (walk - 1) // LEAST_QUERIES))
-    return max(1, min(MOST_PARTS, parts))
+        parts = max(parts, min(2 * num_sms // ctas, (queries - 1) // LEAST_QUERIES))
+    return max(1, min(MOST_SPLITS, parts))
 
 
 def summed(parts, like):
@@ -304,187 +422,121 @@ def summed(parts, like):
     return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(like.dtype)
 
 
-# --- The order in which CTAs take the KV tiles of their pairs -------------------------------------
-# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
-# together then add to different tiles of dQ (key blocks fastest: 0.94x if causal), the longest
-# causal walks start first, and no more is in use than L2 keeps.
-#
-# A CTA with one key block waits for K and V before its first tile, and after its last one for
-# copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. With
-# `FusedBlocks.resident` it takes several: there are no more CTAs than run at one time, and of n
-# clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a launch for what another
-# has left, a CTA takes all key blocks of its pair, or none.
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedScheduler:
-    """The order of the clusters of one launch; a CTA without a cluster counts as one."""
-
-    problem: Problem
-    blocks: FusedBlocks
-    launch: Launch
-
-    @property
-    def at_once(self) -> int:
-        """Number of pairs in a section."""
-        return pairs_at_once(self.problem, self.launch.pairs, self.blocks.bias_cluster)
-
-    @property
-    def clusters(self) -> int:
-        """Number of clusters that take turns: none has two turns more than another."""
-        turns = -(-self.total // self.blocks.resident)
-        return -(-self.total // turns)
-
-    @property
-    def total(self) -> int:
-        """Number of entries of this order: one key block for each CTA of a cluster."""
-        return self.launch.pairs // self.blocks.bias_cluster * self.launch.key_blocks
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """The grid of the launch, in clusters."""
-        if self.launch.part is Part.FAR:
-            return {"first": self.launch.pairs}
-        blocks, sections = self.blocks, -(-self.launch.pairs // self.at_once)
-        if blocks.takes_turns:
-            return {"first": self.clusters}
-        # Of four axes the first two become one, of 65,535 at most.
-        return {
-            "section": sections,
-            "kv": self.launch.key_blocks,
-            **({"part": blocks.parts} if blocks.parts > 1 else {}),
-            "pair": self.at_once // blocks.bias_cluster,
-        }
-
-    def turns(self, gmem: BackwardArrays) -> PersistentTiles:
-        """Returns the key blocks that this CTA takes."""
-        if self.launch.part is Part.FAR:
-            place = functools.partial(self.key_block, gmem, lax.axis_index("first"))
-            own = place(jnp.int32(0))
-            far = gmem.side.far[own.batch, own.kv_head]
-            blocks = jnp.int32(self.launch.key_blocks)
-            return PersistentTiles(lax.select(far > 0, blocks, jnp.int32(0)), place)
-        first, step = lax.axis_index("first"), jnp.int32(self.clusters)
-        count = lax.div(jnp.int32(self.total - 1) - first, step) + 1
-        return PersistentTiles(count, lambda turn: self.place(gmem, first + turn * step))
-
-    def place(self, gmem: BackwardArrays, n) -> KvTile:
-        """Returns this CTA's key block in the n-th entry of this order."""
-        size, whole = self.blocks.bias_cluster, self.launch.pairs // self.blocks.bias_cluster
-        at_once, key_blocks = jnp.int32(self.at_once // size), jnp.int32(self.launch.key_blocks)
-        start = lax.div(n, at_once * key_blocks) * at_once  # of its section, in clusters
-        within = n - start * key_blocks
-        wide = lax.min(at_once, jnp.int32(whole) - start)
-        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
-        block = lax.div(within, wide) + self.launch.first_block
-        return self.key_block(gmem, pair, block)
-
-    def key_block(self, gmem: BackwardArrays, pair, block) -> KvTile:
-        """Returns the KeyBlock of a pair of this launch and a block, counted from the first key."""
-        entries = jnp.int32(self.launch.entries)
-        batch, kv_head = lax.rem(pair, entries), lax.div(pair, entries)
-        if gmem.origin is not None:
-            batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
-        return KvTile(batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block))
-
-    def shift(self, batch, block):
-        """Returns the shift of a CTA's walk: the tile that it starts with.
-
-        CTAs that add to the same tiles, of dQ or of a bias's gradient, start at different ones.
-        Those of a cluster start at the same one: they load a bias together.
-        """
-        if not self.blocks.stagger:
-            return 0
-        if self.blocks.sums_bias:
-            return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
-        return block
-
-
 # --- What a CTA knows: its refs, its KV tiles and their range of Q tiles --------------------------
-
-
-class FusedResults(NamedTuple):
-    """The arrays that launches write; None: not yet, or never."""
-
-    dq: Any = None  # f32[B, T8, N, D] of some batch entries and heads: sums
-    dbias: Any = None  # f32[Bb, Nb, S, T], up to whole tiles, sums; never without bias_cluster
-    dk: Any = None  # [B, S8, K, D]; or, where parts of a walk are added up later,
-    dv: Any = None  # f32[parts, B, S up to whole tiles, K, D]
-
-
-class KvTile(NamedTuple):
-    """The KV block that a CTA works on."""
-
-    batch: Any
-    kv_head: Any
-    start: Any  # its first key
-    shift: Any  # the walk's: which tile of queries comes first
-
-
-class PersistentTiles(NamedTuple):
-    """The KV blocks that a CTA takes one after the other, each with the same number of Q tiles."""
-
-    count: Any
-    place: Callable[[Any], KvTile]  # of a number
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedCta:
-    """The refs and the place of one CTA, as one of its warpgroups sees them."""
+    """The refs and the place of one CTA, as one of its warpgroups sees them.
 
+    Attributes:
+        launch: what is the same for all CTAs: the problem, tile sizes and the order of KV tiles.
+        gmem: operands in device memory.
+        results: dq, dk, dv and dbias in device memory: see `Launch.result_shapes`.
+        smem, bars: shared memory and mbarriers.
+        swizzles: of K and Q, and of V and dO, in shared memory, in bytes.
+        q, do, kv: rings of Q, of dO, and of K with V.
+        tile: the KV tile.
+        q_tiles: its Q tiles.
+        wg: number of the warpgroup.
+        kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
+            Q tiles. None: there is one KV tile.
+        kv_index: number of the KV tile among those of this CTA.
+    """
+
+    launch: Launch
     gmem: BackwardArrays
-    results: FusedResults
-    adds: bool  # to dq; False: writes it
+    results: dict[str, Any]
     smem: FusedSmem
     bars: FusedBarriers
+    swizzles: tuple[int, int]
     q: Ring
     do: Ring
     kv: Ring
-    keys: KvTile
-    walk: QTileRange
+    tile: KvTile
+    q_tiles: QTileRange
     wg: Any
-    turns: PersistentTiles | None = None  # where it takes several key blocks
-    turn: Any = 0
+    kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
+    kv_index: Any = 0
 
-    def visit(self, key_block: Callable[[FusedCta], None]):
-        """Calls `key_block` for every KV block of this CTA, with this record as it is there."""
-        if (turns := self.turns) is None:
-            key_block(self)
+    @property
+    def problem(self) -> Problem:
+        """Problem that is computed."""
+        return self.launch.problem
+
+    @property
+    def blocks(self) -> FusedBlocks:
+        """Tile sizes."""
+        return self.launch.blocks
+
+    @property
+    def interpret(self) -> bool:
+        """True under the interpreter."""
+        return self.launch.interpret
+
+    @property
+    def batch(self):
+        """Batch entry of the KV tile."""
+        return self.tile[0]
+
+    @property
+    def kv_head(self):
+        """Head of the KV tile."""
+        return self.tile[1]
+
+    @property
+    def kv_start(self):
+        """First key of the KV tile."""
+        return self.tile[2]
+
+    # --- several KV tiles, one after the other ---------------------------------------------------
+
+    def visit(self, body: Callable[[FusedCta, Any], None]):
+        """Calls body(self, n) for every KV tile of this CTA; `at` returns the record there."""
+        if self.kv_tiles is None:
+            body(self, 0)
         else:
-            pl.loop(jnp.int32(0), turns.count)(lambda turn: key_block(self.at(turns, turn)))
+            pl.loop(jnp.int32(0), self.kv_tiles[0])(functools.partial(body, self))
 
-    def at(self, turns: PersistentTiles, turn) -> FusedCta:
-        """Returns this record in one of its turns: rings go on, Q tiles are counted anew."""
-        keys = turns.place(turn)
-        walk = dataclasses.replace(self.walk, shift=keys.shift)
-        here = dataclasses.replace(self, turn=turn, keys=keys, walk=walk)
-        rings = {name: getattr(self, name)._replace(before=here.before) for name in ("q", "do")}
-        return dataclasses.replace(here, **rings)
+    def at(self, n) -> FusedCta:
+        """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
+        if self.kv_tiles is None:
+            return self
+        tile = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
+        here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
+        before = here.before
+        return dataclasses.replace(
+            here, q=self.q._replace(before=before), do=self.do._replace(before=before)
+        )
 
     @property
     def before(self):
-        """Number of Q tiles of the KV blocks before this one."""
-        return 0 if self.turns is None else self.turn * self.walk.total
+        """Number of Q tiles of the KV tiles before this one."""
+        return 0 if self.kv_tiles is None else self.kv_index * self.q_tiles.total
 
     @property
-    def tiles(self):
-        """Number of Q tiles of all KV blocks of this CTA."""
-        return self.walk.total if self.turns is None else self.turns.count * self.walk.total
+    def total(self):
+        """Number of Q tiles of all KV tiles of this CTA."""
+        total = self.q_tiles.total
+        return total if self.kv_tiles is None else self.kv_tiles[0] * total
 
     def count(self, n):
-        """Returns the number of this KV block's n-th Q tile among all tiles of the CTA."""
-        return n if self.turns is None else n + self.before
+        """Returns the number of this KV tile's n-th Q tile among all Q tiles of the CTA."""
+        return n if self.kv_tiles is None else n + self.before
 
     @property
     def kv_slot(self):
         """The slot in which K and V lie."""
-        return self.kv.slot(self.turn)
+        return self.kv.slot(self.kv_index)
 
     @property
     def sums(self) -> Ring:
         """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
         bars, slots = self.bars, self.smem.ds.shape[0]
         return Ring(bars.summed_full, bars.summed_empty, slots, before=self.before)
+
+    # --- what the compiler may share -------------------------------------------------------------
 
     def anew(self) -> FusedCta:
         """Returns this record with a warpgroup index from which nothing is hoisted.
@@ -501,34 +553,52 @@ class FusedCta:
         64, which the first of them, the one that matters, loads again in every step.
         """
         opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
-        keys = KvTile(*map(opaque, self.keys))
+        tile, q = tuple(map(opaque, self.tile)), self.q_tiles
         names = ("start", "full_start", "full_stop", "stop", "q_offset")
-        walk = dataclasses.replace(self.walk, **{n: opaque(getattr(self.walk, n)) for n in names})
-        return dataclasses.replace(self.anew(), keys=keys, turn=opaque(self.turn), walk=walk)
+        q_tiles = dataclasses.replace(q, **{n: opaque(getattr(q, n)) for n in names})
+        here, kv_index = self.anew(), opaque(self.kv_index)
+        return dataclasses.replace(here, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
 
-    def query_tile(self, n, block_q: int):
-        """Returns (query head, rows) of the n-th tile of the walk."""
-        head, block = self.walk[n]
-        return self.keys.kv_head * self.walk.group + head, pl.ds(block * block_q, block_q)
+    # --- places ----------------------------------------------------------------------------------
 
-    def place(self, n, kv_start, rows: int, block_q: int) -> Place:
-        """Returns the Place of the n-th tile of the walk against the keys from `kv_start` on."""
-        head, queries = self.query_tile(n, block_q)
-        return Place(self.keys.batch, head, kv_start, queries.start, rows, block_q)
+    def query_tile(self, n):
+        """Returns (query head, rows) of the n-th Q tile."""
+        (head, block), block_q = self.q_tiles[n], self.blocks.block_q
+        return self.kv_head * self.problem.group + head, pl.ds(block * block_q, block_q)
 
-    def dq_part(self, tile, blocks: FusedBlocks, head_dim: int, wg):
-        """Returns where in the dQ buffer a warpgroup's part of a dQ tile, a `query_tile`, lies."""
-        (head, rows), part, batch = tile, blocks.dq_tile(head_dim), self.keys.batch
-        if (first := self.gmem.origin) is not None:
-            batch, head = batch - first[0], head - first[1] * self.walk.group
-        if blocks.dq_by_rows:
-            return batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
-        return batch, rows, head, pl.ds(wg * part[1], part[1])
+    def place(self, n) -> Place:
+        """Returns the Place of the n-th Q tile against all keys of the KV tile."""
+        head, queries = self.query_tile(n)
+        rows, columns = self.blocks.block_kv, self.blocks.block_q
+        return Place(self.batch, head, self.kv_start, queries.start, rows, columns)
+
+    def own_place(self, n) -> Place:
+        """Returns the Place of the n-th Q tile against the keys of this warpgroup."""
+        first = self.kv_start + self.wg * WARPGROUP_ROWS
+        return self.place(n)._replace(row_start=first, rows=WARPGROUP_ROWS)
 
     @property
-    def reduction(self) -> Literal["add"] | None:
-        """The reduction of TMA copies to dq: None if they overwrite what is there."""
-        return "add" if self.adds else None
+    def own_keys(self):
+        """(batch entry, keys of this warpgroup, KV head), an index into dK and dV."""
+        rows = pl.ds(self.kv_start + self.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        return self.batch, rows, self.kv_head
+
+    def add_dq(self, tile, wg):
+        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
+        (head, rows), part, batch = tile, self.dq_shape, self.batch
+        if (first := self.gmem.origin) is not None:
+            batch, head = batch - first[0], head - first[1] * self.problem.group
+        if self.blocks.dq_by_rows:
+            at = batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+        else:
+            at = batch, rows, head, pl.ds(wg * part[1], part[1])
+        target = self.results["dq"].at[at]
+        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op="add")
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """Shape (rows, columns) of the part of dQ that one warpgroup computes."""
+        return self.blocks.dq_tile(self.problem.head_dim)
 
     def meet(self):
         """Waits for the other warpgroup."""

@@ -31,30 +31,27 @@ class FusedBlocks:
             masked tiles and one for the rest: fewer registers, more instructions.
         late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
         stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
-        alternate: the warpgroups take turns at the tensor cores (ping-pong); see `PingPong`.
+        ping_pong: the warpgroups take turns at the tensor cores; see `PingPong`, else `Lockstep`.
             Takes at least two slots of everything, and no late_dp.
-        late_handover: alternating warpgroups hand dQ to the storing warp after their turn.
+        late_handover: ping-pong warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         signs: the elements of P that dropout drops have a minus sign: one tile of registers where
             there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
             were two. Used where score_tile.may_defer.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
-        parts: number of CTAs that share the walk of a key block, whose dK and dV are added up
+        split_q: number of CTAs that share the Q tiles of a KV tile, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
         bias_cluster: number of CTAs, each with a batch entry of its own, that sum the gradient of a
             bias which the entries share, where it is wanted: dbias.py. 1: backward/dbias/kernel.py
             computes it.
-        launches: number of equal portions of the pairs of a key head and a batch entry, which are
-            launched one after the other.
-        first_alone: the first key blocks have a launch of their own, which writes the sums of dQ
-            that the next launch adds to: launches.py.
-        key_launches: number of portions of the keys, one after the other within each of `launches`,
-            of which one at a time has sums of the gradient of a bias.
-        resident: size of the persistent grid in clusters (or CTAs), as many as run at one time,
-            which take key blocks in turns; see scheduler.py. 1: there are as many as key blocks.
-        kv_stages: number of key blocks whose K and V lie in shared memory, where a CTA takes
-            several.
+        num_launches: split the pairs of a KV head and a batch entry into this many sequential
+            launches, to bound the workspace.
+        kv_launches: split the KV tiles of each of these launches into this many, of which one at a
+            time has sums of the gradient of a bias.
+        persistent_clusters: size of the persistent grid, in clusters or CTAs; see `Launch`. 1: one
+            for each KV tile.
+        kv_stages: number of KV tiles whose K and V lie in shared memory, in a persistent CTA.
     """
 
     block_q: int = 64
@@ -64,18 +61,17 @@ class FusedBlocks:
     mask_all: bool = False
     late_dp: bool = False
     stagger: bool = False
-    alternate: bool = False
+    ping_pong: bool = False
     late_handover: bool = False
     polynomials: float = 0.0
     signs: bool = False
     defer: bool = False
     producer: bool = True
-    parts: int = 1
+    split_q: int = 1
     bias_cluster: int = 1
-    launches: int = 1
-    first_alone: bool = False
-    key_launches: int = 1
-    resident: int = 1
+    num_launches: int = 1
+    kv_launches: int = 1
+    persistent_clusters: int = 1
     kv_stages: int = 1
 
     block_kv = 2 * WARPGROUP_ROWS
@@ -92,9 +88,9 @@ class FusedBlocks:
         return self.bias_cluster > 1
 
     @property
-    def takes_turns(self) -> bool:
-        """True if a CTA takes several key blocks."""
-        return self.resident > 1
+    def persistent(self) -> bool:
+        """True if the grid is persistent: a CTA takes several KV tiles."""
+        return self.persistent_clusters > 1
 
     @property
     def received_rows(self) -> int:
@@ -117,7 +113,7 @@ class FusedBlocks:
         return self.dq_tile(head_dim)[1] >= 16
 
     @property
-    def may_alternate(self) -> bool:
+    def may_ping_pong(self) -> bool:
         """True if there are slots enough for two tiles, and dP^T is issued with S^T.
 
         With one slot for dO, a warpgroup would wait in its turn for what the other has yet to read.
@@ -130,7 +126,7 @@ class FusedBlocks:
 
 
 # bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
-# of all entries' 128 and 64 MB, which L2 does not keep from one key block to the next.
+# of all entries' 128 and 64 MB, which L2 does not keep from one KV tile to the next.
 AT_ONCE_BYTES = 16 << 20
 
 
@@ -148,7 +144,7 @@ def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
 CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
 FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
 
-# bf16, H200, against warpgroups that meet in every step: alternating ones are 1.11 times as fast at
+# bf16, H200, against lockstep: ping-pong is 1.11 times as fast at
 # 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
 # tile has twice the exponentials, a quarter of them as polynomials was 1.05 of that (causal 1.11);
 # timed again after the other changes it is 0.96 (causal 0.95).
@@ -166,36 +162,36 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alik
 #
 # Three tiles of Q and dO at 128, without a mask: 1.02 (T=4096), 1.05 (16k), 1.02 (GQA,
 # 8k), 1.01 (1024); causal 0.97 to 1.00.
-_ALTERNATING = {
-    16: FusedBlocks(block_q=128, alternate=True),
-    32: FusedBlocks(block_q=128, alternate=True),
-    64: FusedBlocks(block_q=128, alternate=True),
-    128: FusedBlocks(block_q=64, alternate=True),
+_PING_PONG = {
+    16: FusedBlocks(block_q=128, ping_pong=True),
+    32: FusedBlocks(block_q=128, ping_pong=True),
+    64: FusedBlocks(block_q=128, ping_pong=True),
+    128: FusedBlocks(block_q=64, ping_pong=True),
 }
 PLAIN = {
     d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 128))
-    for d, b in _ALTERNATING.items()
+    for d, b in _PING_PONG.items()
 }
 PLAIN[128] = dataclasses.replace(PLAIN[128], stages=3, do_stages=3)
-MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _ALTERNATING.items()}
+MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items()}
 # Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
 BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
-# Alternating, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
+# Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
 MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
-    64: FusedBlocks(block_q=64, mask_all=True, alternate=True, stages=4, do_stages=4),
-    128: FusedBlocks(block_q=64, mask_all=True, alternate=True),
+    64: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, stages=4, do_stages=4),
+    128: FusedBlocks(block_q=64, mask_all=True, ping_pong=True),
 }
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
 # backward/dbias: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
 # Larger clusters are slower, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs at 64 and 32.
 # At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
 # staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,
-# 1.02 and 0.97, with turns 0.96.
-# Alternating warpgroups that hand over late are 1.03 of those that meet at 64; at 32 they are 0.96,
+# 1.02 and 0.97, with a persistent grid 0.96.
+# Ping-pong that hands over late is 1.03 of lockstep at 64; at 32 it is 0.96,
 # with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials:
 # 0.98, 0.97 and 0.96 at 64 (T = 1024, 2048 and 4096).
 BIASED = {
@@ -205,14 +201,14 @@ BIASED = {
         stages=3,
         do_stages=3,
         mask_all=True,
-        alternate=True,
+        ping_pong=True,
         late_handover=True,
         bias_cluster=2,
     ),
 }
-# Where alternating is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
+# Where ping-pong is slower: with a tile of a bias 0.93 (head dim 32) and 0.95 to 1.01 (64), with
 # 64 queries and dropout at 64 0.98, with score_mod at 128 0.67.
-MEETING = {
+LOCKSTEP = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True),
@@ -231,8 +227,8 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
 def for_far_rows(pairs: int) -> FusedBlocks:
-    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a key head."""
-    return FusedBlocks(block_q=64, mask_all=True, resident=max(2, pairs))
+    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head."""
+    return FusedBlocks(block_q=64, mask_all=True, persistent_clusters=max(2, pairs))
 
 
 def choose_fused(problem: Problem) -> FusedBlocks | None:
@@ -254,23 +250,23 @@ def without_sums(blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` for a call in which nobody asks for the gradient of its bias."""
     if not blocks.sums_bias:
         return blocks
-    alone = {"launches": 1, "first_alone": False, "key_launches": 1, "resident": 1, "kv_stages": 1}
+    alone = {"num_launches": 1, "kv_launches": 1, "persistent_clusters": 1, "kv_stages": 1}
     return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **alone)
 
 
 def _table(problem: Problem) -> dict[int, FusedBlocks]:
     spec, features, head_dim = problem.spec, problem.features, problem.head_dim
-    side = AuxiliaryInputs(problem, q_axis=1)
-    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    auxiliary = AuxiliaryInputs(problem, q_axis=1)
+    tiles = "tile" in (auxiliary.kind(problem.bias_shape), auxiliary.kind(problem.mask_shape))
     drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
     with_others = mods or spec.softcap or spec.mask_mod
     alone = not (with_others and drops) and "kv_segments" not in features
     if drops and head_dim == 64 and not alone:
-        return MEETING
+        return LOCKSTEP
     if tiles or "bias" in features or (mods and head_dim == 128):
-        return MEETING
+        return LOCKSTEP
     if drops and alone:
         return DROPPING
     if spec.softcap and alone and not (mods or spec.mask_mod):
@@ -313,7 +309,7 @@ def _together(blocks: FusedBlocks) -> FusedBlocks:
 
     Those do not pay then (0.93 to 0.97 at head dim 64).
     """
-    return dataclasses.replace(blocks, alternate=False, late_handover=False, polynomials=0.0)
+    return dataclasses.replace(blocks, ping_pong=False, late_handover=False, polynomials=0.0)
 
 
 WARPGROUPS = 2  # that compute, 64 keys each
@@ -330,7 +326,7 @@ class FusedSmem(NamedTuple):
     dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
-    side: Streamed  # with Q
+    auxiliary: Streamed  # with Q
     received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
     arrived: Any = None  # an mbarrier, of what is received
 
@@ -339,15 +335,15 @@ class FusedBarriers(NamedTuple):
     """The mbarriers of one CTA; those without a count below have one arrival."""
 
     kv_full: Any  # K and V
-    kv_empty: Any  # with turns: each warpgroup, whose dK and dV have been read
+    kv_empty: Any  # persistent: each warpgroup, whose dK and dV have been read
     q_full: Any  # Q, lse and what modifiers read
     q_empty: Any  # each warpgroup
     do_full: Any
     do_empty: Any  # each warpgroup
     delta_full: Any
     met: Any  # each warpgroup
-    ds_ready: Any  # where they alternate: one per slot, each warpgroup
-    turn: Any  # where they alternate under the interpreter: one per warpgroup
+    ds_ready: Any  # with ping-pong: one per slot, each warpgroup
+    turn: Any  # with ping-pong under the interpreter: one per warpgroup
     dq_full: Any  # one per warpgroup
     dq_empty: Any  # one per warpgroup
     arrived: Any = None  # a tile that has padding to be cleared
@@ -372,7 +368,7 @@ def scratch(
     """
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
-    bar, side = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
+    bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
     of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
     received = None
     if blocks.sums_bias:
@@ -388,7 +384,7 @@ def scratch(
         dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
-        side=side.buffers(blocks.stages, block_kv, block_q),
+        auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
         received=received,
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
     )
@@ -398,10 +394,10 @@ def scratch(
         kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
         kv_empty=(
             bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
-            if blocks.takes_turns
+            if blocks.persistent
             else None
         ),
-        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
+        q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
         q_empty=pipeline.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
@@ -409,10 +405,10 @@ def scratch(
         met=bar(num_arrivals=WARPGROUPS),
         ds_ready=(
             bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
-            if blocks.alternate
+            if blocks.ping_pong
             else None
         ),
-        turn=bar(num_barriers=WARPGROUPS) if blocks.alternate and interpret else None,
+        turn=bar(num_barriers=WARPGROUPS) if blocks.ping_pong and interpret else None,
         dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
@@ -426,10 +422,10 @@ def scratch(
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
     """Returns the swizzles in bytes of K (and Q) and of V (and dO).
 
-    K is an operand of products with Q and with dS, V only of those with dO. Of K's columns a
+    K is an operand of matmuls with Q and with dS, V only of those with dO. Of K's columns a
     warpgroup multiplies those that it has of dQ.
     """
-    products, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
+    matmuls, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
-    of_k = products.swizzle(problem.head_dim, *k, summed_rows=columns)
-    return of_k, products.swizzle(problem.head_dim, *v)
+    of_k = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
+    return of_k, matmuls.swizzle(problem.head_dim, *v)

@@ -1,6 +1,6 @@
 """dK and dV without atomics: one half of the deterministic backward.
 
-A KV-stationary CTA owns 64 keys of one key head and loops over the Q tiles of every query head of
+A KV-stationary CTA owns 64 keys of one KV head and loops over the Q tiles of every query head of
 its group. Scores are held transposed, so that P^T and dS^T come out of the registers as left
 operands. The two compute warpgroups do different things, so that each accumulator of 64 x head dim
 has one owner:
@@ -54,8 +54,8 @@ class DkvKernel:
     interpret: bool
 
     @property
-    def products(self) -> Matmuls:
-        """Matrix products of operands of the call's dtype."""
+    def matmuls(self) -> Matmuls:
+        """Matmuls of operands of the call's dtype."""
         return Matmuls(self.problem.dtype, self.interpret)
 
     @property
@@ -64,9 +64,9 @@ class DkvKernel:
         return DkvLoads(self.problem, self.blocks)
 
     @property
-    def side(self) -> AuxiliaryInputs:
-        """Side inputs, which modifiers read."""
-        return self.loads.side
+    def auxiliary(self) -> AuxiliaryInputs:
+        """Auxiliary inputs, which modifiers read."""
+        return self.loads.auxiliary
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: DkvSmem, bars: DkvBarriers):
         batch, block = lax.axis_index("batch"), lax.axis_index("kv")
@@ -83,7 +83,7 @@ class DkvKernel:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * WARPGROUP_ROWS,
-            walk=QTileRange.of(
+            q_tiles=QTileRange.of(
                 self.problem, gmem, at, *size, mask_all=mask_everywhere(self.problem)
             ),
         )
@@ -100,7 +100,7 @@ class DkvKernel:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
             self.loads.load_k(cta)
-        far = self.side.far(cta.gmem.side, cta.batch, cta.kv_head * self.problem.group)
+        far = self.auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * self.problem.group)
         if far is None:
             self.sum_dv(cta, None)
         else:
@@ -111,64 +111,65 @@ class DkvKernel:
     def sum_dv(self, cta: DkvCta, far):
         """Computes and writes dV of these keys; `far` is None unless some query may be shifted."""
         accumulator = self.result_accumulator(self.problem.v_head_dim)
-        dv = pl.run_scoped(functools.partial(self.dv_walk, cta, far), accumulator)
-        cta.p.drain(cta.walk.total)
+        dv = pl.run_scoped(functools.partial(self.loop_over_dv, cta, far), accumulator)
+        cta.p.drain(cta.q_tiles.total)
         staging = cta.smem.k if cta.smem.dv is None else cta.smem.dv
         self.store(dv, staging, rows_of(cta.dv, cta.keys, staging))
 
-    def dv_walk(self, cta: DkvCta, far, dv_acc):
+    def loop_over_dv(self, cta: DkvCta, far, dv_acc):
         """Sums dV over all tiles; returns f32[64, Dv]."""
-        held = self.side.hold_rows(cta.gmem.side, self.loads.place(cta, 0, 0))
+        held = self.auxiliary.hold_rows(cta.gmem.auxiliary, self.loads.place(cta, 0, 0))
         if self.problem.group == 1:
-            held = self.side.hold_head(held, cta.gmem.side, self.loads.place(cta, 0, 0))
+            held = self.auxiliary.hold_head(held, cta.gmem.auxiliary, self.loads.place(cta, 0, 0))
         plgpu.barrier_wait(cta.bars.k_full)
         step = functools.partial(self.dv_step, cta, held, far, dv_acc)
-        cta.walk.visit(step, in_one_loop=far is not None)
+        cta.q_tiles.visit(step, in_one_loop=far is not None)
         plgpu.wgmma_wait(0)
-        cta.do.release(cta.walk.total - 1)
+        cta.do.release(cta.q_tiles.total - 1)
         return score_tile.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, n, block, *, masked):
+    def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, block_of, n, *, masked):
         """Hands over P^T of the n-th tile and issues dV += P^T dO."""
+        block = block_of(n)
         if self.problem.group > 1:  # under the wait for Q
-            place = self.loads.place(cta, cta.walk[n][0], block)
-            held = self.side.hold_head(held, cta.gmem.side, place)
+            place = self.loads.place(cta, cta.q_tiles[n][0], block)
+            held = self.auxiliary.hold_head(held, cta.gmem.auxiliary, place)
         # Before the accumulator exists: see DbiasKernel.tile in backward/dbias.
         cta.q.wait_full(n)
-        products = functools.partial(self.weights, cta, held, (n, block), masked, far)
-        p, handed = pl.run_scoped(products, self.score_accumulator)
+        matmuls = functools.partial(self.weights, cta, held, (n, block), masked, far)
+        p, handed = pl.run_scoped(matmuls, self.score_accumulator)
         cta.p.wait_empty(n)
-        self.products.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
+        self.matmuls.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
         # Ends during the next tile.
-        self.products.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
+        self.matmuls.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
 
     def weights(self, cta: DkvCta, held: RowFragments, at, masked, far, s_acc):
         """Computes P^T for dV and for the other warpgroup, as operands; awaits the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
-        self.products.multiply(s_acc, cta.smem.k, cta.smem.q.at[slot], transposed=True)
+        self.matmuls.multiply(s_acc, cta.smem.k, cta.smem.q.at[slot], transposed=True)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
-        plgpu.wgmma_wait(self.products.count)
+        plgpu.wgmma_wait(self.matmuls.count)
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
         inputs = self.inputs(cta, held, slot)
         if far is not None:
             query = block * self.blocks.block_q
-            shift = RowShift.of(self.problem, cta.gmem.side, far, cta.walk[n][0], query)
+            shift = RowShift.of(self.problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
             inputs = inputs._replace(shift=shift)
         cta.q.release(n)
-        limits = tile.limits(self.problem.spec.mask, cta.walk.kv_len) if masked else Limits()
+        limits = tile.limits(self.problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
         w = score_tile.weights(self.problem, tile, s, lse, inputs, limits)
-        p = self.products.split(score_tile.dropped(self.problem, w))
+        p = self.matmuls.split(score_tile.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 
     def inputs(self, cta: DkvCta, held: RowFragments, slot) -> TileInputs:
         """Returns what modifiers read at the tile that lies in a slot of Q."""
         shape, rows = (WARPGROUP_ROWS, self.blocks.block_q), pl.ds(0, WARPGROUP_ROWS)
-        return self.side.inputs(held, cta.smem.side, slot, shape, rows)
+        return self.auxiliary.inputs(held, cta.smem.auxiliary, slot, shape, rows)
 
     def hand_over(self, w: Weights, p):
         """Returns pull(P), from which warpgroup 1 makes dS; what dropout drops is negative.
@@ -182,7 +183,7 @@ class DkvKernel:
         through = score_tile.pulled(w)
         if w.kept is not None and not self.drops_twice:
             through = jnp.where(w.kept, through, -through)
-        return self.products.split(through)
+        return self.matmuls.split(through)
 
     @property
     def drops_twice(self) -> bool:
@@ -195,7 +196,7 @@ class DkvKernel:
     def tile(self, cta: DkvCta, block) -> RegisterTile:
         """Describes the tile of a query block: where it lies, and its shape."""
         return RegisterTile(
-            q_start=block * self.blocks.block_q + cta.walk.q_offset,
+            q_start=block * self.blocks.block_q + cta.q_tiles.q_offset,
             kv_start=cta.kv_start,
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
@@ -211,22 +212,22 @@ class DkvKernel:
         else:
             cta = self.loads.feed(cta)
         accumulator = self.result_accumulator(self.problem.head_dim)
-        dk = pl.run_scoped(functools.partial(self.dk_walk, cta), accumulator)
+        dk = pl.run_scoped(functools.partial(self.loop_over_dk, cta), accumulator)
         if not self.blocks.producer:
             self.loads.drain(cta)
         staging = cta.smem.v if cta.smem.dk is None else cta.smem.dk
         out = rows_of(cta.dk, cta.keys, staging)
         self.store(dk * self.problem.spec.scale, staging, out)
 
-    def dk_walk(self, cta: DkvCta, dk_acc):
+    def loop_over_dk(self, cta: DkvCta, dk_acc):
         """Sums dK over all tiles; returns it before scaling, f32[64, D].
 
         Hidden scores have P = 0, so there is no mask here.
         """
         plgpu.barrier_wait(cta.bars.v_full)
-        pl.loop(jnp.int32(0), cta.walk.total)(functools.partial(self.dk_step, cta, dk_acc))
+        pl.loop(jnp.int32(0), cta.q_tiles.total)(functools.partial(self.dk_step, cta, dk_acc))
         plgpu.wgmma_wait(0)
-        cta.q.release(cta.walk.total - 1)
+        cta.q.release(cta.q_tiles.total - 1)
         return dk_acc[...]
 
     def dk_step(self, cta: DkvCta, dk_acc, n):
@@ -234,32 +235,32 @@ class DkvKernel:
         if not self.blocks.producer:
             self.loads.refill_do(cta, n)
         cta.do.wait_full(n)
-        products = functools.partial(self.score_gradients, cta, n)
-        ds = pl.run_scoped(products, self.score_accumulator)
+        matmuls = functools.partial(self.score_gradients, cta, n)
+        ds = pl.run_scoped(matmuls, self.score_accumulator)
         if not self.drops_twice:
             cta.q.wait_full(n)
         # Ends during the next tile.
-        self.products.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
+        self.matmuls.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
 
     def score_gradients(self, cta: DkvCta, n, dp_acc):
         """Computes dS^T of the n-th tile as an operand; awaits the previous dK on the way."""
         slot = cta.do.slot(n)
-        self.products.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
+        self.matmuls.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
         delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
-        plgpu.wgmma_wait(self.products.count)
+        plgpu.wgmma_wait(self.matmuls.count)
         pl.when(n > 0)(lambda: cta.q.release(n - 1))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.do.release(n)
         delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
         if self.problem.spec.dropout_rate:
-            return self.products.split(self.with_dropout(cta, n, dp, delta))
+            return self.matmuls.split(self.with_dropout(cta, n, dp, delta))
         centred = dp - delta
-        return self.products.split(self.handed(cta, n) * centred)
+        return self.matmuls.split(self.handed(cta, n) * centred)
 
     def handed(self, cta: DkvCta, n):
         """Loads what the other warpgroup's `hand_over` made, as f32, and releases its slot."""
         cta.p.wait_full(n)
-        p = self.products.load(cta.smem.p.at[cta.p.slot(n)], inline.WGMMA)
+        p = self.matmuls.load(cta.smem.p.at[cta.p.slot(n)], inline.WGMMA)
         cta.p.release(n)
         return p
 
@@ -269,8 +270,8 @@ class DkvKernel:
         if not self.drops_twice:
             return jnp.abs(p) * score_tile.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
-        member, block = cta.walk[n]
-        held = self.side.hold(cta.gmem.side, self.loads.place(cta, member, block))
+        member, block = cta.q_tiles[n]
+        held = self.auxiliary.hold(cta.gmem.auxiliary, self.loads.place(cta, member, block))
         inputs = self.inputs(cta, held, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * score_tile.centred(self.problem, kept, dp, delta)
@@ -279,7 +280,7 @@ class DkvKernel:
 
     def store(self, result, staging, out):
         """Writes one gradient through shared memory that only its warpgroup has read."""
-        self.products.store(staging, result)
+        self.matmuls.store(staging, result)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, out)
         plgpu.wait_smem_to_gmem(0)
@@ -329,7 +330,7 @@ class DkvCta:
     batch: Any
     kv_head: Any
     kv_start: Any
-    walk: QTileRange
+    q_tiles: QTileRange
 
     @property
     def keys(self):
@@ -345,8 +346,8 @@ class DkvLoads:
     blocks: DkvBlocks
 
     @property
-    def side(self) -> AuxiliaryInputs:
-        """Side inputs, which modifiers read."""
+    def auxiliary(self) -> AuxiliaryInputs:
+        """Auxiliary inputs, which modifiers read."""
         return AuxiliaryInputs(self.problem, q_axis=1)
 
     def place(self, cta: DkvCta, member, block) -> Place:
@@ -360,7 +361,7 @@ class DkvLoads:
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_k(cta)
 
-        @pl.loop(jnp.int32(0), cta.walk.total)
+        @pl.loop(jnp.int32(0), cta.q_tiles.total)
         def _(n):
             self.load_q(cta, n)
             pl.when(n == 0)(lambda: self.load_v(cta))
@@ -370,16 +371,16 @@ class DkvLoads:
 
     def drain(self, cta: DkvCta):
         """Observes the releases that no later fill waited for."""
-        cta.q.drain(cta.walk.total)
-        cta.do.drain(cta.walk.total)
+        cta.q.drain(cta.q_tiles.total)
+        cta.do.drain(cta.q_tiles.total)
 
     def feed(self, cta: DkvCta) -> DkvCta:
-        """Loads what the walk starts with, in warpgroup 1, where there is no producer.
+        """Loads what the Q tiles start with, in warpgroup 1, where there is no producer.
 
         Returns the CTA with a ring of Q that this warpgroup fills again where it releases it; it is
         the last to do so.
         """
-        tiles = cta.walk.total
+        tiles = cta.q_tiles.total
         for n in range(max(self.blocks.stages, self.blocks.do_stages)):
             if n < self.blocks.stages:
                 pl.when(n < tiles)(lambda n=n: self.load_q(cta, jnp.int32(n)))
@@ -396,26 +397,28 @@ class DkvLoads:
         The slot is that of the tile before, which warpgroup 0 releases in its own n-th tile.
         """
         following = n + self.blocks.do_stages - 1
-        wanted = (n > 0) & (following < cta.walk.total)
+        wanted = (n > 0) & (following < cta.q_tiles.total)
         pl.when(wanted)(lambda: self.load_do(cta, following))
 
     def at(self, cta: DkvCta, n):
         """Returns (head in the group, query block, index of the row vectors) of the n-th tile."""
-        member, block = cta.walk[n]
+        member, block = cta.q_tiles[n]
         head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
         return member, block, (cta.batch, head, pl.ds(block * rows, rows))
 
     def load_q(self, cta: DkvCta, n):
-        """Loads Q of the n-th tile, its lse and its streamed side inputs."""
+        """Loads Q of the n-th tile, its lse and its streamed auxiliary inputs."""
         member, block, row = self.at(cta, n)
         batch, head, rows = row
         cta.q.wait_empty(n)
         self.load(cta.q, n, rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q), cta.smem.q)
         self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
-        if self.side.copies:
+        if self.auxiliary.copies:
             slot = cta.q.slot(n)
             place = self.place(cta, member, block)
-            self.side.load(cta.gmem.side, cta.smem.side, slot, cta.q.full.at[slot], place)
+            self.auxiliary.load(
+                cta.gmem.auxiliary, cta.smem.auxiliary, slot, cta.q.full.at[slot], place
+            )
 
     def load_do(self, cta: DkvCta, n):
         """Loads dO and delta of the n-th tile."""

@@ -1,6 +1,6 @@
 """dQ without atomics: the other half of the deterministic backward.
 
-A CTA owns 64 queries of one head per compute warpgroup and loops over the key blocks that they see.
+A CTA owns 64 queries of one head per compute warpgroup and loops over the KV tiles that they see.
 dQ stays in registers; the producer warpgroup streams K and V. Each block takes:
 
     S = Q K^T, dP = dO V^T       shared x shared
@@ -38,7 +38,7 @@ from .tiles import DqBarriers, DqBlocks, DqSmem, dq_scratch
 
 
 class DqRows(NamedTuple):
-    """Row vectors and held side inputs of a warpgroup's 64 queries."""
+    """Row vectors and held auxiliary inputs of a warpgroup's 64 queries."""
 
     lse: Any  # f32[64], base 2
     delta: Any  # f32[64]
@@ -54,8 +54,8 @@ class DqKernel:
     interpret: bool
 
     @property
-    def products(self) -> Matmuls:
-        """Matrix products of operands of the call's dtype."""
+    def matmuls(self) -> Matmuls:
+        """Matmuls of operands of the call's dtype."""
         return Matmuls(self.problem.dtype, self.interpret)
 
     @property
@@ -64,9 +64,9 @@ class DqKernel:
         return DqLoads(self.problem, self.blocks)
 
     @property
-    def side(self) -> AuxiliaryInputs:
-        """Side inputs, which modifiers read."""
-        return self.loads.side
+    def auxiliary(self) -> AuxiliaryInputs:
+        """Auxiliary inputs, which modifiers read."""
+        return self.loads.auxiliary
 
     def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem, bars: DqBarriers):
         batch, block, spec = lax.axis_index("batch"), lax.axis_index("q"), self.problem.spec
@@ -95,7 +95,7 @@ class DqKernel:
     # --- a compute warpgroup ---------------------------------------------------------------------
 
     def consume(self, cta: DqCta):
-        """Computes dQ of this warpgroup's rows over the key blocks, scales it and writes it."""
+        """Computes dQ of this warpgroup's rows over the KV tiles, scales it and writes it."""
         if self.blocks.producer:
             plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
         else:
@@ -103,7 +103,7 @@ class DqKernel:
         accumulator = plgpu.ACC((WARPGROUP_ROWS, self.problem.head_dim), jnp.float32)
         dq = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         staging = cta.smem.q.at[warpgroup_rows(cta.wg)]
-        self.products.store(staging, dq * self.problem.spec.scale)
+        self.matmuls.store(staging, dq * self.problem.spec.scale)
         plgpu.commit_smem()
         rows = pl.ds(cta.q_start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         out = rows_of(cta.dq, (cta.batch, rows, cta.head), cta.smem.q)
@@ -111,84 +111,86 @@ class DqKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def fold(self, cta: DqCta, dq_acc):
-        """Sums dQ over the key blocks; returns it before scaling, f32[64, D]."""
+        """Sums dQ over the KV tiles; returns it before scaling, f32[64, D]."""
         plgpu.barrier_wait(cta.bars.queries)
         own = warpgroup_rows(cta.wg)
         rows = DqRows(
             lse=plgpu.load(cta.smem.lse.at[own], layout=inline.ROWS),
             delta=plgpu.load(cta.smem.delta.at[own], layout=inline.ROWS),
-            held=self.side.hold(cta.gmem.side, cta.place(0, 0, own=True, rows=WARPGROUP_ROWS)),
+            held=self.auxiliary.hold(
+                cta.gmem.auxiliary, cta.place(0, 0, own=True, rows=WARPGROUP_ROWS)
+            ),
         )
-        walk = self.loads.walk(cta)
-        step = functools.partial(self.step, cta, walk, rows, dq_acc)
-        far = self.side.far(cta.gmem.side, cta.batch, cta.head)
+        kv_tiles = self.loads.kv_tiles(cta)
+        step = functools.partial(self.step, cta, kv_tiles, rows, dq_acc)
+        far = self.auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.head)
         far_step = functools.partial(step, far=far)
-        walk.visit(step, masks=self.masks(walk), far=far, far_step=far_step)
+        kv_tiles.visit(step, masks=self.masks(kv_tiles), far=far, far_step=far_step)
         plgpu.wgmma_wait(0)
-        cta.k.release(walk.total - 1)
+        cta.k.release(kv_tiles.total - 1)
         if not self.blocks.producer:
             pl.when(self.loads.is_loader(cta))(lambda: self.loads.drain(cta))
         return dq_acc[...]
 
-    def masks(self, walk: KvTileRange) -> bool:
+    def masks(self, kv_tiles: KvTileRange) -> bool:
         """Says whether some tile may need its mask."""
         band = not self.problem.spec.mask.is_trivial
-        return band or walk.kv_len is not None or mask_everywhere(self.problem)
+        return band or kv_tiles.kv_len is not None or mask_everywhere(self.problem)
 
-    def step(self, cta: DqCta, walk: KvTileRange, rows: DqRows, dq_acc, n, *, masked, far=None):
-        """Computes dS of the n-th key block and issues dQ += dS K.
+    def step(self, cta: DqCta, kv_tiles: KvTileRange, rows: DqRows, dq_acc, n, *, masked, far=None):
+        """Computes dS of the n-th KV tile and issues dQ += dS K.
 
         `far` is given where queries may be shifted.
         """
         limits = Limits()
-        tile = self.tile(cta, walk[n])
+        tile = self.tile(cta, kv_tiles[n])
         if masked:
-            limits = tile.limits(self.problem.spec.mask, walk.kv_len)
-        products = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far))
+            limits = tile.limits(self.problem.spec.mask, kv_tiles.kv_len)
+        matmuls = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far))
         # Before the accumulators exist: see DbiasKernel.tile in backward/dbias.
         cta.k.wait_full(n)
-        ds = pl.run_scoped(products, self.score_accumulator)
+        ds = pl.run_scoped(matmuls, self.score_accumulator)
         # Ends during the next block.
-        self.products.multiply(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])
+        self.matmuls.multiply(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])
 
     def score_gradients(self, cta: DqCta, rows: DqRows, n, where, s_acc):
-        """Computes dS of the n-th key block as an operand; awaits the previous dQ on the way."""
+        """Computes dS of the n-th KV tile as an operand; awaits the previous dQ on the way."""
         k = cta.smem.k.at[cta.k.slot(n)]
         # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
         # live through the loop: 144 bytes of spills at head dim 256, 344 if causal, against none.
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
-        self.products.multiply(s_acc, cta.smem.q.at[own], k, transposed=True)
-        plgpu.wgmma_wait(self.products.count)
+        self.matmuls.multiply(s_acc, cta.smem.q.at[own], k, transposed=True)
+        plgpu.wgmma_wait(self.matmuls.count)
         pl.when(n > 0)(lambda: cta.k.release(n - 1))
         cta.v.wait_full(n)
         product = functools.partial(self.with_dp, cta, rows, n, where, s_acc)
         return pl.run_scoped(product, self.score_accumulator)
 
     def with_dp(self, cta: DqCta, rows: DqRows, n, where, s_acc, dp_acc):
-        """Computes dP and dS of the n-th key block, dS as an operand, once S is issued."""
+        """Computes dP and dS of the n-th KV tile, dS as an operand, once S is issued."""
         v, own = cta.smem.v.at[cta.v.slot(n)], warpgroup_rows(lax.optimization_barrier(cta.wg))
-        self.products.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.products.count)
+        self.matmuls.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.matmuls.count)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
         tile, limits, far = where
-        inputs = self.side.inputs(rows.held, cta.smem.side, cta.k.slot(n), s.shape, own)
+        inputs = self.auxiliary.inputs(rows.held, cta.smem.auxiliary, cta.k.slot(n), s.shape, own)
         if far is not None:
             query = cta.q_start + cta.wg * WARPGROUP_ROWS
-            shift = RowShift.of(self.problem, cta.gmem.side, far, cta.head, query)
+            shift = RowShift.of(self.problem, cta.gmem.auxiliary, far, cta.head, query)
             inputs = inputs._replace(shift=shift)
         w = score_tile.weights(self.problem, tile, s, rows.lse, inputs, limits)
         p = lax.optimization_barrier(score_tile.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
         c = score_tile.centred(self.problem, w.kept, dp, per_row(rows.delta))
-        return self.products.split(p * c)
+        return self.matmuls.split(p * c)
 
     @property
     def score_accumulator(self):
         return plgpu.ACC((WARPGROUP_ROWS, self.blocks.block_kv), jnp.float32)
 
     def tile(self, cta: DqCta, block) -> RegisterTile:
-        """Describes this warpgroup's tile of a key block: where it lies, and its shape."""
+        """Describes this warpgroup's tile of a KV tile: where it lies, and its shape."""
         return RegisterTile(
             q_start=cta.position + cta.wg * WARPGROUP_ROWS,
             kv_start=block * self.blocks.block_kv,
@@ -249,12 +251,12 @@ class DqLoads:
     blocks: DqBlocks
 
     @property
-    def side(self) -> AuxiliaryInputs:
-        """Side inputs, which modifiers read."""
+    def auxiliary(self) -> AuxiliaryInputs:
+        """Auxiliary inputs, which modifiers read."""
         return AuxiliaryInputs(self.problem, q_axis=0)
 
-    def walk(self, cta: DqCta) -> KvTileRange:
-        """Returns the walk over the key blocks of this CTA."""
+    def kv_tiles(self, cta: DqCta) -> KvTileRange:
+        """Returns the range of KV tiles of this CTA."""
         at, size = (cta.batch, cta.block, cta.position), (self.blocks.block_q, self.blocks.block_kv)
         return KvTileRange.of(self.problem, cta.gmem, at, *size)
 
@@ -262,23 +264,23 @@ class DqLoads:
         """Runs the producer: loads Q, dO, lse and delta once, then every block of K and V."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_queries(cta)
-        walk = self.walk(cta)
+        kv_tiles = self.kv_tiles(cta)
 
-        @pl.loop(jnp.int32(0), walk.total)
+        @pl.loop(jnp.int32(0), kv_tiles.total)
         def _(n):
-            self.load_k(cta, walk, n)
-            self.load_v(cta, walk, n)
+            self.load_k(cta, kv_tiles, n)
+            self.load_v(cta, kv_tiles, n)
 
         self.drain(cta)
 
     def feed(self, cta: DqCta) -> DqCta:
-        """Loads what the walk starts with, in the last warpgroup, where there is no producer.
+        """Loads what the KV tiles start with, in the last warpgroup, where there is no producer.
 
         Returns the CTA with rings that this warpgroup fills again where it releases them.
         """
-        walk, loads = self.walk(cta), self.is_loader(cta)
+        kv_tiles, loads = self.kv_tiles(cta), self.is_loader(cta)
         rings = (cta.k, self.load_k), (cta.v, self.load_v)
-        fill = lambda load, n: pl.when(n < walk.total)(lambda: load(cta, walk, n))
+        fill = lambda load, n: pl.when(n < kv_tiles.total)(lambda: load(cta, kv_tiles, n))
 
         @pl.when(loads)
         def _():
@@ -305,24 +307,24 @@ class DqLoads:
         plgpu.copy_gmem_to_smem(gmem.lse_log2.at[row], smem.lse, arrived)
         plgpu.copy_gmem_to_smem(gmem.delta.at[row], smem.delta, arrived)
 
-    def keys(self, cta: DqCta, walk: KvTileRange, n):
+    def keys(self, cta: DqCta, kv_tiles: KvTileRange, n):
         """Returns the index of the n-th block in k and v."""
         block_kv = self.blocks.block_kv
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
-        return cta.batch, pl.ds(walk[n] * block_kv, block_kv), kv_head
+        return cta.batch, pl.ds(kv_tiles[n] * block_kv, block_kv), kv_head
 
-    def load_k(self, cta: DqCta, walk: KvTileRange, n):
-        """Loads K of the n-th block and its streamed side inputs."""
-        gmem, smem, keys = cta.gmem, cta.smem, self.keys(cta, walk, n)
+    def load_k(self, cta: DqCta, kv_tiles: KvTileRange, n):
+        """Loads K of the n-th block and its streamed auxiliary inputs."""
+        gmem, smem, keys = cta.gmem, cta.smem, self.keys(cta, kv_tiles, n)
         self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
-        if self.side.copies:
+        if self.auxiliary.copies:
             slot, rows = cta.k.slot(n), self.blocks.block_q
             place = cta.place(keys[1].start, self.blocks.block_kv, own=False, rows=rows)
-            self.side.load(gmem.side, smem.side, slot, cta.k.full.at[slot], place)
+            self.auxiliary.load(gmem.auxiliary, smem.auxiliary, slot, cta.k.full.at[slot], place)
 
-    def load_v(self, cta: DqCta, walk: KvTileRange, n):
+    def load_v(self, cta: DqCta, kv_tiles: KvTileRange, n):
         """Loads V of the n-th block."""
-        source = rows_of(cta.gmem.v, self.keys(cta, walk, n), cta.smem.v)
+        source = rows_of(cta.gmem.v, self.keys(cta, kv_tiles, n), cta.smem.v)
         self.load(cta.v, n, source, cta.smem.v)
 
     def load(self, ring: Ring, n, source, buffer):
@@ -337,6 +339,6 @@ class DqLoads:
 
     def drain(self, cta: DqCta):
         """Observes the releases that no later fill waited for."""
-        total = self.walk(cta).total
+        total = self.kv_tiles(cta).total
         cta.k.drain(total)
         cta.v.drain(total)

@@ -129,8 +129,8 @@ def choose_dkv(problem: Problem) -> DkvBlocks:
 
 def choose_dq(problem: Problem) -> DqBlocks:
     """Returns the first choice that fits, and leaves registers for a tile of bias or mask."""
-    side = AuxiliaryInputs(problem, q_axis=0)
-    tiles = "tile" in (side.kind(problem.bias_shape), side.kind(problem.mask_shape))
+    auxiliary = AuxiliaryInputs(problem, q_axis=0)
+    tiles = "tile" in (auxiliary.kind(problem.bias_shape), auxiliary.kind(problem.mask_shape))
     widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
     widest = 32 if wants_narrow_tiles(problem) else widest
     narrow = (b for b in DQ if b.block_kv <= widest)
@@ -149,14 +149,14 @@ class DkvSmem(NamedTuple):
     delta: Any  # f32[do_stages, block_q]
     dk: Any  # staging [64, D], where the head dims differ, else V: read by warpgroup 1 alone
     dv: Any  # staging [64, Dv], likewise, else K
-    side: Streamed  # with Q
+    auxiliary: Streamed  # with Q
 
 
 class DkvBarriers(NamedTuple):
     """The mbarriers of one CTA.
 
-    The full ones of q and do count two copies, and q's the streamed side inputs too; their empty
-    ones count two warpgroups.
+    The full ones of q and do count two copies, and q's the streamed auxiliary inputs too; their
+    empty ones count two warpgroups.
     """
 
     k_full: Any
@@ -182,7 +182,7 @@ def dkv_scratch(
     block_q = blocks.block_q
     # Q and dO are summed over queries too; K and V must have the same swizzles.
     buffer = functools.partial(Matmuls(problem.dtype).buffer, summed_rows=block_q)
-    bar, side = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
+    bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
     same = problem.head_dim == problem.v_head_dim
     of_k, of_v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
     if same:  # each is staged where the other was
@@ -199,12 +199,12 @@ def dkv_scratch(
         delta=row_buffer((blocks.do_stages, block_q)),
         dk=None if same else k,
         dv=None if same else v,
-        side=side.buffers(blocks.stages, WARPGROUP_ROWS, block_q),
+        auxiliary=auxiliary.buffers(blocks.stages, WARPGROUP_ROWS, block_q),
     )
     bars = DkvBarriers(
         k_full=bar(),
         v_full=bar(),
-        q_full=bar(num_arrivals=2 + side.copies, num_barriers=blocks.stages),
+        q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
         q_empty=bar(num_arrivals=2, num_barriers=blocks.stages),
         do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
         do_empty=bar(num_arrivals=2, num_barriers=blocks.do_stages),
@@ -223,7 +223,7 @@ class DqSmem(NamedTuple):
     v: Any  # [v_stages, block_kv, Dv]
     lse: Any  # f32[block_q]
     delta: Any  # f32[block_q]
-    side: Streamed  # with K
+    auxiliary: Streamed  # with K
 
 
 class DqBarriers(NamedTuple):
@@ -249,7 +249,11 @@ def dq_scratch(
     block_q, block_kv = blocks.block_q, blocks.block_kv
     # K is summed over keys too; Q must have the same swizzle.
     buffer = functools.partial(Matmuls(problem.dtype).buffer, summed_rows=block_kv)
-    bar, warpgroups, side = plgpu.Barrier, blocks.warpgroups, AuxiliaryInputs(problem, q_axis=0)
+    bar, warpgroups, auxiliary = (
+        plgpu.Barrier,
+        blocks.warpgroups,
+        AuxiliaryInputs(problem, q_axis=0),
+    )
     of = lambda name: () if arrays is None else (getattr(arrays, name),)
     smem = DqSmem(
         q=buffer((block_q, problem.head_dim), *of("q")),
@@ -258,11 +262,11 @@ def dq_scratch(
         v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), *of("v")),
         lse=row_buffer((block_q,)),
         delta=row_buffer((block_q,)),
-        side=side.buffers(blocks.k_stages, block_q, block_kv),
+        auxiliary=auxiliary.buffers(blocks.k_stages, block_q, block_kv),
     )
     bars = DqBarriers(
         queries=bar(num_arrivals=4),
-        k_full=bar(num_arrivals=1 + side.copies, num_barriers=blocks.k_stages),
+        k_full=bar(num_arrivals=1 + auxiliary.copies, num_barriers=blocks.k_stages),
         k_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.k_stages),
         v_full=bar(num_barriers=blocks.v_stages),
         v_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.v_stages),

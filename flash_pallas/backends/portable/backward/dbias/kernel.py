@@ -4,21 +4,522 @@ All are sums of the gradient dS of the scores, which is as large as the scores. 
 computed once more, tile by tile, and summed in registers; dS is never stored. The axes of the sum
 decide what a CTA owns:
 
-    tile     a tile of the bias, for all batch entries and heads that share it: per_tile.py
+    tile     a tile of the bias, for all batch entries and heads that share it: TileSums
     columns  some keys of one head, for all queries: a bias that is the same for every query
-    rows     some queries of one head, for all keys: everything else; both in per_line.py
+    rows     some queries of one head, for all keys: everything else; both are LineSums
 
 No sum depends on the order in which CTAs run: the same bits in every run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .....core.integers import round_up
+from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from ....gpu.launch import score_grads
-from ...tiling import ScoreBlocks
-from ..arrays import BackwardArrays
-from .per_line import line_sums
-from .per_tile import tile_sums
+from .....core.scores import TileInputs
+from ....gpu import inline, score_tile
+from ....gpu.bias_tiles import (
+    BiasTile,
+    BiasTiles,
+    Members,
+    bias_place,
+    divide,
+    members_of,
+    parts_of,
+    sharing,
+)
+from ....gpu.launch import float32, launch, score_grads, term
+from ....gpu.score_tile import RegisterTile
+from ... import tiling
+from ...common import softmax
+from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
+from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
+from ...common.mma import store_accumulator
+from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups
+from ...tiling import (
+    ENOUGH_BLOCKS,
+    PIECE,
+    LinesSmem,
+    ScoreBlocks,
+    ScoreLines,
+    ScoreTiles,
+    TilesSmem,
+)
+from ..base import BackwardArrays
+
+
+class Pairs(NamedTuple):
+    """Order of the copies of a step's tiles: each of its two matmuls reads one pair.
+
+    With two slots the tiles of the next step have all of this step to arrive, and warps
+    synchronize once a step. With one slot a pair is copied while the other one is worked on, and
+    warps synchronize three times.
+
+    Attributes:
+        stream: stream of all tiles.
+        first: names of the first pair, which S is computed from.
+        second: names of the second pair, which dP is computed from.
+        several: there may be more than one step.
+    """
+
+    stream: Stream
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    several: bool = True
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the tiles that are copied as one group, in the sense of Copies.arrived."""
+        return (self.stream.names,) if self.stream.slots == 2 else (self.first, self.second)
+
+    def prologue(self):
+        """Starts the copies of step 0, before the loop."""
+        for names in self.groups:
+            self.stream.start(0, *names)
+
+    def _start_next(self, n, *names: str):
+        if self.several:
+            self.stream.start(n + 1, *names)
+
+    def begin(self, n):
+        """Waits until the first pair of the n-th step has arrived; with two slots both pairs."""
+        if self.stream.slots == 2:
+            self.stream.wait(n)
+            self._start_next(n)
+        else:
+            self.stream.wait(n, *self.first, pending=1)
+
+    def first_read(self, n):
+        """Marks the first pair as read, and waits until the second pair has arrived."""
+        if self.stream.slots == 1:
+            self.stream.wait(n, *self.second)
+            self._start_next(n, *self.first)
+
+    def second_read(self, n):
+        """Marks the second pair as read."""
+        if self.stream.slots == 1 and self.several:
+            self.stream.copies.sync()
+            self._start_next(n, *self.second)
+
+
+class Given(NamedTuple):
+    """Inputs of dS, besides those of score modifiers."""
+
+    s: Any  # f32 tile, q @ k^T
+    dp: Any  # f32 tile, dO @ v^T
+    lse: Any  # f32 of each query, base 2
+    delta: Any  # f32 of each query
+
+
+class DsSums(Kernel):
+    """Base class of the kernels that sum dS.
+
+    Attributes:
+        problem: what is computed.
+        names: names as of `launch` in gpu.launch.score_grads.
+    """
+
+    problem: Problem
+    names: tuple[Any, ...]
+
+    def terms(self, tile: RegisterTile, given: Given, inputs: TileInputs, limits: Limits):
+        """Computes an f32 tile for each name: what each element adds to its gradient."""
+        w = score_tile.weights(self.problem, tile, given.s, given.lse, inputs, limits)
+        c = score_tile.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
+        dz, dparams = w.pull(w.p * c)
+        return tuple(term(name, tile, dz, dparams) for name in self.names)
+
+
+# --- sums of dS over keys, one for every query of a head, or over queries, one for every key -----
+# A CTA owns queries and loops over the keys that they see; or it owns keys, and scores are
+# transposed. One kernel serves both: what a CTA owns are rows, what streams by are columns, and a
+# thread adds up its own columns of a row.
+
+
+class LineCta(NamedTuple):
+    """One CTA and its rows."""
+
+    gmem: BackwardArrays
+    smem: LinesSmem
+    batch: Any
+    head: Any
+    block: Any
+    steps: Steps
+    pairs: Any = None
+    fragments: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LineSums(DsSums):
+    """One launch; the methods are the phases of a CTA.
+
+    Attributes:
+        q_axis: 0: rows are queries; 1: rows are keys.
+    """
+
+    problem: Problem
+    names: tuple[Any, ...]
+    q_axis: int
+    tile: ScoreLines
+    interpret: bool
+
+    @property
+    def inputs(self) -> AuxiliaryInputs:
+        """Reader of the inputs of score modifiers."""
+        return AuxiliaryInputs(self.problem, self.q_axis, self.interpret)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a tile of scores: (rows, columns)."""
+        return self.tile.rows, self.tile.columns
+
+    def __call__(self, gmem: BackwardArrays, *refs):
+        *out, smem = refs
+        cta = self.place(gmem, smem)
+        own = self.own(cta)
+        names, load = ("first", "second"), functools.partial(self.load, cta)
+        stream = Stream(self.copies, names, self.tile.slots, load)
+        pairs = Pairs(stream, names[:1], names[1:])
+        self.copies.start(*own)
+        pairs.prologue()
+        place = Place.of(cta, self.tile, 0)
+        fragments = self.inputs.row_fragments(gmem.aux, place), self.vectors(cta, place)
+        self.copies.arrived(*own, pending=len(pairs.groups))
+        cta = cta._replace(pairs=pairs, fragments=fragments)
+        start = tuple(softmax.no_sums(self.tile.rows, self.interpret) for _ in self.names)
+        step = functools.partial(self.step, cta)
+        sums = cta.steps.fold(step, start, hides_end=not self.interpret)
+        stream.end()
+        rows = pl.ds(cta.block * self.tile.rows, self.tile.rows)
+        for ref, total in zip(out, sums, strict=True):
+            ref[cta.batch, cta.head, rows] = softmax.row_sums(total, self.interpret)
+
+    def place(self, gmem: BackwardArrays, smem: LinesSmem) -> LineCta:
+        """Locates this CTA and the steps that it goes through."""
+        batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "row"))
+        offset = gmem.offset(self.problem, batch)
+        if self.q_axis:
+            at, first = (batch, block), block * self.tile.rows
+            tile = self.tile.columns, self.tile.rows
+            blocks = q_tile_range(self.problem, at, first - offset, tile, gmem.bounds)
+        else:
+            block = longest_first(self.problem, self.tile.rows, block)
+            at, first = (batch, block), block * self.tile.rows
+            lengths = gmem.aux.kv_lengths
+            length = None if lengths is None else lengths[batch]
+            blocks = kv_tile_range(
+                self.problem, at, first + offset, self.shape, gmem.bounds, length
+            )
+        return LineCta(gmem, smem, batch, head, block, Steps.of(blocks))
+
+    def sources(self, cta: LineCta):
+        """Returns [(Q, dO, queries), (K, V, keys)] of the head; what a CTA owns comes first."""
+        kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
+        of = lambda array, head: array.at[cta.batch, :, head]
+        gmem = cta.gmem
+        queries = of(gmem.q, cta.head), of(gmem.do, cta.head), gmem.q_length
+        keys = of(gmem.k, kv_head), of(gmem.v, kv_head), gmem.kv_length
+        both = (keys, queries) if self.q_axis else (queries, keys)
+        return [(*arrays, length(self.problem, cta.batch)) for *arrays, length in both]
+
+    def own(self, cta: LineCta) -> tuple[Copy, Copy]:
+        """Returns the copies of the two tiles of rows that the CTA owns."""
+        (first, second, limit), _ = self.sources(cta)
+        row = cta.block * self.tile.rows
+        return Copy(first, cta.smem.first, row, limit), Copy(second, cta.smem.second, row, limit)
+
+    def load(self, cta: LineCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of one of the n-th step's two tiles of columns."""
+        step, (_, (first, second, length)) = cta.steps[n], self.sources(cta)
+        source = first if name == "first" else second
+        tile = getattr(cta.smem, f"streamed_{name}").at[slot]
+        return (Copy(source, tile, step.block * self.tile.columns, step.limit(length)),)
+
+    def vectors(self, cta: LineCta, place: Place):
+        """Loads lse and delta of the queries of a tile."""
+        own = cta.batch, cta.head, place.columns if self.q_axis else place.rows
+        return tuple(load_vector(x.at[own], self.q_axis) for x in (cta.gmem.lse, cta.gmem.delta))
+
+    def step(self, cta: LineCta, n, sums, *, masked: bool):
+        """Returns the sums with one tile's share added."""
+        block, smem, pairs = cta.steps[n].block, cta.smem, cta.pairs
+        place, slot = Place.of(cta, self.tile, block), pairs.stream.slot(n)
+        fragments, of_rows = cta.fragments
+        inputs = self.inputs.read(fragments, cta.gmem.aux, place, ids=masked)
+        lse, delta = self.vectors(cta, place) if self.q_axis else of_rows
+        zeros = self.matmuls.zeros(*self.shape)
+        pairs.begin(n)
+        s = self.matmuls.add(zeros, smem.first, smem.streamed_first.at[slot], transposed=True)
+        pairs.first_read(n)
+        dp = self.matmuls.add(zeros, smem.second, smem.streamed_second.at[slot], transposed=True)
+        pairs.second_read(n)
+        tile = self.score_tile(cta, place)
+        limits = self.limits(cta, tile) if masked else Limits()
+        found = self.terms(tile, Given(s, dp, lse, delta), inputs, limits)
+        return tuple(
+            a + softmax.partial_sums(x, self.interpret) for a, x in zip(sums, found, strict=True)
+        )
+
+    def score_tile(self, cta: LineCta, place: Place) -> RegisterTile:
+        """Returns the positions of a tile of scores."""
+        starts = (place.row_start, place.column_start)[:: -1 if self.q_axis else 1]
+        q_start = starts[0] + cta.gmem.offset(self.problem, cta.batch)
+        return RegisterTile(q_start, starts[1], place.shape, self.q_axis, self.interpret)
+
+    def limits(self, cta: LineCta, tile: RegisterTile) -> Limits:
+        """Returns what positions hide of a tile.
+
+        Keys that do not exist need no limit where they are rows: their sums are dropped.
+        """
+        if self.q_axis:
+            return tile.limits(self.problem.spec.mask, None)
+        length = cta.gmem.kv_length(self.problem, cta.batch)
+        return kv_limits(self.problem, tile, cta.gmem.aux.kv_lengths, length)
+
+
+def line_sums(
+    problem: Problem,
+    axes: str,
+    names,
+    tile: ScoreLines,
+    operands: Operands,
+    arrays,
+    interpret: bool,
+):
+    """Launches the kernel; returns f32[B, N, T or S up to whole tiles] for each name.
+
+    Args:
+        problem: with the head dims that run.
+        axes: "rows" or "columns" of gpu.launch.score_grads.
+        names: names as of `launch` in gpu.launch.score_grads.
+        tile: sizes.
+        operands: of the call.
+        arrays: BackwardArrays.
+        interpret: run by the interpreter.
+    """
+    q_axis = int(axes == "columns")
+    kernel = LineSums(problem, names, q_axis, tile, interpret)
+    blocks = pl.cdiv(problem.kv_len if q_axis else problem.q_len, tile.rows)
+    run = launch(
+        kernel,
+        out=(float32((problem.batch, problem.q_heads, blocks * tile.rows)),) * len(names),
+        scratch=(tiling.score_lines(problem, tile),),
+        grid={"batch": problem.batch, "head": problem.q_heads, "row": blocks},
+        threads=1,
+        name=f"flash_pallas_portable_scores_{axes}",
+        interpret=interpret,
+    )
+    found = run(arrays.of_kernel(kernel.inputs, operands, tile))
+    if q_axis and operands.kv_lengths is not None:
+        key = jnp.arange(found[0].shape[2])[None, None]
+        inside = key < operands.kv_lengths[:, None, None]
+        found = tuple(jnp.where(inside, x, jnp.zeros_like(x)) for x in found)
+    return found
+
+
+# --- sums of dS over batch entries and heads: the gradient of a bias that is [.., T, S] ----------
+# A CTA owns a tile of the bias and loops over the scores that it was added to, the tiles of all its
+# members (gpu/bias_tiles.py). A step has two matmuls, and every operand of both is loaded anew:
+#
+#     S = Q K^T, dP = dO V^T, dS = P (dP - delta), sums += dS
+#
+# So copies are the bottleneck, and tiles are as large as the registers for the sums allow. Each
+# warpgroup has all rows of some columns, and holds S and dP of PIECE of these columns at a time.
+
+
+class TileCta(NamedTuple):
+    """One CTA and its tile, as one of its warpgroups sees them."""
+
+    gmem: BackwardArrays
+    bias: Any  # [T, S], of its entry and head
+    smem: TilesSmem
+    warpgroups: Warpgroups
+    own: BiasTile
+    members: Members
+    pairs: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSums(DsSums):
+    """One launch; the methods are the phases of a CTA."""
+
+    problem: Problem
+    tile: ScoreTiles
+    parts: int
+    interpret: bool
+    names = ("bias",)
+
+    @property
+    def inputs(self) -> AuxiliaryInputs:
+        """Reader of the inputs of score modifiers, besides the bias."""
+        problem = dataclasses.replace(
+            self.problem,
+            bias_shape=None,
+            bias_dtype=None,
+            features=self.problem.features - {"bias"},
+        )
+        return AuxiliaryInputs(problem, 0, self.interpret)
+
+    @property
+    def share(self) -> int:
+        """Columns of a warpgroup."""
+        return self.tile.columns // self.tile.warpgroups
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first, count) of the columns of a warpgroup that are in registers at one time."""
+        size = PIECE if self.share % PIECE == 0 else self.share
+        return [(first, size) for first in range(0, self.share, size)]
+
+    def __call__(self, gmem: BackwardArrays, bias, out, smem: TilesSmem):
+        cta = self.place(gmem, bias, smem)
+        copies = Copies(self.interpret, cta.warpgroups)
+        several = sharing(self.problem) > 1
+        names, load = ("q", "k", "do", "v"), functools.partial(self.load, cta)
+        stream = Stream(copies, names, self.tile.slots, load)
+        pairs = Pairs(stream, names[:2], names[2:], several)
+        pairs.prologue()
+        cta = cta._replace(pairs=pairs)
+        kept = None
+        if self.tile.keep_bias:
+            kept = tuple(self.own_bias(cta, self.at(cta, 0, 0, piece)) for piece in self.pieces)
+        zeros = tuple(self.matmuls.zeros(self.tile.rows, size) for _, size in self.pieces)
+        step = functools.partial(self.step, cta, kept)
+        sums = lax.fori_loop(jnp.int32(0), cta.members.total, step, zeros)
+        stream.end()
+        target = out.at[divide(cta.own.part, self.problem.bias_shape[1])]  # [parts * Bb, N1]
+        for piece, total in zip(self.pieces, sums, strict=True):
+            place = self.at(cta, 0, 0, piece)
+            store_accumulator(total, target, (place.row_start, place.column_start), self.interpret)
+
+    def place(self, gmem: BackwardArrays, bias, smem: TilesSmem) -> TileCta:
+        """Locates this CTA, its tile of the bias and its members."""
+        rank = lax.axis_index("wg") if self.tile.warpgroups > 1 else 0
+        warpgroups = Warpgroups(self.interpret, self.tile.warpgroups, rank, smem.barrier)
+        size = self.tile.rows, self.tile.columns
+        own = BiasTiles.of(self.problem, *size).at(lax.axis_index("tile"))
+        members = members_of(self.problem, own, self.parts, size)
+        return TileCta(gmem, bias.at[bias_place(self.problem, own)], smem, warpgroups, own, members)
+
+    def load(self, cta: TileCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of a tile of the n-th step."""
+        (batch, head), gmem = cta.members[n], cta.gmem
+        exists = n < cta.members.total
+        batch = jnp.where(exists, batch, jnp.int32(0))
+        head = jnp.where(exists, head, jnp.int32(0))
+        if name in ("q", "do"):
+            first, length = cta.own.q_block * self.tile.rows, gmem.q_length(self.problem, batch)
+        else:
+            head = lax.div(jnp.int32(head), jnp.int32(self.problem.group))
+            first = cta.own.kv_block * self.tile.columns
+            length = gmem.kv_length(self.problem, batch)
+        limit = jnp.where(exists, jnp.int32(length), jnp.int32(0))
+        source = getattr(gmem, name).at[batch, :, head]
+        return (Copy(source, getattr(cta.smem, name).at[slot], first, limit),)
+
+    def at(self, cta: TileCta, batch, head, piece) -> Place:
+        """Returns the place of a piece: some columns of this warpgroup's scores of a member."""
+        first, size = piece
+        column = cta.own.kv_block * self.tile.columns + cta.warpgroups.rank * self.share + first
+        row = cta.own.q_block * self.tile.rows
+        return Place(batch, head, row, column, (self.tile.rows, size))
+
+    def own_bias(self, cta: TileCta, place: Place):
+        """Loads the bias of a piece, in its dtype."""
+        return load_tile(cta.bias, place, 0, self.interpret)
+
+    def step(self, cta: TileCta, kept, n, sums):
+        """Returns the sums with one member's share added."""
+        gmem, smem, pairs = cta.gmem, cta.smem, cta.pairs
+        batch, head = cta.members[n]
+        place, slot = self.at(cta, batch, head, self.pieces[0]), pairs.stream.slot(n)
+        rows = batch, head, place.rows
+        lse, delta = (load_vector(x.at[rows], 0) for x in (gmem.lse, gmem.delta))
+        fragments = self.inputs.row_fragments(gmem.aux, place)
+        pairs.begin(n)
+        matmul = functools.partial(self.matmul, cta, slot)
+        s: list[Any] = [None] * len(self.pieces)
+        if self.tile.slots == 1:  # all of them, as the next tiles take the place of these
+            s = [matmul(smem.q, smem.k, piece) for piece in self.pieces]
+        pairs.first_read(n)
+        found = []
+        for i, piece in enumerate(self.pieces):
+            if self.tile.slots > 1:
+                s[i] = matmul(smem.q, smem.k, piece)
+            dp = matmul(smem.do, smem.v, piece)
+            if i == len(self.pieces) - 1:
+                pairs.second_read(n)
+            # Of a place that the compiler does not know, a piece is read when its turn has come.
+            place = self.at(cta, batch, head, piece)
+            unknown = inline.unknown(place.column_start, self.interpret)
+            place = place._replace(column_start=unknown)
+            inputs = self.bias_and(cta, fragments, place, None if kept is None else kept[i])
+            given = Given(s[i], dp, lse, delta)
+            found.append(sums[i] + self.gradients(cta, place, given, inputs))
+        return tuple(found)
+
+    def matmul(self, cta: TileCta, slot, left, right, piece):
+        """Computes all rows of one tile @ some columns of another, f32[rows, size]."""
+        first, size = piece
+        columns = right.at[slot, pl.ds(cta.warpgroups.rank * self.share + first, size)]
+        zeros = self.matmuls.zeros(self.tile.rows, size)
+        return self.matmuls.add(zeros, left.at[slot], columns, transposed=True)
+
+    def bias_and(self, cta: TileCta, fragments, place: Place, kept):
+        """Returns the inputs of all score modifiers at a piece, the bias in f32."""
+        inputs = self.inputs.read(fragments, cta.gmem.aux, place)
+        # What is kept stays in 16 bits: converted before the loop it takes twice the registers.
+        bias = self.own_bias(cta, place) if kept is None else lax.optimization_barrier(kept)
+        return inputs._replace(bias=bias.astype(jnp.float32))
+
+    def gradients(self, cta: TileCta, place: Place, given: Given, inputs):
+        """Computes dS of a piece."""
+        start = place.row_start + cta.gmem.offset(self.problem, place.batch)
+        tile = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)
+        # Sums of keys that do not exist are dropped; those beyond a length are 0.
+        lengths = cta.gmem.aux.kv_lengths
+        limits = tile.limits(
+            self.problem.spec.mask, None if lengths is None else lengths[place.batch]
+        )
+        (found,) = self.terms(tile, given, inputs, limits)
+        return found
+
+
+def tile_sums(
+    problem: Problem, tile: ScoreTiles, operands: Operands, arrays: BackwardArrays, interpret: bool
+):
+    """Launches the kernel; returns ([parts * Bb, N1, T, S and more],).
+
+    The dtype is that of the bias, or f32 if there are several parts.
+    """
+    tiles = BiasTiles.of(problem, tile.rows, tile.columns)
+    parts = parts_of(problem, tiles.clusters, ENOUGH_BLOCKS)
+    entries, heads = problem.bias_shape[:2]
+    kernel = TileSums(problem, tile, parts, interpret)
+    sizes = problem.q_len, round_up(problem.kv_len, 8)  # rows start at multiples of 16 bytes
+    if interpret:
+        sizes = tiles.rows * tile.rows, tiles.columns * tile.columns
+    dtype = problem.bias_dtype if parts == 1 else jnp.float32
+    run = launch(
+        kernel,
+        out=jax.ShapeDtypeStruct((parts * entries, heads, *sizes), dtype),
+        scratch=(tiling.score_tiles(problem, tile, interpret),),
+        grid={"tile": tiles.clusters * parts * entries * heads},
+        threads=tile.warpgroups,
+        name="flash_pallas_portable_scores_tile",
+        interpret=interpret,
+    )
+    given = arrays.with_aux(AuxiliaryInputs(problem, 0, interpret), operands)
+    return (run(given._replace(aux=given.aux._replace(bias=None)), given.aux.bias),)
 
 
 def scores(

@@ -6,46 +6,57 @@ matmuls:
     (1) S^T  = K Q^T        each warpgroup half of the queries
     (2) dP^T = V dO^T       the same
     (3) dV  += P^T dO       the first warpgroup
-    (4) dK  += dS^T Q       the second one, at the same time: one product whose operands differ
+    (4) dK  += dS^T Q       the second one, at the same time: one matmul whose operands differ
     (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
 
 Reads of shared memory are the bottleneck: all operands lie there, and every warp loads its own. So
-the warps' parts are as square as they can be (common/grid.py), and a warpgroup accumulates one
-array, not half of two. The warpgroups meet twice a step: when a tile has arrived, and when P and dS
-are written. With one slot they also meet when the tile may be overwritten.
+the warps' parts are as square as they can be (mma.Grid), and a warpgroup accumulates one array, not
+half of two. The warpgroups synchronize twice a step: when a tile has arrived, and when P and dS are
+written. With one slot they also do when the tile may be overwritten.
 
 The order in which CTAs add to a tile of dQ differs from run to run, and with it the last bits of dQ
-(dq_sums.py). backward/split/dkv.py and backward/split/dq.py are the deterministic pair.
+(DqSums). backward/split/dkv.py and backward/split/dq.py are the deterministic pair.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
-from .....core import bounds, dropout
+from .....core import dropout
 from .....core.problem import Operands, Problem
-from ....gpu import score_tile
+from ....gpu import inline, score_tile
+from ....gpu.inline import at, coordinates, fragmented, pair
 from ....gpu.launch import launch
 from ... import tiling
 from ...common.auxiliary_inputs import load_vector
-from ...common.grid import Grid
-from ...common.smem_tiles import Copies, Copy, Vector
-from ...common.team import Team
-from ...common.threads import THREADS
-from ...common.tile_range import Step
-from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, fused_width
-from ..arrays import DELTA, LSE, BackwardArrays
-from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
-from .dq_sums import DqSums, narrowed
-from .loads import Passing, Slot
+from ...common.kernel import Kernel, Step
+from ...common.mma import Grid
+from ...common.smem_tiles import (
+    THREADS,
+    Copies,
+    Copy,
+    Stream,
+    Vector,
+    Warpgroups,
+    buffer,
+    device_address,
+    thread,
+)
+from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
+from ..base import DELTA, LSE, BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
-# Of a thread: those of dV or dK, P and dP together, from which on P is not held. ptxas has 255.
+# Of a thread: those of dV or dK, P and dP together, from which on P is read back. ptxas has 255.
 MOST_REGISTERS = 224
 
 
@@ -86,8 +97,8 @@ class FusedKernel(KvStationary):
 
     def run(self, dq, gmem: BackwardArrays, out: GradientSums, smem: FusedSmem, pair, block):
         """Runs all phases of a CTA: of KV block `block` of a (batch entry, KV head) pair."""
-        team = Team(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.met)
-        copies = Copies(self.interpret, team)
+        warpgroups = Warpgroups(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.barrier)
+        copies = Copies(self.interpret, warpgroups)
         kv_heads = jnp.int32(self.problem.kv_heads)
         at = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
         cta = self.place(gmem, smem, copies, at)
@@ -98,65 +109,69 @@ class FusedKernel(KvStationary):
         copies.start(*own)
         cta.stream.start(0)
         copies.arrived(*own, pending=1)
-        total = self.products.zeros(self.tile.rows, fused_width(self.problem), self.grid)
+        total = self.matmuls.zeros(self.tile.rows, fused_width(self.problem), self.grid)
         total = cta.steps.fold(functools.partial(self.step, cta, dq), total, hides_end=False)
         cta.stream.end()
         self.finish(cta, out, total)
 
     def with_stream(self, cta: KvStationaryCta) -> KvStationaryCta:
         """Returns `cta` with the stream of its Q tiles."""
-        passing = Passing(cta.copies, cta.smem.passing, functools.partial(self.arriving, cta))
-        return cta._replace(stream=passing)
+        names, load = ("q", "do", "rows"), functools.partial(self.load, cta)
+        return cta._replace(stream=Stream(cta.copies, names, self.tile.slots, load))
 
-    def arriving(self, cta: KvStationaryCta, n, slot: Slot) -> tuple[Copy | Vector, ...]:
-        """Returns the copies of the n-th step: Q, dO, and LSE (warpgroup 0) or delta (1)."""
-        tiles, step, rank = self.tiles(cta, n), cta.steps[n], cta.copies.team.rank
-        to = lambda source, which: Copy(source, slot.tiles.at[which], tiles.row, tiles.limit)
+    def load(self, cta: KvStationaryCta, name: str, n, slot) -> tuple[Copy | Vector]:
+        """Returns a copy of the n-th step: of Q, of dO, or of LSE (warpgroup 0) or delta (1)."""
+        step, rank, arriving = cta.steps[n], cta.copies.warpgroups.rank, cta.smem.streamed.at(slot)
+        if name != "rows":
+            tile = arriving.tiles.at[OF_K if name == "q" else OF_V]
+            return (self.arriving(cta, name, n, tile),)
         source = cta.gmem.rows.at[cta.batch, self.head(cta, step), rank]
         count = jnp.where(step.exists, jnp.int32(self.tile.columns), jnp.int32(0))
-        rows = Vector(source, slot.rows.at[rank], tiles.row, count)
-        return to(tiles.first, OF_K), to(tiles.second, OF_V), rows
+        return (Vector(source, arriving.rows.at[rank], step.block * self.tile.columns, count),)
 
     def step(self, cta: KvStationaryCta, dq, n, total, *, masked: bool):
         """Computes the five matmuls of a Q tile; returns dV or dK with the tile's share added."""
         cta = self.with_stream(self.anew(cta))
-        team, smem, step = cta.copies.team, cta.smem, cta.steps[n]
+        warpgroups, smem, step = cta.copies.warpgroups, cta.smem, cta.steps[n]
         slot = self.weigh(cta, n, step, masked=masked)
-        cta.copies.meet()
-        weights, tile = smem.weights.at[team.rank], slot.tiles.at[team.rank]
-        total = self.products.add_part(total, weights, tile, 0, self.grid)
-        cta.stream.read(n)
+        cta.copies.sync()
+        weights, tile = smem.weights.at[warpgroups.rank], slot.tiles.at[warpgroups.rank]
+        total = self.matmuls.add_part(total, weights, tile, 0, self.grid)
+        if self.tile.slots == 1:
+            cta.copies.sync()
+            cta.stream.start(n + 1)
         sums = self.dq_sums
-        zeros = self.products.zeros(*sums.part, sums.grid)
-        column = team.rank * sums.part[1]
+        zeros = self.matmuls.zeros(*sums.part, sums.grid)
+        column = warpgroups.rank * sums.part[1]
         ds = smem.weights.at[OF_K]
-        part = self.products.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
+        part = self.matmuls.add_part(zeros, ds, smem.k, column, sums.grid, transposed=True)
         target = dq.at[cta.batch, self.head(cta, step), step.block]
-        sums.add(part, target, smem.dq, team.rank)
+        sums.add(part, target, smem.dq, warpgroups.rank)
         return total
 
     def weigh(self, cta: KvStationaryCta, n, step: Step, *, masked: bool) -> Slot:
         """Writes P and dS of a warpgroup's queries to shared memory; returns the tile's slot."""
-        first, count = cta.copies.team.part(self.tile.columns)
+        first, count = cta.copies.warpgroups.part(self.tile.columns)
         place, weights = self.at(cta, step, (first, count)), cta.smem.weights
         inputs = self.modifiers(cta, place, masked=masked)
-        cta.stream.begin(n)
-        slot = cta.stream.slot(n)
+        cta.stream.wait(n)
+        slot = cta.smem.streamed.at(cta.stream.slot(n))
         q, do = (slot.tiles.at[which, pl.ds(first, count)] for which in (OF_K, OF_V))
         of_rows = lambda which: load_vector(slot.rows.at[which, pl.ds(first, count)], 1)
         s = self.scores(cta, place, q)
-        cta.stream.ahead(n)
+        if self.tile.slots == 2:
+            cta.stream.start(n + 1)
         w = self.weights(cta, place, s, of_rows(LSE), inputs, masked=masked)
-        put_p = functools.partial(cta.copies.put, tile=weights.at[OF_V], column=first)
+        put_p = functools.partial(self.matmuls.put, tile=weights.at[OF_V], column=first)
         if self.rereads:
             put_p(w.p)
         dp = self.weight_gradients(cta, place, do)
         if self.rereads:
-            w = w._replace(p=cta.copies.get(place.shape, weights.at[OF_V], first))
+            w = w._replace(p=self.matmuls.get(place.shape, weights.at[OF_V], first))
         else:
             put_p(score_tile.dropped(self.problem, w))
         ds = self.score_gradients(cta, place, w, dp, of_rows(DELTA))
-        cta.copies.put(ds, weights.at[OF_K], first)
+        self.matmuls.put(ds, weights.at[OF_K], first)
         return slot
 
     @property
@@ -169,19 +184,19 @@ class FusedKernel(KvStationary):
         spec, tile = self.problem.spec, self.tile
         if spec.dropout_rate or spec.softcap is not None or spec.score_mod is not None:
             return False
-        held = tile.rows * (fused_width(self.problem) + tile.columns)
-        return held >= MOST_REGISTERS * THREADS
+        elements = tile.rows * (fused_width(self.problem) + tile.columns)
+        return elements >= MOST_REGISTERS * THREADS
 
     def finish(self, cta: KvStationaryCta, out: GradientSums, total):
         """Writes dV and dK, staged where V and K were; 0 for keys beyond a length.
 
         These are 0 because the weights of such keys are.
         """
-        spec, team, own = self.problem.spec, cta.copies.team, cta.smem.own
+        spec, warpgroups, own = self.problem.spec, cta.copies.warpgroups, cta.smem.own
         gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
-        factor = jnp.where(team.rank == OF_V, jnp.float32(gain), jnp.float32(spec.scale))
-        cta.copies.put(total * factor, own.at[team.rank], 0, self.grid)
-        cta.copies.meet()
+        factor = jnp.where(warpgroups.rank == OF_V, jnp.float32(gain), jnp.float32(spec.scale))
+        self.matmuls.put(total * factor, own.at[warpgroups.rank], 0, self.grid)
+        cta.copies.sync()
         first = cta.block * self.tile.rows
         for which, target in ((OF_K, out.dk), (OF_V, out.dv)):
             target = target.at[cta.batch, :, cta.kv_head]
@@ -199,7 +214,7 @@ def fused(
         launch,
         out=(out,),
         scratch=(tiling.fused_layout(problem, tile, interpret),),
-        # Blocks of some heads side by side add to different tiles of dQ, and the longest walks of a
+        # Blocks of some heads side by side add to different tiles of dQ, and the longest loops of a
         # causal mask start first.
         grid={
             "section": pl.cdiv(problem.batch * problem.kv_heads, tile.heads),
@@ -210,12 +225,7 @@ def fused(
         name="flash_pallas_portable_fused",
         interpret=interpret,
     )
-    find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
-    given = (
-        arrays.stacked()
-        .with_side(kernel.inputs, operands)
-        ._replace(bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None)
-    )
+    given = arrays.stacked().of_kernel(kernel.inputs, operands, tile)
 
     def accumulate(refs):
         dq, dk, dv = refs
@@ -227,3 +237,167 @@ def fused(
     dq, dk, dv = pl.run_state(accumulate)((kernel.dq_sums.zeros(problem), *zeros))
     dq = narrowed(problem, kernel.dq_sums, dq)
     return dq, dk[:, : problem.kv_len], dv[:, : problem.kv_len]
+
+
+# --- accumulation of dQ: float32 in device memory, in an order of its own ------------------------
+# Of each Q tile a warpgroup has half of the columns, and a thread of it has the registers of an
+# accumulator of `grid`. The reduction of a warp adds to consecutive bytes: element f of thread t
+# lies at [f // vector, t, f % vector], where one instruction adds `vector` floats. Before 9.0 that
+# is 1. A second launch reads the tiles in the same order and writes dQ in 16 bits.
+#
+# Under the interpreter a part of a tile is [rows, columns], and copy_smem_to_gmem adds it.
+
+
+@dataclasses.dataclass(frozen=True)
+class DqSums:
+    """Buffer in device memory that dQ is accumulated in.
+
+    Attributes:
+        rows: number of queries in a tile.
+        width: number of columns of a tile.
+        vector: number of floats that one instruction adds.
+        interpret: run under the interpreter.
+    """
+
+    rows: int
+    width: int
+    vector: int
+    interpret: bool
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of one warpgroup's part of a tile."""
+        return self.rows, self.width // WARPGROUPS
+
+    @property
+    def grid(self) -> Grid:
+        """Arrangement of a warpgroup's warps over its part of a tile."""
+        return Grid.of(*self.part)
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """Shape of a tile in device memory: both parts."""
+        rows, columns = self.part
+        if self.interpret:
+            return WARPGROUPS, rows, columns
+        return WARPGROUPS, rows * columns // THREADS // self.vector, THREADS, self.vector
+
+    def zeros(self, problem: Problem):
+        """Returns zeros for all tiles: f32[B, N, tiles, *tile]."""
+        tiles = pl.cdiv(problem.q_len, self.rows)
+        return jnp.zeros((problem.batch, problem.q_heads, tiles, *self.tile), jnp.float32)
+
+    def add(self, values, target, scratch, rank):
+        """Adds one part to a tile in device memory.
+
+        Args:
+            values: f32[part], an accumulator of `grid`.
+            target: the tile in device memory.
+            scratch: FusedSmem.dq.
+            rank: rank of this warpgroup.
+        """
+        target = target.at[rank]
+        if self.interpret:
+            scratch[rank] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(scratch.at[rank], target, reduction_op="add")
+            plgpu.wait_smem_to_gmem(0)
+            return
+        types: Any = (inline.WGMMA, plgpu.RefType())
+        run = plgpu.inline_mgpu(arg_types=types)(functools.partial(_add_body, self.vector))
+        run(values, target)
+
+    def load(self, source):
+        """Loads one part of a tile from device memory as an accumulator of `grid`."""
+        if self.interpret:
+            return source[...]
+        shape = self.grid.label(*self.part)
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(),),
+            return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, inline.WGMMA),
+        )(functools.partial(_load_body, shape, self.vector))
+        return run(source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow(Kernel):
+    """One launch that scales the sums and writes dQ in 16 bits; a CTA has one tile."""
+
+    problem: Problem
+    sums: DqSums
+    interpret: bool
+
+    def __call__(self, found, dq, staging):
+        batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
+        for part in range(WARPGROUPS):
+            values = self.sums.load(found.at[batch, head, block, part])
+            column = part * self.sums.part[1]
+            self.matmuls.put(values * self.problem.spec.scale, staging, column, self.sums.grid)
+        self.copies.sync()
+        target = dq.at[batch, :, head]
+        self.copies.store(staging, target, block * self.sums.rows, self.problem.q_len)
+
+
+def narrowed(problem: Problem, sums: DqSums, found):
+    """Launches Narrow and returns dQ [B, T, N, H] from the tiles."""
+    blocks = found.shape[2]
+    rows = blocks * sums.rows if sums.interpret else problem.q_len
+    shape = problem.batch, rows, problem.q_heads, problem.head_dim
+    run = launch(
+        Narrow(problem, sums, sums.interpret),
+        out=jax.ShapeDtypeStruct(shape, problem.dtype),
+        scratch=(buffer((sums.rows, sums.width), problem.dtype),),
+        grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
+        threads=1,
+        name="flash_pallas_portable_narrow",
+        interpret=sums.interpret,
+    )
+    return run(found)[:, : problem.q_len]
+
+
+# --- what is written into the kernel -------------------------------------------------------------
+
+
+def _add_body(vector: int, _, values, target):
+    void = ir.Type.parse("!llvm.void")
+    address = device_address(target, thread(), 4 * vector)
+    floats = [
+        at(values.registers[index], e)
+        for index, *_ in coordinates(values.shape, values.layout)
+        for e in (0, 1)
+    ]
+    kind = f"v{vector}." if vector > 1 else ""
+    given = ", ".join(f"${i + 1}" for i in range(vector))
+    given = f"{{{given}}}" if vector > 1 else given
+    for n in range(0, len(floats), vector):
+        code = f"red.global.add.{kind}f32 [$0+{4 * THREADS * n}], {given};"
+        constraints = ",".join(["l", *["f"] * vector])
+        operands = [address, *floats[n : n + vector]]
+        llvm.inline_asm(void, operands, code, constraints, has_side_effects=True)
+
+
+def _load_body(shape, vector: int, _, source):
+    layout, (rows, columns) = inline.WGMMA.to_mgpu(), shape
+    address = device_address(source, thread(), 4 * vector)
+    found = _floats(address, rows * columns // THREADS, vector)
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for n, (index, *_) in enumerate(coordinates(shape, layout)):
+        registers[index] = pair(*found[2 * n : 2 * n + 2])
+    return fragmented(registers, layout)
+
+
+def _floats(address, count: int, vector: int) -> list:
+    """Loads `count` floats of a thread from device memory."""
+    f32, found = ir.F32Type.get(), []
+    for n in range(0, count, vector):
+        place = f"[${vector}+{4 * THREADS * n}]"
+        if vector == 1:
+            code, kind = f"ld.global.f32 $0, {place};", f32
+        else:
+            results = ", ".join(f"${i}" for i in range(vector))
+            code = f"ld.global.v{vector}.f32 {{{results}}}, {place};"
+            kind = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * vector)})>")
+        constraints = ",".join([*["=f"] * vector, "l"])
+        x = llvm.inline_asm(kind, [address], code, constraints, has_side_effects=True)
+        found += [x] if vector == 1 else [llvm.extractvalue(f32, x, [i]) for i in range(vector)]
+    return found

@@ -16,17 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .....core import bounds
 from .....core.problem import Operands, Problem
 from ....gpu import modifiers, score_tile
 from ....gpu.launch import launch
 from ... import tiling
-from ...common.auxiliary_inputs import AuxiliaryInputs, load_vector
-from ...common.smem_tiles import widths
-from ...tiling import DkvSmem, TileSizes
-from ..arrays import BackwardArrays
-from ..kv_stationary import GradientSums, KvStationary, KvStationaryCta, outputs
-from .loads import Stream
+from ...common.auxiliary_inputs import load_vector
+from ...common.smem_tiles import Copy, Stream, widths
+from ...tiling import SLOTS, DkvSmem, TileSizes
+from ..base import BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
 WIDEST_TOGETHER = 256  # head dims of K and V together: f32 of 64 rows in 128 registers
 
@@ -51,43 +48,50 @@ class DkvKernel(KvStationary):
         own = self.own(cta)
         if "dk" not in self.wanted:  # dP wants V
             own = own[:1]
-        coming = lambda n: self.tiles(self.anew(cta), n)
-        stream = Stream(self.copies, smem.q, smem.do, coming)
+        stream = Stream(self.copies, ("q", "do"), SLOTS, functools.partial(self.load, cta))
         self.copies.start(*own)
-        stream.start()
+        stream.start(0, "q")
+        stream.start(0, "do")
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream)
-        zeros = functools.partial(self.products.zeros, self.tile.rows)
+        zeros = functools.partial(self.matmuls.zeros, self.tile.rows)
         sums = GradientSums(*map(zeros, widths(self.problem)))
         sums = GradientSums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
         sums = cta.steps.fold(functools.partial(self.step, cta), sums, hides_end=not self.interpret)
         stream.end()
         self.finish(cta, out, sums)
 
+    def load(self, cta: KvStationaryCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of the Q or dO tile of the n-th step."""
+        tile = cta.smem.q.at[slot] if name == "q" else cta.smem.do
+        return (self.arriving(self.anew(cta), name, n, tile),)
+
     def step(self, cta: KvStationaryCta, n, sums: GradientSums, *, masked: bool) -> GradientSums:
         """Returns the sums with the share of one Q tile added."""
         # Not all of `anew`, which costs 16 to 28 bytes of spills here on 10.0.
         batch, kv_head = lax.optimization_barrier((cta.batch, cta.kv_head))
         cta = cta._replace(batch=batch, kv_head=kv_head)
-        place, q = self.at(cta, cta.steps[n]), cta.stream.slot(n)
+        place, q = self.at(cta, cta.steps[n]), cta.smem.q.at[cta.stream.slot(n)]
         rows = place.batch, place.head, place.columns
         inputs = self.modifiers(cta, place, masked=masked)
         lse = load_vector(cta.gmem.lse.at[rows], 1)
-        cta.stream.begin(n)
+        cta.stream.wait(n, "q", pending=1)
+        cta.stream.start(n + 1, "q")
         s = self.scores(cta, place, q)
         delta = load_vector(cta.gmem.delta.at[rows], 1)  # registers have no room for it before
         w = self.weights(cta, place, s, lse, inputs, masked=masked)
-        cta.stream.second_arrived(n)
+        cta.stream.wait(n, "do", pending=1)
         dk, dv, ds = sums.dk, sums.dv, None
         if dk is not None:
             dp = self.weight_gradients(cta, place, cta.smem.do)
             ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
         if dv is not None:
             p = score_tile.dropped(self.problem, w).astype(self.problem.dtype)
-            dv = self.products.add(dv, p, cta.smem.do)
-        cta.stream.second_read(n)
+            dv = self.matmuls.add(dv, p, cta.smem.do)
+        cta.copies.sync()
+        cta.stream.start(n + 1, "do")
         if dk is not None:
-            dk = self.products.add(dk, ds, q)
+            dk = self.matmuls.add(dk, ds, q)
         return GradientSums(dk, dv)
 
     def finish(self, cta: KvStationaryCta, out: GradientSums, sums: GradientSums):
@@ -98,15 +102,15 @@ class DkvKernel(KvStationary):
         parts = [(dk, cta.smem.k, out.dk), (dv, cta.smem.v, out.dv)]
         parts = [(values, *places) for values, *places in parts if values is not None]
         for values, staging, _ in parts:
-            cta.copies.put(self.cleared(cta, values), staging)
-        cta.copies.meet()
+            self.matmuls.put(self.zero_padded(cta, values), staging)
+        cta.copies.sync()
         for _, staging, target in parts:
             target = target.at[cta.batch, :, cta.kv_head]
             cta.copies.store(staging, target, first, self.problem.kv_len)
 
-    def cleared(self, cta: KvStationaryCta, values):
+    def zero_padded(self, cta: KvStationaryCta, values):
         """Returns `values` with 0 in the rows of keys beyond a length."""
-        lengths = cta.gmem.side.kv_lengths
+        lengths = cta.gmem.aux.kv_lengths
         if lengths is None:
             return values
         start = cta.block * self.tile.rows
@@ -127,8 +131,9 @@ def _launch(
 ) -> GradientSums:
     blocks = pl.cdiv(problem.kv_len, tile.rows)
     length = blocks * tile.rows if interpret else problem.kv_len
+    kernel = DkvKernel(problem, tile, wanted, interpret)
     run = launch(
-        DkvKernel(problem, tile, wanted, interpret),
+        kernel,
         out=(outputs(problem, length, wanted),),
         scratch=(tiling.dkv_layout(problem, tile),),
         grid={"batch": problem.batch, "head": problem.kv_heads, "kv": blocks},
@@ -136,10 +141,5 @@ def _launch(
         name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),
         interpret=interpret,
     )
-    find, dynamic = bounds.q_bounds, bounds.is_dynamic(problem)
-    (found,) = run(
-        arrays.with_side(AuxiliaryInputs(problem, 1, interpret), operands)._replace(
-            bounds=find(problem, operands, tile.columns, tile.rows) if dynamic else None
-        )
-    )
+    (found,) = run(arrays.of_kernel(kernel.inputs, operands, tile))
     return GradientSums(*(None if x is None else x[:, : problem.kv_len] for x in found))

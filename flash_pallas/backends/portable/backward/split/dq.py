@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .....core import bounds
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from ....gpu import score_tile
@@ -24,12 +23,10 @@ from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
-from ...common.kernel import Kernel
-from ...common.smem_tiles import Copy, widths
-from ...common.tile_range import Steps, key_blocks
-from ...tiling import DqSmem, TileSizes
-from ..arrays import BackwardArrays
-from .loads import Stream, Tiles
+from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
+from ...common.smem_tiles import Copy, Stream, widths
+from ...tiling import SLOTS, DqSmem, TileSizes
+from ..base import BackwardArrays
 
 
 class DqRows(NamedTuple):
@@ -37,7 +34,7 @@ class DqRows(NamedTuple):
 
     lse: Any  # f32[rows], base 2
     delta: Any  # f32[rows]
-    held: RowFragments
+    fragments: RowFragments
 
 
 class DqCta(NamedTuple):
@@ -82,41 +79,41 @@ class DqKernel(Kernel):
         limit = gmem.q_length(self.problem, cta.batch)
         of = lambda array: array.at[cta.batch, :, cta.head]
         own = Copy(of(gmem.q), smem.q, first, limit), Copy(of(gmem.do), smem.do, first, limit)
-        stream = Stream(self.copies, smem.k, smem.v, functools.partial(self.tiles, cta))
+        stream = Stream(self.copies, ("k", "v"), SLOTS, functools.partial(self.load, cta))
         self.copies.start(*own)
-        stream.start()
+        stream.start(0, "k")
+        stream.start(0, "v")
         rows = self.rows(cta)
         self.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
-        zeros = self.products.zeros(self.tile.rows, widths(self.problem)[0])
+        zeros = self.matmuls.zeros(self.tile.rows, widths(self.problem)[0])
         found = cta.steps.fold(
             functools.partial(self.step, cta), zeros, hides_end=not self.interpret
         )
         stream.end()
-        self.copies.put(found * self.problem.spec.scale, smem.q)
-        self.copies.meet()
+        self.matmuls.put(found * self.problem.spec.scale, smem.q)
+        self.copies.sync()
         self.copies.store(smem.q, of(dq), first, self.problem.q_len)
 
     def place(self, gmem: BackwardArrays, smem: DqSmem) -> DqCta:
         """Returns where this CTA is, and the steps of its loop over KV blocks."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
-        if self.problem.spec.mask.right is not None:  # the longest rows first
-            block = pl.cdiv(self.problem.q_len, self.tile.rows) - 1 - block
+        block = longest_first(self.problem, self.tile.rows, block)
         position = block * self.tile.rows + gmem.offset(self.problem, batch)
-        length = None if gmem.side.kv_lengths is None else gmem.side.kv_lengths[batch]
+        length = None if gmem.aux.kv_lengths is None else gmem.aux.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
         at = batch, block
-        blocks = key_blocks(self.problem, at, position, tile, gmem.bounds, length)
+        blocks = kv_tile_range(self.problem, at, position, tile, gmem.bounds, length)
         return DqCta(gmem, smem, batch, head, block, position, Steps.of(blocks))
 
-    def tiles(self, cta: DqCta, n) -> Tiles:
-        """Returns the K and V tiles of the n-th step, in device memory."""
+    def load(self, cta: DqCta, name: str, n, slot) -> tuple[Copy]:
+        """Returns the copy of the K or V tile of the n-th step."""
+        tile = cta.smem.k.at[slot] if name == "k" else cta.smem.v
         step = cta.steps[n]
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
-        of = lambda array: array.at[cta.batch, :, kv_head]
-        length = cta.gmem.kv_length(self.problem, cta.batch)
-        limit = jnp.where(step.exists, jnp.int32(length), jnp.int32(0))
-        return Tiles(of(cta.gmem.k), of(cta.gmem.v), step.block * self.tile.columns, limit)
+        source = getattr(cta.gmem, name).at[cta.batch, :, kv_head]
+        limit = step.limit(cta.gmem.kv_length(self.problem, cta.batch))
+        return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
     def rows(self, cta: DqCta) -> DqRows:
         """Loads what is read of the queries once: LSE, delta and the inputs of modifiers."""
@@ -124,38 +121,36 @@ class DqKernel(Kernel):
         return DqRows(
             lse=load_vector(cta.gmem.lse.at[own], 0),
             delta=load_vector(cta.gmem.delta.at[own], 0),
-            held=self.inputs.hold(cta.gmem.side, self.at(cta, 0)),
+            fragments=self.inputs.row_fragments(cta.gmem.aux, Place.of(cta, self.tile, 0)),
         )
-
-    def at(self, cta: DqCta, block) -> Place:
-        """Returns the place of the score tile of a KV block."""
-        first = cta.block * self.tile.rows, block * self.tile.columns
-        return Place(cta.batch, cta.head, *first, (self.tile.rows, self.tile.columns))
 
     def step(self, cta: DqCta, n, dq, *, masked: bool):
         """Returns dQ with the share of one KV block added."""
         block = cta.steps[n].block
-        zeros = self.products.zeros(*self.at(cta, block).shape)
-        inputs = self.inputs.read(cta.rows.held, cta.gmem.side, self.at(cta, block), ids=masked)
-        cta.stream.begin(n)
-        s = self.products.add(zeros, cta.smem.q, cta.stream.slot(n), transposed=True)
-        cta.stream.second_arrived(n)
-        dp = self.products.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
-        cta.stream.second_read(n)
+        place = Place.of(cta, self.tile, block)
+        zeros = self.matmuls.zeros(*place.shape)
+        inputs = self.inputs.read(cta.rows.fragments, cta.gmem.aux, place, ids=masked)
+        k = cta.smem.k.at[cta.stream.slot(n)]
+        cta.stream.wait(n, "k", pending=1)
+        cta.stream.start(n + 1, "k")
+        s = self.matmuls.add(zeros, cta.smem.q, k, transposed=True)
+        cta.stream.wait(n, "v", pending=1)
+        dp = self.matmuls.add(zeros, cta.smem.do, cta.smem.v, transposed=True)
+        self.copies.sync()
+        cta.stream.start(n + 1, "v")
         ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
-        return self.products.add(dq, ds.astype(self.problem.dtype), cta.stream.slot(n))
+        return self.matmuls.add(dq, ds.astype(self.problem.dtype), k)
 
-    def score_gradients(self, cta: DqCta, block, inputs, products, *, masked: bool):
+    def score_gradients(self, cta: DqCta, block, inputs, s_dp, *, masked: bool):
         """Computes dS of one tile, f32."""
-        s, dp = products
+        s, dp = s_dp
         shape, gmem = s.shape, cta.gmem
         start = block * self.tile.columns
         tile = RegisterTile(cta.position, start, shape, interpret=self.interpret)
         limits = Limits()
         if masked:
-            ragged = self.problem.kv_len % self.tile.columns or gmem.side.kv_lengths is not None
             length = gmem.kv_length(self.problem, cta.batch)
-            limits = tile.limits(self.problem.spec.mask, length if ragged else None)
+            limits = kv_limits(self.problem, tile, gmem.aux.kv_lengths, length)
         w = score_tile.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
         delta = tile.per_q(cta.rows.delta)
         return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
@@ -167,8 +162,9 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
     shape = arrays.q.shape
     if interpret:
         shape = (shape[0], blocks * tile.rows, *shape[2:])
+    kernel = DqKernel(problem, tile, interpret)
     run = launch(
-        DqKernel(problem, tile, interpret),
+        kernel,
         out=jax.ShapeDtypeStruct(shape, problem.dtype),
         scratch=(tiling.dq_layout(problem, tile),),
         grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
@@ -176,10 +172,5 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
         name="flash_pallas_portable_dq",
         interpret=interpret,
     )
-    dynamic = bounds.is_dynamic(problem)
-    found = run(
-        arrays.with_side(AuxiliaryInputs(problem, 0, interpret), operands)._replace(
-            bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns) if dynamic else None
-        )
-    )
+    found = run(arrays.of_kernel(kernel.inputs, operands, tile))
     return found[:, : problem.q_len]

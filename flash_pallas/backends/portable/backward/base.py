@@ -1,8 +1,4 @@
-"""Base of KV-stationary backward kernels: a CTA owns a KV tile and loops over Q tiles.
-
-These are the Q tiles that attend to it, of all query heads that share the keys. Scores are
-transposed: rows are keys.
-"""
+"""Arrays that backward kernels read, and the base of the KV-stationary ones."""
 
 from __future__ import annotations
 
@@ -13,22 +9,99 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ....core import bounds
 from ....core.integers import round_up
 from ....core.mask import Limits
-from ....core.problem import Problem
+from ....core.padding import pad_axis
+from ....core.problem import Cotangents, Operands, Problem
 from ....core.scores import TileInputs
-from ...gpu import score_tile
+from ....core.softmax import EMPTY_ROW
+from ...gpu import auxiliary_arrays, score_tile
+from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
 from ...gpu.score_tile import RegisterTile, Weights
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.kernel import Kernel
+from ..common.kernel import Kernel, Step, Steps, masked_unless, q_tile_range
 from ..common.mma import STEP
 from ..common.smem_tiles import Copies, Copy
-from ..common.tile_range import Step, Steps, masked_unless, query_blocks
-from ..tiling import TileSizes
-from .arrays import BackwardArrays
-from .split.loads import Tiles
+from ..tiling import FusedSizes, ScoreLines, TileSizes
 
-_ENDS_ANEW_FROM = 192  # head dims above; see OwnsKeys.anew
+LSE, DELTA = range(2)  # of BackwardArrays.rows
+
+
+class BackwardArrays(NamedTuple):
+    """Arrays in device memory that a backward kernel reads.
+
+    R is T padded so that no tile reaches past it. The LSE of padded rows is EMPTY_ROW, so that
+    their P is 0.
+    """
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    do: Any  # [B, T, N, Hv]
+    lse: Any  # f32[B, N, R], base 2
+    delta: Any  # f32[B, N, R]: sum of O dO
+    q_offset: Any = None  # int32[B], where problem.traced_offset
+    q_lengths: Any = None  # int32[B]
+    bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
+    aux: AuxiliaryGmem = AuxiliaryGmem()
+    shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
+    rows: Any = None  # f32[B, N, 2, R]: LSE and DELTA, in the fused kernel in place of both
+
+    @classmethod
+    def of(cls, operands: Operands, cotangents: Cotangents) -> BackwardArrays:
+        """Returns the arrays without `bounds` and `aux`, of which each kernel has its own."""
+        rows = within_reach(operands.q.shape[1])
+        return cls(
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            do=cotangents.do,
+            lse=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
+            delta=pad_axis(cotangents.delta, 2, rows),
+            q_offset=operands.q_offset,
+            q_lengths=operands.q_lengths,
+            shift=None if cotangents.shift is None else pad_axis(cotangents.shift, 2, rows),
+        )
+
+    def with_aux(self, inputs: AuxiliaryInputs, operands: Operands) -> BackwardArrays:
+        """Returns the arrays with `aux`: what a kernel reads besides them, and `shift`."""
+        kv_heads = inputs.problem.kv_heads
+        aux = auxiliary_arrays.with_shift(inputs.arrays(operands), self.shift, kv_heads)
+        return self._replace(aux=aux, shift=None)
+
+    def of_kernel(
+        self, inputs: AuxiliaryInputs, operands: Operands, tile: TileSizes | FusedSizes | ScoreLines
+    ) -> BackwardArrays:
+        """Returns the arrays with `aux` and `bounds` of a kernel with these tiles."""
+        found, problem = self.with_aux(inputs, operands), inputs.problem
+        if not bounds.is_dynamic(problem):
+            return found
+        if inputs.q_axis:
+            return found._replace(
+                bounds=bounds.q_bounds(problem, operands, tile.columns, tile.rows)
+            )
+        return found._replace(bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns))
+
+    def stacked(self) -> BackwardArrays:
+        """Returns the arrays with LSE and delta stacked in `rows`; each warpgroup copies one."""
+        rows = jnp.stack([self.lse, self.delta], axis=2)
+        return self._replace(lse=None, delta=None, rows=rows)
+
+    def offset(self, problem: Problem, batch):
+        """Returns the position of query 0 of a batch entry."""
+        return problem.spec.q_offset if self.q_offset is None else self.q_offset[batch]
+
+    def q_length(self, problem: Problem, batch):
+        """Returns the number of queries of a batch entry."""
+        return problem.q_len if self.q_lengths is None else self.q_lengths[batch]
+
+    def kv_length(self, problem: Problem, batch):
+        """Returns the number of keys of a batch entry."""
+        return problem.kv_len if self.aux.kv_lengths is None else self.aux.kv_lengths[batch]
+
+
+_ENDS_ANEW_FROM = 192  # head dims above; see KvStationary.anew
 
 
 class GradientSums(NamedTuple):
@@ -52,7 +125,10 @@ class KvStationaryCta(NamedTuple):
 
 
 class KvStationary(Kernel):
-    """Base class of the kernels of dK and dV.
+    """Base class of the kernels of dK and dV: a CTA owns a KV tile and loops over Q tiles.
+
+    These are the Q tiles that attend to it, of all query heads that share the keys. Scores are
+    transposed: rows are keys.
 
     Attributes:
         problem: what is computed.
@@ -81,7 +157,7 @@ class KvStationary(Kernel):
         Args:
             gmem: arrays in device memory.
             smem: buffers in shared memory.
-            copies: copies of tiles by the CTA's team.
+            copies: copies of tiles by the warpgroups of the CTA.
             at: (batch entry, KV head, KV block).
         """
         batch, kv_head, block = at
@@ -93,7 +169,7 @@ class KvStationary(Kernel):
         first, rows = block * self.tile.rows, self.tile.rows
         position = first - gmem.offset(self.problem, batch)
         tile = self.tile.columns, rows
-        blocks = query_blocks(self.problem, (batch, block), position, tile, gmem.bounds)
+        blocks = q_tile_range(self.problem, (batch, block), position, tile, gmem.bounds)
         ragged = self.hides_ends and self.ragged(gmem)
         if self.mask_all and (ragged or not self.problem.spec.mask.is_trivial):
             blocks = blocks._replace(full_start=blocks.stop, full_stop=blocks.stop)
@@ -110,10 +186,10 @@ class KvStationary(Kernel):
         fused backward of head dim 256 8 bytes of spills. At 192 it would cost 12, and 12 at 256
         where the loop starts elsewhere.
         """
-        team = cta.copies.team
-        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, team.rank))
+        warpgroups = cta.copies.warpgroups
+        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, warpgroups.rank))
         batch, kv_head, block, rank = found
-        copies = dataclasses.replace(cta.copies, team=team._replace(rank=rank))
+        copies = dataclasses.replace(cta.copies, warpgroups=warpgroups._replace(rank=rank))
         steps = cta.steps
         wide = self.problem.head_dim > _ENDS_ANEW_FROM
         if wide and cta.gmem.bounds is None and steps.shift is None:
@@ -122,7 +198,7 @@ class KvStationary(Kernel):
 
     def ragged(self, gmem: BackwardArrays) -> bool:
         """Returns whether some KV block has keys that do not exist."""
-        return bool(self.problem.kv_len % self.tile.rows) or gmem.side.kv_lengths is not None
+        return bool(self.problem.kv_len % self.tile.rows) or gmem.aux.kv_lengths is not None
 
     def own(self, cta: KvStationaryCta) -> tuple[Copy, Copy]:
         """Returns the copies of the CTA's K and V tiles."""
@@ -131,14 +207,12 @@ class KvStationary(Kernel):
         of = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
         return of(gmem.k, cta.smem.k), of(gmem.v, cta.smem.v)
 
-    def tiles(self, cta: KvStationaryCta, n) -> Tiles:
-        """Returns the Q and dO tiles of the n-th step, in device memory."""
+    def arriving(self, cta: KvStationaryCta, name: str, n, tile) -> Copy:
+        """Returns the copy of the Q or dO tile ("q", "do") of the n-th step to `tile`."""
         step = cta.steps[n]
-        head = self.head(cta, step)
-        of = lambda array: array.at[cta.batch, :, head]
-        length = jnp.int32(cta.gmem.q_length(self.problem, cta.batch))
-        limit = jnp.where(step.exists, length, jnp.int32(0))
-        return Tiles(of(cta.gmem.q), of(cta.gmem.do), step.block * self.tile.columns, limit)
+        source = getattr(cta.gmem, name).at[cta.batch, :, self.head(cta, step)]
+        limit = step.limit(cta.gmem.q_length(self.problem, cta.batch))
+        return Copy(source, tile, step.block * self.tile.columns, limit)
 
     def head(self, cta: KvStationaryCta, step: Step):
         """Returns the query head of a step; if there is no such step, some head of the group."""
@@ -156,14 +230,14 @@ class KvStationary(Kernel):
 
     def modifiers(self, cta: KvStationaryCta, place: Place, *, masked: bool) -> TileInputs:
         """Returns the inputs of the score modifiers at a tile."""
-        held = self.inputs.hold(cta.gmem.side, place)
-        return self.inputs.read(held, cta.gmem.side, place, ids=masked)
+        fragments = self.inputs.row_fragments(cta.gmem.aux, place)
+        return self.inputs.read(fragments, cta.gmem.aux, place, ids=masked)
 
     def scores(self, cta: KvStationaryCta, place: Place, q):
         """Computes S^T of a tile from the rows `q` of Q, before scale and modifiers."""
         summed = round_up(self.problem.head_dim, STEP)
-        zeros = self.products.zeros(*place.shape)
-        return self.products.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
+        zeros = self.matmuls.zeros(*place.shape)
+        return self.matmuls.add(zeros, cta.smem.k, q, transposed=True, summed=summed)
 
     def weights(
         self, cta: KvStationaryCta, place: Place, s, lse, inputs: TileInputs, *, masked: bool
@@ -179,8 +253,8 @@ class KvStationary(Kernel):
     def weight_gradients(self, cta: KvStationaryCta, place: Place, do):
         """Computes dP^T of a tile from the rows `do` of dO."""
         summed = round_up(self.problem.v_head_dim, STEP)
-        zeros = self.products.zeros(*place.shape)
-        return self.products.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
+        zeros = self.matmuls.zeros(*place.shape)
+        return self.matmuls.add(zeros, cta.smem.v, do, transposed=True, summed=summed)
 
     def score_gradients(self, cta: KvStationaryCta, place: Place, w: Weights, dp, delta):
         """Computes dS^T of a tile, f32."""
