@@ -80,7 +80,7 @@ test-0.12:
 	@VENV=$(VENV)-0.12 CONSTRAINTS=.ci/constraints-0.12.txt bash .ci/setup compile dev
 	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(ON_0.12)
 	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(INTERPRETED_0.12) \
-		-k "d64 or everything or parts or alibi or mask_bias or int8"
+		-k "d64 or everything or split_q or alibi or mask_bias or int8"
 
 test-gpu:
 	@$(SETUP) dev cuda13

@@ -240,7 +240,7 @@ def test_three_warpgroups_beside_segment_ids():
 
 # --- random calls --------------------------------------------------------------------------------
 
-SAMPLE = 1  # of each GPU and day; `make fuzz-lowering` tries thousands
+SAMPLE = 2  # of each GPU and day; `make fuzz-lowering` tries thousands
 
 
 @pytest.mark.parametrize("gpu", GPUS)
