@@ -10,7 +10,7 @@ import pytest
 
 from . import house
 
-FILES, STACK, RECORDS = 62, 40, 71
+FILES, STACK, RECORDS = 32, 26, 40
 
 
 @pytest.mark.thorough

@@ -15,11 +15,6 @@ from .problem import Operands, Problem
 _MOST = jnp.iinfo(jnp.int32).max
 
 
-def is_dynamic(problem: Problem) -> bool:
-    """Returns whether an array decides which blocks are read, beyond arithmetic on a q_offset."""
-    return bool({"kv_lengths", "q_segments"} & problem.features)
-
-
 def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     """Returns int32[B, Q blocks, 2]: first and one past the last KV block that each Q block reads.
 

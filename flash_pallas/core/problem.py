@@ -124,6 +124,11 @@ class Problem:
         return self.spec.unit(bool({"bias", "alibi_slopes"} & self.features))
 
     @property
+    def is_dynamic(self) -> bool:
+        """True if an array decides which blocks are read, beyond arithmetic on a q_offset."""
+        return bool({"kv_lengths", "q_segments"} & self.features)
+
+    @property
     def traced_offset(self) -> bool:
         """True if the query offset is an array."""
         return "q_offset" in self.features

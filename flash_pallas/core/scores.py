@@ -32,7 +32,7 @@ class TileInputs(NamedTuple):
     dropout_key: Any = None  # uint32 scalar; or, in its place:
     q_keys: Any = None  # int32 or uint32, one per query: the bits of dropout.row_keys
     kv_keys: Any = None  # likewise, one per key: the bits of dropout.column_keys
-    shift: Any = None  # backends.gpu.score_tile.RowShift, in kernels of the backward
+    shift: Any = None  # backends.gpu.score_tile.row_shift, in kernels of the backward
 
 
 class Logits(NamedTuple):

@@ -151,4 +151,4 @@ def test_blocks_inside_one_document(name):
 )
 def test_which_problems_need_arrays_of_bounds(segments, lengths, offset, dynamic):
     problem, _, _ = build(Mask.causal(), SEGMENTS[segments], lengths, offset)
-    assert bounds.is_dynamic(problem) == dynamic
+    assert problem.is_dynamic == dynamic

@@ -58,51 +58,14 @@ class Maxima(NamedTuple):
 
     Attributes:
         m: f32[rows], base 2. NaN in a row that has a shift; at most LOWEST before the first key.
-        shift: f32[rows], in units of x; 0 in other rows. None: it is a `Kept`, or no logit can be
-            far.
+        shift: f32[rows], in units of x; 0 in other rows. None: no logit can be far, or it is `kept`
+            in shared memory, for loops that have no register for it: f32[rows], written only where
+            a far row is found, so that it is arbitrary where m is not a NaN. A thread reads what it
+            has written itself.
     """
 
     m: Any
     shift: Any = None
-
-
-class Kept(NamedTuple):
-    """The shift of a warpgroup's rows in shared memory, for loops that have no register for it.
-
-    Where m is not a NaN the value is arbitrary, so that it is written only where a far row is
-    found. A thread reads what it has written itself.
-
-    Attributes:
-        ref: f32[rows].
-        interpret: run by the interpreter.
-    """
-
-    ref: Any
-    interpret: bool
-
-    def load(self):
-        """Loads the shift of all rows."""
-        return plgpu.load(self.ref, layout=inline.ROWS)
-
-    def store(self, shift):
-        """Stores the shift of all rows."""
-        self.ref[...] = shift
-
-
-class Raised(NamedTuple):
-    """Maxima after a tile, and how to go on from those before.
-
-    Attributes:
-        before: f32[rows], reference of the sums so far: 2**before, with the new shift.
-        m: f32[rows], reference of this tile's weights exp2((x - shift) * log2_scale - m).
-        shift: f32[rows]; None where no logit can be far.
-        maxima: to carry on with.
-    """
-
-    before: Any
-    m: Any
-    shift: Any
-    maxima: Maxima
 
 
 def far_of(spec: AttentionSpec, dtype) -> float:
@@ -113,8 +76,10 @@ def far_of(spec: AttentionSpec, dtype) -> float:
     return far if spec.softcap * softmax.LOG2E > far else 0.0
 
 
-def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = None) -> Raised:
-    """Returns the maxima after a tile, of which some logit may be, or have been, far.
+def raised(
+    old: Maxima, top, log2_scale: float, far: float, kept=None
+) -> tuple[Any, Any, Any, Maxima]:
+    """Computes the maxima after a tile, of which some logit may be, or have been, far.
 
     Args:
         old: maxima before the tile.
@@ -122,15 +87,20 @@ def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = 
         log2_scale: x * log2_scale are logits in base 2.
         far: see core.softmax.far; 0 where no logit can be far.
         kept: as of `compared`.
+
+    Returns:
+        (before, m, shift, maxima): f32[rows], reference of the sums so far, 2**before, with the new
+        shift; f32[rows], reference of this tile's weights exp2((x - shift) * log2_scale - m);
+        f32[rows], None where no logit can be far; the Maxima to carry on with.
     """
     if not far:
         m = jnp.maximum(old.m, top * log2_scale)
-        return Raised(old.m, m, None, Maxima(m, old.shift))
+        return old.m, m, None, Maxima(m, old.shift)
     if kept is not None:
-        before = Maxima(old.m, kept.load() if old.shift is None else old.shift)
-        found = raised(before, top, log2_scale, far)
-        kept.store(found.maxima.shift)
-        return found._replace(maxima=Maxima(found.maxima.m))
+        shift = plgpu.load(kept, layout=inline.ROWS) if old.shift is None else old.shift
+        before, m, shift, maxima = raised(Maxima(old.m, shift), top, log2_scale, far)
+        kept[...] = maxima.shift
+        return before, m, shift, Maxima(maxima.m)
     zero = jnp.zeros_like(top)
     shifted = old.m != old.m
     unshifted = jnp.where(old.m > LOWEST, old.m * (1.0 / log2_scale), -math.inf)
@@ -147,7 +117,7 @@ def raised(old: Maxima, top, log2_scale: float, far: float, kept: Kept | None = 
         jnp.where(still_unseen, old.m, jnp.where(is_far, math.nan, m)),
         jnp.where(still_unseen, old.shift, shift),
     )
-    return Raised(before, m, shift, maxima)
+    return before, m, shift, maxima
 
 
 class Compared(NamedTuple):
@@ -182,7 +152,7 @@ def compared(
         slack: maxima stay as they are unless one grew by more, in base 2; None: they follow at
             once.
         interpret: run by the interpreter.
-        kept: where the shift is a `Kept`; None: it is among the maxima.
+        kept: f32[rows] in shared memory where the shift is; None: it is among the maxima.
     """
     top = x.max(axis=1)
     most = jnp.maximum(old.m, top * log2_scale)
@@ -194,22 +164,22 @@ def compared(
         return Compared(x, old.m, m, Maxima(m, None if kept else old.shift), grew)
 
     def shifted():
-        new = raised(old, top, log2_scale, far, kept)
-        less = x - lax.broadcast_in_dim(new.shift, x.shape, (0,))
+        before, m, shift, maxima = raised(old, top, log2_scale, far, kept)
+        less = x - lax.broadcast_in_dim(shift, x.shape, (0,))
         grew = None if slack is None else jnp.int32(1)
-        return Compared(less, new.before, new.m, new.maxima, grew)
+        return Compared(less, before, m, maxima, grew)
 
     if not far:
         return plain()
     return lax.cond(some_far(most, top, far, interpret) > 0, shifted, plain)
 
 
-def settled(maxima: Maxima, kept: Kept | None = None):
+def settled(maxima: Maxima, kept=None):
     """Returns (m, shift) of finished rows for `softmax.finish`; `kept` as of `compared`."""
     m, shift = maxima
     zero = jnp.zeros_like(m)
     if kept is not None:
-        shift = jnp.where(m != m, kept.load(), zero)
+        shift = jnp.where(m != m, plgpu.load(kept, layout=inline.ROWS), zero)
     if shift is None:
         return m, zero
     unseen = shift == -math.inf

@@ -17,7 +17,7 @@ from ...core.scores import Logits, TileInputs
 from ...core.softmax import EMPTY_ROW, LOG2E
 from . import inline, modifiers, online_softmax, stand_ins
 from .auxiliary_arrays import AuxiliaryGmem
-from .online_softmax import far_of, less_shift
+from .online_softmax import far_of
 
 # --- Tiles of scores whose positions cost one register, not one per element -----------------------
 
@@ -113,25 +113,27 @@ _HIDDEN = -1e18
 _LOWEST_CAP = 1e-9
 
 
-class RowShift(NamedTuple):
-    """The shift of the queries of a tile; see core/softmax.py.
+def row_shift(problem: Problem, auxiliary: AuxiliaryGmem, far, head, query, some=None) -> Callable:
+    """Returns the function (tile, x) that subtracts from logits the shift of their query.
 
-    Attributes:
-        values: f32 in device memory, of all heads.
-        first: i32, index of the first query's shift.
+    Args:
+        problem: what is computed.
+        auxiliary: arrays in device memory, with the shift of all rows; see core/softmax.py.
+        far: i32, of AuxiliaryGmem; not 0 where some row of the group of heads has a shift.
+        head: query head.
+        query: index of the first query of the tile.
         some: i32: 0 where all shifts are 0; None where it is known that they are not.
     """
+    rows = auxiliary.shift.shape[0] // (problem.batch * problem.q_heads)
+    member = lax.rem(jnp.int32(head), jnp.int32(problem.group))
+    first = far - 1 + member * rows + query
 
-    values: Any
-    first: Any
-    some: Any = None
+    def subtract(tile: RegisterTile, x):
+        given = auxiliary.shift, first, tile.q_axis, tile.interpret
+        less = lambda: online_softmax.less_shift(x, *given)
+        return less() if some is None else lax.cond(some > 0, less, lambda: x)
 
-    @classmethod
-    def of(cls, problem: Problem, side: AuxiliaryGmem, far, head, query) -> RowShift:
-        """Returns the shift from `query` of a head on, where `far` (of Gmem) is not 0."""
-        rows = side.shift.shape[0] // (problem.batch * problem.q_heads)
-        member = lax.rem(jnp.int32(head), jnp.int32(problem.group))
-        return cls(side.shift, far - 1 + member * rows + query)
+    return subtract
 
 
 class Weights(NamedTuple):
@@ -165,7 +167,7 @@ def weights(
     """
     spec = problem.spec
     x, log2_scale, pull = logits(spec, tile, s, inputs, limits)
-    x = _shifted(tile, x, inputs.shift)
+    x = x if inputs.shift is None else inputs.shift(tile, x)
     rows = tile.per_q(lse)
     p = _powers(tile, x, log2_scale, rows, polynomials)
     if problem.bias_shape is not None:
@@ -178,14 +180,6 @@ def weights(
             pull = _zero_where_hidden(p, pull)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull)
-
-
-def _shifted(tile: RegisterTile, x, shift: RowShift | None):
-    """Returns the logits minus the shift of their row."""
-    if shift is None:
-        return x
-    less = lambda: less_shift(x, shift.values, shift.first, tile.q_axis, tile.interpret)
-    return less() if shift.some is None else lax.cond(shift.some > 0, less, lambda: x)
 
 
 def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
@@ -217,7 +211,8 @@ def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, lim
     """
     spec = problem.spec
     x, log2_scale, _ = logits(spec, tile, s, inputs, limits)
-    x, rows = _shifted(tile, x, inputs.shift), tile.per_q(lse)
+    x = x if inputs.shift is None else inputs.shift(tile, x)
+    rows = tile.per_q(lse)
     if tile.interpret:
         p = jnp.exp2(x * log2_scale - rows)
         return jnp.where(scores.kept(spec, tile, inputs), p, -p)

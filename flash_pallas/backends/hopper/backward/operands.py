@@ -92,7 +92,7 @@ class BackwardArrays(NamedTuple):
         has_segments = q_axis == 1 and "kv_segments" in problem.features
         return self._replace(
             whole=bounds.q_whole(operands, *tile) if has_segments else None,
-            bounds=find(problem, operands, *tile) if bounds.is_dynamic(problem) else None,
+            bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
 

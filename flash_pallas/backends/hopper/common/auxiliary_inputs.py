@@ -39,19 +39,9 @@ class Streamed(NamedTuple):
     mask: Any = None  # as bias
 
 
-class RowFragments(NamedTuple):
-    """Registers of a warpgroup that last as long as its rows and its head."""
-
-    segments: Any = None  # int32[64]
-    keys: Any = None  # int32[64], of dropout
-    bias: Any = None  # f32[64] or f32 scalar
-    mask: Any = None  # as bias
-    scalars: TileInputs = TileInputs()
-
-
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryInputs:
-    """The side inputs of one kernel: what it streams, what it holds, and how it reads them.
+    """The auxiliary inputs of one kernel: what streams, what registers keep, and how it reads them.
 
     Attributes:
         problem: what is computed.
@@ -69,8 +59,10 @@ class AuxiliaryInputs:
     def streams(self) -> tuple[str, ...]:
         """The fields of Streamed that this kernel has."""
         names = ("segments",) * self.has_segments + ("keys",) * self.drops
-        wide = {"bias": self.problem.bias_shape, "mask": self.problem.mask_shape}
-        return names + tuple(n for n, shape in wide.items() if self.kind(shape) in _STREAMED)
+        for name, shape in (("bias", self.problem.bias_shape), ("mask", self.problem.mask_shape)):
+            if shape is not None and self.kind(shape) in _STREAMED:
+                names += (name,)
+        return names
 
     @property
     def copies(self) -> int:
@@ -81,8 +73,13 @@ class AuxiliaryInputs:
         """Returns "scalar", "rows", "columns", "tile" or None for a bias or mask of this shape."""
         return auxiliary_arrays.kind(shape, self.q_axis)
 
-    def buffers(self, stages: int, rows: int, columns: int) -> Streamed:
-        """Returns shared memory for `rows` rows, of all warpgroups together, and `columns`."""
+    def buffers(self, stages: int, rows: int, columns: int) -> Streamed | None:
+        """Returns shared memory for `rows` rows, of all warpgroups together, and `columns`.
+
+        Returns None where nothing streams.
+        """
+        if not self.streams:
+            return None
         tile = (rows, columns)[:: -1 if self.q_axis else 1]
 
         def wide(name, shape, dtype):
@@ -115,7 +112,7 @@ class AuxiliaryInputs:
     def load(
         self,
         gmem: AuxiliaryGmem,
-        smem: Streamed,
+        smem: Any,
         slot,
         barrier,
         place: Place,
@@ -165,42 +162,54 @@ class AuxiliaryInputs:
 
     # --- a compute warpgroup ---------------------------------------------------------------------
 
-    def hold(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
-        """Loads the held inputs; place.row_start is that of the warpgroup's own 64 rows."""
-        return self.hold_head(self.hold_rows(gmem, place), gmem, place)
+    def fragments(self, gmem: AuxiliaryGmem, place: Place) -> TileInputs:
+        """Loads the row fragments: the inputs that registers keep for a warpgroup's rows.
 
-    def hold_rows(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
-        """Loads the held inputs that are the same for every head."""
-        rows = pl.ds(place.row_start, WARPGROUP_ROWS)
-        segments = None
+        What belongs to rows or to the head is there, a bias or mask as f32[64] or a scalar; what
+        streams is None. place.row_start is that of the warpgroup's own 64 rows.
+        """
+        return self.fragments_of_head(self.fragments_of_rows(gmem, place), gmem, place)
+
+    def fragments_of_rows(self, gmem: AuxiliaryGmem, place: Place) -> TileInputs:
+        """Loads the row fragments that are the same for every head."""
+        rows, segments = pl.ds(place.row_start, WARPGROUP_ROWS), None
         if self.has_segments:
             segments = _load_rows(gmem.row_segments.at[place.batch, rows])
-        return RowFragments(
-            segments=segments, keys=self.held_keys(gmem, place) if self.q_axis else None
-        )
+        if not self.q_axis:
+            return TileInputs(q_segments=segments)
+        return TileInputs(kv_segments=segments, kv_keys=self.row_keys(gmem, place))
 
-    def held_keys(self, gmem: AuxiliaryGmem, place: Place):
+    def row_keys(self, gmem: AuxiliaryGmem, place: Place):
         """Loads dropout's keys of the rows; None without dropout."""
         if not self.drops:
             return None
         return _load_rows(self.keys_at(gmem.row_keys, place, place.row_start, WARPGROUP_ROWS))
 
-    def hold_head(self, held: RowFragments, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
-        """Returns `held` with what belongs to place.head."""
-        return held._replace(
-            keys=held.keys if self.q_axis else self.held_keys(gmem, place),
-            bias=self.held(gmem.bias, self.problem.bias_shape, place),
-            mask=self.held(gmem.mask, self.problem.mask_shape, place),
-            scalars=auxiliary_arrays.scalars(gmem, place.batch, place.head),
+    def fragments_of_head(
+        self, fragments: TileInputs, gmem: AuxiliaryGmem, place: Place
+    ) -> TileInputs:
+        """Returns the row fragments with what belongs to place.head."""
+        if not self.q_axis:
+            fragments = fragments._replace(q_keys=self.row_keys(gmem, place))
+        fragments = fragments._replace(
+            bias=self.row_value(gmem.bias, self.problem.bias_shape, place),
+            mask=self.row_value(gmem.mask, self.problem.mask_shape, place),
+        )
+        scalars = auxiliary_arrays.scalars(gmem, place.batch, place.head)
+        return fragments._replace(
+            slope=scalars.slope,
+            score_params=scalars.score_params,
+            mask_params=scalars.mask_params,
+            dropout_key=scalars.dropout_key,
         )
 
     def far(self, gmem: AuxiliaryGmem, batch, head):
-        """Returns side_arrays.Gmem.far of a query head, or None."""
+        """Returns AuxiliaryGmem.far of a query head, or None."""
         if gmem.far is None:
             return None
         return gmem.far[batch, lax.div(jnp.int32(head), jnp.int32(self.problem.group))]
 
-    def held(self, ref, shape, place: Place):
+    def row_value(self, ref, shape, place: Place):
         """Loads a bias or mask into registers; None if it streams or is absent."""
         kind = self.kind(shape)
         if kind not in ("rows", "scalar"):
@@ -211,46 +220,38 @@ class AuxiliaryInputs:
         return _load_rows(ref.at[entry, head, pl.ds(place.row_start, WARPGROUP_ROWS)])
 
     def inputs(
-        self, held: RowFragments, smem: Streamed, slot, shape, rows, *, ids: bool = True
+        self, fragments: TileInputs, smem, slot, shape, rows, *, ids: bool = True
     ) -> TileInputs:
         """Returns the inputs of the modifiers at one tile.
 
         Args:
-            held: from `hold`.
-            smem: the stages.
+            fragments: row fragments.
+            smem: the stages, Streamed; None where nothing streams.
             slot: slot of the stage that has arrived.
             shape: shape of the warpgroup's tile.
             rows: the warpgroup's rows within the streamed tile (a pl.ds).
             ids: segment ids hide something of the tile.
         """
-        row_ids, column_ids = held.segments if ids else None, None
-        if self.has_segments and ids:
-            column_ids = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
-        row_keys, column_keys = held.keys, None
+        columns, found = ("q" if self.q_axis else "kv"), {}
+        if not ids:
+            found |= {"q_segments": None, "kv_segments": None}
+        elif self.has_segments:
+            found[f"{columns}_segments"] = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
         if self.drops:
-            column_keys = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
-        by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
-        q_ids, kv_ids = by_axis(row_ids, column_ids)
-        q_keys, kv_keys = by_axis(row_keys, column_keys)
-        bias = mask = None
+            found[f"{columns}_keys"] = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
         if (size := self.problem.bias_shape) is not None:
-            bias = self.wide(held.bias, smem.bias, size, slot, shape, rows)
+            streamed = None if smem is None else smem.bias
+            found["bias"] = self.wide(fragments.bias, streamed, size, slot, shape, rows)
         if (size := self.problem.mask_shape) is not None:
-            mask = self.wide(held.mask, smem.mask, size, slot, shape, rows) != 0.0
-        return held.scalars._replace(
-            q_segments=q_ids,
-            kv_segments=kv_ids,
-            q_keys=q_keys,
-            kv_keys=kv_keys,
-            bias=bias,
-            mask=mask,
-        )
+            streamed = None if smem is None else smem.mask
+            found["mask"] = self.wide(fragments.mask, streamed, size, slot, shape, rows) != 0.0
+        return fragments._replace(**found)
 
-    def wide(self, held, smem, size, slot, shape, rows):
+    def wide(self, of_rows, smem, size, slot, shape, rows):
         """Returns a bias or mask over the warpgroup's tile, f32."""
         kind = self.kind(size)
         if kind in ("rows", "scalar"):
-            return lax.broadcast_in_dim(held, shape, (0,) if kind == "rows" else ())
+            return lax.broadcast_in_dim(of_rows, shape, (0,) if kind == "rows" else ())
         if kind == "columns":
             vector = plgpu.load(smem.at[slot], layout=inline.COLS)
             return lax.broadcast_in_dim(vector, shape, (1,))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 
-from ....core import bounds
 from ....core.problem import Problem
 from ...gpu.online_softmax import far_of
 
@@ -42,7 +41,7 @@ def may_be_apart(problem: Problem) -> bool:
     """
     spec = problem.spec
     modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
-    plain = not (problem.features or modified or spec.max_logit or bounds.is_dynamic(problem))
+    plain = not (problem.features or modified or spec.max_logit or problem.is_dynamic)
     few = problem.batch * problem.kv_heads <= MOST_PAIRS
     return plain and few and problem.dtype.itemsize == 2 and bool(far_of(spec, problem.dtype))
 

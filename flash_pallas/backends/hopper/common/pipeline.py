@@ -231,18 +231,30 @@ class Padding(NamedTuple):
         return cls(pad_axis(valid, 1, length, True).astype(jnp.int32), holes.astype(jnp.int32))
 
 
+def loader(padding: Padding | None, *how) -> Callable:
+    """Returns the function that loads a tile, (source, destination, full, batch, tile).
+
+    Args:
+        padding: padding of the array's rows; None for plain copies.
+        *how: the other fields of Loader.
+    """
+    if padding is not None:
+        return Loader(padding, *how)
+    return lambda source, destination, full, *_: plgpu.copy_gmem_to_smem(source, destination, full)
+
+
 class Loader(NamedTuple):
     """Loader of the tiles of one array, which clears the padding in them.
 
     Attributes:
-        padding: padding of the array's rows; None for plain copies.
-        arrived: mbarrier of one arrival that nobody else uses; None without padding.
+        padding: padding of the array's rows.
+        arrived: mbarrier of one arrival that nobody else uses.
         swizzle: swizzle of the tile in shared memory, in bytes.
         interpret: run under the interpreter.
         threads: number of threads that load together, WARP or WARPGROUP.
     """
 
-    padding: Padding | None
+    padding: Padding
     arrived: Any
     swizzle: int
     interpret: bool
@@ -262,9 +274,6 @@ class Loader(NamedTuple):
         """
         copy = lambda barrier: plgpu.copy_gmem_to_smem(source, destination, barrier)
         padding = self.padding
-        if padding is None:
-            copy(full)
-            return
         holes = padding.tiles[batch, tile]
         pl.when(holes == 0)(lambda: copy(full))
 

@@ -51,7 +51,7 @@ class Consumer(abc.ABC):
         """Runs all phases, from the load of Q to the store of O and the log-sum-exp."""
         self.load_q(cta)
         keys = self.plan.keys(cta)
-        held = self.hold(cta, keys)
+        held = self.fragments(cta, keys)
         self.settle(cta, keys)
 
         def fold(o_acc):

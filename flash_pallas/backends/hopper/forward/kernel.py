@@ -41,7 +41,7 @@ from ...gpu import inline, online_softmax
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.auxiliary_inputs import Place
 from ..common.far_rows import Part, forward_gains, parts
-from ..common.pipeline import Loader, Padding, Ring, rows_of
+from ..common.pipeline import Padding, Ring, loader, rows_of
 from .scheduler import TileScheduler, with_counter
 from .softmax import (
     bounded_softmax,
@@ -510,7 +510,7 @@ def load_v(cta: ForwardCta, tile: QTile, j, use):
     source = rows_of(cta.gmem.v, keys, cta.smem.v)
     width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
     swizzle = plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=rows)
-    load = Loader(cta.gmem.padding, cta.smem.v_arrived, swizzle, plan.interpret)
+    load = loader(cta.gmem.padding, cta.smem.v_arrived, swizzle, plan.interpret)
     load(source, cta.smem.v.at[slot], full, tile.batch, block)
 
 

@@ -24,7 +24,7 @@ from ...gpu import inline, online_softmax, score_tile, softcap
 from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.online_softmax import Drop, Maxima, Powers
 from ...gpu.softcap import Cap
-from ..common.auxiliary_inputs import Place, RowFragments
+from ..common.auxiliary_inputs import Place
 from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
 from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile
@@ -61,16 +61,15 @@ def speculative_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRo
     p, sums = weights(cta, tile, z, rows.maxima.m, plan.problem.dtype)
 
     def again():
-        new = online_softmax.raised(
-            rows.maxima, z.x.max(axis=1), z.log2_scale, plan.far, cta.running_shift
-        )
-        x = z.x if new.shift is None else z.x - per_row(new.shift, z.x.shape)
-        alpha = jnp.exp2(new.before - new.m)
+        given = z.x.max(axis=1), z.log2_scale, plan.far, cta.running_shift
+        before, m, shift, maxima = online_softmax.raised(rows.maxima, *given)
+        x = z.x if shift is None else z.x - per_row(shift, z.x.shape)
+        alpha = jnp.exp2(before - m)
         if plan.part is Part.NEAR:
-            alpha = online_softmax.spoiled(alpha, new.before, plan.limit)
-        p, sums = weights(cta, tile, z._replace(x=x), new.m, plan.problem.dtype)
+            alpha = online_softmax.spoiled(alpha, before, plan.limit)
+        p, sums = weights(cta, tile, z._replace(x=x), m, plan.problem.dtype)
         l = rows.l * per_row(alpha, sums.shape) + sums
-        return o * per_row(alpha, o.shape), ForwardRows(p, new.maxima, l)
+        return o * per_row(alpha, o.shape), ForwardRows(p, maxima, l)
 
     exceeds = inline.exceeds(sums, 2.0**plan.blocks.speculates, plan.interpret)
     guessed = lambda: (o, ForwardRows(p, rows.maxima, rows.l + sums))
@@ -163,12 +162,12 @@ class Logits(NamedTuple):
     edges: str  # as for ForwardCta.limits
 
 
-def row_fragments(cta: ForwardCta, tile: QTile) -> RowFragments:
+def row_fragments(cta: ForwardCta, tile: QTile) -> TileInputs:
     """Loads the auxiliary inputs that this warpgroup's rows of a Q tile keep in registers."""
     plan = cta.plan
     row = tile.block * plan.blocks.tile_rows + cta.wg * WARPGROUP_ROWS
     place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, plan.blocks.block_kv)
-    return plan.aux.hold(cta.gmem.aux, place)
+    return plan.aux.fragments(cta.gmem.aux, place)
 
 
 def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> Logits:

@@ -11,13 +11,12 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import bounds
 from ....core import integers as ints
 from ....core.mask import Limits, Mask
 from ....core.problem import Outputs, Problem
 from ...gpu import auxiliary_arrays
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
-from ...gpu.online_softmax import Kept, far_of
+from ...gpu.online_softmax import far_of
 from ...gpu.score_tile import RegisterTile
 from ..common.auxiliary_inputs import (
     AuxiliaryInputs,
@@ -293,8 +292,8 @@ class ForwardSmem(NamedTuple):
     lse_log2: Any  # f32[warpgroups, 64]
     shift: Any  # f32[warpgroups, 64], or None
     max_logit: Any  # f32[warpgroups, 64], or None
-    running_shift: Any  # f32[warpgroups, 64], see online_softmax.Kept; or None
-    aux: Streamed  # auxiliary inputs, one slot for each of k's
+    running_shift: Any  # f32[warpgroups, 64], see online_softmax.Maxima; or None
+    aux: Streamed | None  # auxiliary inputs, one slot for each of k's
     tile_numbers: Any  # int32[SLOTS, 1] of claimed tiles, or None
 
     q_full: Any
@@ -309,7 +308,7 @@ class ForwardSmem(NamedTuple):
 
 def claims_tiles(problem: Problem, blocks: ForwardBlocks) -> bool:
     """Returns whether CTAs claim tiles, because their cost is not known at trace time."""
-    return bounds.is_dynamic(problem) and blocks.persistent
+    return problem.is_dynamic and blocks.persistent
 
 
 def keeps_shift(problem: Problem, blocks: ForwardBlocks) -> bool:
@@ -358,7 +357,7 @@ def scratch(
         k_empty=bar(num_arrivals=wgs, num_barriers=stages),
         v_full=bar(num_barriers=stages),
         v_empty=bar(num_arrivals=wgs, num_barriers=stages),
-        v_arrived=bar() if bounds.is_dynamic(problem) else None,
+        v_arrived=bar() if problem.is_dynamic else None,
         tile_full=bar(num_barriers=SLOTS) if claims else None,
     )
 
@@ -397,7 +396,7 @@ class ForwardPlan:
     @property
     def dynamic(self) -> bool:
         """True if arrays decide which KV blocks a tile reads."""
-        return bounds.is_dynamic(self.problem)
+        return self.problem.is_dynamic
 
     @functools.cached_property
     def limit(self) -> float:
@@ -481,7 +480,7 @@ class QTile(NamedTuple):
     kv_start: Any  # first of its KV blocks; the int 0 where all tiles start there
     kv_blocks: Any  # how many; at least one, so that every tile writes its output
     used: Any = 0  # uses of the K and V rings before its first block
-    fragments: Any = None  # RowFragments, the auxiliary inputs of a warpgroup's rows
+    fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
 
     @property
     def kv_stop(self):
@@ -532,11 +531,9 @@ class ForwardCta:
     counter: Any
 
     @property
-    def running_shift(self) -> Kept | None:
+    def running_shift(self):
         """This warpgroup's shift in shared memory; None: it is in registers, or there is none."""
-        if not self.plan.keeps_shift:
-            return None
-        return Kept(self.smem.running_shift.at[self.wg], self.plan.interpret)
+        return self.smem.running_shift.at[self.wg] if self.plan.keeps_shift else None
 
     def q_tile(self, number) -> QTile:
         """Returns the Q tile with this number; for a number past the last one, any."""

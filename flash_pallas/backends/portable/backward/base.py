@@ -75,7 +75,7 @@ class BackwardArrays(NamedTuple):
     ) -> BackwardArrays:
         """Returns the arrays with `aux` and `bounds` of a kernel with these tiles."""
         found, problem = self.with_aux(inputs, operands), inputs.problem
-        if not bounds.is_dynamic(problem):
+        if not problem.is_dynamic:
             return found
         if inputs.q_axis:
             return found._replace(

@@ -26,7 +26,7 @@ from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays, inline
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.inline import coordinates, fragmented, i32_constant, origin, pair, splat
-from ...gpu.score_tile import RowShift
+from ...gpu.score_tile import row_shift
 
 
 class Place(NamedTuple):
@@ -117,7 +117,7 @@ class AuxiliaryInputs:
         mask = self._wide(fragments.mask, gmem.mask, self.problem.mask_shape, place)
         shift, query = None, place.column_start if self.q_axis else place.row_start
         if fragments.far is not None:
-            shift = RowShift.of(self.problem, gmem, fragments.far, place.head, query)
+            shift = row_shift(self.problem, gmem, fragments.far, place.head, query)
             shift = shift._replace(some=fragments.far)
         return fragments.scalars._replace(
             q_segments=q_ids,

@@ -270,7 +270,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         name="flash_pallas_portable_forward",
         interpret=interpret,
     )
-    dynamic, sizes = bounds.is_dynamic(problem), (tile.rows, tile.columns)
+    dynamic, sizes = problem.is_dynamic, (tile.rows, tile.columns)
     (found,) = run(
         ForwardArrays(
             q=operands.q,
@@ -358,8 +358,9 @@ class SharedWeights(Kernel):
     def fold(self, rows: Rows, weigh: Callable[[Rows], Weighed], wait: Callable, v) -> Rows:
         """Adds a KV block whose scores are known; see OwnRows.
 
-        All warps synchronize when V has arrived, and with the same barrier tell each other whether a
-        row max grew. P is in shared memory by then, and is overwritten only after the next barrier.
+        All warps synchronize when V has arrived, and with the same barrier tell each other whether
+        a row max grew. P is in shared memory by then, and is overwritten only after the next
+        barrier.
         """
         found, exchange = weigh(rows), self.exchange
         alpha = found.alpha()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from .....core.problem import Operands, Problem
 from ....gpu import inline, score_tile
 from ....gpu.bias_tiles import BiasTile, BiasTiles, Members, bias_place, divide, members_of
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch, term
-from ....gpu.score_tile import RegisterTile, RowShift
+from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
 from ...common.auxiliary_inputs import Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
@@ -178,7 +179,7 @@ class DbiasKernel:
         slot, smem = cta.ring.slot(n), cta.smem
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
         place = self.place(step, cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        held = self.sums.auxiliary.hold(cta.gmem.auxiliary, place)  # under the wait
+        fragments = self.sums.auxiliary.fragments(cta.gmem.auxiliary, place)  # under the wait
         where = RegisterTile(
             q_start=place.row_start + cta.gmem.offset(self.problem, step.batch),
             kv_start=place.column_start,
@@ -195,7 +196,7 @@ class DbiasKernel:
             lse = plgpu.load(smem.lse.at[slot, own], layout=inline.ROWS)
             delta = plgpu.load(smem.delta.at[slot, own], layout=inline.ROWS)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.matmuls.count)
-            inputs = self.sums.auxiliary.inputs(held, smem.auxiliary, slot, self.shape, own)
+            inputs = self.sums.auxiliary.inputs(fragments, smem.auxiliary, slot, self.shape, own)
             inputs = inputs._replace(shift=self.shift(cta, place))
             if self.sums.holds_bias:
                 # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
@@ -221,13 +222,13 @@ class DbiasKernel:
         lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
         return tuple(lanes(term(name, where, dz, dparams)) for name in self.sums.names)
 
-    def shift(self, cta: DbiasCta, place: Place) -> RowShift | None:
+    def shift(self, cta: DbiasCta, place: Place) -> Callable | None:
         """Returns the shift of the queries of a tile; None where there is none."""
         far = self.sums.auxiliary.far(cta.gmem.auxiliary, place.batch, place.head)
         if far is None:
             return None
         given = cta.gmem.auxiliary, far, place.head, place.row_start
-        return RowShift.of(self.problem, *given)._replace(some=far)
+        return row_shift(self.problem, *given, some=far)
 
     def own_bias(self, cta: DbiasCta):
         """Loads this warpgroup's rows of the tile of the bias that a CTA holds."""

@@ -144,7 +144,7 @@ class DbiasSmem(NamedTuple):
     v: Any  # [stages, block_kv, Dv]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[stages, block_q]
-    auxiliary: Streamed
+    auxiliary: Streamed | None
     bias: Any  # [block_q, block_kv]; None unless Sums.holds_bias
     sums: Any  # staging; tile: f32[block_q, block_kv], or None: in place of the bias, if there is
     # one part; columns: f32[warpgroups, 64, block_kv]; rows: None

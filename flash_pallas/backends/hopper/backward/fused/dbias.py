@@ -39,14 +39,12 @@ from ...common.pipeline import WARPGROUP, tile_transforms
 from .launches import FusedCta
 
 
-def gradient_of_bias(problem: Problem, sums, first_key: int = 0) -> Any:
-    """Returns the gradient of a bias, or of some of its heads and keys; None without sums.
+def gradient_of_bias(problem: Problem, sums, first_key: int = 0):
+    """Returns the gradient of a bias, or of some of its heads and keys.
 
     It has the shape of the bias (or of that part) and its dtype. `sums`: f32[Bb, Nb, S, T], up to
     whole tiles, of the keys from `first_key` on.
     """
-    if sums is None:
-        return None
     whole = sums[:, :, : problem.kv_len - first_key, : problem.q_len]
     return whole.swapaxes(2, 3).astype(problem.bias_dtype)
 
@@ -56,8 +54,8 @@ def sum_dbias(cta: FusedCta):
     plgpu.set_max_registers(cta.blocks.summing_registers, action="decrease")
     if not cta.interpret:
         init(cta.smem.arrived)
-    pipeline.cluster_arrive(cta.bars.receives, cta.interpret)
-    plgpu.barrier_wait(cta.bars.receives)
+    pipeline.cluster_arrive(cta.smem.receives, cta.interpret)
+    plgpu.barrier_wait(cta.smem.receives)
     cta.visit(_sum_kv_tile)
 
 

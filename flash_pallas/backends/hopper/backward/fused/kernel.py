@@ -43,20 +43,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core import integers as ints
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
+from .....core.scores import TileInputs
 from ....gpu import inline, score_tile
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ....gpu.launch import launch as launch_kernel
-from ....gpu.score_tile import RegisterTile, RowShift
+from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
-from ...common.auxiliary_inputs import AuxiliaryInputs, RowFragments
+from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.far_rows import Part
-from ...common.pipeline import WARP, WARPGROUP, Loader, Padding, Ring, rows_of, warpgroup_rows
+from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, warpgroup_rows
 from ..operands import BackwardArrays, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
 from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
     WARPGROUPS,
-    FusedBarriers,
     FusedBlocks,
     FusedSmem,
     scratch,
@@ -76,8 +76,8 @@ def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *
         gmem: BackwardArrays in device memory.
         refs: what this launch makes, shared memory and mbarriers.
     """
-    *made, smem, bars = refs
-    refs = kept | dict(zip(names, made, strict=True)), gmem, smem, bars
+    *made, smem = refs
+    refs = kept | dict(zip(names, made, strict=True)), gmem, smem
     if launch.blocks.persistent:
         run_roles(persistent_cta(launch, *refs))
         return
@@ -93,7 +93,6 @@ def run_kv_tile(
     results: dict[str, Any],
     gmem: BackwardArrays,
     smem: FusedSmem,
-    bars: FusedBarriers,
     pair,
 ):
     """Runs a CTA that has one KV tile."""
@@ -104,7 +103,7 @@ def run_kv_tile(
         part = lax.axis_index("part")
         results = results | {name: results[name].at[part] for name in ("dk", "dv")}
         q_tiles = q_tiles.cut(part, parts)
-    cta = cta_at(launch, (results, gmem, smem, bars), tile, q_tiles)
+    cta = cta_at(launch, (results, gmem, smem), tile, q_tiles)
     run = functools.partial(run_roles, cta)
     if launch.part is Part.NEAR:
         pl.when(gmem.auxiliary.far[cta.batch, cta.kv_head] == 0)(run)
@@ -121,7 +120,6 @@ def persistent_cta(
     results: dict[str, Any],
     gmem: BackwardArrays,
     smem: FusedSmem,
-    bars: FusedBarriers,
 ) -> FusedCta:
     """Returns a CTA that has several KV tiles, all of them with the same range of Q tiles."""
     kv_tiles, zero = launch.persistent_tiles(gmem), jnp.int32(0)
@@ -131,23 +129,22 @@ def persistent_cta(
         q_tiles = QTileRange.whole(launch.problem, gmem, *size)
     else:
         q_tiles = launch.q_tiles(gmem, first, zero)
-    cta = cta_at(launch, (results, gmem, smem, bars), first, q_tiles)
+    cta = cta_at(launch, (results, gmem, smem), first, q_tiles)
     return dataclasses.replace(cta, kv_tiles=kv_tiles)
 
 
 def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
-    blocks, (results, gmem, smem, bars) = launch.blocks, refs
+    blocks, (results, gmem, smem) = launch.blocks, refs
     return FusedCta(
         launch=launch,
         gmem=gmem,
         results=results,
         smem=smem,
-        bars=bars,
         swizzles=swizzles_of_k_and_v(launch.problem, blocks, gmem),
-        q=Ring(bars.q_full, bars.q_empty, blocks.stages),
-        do=Ring(bars.do_full, bars.do_empty, blocks.do_stages),
-        kv=Ring(bars.kv_full, bars.kv_empty, blocks.kv_stages),
+        q=Ring(smem.q_full, smem.q_empty, blocks.stages),
+        do=Ring(smem.do_full, smem.do_empty, blocks.do_stages),
+        kv=Ring(smem.kv_full, smem.kv_empty, blocks.kv_stages),
         tile=tile,
         q_tiles=dataclasses.replace(q_tiles, opaque=blocks.ping_pong),
         wg=lax.axis_index("wg"),
@@ -199,9 +196,9 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
 
-    rows = auxiliary.hold_rows(cta.gmem.auxiliary, cta.own_place(0))
+    rows = auxiliary.fragments_of_rows(cta.gmem.auxiliary, cta.own_place(0))
     if problem.group == 1:
-        rows = auxiliary.hold_head(rows, cta.gmem.auxiliary, cta.own_place(0))
+        rows = auxiliary.fragments_of_head(rows, cta.gmem.auxiliary, cta.own_place(0))
     schedule.start(cta)
     near_step = functools.partial(step, cta, rows, (dk_acc, dv_acc))
     far_step = functools.partial(near_step, far=far)
@@ -225,7 +222,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         epilogue_of_part(cta, dk, dv)
 
 
-def step(cta: FusedCta, rows: RowFragments, sums, block_of, n, *, masked: bool, far=None):
+def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, far=None):
     """Computes the five matmuls of the n-th Q tile; `far` where rows of it may be shifted.
 
     Args:
@@ -245,7 +242,7 @@ def step(cta: FusedCta, rows: RowFragments, sums, block_of, n, *, masked: bool, 
     q_slot, do_slot = cta.q.slot(n), cta.do.slot(n)
     if problem.group > 1:  # under the wait for Q
         auxiliary = AuxiliaryInputs(problem, q_axis=1)
-        rows = auxiliary.hold_head(rows, cta.gmem.auxiliary, cta.own_place(n))
+        rows = auxiliary.fragments_of_head(rows, cta.gmem.auxiliary, cta.own_place(n))
     tile = RegisterTile(
         q_start=block * blocks.block_q + cta.q_tiles.q_offset,
         kv_start=cta.kv_start + cta.wg * WARPGROUP_ROWS,
@@ -288,13 +285,13 @@ def step(cta: FusedCta, rows: RowFragments, sums, block_of, n, *, masked: bool, 
     schedule.gradients(cta, n, p, ds, *sums)  # (3) dV += P^T dO, (4) dK += dS^T Q, (5) dQ = dS K
 
 
-def early_weights(cta: FusedCta, rows: RowFragments, at, tile: RegisterTile, s, masked, far):
+def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, masked, far):
     """Computes what can be made of S^T before dP^T has arrived; `at`: (n, its query block)."""
     problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
     n, block = at
     if far is not None:
         query = block * cta.blocks.block_q
-        shift = RowShift.of(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
+        shift = row_shift(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
     slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
     lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
     inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
@@ -306,7 +303,7 @@ def early_weights(cta: FusedCta, rows: RowFragments, at, tile: RegisterTile, s, 
 def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
     """Waits for dP^T and delta; returns P^T and dS^T in 16 bits."""
     slot = cta.do.slot(n)
-    plgpu.barrier_wait(cta.bars.delta_full.at[slot])
+    plgpu.barrier_wait(cta.smem.delta_full.at[slot])
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
     delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
     lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
@@ -456,7 +453,7 @@ class PingPong(GradientGemms):
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
         tell_sums(cta, n)
-        plgpu.barrier_arrive(cta.bars.ds_ready.at[slot])
+        plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, cta.interpret)
         self.await_turn(cta)
@@ -467,7 +464,7 @@ class PingPong(GradientGemms):
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
             written = lambda: self.ds_slot(cta, of_dq)
-            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.bars.ds_ready.at[written()]))
+            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
@@ -522,7 +519,7 @@ class PingPong(GradientGemms):
     def last_dq(self, cta: FusedCta, dq_acc):
         """Computes this warpgroup's part of the last dQ, once both have written dS."""
         last = cta.q_tiles.total - 1
-        plgpu.barrier_wait(cta.bars.ds_ready.at[self.ds_slot(cta, last)])
+        plgpu.barrier_wait(cta.smem.ds_ready.at[self.ds_slot(cta, last)])
         plgpu.wgmma(dq_acc, *dq_operands(cta, self.ds_slot(cta, last)))  # (5) dQ = dS K
         await_dq(cta, last)
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
@@ -537,7 +534,7 @@ class PingPong(GradientGemms):
     def await_turn(self, cta: FusedCta):
         """Waits until the other warpgroup has passed the turn."""
         if cta.interpret:
-            plgpu.barrier_wait(cta.bars.turn.at[cta.wg])
+            plgpu.barrier_wait(cta.smem.turn.at[cta.wg])
         else:
             inline.named_barrier("sync", cta.wg + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
 
@@ -545,7 +542,7 @@ class PingPong(GradientGemms):
         """Passes the tensor cores to the other warpgroup."""
         other = WARPGROUPS - 1 - cta.wg
         if cta.interpret:
-            plgpu.barrier_arrive(cta.bars.turn.at[other])
+            plgpu.barrier_arrive(cta.smem.turn.at[other])
         else:
             inline.named_barrier("arrive", other + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
 
@@ -575,7 +572,7 @@ def await_dq(cta: FusedCta, handed):
     `handed`: positive where what lies there has been handed over.
     """
     if cta.blocks.producer:
-        pl.when(handed > 0)(lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[cta.wg]))
+        pl.when(handed > 0)(lambda: plgpu.barrier_wait(cta.smem.dq_empty.at[cta.wg]))
     else:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -586,7 +583,7 @@ def add_dq(cta: FusedCta, n):
     With a producer this only signals that the part is there; the storing warp adds it.
     """
     if cta.blocks.producer:
-        plgpu.barrier_arrive(cta.bars.dq_full.at[cta.wg])
+        plgpu.barrier_arrive(cta.smem.dq_full.at[cta.wg])
     else:
         cta.add_dq(cta.query_tile(n), cta.wg)
 
@@ -745,7 +742,7 @@ def load_kv(cta: FusedCta):
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
     at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
-    k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.bars.kv_full.at[slot]
+    k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.smem.kv_full.at[slot]
     load_k(at(cta.gmem.k, keys), k, full, cta.batch, block)
     load_v(at(cta.gmem.v, keys), v, full, cta.batch, block)
 
@@ -760,7 +757,7 @@ def load_q(cta: FusedCta, n, place):
     head, rows, block = place
     load_rows, slot = loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
     source = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.k)
-    full = cta.bars.q_full.at[slot]
+    full = cta.smem.q_full.at[slot]
     cta.q.wait_empty(n)
     load_rows(source, cta.smem.q.at[slot], full, cta.batch, block)
     lse = cta.gmem.lse_log2.at[cta.batch, head, rows]
@@ -777,16 +774,16 @@ def load_do(cta: FusedCta, n, place):
     load_rows, slot = loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
     source = rows_of(cta.gmem.do, (cta.batch, rows, head), cta.smem.k)
     cta.do.wait_empty(n)
-    full = cta.bars.do_full.at[slot]
+    full = cta.smem.do_full.at[slot]
     load_rows(source, cta.smem.do.at[slot], full, cta.batch, block)
     delta = cta.gmem.delta.at[cta.batch, head, rows]
-    plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.bars.delta_full.at[slot])
+    plgpu.copy_gmem_to_smem(delta, cta.smem.delta.at[slot], cta.smem.delta_full.at[slot])
 
 
-def loaders(cta: FusedCta, padding: Padding | None) -> list[Loader]:
+def loaders(cta: FusedCta, padding: Padding | None) -> list[Callable]:
     """Returns the loaders of Q and K, and of dO and V; their tiles may differ in swizzle."""
     threads = WARP if cta.blocks.producer else WARPGROUP
-    make = lambda swizzle: Loader(padding, cta.bars.arrived, swizzle, cta.interpret, threads)
+    make = lambda swizzle: loader(padding, cta.smem.padded_full, swizzle, cta.interpret, threads)
     return list(map(make, cta.swizzles))
 
 
@@ -805,12 +802,12 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
         tile = cta.query_tile(n)
         if cta.blocks.ping_pong:
             for wg in (1, 0):  # as they come
-                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+                plgpu.barrier_wait(cta.smem.dq_full.at[wg])
                 cta.add_dq(tile, wg)
                 give_back(cta, n, wg, 0)
         else:
             for wg in (0, 1):
-                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+                plgpu.barrier_wait(cta.smem.dq_full.at[wg])
                 cta.add_dq(tile, wg)
             give_back(cta, n, 0, 1)
             give_back(cta, n, 1, 0)
@@ -820,7 +817,7 @@ def give_back(cta: FusedCta, n, wg: int, in_flight: int):
     """Releases the dQ buffer once at most `in_flight` adds are still reading theirs."""
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     more = cta.count(n) + 1 < cta.total
-    pl.when(more)(lambda: plgpu.barrier_arrive(cta.bars.dq_empty.at[wg]))
+    pl.when(more)(lambda: plgpu.barrier_arrive(cta.smem.dq_empty.at[wg]))
 
 
 # --- Loads without a producer warpgroup -----------------------------------------------------------
@@ -959,8 +956,8 @@ def backward_fused(
             results, dbias = portion(results, dbias, given._replace(origin=origin))
             place = start[0], 0, start[1] * problem.group, 0
             dq = lax.dynamic_update_slice(dq, scaled_dq(problem, results.pop("dq")), place)
-    if dbias is None:
-        dbias = gradient_of_bias(problem, results.get("dbias"))
+    if dbias is None and "dbias" in results:
+        dbias = gradient_of_bias(problem, results["dbias"])
     dk, dv = results["dk"], results["dv"]
     if blocks.split_q > 1:
         dk, dv = summed(dk, arrays.k), summed(dv, arrays.v)
@@ -1009,7 +1006,7 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
-        scratch=scratch(launch.problem, launch.blocks, like, launch.interpret),
+        scratch=(scratch(launch.problem, launch.blocks, like, launch.interpret),),
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
         threads=WARPGROUPS + launch.blocks.producer + launch.blocks.sums_bias,

@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .....core import bounds
 from .....core import integers as ints
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, float32
@@ -23,7 +22,6 @@ from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileRange
 from .tiles import (
-    FusedBarriers,
     FusedBlocks,
     FusedSmem,
     for_far_rows,
@@ -286,7 +284,7 @@ def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
         return blocks.kv_stages == 1
     alike = problem.spec.mask.is_trivial and not problem.traced_offset
     plain = blocks.producer and blocks.split_q == 1 and blocks.mask_all
-    return alike and plain and not bounds.is_dynamic(problem)
+    return alike and plain and not problem.is_dynamic
 
 
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
@@ -433,7 +431,7 @@ class FusedCta:
         launch: what is the same for all CTAs: the problem, tile sizes and the order of KV tiles.
         gmem: operands in device memory.
         results: dq, dk, dv and dbias in device memory: see `Launch.result_shapes`.
-        smem, bars: shared memory and mbarriers.
+        smem: shared memory, with the mbarriers.
         swizzles: of K and Q, and of V and dO, in shared memory, in bytes.
         q, do, kv: rings of Q, of dO, and of K with V.
         tile: the KV tile.
@@ -448,7 +446,6 @@ class FusedCta:
     gmem: BackwardArrays
     results: dict[str, Any]
     smem: FusedSmem
-    bars: FusedBarriers
     swizzles: tuple[int, int]
     q: Ring
     do: Ring
@@ -533,8 +530,8 @@ class FusedCta:
     @property
     def sums(self) -> Ring:
         """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
-        bars, slots = self.bars, self.smem.ds.shape[0]
-        return Ring(bars.summed_full, bars.summed_empty, slots, before=self.before)
+        smem, slots = self.smem, self.smem.ds.shape[0]
+        return Ring(smem.summed_full, smem.summed_empty, slots, before=self.before)
 
     # --- what the compiler may share -------------------------------------------------------------
 
@@ -602,5 +599,5 @@ class FusedCta:
 
     def meet(self):
         """Waits for the other warpgroup."""
-        plgpu.barrier_arrive(self.bars.met)
-        plgpu.barrier_wait(self.bars.met)
+        plgpu.barrier_arrive(self.smem.met)
+        plgpu.barrier_wait(self.smem.met)

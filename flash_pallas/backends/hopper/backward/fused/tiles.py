@@ -316,7 +316,7 @@ WARPGROUPS = 2  # that compute, 64 keys each
 
 
 class FusedSmem(NamedTuple):
-    """Shared memory of one CTA."""
+    """Shared memory of one CTA, and its barriers."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, D]
@@ -326,27 +326,23 @@ class FusedSmem(NamedTuple):
     dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
-    auxiliary: Streamed  # with Q
+    auxiliary: Streamed | None  # with Q
     received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
     arrived: Any = None  # an mbarrier, of what is received
-
-
-class FusedBarriers(NamedTuple):
-    """The mbarriers of one CTA; those without a count below have one arrival."""
-
-    kv_full: Any  # K and V
-    kv_empty: Any  # persistent: each warpgroup, whose dK and dV have been read
-    q_full: Any  # Q, lse and what modifiers read
-    q_empty: Any  # each warpgroup
-    do_full: Any
-    do_empty: Any  # each warpgroup
-    delta_full: Any
-    met: Any  # each warpgroup
-    ds_ready: Any  # with ping-pong: one per slot, each warpgroup
-    turn: Any  # with ping-pong under the interpreter: one per warpgroup
-    dq_full: Any  # one per warpgroup
-    dq_empty: Any  # one per warpgroup
-    arrived: Any = None  # a tile that has padding to be cleared
+    # mbarriers; those without a count have one arrival
+    kv_full: Any = None  # K and V
+    kv_empty: Any = None  # persistent: each warpgroup, whose dK and dV have been read
+    q_full: Any = None  # Q, lse and what modifiers read
+    q_empty: Any = None  # each warpgroup
+    do_full: Any = None
+    do_empty: Any = None  # each warpgroup
+    delta_full: Any = None
+    met: Any = None  # each warpgroup
+    ds_ready: Any = None  # with ping-pong: one per slot, each warpgroup
+    turn: Any = None  # with ping-pong under the interpreter: one per warpgroup
+    dq_full: Any = None  # one per warpgroup
+    dq_empty: Any = None  # one per warpgroup
+    padded_full: Any = None  # a tile whose padding is to be zeroed
     summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup
     summed_empty: Any = None  # and added up, by each CTA of the cluster
     receives: Any = None  # each CTA of the cluster
@@ -357,8 +353,8 @@ def scratch(
     blocks: FusedBlocks,
     arrays: BackwardArrays | None = None,
     interpret: bool = False,
-) -> tuple[FusedSmem, FusedBarriers]:
-    """Returns the (shared memory, barriers) that a CTA allocates.
+) -> FusedSmem:
+    """Returns the shared memory and the barriers that a CTA allocates.
 
     Args:
         problem: a problem with the head dim that the kernel runs.
@@ -375,7 +371,9 @@ def scratch(
         received = tile_buffer((blocks.received_rows, block_q), dtype, of_k)
         if interpret:  # where whole tiles of float32 are added
             received = plgpu.SMEM((block_kv, block_q), jnp.float32)
-    smem = FusedSmem(
+    of_cluster = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
+    sums, may_pad = blocks.sums_bias, {"q_lengths", "kv_lengths", "kv_segments"} & problem.features
+    return FusedSmem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
         k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
@@ -387,10 +385,6 @@ def scratch(
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
         received=received,
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
-    )
-    of_cluster = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
-    sums = blocks.sums_bias
-    bars = FusedBarriers(
         kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
         kv_empty=(
             bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
@@ -411,12 +405,11 @@ def scratch(
         turn=bar(num_barriers=WARPGROUPS) if blocks.ping_pong and interpret else None,
         dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
-        arrived=bar() if {"q_lengths", "kv_lengths", "kv_segments"} & problem.features else None,
+        padded_full=bar() if may_pad else None,
         summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
         summed_empty=of_cluster(1, blocks.ds_stages) if sums else None,
         receives=of_cluster(1, 1) if sums else None,
     )
-    return smem, bars
 
 
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):

@@ -35,8 +35,8 @@ from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
 from ....gpu import inline, score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
-from ....gpu.score_tile import RegisterTile, RowShift, Weights
-from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
+from ....gpu.score_tile import RegisterTile, Weights, row_shift
+from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
@@ -118,25 +118,27 @@ class DkvKernel:
 
     def loop_over_dv(self, cta: DkvCta, far, dv_acc):
         """Sums dV over all tiles; returns f32[64, Dv]."""
-        held = self.auxiliary.hold_rows(cta.gmem.auxiliary, self.loads.place(cta, 0, 0))
+        at = cta.gmem.auxiliary, self.loads.place(cta, 0, 0)
+        fragments = self.auxiliary.fragments_of_rows(*at)
         if self.problem.group == 1:
-            held = self.auxiliary.hold_head(held, cta.gmem.auxiliary, self.loads.place(cta, 0, 0))
+            at = cta.gmem.auxiliary, self.loads.place(cta, 0, 0)
+            fragments = self.auxiliary.fragments_of_head(fragments, *at)
         plgpu.barrier_wait(cta.bars.k_full)
-        step = functools.partial(self.dv_step, cta, held, far, dv_acc)
+        step = functools.partial(self.dv_step, cta, fragments, far, dv_acc)
         cta.q_tiles.visit(step, in_one_loop=far is not None)
         plgpu.wgmma_wait(0)
         cta.do.release(cta.q_tiles.total - 1)
         return score_tile.gained(self.problem, dv_acc[...])
 
-    def dv_step(self, cta: DkvCta, held: RowFragments, far, dv_acc, block_of, n, *, masked):
+    def dv_step(self, cta: DkvCta, fragments: TileInputs, far, dv_acc, block_of, n, *, masked):
         """Hands over P^T of the n-th tile and issues dV += P^T dO."""
         block = block_of(n)
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.q_tiles[n][0], block)
-            held = self.auxiliary.hold_head(held, cta.gmem.auxiliary, place)
+            fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
         # Before the accumulator exists: see DbiasKernel.tile in backward/dbias.
         cta.q.wait_full(n)
-        matmuls = functools.partial(self.weights, cta, held, (n, block), masked, far)
+        matmuls = functools.partial(self.weights, cta, fragments, (n, block), masked, far)
         p, handed = pl.run_scoped(matmuls, self.score_accumulator)
         cta.p.wait_empty(n)
         self.matmuls.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
@@ -145,7 +147,7 @@ class DkvKernel:
         # Ends during the next tile.
         self.matmuls.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
 
-    def weights(self, cta: DkvCta, held: RowFragments, at, masked, far, s_acc):
+    def weights(self, cta: DkvCta, fragments: TileInputs, at, masked, far, s_acc):
         """Computes P^T for dV and for the other warpgroup, as operands; awaits the previous dV."""
         n, block = at
         slot = cta.q.slot(n)
@@ -155,10 +157,10 @@ class DkvKernel:
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
-        inputs = self.inputs(cta, held, slot)
+        inputs = self.inputs(cta, fragments, slot)
         if far is not None:
             query = block * self.blocks.block_q
-            shift = RowShift.of(self.problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
+            shift = row_shift(self.problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
             inputs = inputs._replace(shift=shift)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
@@ -166,10 +168,10 @@ class DkvKernel:
         p = self.matmuls.split(score_tile.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 
-    def inputs(self, cta: DkvCta, held: RowFragments, slot) -> TileInputs:
+    def inputs(self, cta: DkvCta, fragments: TileInputs, slot) -> TileInputs:
         """Returns what modifiers read at the tile that lies in a slot of Q."""
         shape, rows = (WARPGROUP_ROWS, self.blocks.block_q), pl.ds(0, WARPGROUP_ROWS)
-        return self.auxiliary.inputs(held, cta.smem.auxiliary, slot, shape, rows)
+        return self.auxiliary.inputs(fragments, cta.smem.auxiliary, slot, shape, rows)
 
     def hand_over(self, w: Weights, p):
         """Returns pull(P), from which warpgroup 1 makes dS; what dropout drops is negative.
@@ -271,8 +273,10 @@ class DkvKernel:
             return jnp.abs(p) * score_tile.centred(self.problem, p > 0.0, dp, delta)
         cta.q.wait_full(n)  # dropout's keys
         member, block = cta.q_tiles[n]
-        held = self.auxiliary.hold(cta.gmem.auxiliary, self.loads.place(cta, member, block))
-        inputs = self.inputs(cta, held, cta.q.slot(n))
+        fragments = self.auxiliary.fragments(
+            cta.gmem.auxiliary, self.loads.place(cta, member, block)
+        )
+        inputs = self.inputs(cta, fragments, cta.q.slot(n))
         kept = scores.kept(self.problem.spec, self.tile(cta, block), inputs)
         return p * score_tile.centred(self.problem, kept, dp, delta)
 

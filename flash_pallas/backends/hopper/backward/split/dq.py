@@ -27,10 +27,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
+from .....core.scores import TileInputs
 from ....gpu import inline, score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
-from ....gpu.score_tile import RegisterTile, RowShift
-from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
+from ....gpu.score_tile import RegisterTile, row_shift
+from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays, KvTileRange, mask_everywhere
@@ -38,11 +39,11 @@ from .tiles import DqBarriers, DqBlocks, DqSmem, dq_scratch
 
 
 class DqRows(NamedTuple):
-    """Row vectors and held auxiliary inputs of a warpgroup's 64 queries."""
+    """Row vectors and row fragments of a warpgroup's 64 queries."""
 
     lse: Any  # f32[64], base 2
     delta: Any  # f32[64]
-    held: RowFragments
+    fragments: TileInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ class DqKernel:
         rows = DqRows(
             lse=plgpu.load(cta.smem.lse.at[own], layout=inline.ROWS),
             delta=plgpu.load(cta.smem.delta.at[own], layout=inline.ROWS),
-            held=self.auxiliary.hold(
+            fragments=self.auxiliary.fragments(
                 cta.gmem.auxiliary, cta.place(0, 0, own=True, rows=WARPGROUP_ROWS)
             ),
         )
@@ -173,10 +174,12 @@ class DqKernel:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.matmuls.count)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
         tile, limits, far = where
-        inputs = self.auxiliary.inputs(rows.held, cta.smem.auxiliary, cta.k.slot(n), s.shape, own)
+        inputs = self.auxiliary.inputs(
+            rows.fragments, cta.smem.auxiliary, cta.k.slot(n), s.shape, own
+        )
         if far is not None:
             query = cta.q_start + cta.wg * WARPGROUP_ROWS
-            shift = RowShift.of(self.problem, cta.gmem.auxiliary, far, cta.head, query)
+            shift = row_shift(self.problem, cta.gmem.auxiliary, far, cta.head, query)
             inputs = inputs._replace(shift=shift)
         w = score_tile.weights(self.problem, tile, s, rows.lse, inputs, limits)
         p = lax.optimization_barrier(score_tile.pulled(w))  # above the wait for dP

@@ -149,7 +149,7 @@ class DkvSmem(NamedTuple):
     delta: Any  # f32[do_stages, block_q]
     dk: Any  # staging [64, D], where the head dims differ, else V: read by warpgroup 1 alone
     dv: Any  # staging [64, Dv], likewise, else K
-    auxiliary: Streamed  # with Q
+    auxiliary: Streamed | None  # with Q
 
 
 class DkvBarriers(NamedTuple):
@@ -223,7 +223,7 @@ class DqSmem(NamedTuple):
     v: Any  # [v_stages, block_kv, Dv]
     lse: Any  # f32[block_q]
     delta: Any  # f32[block_q]
-    auxiliary: Streamed  # with K
+    auxiliary: Streamed | None  # with K
 
 
 class DqBarriers(NamedTuple):
