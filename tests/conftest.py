@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import zlib
 
-from . import gpus
+from . import gpus, selection
 
 ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") == "1"
 
@@ -36,15 +35,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()))
 
 
-# The interpreter takes ten seconds a case, and there are 380: each day has its third. All
-# of them: FLASH_PALLAS_INTERPRETED=all, `make test-interpreted`, or a test that is named.
-DAYS = 3
-ALL_INTERPRETED = os.environ.get("FLASH_PALLAS_INTERPRETED") == "all"
+# Everything: `make test-all`, or tests that are named. Otherwise what selection.py says.
+EVERYTHING = os.environ.get("FLASH_PALLAS_TESTS") == "all"
 
 
 def pytest_report_header():
-    interpreted = "all" if ALL_INTERPRETED else f"part {SEED % DAYS + 1} of {DAYS}"
-    return f"random calls: FLASH_PALLAS_SEED={SEED}; interpreted kernels: {interpreted}"
+    part = f"part {SEED % selection.DAYS + 1} of {selection.DAYS}"
+    cases = "all" if EVERYTHING else f"those of `make test`, of thorough ones {part}"
+    return f"random calls: FLASH_PALLAS_SEED={SEED}; cases: {cases}"
 
 
 @pytest.fixture
@@ -53,20 +51,32 @@ def seed_of_the_day() -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps `gpu` tests only where FLASH_PALLAS_TEST_GPU=1; `interpret` cases take turns."""
+    """Leaves out `gpu` tests but where FLASH_PALLAS_TEST_GPU=1, and `thorough` ones as selected."""
     if ON_GPU:
         return
-    everything = ALL_INTERPRETED or any("::" in str(name) for name in config.args)
+    named = any("::" in str(name) for name in config.args)
+    always = {item.nodeid: of_mark(item) for item in items}
+    if not named:
+        wanted = selection.NAMED.union(
+            *(selection.cases_of(nodeid, names or ()) for nodeid, names in always.items())
+        )
+        if lost := selection.missing(wanted, always):
+            raise pytest.UsageError(f"a mutation or a mark names cases that do not exist: {lost}")
 
     def runs(item) -> bool:
         if item.get_closest_marker("gpu"):
             return False
-        takes_turns = item.get_closest_marker("interpret") and hasattr(item, "callspec")
-        return everything or not takes_turns or zlib.crc32(item.name.encode()) % DAYS == SEED % DAYS
+        return EVERYTHING or named or selection.runs(item.nodeid, always[item.nodeid], SEED)
 
     skipped = [item for item in items if not runs(item)]
     items[:] = [item for item in items if runs(item)]
     config.hook.pytest_deselected(items=skipped)
+
+
+def of_mark(item) -> tuple[str, ...] | None:
+    """Returns the cases that the mark `thorough` of a test names, None without the mark."""
+    mark = item.get_closest_marker("thorough")
+    return None if mark is None else tuple(mark.kwargs.get("always", ()))
 
 
 def pytest_runtest_teardown(item, nextitem):

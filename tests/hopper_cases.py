@@ -212,7 +212,7 @@ FUSED_BLOCKS = (
     (_several_tiles("launches_of_entries", K=1, N=1, B=4, T=130), {"num_launches": 2}),
     (_several_tiles("launches_of_heads", N=4, B=2, K=2, T=130), {"num_launches": 2}),
     (
-        _several_tiles("launches_bias", N=4, K=2, B=2, T=130, bias="1NTS"),
+        _several_tiles("launches_bias", N=4, K=2, B=2, T=100, S=130, bias="1NTS"),
         {"num_launches": 2},
     ),
     (
@@ -238,7 +238,7 @@ FUSED_BLOCKS = (
         {"persistent_clusters": 2, "stagger": True},
     ),
     (
-        _several_tiles("persistent_launches_bias_16", N=2, K=2, B=4, H=16, T=260, bias="1NTS"),
+        _several_tiles("persistent_launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="1NTS"),
         {"num_launches": 2, "kv_launches": 2, "persistent_clusters": 2},
     ),
     (

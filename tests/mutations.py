@@ -45,12 +45,7 @@ def test_is_noticed(mutation, copy):
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test],
         cwd=copy,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(copy),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "FLASH_PALLAS_INTERPRETED": "all",
-        },
+        env=os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,8 @@ def unit(module: str) -> str | None:
     return fits[0] if fits else None
 
 
-def imported(path: Path) -> set[str]:
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """Lists modules of this package that a file imports, by names relative to the package."""
     here = ["flash_pallas", *path.relative_to(PACKAGE).with_suffix("").parts]
     found = set()
@@ -67,7 +69,7 @@ def imported(path: Path) -> set[str]:
             base = [*base, *(node.module or "").split(".")] if node.module else base
             found |= {".".join([*base, alias.name]) for alias in node.names}
     inside = {m.removeprefix("flash_pallas.") for m in found if m.startswith("flash_pallas.")}
-    return inside
+    return frozenset(inside)
 
 
 def functions(tree, depth=1):

@@ -50,6 +50,7 @@ def rows_of(*calls, backend="xla", sizes=SMALL):
     return run_decode.run_group(shop, group, timing.HostTimer(), 2, 100.0)
 
 
+@pytest.mark.thorough
 def test_rows_of_a_group(few_bytes):
     rows = rows_of(*CALLS)
     assert [row["refused"] for row in rows] == [None] * len(CALLS)
@@ -62,6 +63,7 @@ def test_rows_of_a_group(few_bytes):
     assert rows[0]["speed"] == 1.0
 
 
+@pytest.mark.thorough
 def test_rows_of_caches_in_eight_bits(few_bytes):
     calls = CALL(), *(CALL(cache=x, page_size=p) for x in QUANTISED for p in (None, 64))
     rows = rows_of(*calls, sizes=COARSE)
@@ -72,6 +74,7 @@ def test_rows_of_caches_in_eight_bits(few_bytes):
         assert row["gb_per_s"] == pytest.approx(size / row["ms"] / 1e6)
 
 
+@pytest.mark.thorough
 def test_the_reference_is_causal_from_the_end():
     q, (k, v) = SMALL.queries(4), SMALL.caches(1)[0]
     exact, plain = decoders.reference(q, k, v)

@@ -15,6 +15,8 @@ import pytest
 from benchmarks import features, run_features, tables, timing
 from benchmarks.peers import PEERS, Unsupported
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
 
 
@@ -53,12 +55,14 @@ def test_documents_cover_the_length_unequally():
 VARIANTS = {v.name: v for group in features.GROUPS for v in group.variants}
 
 
+@pytest.mark.thorough(always=["full", "causal, kv_lengths"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_runs_and_passes_its_gate(variant):
     used = run_features.gate(variant, SMALL, "xla")
     assert 0.1 < used["forward"] <= 1.0 and 0.1 < used["backward"] <= 1.0
 
 
+@pytest.mark.thorough
 def test_the_gate_of_float32_is_as_much_stricter(monkeypatch):
     sizes = dataclasses.replace(SMALL, dtype="float32")
     assert max(run_features.gate(features.CAUSAL, sizes, "xla").values()) < 1e-3
@@ -84,6 +88,7 @@ def test_the_gate_fails_what_is_wrong(monkeypatch):
     assert run_features.gate(features.CAUSAL, SMALL, "wrong")["forward"] > 1.0
 
 
+@pytest.mark.thorough
 def test_rows_of_a_group(monkeypatch, tmp_path):
     def refuse(variant, arrays, do):
         raise Unsupported("not here")
@@ -105,6 +110,7 @@ def test_rows_of_a_group(monkeypatch, tmp_path):
     assert all(row["peak_bytes_both"] > rows[0]["peak_bytes"] for row in rows[3:5])
 
 
+@pytest.mark.thorough
 def test_command_line(monkeypatch, tmp_path):
     group = features.Group("tiny", SMALL, (features.CAUSAL,))
     groups = (

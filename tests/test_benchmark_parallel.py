@@ -114,6 +114,7 @@ def test_the_longest_sequence_lies_on_a_line():
     assert longest.fitting({8: 999, 16: 100 + 16, 32: 100 + 32}, 1000, 64) == 896
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", context.FEATURES)
 def test_a_feature_that_is_wrong_is_seen(monkeypatch, setting, name):
     kind = KINDS["ring zigzag"]
@@ -125,6 +126,7 @@ def test_a_feature_that_is_wrong_is_seen(monkeypatch, setting, name):
     assert setting.feature_error(kind, name, 64) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quickly")
 def test_a_run_to_its_tables(monkeypatch, tmp_path, devices):
     monkeypatch.setattr(run_parallel, "GATE_LENGTH", 16)

@@ -67,6 +67,7 @@ def tunable(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "milliseconds", lambda program: program.fields["block_q"])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("tunable")
 def test_the_tool_leaves_out_what_is_wrong(tmp_path, capsys):
     out = tmp_path / "table.json"

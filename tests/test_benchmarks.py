@@ -131,6 +131,7 @@ def test_the_gate_refuses_another_shape(judged):
         oracle.check({"o": found["o"][:, :64]})
 
 
+@pytest.mark.thorough
 def test_the_oracle_covers_every_head_of_every_batch_element():
     shape = dataclasses.replace(SHAPE, batch=2)
     inputs = gate.random_inputs(shape)
@@ -182,6 +183,7 @@ def test_a_run_from_command_line_to_table(tmp_path, monkeypatch, capsys):
         _run(tmp_path, monkeypatch, "--append", "--providers", "flash_pallas_xla")
 
 
+@pytest.mark.thorough
 def test_programs_traced_by_another_process_are_the_same(judged, monkeypatch, capsys):
     oracle, here = judged
     spawn = multiprocessing.get_context("spawn")
@@ -214,6 +216,7 @@ def test_unknown_provider_is_a_usage_error(capsys):
 # --- memory
 
 
+@pytest.mark.thorough
 def test_planned_memory_grows_linearly_in_ours(monkeypatch):
     monkeypatch.setattr(suites, "MEMORY_SHAPE", suites.Shape(1, 0, 1, 1, 64))
     lengths = (512, 1024, 2048)

@@ -13,6 +13,8 @@ import flash_pallas as fp
 from flash_pallas import KVCache, reference
 from flash_pallas.nn import RingCache
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 
 def normal(seed: int, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -85,6 +87,7 @@ def test_donated_caches_are_updated_in_place(paged):
     assert cache.k.is_deleted() and cache.v.is_deleted()
 
 
+@pytest.mark.thorough(always=["True"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_token_by_token_is_attention_to_the_whole(paged):
     B, T, prompt = 2, 20, 11
@@ -162,6 +165,7 @@ def test_check_pages():
         fp.check_pages(jnp.ones((2, 2)), lengths, num_pages=4, page_size=64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("paged", [False, True])
 def test_keys_are_rotated_by_their_positions(paged):
     B, T = 2, 9
@@ -226,6 +230,7 @@ def test_sizes_of_pages_that_cannot_be(name, value):
         fp.check_pages([[3, 0]], [20], **sizes)
 
 
+@pytest.mark.thorough
 def test_a_prompt_that_continues_pages():
     B, T, before = 2, 40, 13
     q, k, v = normal(0, B, T, 4, 8), normal(1, B, T, 2, 8), normal(2, B, T, 2, 8)

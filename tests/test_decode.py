@@ -104,6 +104,7 @@ def dense(function, step: Step, arguments):
     return lambda q, k, v: function(q, k, v, causal=True, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STEPS)
 def test_the_oracle(name):
     step = STEPS[name]
@@ -164,6 +165,7 @@ def test_a_query_without_keys_is_zero():
     assert jnp.isfinite(lse[1, :, 3]).all()
 
 
+@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         step = Step(T=2, dtype="float64")

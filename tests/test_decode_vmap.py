@@ -17,6 +17,8 @@ from flash_pallas.frontend import dispatch
 
 from .interpreter import race_checked
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 V, B, T, N, K, H, S, PAGE = 3, 2, 2, 4, 2, 16, 64, 16
 
 
@@ -63,6 +65,7 @@ def one_by_one(arrays, shared, **options):
 SHARED = ((), ("k", "v"), ("k", "v", "k_scale", "v_scale"), ("q", "kv_lengths"), ("page_table",))
 
 
+@pytest.mark.thorough(always=["False-True-k-v"])
 @pytest.mark.parametrize("shared", SHARED, ids="-".join)
 @pytest.mark.parametrize(("paged", "quantised"), [*itertools.product((False, True), repeat=2)])
 def test_vmap(paged, quantised, shared):
@@ -93,6 +96,7 @@ def test_shared_pages_are_not_repeated():
     assert compiled.memory_analysis().temp_size_in_bytes < arrays["k"].nbytes / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_the_kernel_sees_one_batch(monkeypatch):
     backend = HopperBackend(interpret=True, num_sms=2)

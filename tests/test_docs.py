@@ -22,14 +22,18 @@ OUTSIDE = re.compile(
     r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//|```mermaid"
 )
 
+# What takes seconds to compile; each page's first block runs in `make test` whatever it has.
+COSTLY = re.compile(r"grad|mesh|append_kv|decode|nnx|linen|scan|vmap|_mod|dropout")
+
 
 def blocks():
     """Yields (page, line, code, expected output) of each block of every page."""
     for page in PAGES:
         text, name = page.read_text(), str(page.relative_to(DOCS))
-        for match in BLOCK.finditer(text):
+        for number, match in enumerate(BLOCK.finditer(text)):
             line = text[: match.start()].count("\n") + 1
-            yield pytest.param(name, line, *match.groups(), id=f"{name}:{line}")
+            marks = [pytest.mark.thorough] if number and COSTLY.search(match[1]) else []
+            yield pytest.param(name, line, *match.groups(), id=f"{name}:{line}", marks=marks)
 
 
 @pytest.fixture
@@ -71,6 +75,7 @@ def test_the_reference_has_every_public_name():
     assert public <= told
 
 
+@pytest.mark.thorough(always=["performance.md"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_markers_give_way_to_pictures_and_tables(page, script):
     text = page.read_text()

@@ -67,6 +67,7 @@ def test_quickstart(tmp_path):
     assert "runs on:" in output
 
 
+@pytest.mark.thorough
 def test_packed_documents(tmp_path):
     output = run("packed_documents.py", cwd=tmp_path)
     assert "12 documents in 6 rows of 256" in output
@@ -74,6 +75,7 @@ def test_packed_documents(tmp_path):
     assert float(output.split()[-1]) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["train_transformer", "train_long_context", "generate"])
 def test_the_backends_to_choose_from(script, tmp_path):
     process = start(f"{script}.py", "--backend", "cuda", cwd=tmp_path)
@@ -83,6 +85,7 @@ def test_the_backends_to_choose_from(script, tmp_path):
         assert name in errors.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_cudnn_on_a_cpu_is_refused_with_a_way_out(tmp_path):
     process = start("train_transformer.py", "--attention", "cudnn", cwd=tmp_path)
     _, errors = process.communicate()
@@ -107,6 +110,7 @@ def test_training_writes_its_files(tmp_path):
     assert sample.startswith(b"def ") and len(sample) == len(b"def ") + TINY["sample-bytes"]
 
 
+@pytest.mark.thorough
 def test_long_documents_on_many_devices_and_in_two_processes(tmp_path):
     """Compares four devices of one process with a ring of two processes of one device each."""
     flags = [part for name, value in LONG.items() for part in (f"--{name}", value)]
@@ -131,7 +135,7 @@ def test_long_documents_on_many_devices_and_in_two_processes(tmp_path):
     assert all(0 < x < 12 for x in bits(alone))  # A uniform guess costs 8 bits.
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_same_loss_as_with_attention_of_jax(tmp_path):
     losses = []
     for attention in ("flash", "xla-jax"):
@@ -143,6 +147,7 @@ def test_same_loss_as_with_attention_of_jax(tmp_path):
     assert abs(losses[0] - losses[1]) <= TINY["seq-len"] * eps * losses[0]
 
 
+@pytest.mark.thorough
 def test_generation_goes_on_from_the_checkpoint(tmp_path):
     train(tmp_path)
     flags = ("--model-dir", "out", "--bytes", 5, "--prompts", "def f(", "x" * 20)
@@ -152,6 +157,7 @@ def test_generation_goes_on_from_the_checkpoint(tmp_path):
     assert output.count("bytes/s with") == 2
 
 
+@pytest.mark.thorough
 def test_generation_without_training(tmp_path):
     flags = ("--random", 1, 16, 2, 1, 8, "--prompt-bytes", 300, "--bytes", 5, "--json", "said.json")
     output = run("generate.py", *flags, cwd=tmp_path)

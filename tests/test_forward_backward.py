@@ -14,11 +14,21 @@ from .cases import CASES, FEATURES, named
 SMALL_BLOCKS = {"block_q": 32, "block_kv": 16}
 
 
+@pytest.mark.thorough(
+    always=[
+        "length_1",
+        "lengths_113x203_causal",
+        "bfloat16_gqa_causal",
+        "head_dim_256",
+        "scale_negative",
+    ]
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_xla(case):
     checks.assert_matches_oracle(checks.bind("xla"), case)
 
 
+@pytest.mark.thorough(always=["everything"])
 @pytest.mark.parametrize(
     "case",
     named(
@@ -37,6 +47,7 @@ def test_xla_with_many_small_blocks(case):
     checks.assert_matches_oracle(checks.bind("xla", SMALL_BLOCKS), case)
 
 
+@pytest.mark.thorough(always=["bias_infinite"])
 @pytest.mark.parametrize("name", ["everything", "everything_bfloat16", "bias_infinite"])
 def test_xla_in_float64(name):
     """Checks that nothing is rounded to less than float64: both agree to the last digits."""
@@ -48,6 +59,7 @@ def test_xla_in_float64(name):
         np.testing.assert_allclose(found[field], x, rtol=1e-11, atol=1e-11, err_msg=field)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -103,7 +115,8 @@ NOTICED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "field"), NOTICED, ids="-".join)
+@pytest.mark.thorough(always=[f"bfloat16_causal-{field}" for field in checks.ALWAYS])
+@pytest.mark.parametrize(("name", "field"), NOTICED, ids=str)
 def test_the_check_notices_a_wrong_result(name, field):
     (case,) = named(name)
     exact = dict(checks.oracle(case))

@@ -23,6 +23,7 @@ from .interpreter import race_checked
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_decode_kernels(step):
@@ -61,6 +62,7 @@ def test_hopper_takes_what_it_can(monkeypatch):
     assert fp.explain_decode(q, k, k, num_splits=3).blocks.num_splits == 3
 
 
+@pytest.mark.thorough(always=["split-2"])
 @pytest.mark.parametrize(
     ("step", "launches"),
     [

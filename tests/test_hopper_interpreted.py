@@ -28,6 +28,7 @@ from .interpreter import race_checked
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
+@pytest.mark.thorough(always=["d64_split", "everything_128", "float32_32_window_dropout"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):
@@ -35,6 +36,7 @@ def test_kernels(case):
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("case", "blocks"), FUSED_BLOCKS, ids=[case.name for case, _ in FUSED_BLOCKS]
@@ -44,6 +46,7 @@ def test_fused_blocks(case, blocks):
         checks.assert_matches_oracle(checks.bind(BACKEND, {"fused": blocks}), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("case", "blocks"), FORWARD_BLOCKS, ids=[case.name for case, _ in FORWARD_BLOCKS]
@@ -53,6 +56,7 @@ def test_forward_blocks(case, blocks):
         checks.assert_matches_oracle(checks.bind(BACKEND, {"forward": blocks}), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", WITHOUT_PRODUCER, ids=str)
 def test_compute_warpgroups_that_load(case):
@@ -61,6 +65,7 @@ def test_compute_warpgroups_that_load(case):
         checks.assert_matches_oracle(checks.bind(backend), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_sections_of_heads_and_batch(monkeypatch):
     """Runs two of nine (head, batch entry) pairs at a time; the ninth runs alone."""
@@ -69,6 +74,7 @@ def test_sections_of_heads_and_batch(monkeypatch):
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_sections_of_a_persistent_grid(monkeypatch):
     """Runs nine pairs, two at a time but for the last, with two KV blocks each, on four CTAs."""
@@ -78,6 +84,7 @@ def test_sections_of_a_persistent_grid(monkeypatch):
         checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
@@ -101,6 +108,7 @@ def test_zeros_reach_the_end(monkeypatch, ctas):
         np.testing.assert_array_equal(x, np.zeros(shape, np.float32))
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_float32_is_as_precise_as_documented():
     with race_checked():

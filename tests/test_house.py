@@ -6,11 +6,14 @@ device: the stack is two deeper here, where tests have eight and a call is parti
 
 from __future__ import annotations
 
+import pytest
+
 from . import house
 
 FILES, STACK, RECORDS = 32, 26, 40
 
 
+@pytest.mark.thorough
 def test_a_plain_gradient_enters_no_more_than_it_did():
     found = house.plain_gradient()
     entered = len(found.files), found.deepest, len(found.records)

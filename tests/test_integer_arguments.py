@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas.frontend.validate import as_int32
+from flash_pallas.frontend.arguments import as_int32
 from flash_pallas.nn import segment_positions
 from flash_pallas.parallel import context_parallel_attention
+
+pytestmark = pytest.mark.usefixtures("quickly")
 
 T = 12
 DTYPES = (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64)
@@ -30,6 +32,7 @@ def packed(ids, attend=fp.flash_attention, **options):
     return attend(Q, K, V, causal=True, q_segment_ids=ids, kv_segment_ids=ids, **options)
 
 
+@pytest.mark.thorough(always=["-uint32", "x64-int64", "-int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 def test_every_integer_dtype_is_taken(dtype, x64):
@@ -118,6 +121,7 @@ def test_traced_ids_that_do_not_fit_are_one_document_and_no_padding():
     np.testing.assert_array_equal(jax.jit(packed)(ids), jax.jit(packed)(jnp.asarray(low)))
 
 
+@pytest.mark.thorough(always=["2147483647"])
 @pytest.mark.parametrize("offset", [2**31 - 1, 2**30, -(2**30), -(2**31)])
 def test_offsets_far_away_hide_and_show_what_they_mean(offset):
     whole, none = fp.flash_attention(Q, K, V), jnp.zeros_like(Q)

@@ -143,12 +143,14 @@ def _expected():
     return np.einsum("jab,jbc->ac", xw, w) + bias.sum(0)[:, None]
 
 
+@pytest.mark.thorough(always=["1"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_correct_kernel_passes(blocks):
     """Checks values, and that ACC, register operands, reductions and slot reuse are no races."""
     np.testing.assert_allclose(_run(blocks=blocks), blocks * _expected(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(always=["missing empty wait", "early accumulator read"])
 @pytest.mark.parametrize(
     "fault",
     [

@@ -35,6 +35,7 @@ ON_HOPPER, ON_PORTABLE = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough(always=["no_key_float32"])
 @pytest.mark.parametrize("case", (*ADDITIVE, *LARGE), ids=str)
 def test_xla(case):
     call = checks.bind("xla", SMALL_BLOCKS)
@@ -53,6 +54,7 @@ def assert_lse_of_every_row(found, case):
     ].all()
 
 
+@pytest.mark.thorough(always=["one_key_bfloat16"])
 @pytest.mark.parametrize("case", additive_cases([x for x in HIDING if np.isfinite(x)]), ids=str)
 def test_no_worse_than_jax_nn(case):
     """Compares errors against float64 for a user who only replaces jax.nn by flash_pallas."""
@@ -87,6 +89,7 @@ def gradients_of_o_alone(case):
         return checks.oracle.__wrapped__(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *ON_HOPPER), ids=str)
 def test_hopper_kernels(case, monkeypatch):
@@ -95,6 +98,7 @@ def test_hopper_kernels(case, monkeypatch):
         checks.assert_matches_oracle(checks.bind(HOPPER), case, kernels=True)
 
 
+@pytest.mark.thorough(always=["scores_of_2^12_float16"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED[3:], *ON_PORTABLE), ids=str)
 def test_portable_kernels(case):

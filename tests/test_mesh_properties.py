@@ -25,7 +25,7 @@ from .test_sharding import draw as normal
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
-PARTS = 4  # tests that may run side by side
+PARTS = 8  # tests that may run side by side
 EXAMPLES = int(os.environ.get("FLASH_PALLAS_EXAMPLES", "16"))
 NAMES = ("data", "fsdp", "model", "context")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -112,6 +112,7 @@ def attend(names, mesh, uneven, options, *arrays):
     return fp.flash_attention(**given, **options)
 
 
+@pytest.mark.thorough(always=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_mesh_computes_what_one_device_does(part, eight_devices):
     @hypothesis.seed(part)

@@ -79,6 +79,7 @@ MODS = {
 }
 
 
+@pytest.mark.thorough(always=["nothing but constants"])
 @pytest.mark.parametrize("mods", MODS.values(), ids=MODS)
 def test_constants_of_mods(devices, mods):
     attend = partial(fp.flash_attention, **mods)
@@ -91,6 +92,7 @@ def test_constants_of_mods(devices, mods):
     assert_close(jax.jit(gradient(attend))(*(put(explicit, y, BOTH) for y in x)), expected)
 
 
+@pytest.mark.thorough(always=["P('data', 'model')"])
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
 def test_a_score_mod_captures_a_sharded_array(devices, spec):
     mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
@@ -128,6 +130,7 @@ CACHES = {
 }
 
 
+@pytest.mark.thorough(always=["batch and heads"])
 @pytest.mark.parametrize("case", CACHES.values(), ids=CACHES)
 def test_steps_with_a_cache(devices, case):
     """Carries the cache through a loop, so that appending must leave its sharding as it is."""
@@ -154,6 +157,7 @@ def test_steps_with_a_cache(devices, case):
     assert_same_types(found[0], cache)
 
 
+@pytest.mark.thorough(always=["model-True"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("heads", [None, "model"])
 def test_pages_on_explicit_axes(devices, heads, scaled):
@@ -191,6 +195,7 @@ def test_a_cache_that_is_cut_where_it_cannot_be(devices, paged):
         fp.flash_decode(jnp.ones((4, 1, 4, 8)), k, k, **options)
 
 
+@pytest.mark.thorough(always=["1-scaled", "1-ring"])
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "scaled"])
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_a_layer_with_a_cache(devices, kind, length):
@@ -223,6 +228,7 @@ def vmapped(q, k, v, bias):
     return jax.vmap(jax.vmap(attend, (0, 0, None)), (0, None, 0))(q, k, v)
 
 
+@pytest.mark.thorough(always=["(None, 'data')"])
 @pytest.mark.parametrize(
     "cut", [("data",), (None, "data"), ("fsdp", "data"), (None, None, ("data", "fsdp"))], ids=str
 )
@@ -244,6 +250,7 @@ def test_vmap_over_axes_that_are_cut(eight_devices, cut):
 FOLDED = {"first": ("data", None), "second": (None, "data"), "both": ("data", "model")}
 
 
+@pytest.mark.thorough(always=["both"])
 @pytest.mark.parametrize("cut", FOLDED.values(), ids=FOLDED)
 def test_two_batch_dimensions(devices, cut):
     mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
@@ -261,6 +268,7 @@ def test_two_batch_dimensions(devices, cut):
     assert_same_types(found[0], sharded[0])
 
 
+@pytest.mark.thorough(always=["explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_zigzag_of_sharded_sequences(devices, types):
     mesh = mesh_of(devices, types, data=2, context=2)
@@ -287,6 +295,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.thorough(always=["12 heads over 8"])
 @pytest.mark.parametrize("case", UNEVEN.values(), ids=UNEVEN)
 def test_what_the_mesh_does_not_divide(eight_devices, case):
     batch, heads, kv_heads, spec, sizes = case
@@ -312,6 +321,7 @@ def test_an_axis_that_does_not_divide_heads_cuts_the_batch(eight_devices):
     assert "f32[1,12,1,8,8]" in text and "f32[8,12,1,8,8]" not in text
 
 
+@pytest.mark.thorough(always=["inside"])
 @pytest.mark.parametrize("made", ["before", "inside"])
 def test_arrays_that_are_not_placed_on_the_mesh(eight_devices, made):
     x = draw(8, 8, 4, 8)
@@ -324,6 +334,7 @@ def test_arrays_that_are_not_placed_on_the_mesh(eight_devices, made):
         assert_close(jax.jit(gradient(attend))(x, x), expected)
 
 
+@pytest.mark.thorough(always=["data-explicit", "model-auto"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("manual", [("data",), ("model",), ("data", "fsdp")], ids="-".join)
 def test_a_shard_map_over_some_of_the_axes(eight_devices, manual, types):
@@ -353,6 +364,7 @@ def hopper(q, k, v, causal=True):
     )[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("around", ["vmap", "shard_map", "shard_map, Auto"])
 def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
     """Lowers for Hopper: Pallas refuses axes that are not manual; xla would hide one left over."""
@@ -376,6 +388,7 @@ def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
     assert "flash_pallas_backward_fused" in text and f"tensor<{local}xbf16>" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("around", ["vmap", "shard_map"])
 def test_launches_for_far_rows_lower_where_axes_are_taken(eight_devices, around, monkeypatch):
     """Lowers launches that write to arrays of another launch, which has axes of its own."""
@@ -413,6 +426,7 @@ EXCHANGED = {
 }
 
 
+@pytest.mark.thorough(always=["one key head-explicit", "whole keys-auto"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("case", EXCHANGED.values(), ids=EXCHANGED)
 def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, case, types):
@@ -429,6 +443,7 @@ def test_nothing_is_exchanged_but_gradients_of_keys_and_values(eight_devices, ca
     assert collectives(text) == expected
 
 
+@pytest.mark.thorough(always=["2-explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_an_nnx_layer_under_logical_axis_rules(eight_devices, kv_heads, types):

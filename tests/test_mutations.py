@@ -1,37 +1,43 @@
-"""The list of mutations: each entry is what it claims."""
+"""The list of mutations: each entry is what it claims, and `make test` runs what it names."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from .cases import CASES, FEATURES, LARGE
-from .hopper_cases import FUSED_BLOCKS, MAXIMA, MODIFIERS, WITHOUT_PRODUCER
-from .hopper_decode_cases import STEPS
+from . import selection
 from .mutations import MUTATIONS, ROOT
-from .test_portable_interpreted import SUMS
+
+CASE = "tests/test_a.py::test_b[c]"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_line_is_there(mutation):
     text = (ROOT / "flash_pallas" / mutation.file).read_text()
     assert text.count(mutation.old) == 1 and mutation.old != mutation.new
-    file, _, name = mutation.test.partition("::")
-    text = (Path(__file__).parent / file).read_text()
-    function, _, case = name.partition("[")
-    assert not name or f"def {function}(" in text
-    own_blocks = (case for case, _ in FUSED_BLOCKS)
-    cases = (
-        *CASES,
-        *FEATURES,
-        *LARGE,
-        *MODIFIERS,
-        *MAXIMA,
-        *WITHOUT_PRODUCER,
-        *STEPS,
-        *SUMS,
-        *own_blocks,
-    )
-    names = {c.name for c in cases}
-    assert not case or case.removesuffix("]") in names
+    assert (ROOT / "tests" / mutation.test.partition("::")[0]).is_file()
+
+
+def test_what_they_name_runs_every_day():
+    days = range(selection.DAYS)
+    assert all(selection.runs(f"tests/{m.test}", (), day) for m in MUTATIONS for day in days)
+
+
+@pytest.mark.parametrize("name", [CASE, "tests/test_a.py::test_b", "tests/test_a.py"])
+def test_cases_that_a_name_has(monkeypatch, name):
+    days = range(selection.DAYS)
+    assert sum(selection.runs(CASE, (), day) for day in days) == 1
+    monkeypatch.setattr(selection, "NAMED", {name})
+    assert all(selection.runs(CASE, (), day) for day in days)
+    assert not all(selection.runs("tests/test_ab.py::test_b", (), day) for day in days)
+
+
+def test_cases_that_a_mark_has():
+    days = range(selection.DAYS)
+    assert all(selection.runs(CASE, None, day) for day in days)
+    assert all(selection.runs(CASE, ("c",), day) for day in days)
+    assert sum(selection.runs(CASE, ("d",), day) for day in days) == 1
+
+
+def test_names_of_nothing_are_found():
+    names = (CASE, "tests/test_a.py::test_b[d]", "tests/test_a.py::test_b", "tests/test_z.py::test")
+    assert selection.missing(names, [CASE, "tests/test_c.py::test_d"]) == [names[1]]

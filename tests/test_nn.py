@@ -16,6 +16,8 @@ from flash_pallas.nn import attention_fn, causal_attention_fn
 
 from .nn_tools import assert_no_worse
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 HEADS, FEATURES, LENGTH = 4, 24, 10
 FUNCTIONS = [attention_fn, causal_attention_fn]
 
@@ -30,6 +32,7 @@ def linen_modules(causal, **fields):
     return make(causal_attention_fn if causal else attention_fn), make(linen.dot_product_attention)
 
 
+@pytest.mark.thorough(always=["batch1-True"])
 @pytest.mark.parametrize(
     ("batch", "causal"), [((2,), False), ((2,), True), ((), True), ((2, 3), False)]
 )
@@ -41,6 +44,7 @@ def test_linen_drop_in_equals_default(batch, causal):
     assert_no_worse(ours.apply, lambda p, x: default.apply(p, x, mask=mask), params, x)
 
 
+@pytest.mark.thorough
 def test_linen_cross_attention():
     ours, default = linen_modules(False)
     x, other = normal(0, 2, LENGTH, FEATURES), normal(1, 2, 7, FEATURES)
@@ -49,6 +53,7 @@ def test_linen_cross_attention():
     assert_no_worse(both(ours), both(default), params, (x, other))
 
 
+@pytest.mark.thorough(always=["batch0-False-4"])
 @pytest.mark.parametrize(
     ("batch", "causal", "kv_heads"),
     [((2,), False, 4), ((2,), True, 2), ((2,), True, 1), ((), True, 4), ((2, 3), False, 2)],
@@ -160,6 +165,7 @@ def test_equal_modules_are_traced_once():
     assert len(traces) == 1
 
 
+@pytest.mark.thorough(always=["nnx"])
 @pytest.mark.parametrize("layer", ["linen", "nnx"])
 def test_flax_is_needed_only_by_the_layers(layer):
     code = f"""

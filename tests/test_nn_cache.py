@@ -19,6 +19,8 @@ from flash_pallas.nn import RingCache, ScaledCache
 from flash_pallas.nn.linen import FlashAttention as LinenAttention
 from flash_pallas.nn.nnx import FlashAttention as NnxAttention
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 B, T, FEATURES, PAGE = 3, 44, 32, 16
 PROMPTS = np.array([20, 3, 17])
 SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "causal": True}
@@ -85,6 +87,7 @@ CACHES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize(("cache", "name"), CACHES)
 def test_token_by_token_is_one_forward(kind, cache, name):
@@ -98,6 +101,7 @@ def test_token_by_token_is_one_forward(kind, cache, name):
         np.testing.assert_allclose(found[b, : done[b]], right[b, : done[b]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize(
     ("dtype", "paged", "rows"),
@@ -127,6 +131,7 @@ def test_room_in_eight_bits():
     assert cache.lengths.tolist() == [0, 0] and cache.scales["v_scale"].tolist() == [0.5, 0.5]
 
 
+@pytest.mark.thorough
 def test_a_ring_of_which_nothing_older_is_kept():
     ring = RingCache.empty(1, 9, 2, 8, jnp.float32)
     layer = built("nnx", **LAYERS["window"])
@@ -149,6 +154,7 @@ def test_a_ring_without_scales_is_made_of_wide_floats(dtype):
         RingCache.empty(1, 9, 2, 8, dtype)
 
 
+@pytest.mark.thorough(always=["bfloat16-contiguous-20-linen", "int8-ring-3-nnx"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("cache", ["ring", "contiguous"])
@@ -161,6 +167,7 @@ def test_a_cache_has_the_dtype_that_the_layer_computes_in(kind, tokens, cache, d
         layer(jnp.ones((B, tokens, FEATURES)), cache=start)
 
 
+@pytest.mark.thorough(always=["nnx"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_tokens_beyond_the_room_of_a_cache_are_an_error_where_lengths_are_known(kind):
     layer, x = built(kind), jnp.ones((2, 3, FEATURES))

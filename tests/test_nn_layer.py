@@ -17,6 +17,8 @@ from flash_pallas.nn import nnx as fp_nnx
 
 from .nn_tools import assert_no_worse, dense_layer, quadratic_arrays
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 FEATURES, LENGTH = 24, 10
 MODERN = {
     "num_heads": 4,
@@ -65,6 +67,7 @@ def pick(fields):
     return {name: fields[name] for name in told if name in fields}
 
 
+@pytest.mark.thorough(always=["scale, RoPE, wide heads"])
 @each_layer
 def test_linen_equals_dense_layer(fields):
     x = normal(0, 2, LENGTH, FEATURES)
@@ -73,6 +76,7 @@ def test_linen_equals_dense_layer(fields):
     assert_no_worse(ours, lambda p, x: dense_layer(p, x, **pick(fields)), params, x)
 
 
+@pytest.mark.thorough(always=["modern-None"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, None) for name in LAYERS), ("modern", jnp.bfloat16)]
 )
@@ -102,6 +106,7 @@ def test_nnx_equals_linen_bit_by_bit(name, dtype):
     )
 
 
+@pytest.mark.thorough
 def test_cross_attention_in_both():
     x, other = normal(0, 2, LENGTH, FEATURES), normal(1, 2, 7, 12)
     fields = {**MODERN, "causal": False, "out_features": 5}
@@ -124,6 +129,7 @@ def test_inputs_without_an_axis_of_tokens():
             call(x, x[0, 0])
 
 
+@pytest.mark.thorough(always=["batch1"])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_any_batch_dimensions(batch):
     x = normal(0, *batch, LENGTH, FEATURES)
@@ -133,6 +139,7 @@ def test_any_batch_dimensions(batch):
     np.testing.assert_array_equal(out.reshape(flat.shape), flat)
 
 
+@pytest.mark.thorough(always=["None-None"])
 @pytest.mark.parametrize(("kind", "suffix"), [(None, None), ("layer", "ln")])
 def test_weights_of_flax_load(kind, suffix):
     x = normal(0, 2, LENGTH, FEATURES)
@@ -187,6 +194,7 @@ def test_logical_axes_are_the_same_in_both():
     assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer))) == specs
 
 
+@pytest.mark.thorough
 def test_parameters_are_placed_by_the_rules(devices):
     mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
     rules = (("embed", None), ("heads", "model"), ("kv_heads", "model"), ("kv", None))
@@ -214,6 +222,7 @@ def test_parameters_are_placed_by_the_rules(devices):
     assert np.all(np.abs(placed - alone(x)) <= allowed[None, None])
 
 
+@pytest.mark.thorough(always=["None"])
 @pytest.mark.parametrize("policy", [None, flash_pallas.save_attention])
 def test_linen_remat(policy):
     x = normal(0, 2, LENGTH, FEATURES)
@@ -223,6 +232,7 @@ def test_linen_remat(policy):
     assert_no_worse(ours, lambda p, x: dense_layer(p, x, **pick(MODERN)), params, x)
 
 
+@pytest.mark.thorough
 def test_linen_scan_over_layers():
     class Stack(linen.Module):
         @linen.compact
@@ -253,6 +263,7 @@ def dense_stack(variables, x):
     return x
 
 
+@pytest.mark.thorough
 def test_nnx_scan_remat_jit_and_grad():
     @nnx.split_rngs(splits=2)
     @nnx.vmap
@@ -281,6 +292,7 @@ def test_nnx_scan_remat_jit_and_grad():
     jax.tree.map(np.testing.assert_array_equal, grads, expected["params"]["layer"])
 
 
+@pytest.mark.thorough
 def test_no_array_is_quadratic_in_the_length():
     length = 2048
     fields = {**MODERN, "num_heads": 2, "num_kv_heads": 1}

@@ -12,6 +12,8 @@ from flash_pallas.nn import attention_fn, causal_attention_fn
 
 from .nn_tools import assert_no_worse, quadratic_arrays
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 BATCH, HEADS, FEATURES, LENGTH = 2, 4, 24, 10
 FULL = (BATCH, HEADS, LENGTH, LENGTH)
 
@@ -29,6 +31,7 @@ def of_rank_four(x):
     return None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
+@pytest.mark.thorough(always=["heads", "padding"])
 @pytest.mark.parametrize(
     ("mask", "bias"),
     [
@@ -76,6 +79,7 @@ def test_a_row_without_keys_gives_zero():
     np.testing.assert_array_equal(np.delete(out, 3, 1), np.delete(whole, 3, 1))
 
 
+@pytest.mark.thorough
 def test_is_causal_and_a_mask_hide_together():
     qkv = [normal(i, BATCH, LENGTH, HEADS, 8) for i in range(3)]
     mask = mask_of(BATCH, 1, 1, LENGTH).at[..., 0].set(1.0)
@@ -86,6 +90,7 @@ def test_is_causal_and_a_mask_hide_together():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_modules_pass_their_masks_on():
     x = normal(0, BATCH, LENGTH, FEATURES)
     mask = linen.make_causal_mask(jnp.ones((BATCH, LENGTH)))
@@ -119,6 +124,7 @@ def test_linen_decodes_token_by_token(function):
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(always=["causal_attention_fn"])
 @pytest.mark.parametrize("function", [attention_fn, causal_attention_fn])
 def test_nnx_decodes_token_by_token(function):
     x = normal(0, BATCH, LENGTH, FEATURES)
@@ -177,6 +183,7 @@ def test_the_key_decides(raw):
     assert (first != other).mean() > 0.2
 
 
+@pytest.mark.thorough(always=["attention_fn"])
 @pytest.mark.parametrize("function", [attention_fn, causal_attention_fn])
 def test_deterministic_switches_dropout_off(function):
     x = normal(0, LENGTH, HEADS, 8)
@@ -187,6 +194,7 @@ def test_deterministic_switches_dropout_off(function):
         function(x, x, x, dropout_rate=0.5)
 
 
+@pytest.mark.thorough(always=["False"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_modules_pass_their_dropout_on(shared):
     x = jnp.broadcast_to(normal(0, 1, LENGTH, FEATURES), (BATCH, LENGTH, FEATURES))

@@ -16,6 +16,8 @@ from flash_pallas.nn import nnx as fp_nnx
 
 from .nn_tools import assert_no_worse, dense_layer
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 FEATURES, LENGTH = 24, 10
 ROPE = {"rope_theta": 100.0, "qk_norm": "rms"}
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "causal": True, **ROPE}
@@ -95,6 +97,7 @@ def make_nnx(fields, params, **sizes):
     return module
 
 
+@pytest.mark.thorough(always=["ALiBi", "documents"])
 @each_case
 def test_layers_equal_the_dense_layer(fields, call, told):
     x = normal(0, 2, LENGTH, FEATURES)
@@ -106,6 +109,7 @@ def test_layers_equal_the_dense_layer(fields, call, told):
     np.testing.assert_array_equal(layer(x, **call), module.apply({"params": params}, x, **call))
 
 
+@pytest.mark.thorough
 def test_packed_documents_equal_the_documents_alone():
     x = normal(0, LENGTH, FEATURES)
     ids = IDS[0]
@@ -118,6 +122,7 @@ def test_packed_documents_equal_the_documents_alone():
     np.testing.assert_allclose(packed[9], params["out"]["bias"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_keys_have_their_own_side_in_cross_attention():
     x, other = normal(0, 2, LENGTH, FEATURES), normal(1, 2, 7, 12)
     module, params = make_linen({"num_heads": 4}, x, other)
@@ -152,6 +157,7 @@ def test_sinks_are_parameters_with_an_axis():
     assert specs == linen.get_partition_spec(boxed)
 
 
+@pytest.mark.thorough(always=["False"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_dropout_takes_its_key_as_flax_does(shared):
     x = jnp.broadcast_to(normal(0, 1, LENGTH, FEATURES), (2, LENGTH, FEATURES))
@@ -257,6 +263,7 @@ def test_examples():
     assert results.attempted == 5 and results.failed == 0
 
 
+@pytest.mark.thorough
 def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_trained():
     @nnx.split_rngs(splits=2)
     @nnx.vmap
@@ -279,6 +286,7 @@ def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_traine
     assert gradient(layers, x)[0] == gradient(layers, x)[0]
 
 
+@pytest.mark.thorough
 def test_linen_layers_with_dropout_are_scanned_and_rematerialised():
     class Stack(linen.Module):
         @linen.compact

@@ -59,6 +59,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, **ATOL)
 
 
+@pytest.mark.thorough
 def test_nnx_under_jit_in_zigzag_layout(mesh):
     context = ContextParallel("context", layout="zigzag", batch_axis="data")
     x, _ = tokens()
@@ -69,6 +70,7 @@ def test_nnx_under_jit_in_zigzag_layout(mesh):
     assert_close((from_zigzag(out, 2), params, from_zigzag(dx, 2)), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_linen_inside_shard_map(mesh, layout):
     """Runs documents with positions of their own, and rotary positions that count in the whole."""

@@ -44,6 +44,7 @@ def ring_of(devices, types=AxisType.Auto):
 SEEDS = [3, np.int32(3), np.int64(2**40 + 3), jnp.uint32(3), jax.random.key]
 
 
+@pytest.mark.thorough(always=["key"])
 @pytest.mark.parametrize("seed", SEEDS, ids=["int", "np.int32", "np.int64", "jnp.uint32", "key"])
 def test_a_seed_of_any_type_drops_what_it_drops_on_one_device(devices, seed):
     seed = seed(3) if callable(seed) else seed
@@ -54,6 +55,7 @@ def test_a_seed_of_any_type_drops_what_it_drops_on_one_device(devices, seed):
     np.testing.assert_allclose(found, fp.flash_attention(*inputs(), **options), **ATOL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
     """Compares dropout with one device, with the batch or the heads cut as well."""
@@ -69,6 +71,7 @@ def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
         np.testing.assert_allclose(from_zigzag(found, 2), expected, **ATOL)
 
 
+@pytest.mark.thorough
 def test_a_rematerialised_layer_inside_shard_map(devices):
     mesh = ring_of(devices)
 

@@ -70,6 +70,7 @@ def in_order(call, layout, shards):
     return run
 
 
+@pytest.mark.thorough(always=["window-all_gather-zigzag", "window-ulysses-zigzag"])
 @pytest.mark.parametrize(("case", "strategy", "layout"), ROWS)
 def test_strategies(eight_devices, case, strategy, layout):
     types = AxisType.Explicit if layout == "contiguous" else AxisType.Auto
@@ -103,6 +104,7 @@ def test_hopper_kernels_drop_by_places_in_the_whole():
             assert ours.shape == theirs.shape and bool((ours == theirs).all())
 
 
+@pytest.mark.thorough
 def test_the_hopper_kernels_lower_in_a_ring(monkeypatch, devices):
     """Lowers a ring for Hopper: Pallas refuses types that vary, which xla would not show."""
     monkeypatch.setattr(dispatch, "select", lambda problem, name: HopperBackend(num_sms=132))

@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case):
@@ -56,6 +57,7 @@ def named(name: str):
     return case
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("mask_all", [False, True])
 def test_keys_past_the_end_weigh_nothing(mask_all):
@@ -68,12 +70,14 @@ def test_keys_past_the_end_weigh_nothing(mask_all):
         assert jnp.isfinite(dq).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", SPLIT)
 def test_deterministic_kernels(name):
     assert_right(dataclasses.replace(named(name), deterministic=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["everything", "packed_causal", "d64"])
 def test_other_tiles(name):
@@ -86,6 +90,7 @@ def test_other_tiles(name):
     assert_right(dataclasses.replace(named(name), deterministic=True), blocks)
 
 
+@pytest.mark.thorough(always=["sinks-{'rows': 64}"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("fields", [{"slots": 2}, {"rows": 64}], ids=str)
 @pytest.mark.parametrize("name", ["everything", "jump_128", "d80_padded_narrow_values", "sinks"])
@@ -94,6 +99,7 @@ def test_weights_through_shared_memory(name, fields):
     assert_right(named(name), {"forward": fields | {"shared_weights": True}})
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "fields",
@@ -109,6 +115,7 @@ def test_other_tiles_of_the_fused_backward(name, fields):
     assert_right(named(name), {"fused": fields})
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["d128_causal", "window_causal_128", "dropout_causal_128"])
 def test_weights_that_registers_have_no_room_for(name):
@@ -139,12 +146,14 @@ SUMS = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SUMS, ids=str)
 def test_gradients_of_what_modifies_scores(case):
     assert_right(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("case", "blocks"),

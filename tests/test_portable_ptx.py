@@ -148,6 +148,7 @@ def test_parts_of_warps_are_square():
         assert rows % 64 == columns % 16 == 0
 
 
+@pytest.mark.thorough(always=["True-48-128-(64, 256)-bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*GRIDS, (128, 32)], ids=str)
 @pytest.mark.parametrize("summed", [64, 128])

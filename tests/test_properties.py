@@ -21,7 +21,7 @@ import flash_pallas as fp
 from . import checks
 from .random_cases import Sizes, random_case
 
-PARTS = 5  # tests that may run side by side
+PARTS = 10  # tests that may run side by side
 EXAMPLES = int(os.environ.get("FLASH_PALLAS_EXAMPLES", "30"))
 
 
@@ -63,6 +63,7 @@ def examples(count: int, part: int):
     return decorate
 
 
+@pytest.mark.thorough(always=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_combination_matches_the_oracle(part):
     @examples(-(-EXAMPLES // PARTS), part)
@@ -78,6 +79,7 @@ def test_any_combination_matches_the_oracle(part):
 SMALL = Sizes(length=40, batch=2, group=2, head_dims=(8,), v_head_dims=(None, 16))
 
 
+@pytest.mark.thorough
 @examples(-(-EXAMPLES // 5), 0)
 @hypothesis.given(cases(SMALL), st.sampled_from([np.int64, np.uint64, np.uint32]))
 def test_wide_integers_are_the_same_numbers(case, dtype):
@@ -93,6 +95,7 @@ def test_wide_integers_are_the_same_numbers(case, dtype):
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(usual, np.float32))
 
 
+@pytest.mark.thorough
 @examples(-(-EXAMPLES // 5), 1)
 @hypothesis.given(cases(SMALL))
 def test_a_gradient_inside_stop_gradient_is_a_constant(case):

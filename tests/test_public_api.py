@@ -18,6 +18,8 @@ from flash_pallas.core import rope
 from flash_pallas.frontend import validate
 from flash_pallas.parallel import context, layout, setting
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 NAMES = [
     "Explanation",
     "KVCache",
@@ -198,7 +200,7 @@ LIKE_JAX_NN = {
 def assert_same_as_jax_nn(args, keywords, valid=None):
     """Compares with jax.nn: values, and gradients of q, k, v and bias; only rows in `valid`."""
     differentiable = {"bias": keywords["bias"]} if "bias" in keywords else {}
-    rest = {name: x for name, x in validate.items() if name != "bias"}
+    rest = {name: x for name, x in keywords.items() if name != "bias"}
     weight = draw(9, *args[0].shape)
     if valid is not None:
         weight = jnp.where(valid[..., None, None], weight, 0.0)
@@ -222,6 +224,7 @@ def assert_same_as_jax_nn(args, keywords, valid=None):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough(always=["all", "causal", "mask of padding", "window"])
 @pytest.mark.parametrize("keywords", LIKE_JAX_NN.values(), ids=LIKE_JAX_NN)
 def test_dot_product_attention_agrees_with_jax_nn(keywords):
     valid = None
@@ -231,6 +234,7 @@ def test_dot_product_attention_agrees_with_jax_nn(keywords):
         assert_same_as_jax_nn(inputs(2), keywords, valid)
 
 
+@pytest.mark.thorough(always=["length"])
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -257,6 +261,7 @@ def test_where_dot_product_attention_differs_from_jax_nn():
     assert jnp.isneginf(lse[:, 4]).all() and jnp.isfinite(lse[:, :4]).all()
 
 
+@pytest.mark.thorough
 def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
     q, k, v = inputs(2)
     ours, theirs = fp.dot_product_attention, jax.nn.dot_product_attention
@@ -270,6 +275,7 @@ def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
         hessian(ours)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_residual_has_the_dtype_and_no_gradient_as_in_jax_nn(dtype):
     args = [x.astype(dtype) for x in inputs(2)]

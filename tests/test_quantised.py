@@ -13,6 +13,8 @@ import flash_pallas as fp
 from flash_pallas import KVCache, reference
 from flash_pallas.core.decode import QUANTISED
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 B, T, N, K, H, PAGE = 2, 40, 4, 2, 32, 16
 TABLE = jnp.array([[4, 1, 6], [0, 3, 2]], jnp.int32)
 
@@ -43,6 +45,7 @@ def numbers(x, scale, paged: bool):
     return (x[TABLE].reshape(B, -1, K, H) if paged else x)[:, :T]
 
 
+@pytest.mark.thorough(always=["float8_e4m3fn-False-row"])
 @pytest.mark.parametrize("kind", ["head", "row"])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -72,6 +75,7 @@ def test_a_round_trip(dtype, paged, kind):
         np.testing.assert_allclose(found[1], right[1], rtol=1e-5)
 
 
+@pytest.mark.thorough(always=["int8"])
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_what_does_not_fit_is_clipped(dtype):
     cache = drawn(dtype, False, "head")[0]
@@ -92,6 +96,7 @@ def test_numbers_of_the_cache_are_written_as_they_are(dtype):
     np.testing.assert_allclose(o, 3.0, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         cache, k, v, arguments = drawn("int8", True, "row")
@@ -122,6 +127,7 @@ def test_what_is_refused():
         fp.flash_decode(q, cache.k, cache.v.astype("float32"), **options)
 
 
+@pytest.mark.thorough(always=["int8"])
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_a_scale_of_zero_stores_and_reads_zero(dtype):
     """Tests a scale of 0, as of a head whose largest number was 0 when scales were made."""

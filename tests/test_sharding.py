@@ -106,6 +106,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.thorough(always=["data and model-auto", "minor axis first-explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_shards_compute_what_the_whole_does(eight_devices, types, layout):
@@ -121,6 +122,7 @@ def test_shards_compute_what_the_whole_does(eight_devices, types, layout):
     np.testing.assert_array_equal(o == 0.0, whole == 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("bias_heads", [1, N])
 def test_a_bias_shared_by_parts_of_the_batch(devices, shape, bias_heads):
@@ -137,6 +139,7 @@ def test_a_bias_shared_by_parts_of_the_batch(devices, shape, bias_heads):
     compare(call, (*inputs(4), bias), (BOTH, BOTH, BOTH, P()), mesh)
 
 
+@pytest.mark.thorough(always=["explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_vmap_scan_and_checkpoint_of_sharded_arrays(devices, types):
     mesh = mesh_of(devices, types, data=2, model=2)
@@ -189,6 +192,7 @@ def test_a_sharded_sequence_is_gathered_where_that_is_asked_for(devices, types):
     np.testing.assert_allclose(found, fp.flash_attention(*(x[:, :8] for x in args)), **ATOL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "axes",
     [("data", "model"), (("data", "model"), None), (None, ("model", "data"))],
@@ -215,6 +219,7 @@ def test_bad_shard_axes(axes):
         fp.flash_attention(*inputs(4), shard_axes=axes)
 
 
+@pytest.mark.thorough(always=["auto"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_the_hopper_kernels_lower_for_shards(devices, types):
     """Lowers for Hopper: Pallas refuses varying types, the partitioner constants; xla does not."""

@@ -56,12 +56,14 @@ def _pull(function):
     return lambda x, d: jax.vjp(function, x)[1](d)[0]
 
 
+@pytest.mark.thorough(always=["erf", "tanh", "pow", "softplus"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_value(name):
     found = stand_ins.call(FUNCTIONS[name], SHAPE, _x())
     np.testing.assert_allclose(found, FUNCTIONS[name](_x()), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.thorough(always=["erf", "tanh", "pow", "softplus"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradient(name):
     pull = _pull(FUNCTIONS[name])
@@ -100,10 +102,12 @@ def _lowers(score_mod):
     return "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.thorough
 def test_functions_of_scores_lower():
     assert _lowers(lambda s, b, n, i, j: sum(f(s) for f in FUNCTIONS.values()))
 
 
+@pytest.mark.thorough
 def test_functions_of_positions_lower():
     def score_mod(s, b, n, i, j):
         number = (~(i // 7) + i % 5 - lax.rem(i, jnp.int32(9))) ^ (lax.clz(i) | (j << 2))
@@ -112,6 +116,7 @@ def test_functions_of_positions_lower():
     assert _lowers(score_mod)
 
 
+@pytest.mark.thorough(always=["atan"])
 @pytest.mark.parametrize("name", ["lgamma", "atan"])
 def test_functions_that_only_xla_has(name):
     """Checks that GPU kernels name what they cannot compute; xla runs it with its derivatives."""

@@ -149,6 +149,7 @@ def gather_others(params):
     return jax.tree.map_with_path(gathered, params)
 
 
+@pytest.mark.thorough(always=["nnx-2 x 2-explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -19,6 +19,8 @@ from flash_pallas.backends import xla
 from flash_pallas.core.problem import Operands
 from flash_pallas.transforms import derivatives
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 
 causal = partial(fp.flash_attention, causal=True)
@@ -62,6 +64,7 @@ VMAPS = {
 }
 
 
+@pytest.mark.thorough(always=["gradient-inner axes", "gradient-q only", "forward-v only"])
 @pytest.mark.parametrize("in_axes", VMAPS.values(), ids=VMAPS)
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_vmap(in_axes, gradient):
@@ -74,6 +77,7 @@ def test_vmap(in_axes, gradient):
     assert_close(found, expected)
 
 
+@pytest.mark.thorough
 def test_nested_vmap():
     q, k, v = inputs(3)
     nest = lambda f: jax.vmap(jax.vmap(f, (None, 0, 0)), (0, None, None))
@@ -89,6 +93,7 @@ def test_vmap_over_offsets():
     assert_close(each(causal)(offsets), each(dense)(offsets))
 
 
+@pytest.mark.thorough
 def test_vmap_out_axis_and_an_unbatched_cotangent():
     q, k, v = inputs(3)
     assert jax.vmap(causal, out_axes=2)(q, k, v).shape == (2, 9, 3, 4, 8)
@@ -207,6 +212,7 @@ def test_remat_and_scan_over_layers():
     assert_close(found, expected)
 
 
+@pytest.mark.thorough(always=["static-kv_sharded-False"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kv_sharded", [True, False], ids=["kv_sharded", "kv_replicated"])
 @pytest.mark.parametrize("offset", ["static", "array"])
@@ -247,6 +253,7 @@ def test_a_replicated_result_cannot_be_claimed(devices):
         jax.shard_map(causal, mesh=mesh, **specs)(*inputs(batch=4))
 
 
+@pytest.mark.thorough
 def test_export():
     args = inputs()
     f = jax.jit(jax.value_and_grad(squared(causal)))
@@ -297,6 +304,7 @@ def test_debug_nans_is_quiet_for_rows_without_keys():
             causal(args[0].at[0, 0, 0, 0].set(jnp.nan), *args[1:]).block_until_ready()
 
 
+@pytest.mark.thorough
 def test_debug_infs_finds_only_the_lse_of_rows_without_keys():
     args = inputs()
     with jax.debug_infs(True):
@@ -353,6 +361,7 @@ def test_eval_shape_and_leak_checking():
         jax.jit(jax.grad(squared(causal)))(*args)
 
 
+@pytest.mark.thorough
 def test_disable_jit():
     args = inputs(q_len=3, kv_len=4)
     expected = dense(*args)

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 T, S, N, K = 9, 12, 4, 2
 
@@ -62,6 +64,7 @@ PATTERNS = [
 ]
 
 
+@pytest.mark.thorough(always=["None-halves-None-halves-0", "q-columns-None-halves-None"])
 @pytest.mark.parametrize(("batched", "bias", "bias_axis", "mask", "mask_axis"), PATTERNS)
 def test_vmap_of_shared_and_own_bias_and_mask(batched, bias, bias_axis, mask, mask_axis):
     size = lambda axis: () if axis is None else (3,)
@@ -81,6 +84,7 @@ def test_vmap_of_shared_and_own_bias_and_mask(batched, bias, bias_axis, mask, ma
     assert_close(shared, expected)
 
 
+@pytest.mark.thorough
 def test_nested_vmap_of_a_bias_of_one_level():
     q, k, v = draw(0, 3, 2, 2, T, N, 8), draw(1, 2, S, K, 8), draw(2, 2, S, K, 8)
     bias, mask = draw(5, 2, 1, N, T, 1), visible(6, 3, 2, 1, T, S)
@@ -190,6 +194,7 @@ def weights(seed, batch=2, length=24, **keywords):
     return fp.flash_attention(q, k, v, dropout_rate=0.4, dropout_seed=seed, **keywords)
 
 
+@pytest.mark.thorough
 def test_dropout_is_the_same_under_every_transformation(devices):
     seeds = jax.random.split(jax.random.key(0), 3)
     expected = jnp.stack([weights(seed) for seed in seeds])
@@ -208,6 +213,7 @@ def test_dropout_is_the_same_under_every_transformation(devices):
     np.testing.assert_array_equal(kept(same_twice), kept(jnp.stack([expected[0]] * 2)))
 
 
+@pytest.mark.thorough
 def test_dropout_does_not_depend_on_how_the_batch_is_sharded(devices):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     call = lambda q: fp.flash_attention(
@@ -239,6 +245,7 @@ def test_the_same_seed_drops_the_same_weights_in_every_type(make):
     np.testing.assert_array_equal(dropped(jax.vmap(weights)(jnp.array([3]))[0]), expected)
 
 
+@pytest.mark.thorough
 def test_remat_and_scan_draw_what_plain_layers_draw():
     q, k, v = inputs(2)
     seeds = jnp.arange(3)
@@ -277,6 +284,7 @@ OPERANDS = {
 SHARDED = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths", "mask"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_sharded_and_replicated_operands(devices, check_vma):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
@@ -304,6 +312,7 @@ def test_shard_map_of_sharded_and_replicated_operands(devices, check_vma):
     assert_close(gradient(wrapped), gradient(attend))
 
 
+@pytest.mark.thorough(always=["True"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_debug_nans_is_quiet_for_poisoned_padding_and_rows_without_keys(jitted):
     q, k, v = inputs(2)
@@ -332,6 +341,7 @@ def test_debug_nans_is_quiet_for_poisoned_padding_and_rows_without_keys(jitted):
     assert not dk[0, 7:].any() and not dv[1].any() and not dbias[..., 3].any()
 
 
+@pytest.mark.thorough
 def test_x64_widens_nothing():
     with jax.enable_x64(True):
         low = lambda x: x.astype(jnp.bfloat16)

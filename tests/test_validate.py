@@ -147,6 +147,7 @@ def test_numpy_inputs():
     assert isinstance(o, jax.Array) and o.dtype == jnp.float32
 
 
+@pytest.mark.thorough(always=["batch0", "batch3"])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 3)])
 def test_batch_dimensions(batch):
     rng = np.random.default_rng(0)

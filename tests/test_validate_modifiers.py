@@ -11,6 +11,8 @@ import pytest
 
 import flash_pallas as fp
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 Q, K = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 10, 2, 16))
 FULL = (2, 4, 8, 10)
 IDS, KV_IDS = jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 10), jnp.int32)
@@ -245,6 +247,9 @@ SAME = {
 }
 
 
+@pytest.mark.thorough(
+    always=["two paddings", "a seed without a rate", "window, an int", "a seed in two forms"]
+)
 @pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME)
 def test_two_ways_to_say_the_same(one, other):
     rng = np.random.default_rng(0)
@@ -275,6 +280,7 @@ def test_empty_calls_keep_their_sinks():
     assert most.shape == (2, 4, 8) and jnp.isneginf(most).all()
 
 
+@pytest.mark.thorough
 def test_the_largest_softcaps_and_sinks_cap_nothing_and_take_all():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
     found, expected = fp.flash_attention(q, k, v, softcap=1e30), fp.flash_attention(q, k, v)

@@ -14,6 +14,8 @@ from flash_pallas import reference
 from . import checks
 from .cases import named
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 (CASE,) = named("gqa_causal")
 
 
@@ -40,6 +42,7 @@ def test_an_offset_array_is_the_only_other_residual():
     assert sorted(saved) == sorted([q.shape, k.shape, v.shape, q.shape, *of_lse, (2,)])
 
 
+@pytest.mark.thorough(always=["lse"])
 @pytest.mark.parametrize("which", ["o", "lse"])
 def test_one_output_alone(which):
     q, k, v = inputs()
@@ -74,6 +77,7 @@ def test_a_nan_cotangent_of_minus_infinity_stays_there():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_merging_two_halves_of_the_keys_is_differentiable():
     q, k, v = inputs()
 
@@ -92,6 +96,7 @@ def test_merging_two_halves_of_the_keys_is_differentiable():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(always=["q_offset2"])
 @pytest.mark.parametrize("q_offset", [0, -2, (1, -3)])
 def test_check_grads_in_float64(q_offset):
     with jax.enable_x64(True):
@@ -109,6 +114,7 @@ def test_check_grads_in_float64(q_offset):
         np.testing.assert_allclose(call(*args)[0], o, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.thorough
 def test_the_oracle_itself_to_second_order():
     with jax.enable_x64(True):
         args = inputs(jnp.float64, batch=1, q_len=3, kv_len=4)
@@ -178,6 +184,7 @@ INNER = {
 }
 
 
+@pytest.mark.thorough(always=["jit-plain", "jit-vmap"])
 @pytest.mark.parametrize("wrap", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_first_order_meta_learning(wrap, jitted):
@@ -200,6 +207,7 @@ def test_first_order_meta_learning(wrap, jitted):
     np.testing.assert_allclose(found, right, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.thorough(always=["plain", "vmap"])
 @pytest.mark.parametrize("wrap", INNER.values(), ids=INNER)
 def test_second_order_is_refused_inside_every_transformation(wrap):
     q, k, v = inputs()
@@ -218,6 +226,7 @@ def test_integer_offsets_have_float0_cotangents():
     assert cotangent.dtype == jax.dtypes.float0 and cotangent.shape == (2,)
 
 
+@pytest.mark.thorough
 def test_the_same_array_three_times():
     case = CASE
     x = jnp.asarray(case.inputs().k)

@@ -18,6 +18,8 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.transforms import derivatives
 
+pytestmark = pytest.mark.usefixtures("quickly")
+
 B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
 
 
@@ -59,6 +61,7 @@ RESIDUALS = {
 }
 
 
+@pytest.mark.thorough(always=["bias", "segments", "score_mod"])
 @pytest.mark.parametrize(("keywords", "added"), RESIDUALS.values(), ids=RESIDUALS)
 def test_the_residuals_are_those_of_plain_attention_and_the_side_inputs(keywords, added):
     args = inputs()
@@ -99,6 +102,7 @@ def plain(f):
     return f
 
 
+@pytest.mark.thorough(always=["plain"])
 @pytest.mark.parametrize(
     "wrap",
     [plain, jax.jit, jax.checkpoint, partial(jax.checkpoint, policy=fp.save_attention)],
@@ -201,6 +205,7 @@ FLOAT64 = {
 }
 
 
+@pytest.mark.thorough(always=["slopes and sinks"])
 @pytest.mark.parametrize("shapes", FLOAT64.values(), ids=FLOAT64)
 def test_check_grads_in_float64(shapes):
     with jax.enable_x64(True):
@@ -229,6 +234,7 @@ def test_max_logit_has_no_gradient():
     assert not jax.grad(most)(q).any()
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_bias_in_bfloat16():
     q, k, v = inputs()
     bias = draw(5, 1, N, 1, S, dtype=jnp.bfloat16)
@@ -252,6 +258,7 @@ def test_a_nan_cotangent_of_padding_stays_there():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough(always=["bias"])
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
 def test_second_order_is_refused_with_a_way_out(name):
     q, k, v = inputs()

@@ -86,6 +86,7 @@ def test_features_that_are_off_leave_no_trace(name):
     assert all(len(shape) == 4 for primitive, shape in found if primitive == "abs")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entries", [(2, 1), (1, 3), (2, 3)])
 def test_a_bias_shared_by_part_of_the_batch(entries):
     batch, n, t, s, h = (2, 3), 2, 40, 50, 8
@@ -108,6 +109,7 @@ def test_a_bias_shared_by_part_of_the_batch(entries):
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_packed_documents_are_separate_calls():
     case = Case("packed", T=70, S=70, B=1, K=1, segments="packed", causal=True)
     x = case.inputs()
@@ -122,6 +124,7 @@ def test_packed_documents_are_separate_calls():
         np.testing.assert_allclose(lse[..., rows], alone_lse, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(always=["bias_lengths"])
 @pytest.mark.parametrize("name", ["lengths_padded", "bias_lengths", "sinks_lengths"])
 def test_what_padding_holds_changes_no_bit(name):
     poisoned = dataclasses.replace(*named(name), poison=True)
@@ -132,6 +135,7 @@ def test_what_padding_holds_changes_no_bit(name):
         np.testing.assert_array_equal(found[field], expected[field], err_msg=field)
 
 
+@pytest.mark.thorough(always=["True-blocks1", "False-blocks1", "True-None"])
 @pytest.mark.parametrize("blocks", [None, SMALL_BLOCKS, {"block_q": 7, "block_kv": 70}])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_the_weights_that_dropout_keeps_can_be_read_off(blocks, broadcast):

@@ -19,7 +19,6 @@ def _peak(function, *arguments) -> int:
 
 
 @pytest.mark.compile
-@pytest.mark.slow
 @pytest.mark.parametrize(("length", "head_dim"), [(2048, 16), (1024, 32), (2048, 64)])
 def test_gradients_of_a_pair_bias(monkeypatch, length, head_dim):
     """Checks that forward and gradients in one program keep at most twice the forward's bytes.

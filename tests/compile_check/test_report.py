@@ -205,7 +205,6 @@ def test_every_row_has_its_turn():
 
 
 @pytest.mark.compile
-@pytest.mark.slow
 def test_rows_compile_or_say_why_not(tmp_path):
     """Compiles a kernel, a call without kernels, and one that cannot be traced."""
     spec = jax.ShapeDtypeStruct((8,), jnp.float32)

@@ -70,6 +70,13 @@ def check(found, table, own, other, *, exact):
             assert (start, stop) == ((seen[0], seen[-1] + 1) if seen else (0, 0))
 
 
+@pytest.mark.thorough(
+    always=[
+        "0-None-sorted-Mask(left=None, right=0)",
+        "-5-lengths1-padded-Mask(left=3, right=0)",
+        "offset2-None-any-Mask(left=2, right=4)",
+    ]
+)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("name", SEGMENTS)
 @pytest.mark.parametrize("lengths", [None, (0, 7, 19, 12)])

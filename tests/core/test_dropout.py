@@ -24,6 +24,7 @@ def deviations(found, share):
     return abs(found.sum() - found.size * share) / np.sqrt(found.size * share * (1 - share))
 
 
+@pytest.mark.thorough(always=["0.1"])
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.25, 0.5, 0.9])
 def test_the_rate(rate):
     share = 1.0 - dropout.threshold(rate) / dropout.LEVELS
@@ -84,6 +85,7 @@ def normal(rate, **sizes):
     return (kept(rate=rate, **sizes) - np.float32(share)) / np.float32(np.sqrt(share * (1 - share)))
 
 
+@pytest.mark.thorough(always=["0.1-1"])
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_no_two_rows_and_no_two_columns_go_together(rate, seed):
@@ -190,6 +192,7 @@ SCALARS = (int, np.int8, np.int32, np.int64, np.array, jnp.int8, jnp.int32)
 UNSIGNED = (np.uint8, np.uint32, np.uint64, jnp.uint8, jnp.uint16, jnp.uint32)
 
 
+@pytest.mark.thorough(always=["3-", "-2**40-x64"])
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize(
     ("number", "types"),

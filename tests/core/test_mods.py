@@ -64,6 +64,7 @@ MASK_FUNCTIONS = {
 }
 
 
+@pytest.mark.thorough(always=["0-0-captured", "0-0-positions", "2-1-exact gelu"])
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)
 @pytest.mark.parametrize(("b", "n"), [(0, 0), (2, 1)])
 def test_score_functions(name, b, n):

@@ -1,0 +1,47 @@
+"""The choice of cases for `make test`: all that are not thorough, and some of those that are.
+
+A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
+those that the mark names, those that a mutation names, and a thirtieth, another one every day.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from .mutation_list import SHARED_AND_HOPPER
+from .portable_mutations import PORTABLE
+
+DAYS = 30  # after which every case has had its turn
+NAMED = frozenset(f"tests/{mutation.test}" for mutation in (*SHARED_AND_HOPPER, *PORTABLE))
+
+
+def cases_of(nodeid: str, always: Iterable[str]) -> set[str]:
+    """Returns the ids of the cases of the same function that its mark names."""
+    function = nodeid.partition("[")[0]
+    return {f"{function}[{case}]" for case in always}
+
+
+def parts(nodeid: str) -> set[str]:
+    """Returns what a name may be of which a case is one: itself, its function, its file."""
+    function = nodeid.partition("[")[0]
+    return {nodeid, function, function.partition("::")[0]}
+
+
+def runs(nodeid: str, always: Iterable[str] | None, day: int) -> bool:
+    """Says whether `make test` runs a case.
+
+    Args:
+        nodeid: pytest's name of it.
+        always: names that its mark has, None where it is not thorough.
+        day: number of the day; a thorough case has its turn on one of `DAYS`.
+    """
+    if always is None or parts(nodeid) & (NAMED | cases_of(nodeid, always)):
+        return True
+    return zlib.crc32(nodeid.encode()) % DAYS == day % DAYS
+
+
+def missing(names: Iterable[str], nodeids: Iterable[str]) -> list[str]:
+    """Lists the names of which no case was found, though others of their files were."""
+    found = {part for nodeid in nodeids for part in parts(nodeid)}
+    return sorted(name for name in names if name.partition("::")[0] in found and name not in found)
