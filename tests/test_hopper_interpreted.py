@@ -100,7 +100,7 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
 @pytest.mark.parametrize("ctas", [1, 2, 200])
 def test_zeros_reach_the_end(monkeypatch, ctas):
     """Clears tiles of 128 rows, the last with 72 rows or 96; more tiles than CTAs, and fewer."""
-    monkeypatch.setattr(kernel, "CTAS", ctas)
+    monkeypatch.setattr(kernel, "ZEROS_CTAS", ctas)
     shapes = [(2, 70, 3, 128), (1, 32, 192)]
     with race_checked():
         found = kernel.zeros(shapes, True, np.ones(3, np.float32))

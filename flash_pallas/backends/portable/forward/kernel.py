@@ -271,7 +271,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         name="flash_pallas_portable_forward",
         interpret=interpret,
     )
-    dynamic, sizes = bounds.is_dynamic(problem), (tile.rows, tile.columns)
+    dynamic, sizes = problem.is_dynamic, (tile.rows, tile.columns)
     (found,) = run(
         ForwardArrays(
             q=operands.q,
