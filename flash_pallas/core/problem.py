@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from .mask import Mask
 from .mods import Mod
 
 PRECISIONS = ("default", "high", "highest")  # see flash_attention
+# Fields of AttentionSpec that are no modifiers of scores; every other one counts as one by itself.
+NO_MODIFIERS = {"scale", "mask", "q_offset", "deterministic", "precision", "max_logit"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +47,24 @@ class AttentionSpec:
     precision: str = "high"
     max_logit: bool = False
 
+    @functools.cached_property
+    def modifiers(self) -> frozenset[str]:
+        """Names of the fields that are on and change scores, hide keys or drop weights."""
+        fields = [field for field in dataclasses.fields(self) if field.name not in NO_MODIFIERS]
+        return frozenset(f.name for f in fields if getattr(self, f.name) != f.default)
+
+    @functools.cached_property
+    def score_modifiers(self) -> frozenset[str]:
+        """Names of the modifiers that change the values of scores, by any function."""
+        return self.modifiers - {"mask_mod", "dropout_rate"}
+
     def unit(self, added: bool) -> float:
         """Returns the factor from logits as `scores.Logits` has them to natural ones.
 
         Args:
             added: True if there is a bias, or ALiBi.
         """
-        if self.score_mod is not None:
+        if self.score_modifiers - {"softcap"}:
             return 1.0
         if self.softcap is not None:
             return self.softcap

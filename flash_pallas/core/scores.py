@@ -68,10 +68,12 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
     if spec.softcap is not None:
         x = tile.tanh(x * (scale / spec.softcap))
         scale, pull = spec.softcap, _through_tanh(x)
-    if spec.score_mod is None:
+    if not spec.score_modifiers - {"softcap"}:
         return Logits(x, spec.unit(added) * LOG2E, pull)
-    params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
+    if spec.score_mod is None:
+        return Logits(x, LOG2E, pull)
+    params = tuple(_spread(tile, p) for p in inputs.score_params)
     score_mod = spec.score_mod
     mod = lambda x, params: score_mod(tile, params, x)
     pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)

@@ -173,10 +173,10 @@ def weights(
     if problem.bias_shape is not None:
         # The bias of padding may be a NaN, or more than EMPTY_ROW. Hidden keys are -inf by now;
         # discarded queries and those past the last are not, and what is linear in P passes on a 0
-        # where softcap and score_mod would make a NaN of it.
+        # where softcap and the like would make a NaN of it.
         if "q_lengths" in problem.features or problem.q_len % tile.shape[tile.q_axis]:
             p = jnp.where(rows < EMPTY_ROW / 2, p, 0.0)
-        if spec.softcap is not None or spec.score_mod is not None:
+        if spec.score_modifiers:
             pull = _zero_where_hidden(p, pull)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull)
@@ -194,8 +194,7 @@ def may_sign(problem: Problem) -> bool:
     It has all that the gradients of the weights need.
     """
     spec = problem.spec
-    other = spec.softcap is not None or spec.score_mod is not None or problem.bias_shape is not None
-    return spec.dropout_rate > 0 and not other
+    return spec.dropout_rate > 0 and not spec.score_modifiers and problem.bias_shape is None
 
 
 def sign_factor(problem: Problem) -> float:
@@ -238,8 +237,8 @@ def may_defer(problem: Problem) -> bool:
     spec = problem.spec
     if spec.softcap is None or spec.softcap < _LOWEST_CAP or far_of(spec, problem.dtype):
         return False
-    other = spec.dropout_rate or spec.score_mod is not None or problem.bias_shape is not None
-    return not other
+    other = spec.modifiers - {"softcap", "mask_mod"}
+    return not other and problem.bias_shape is None
 
 
 def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):

@@ -298,9 +298,7 @@ def choose_fused(
 
 def modifiers(problem: Problem) -> int:
     """Returns the number of score modifiers, not counting the band."""
-    spec = problem.spec
-    functions = sum(x is not None for x in (spec.softcap, spec.score_mod, spec.mask_mod))
-    return len(problem.features) + functions
+    return len(problem.features) + len(problem.spec.modifiers - {"dropout_rate"})
 
 
 def _heads_at_once(problem: Problem) -> int:
@@ -472,8 +470,7 @@ def choose_lines(problem: Problem, shared: int) -> ScoreLines:
 def _sums_are_plain(problem: Problem) -> bool:
     """Checks that a bias is all that changes scores, except scalars per batch entry and head."""
     spec = problem.spec
-    changed = spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None
-    if any(x is not None for x in changed) or not spec.mask.is_trivial:
+    if spec.modifiers or not spec.mask.is_trivial:
         return False
     return problem.features <= {"bias", "sinks", "q_lengths", "q_offset"}
 
@@ -646,8 +643,7 @@ def _is_plain(problem: Problem) -> bool:
     128.
     """
     spec = problem.spec
-    changed = (spec.softcap, spec.score_mod, spec.mask_mod, spec.dropout_rate or None)
-    if any(x is not None for x in (*changed, spec.mask.left)):
+    if spec.modifiers or spec.mask.left is not None:
         return False
     changing = {"bias", "mask", "alibi_slopes", "q_segments", "kv_lengths", "q_lengths"}
     return not problem.features & changing

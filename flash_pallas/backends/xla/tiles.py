@@ -120,7 +120,7 @@ class Tiles:
                 kept = scores.kept(self.spec, tile, inputs)
                 used, dp = (jnp.where(kept, x * gain, 0.0) for x in (p, dp))
             dz, dparams = z.pull(p * (dp - tile.per_q(delta)))
-            if keep is not None and (self.spec.softcap or self.spec.score_mod):
+            if keep is not None and self.spec.score_modifiers:
                 # What is hidden may be anything, and so may the derivatives there.
                 dz, dparams = jax.tree.map(lambda d: jnp.where(keep, d, 0.0), (dz, dparams))
             return used, dz, self._extras(tile, dz, dparams)

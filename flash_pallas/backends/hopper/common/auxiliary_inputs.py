@@ -305,7 +305,5 @@ def many(asked: set[str]) -> bool:
 
 def modifiers(problem: Problem) -> set[str]:
     """Returns the names of what the call asks for that takes registers."""
-    spec = problem.spec
-    by_spec = ("softcap", "score_mod", "mask_mod")
-    by_array = {"bias", "mask", "alibi_slopes", "dropout_keys", "kv_segments"}
-    return (by_array & problem.features) | {x for x in by_spec if getattr(spec, x) is not None}
+    arrays = {"bias", "mask", "alibi_slopes", "dropout_keys", "kv_segments"}
+    return (arrays & problem.features) | (problem.spec.modifiers - {"dropout_rate"})

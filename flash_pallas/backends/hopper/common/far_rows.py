@@ -40,8 +40,7 @@ def may_be_apart(problem: Problem) -> bool:
         problem: problem with native head dims.
     """
     spec = problem.spec
-    modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
-    plain = not (problem.features or modified or spec.max_logit or problem.is_dynamic)
+    plain = not (problem.features or spec.modifiers or spec.max_logit or problem.is_dynamic)
     few = problem.batch * problem.kv_heads <= MOST_PAIRS
     return plain and few and problem.dtype.itemsize == 2 and bool(far_of(spec, problem.dtype))
 

@@ -134,7 +134,7 @@ def is_bounded(plan: ForwardPlan) -> bool:
     return (
         spec.softcap is not None
         and spec.softcap * softmax.LOG2E <= MOST_BOUNDED
-        and spec.score_mod is None
+        and spec.score_modifiers == {"softcap"}
         and not spec.max_logit
         and plan.problem.dtype == jnp.bfloat16
     )
@@ -231,7 +231,7 @@ def may_be_empty(plan: ForwardPlan) -> bool:
     """
     spec, features = plan.problem.spec, plan.problem.features
     hidden = spec.mask_mod is not None or "mask" in features
-    return hidden or "bias" in features or spec.score_mod is not None
+    return hidden or "bias" in features or bool(spec.score_modifiers - {"softcap"})
 
 
 def finite(plan: ForwardPlan, m, edges: str):
@@ -255,7 +255,8 @@ def unseen(plan: ForwardPlan, z: Logits) -> Maxima:
     of them, a speculating step looks twice at these rows.
     """
     zero = jnp.zeros_like(z.x.max(axis=1))
-    added = "bias" in plan.problem.features or plan.problem.spec.score_mod is not None
+    spec = plan.problem.spec
+    added = "bias" in plan.problem.features or spec.score_modifiers - {"softcap"}
     if plan.blocks.speculates and plan.far and added:
         return Maxima(jnp.full_like(zero, math.nan), jnp.full_like(zero, -math.inf))
     lowest = online_softmax.LOWEST if plan.blocks.speculates else -math.inf

@@ -107,9 +107,7 @@ class Sums:
 
     def blocks(self) -> ScoreBlocks:
         """Returns the first choice that fits into shared memory and into registers."""
-        spec = self.problem.spec
-        modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
-        narrow = modified or "mask" in self.auxiliary.streams
+        narrow = bool(self.problem.spec.modifiers) or "mask" in self.auxiliary.streams
         if self.holds_bias:  # these would spill 100 and 108 bytes
             wide = self.problem.bias_dtype.itemsize > self.problem.dtype.itemsize
             narrow = narrow or self.auxiliary.has_segments or wide

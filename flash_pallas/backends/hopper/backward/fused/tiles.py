@@ -261,7 +261,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
-    with_others = mods or spec.softcap or spec.mask_mod
+    with_others = spec.modifiers - {"dropout_rate"}
     alone = not (with_others and drops) and "kv_segments" not in features
     if drops and head_dim == 64 and not alone:
         return LOCKSTEP
@@ -269,7 +269,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
         return LOCKSTEP
     if drops and alone:
         return DROPPING
-    if spec.softcap and alone and not (mods or spec.mask_mod):
+    if with_others == {"softcap"} and alone:
         return CAPPED
     if drops or with_others:
         return MODIFIED
@@ -297,8 +297,7 @@ def may_sum_bias(problem: Problem, cluster: int) -> bool:
 def _only_a_bias(problem: Problem) -> bool:
     """Returns whether a bias in 16 bits is all that modifies the scores."""
     spec = problem.spec
-    modified = spec.softcap or spec.score_mod or spec.mask_mod or spec.dropout_rate
-    if modified or problem.mask_shape is not None or not spec.mask.is_trivial:
+    if spec.modifiers or problem.mask_shape is not None or not spec.mask.is_trivial:
         return False
     small = problem.bias_shape is not None and problem.bias_dtype.itemsize == 2
     return small and problem.features - {"sinks"} == {"bias"}

@@ -180,7 +180,7 @@ class DkvKernel:
         whose pull may be negative, no sign is set: see `drops_twice`.
         """
         spec = self.problem.spec
-        if spec.softcap is None and spec.score_mod is None and w.kept is None:
+        if not spec.score_modifiers and w.kept is None:
             return p
         through = score_tile.pulled(w)
         if w.kept is not None and not self.drops_twice:
@@ -191,9 +191,10 @@ class DkvKernel:
     def drops_twice(self) -> bool:
         """Says whether both warpgroups compute the dropout mask.
 
-        They do with score_mod, which leaves no sign to pass it as.
+        They do where a derivative may be negative, which leaves no sign to pass it as.
         """
-        return self.problem.spec.dropout_rate > 0 and self.problem.spec.score_mod is not None
+        spec = self.problem.spec
+        return spec.dropout_rate > 0 and bool(spec.score_modifiers - {"softcap"})
 
     def tile(self, cta: DkvCta, block) -> RegisterTile:
         """Describes the tile of a query block: where it lies, and its shape."""

@@ -182,7 +182,7 @@ class FusedKernel(KvStationary):
         dS, P stays in registers.
         """
         spec, tile = self.problem.spec, self.tile
-        if spec.dropout_rate or spec.softcap is not None or spec.score_mod is not None:
+        if spec.dropout_rate or spec.score_modifiers:
             return False
         elements = tile.rows * (fused_width(self.problem) + tile.columns)
         return elements >= MOST_REGISTERS * THREADS
