@@ -70,11 +70,11 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
         scale, pull = spec.softcap, _through_tanh(x)
     if not spec.score_modifiers - {"softcap"}:
         return Logits(x, spec.unit(added) * LOG2E, pull)
-    x = x if scale == 1.0 else x * scale
-    if spec.score_mod is None:
-        return Logits(x, LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
+    x = x if scale == 1.0 else x * scale
     score_mod = spec.score_mod
+    if score_mod is None:
+        return Logits(x, LOG2E, pull)
     mod = lambda x, params: score_mod(tile, params, x)
     pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
     return Logits(tile.call(mod, x, params), LOG2E, pull)

@@ -21,7 +21,12 @@ _FEATURES = frozenset({"q_offset", "q_lengths", "kv_lengths", "sinks"})
 def described(problem: Problem) -> decode.DecodeProblem | None:
     """Returns the problem as one of decoding; None where it is not."""
     spec, mask = problem.spec, problem.spec.mask
-    if spec.modifiers - {"softcap"} or spec.max_logit or spec.scale <= 0 or not problem.features <= _FEATURES:
+    if (
+        spec.modifiers - {"softcap"}
+        or spec.max_logit
+        or spec.scale <= 0
+        or not problem.features <= _FEATURES
+    ):
         return None
     if not mask.is_trivial and (mask.right != 0 or (mask.left or 0) < 0):
         return None

@@ -107,7 +107,8 @@ class Sums:
 
     def blocks(self) -> ScoreBlocks:
         """Returns the first choice that fits into shared memory and into registers."""
-        narrow = bool(self.problem.spec.modifiers) or "mask" in self.auxiliary.streams
+        modified = bool(self.problem.spec.modifiers)
+        narrow = modified or "mask" in self.auxiliary.streams
         if self.holds_bias:  # these would spill 100 and 108 bytes
             wide = self.problem.bias_dtype.itemsize > self.problem.dtype.itemsize
             narrow = narrow or self.auxiliary.has_segments or wide
