@@ -69,7 +69,7 @@ def _digests(records: list[dict[str, Any]], digest: str) -> dict[tuple, list[str
         if not record.get(digest):
             raise ValueError(f"{name} has no digest of its {digest}: were nvdisasm and PTX there?")
         found[name].append(record[digest])
-    return found
+    return {name: sorted(each) for name, each in found.items()}  # XLA may reorder equal kernels
 
 
 def _tell_differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
