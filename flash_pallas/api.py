@@ -110,7 +110,7 @@ def flash_attention(
         mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
         precision: precision of float32 matmuls, a name or a jax.lax.Precision. "highest" is full
-            float32, which hopper refuses. "high", which None means, is three products of bfloat16
+            float32, which hopper refuses. "high", which None means, is three matmuls of bfloat16
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
             on xla. "default" is the same as "high" on hopper, and what XLA does (TF32 on GPUs) on
             xla.

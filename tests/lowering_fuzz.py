@@ -42,20 +42,20 @@ class Gpu:
     Attributes:
         backend: name of the backend whose kernels are lowered.
         capability: compute capability.
-        multiprocessors: number of SMs.
+        num_sms: number of SMs.
         smem: bytes of shared memory that one CTA may ask for.
     """
 
     backend: str
     capability: str
-    multiprocessors: int
+    num_sms: int
     smem: int
 
     def make(self):
         """Returns the backend as it is on this GPU."""
         if self.backend == "hopper":
-            return HopperBackend(num_sms=self.multiprocessors, capability=self.capability)
-        return PortableBackend(capability=self.capability, num_sms=self.multiprocessors)
+            return HopperBackend(num_sms=self.num_sms, capability=self.capability)
+        return PortableBackend(capability=self.capability, num_sms=self.num_sms)
 
 
 GPUS = {

@@ -434,8 +434,8 @@ def use_zero(interpret: bool):
     """Keeps a register that holds 0.0 alive up to here.
 
     LLVM gives the register from which accumulators get their zeros to the last accumulator. ptxas
-    then waits for the product before it, where that is in flight (C7517): in nested loops, out of
-    which LLVM does not hoist the constant. With a use of the zero after the first product of the
+    then waits for the matmul before it, where that is in flight (C7517): in nested loops, out of
+    which LLVM does not hoist the constant. With a use of the zero after the first matmul of the
     last accumulator, ptxas does not wait.
     """
     if not interpret:

@@ -93,7 +93,7 @@ def logits(
     limits: Limits,
     hidden: float = -math.inf,
 ) -> Logits:
-    """Computes core.scores.logits of the products s, `hidden` where hidden, for all kernels."""
+    """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     found = scores.logits(spec, tile, s, inputs)
     x = inline.hide(found.x, limits, tile.interpret, hidden)
     visible = scores.visible(spec, tile, inputs)
@@ -278,7 +278,7 @@ def dropped(problem: Problem, w: Weights):
 
 
 def gained(problem: Problem, dv):
-    """Multiplies a sum of keep * P products by the gain that was left out of them."""
+    """Multiplies a matmul with keep * P by the gain that was left out of it."""
     return dv * dropout.gain(problem.spec.dropout_rate) if problem.spec.dropout_rate else dv
 
 

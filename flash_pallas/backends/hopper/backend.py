@@ -67,7 +67,7 @@ class HopperBackend:
         return trades_registers() if self.trades_registers is None else self.trades_registers
 
     @property
-    def multiprocessors(self) -> int:
+    def sms(self) -> int:
         """Number of SMs that a kernel has."""
         return self.num_sms or _num_sms()
 
@@ -87,7 +87,10 @@ class HopperBackend:
             return f"takes bfloat16, float16 and float32, not {problem.dtype}: cast q, k and v"
         widest = max(problem.head_dim, problem.v_head_dim)
         if problem.spec.precision == "highest":
-            return "multiplies float32 as three products of bfloat16 at most: pass precision='high'"
+            return (
+                "does not support precision='highest': float32 matmuls are three of bfloat16, with a "
+                "relative error up to 2^-15; pass precision='high'"
+            )
         if problem.dtype == np.float32 and widest > WIDEST_FLOAT32:
             return (
                 f"takes float32 with head dims up to {WIDEST_FLOAT32}, not {widest}: cast q, k and "
@@ -99,29 +102,29 @@ class HopperBackend:
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
         """Returns the tile sizes of the kernels that would run; see `choose_blocks`."""
-        return choose_blocks(problem, override, self.producer, self.multiprocessors)
+        return choose_blocks(problem, override, self.producer, self.sms)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """Returns the tile sizes worth timing, by kernel; see `candidates`."""
-        return candidates(problem, self.producer, self.multiprocessors)
+        return candidates(problem, self.producer, self.sms)
 
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Computes attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
         if blocks.forward.packed:
-            return forward_packed(problem, operands, self.multiprocessors, self.interpret)
+            return forward_packed(problem, operands, self.sms, self.interpret)
         native = native_problem(problem)
-        products = Matmuls(problem.dtype, self.interpret)
-        q, k = (products.operand(x, native.head_dim) for x in (operands.q, operands.k))
-        v = products.operand(operands.v, native.v_head_dim, blocks.forward.block_kv)
+        matmuls = Matmuls(problem.dtype, self.interpret)
+        q, k = (matmuls.operand(x, native.head_dim) for x in (operands.q, operands.k))
+        v = matmuls.operand(operands.v, native.v_head_dim, blocks.forward.block_kv)
         out = forward(
             native,
             blocks.forward,
             operands._replace(q=q, k=k, v=v),
-            self.multiprocessors,
+            self.sms,
             self.interpret,
         )
-        o = products.joined(out.o)[:, : problem.q_len, :, : problem.v_head_dim]
+        o = matmuls.joined(out.o)[:, : problem.q_len, :, : problem.v_head_dim]
         rows = out._replace(o=None)
         return jax.tree.map(lambda x: x[:, :, : problem.q_len], rows)._replace(o=o)
 
@@ -145,7 +148,7 @@ class HopperBackend:
 
     def decode_blocks(self, problem: DecodeProblem) -> DecodeBlocks:
         """Returns the tile sizes and the number of splits; see decode/tiles.py."""
-        return choose_decode(problem, self.multiprocessors)
+        return choose_decode(problem, self.sms)
 
     def decode(self, spec: DecodeSpec, blocks: DecodeBlocks, operands: DecodeOperands) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""

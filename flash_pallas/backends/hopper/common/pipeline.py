@@ -352,5 +352,5 @@ def _clear_rows(threads: int, tile, is_padding: Callable):
                     vector.store(zeros, tile, [outer, at(c), inner, at(x)])
             scf.yield_([])
         scf.yield_([])
-    # Each thread orders its own stores before the copies and products of others; it then arrives.
+    # Each thread orders its own stores before the copies and matmuls of others; it then arrives.
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)

@@ -1,9 +1,9 @@
-"""Matrix products of the tensor cores: of 16-bit operands as they are, of float32 ones in parts.
+"""Matmuls on the tensor cores: of 16-bit operands as they are, of float32 ones in parts.
 
 A float32 operand is the sum of two bfloat16 ones, hi = bfloat16(x) and lo = bfloat16(x - hi), and a
-product is three wgmmas: hi hi + hi lo + lo hi, added up in one float32 accumulator. lo is at most
+matmul is three wgmmas: hi hi + hi lo + lo hi, added up in one float32 accumulator. lo is at most
 2^-8 |x| and its own rounding error at most 2^-17 |x|. Including lo lo, which is left out, the error
-of a product a b is at most 2^-15 |a b|, and 2^-18 |a b| in the root mean square.
+of a matmul a b is at most 2^-15 |a b|, and 2^-18 |a b| in the root mean square.
 
 An operand that is one array of shape [..., D], in device or in shared memory, holds its parts side
 by side, [..., 2 D] with hi first: one copy moves both, and an element takes as many bytes as in
@@ -52,7 +52,7 @@ class Matmuls:
 
     @property
     def count(self) -> int:
-        """Number of wgmmas of one product, as `wgmma_wait` counts them."""
+        """Number of wgmmas of one matmul, as `wgmma_wait` counts them."""
         return 3 if self.parts > 1 else 1
 
     # --- device memory ---------------------------------------------------------------------------
@@ -102,12 +102,12 @@ class Matmuls:
         return tile_buffer((*shape[:-1], self.parts * shape[-1]), self.operand_dtype, swizzle)
 
     def swizzle(self, width: int, *arrays, summed_rows: int = 0) -> int:
-        """Returns the widest swizzle (bytes) that divides what products sum over and suits copies.
+        """Returns the widest swizzle (bytes) that divides what matmuls sum over and suits copies.
 
         Args:
-            width: length of a tile's rows, which products sum over.
+            width: length of a tile's rows, which matmuls sum over.
             *arrays: operands in device memory that are copied into the tile or out of it.
-            summed_rows: number of rows of a block, where a product sums over those too.
+            summed_rows: number of rows of a block, where a matmul sums over those too.
         """
         columns = (x.shape[-1] // self.parts for x in arrays)
         return self._swizzles(width, summed_rows, *columns)[0]

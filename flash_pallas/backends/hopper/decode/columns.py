@@ -4,8 +4,8 @@ Keys are the rows, 64 at a time as wgmma wants them, and nothing is computed for
 exist. At head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
 queries, and holds 53 registers; with the 64 rows of rows.py it issues 313.
 
-P^T is the right operand of its product and lies in shared memory, so PV of a block overlaps with
-QK^T of the next. A cache in eight bits is the left operand of both products, which may lie in
+P^T is the right operand of its matmul and lies in shared memory, so PV of a block overlaps with
+QK^T of the next. A cache in eight bits is the left operand of both matmuls, which may lie in
 registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn and
 takes the fewest instructions to make.
 """
@@ -136,7 +136,7 @@ class ColumnConsumer(Consumer):
         """
         pages = folded.pages
         following = self.page_scales(cta, keys, use, pages) if pages else None
-        s = self.products(cta, use)
+        s = self.qk(cta, use)
         if pages:
             s = inline_columns.scale_rows(s, pages.k, self.plan.interpret)
         first = keys.block(use) * self.plan.blocks.block_kv
@@ -157,7 +157,7 @@ class ColumnConsumer(Consumer):
         # Waiting for V after P is stored is better where nothing is to be cleared.
         if masked:
             self.clear_values(cta, use, keys.length - first)
-        (weights,) = self.plan.products.split(p)
+        (weights,) = self.plan.matmuls.split(p)
         swizzle = swizzles(weights.shape[0], weights.dtype)[0]
         inline_columns.store_transposed(weights, cta.smem.p, swizzle, self.plan.interpret)
         plgpu.commit_smem()
@@ -166,20 +166,20 @@ class ColumnConsumer(Consumer):
         self.multiply_values(cta, use, o_acc)
         return Folded(m, l, following)
 
-    def products(self, cta: DecodeCta, use):
+    def qk(self, cta: DecodeCta, use):
         """Returns S^T of a block; K of this use and V of the one before have then been read."""
         cta.k.wait_full(use)
 
-        def product(s_acc):
+        def matmul(s_acc):
             k = cta.smem.k.at[cta.k.slot(use)]
             if self.plan.in_registers:
                 k = (key_rows(k, self.plan.raw_swizzle(0), self.plan.interpret),)
                 cta.k.release(use)
-            self.plan.products.multiply(s_acc, k, cta.smem.q, transposed=True)
+            self.plan.matmuls.multiply(s_acc, k, cta.smem.q, transposed=True)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         shape = (self.plan.blocks.block_kv, self.plan.tile_rows)
-        s = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+        s = pl.run_scoped(matmul, plgpu.ACC(shape, jnp.float32))
         if not self.plan.in_registers:
             cta.k.release(use)
             pl.when(use > 0)(lambda: cta.v.release(use - 1))
@@ -197,7 +197,7 @@ class ColumnConsumer(Consumer):
         if self.plan.in_registers:
             swizzle = self.plan.raw_swizzle(1)
         else:
-            swizzle = self.plan.products.swizzle(
+            swizzle = self.plan.matmuls.swizzle(
                 self.plan.head_dims[1], cta.gmem.v, summed_rows=self.plan.blocks.block_kv
             )
         v = cta.smem.v.at[cta.v.slot(use)]
@@ -205,17 +205,17 @@ class ColumnConsumer(Consumer):
 
     def multiply_values(self, cta: DecodeCta, use, o_acc):
         """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""
-        v, products = cta.smem.v.at[cta.v.slot(use)], self.plan.products
+        v, matmuls = cta.smem.v.at[cta.v.slot(use)], self.plan.matmuls
         if not self.plan.in_registers:
-            products.multiply(o_acc, v.transpose((1, 0)), cta.smem.p, transposed=True)
+            matmuls.multiply(o_acc, v.transpose((1, 0)), cta.smem.p, transposed=True)
             return
         values = value_rows(v, self.plan.raw_swizzle(1), self.plan.interpret)
         cta.v.release(use)
-        products.multiply(o_acc, (values,), cta.smem.p, transposed=True)
+        matmuls.multiply(o_acc, (values,), cta.smem.p, transposed=True)
         plgpu.wgmma_wait(0)  # for the registers that it reads
 
     def logits(self, held: QueryFragments, s, first, masked: bool):
-        """Returns (x, log2_scale) of products s, with keys from `first` on; -inf where hidden."""
+        """Returns (x, log2_scale) of matmuls s, with keys from `first` on; -inf where hidden."""
         position = modifiers.positions(s.shape, 0, first, self.plan.interpret)
         if held.k_scale is not None:
             s = s * per_column(held.k_scale, s.shape)
@@ -229,7 +229,7 @@ class ColumnConsumer(Consumer):
         return x, found.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
-        """Waits for the last product, releases the last V if it is still held, and returns O^T."""
+        """Waits for the last matmul, releases the last V if it is still held, and returns O^T."""
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         if not self.plan.in_registers:
             pl.when(keys.stop > 0)(lambda: cta.v.release(keys.stop - 1))

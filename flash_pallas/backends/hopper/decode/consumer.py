@@ -102,11 +102,11 @@ class Consumer(abc.ABC):
         return softmax.finish(m - bits if bits else m, l, shift, self.sink(cta), problem.unit)
 
     def seen_logits(self, held: QueryFragments, s, first, position, spread):
-        """Returns core.scores.Logits of scaled products, before any key is hidden.
+        """Returns core.scores.Logits of scaled matmuls, before any key is hidden.
 
         Args:
             held: values of the rows.
-            s: the products, f32.
+            s: the matmuls, f32.
             first: number of the first key.
             position: () -> int32 numbers of the keys, spread over the tile.
             spread: (x, shape) -> one value per query, spread over the tile.

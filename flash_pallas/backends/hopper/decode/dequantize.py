@@ -42,7 +42,7 @@ _HALVES = ({"bytes": "0x4140", "half": "h0"}, {"bytes": "0x4342", "half": "h1"})
 
 
 def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
-    """Writes the numbers of a tile in another dtype; products see them after `commit_smem`.
+    """Writes the numbers of a tile in another dtype; matmuls see them after `commit_smem`.
 
     Args:
         raw: [rows, columns] in shared memory, of int8 or float8_e4m3fn.
@@ -60,7 +60,7 @@ def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
 
 
 def key_rows(raw, swizzle: int, interpret: bool):
-    """Loads a block of K in eight bits into registers, as a product's left operand.
+    """Loads a block of K in eight bits into registers, as a matmul's left operand.
 
     Each thread reads one quarter of the columns, 16 bytes at a time. For all o, quarter t becomes
     columns 8 o + 2 t and 8 o + 2 t + 1: those that a thread holds of an operand.
@@ -79,7 +79,7 @@ def key_rows(raw, swizzle: int, interpret: bool):
 
 
 def value_rows(raw, swizzle: int, interpret: bool):
-    """Loads a block of V in eight bits into registers, transposed, as a product's left operand.
+    """Loads a block of V in eight bits into registers, transposed, as a matmul's left operand.
 
     Row r is column `value_of(r)` of the block: a thread reads neighbouring columns at a time.
 

@@ -2,7 +2,7 @@
 
 Blocks arrive as they lie in memory, several ahead. The producer, whose threads would otherwise
 wait, makes them 16-bit blocks in the rings that the compute warpgroup reads, so the compute
-warpgroup is the same for all caches. A key is its number times a scale, by which products are
+warpgroup is the same for all caches. A key is its number times a scale, by which matmuls are
 multiplied later.
 """
 
@@ -92,7 +92,7 @@ class DequantizingProducer:
         DecodeProducer(self.plan).copy(cta, source, tile, barrier, block, places)
 
     def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple):
-        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that products read."""
+        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read."""
         block = self.plan.blocks.block_kv
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]

@@ -2,7 +2,7 @@
 
 A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
 KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
-of the products, as many as needed (columns.py); otherwise they are the rows, always 64
+of the matmuls, as many as needed (columns.py); otherwise they are the rows, always 64
 (rows.py).
 
     Q        compute warpgroup -> q, once

@@ -135,7 +135,7 @@ class DecodeProducer:
             self.copy(cta, cta.gmem.v, v, arrived, keys.block(n), places)
             plgpu.barrier_wait(arrived)
             width = self.plan.head_dims[1]
-            swizzle = self.plan.products.swizzle(width, cta.gmem.v, summed_rows=block)
+            swizzle = self.plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=block)
             pipeline.clear_from(v, valid, swizzle, self.plan.interpret)
             for _ in range(self.plan.pieces):
                 plgpu.barrier_arrive(cta.bars.v_full.at[slot])

@@ -63,7 +63,7 @@ class PackedGqa:
         return jnp.int32(0) if self.total <= WARPGROUP_ROWS else jnp.int32(self.first)
 
     def load(self, source, tile, swizzle: int):
-        """Copies rows into a tile in shared memory, which products see after `commit_smem`.
+        """Copies rows into a tile in shared memory, which matmuls see after `commit_smem`.
 
         Args:
             source: [queries, group, columns] in device memory, a row a multiple of 16 bytes.

@@ -136,12 +136,12 @@ class DecodePlan(DecodeLayout):
 
     def q_swizzle(self, gmem: DecodeGmem) -> int:
         """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
-        return self.products.swizzle(self.head_dims[0], *self.copied(gmem.k))
+        return self.matmuls.swizzle(self.head_dims[0], *self.copied(gmem.k))
 
     def wide_swizzle(self, kind: int) -> int:
         """Returns the swizzle of widened blocks of K (kind 0) or V (1), in bytes."""
         summed = self.blocks.block_kv if kind else 0
-        return self.products.swizzle(self.head_dims[kind], summed_rows=summed)
+        return self.matmuls.swizzle(self.head_dims[kind], summed_rows=summed)
 
     def queries(self, tile):
         """Returns (first, last) query of a tile of rows."""

@@ -1,6 +1,6 @@
 """The decode kernel's tiles with queries as rows: for many of them, 64 at a time.
 
-At head dim 128 the products of a block of 64 keys take a seventh of the time in which an SM's share
+At head dim 128 the matmuls of a block of 64 keys take a seventh of the time in which an SM's share
 of the bandwidth brings the block, and softmax about a fifth, however many of the 64 rows are
 padding.
 """
@@ -69,7 +69,7 @@ class RowConsumer(Consumer):
         which leaves room for a second CTA, and that one computes while this one waits.
         """
         cta.k.wait_full(use)
-        s = self.scaled(cta, 0, use, self.products(cta, use))
+        s = self.scaled(cta, 0, use, self.qk(cta, use))
         cta.k.release(use)
         first = keys.block(use) * self.plan.blocks.block_kv
         x, log2_scale = self.logits(held, s, first, masked)
@@ -84,25 +84,25 @@ class RowConsumer(Consumer):
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_row(alpha, o.shape)
         cta.v.wait_full(use)
-        p = self.plan.products.split(self.scaled(cta, 1, use, p))
-        self.plan.products.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
+        p = self.plan.matmuls.split(self.scaled(cta, 1, use, p))
+        self.plan.matmuls.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
         plgpu.wgmma_wait(0)
         cta.v.release(use)
         return Folded(m, l)
 
-    def products(self, cta: DecodeCta, use):
+    def qk(self, cta: DecodeCta, use):
         """Returns S = Q K^T of a block, f32."""
 
-        def product(s_acc):
+        def matmul(s_acc):
             k = cta.smem.k.at[cta.k.slot(use)]
-            self.plan.products.multiply(s_acc, cta.smem.q, k, transposed=True)
+            self.plan.matmuls.multiply(s_acc, cta.smem.q, k, transposed=True)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
-        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(matmul, plgpu.ACC(shape, jnp.float32))
 
     def logits(self, held: QueryFragments, s, first, masked: bool):
-        """Returns (x, log2_scale) of products s, with keys from `first` on; -inf where hidden."""
+        """Returns (x, log2_scale) of matmuls s, with keys from `first` on; -inf where hidden."""
         if held.k_scale is not None:
             s = s * held.k_scale
         position = lambda: modifiers.positions(s.shape, 1, first, self.plan.interpret)
@@ -114,7 +114,7 @@ class RowConsumer(Consumer):
         return x, found.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
-        """Returns O; each step has waited for its own product."""
+        """Returns O; each step has waited for its own matmul."""
         return plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
 
     def store(self, cta: DecodeCta, held: QueryFragments, o, folded: Folded):

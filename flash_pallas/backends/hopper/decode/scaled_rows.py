@@ -1,4 +1,4 @@
-"""Queries as float16 rows, scaled, for products with a cache in eight bits.
+"""Queries as float16 rows, scaled, for matmuls with a cache in eight bits.
 
 Each row is multiplied by a power of two that brings its largest element between 2**13 and 2**14: no
 bfloat16 overflows then, and only what is 2**-28 of the largest and less loses digits. Columns are
@@ -26,7 +26,7 @@ BIAS = 127  # of float32's exponents
 
 
 def load_scaled(rows: PackedGqa, source, tile, inverse, swizzle: int):
-    """Copies scaled rows into a tile, which products see after `commit_smem`.
+    """Copies scaled rows into a tile, which matmuls see after `commit_smem`.
 
     Args:
         rows: which rows.

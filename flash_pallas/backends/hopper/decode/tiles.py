@@ -51,7 +51,7 @@ class DecodeBlocks:
         widened: number of blocks of K and of V that are held in 16 bits at one time, if the cache
             is in eight bits and not upright.
         guesses: the first blocks are copied before the length is known, unless there is a window.
-        upright: queries are the columns of the products, as many as needed; else the rows, always
+        upright: queries are the columns of the matmuls, as many as needed; else the rows, always
             64. See `takes_upright`.
     """
 
@@ -103,7 +103,7 @@ class DecodeBlocks:
 
 
 def takes_upright(problem: DecodeProblem) -> bool:
-    """Checks whether queries can be, and should be, the columns of the products.
+    """Checks whether queries can be, and should be, the columns of the matmuls.
 
     Keys and columns of V are then the 64 rows of wgmma. A block of 64 keys at head dim 128 takes
     154 instructions of each scheduler for 8 queries, 221 for 16 and 347 for 32, with 53, 87 and 141
@@ -140,12 +140,12 @@ def unsupported(problem: DecodeProblem) -> str | None:
     if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
         return f"decodes caches of a multiple of {LENGTH_MULTIPLE} keys, not {problem.kv_len}"
     native = native_head_dims(problem.head_dim, problem.v_head_dim)
-    products = Matmuls(problem.dtype)
+    matmuls = Matmuls(problem.dtype)
     for width, tile in zip((problem.head_dim, problem.v_head_dim), native, strict=True):
         if problem.quantised:
             copies, tile = bool(swizzles(tile, problem.kv_dtype, width)), max(tile, NARROWEST_RAW)
         else:
-            copies = products.columns(width, tile) == width
+            copies = matmuls.columns(width, tile) == width
         if not copies:
             return f"would have to copy a cache with head dim {width}: pad it to {tile}"
     return None
@@ -261,7 +261,7 @@ class DecodeBarriers(NamedTuple):
 
 
 def tile_rows(problem: DecodeProblem, upright: bool) -> int:
-    """Returns the rows of Q in shared memory: in eights as columns of a product, 64 as its rows."""
+    """Returns the rows of Q in shared memory: in eights as columns of a matmul, 64 as its rows."""
     if not upright:
         return WARPGROUP_ROWS
     return round_up(min(problem.q_len * problem.group, WARPGROUP_ROWS), LEAST_COLUMNS)
@@ -288,7 +288,7 @@ class DecodeLayout:
     interpret: bool
 
     @property
-    def products(self) -> Matmuls:
+    def matmuls(self) -> Matmuls:
         """Products of the 16-bit operands, which decide how those lie in memory."""
         dtype = jnp.dtype(jnp.float16) if self.in_registers else self.problem.dtype
         return Matmuls(dtype, self.interpret)
@@ -320,7 +320,7 @@ class DecodeLayout:
 
     @property
     def slots(self) -> int:
-        """Number of slots of the rings that products read."""
+        """Number of slots of the rings that matmuls read."""
         return self.blocks.widened if self.in_memory else self.blocks.stages
 
     @property
@@ -350,20 +350,20 @@ class DecodeLayout:
     def scratch(self, k: Any = None, v: Any = None) -> tuple[DecodeSmem, DecodeBarriers]:
         """Returns what to allocate for these cache arrays; None will do where only sizes matter."""
         (head_dim, v_head_dim), slots = self.head_dims, self.slots
-        block, products, rows = self.blocks.block_kv, self.products, self.tile_rows
+        block, matmuls, rows = self.blocks.block_kv, self.matmuls, self.tile_rows
         barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
         of_k, of_v = self.copied(k), self.copied(v)
-        keys = products.buffer((slots, block, head_dim), *of_k)
-        values = products.buffer((slots, block, v_head_dim), *of_v, summed_rows=block)
+        keys = matmuls.buffer((slots, block, head_dim), *of_k)
+        values = matmuls.buffer((slots, block, v_head_dim), *of_v, summed_rows=block)
         ring = self.raw(slots) if self.in_registers else (keys, values)
         result = jnp.float32 if self.several else self.problem.dtype
         staging = tile_buffer((rows, v_head_dim), result), *[row_buffer((rows,))] * 2
-        q = products.buffer((rows, head_dim), *of_k)
+        q = matmuls.buffer((rows, head_dim), *of_k)
         smem = DecodeSmem(q, plgpu.RefUnion(ring, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
         if self.blocks.upright:
             q_scale = row_buffer((rows,)) if self.in_registers else None
-            p, across = products.buffer((rows, block)), row_buffer((WARPS, rows))
+            p, across = matmuls.buffer((rows, block)), row_buffer((WARPS, rows))
             smem = smem._replace(p=p, across=across, q_scale=q_scale)
             return smem, DecodeBarriers(copied, empty, copied, empty)
         if not self.in_memory:

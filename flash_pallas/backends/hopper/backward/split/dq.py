@@ -164,8 +164,8 @@ class DqKernel:
         plgpu.wgmma_wait(self.matmuls.count)
         pl.when(n > 0)(lambda: cta.k.release(n - 1))
         cta.v.wait_full(n)
-        product = functools.partial(self.with_dp, cta, rows, n, where, s_acc)
-        return pl.run_scoped(product, self.score_accumulator)
+        matmul = functools.partial(self.with_dp, cta, rows, n, where, s_acc)
+        return pl.run_scoped(matmul, self.score_accumulator)
 
     def with_dp(self, cta: DqCta, rows: DqRows, n, where, s_acc, dp_acc):
         """Computes dP and dS of the n-th KV tile, dS as an operand, once S is issued."""
