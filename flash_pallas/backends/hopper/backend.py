@@ -88,8 +88,8 @@ class HopperBackend:
         widest = max(problem.head_dim, problem.v_head_dim)
         if problem.spec.precision == "highest":
             return (
-                "does not support precision='highest': float32 matmuls are three of bfloat16, with a "
-                "relative error up to 2^-15; pass precision='high'"
+                "does not support precision='highest': float32 matmuls are three of bfloat16, with "
+                "a relative error up to 2^-15; pass precision='high'"
             )
         if problem.dtype == np.float32 and widest > WIDEST_FLOAT32:
             return (
