@@ -3,7 +3,7 @@
     custom_vjp( first order only, on shards of Explicit axes( fold vmapped axes into the batch(
         on shards of Auto axes( backend ) ) ) )
 
-The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own side inputs), so
+The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own arrays), so
 memory stays linear in the length. Both outputs carry names for rematerialisation policies.
 """
 

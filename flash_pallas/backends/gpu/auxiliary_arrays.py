@@ -62,21 +62,21 @@ def gmem(problem: Problem, q_axis: int, operands: Operands) -> AuxiliaryGmem:
     )
 
 
-def with_shift(side: AuxiliaryGmem, shift, kv_heads: int) -> AuxiliaryGmem:
-    """Returns `side` with the shift of the log-sum-exp, f32[B, N, rows], or None.
+def with_shift(arrays: AuxiliaryGmem, shift, kv_heads: int) -> AuxiliaryGmem:
+    """Returns `arrays` with the shift of the log-sum-exp, f32[B, N, rows], or None.
 
     A kernel that knows `far` of a group of heads knows whether any of its rows is shifted and where
     these rows lie: one register, where the indices of entry and head would take two.
     """
     if shift is None:
-        return side
+        return arrays
     batch, heads, rows = shift.shape
     per_group = heads // kv_heads * rows
     first = jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads, 1) * per_group
     # In these words it is one reduction, and nothing after it: one launch.
     some = shift.reshape(batch, kv_heads, per_group) != 0.0
     far = jnp.max(jnp.where(some, first + 1, 0), axis=2)
-    return side._replace(shift=shift.reshape(-1), far=far)
+    return arrays._replace(shift=shift.reshape(-1), far=far)
 
 
 def kind(shape, q_axis: int) -> str | None:

@@ -328,7 +328,7 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
     return None
 
 
-# --- Tile sizes that are worth timing where the rules of *_blocks.py may not be the best ----------
+# --- Tile sizes that are worth timing where the rules may not be the best -----------------------
 
 # Each replaces fields of what the rules take. What only the rules know how to combine (which loops
 # are masked, where polynomials pay next to modifiers, speculation) stays as it is.

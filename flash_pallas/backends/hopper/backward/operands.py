@@ -24,7 +24,7 @@ from ..common.wgmma import Matmuls
 
 # --- The operands of every backward kernel, padded for TMA ----------------------------------------
 
-ROW_MULTIPLE = 128  # of lse and delta: the widest query tile
+ROW_MULTIPLE = 128  # of lse and delta: the widest Q tile
 
 
 class BackwardArrays(NamedTuple):
@@ -58,7 +58,7 @@ class BackwardArrays(NamedTuple):
     ) -> BackwardArrays:
         """Makes the arrays for the head dims of `problem`; copies only what is padded or split.
 
-        `summed_rows`: of all tiles of Q and K, and of V and dO, as Products.operand takes them.
+        `summed_rows`: of all tiles of Q and K, and of V and dO, as Matmuls.operand takes them.
         """
         tile = Matmuls(problem.dtype).operand
         of_qk, of_v = summed_rows
@@ -142,7 +142,7 @@ class KvTileRange(NamedTuple):
         Args:
             problem: what is computed.
             arrays: operands in device memory.
-            at: (batch entry, query block, position of its first query).
+            at: (batch entry, Q block, position of its first query).
             rows: number of queries in a block.
             block_kv: number of keys in a block.
         """
@@ -216,7 +216,7 @@ class QTileRange:
     """The Q tiles that one CTA of a KV-stationary kernel reads, for every head of a GQA group.
 
     Attributes:
-        start, full_start, full_stop, stop: bounds in query blocks; blocks outside [full_start,
+        start, full_start, full_stop, stop: bounds in Q blocks; blocks outside [full_start,
             full_stop) need the mask.
         q_offset: position of query 0.
         kv_len: number of keys, or None where that hides none.
@@ -333,7 +333,7 @@ class QTileRange:
         return dataclasses.replace(self, part=(first, end - first))
 
     def __getitem__(self, n):
-        """Returns (head of the group, query block) of the n-th tile."""
+        """Returns (head of the group, Q block) of the n-th tile."""
         if self.part is not None:
             n = n + self.part[0]
         if self.group == 1:
@@ -343,7 +343,7 @@ class QTileRange:
         )
 
     def block(self, i):
-        """Returns the i-th query block of a head, in the order of the range."""
+        """Returns the i-th Q block of a head, in the order of the range."""
         if self.masks != "some":
             if not (ints.is_static(self.shift) and self.shift == 0):
                 i = lax.rem(i + self.shift, jnp.int32(self.per_head))
@@ -352,7 +352,7 @@ class QTileRange:
         return lax.select(block < self.stop, block, jnp.int32(block - self.per_head))
 
     def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
-        """Calls step(block_of, n, masked=) for every tile; block_of(n) is its query block.
+        """Calls step(block_of, n, masked=) for every tile; block_of(n) is its Q block.
 
         The loops count in n: a block index kept alive next to it costs the fused kernel 100 bytes
         of spills.

@@ -21,7 +21,7 @@ from ...gpu.online_softmax import far_of
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
 # nothing to do takes its SM for about a microsecond.
 MOST_PAIRS = 512
-# Of tiles or key blocks, eight for each SM: shorter calls would notice 2 us more.
+# Of tiles or KV blocks, eight for each SM: shorter calls would notice 2 us more.
 ENOUGH = 1056
 
 

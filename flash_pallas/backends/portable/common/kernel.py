@@ -50,7 +50,7 @@ def kv_tile_range(problem: Problem, at, position, tile, bounds, kv_length) -> Bl
 
     Args:
         problem: what is computed.
-        at: (batch entry, query block).
+        at: (batch entry, Q block).
         position: position of the tile's first query.
         tile: (queries, keys).
         bounds: core.bounds.kv_bounds, or None.

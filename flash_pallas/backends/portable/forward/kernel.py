@@ -52,7 +52,7 @@ class ForwardArrays(NamedTuple):
     v: Any  # [B, S, K, Hv]
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
-    bounds: Any = None  # int32[B, query blocks, 2], where arrays decide which keys are read
+    bounds: Any = None  # int32[B, Q blocks, 2], where arrays decide which keys are read
     aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
@@ -151,7 +151,7 @@ class ForwardKernel(Kernel):
         limit = step.limit(cta.kv_length)
         return (Copy(source, tile, step.block * self.tile.columns, limit),)
 
-    # --- a key block -----------------------------------------------------------------------------
+    # --- a KV block -----------------------------------------------------------------------------
 
     def step(self, cta: ForwardCta, n, rows: Rows, *, masked: bool) -> Rows:
         """Folds one KV block into the rows."""

@@ -229,7 +229,7 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         cta: this CTA at its KV tile.
         rows: auxiliary inputs of this warpgroup's keys.
         sums: accumulators of dK and dV, f32[64, D].
-        block_of: function of n; returns the query block.
+        block_of: function of n; returns the Q block.
         n: number of the Q tile.
         masked: some element of the tile may be hidden.
         far: i32, not 0 if rows are shifted; None where none is.
@@ -286,7 +286,7 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
 
 
 def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, masked, far):
-    """Computes what can be made of S^T before dP^T has arrived; `at`: (n, its query block)."""
+    """Computes what can be made of S^T before dP^T has arrived; `at`: (n, its Q block)."""
     problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
     n, block = at
     if far is not None:
@@ -748,7 +748,7 @@ def load_kv(cta: FusedCta):
 
 
 def place_of(cta: FusedCta, n):
-    """Returns (query head, rows, query block) of the n-th Q tile."""
+    """Returns (query head, rows, Q block) of the n-th Q tile."""
     return *cta.query_tile(n), cta.q_tiles[n][1]
 
 

@@ -197,7 +197,7 @@ class DkvKernel:
         return spec.dropout_rate > 0 and bool(spec.score_modifiers - {"softcap"})
 
     def tile(self, cta: DkvCta, block) -> RegisterTile:
-        """Describes the tile of a query block: where it lies, and its shape."""
+        """Describes the tile of a Q block: where it lies, and its shape."""
         return RegisterTile(
             q_start=block * self.blocks.block_q + cta.q_tiles.q_offset,
             kv_start=cta.kv_start,
@@ -356,7 +356,7 @@ class DkvLoads:
         return AuxiliaryInputs(self.problem, q_axis=1)
 
     def place(self, cta: DkvCta, member, block) -> Place:
-        """Returns the place of the tile of a query block of one head of the group."""
+        """Returns the place of the tile of a Q block of one head of the group."""
         head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
         start = block * columns
         return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
@@ -406,7 +406,7 @@ class DkvLoads:
         pl.when(wanted)(lambda: self.load_do(cta, following))
 
     def at(self, cta: DkvCta, n):
-        """Returns (head in the group, query block, index of the row vectors) of the n-th tile."""
+        """Returns (head in the group, Q block, index of the row vectors) of the n-th tile."""
         member, block = cta.q_tiles[n]
         head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
         return member, block, (cta.batch, head, pl.ds(block * rows, rows))
