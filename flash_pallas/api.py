@@ -28,9 +28,11 @@ def flash_attention(
     v: Float[Array, "*B S K Hv"],
     *,
     causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | Int[Array, "*#B"] | tuple[Any, Any] | None = None,
     scale: float | None = None,
     q_offset: int | Int[Array, "*B"] | None = None,
+    q_positions: Int[Array, "*B T"] | None = None,
+    kv_positions: Int[Array, "*B S"] | None = None,
     q_segment_ids: Int[Array, "*B T"] | None = None,
     kv_segment_ids: Int[Array, "*B S"] | None = None,
     q_lengths: Int[Array, "*B"] | None = None,
@@ -46,6 +48,7 @@ def flash_attention(
     shard_axes: tuple[Any, Any] | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
+    empty_rows: str = "zero",
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
     backend: str = "auto",
@@ -58,8 +61,8 @@ def flash_attention(
     sharded over batch and heads, each shard where it lies.
 
     The order on a score: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
-    A query that sees no key returns zeros, has zero gradients and never makes a NaN;
-    `jax.nn.dot_product_attention` returns the mean of `v` there.
+    A query that sees no key returns zeros, has zero gradients and never makes a NaN; for the mean
+    of `v`, which `jax.nn.dot_product_attention` returns there, see `empty_rows`.
 
     Integers may have any integer dtype. A known value that does not fit int32 raises; a traced one
     is clipped to it, so ids from 2**31 - 1 on are then one document.
@@ -72,13 +75,21 @@ def flash_attention(
         v: values [*B, S, K, Hv] in q's dtype.
         causal: the query at position i sees the keys at positions up to and including i.
         window: (left, right): the query at position i sees the keys at i - left to i + right, both
-            included; None is unbounded, an int is both sides. Keys outside are never loaded.
+            included; None is unbounded, an int is both sides. Keys outside are never loaded. A side
+            may be an integer array, one number or one per batch entry [*B], which may be traced:
+            then one compiled program serves every window. A traced negative number counts as 0.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         q_offset: position of query 0, where key 0 has position 0. The default None means 0, which
             aligns the first query with the first key as `jax.nn` does; S - T aligns the last with
             the last as FlashAttention does. A single causal query of several keys must pass it. An
             int, or integers [*B] (or one), which may be traced and change without recompiling.
             Positions beyond 2**30 either way raise; those of a jax array are clipped to it.
+        q_positions: integers [*B, T]: position of every query, in place of its index and q_offset.
+            causal, window, ALiBi and the i of mods compare positions, which may be in any order and
+            repeat; dropout still counts indices. No array of [T, S] is made: a block of keys is
+            skipped if its range of positions lies outside what a block of queries sees. Clipped to
+            2**30 either way.
+        kv_positions: integers [*B, S]: the same for keys (the j of mods); None is their index.
         q_segment_ids: integers [*B, T]. A query sees the keys with its own id; negative ids are
             padding, which sees and is seen by nothing and may hold anything. Ids need be neither
             sorted nor contiguous, but blocks of keys are skipped only where they are.
@@ -108,6 +119,9 @@ def flash_attention(
         score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
             batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
         mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible.
+        empty_rows: what a query that sees no key returns: "zero", or "mean", the mean of all S
+            values, hidden ones and padding included, as in jax.nn and keras. Its log-sum-exp is
+            -inf in any case. With `sinks` a query sees its sink, and returns zeros.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
         precision: precision of float32 matmuls, a name or a jax.lax.Precision. "highest" is full
             float32, which hopper refuses. "high", which None means, is three matmuls of bfloat16
@@ -141,6 +155,8 @@ def flash_attention(
         window=window,
         scale=scale,
         q_offset=q_offset,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         q_lengths=q_lengths,
@@ -156,6 +172,7 @@ def flash_attention(
         shard_axes=shard_axes,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        empty_rows=empty_rows,
         deterministic=deterministic,
         precision=precision,
     )
@@ -290,7 +307,8 @@ def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]
             "kernels compute the gradient alone. Use jax.grad, jax.vjp or jax.jacrev, or "
             "differentiate flash_pallas.reference.attention, which is plain jnp"
         ) from error
-    return call.unfold(*found)
+    o, *others = found
+    return call.unfold(call.with_empty_rows(o, others[0]), *others)
 
 
 @suggested
@@ -313,8 +331,8 @@ def dot_product_attention(
 
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differences from `jax.nn`:
 
-    - a query that sees no key returns zeros and a log-sum-exp of -inf; `jax.nn` returns the mean of
-      `value`. Beyond `query_seq_lengths` both return zeros;
+    - a query that sees no key has a log-sum-exp of -inf, not of about -2.4e38. It returns the mean
+      of `value` as in `jax.nn`, and beyond `query_seq_lengths` zeros;
     - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders;
     - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
     - matmuls of float32 arrays are not TF32, see `precision` of `flash_attention`;
@@ -368,6 +386,7 @@ def dot_product_attention(
         q_offset=0,
         q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
         kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
+        empty_rows="mean",
         backend="auto" if implementation is None else implementation,
     )
     if not return_residual:

@@ -51,11 +51,14 @@ def attention(
 
     Returns:
         o [B, T, N, Hv], and lse [B, N, T] (natural logarithm); with max_logit also that, [B, N, T].
-        A row that sees no key has o = 0, lse = -inf (its sink, where there are sinks), max_logit =
-        -inf and gradients of zero; a row beyond its length has lse = -inf in any case.
+        A row that sees no key has o = 0 (the mean of v, if `empty_rows` says so), lse = -inf (its
+        sink, where there are sinks), max_logit = -inf and gradients of zero; a row beyond its
+        length has lse = -inf in any case.
     """
     m = Modifiers(**arguments)
     dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    mean = v.astype(exact).mean(axis=1, keepdims=True)
+    mean = jnp.repeat(mean, q.shape[2] // v.shape[2], axis=2)
     q = m.cleared_queries(q.astype(exact))
     k, v = (m.cleared_keys(x.astype(exact)) for x in (k, v))
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -66,6 +69,9 @@ def attention(
     if m.dropout_rate:
         weights = jnp.where(m.kept(scores.shape), weights * dropout.gain(m.dropout_rate), 0.0)
     o = jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
+    if m.empty_rows == "mean" and m.sinks is None:
+        empty = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
+        o = jnp.where(empty, mean, o)
     o = m.cleared_queries(o)
     o = o if full_precision else o.astype(dtype)
     return (o, lse, most) if max_logit else (o, lse)
@@ -82,6 +88,8 @@ class Modifiers:
     window: Any = None
     scale: float | None = None
     q_offset: Any = 0
+    q_positions: Any = None
+    kv_positions: Any = None
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     q_lengths: Any = None
@@ -96,6 +104,7 @@ class Modifiers:
     broadcast_dropout: bool = False
     score_mod: Any = None
     mask_mod: Any = None
+    empty_rows: str = "zero"
 
     def cleared_queries(self, x):
         """Returns x [B, T, N, H] with 0 in place of padding: 0 times a NaN would be a NaN."""
@@ -109,7 +118,10 @@ class Modifiers:
         """Returns bool[B, N, T, S]: which keys each query sees; none beyond its length."""
         _, _, q_len, kv_len = shape
         i, j = self._positions(shape)
-        left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
+        sides = self.window if isinstance(self.window, tuple) else (self.window,) * 2
+        left, right = (
+            jnp.reshape(x, (-1, 1, 1, 1)) if isinstance(x, jax.Array) else x for x in sides
+        )
         band = Mask(left, 0 if self.causal else right).visible(i, j)
         keep = jnp.ones(shape, bool) if band is None else jnp.broadcast_to(band, shape)
         if self.q_segment_ids is not None:
@@ -172,23 +184,28 @@ class Modifiers:
         """Returns the dropout mask, bool[B, N, T, S], True for weights that are kept."""
         batch, heads = (1, 1) if self.broadcast_dropout else shape[:2]
         keys = dropout.call_keys(dropout.seed_words(self.dropout_seed), batch, heads)
-        found = dropout.keep(keys[..., None, None], *self._positions(shape), self.dropout_rate)
+        places = dataclasses.replace(self, q_positions=None, kv_positions=None)._positions(shape)
+        found = dropout.keep(keys[..., None, None], *places, self.dropout_rate)
         return jnp.broadcast_to(found, shape)
 
     def _positions(self, shape):
-        """Returns the positions of queries and of keys, (int32[B, 1, T, 1], int32[1, 1, 1, S])."""
+        """Returns the positions of queries and of keys, int32[B, 1, T, 1] and [B or 1, 1, 1, S]."""
         batch, _, q_len, kv_len = shape
         offset = jnp.broadcast_to(jnp.asarray(self.q_offset, jnp.int32), (batch,))
         i = offset[:, None] + jnp.arange(q_len, dtype=jnp.int32)[None]
-        return i[:, None, :, None], jnp.arange(kv_len, dtype=jnp.int32)[None, None, None]
+        i = i if self.q_positions is None else self.q_positions
+        j = jnp.arange(kv_len, dtype=jnp.int32)[None]
+        j = j if self.kv_positions is None else self.kv_positions
+        return i[:, None, :, None], j[:, None, None]
 
     def _everywhere(self, function, scores):
         """Maps function(score, b, n, i, j) of scalars over every element of scores."""
-        i, j = (x.reshape(-1, x.size // x.shape[0]) for x in self._positions(scores.shape))
+        i, j = (x.reshape(x.shape[0], -1) for x in self._positions(scores.shape))
+        j = jnp.broadcast_to(j, (len(i), j.shape[1]))
         b, n = (jnp.arange(size, dtype=jnp.int32) for size in scores.shape[:2])
         for axes in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
             function = jax.vmap(function, axes)
-        return jax.vmap(function, (0, 0, None, 0, None))(scores, b, n, i, j[0])
+        return jax.vmap(function, (0, 0, None, 0, 0))(scores, b, n, i, j)
 
     def _per_head(self, x, scores):
         """Broadcasts x [N] or [B, N] to [B, N, 1, 1]."""

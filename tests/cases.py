@@ -45,6 +45,9 @@ class Case:
         bias, mask: shape as a string, each axis a letter of "BNTS" or "1"; "BNTS-inf" hides a fifth
             of the elements.
         segments: "packed", "unsorted", "padded", or "long": a short document, a long one, padding.
+        q_positions, kv_positions: "restart" (documents that each count from 0), "gaps" (ascending),
+            "random", or "shifted" (by a number of each batch entry's own).
+        window_arrays: (left, right) of a window that is data, one number per batch entry, or None.
         q_lengths, kv_lengths: one length per batch entry.
         poison: whether padding holds NaN and Inf.
         alibi: shape of the slopes, "N" or "BN".
@@ -80,6 +83,10 @@ class Case:
     bias: str | None = None
     mask: str | None = None
     segments: str | None = None
+    q_positions: str | None = None
+    kv_positions: str | None = None
+    window_arrays: tuple[Any, Any] | None = None
+    empty_rows: str = "zero"
     q_lengths: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
     poison: bool = False
@@ -119,11 +126,17 @@ class Case:
             "q_offset": 0 if isinstance(self.q_offset, tuple) else self.q_offset,
             "softcap": self.softcap,
         }
+        if self.q_positions:
+            del found["q_offset"]
+        if self.empty_rows != "zero":
+            found["empty_rows"] = self.empty_rows
         if self.dropout_rate:
             names = ("dropout_rate", "dropout_seed", "broadcast_dropout")
             found |= {name: getattr(self, name) for name in names}
             found["dropout_seed"] = SEED_KINDS[self.seed_kind](self.dropout_seed)
         found |= x.given | x.side
+        if self.window_arrays:
+            found["window"] = found.pop("window_left", None), found.pop("window_right", None)
         captured, prefix = found.pop("captured", None), found.pop("prefix", None)
         if self.score_mod:
             found["score_mod"] = SCORE_MODS[self.score_mod].make(captured)
@@ -248,8 +261,22 @@ class Case:
                     found[name] = found["q_segment_ids"]
                 else:
                     found[name] = _segments(self.segments, rng, self.B, length)
+        found |= self._places(seed)
         if self.mask_mod == "prefix":
             found["prefix"] = self._draw(seed, "prefix").integers(0, self.S, self.B, np.int32)
+        return found
+
+    def _places(self, seed: int) -> dict[str, Any]:
+        """Draws positions, and the sides of a window that is data."""
+        found: dict[str, Any] = {}
+        for name, length in (("q_positions", self.T), ("kv_positions", self.S)):
+            if recipe := getattr(self, name):
+                rng = self._draw(seed, name)
+                found[name] = _positions(recipe, rng, self.B, length, self.S)
+        windows = ("window_left", "window_right") if self.window_arrays else ()
+        for name, sides in zip(windows, self.window_arrays or (), strict=True):
+            if sides is not None:
+                found[name] = np.array(sides, np.int32)
         return found
 
     def _padding(self, length: int, lengths, segments):
@@ -273,6 +300,20 @@ def _segments(recipe: str, rng, batch: int, length: int):
         ids = np.where(ids == 1, -1, ids)  # a gap, and a tail
         ids[:, length - length // 5 :] = -1
     return ids.astype(np.int32)
+
+
+def _positions(recipe: str, rng, batch: int, length: int, kv_len: int):
+    """Draws positions, int32[batch, length], by a named recipe."""
+    index = np.broadcast_to(np.arange(length), (batch, length))
+    if recipe == "restart":
+        cuts = np.sort(rng.integers(0, length + 1, (batch, 3)), axis=1)[:, None]
+        first = np.max(np.where(cuts <= index[..., None], cuts, 0), axis=-1)
+        return (index - first).astype(np.int32)
+    if recipe == "gaps":
+        return np.cumsum(rng.integers(0, 3, (batch, length)), axis=1).astype(np.int32)
+    if recipe == "random":
+        return rng.integers(0, kv_len, (batch, length)).astype(np.int32)
+    return (index + rng.integers(-20, kv_len, (batch, 1))).astype(np.int32)
 
 
 def _lead(recipe: str, q, k):
@@ -420,6 +461,27 @@ FEATURES = (
     _small("max_logit_hidden_rows", max_logit=True, causal=True, q_offset=-30, sinks=True),
     _small("max_logit_softcap_bias", max_logit=True, softcap=4.0, bias="1NTS", q_lengths=(50, 70)),
     _small("narrow_values_bias", H=24, Hv=16, bias="B1TS", N=2),
+    _small("positions_causal", causal=True, q_positions="random", kv_positions="random", K=2),
+    _small("positions_window", window=(20, 5), q_positions="gaps", kv_positions="gaps"),
+    _small("positions_restart_packed", causal=True, q_positions="restart", kv_positions="restart",
+           segments="packed", **_SQUARE),
+    _small("positions_of_queries", causal=True, window=(30, 0), q_positions="shifted",
+           kv_lengths=(83, 31), poison=True, dtype="bfloat16"),
+    _small("positions_of_keys_offset", causal=True, kv_positions="gaps", q_offset=21, sinks=True),
+    _small("positions_alibi", alibi="N", causal=True, q_positions="random", kv_positions="gaps"),
+    _small("positions_alibi_unmasked", alibi="BN", kv_positions="random", softcap=4.0),
+    _small("positions_mods", score_mod="relative", mask_mod="stripes", q_positions="shifted",
+           kv_positions="gaps", dropout_rate=0.2, window=(50, 30)),
+    _small("positions_empty_mean", causal=True, q_positions="shifted", empty_rows="mean", K=2),
+    _small("positions_padded", causal=True, q_positions="restart", segments="padded", poison=True,
+           bias="1NTS", **_SQUARE),
+    _small("window_array", window_arrays=((9, 40), (4, 0))),
+    _small("window_array_left", window_arrays=((9, 40), None), causal=True, q_offset=(5, -9)),
+    _small("window_array_alibi_dropout", window_arrays=((30, 8), (0, 12)), alibi="N",
+           dropout_rate=0.2, q_offset=11, dtype="bfloat16"),
+    _small("mean_of_window", window=(9, 4), q_offset=70, empty_rows="mean", K=2),
+    _small("mean_of_lengths", q_lengths=(70, 33), kv_lengths=(0, 17), empty_rows="mean"),
+    _small("mean_of_mask", mask="B1TS", bias="1NTS", empty_rows="mean", dtype="bfloat16"),
     _small("everything", causal=True, window=(40, 0), bias="1NTS", mask="B11S", softcap=4.0,
            alibi="N", sinks=True, dropout_rate=0.2, segments="padded", kv_lengths=(70, 60),
            q_lengths=(75, 52), score_mod="relative", mask_mod="stripes", max_logit=True,

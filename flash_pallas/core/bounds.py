@@ -1,10 +1,13 @@
-"""Block ranges where arrays decide what a block reads: lengths, segment ids, traced offsets.
+"""Block ranges where arrays decide what a block reads: lengths, segment ids, positions, offsets.
 
 XLA computes them from per-block minima and maxima, never from pairs of positions; a kernel reads
 two integers per block. Where everything is known at trace time, `Mask.kv_blocks` alone answers.
 """
 
 from __future__ import annotations
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +30,18 @@ def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int)
     found = _each(
         lambda p: problem.spec.mask.kv_blocks(p, block_q, problem.kv_len, block_kv), position
     )
-    overlap = _overlap(operands.q_segments, operands.kv_segments, block_q, block_kv)
-    return _bounds(found, overlap, _length_blocks(operands, block_kv))
+    stop = _length_blocks(operands, block_kv)
+    return _bounds(found, _extent(_meets(operands, block_q, block_kv)), stop)
 
 
 def kv_whole(operands: Operands, block_q: int, block_kv: int):
-    """Returns int32[B, Q blocks, 2]: a range of KV blocks in which segment ids hide no pair."""
-    return _one_document(operands.q_segments, operands.kv_segments, block_q, block_kv)
+    """Returns int32[B, Q blocks, 2]: a range of KV blocks in which no array hides a pair."""
+    return _last_run(_whole(operands, block_q, block_kv))
 
 
 def q_whole(operands: Operands, block_q: int, block_kv: int):
-    """Returns int32[B, KV blocks, 2]: a range of Q blocks in which segment ids hide no pair."""
-    return _one_document(operands.kv_segments, operands.q_segments, block_kv, block_q)
+    """Returns int32[B, KV blocks, 2]: a range of Q blocks in which no array hides a pair."""
+    return _last_run(_whole(operands, block_q, block_kv).swapaxes(1, 2))
 
 
 def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
@@ -49,8 +52,8 @@ def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     found = _each(
         lambda p: problem.spec.mask.q_blocks(p, block_kv, problem.q_len, block_q), position
     )
-    overlap = _overlap(operands.kv_segments, operands.q_segments, block_kv, block_q)
-    bounds = _bounds(found, overlap, None)
+    meets = _meets(operands, block_q, block_kv)
+    bounds = _bounds(found, _extent(None if meets is None else meets.swapaxes(1, 2)), None)
     if operands.kv_lengths is None:
         return bounds
     dead = start[None] >= operands.kv_lengths[:, None]
@@ -89,33 +92,87 @@ def _offsets(problem: Problem, operands: Operands):
     return jnp.full((problem.batch,), problem.spec.q_offset, jnp.int32)
 
 
-def _overlap(own, other, own_block: int, other_block: int):
-    """Returns (first, one past the last) block of `other` that shares an id with each `own` block.
+def _meets(operands: Operands, block_q: int, block_kv: int):
+    """Returns bool[B, Q blocks, KV blocks]: where arrays may leave a pair visible; None: anywhere.
 
-    The id ranges of two blocks must meet, which is necessary for a shared id. None without ids.
+    The id ranges of two blocks must meet, which is necessary for a shared id, and so must the range
+    of positions of the keys and that of what the queries see.
     """
-    if own is None:
+    found = []
+    if operands.q_segments is not None:
+        low, high = _ranges(operands.q_segments, block_q)
+        other_low, other_high = _ranges(operands.kv_segments, block_kv)
+        found.append(
+            (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
+        )
+    low, high = _key_positions(operands, block_kv)
+    if operands.q_first is not None:
+        first = _reduced(operands.q_first, block_q, jnp.min, _MOST)
+        found.append(first[:, :, None] <= high[:, None])
+    if operands.q_last is not None:
+        last = _reduced(operands.q_last, block_q, jnp.max, -_MOST)
+        found.append(low[:, None] <= last[:, :, None])
+    return functools.reduce(operator.and_, found) if found else None
+
+
+def _whole(operands: Operands, block_q: int, block_kv: int):
+    """Returns bool[B, Q blocks, KV blocks]: where no array hides a pair.
+
+    With segment ids two blocks are whole if all of both lies in one document. (Padding does not, as
+    it has another id in queries than in keys.) A KV block that reaches past the end is never whole.
+    """
+    found = []
+    if operands.q_segments is not None:
+        low, high = _extremes(operands.q_segments, block_q)
+        other_low, other_high = _extremes(operands.kv_segments, block_kv)
+        same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
+        found.append(same & (low == high)[:, :, None])
+    low, high = _key_positions(operands, block_kv)
+    if operands.q_first is not None:
+        first = _reduced(operands.q_first, block_q, jnp.max, -_MOST)
+        found.append(first[:, :, None] <= low[:, None])
+    if operands.q_last is not None:
+        last = _reduced(operands.q_last, block_q, jnp.min, _MOST)
+        found.append(high[:, None] <= last[:, :, None])
+    length = operands.k.shape[1]
+    index = jnp.arange(-(-length // block_kv), dtype=jnp.int32)
+    found.append(((index + 1) * block_kv <= length)[None, None])
+    return functools.reduce(operator.and_, found)
+
+
+def _key_positions(operands: Operands, block_kv: int):
+    """Returns (smallest, largest) position of a key in every block, int32[B or 1, KV blocks]."""
+    length = operands.k.shape[1]
+    if operands.kv_positions is not None:
+        given = operands.kv_positions
+        low = _reduced(given, block_kv, jnp.min, _MOST)
+        return low, _reduced(given, block_kv, jnp.max, -_MOST)
+    start = jnp.arange(0, length, block_kv, dtype=jnp.int32)[None]
+    return start, jnp.minimum(start + block_kv, length) - 1
+
+
+def _reduced(x, block: int, reduce, fill: int):
+    """Reduces every block of int32[B, length]; `fill` is what is past the end."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=fill)
+    return reduce(x.reshape(x.shape[0], -1, block), axis=-1)
+
+
+def _extent(meets):
+    """Returns (first, one past the last) other block that each meets, int32[B, blocks] each."""
+    if meets is None:
         return None
-    low, high = _ranges(own, own_block)
-    other_low, other_high = _ranges(other, other_block)
-    meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
-    index = jnp.arange(other_low.shape[1], dtype=jnp.int32)[None, None]
+    index = jnp.arange(meets.shape[2], dtype=jnp.int32)[None, None]
     first = jnp.min(jnp.where(meets, index, _MOST), axis=-1)
     return first, jnp.max(jnp.where(meets, index + 1, 0), axis=-1)
 
 
-def _one_document(own, other, own_block: int, other_block: int):
-    """Returns int32[B, own blocks, 2]: (first, one past the last) of the last run of whole blocks.
+def _last_run(whole):
+    """Returns int32[B, blocks, 2]: (first, one past the last) of the last run of whole blocks.
 
-    A block of `other` is whole if all of it lies in the same document as all of the `own` block.
-    (Padding does not, as it has another id in queries than in keys, nor does a block that reaches
-    past the end.) With unsorted ids, other whole blocks may precede the run; a caller must not rely
+    Other whole blocks may precede the run, as with ids that are not sorted; a caller must not rely
     on the range to hold all of them.
     """
-    (low, high), (other_low, other_high) = _extremes(own, own_block), _extremes(other, other_block)
-    same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
-    whole = same & (low == high)[:, :, None]
-    index = jnp.arange(other_low.shape[1], dtype=jnp.int32)[None, None]
+    index = jnp.arange(whole.shape[2], dtype=jnp.int32)[None, None]
     stop = jnp.max(jnp.where(whole, index + 1, 0), axis=-1)
     before = ~whole & (index < stop[..., None])
     return jnp.stack([jnp.max(jnp.where(before, index + 1, 0), axis=-1), stop], axis=-1)

@@ -161,22 +161,31 @@ class Tile:
         kv_start: position of its first key.
         shape: shape of the tile as held.
         q_axis: the axis that runs over queries.
+        positions: positions of each element's query and key, int32[shape], where arrays give them;
+            None where they follow each other.
     """
 
     q_start: Any
     kv_start: Any
     shape: tuple[int, int]
     q_axis: int = 0
+    positions: tuple[Any, Any] = (None, None)
 
     @property
     def q_pos(self):
         """Position of each element's query, int32[shape]."""
-        return lax.broadcasted_iota(jnp.int32, self.shape, self.q_axis) + self.q_start
+        given = self.positions[0]
+        return self.counted(self.q_axis, self.q_start) if given is None else given
 
     @property
     def kv_pos(self):
         """Position of each element's key, int32[shape]."""
-        return lax.broadcasted_iota(jnp.int32, self.shape, 1 - self.q_axis) + self.kv_start
+        given = self.positions[1]
+        return self.counted(1 - self.q_axis, self.kv_start) if given is None else given
+
+    def counted(self, axis: int, start):
+        """Returns int32[shape]: start + index along the axis."""
+        return lax.broadcasted_iota(jnp.int32, self.shape, axis) + start
 
     def call(self, function: Callable, *args):
         """Calls function(*args), which works on tiles of this shape."""

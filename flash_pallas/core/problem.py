@@ -85,6 +85,11 @@ class Operands(NamedTuple):
     kv_lengths: Any = None  # int32[B], keys from there on are hidden
     q_segments: Any = None  # int32[B, T], -1 for padding
     kv_segments: Any = None  # int32[B, S], -2 for padding
+    # Each query sees the keys at positions q_first to q_last, both included; None is unbounded.
+    q_first: Any = None  # int32[B, T]
+    q_last: Any = None  # int32[B, T]
+    q_positions: Any = None  # int32[B, T]; None: index + q_offset. Only ALiBi and mods read them
+    kv_positions: Any = None  # int32[B, S]; None: the index
     bias: Any = None  # any float [Bb, N1, T1, S1]
     mask: Any = None  # bool[Bb, N1, T1, S1], True is visible
     alibi_slopes: Any = None  # f32[B, N]
@@ -140,7 +145,12 @@ class Problem:
     @property
     def is_dynamic(self) -> bool:
         """True if an array decides which blocks are read, beyond arithmetic on a q_offset."""
-        return bool({"kv_lengths", "q_segments"} & self.features)
+        return "kv_lengths" in self.features or self.hides_by_arrays
+
+    @property
+    def hides_by_arrays(self) -> bool:
+        """True if arrays hide keys anywhere in a tile, not only those beyond a length."""
+        return bool({"q_segments", "q_first", "q_last"} & self.features)
 
     @property
     def traced_offset(self) -> bool:

@@ -6,7 +6,9 @@ hidden. Everything here is elementwise on one tile in either orientation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from jax import lax
 
 from . import dropout
 from .mask import Tile
-from .problem import AttentionSpec
+from .problem import AttentionSpec, Problem
 from .softmax import LOG2E
 
 
@@ -26,6 +28,10 @@ class TileInputs(NamedTuple):
     mask: Any = None  # bool of the tile's shape
     q_segments: Any = None  # int32, one per query
     kv_segments: Any = None  # int32, one per key
+    q_first: Any = None  # int32, one per query, as are the next two; see Operands
+    q_last: Any = None
+    q_positions: Any = None
+    kv_positions: Any = None  # int32, one per key
     slope: Any = None  # of ALiBi
     score_params: tuple = ()  # scalars
     mask_params: tuple = ()  # scalars
@@ -33,6 +39,30 @@ class TileInputs(NamedTuple):
     q_keys: Any = None  # int32 or uint32, one per query: the bits of dropout.row_keys
     kv_keys: Any = None  # likewise, one per key: the bits of dropout.column_keys
     shift: Any = None  # backends.gpu.score_tile.row_shift, in kernels of the backward
+
+
+# The inputs that have one int32 per query or per key, and those of them that hide keys.
+VECTORS = (
+    ("q_segments", "q_first", "q_last", "q_positions"),
+    ("kv_segments", "kv_positions"),
+)
+HIDING = {"q_segments", "kv_segments", "q_first", "q_last"}
+
+
+def vectors(problem: Problem, axis: int, *, hides: bool = True) -> tuple[str, ...]:
+    """Returns the names of the vectors of queries (axis 0) or keys (1) that a tile reads.
+
+    Args:
+        problem: what is computed.
+        axis: 0 for vectors of queries, 1 for those of keys.
+        hides: False for a tile of which they hide nothing.
+    """
+    spec, asked = problem.spec, HIDING if hides else set()
+    if hides and {"q_first", "q_last"} & problem.features:
+        asked = asked | {"kv_positions"}
+    if "alibi_slopes" in problem.features or spec.score_mod or spec.mask_mod:
+        asked = asked | {"q_positions", "kv_positions"}
+    return tuple(name for name in VECTORS[axis] if name in asked & problem.features)
 
 
 class Logits(NamedTuple):
@@ -56,6 +86,7 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
 
     A bias is a number like any other: the sum with it is rounded to float32 and not exact.
     """
+    tile = placed(tile, inputs)
     x, scale = qk, spec.scale
     added = inputs.bias is not None or inputs.slope is not None
     if added:
@@ -105,27 +136,39 @@ def _through_mod(mod_pull, pull):
 def slope_pull(tile: Tile, dz):
     """Computes each element's part of the gradient of its head's ALiBi slope.
 
-    dz is the gradient of scale * qk.
+    dz is the gradient of scale * qk, and the tile is as `placed` returns it.
     """
     return -dz * tile.distance(dz.dtype)
 
 
-def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
-    """Returns a bool of the tile's shape: what segments, mask and mask_mod leave visible, or None.
+def placed(tile: Tile, inputs: TileInputs) -> Tile:
+    """Returns the tile with the positions that arrays give to its queries and keys."""
+    if inputs.q_positions is None and inputs.kv_positions is None:
+        return tile
+    q_pos = None if inputs.q_positions is None else tile.per_q(inputs.q_positions)
+    kv_pos = None if inputs.kv_positions is None else tile.per_kv(inputs.kv_positions)
+    return dataclasses.replace(tile, positions=(q_pos, kv_pos))
 
-    Positions (causal, windows, lengths) are the business of `Tile.limits`.
+
+def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
+    """Returns a bool of the tile's shape: what arrays and mask_mod leave visible, or None.
+
+    Static masks (causal, windows) and lengths are the business of `Tile.limits`.
     """
-    keep = None
+    tile, found = placed(tile, inputs), []
     if inputs.q_segments is not None:
-        keep = tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments)
+        found.append(tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments))
+    if inputs.q_first is not None:
+        found.append(tile.kv_pos >= tile.per_q(inputs.q_first))
+    if inputs.q_last is not None:
+        found.append(tile.kv_pos <= tile.per_q(inputs.q_last))
     if inputs.mask is not None:
-        keep = inputs.mask if keep is None else keep & inputs.mask
+        found.append(inputs.mask)
     mask_mod = spec.mask_mod
     if mask_mod is not None:
         params = tuple(_spread(tile, p) for p in inputs.mask_params)
-        found = tile.call(lambda p: mask_mod(tile, p), params)
-        keep = found if keep is None else keep & found
-    return keep
+        found.append(tile.call(lambda p: mask_mod(tile, p), params))
+    return functools.reduce(operator.and_, found) if found else None
 
 
 def kept(spec: AttentionSpec, tile: Tile, inputs: TileInputs):

@@ -22,6 +22,7 @@ from ..core.mask import Mask
 MAX_OFFSET = 2**30
 # Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
 LARGEST_SINK = 1e30
+EMPTY_ROWS = ("zero", "mean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Arguments:
     window: Any = None
     scale: Any = None
     q_offset: Any = None
+    q_positions: Any = None
+    kv_positions: Any = None
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     q_lengths: Any = None
@@ -50,6 +53,7 @@ class Arguments:
     shard_axes: Any = None
     score_mod: Any = None
     mask_mod: Any = None
+    empty_rows: str = "zero"
     deterministic: bool = False
     precision: Any = None
     max_logit: bool = False
@@ -91,11 +95,26 @@ def flag(name: str, value) -> bool:
 
 
 def band(causal, window) -> Mask:
-    """Returns `causal` and `window` as one mask."""
+    """Returns `causal` and `window` as one mask; a side that is an array stays one."""
     left, right = _window(window)
     if flag("causal", causal):
         right = 0
     return Mask(left, right)
+
+
+def static_band(causal, window) -> Mask:
+    """Returns `causal` and `window` as one mask of ints.
+
+    Raises:
+        TypeError: a side of the window is an array.
+    """
+    found = band(causal, window)
+    if is_array(found.left) or is_array(found.right):
+        raise TypeError(
+            "window is an array, but here it must be static, a Python int: under jax.jit list it "
+            "in static_argnames"
+        )
+    return found
 
 
 def _window(window) -> tuple[int | None, int | None]:
@@ -110,15 +129,10 @@ def _window(window) -> tuple[int | None, int | None]:
     return _side(window, sides[0]), _side(window, sides[1])
 
 
-def _side(window, side) -> int | None:
-    if side is None:
-        return None
-    if isinstance(side, jax.core.Tracer):
-        raise TypeError(
-            "window is traced, but it must be static: list it in static_argnames, or hide keys by "
-            "mask_mod=lambda b, n, i, j: i - j <= window, which may capture a traced number (and "
-            "skips no tiles)"
-        )
+def _side(window, side) -> Any:
+    """Checks one side of a window; returns an int, an array as it is, or None."""
+    if side is None or isinstance(side, jax.Array) or np.ndim(side):
+        return side
     try:
         size = operator.index(side)
     except TypeError:
@@ -164,6 +178,68 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
 def _check_offset(found: int):
     if abs(found) > MAX_OFFSET:
         raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
+
+
+def positions(name: str, value, length: int, sizes: Sizes):
+    """Returns int32[B, length] clipped to 2**30 either way, or None."""
+    if value is None:
+        return None
+    found = _ids(name, value, length, sizes)
+    return lax.clamp(jnp.int32(-MAX_OFFSET), found, jnp.int32(MAX_OFFSET))
+
+
+def check_positions(a: Arguments) -> None:
+    """Raises ValueError where the positions of queries are given twice."""
+    if a.q_positions is not None and a.q_offset is not None:
+        raise ValueError(
+            f"q_offset is {a.q_offset!r} and q_positions is given too: each says where the queries "
+            "are; add the offset to q_positions and leave q_offset out"
+        )
+
+
+def visible_keys(band: Mask, positions, sizes: Sizes):
+    """Returns (static Mask, q_first, q_last): the keys that each query sees, by their positions.
+
+    Args:
+        band: distances, ints or arrays.
+        positions: of queries, int32[B, T], and True if arrays give any position.
+        sizes: sizes of the call.
+
+    Returns:
+        The mask as it is and (None, None) where it is static and indices are positions. Otherwise
+        no mask, and int32[B, T] for each side that is bounded.
+    """
+    of_queries, given = positions
+    traced = any(is_array(side) for side in (band.left, band.right))
+    if not (given or traced):
+        return band, None, None
+    left, right = (_distance(sizes, side) for side in (band.left, band.right))
+    first = None if left is None else of_queries() - left
+    return Mask(), first, None if right is None else of_queries() + right
+
+
+def _distance(sizes: Sizes, side):
+    """Returns one side of a window as int32[B, 1], at least 0, or None."""
+    if side is None:
+        return None
+    found = _per_entry("window", jnp.asarray(side) if not is_array(side) else side, sizes)
+    if is_known(side) and np.min(known(side), initial=0) < 0:
+        raise ValueError(
+            f"window is {side!r}: its entries must be at least 0; use None for unbounded, as in "
+            "(None, 0), or more than the length of the keys"
+        )
+    # One less than the largest, so that sums with a position do not wrap.
+    return jnp.clip(found, 0, MAX_OFFSET - 1)[:, None]
+
+
+def empty_rows(value) -> str:
+    """Checks what rows that see no key return."""
+    if value not in EMPTY_ROWS:
+        raise ValueError(
+            f"empty_rows is {value!r}: choose 'zero', or 'mean' for the mean of all values, which "
+            "jax.nn and keras return"
+        )
+    return value
 
 
 def lengths(name: str, value, longest: int | None, sizes: Sizes):

@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class Call:
         operands: the arrays, their batch dimensions folded into one.
         problem: the shapes and dtypes of the operands, with the spec.
         batch_shape: the user's batch dimensions, to be restored by `unfold`.
+        empty_rows: "zero" or "mean", what rows that see no key return.
         queries: the user's queries, whose batch dimensions say how those of the outputs are
             sharded.
     """
@@ -46,6 +47,7 @@ class Call:
     problem: Problem
     batch_shape: tuple[int, ...]
     queries: Any
+    empty_rows: str = "zero"
 
     @property
     def is_empty(self) -> bool:
@@ -67,6 +69,36 @@ class Call:
         if within is not None:
             lse = jnp.where(within[:, None], lse, -jnp.inf)
         return o, lse.reshape(rows), most
+
+    def with_empty_rows(self, o, lse):
+        """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.
+
+        Rows with a sink see that, and those beyond `q_lengths` stay 0.
+        """
+        operands = self.operands
+        if self.empty_rows == "zero" or operands.sinks is not None or not self._may_be_empty:
+            return o
+        empty = (lse == -jnp.inf).swapaxes(1, 2)
+        within = padding.queries_within(operands)
+        empty = empty if within is None else empty & within[..., None]
+        values = operands.v.astype(lse.dtype).mean(axis=1, keepdims=True)
+        mean = jnp.repeat(values, self.problem.group, axis=2).astype(o.dtype)
+        return jnp.where(empty[..., None], mean, o)
+
+    @property
+    def _may_be_empty(self) -> bool:
+        """False if it is known that every query sees a key."""
+        problem, spec = self.problem, self.spec
+        hides = {"bias", "mask", "kv_lengths"} & problem.features
+        if hides or spec.mask_mod or problem.hides_by_arrays:
+            return True
+        if problem.traced_offset:
+            return not spec.mask.is_trivial
+        for query in (spec.q_offset, spec.q_offset + problem.q_len - 1):
+            first, last = spec.mask.keys_of(np.int64(query), problem.kv_len)
+            if last < (0 if first is None else max(first, 0)):
+                return True
+        return False
 
     def unfold(self, o, lse, max_logit=None):
         """Returns the outputs with the user's batch dimensions."""
@@ -94,7 +126,8 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
     q, scale = positive_scale(q, checks.valid_scale(arguments.scale, head_dim))
     fold = lambda x: x if len(batch_shape) == 1 else mesh_axes.folded(x, 3)
     spec, operands = _features(arguments, sizes, scale, Operands(fold(q), fold(k), fold(v)))
-    return Call(spec, operands, describe(operands, spec), batch_shape, queries)
+    empty_rows = checks.empty_rows(arguments.empty_rows)
+    return Call(spec, operands, describe(operands, spec), batch_shape, queries, empty_rows)
 
 
 def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):
@@ -103,15 +136,16 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
     mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
-    band = checks.band(a.causal, a.window)
-    static_offset, traced_offset = checks.offset(a.q_offset, sizes, causal=band.right == 0)
     slopes = checks.slopes(a.alibi_slopes, sizes)
-    if band.is_trivial and slopes is None and not rate and not score_mod and not mask_mod:
+    reads = slopes is not None or bool(score_mod) or bool(mask_mod)
+    mask, offsets, positions = _positions(a, sizes)
+    static_offset, traced_offset = offsets
+    if mask.is_trivial and not reads and not rate:
         # Nothing reads a position, and one compiled call serves every offset.
         static_offset, traced_offset = 0, None
     spec = AttentionSpec(
         scale=scale,
-        mask=band,
+        mask=mask,
         q_offset=static_offset,
         softcap=checks.valid_softcap(a.softcap),
         dropout_rate=rate,
@@ -127,6 +161,10 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         kv_lengths=checks.lengths("kv_lengths", a.kv_lengths, sizes.kv_len, sizes),
         q_segments=q_segments,
         kv_segments=kv_segments,
+        q_first=positions.first,
+        q_last=positions.last,
+        q_positions=positions.q if reads else None,
+        kv_positions=positions.kv if reads or positions.hide else None,
         bias=checks.bias(a.bias, sizes),
         mask=checks.mask(a.mask, sizes),
         alibi_slopes=slopes,
@@ -135,6 +173,47 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         score_params=score_params,
         mask_params=mask_params,
     )
+
+
+class _Positions(NamedTuple):
+    """Positions that arrays give, int32[B, length] each, or None."""
+
+    q: Any
+    kv: Any
+    first: Any  # of the first key that each query sees
+    last: Any
+
+    @property
+    def hide(self) -> bool:
+        """True if they hide keys."""
+        return self.first is not None or self.last is not None
+
+
+def _positions(a: Arguments, sizes: checks.Sizes):
+    """Returns (the static part of the mask, (static, traced) q_offset, _Positions).
+
+    Where positions are arrays, or a side of the window is one, each query sees an interval of
+    positions that XLA computes: [B, T] integers, from which backends tell which blocks they read.
+    """
+    checks.check_positions(a)
+    band = checks.band(a.causal, a.window)
+    q = checks.positions("q_positions", a.q_positions, sizes.q_len, sizes)
+    kv = checks.positions("kv_positions", a.kv_positions, sizes.kv_len, sizes)
+    causal = isinstance(band.right, int) and band.right == 0 and q is None
+    offsets = checks.offset(a.q_offset, sizes, causal=causal)
+
+    def of_queries():
+        if q is not None:
+            return q
+        static, traced = offsets
+        index = jnp.broadcast_to(
+            jnp.arange(sizes.q_len, dtype=jnp.int32), (sizes.batch, sizes.q_len)
+        )
+        return index + (static if traced is None else traced[:, None])
+
+    given = q is not None or kv is not None
+    mask, first, last = checks.visible_keys(band, (of_queries, given), sizes)
+    return mask, offsets, _Positions(q, kv, first, last)
 
 
 def _precision(value, dtype) -> str:

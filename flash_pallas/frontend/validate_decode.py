@@ -62,7 +62,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
-        window_left=checks.band(True, a.window).left,
+        window_left=checks.static_band(True, a.window).left,
         softcap=checks.valid_softcap(a.softcap),
         num_splits=_num_splits(a.num_splits),
         page_size=page_size,

@@ -145,7 +145,7 @@ def _static(name: str, value, head_dim: int):
     if name == "dropout_rate":
         return checks.dropout_rate(value)
     if name == "window":
-        band = checks.band(False, value)
+        band = checks.static_band(False, value)
         return band.left, band.right
     return value if isinstance(value, Hashable) else repr(value)  # to be refused by what it is
 

@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ...core import dropout
+from ...core import dropout, scores
 from ...core.integers import round_up
 from ...core.padding import pad_axis
 from ...core.problem import Operands, Problem
 from ...core.scores import TileInputs
 
 LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
+# Vectors beyond the last query or key. Kernels mask keys there by the length; rows do not count.
+PADDING = dict.fromkeys(scores.VECTORS[0] + scores.VECTORS[1], 0) | {
+    "q_segments": -1,
+    "kv_segments": -2,
+}
 MASK_DTYPE = jnp.bfloat16  # of a mask in shared memory: 1 is visible
 
 
@@ -21,8 +26,8 @@ class AuxiliaryGmem(NamedTuple):
     """Device memory; None where the call has no such input."""
 
     kv_lengths: Any = None  # int32[B]
-    row_segments: Any = None  # int32[B, rows]
-    column_segments: Any = None  # int32[B, columns]
+    row_vectors: tuple = ()  # int32[B, rows] each, as scores.vectors names them
+    column_vectors: tuple = ()  # int32[B, columns] each, likewise
     bias: Any = None  # [Bb, N1, T, S], or f32[Bb, N1, T or S or 1] unless a tile
     mask: Any = None  # likewise, a tile is of MASK_DTYPE
     slopes: Any = None  # f32[B, N]
@@ -41,15 +46,14 @@ class AuxiliaryGmem(NamedTuple):
 
 def gmem(problem: Problem, q_axis: int, operands: Operands) -> AuxiliaryGmem:
     """Returns the operands as a kernel reads them whose rows are queries (q_axis 0) or keys (1)."""
-    q_segments = _padded_ids(operands.q_segments, -1)
-    kv_segments = _padded_ids(operands.kv_segments, -2)
-    rows, columns = (q_segments, kv_segments)[:: -1 if q_axis else 1]
+    vectors = [_vectors(problem, axis, operands) for axis in (0, 1)]
+    rows, columns = vectors[:: -1 if q_axis else 1]
     row_keys, column_keys = _dropout_keys(problem, q_axis, operands)
     keys = operands.dropout_keys
     return AuxiliaryGmem(
         kv_lengths=operands.kv_lengths,
-        row_segments=rows,
-        column_segments=columns,
+        row_vectors=rows,
+        column_vectors=columns,
         bias=None if operands.bias is None else _prepared(operands.bias),
         mask=None if operands.mask is None else _prepared(operands.mask.astype(MASK_DTYPE)),
         slopes=operands.alibi_slopes,
@@ -144,10 +148,10 @@ def _prepared(x):
     return x if q_len == kv_len else pad_axis(x, 2, within_reach(x.shape[2]))
 
 
-def _padded_ids(ids, value: int):
-    if ids is None:
-        return None
-    return pad_axis(ids, 1, within_reach(ids.shape[1]), value)
+def _vectors(problem: Problem, axis: int, operands: Operands) -> tuple:
+    """Returns the vectors of queries (axis 0) or keys (1), padded so that none is seen there."""
+    found = ((x, getattr(operands, x)) for x in scores.vectors(problem, axis))
+    return tuple(pad_axis(x, 1, within_reach(x.shape[1]), PADDING[name]) for name, x in found)
 
 
 def within_reach(length: int) -> int:

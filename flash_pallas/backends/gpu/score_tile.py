@@ -34,15 +34,9 @@ class RegisterTile(Tile):
     interpret: bool = False
     precise: bool = False
 
-    @property
-    def q_pos(self):
-        """int32[shape], the position of each element's query."""
-        return modifiers.positions(self.shape, self.q_axis, self.q_start, self.interpret)
-
-    @property
-    def kv_pos(self):
-        """int32[shape], the position of each element's key."""
-        return modifiers.positions(self.shape, 1 - self.q_axis, self.kv_start, self.interpret)
+    def counted(self, axis: int, start):
+        """Returns int32[shape]: start + index along the axis."""
+        return modifiers.positions(self.shape, axis, start, self.interpret)
 
     def call(self, function: Callable, *args):
         """Calls function(*args), in primitives that can be lowered."""
@@ -56,6 +50,8 @@ class RegisterTile(Tile):
 
     def distance(self, dtype):
         """Computes |query position - key position| of each element, exact below 2**24."""
+        if self.positions[0] is not None or self.positions[1] is not None:
+            return super().distance(dtype)
         starts = (self.q_start, self.kv_start)[:: -1 if self.q_axis else 1]
         shift = starts[0] - starts[1]
         return modifiers.distance(self.shape, shift, self.interpret).astype(dtype)

@@ -645,8 +645,8 @@ def _is_plain(problem: Problem) -> bool:
     spec = problem.spec
     if spec.modifiers or spec.mask.left is not None:
         return False
-    changing = {"bias", "mask", "alibi_slopes", "q_segments", "kv_lengths", "q_lengths"}
-    return not problem.features & changing
+    changing = {"bias", "mask", "alibi_slopes", "kv_lengths", "q_lengths"}
+    return not problem.features & changing and not problem.hides_by_arrays
 
 
 def _roomy(problem: Problem, tiles: tuple[TileSizes, ...], shared: int) -> TileSizes:

@@ -17,7 +17,7 @@ from jax import lax
 from ...core import dropout, scores
 from ...core.mask import Tile
 from ...core.problem import AttentionSpec, Operands
-from ...core.scores import TileInputs
+from ...core.scores import VECTORS, TileInputs
 from ...core.softmax import EMPTY_ROW
 from .grid import Grid, pad
 
@@ -64,9 +64,9 @@ class Tiles:
             if x is not None:
                 x = pad(x, 2, block_q, 0) if x.shape[2] > 1 else x
                 changes[name] = pad(x, 3, block_kv, 0) if x.shape[3] > 1 else x
-        if operands.q_segments is not None:
-            changes["q_segments"] = pad(operands.q_segments, 1, block_q, -1)
-            changes["kv_segments"] = pad(operands.kv_segments, 1, block_kv, -2)
+        for names, block, fill in zip(VECTORS, grid.tile_shape, (-1, -2), strict=True):
+            present = ((name, getattr(operands, name)) for name in names)
+            changes |= {name: pad(x, 1, block, fill) for name, x in present if x is not None}
         if operands.q_places is not None:
             changes["q_places"] = pad(operands.q_places, 1, block_q, 0)
             changes["kv_places"] = pad(operands.kv_places, 1, block_kv, 0)
@@ -123,7 +123,7 @@ class Tiles:
             if keep is not None and self.spec.score_modifiers:
                 # What is hidden may be anything, and so may the derivatives there.
                 dz, dparams = jax.tree.map(lambda d: jnp.where(keep, d, 0.0), (dz, dparams))
-            return used, dz, self._extras(tile, dz, dparams)
+            return used, dz, self._extras(tile, inputs, dz, dparams)
 
         used, dz, extras = self._over_heads(one, (*products, *rows), q_block, kv_block)
         if extras.bias is not None:
@@ -189,14 +189,14 @@ class Tiles:
         rows = tile.per_q(lse_log2 < EMPTY_ROW / 2)
         return rows if keep is None else keep & rows
 
-    def _extras(self, tile: Tile, dz, dparams) -> Extras:
+    def _extras(self, tile: Tile, inputs: TileInputs, dz, dparams) -> Extras:
         """Computes what one head's tile adds to each gradient."""
         bias = slopes = params = None
         if "bias" in self.wanted:
             axes = tuple(i for i in (0, 1) if self.sides.bias.shape[2 + i] == 1)
             bias = jnp.sum(dz, axis=axes, keepdims=True) if axes else dz
         if "alibi_slopes" in self.wanted:
-            slopes = jnp.sum(scores.slope_pull(tile, dz))
+            slopes = jnp.sum(scores.slope_pull(scores.placed(tile, inputs), dz))
         if "score_params" in self.wanted:
             params = jax.tree.map(jnp.sum, dparams)
         return Extras(bias, slopes, params)
@@ -253,11 +253,17 @@ class Tiles:
             calls = sides.dropout_keys[..., None]
             q_keys = dropout.row_keys(calls, ids(sides.q_places, q_block, block_q))
             kv_keys = dropout.column_keys(ids(sides.kv_places, kv_block, block_kv))
+        vectors = {
+            name: ids(getattr(sides, name), block, size)
+            for names, block, size in zip(
+                VECTORS, (q_block, kv_block), (block_q, block_kv), strict=True
+            )
+            for name in names
+        }
         return TileInputs(
+            **vectors,
             bias=self._cut(sides.bias, q_block, kv_block),
             mask=self._cut(sides.mask, q_block, kv_block),
-            q_segments=ids(sides.q_segments, q_block, block_q),
-            kv_segments=ids(sides.kv_segments, kv_block, block_kv),
             slope=sides.alibi_slopes,
             score_params=sides.score_params,
             mask_params=sides.mask_params,

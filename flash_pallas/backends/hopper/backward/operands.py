@@ -44,7 +44,7 @@ class BackwardArrays(NamedTuple):
     delta: Any  # f32[B, N, T up to a multiple of 128]
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
-    whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole; None without segment ids
+    whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole, where problem.hides_by_arrays
     auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
@@ -89,9 +89,9 @@ class BackwardArrays(NamedTuple):
             tile: (queries, keys) of one step of a CTA.
         """
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
-        has_segments = q_axis == 1 and "kv_segments" in problem.features
+        hides = q_axis == 1 and problem.hides_by_arrays
         return self._replace(
-            whole=bounds.q_whole(operands, *tile) if has_segments else None,
+            whole=bounds.q_whole(operands, *tile) if hides else None,
             bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
@@ -207,8 +207,8 @@ class KvTileRange(NamedTuple):
 
 
 def mask_everywhere(problem: Problem) -> bool:
-    """Says whether any tile may need its mask: a window with a left edge, or segments."""
-    return problem.spec.mask.left is not None or "kv_segments" in problem.features
+    """Says whether any tile may need its mask: a window with a left edge, or arrays that hide."""
+    return problem.spec.mask.left is not None or problem.hides_by_arrays
 
 
 @dataclasses.dataclass(frozen=True)

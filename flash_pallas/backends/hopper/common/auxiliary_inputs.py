@@ -4,8 +4,8 @@ A kernel holds tiles of scores whose rows stay with a warpgroup (queries in the 
 kernels, keys where scores are transposed) and whose columns stream by. So an input is one of
 
     scalar   one per (batch entry, head): slope, sink, dropout key, what score_mod captured
-    rows     one per row, read once: segment ids, a bias that is the same for all columns
-    columns  one per column, streamed with K (or Q): segment ids, a bias the same for all rows
+    rows     one per row, read once: segment ids, positions, a bias the same for all columns
+    columns  one per column, streamed with K (or Q): the same, or a bias the same for all rows
     tile     one per element, streamed likewise: a bias or mask with both axes
 
 Everything that a call lacks is None here and leaves no trace in the kernel.
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.problem import Operands, Problem
-from ....core.scores import TileInputs
+from ....core.scores import HIDING, TileInputs, vectors
 from ...gpu import auxiliary_arrays, inline
 from ...gpu.auxiliary_arrays import MASK_DTYPE, AuxiliaryGmem
 from ...gpu.launch import WARPGROUP_ROWS
@@ -33,7 +33,7 @@ from .pipeline import row_buffer, tile_buffer
 class Streamed(NamedTuple):
     """Shared memory of streamed inputs, one slot per stage of the ring that they travel with."""
 
-    segments: Any = None  # int32[stages, columns]
+    vectors: tuple = ()  # int32[stages, columns] each, as AuxiliaryGmem.column_vectors
     keys: Any = None  # int32[stages, columns], of dropout
     bias: Any = None  # f32[stages, columns], or [stages, queries, keys]
     mask: Any = None  # as bias
@@ -57,8 +57,8 @@ class AuxiliaryInputs:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The fields of Streamed that this kernel has."""
-        names = ("segments",) * self.has_segments + ("keys",) * self.drops
+        """Names of what streams: vectors, and the other fields of Streamed that there are."""
+        names = self.column_vectors + ("keys",) * self.drops
         for name, shape in (("bias", self.problem.bias_shape), ("mask", self.problem.mask_shape)):
             if shape is not None and self.kind(shape) in _STREAMED:
                 names += (name,)
@@ -91,16 +91,21 @@ class AuxiliaryInputs:
 
         problem = self.problem
         return Streamed(
-            segments=plgpu.SMEM((stages, columns), jnp.int32) if self.has_segments else None,
+            vectors=tuple(plgpu.SMEM((stages, columns), jnp.int32) for _ in self.column_vectors),
             keys=plgpu.SMEM((stages, columns), jnp.int32) if self.drops else None,
             bias=wide("bias", problem.bias_shape, problem.bias_dtype),
             mask=wide("mask", problem.mask_shape, MASK_DTYPE),
         )
 
     @property
-    def has_segments(self) -> bool:
-        """True if there are segment ids."""
-        return "kv_segments" in self.problem.features
+    def row_vectors(self) -> tuple[str, ...]:
+        """Names of AuxiliaryGmem.row_vectors."""
+        return vectors(self.problem, self.q_axis)
+
+    @property
+    def column_vectors(self) -> tuple[str, ...]:
+        """Names of AuxiliaryGmem.column_vectors."""
+        return vectors(self.problem, 1 - self.q_axis)
 
     @property
     def drops(self) -> bool:
@@ -128,9 +133,9 @@ class AuxiliaryInputs:
             place: place of the tile; its row_start and rows are those of all warpgroups together.
             shared: `collective_axes` of a bias.
         """
-        if self.has_segments:
-            source = gmem.column_segments.at[place.batch, pl.ds(place.column_start, place.columns)]
-            plgpu.copy_gmem_to_smem(source, smem.segments.at[slot], barrier)
+        for vector, target in zip(gmem.column_vectors, smem.vectors if smem else (), strict=True):
+            source = vector.at[place.batch, pl.ds(place.column_start, place.columns)]
+            plgpu.copy_gmem_to_smem(source, target.at[slot], barrier)
         if self.drops:
             source = self.keys_at(gmem.column_keys, place, place.column_start, place.columns)
             plgpu.copy_gmem_to_smem(source, smem.keys.at[slot], barrier)
@@ -172,12 +177,12 @@ class AuxiliaryInputs:
 
     def fragments_of_rows(self, gmem: AuxiliaryGmem, place: Place) -> TileInputs:
         """Loads the row fragments that are the same for every head."""
-        rows, segments = pl.ds(place.row_start, WARPGROUP_ROWS), None
-        if self.has_segments:
-            segments = _load_rows(gmem.row_segments.at[place.batch, rows])
+        rows = pl.ds(place.row_start, WARPGROUP_ROWS)
+        found = (_load_rows(vector.at[place.batch, rows]) for vector in gmem.row_vectors)
+        fragments = TileInputs(**dict(zip(self.row_vectors, found, strict=True)))
         if not self.q_axis:
-            return TileInputs(q_segments=segments)
-        return TileInputs(kv_segments=segments, kv_keys=self.row_keys(gmem, place))
+            return fragments
+        return fragments._replace(kv_keys=self.row_keys(gmem, place))
 
     def row_keys(self, gmem: AuxiliaryGmem, place: Place):
         """Loads dropout's keys of the rows; None without dropout."""
@@ -230,13 +235,15 @@ class AuxiliaryInputs:
             slot: slot of the stage that has arrived.
             shape: shape of the warpgroup's tile.
             rows: the warpgroup's rows within the streamed tile (a pl.ds).
-            ids: segment ids hide something of the tile.
+            ids: vectors hide something of the tile.
         """
         columns, found = ("q" if self.q_axis else "kv"), {}
+        read = vectors(self.problem, 1 - self.q_axis, hides=ids)
         if not ids:
-            found |= {"q_segments": None, "kv_segments": None}
-        elif self.has_segments:
-            found[f"{columns}_segments"] = plgpu.load(smem.segments.at[slot], layout=inline.COLS)
+            found |= dict.fromkeys(HIDING)
+        for name, vector in zip(self.column_vectors, smem.vectors if smem else (), strict=True):
+            if name in read:
+                found[name] = plgpu.load(vector.at[slot], layout=inline.COLS)
         if self.drops:
             found[f"{columns}_keys"] = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
         if (size := self.problem.bias_shape) is not None:
@@ -305,5 +312,5 @@ def many(asked: set[str]) -> bool:
 
 def modifiers(problem: Problem) -> set[str]:
     """Returns the names of what the call asks for that takes registers."""
-    arrays = {"bias", "mask", "alibi_slopes", "dropout_keys", "kv_segments"}
+    arrays = {"bias", "mask", "alibi_slopes", "dropout_keys", "kv_segments", "q_first", "q_last"}
     return (arrays & problem.features) | (problem.spec.modifiers - {"dropout_rate"})

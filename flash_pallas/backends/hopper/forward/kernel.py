@@ -92,7 +92,7 @@ def forward(
     scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
     first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
-    offset, segments = problem.spec.q_offset, plan.has_segments
+    offset, hides = problem.spec.q_offset, problem.hides_by_arrays
     table = scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
     gmem = ForwardGmem(
         *(operands.q, operands.k, operands.v),
@@ -102,7 +102,7 @@ def forward(
             bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
         padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
-        whole=bounds.kv_whole(operands, rows, blocks.block_kv) if segments else None,
+        whole=bounds.kv_whole(operands, rows, blocks.block_kv) if hides else None,
         aux=plan.aux.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, scheduler.q_tiles * rows))

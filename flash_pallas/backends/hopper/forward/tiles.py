@@ -413,11 +413,6 @@ class ForwardPlan:
         """True if the shift of rows lies in shared memory; see the function of this name."""
         return bool(self.far and self.blocks.speculates)
 
-    @property
-    def has_segments(self) -> bool:
-        """True if segment ids hide keys."""
-        return "kv_segments" in self.problem.features
-
     def kv_tile_range(self, position):
         """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
         kv_len, block_kv, mask = self.problem.kv_len, self.blocks.block_kv, self.problem.spec.mask
@@ -465,7 +460,7 @@ class ForwardGmem(NamedTuple):
     table: Any  # int32, see scheduler.py
     q_offset: Any = None  # int32[B]; None unless it is traced
     kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
-    whole: Any = None  # int32[B, Q tiles, 2], bounds.kv_whole; None without segment ids
+    whole: Any = None  # int32[B, Q tiles, 2], bounds.kv_whole, where problem.hides_by_arrays
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
 
@@ -559,8 +554,8 @@ class ForwardCta:
         `edges` says what may hide keys of these blocks, as for `limits`.
         """
         first, last = jnp.int32(1), tile.kv_blocks
-        if self.plan.has_segments:
-            return self.segment_zones(tile)
+        if self.plan.problem.hides_by_arrays:
+            return self.zones_by_arrays(tile)
         left, right = self.plan.masked_edges()
         if not left and not right:
             return [("none", first, last)]
@@ -575,8 +570,8 @@ class ForwardCta:
         masked = lax.clamp(plain, tile.kv_stop - full_start, last)
         return [*zones, ("none", plain, masked), ("left", masked, last)]
 
-    def segment_zones(self, tile: QTile):
-        """Returns `zones` with segment ids: only blocks inside a document are not masked."""
+    def zones_by_arrays(self, tile: QTile):
+        """Returns `zones` where arrays hide keys: only blocks of bounds.kv_whole are not masked."""
         first, last = jnp.int32(1), tile.kv_blocks
         start, stop = (self.gmem.whole[tile.batch, tile.block, end] for end in (0, 1))
         if not self.plan.problem.spec.mask.is_trivial:
@@ -602,7 +597,7 @@ class ForwardCta:
             tile: the Q tile.
             kv_block: index of the KV block.
             edges: what may hide keys of the block: "last" (it may reach past the last key), "left",
-                "right", "all" (segment ids and both edges) or "none".
+                "right", "all" (arrays and both edges) or "none".
         """
         place, mask = self.score_tile(tile, kv_block), self.plan.problem.spec.mask
         if edges == "none":

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from ....core import scores
 from ....core.problem import Problem
 from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays, inline
@@ -58,7 +59,7 @@ class Place(NamedTuple):
 class RowFragments(NamedTuple):
     """Registers that last as long as the rows of a tile and its head."""
 
-    segments: Any = None  # int32[rows]
+    vectors: TileInputs = TileInputs()  # int32[rows] each
     keys: Any = None  # int32[rows], of dropout
     bias: Any = None  # f32[rows] or f32 scalar
     mask: Any = None  # likewise
@@ -87,7 +88,7 @@ class AuxiliaryInputs:
     def row_fragments(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
         """Loads the inputs that do not depend on place.column_start."""
         return RowFragments(
-            segments=self._vector(gmem.row_segments, (place.batch,), place.rows, 0),
+            vectors=TileInputs(**self._vectors(gmem.row_vectors, place, 0)),
             keys=self._keys(gmem.row_keys, place, place.rows, 0),
             bias=self._row_values(gmem.bias, self.problem.bias_shape, place),
             mask=self._row_values(gmem.mask, self.problem.mask_shape, place),
@@ -104,13 +105,15 @@ class AuxiliaryInputs:
             fragments: result of `row_fragments`.
             gmem: result of `arrays`.
             place: place of the tile.
-            ids: segment ids hide some of the tile.
+            ids: vectors hide some of the tile.
         """
         by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
-        column_ids = None
-        if ids:
-            column_ids = self._vector(gmem.column_segments, (place.batch,), place.columns, 1)
-        q_ids, kv_ids = by_axis(fragments.segments if ids else None, column_ids)
+        found = fragments.vectors._asdict() | self._vectors(gmem.column_vectors, place, 1, ids)
+        found = {
+            name: found[name]
+            for axis in (0, 1)
+            for name in scores.vectors(self.problem, axis, hides=ids)
+        }
         column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
         q_keys, kv_keys = by_axis(fragments.keys, column_keys)
         bias = self._wide(fragments.bias, gmem.bias, self.problem.bias_shape, place)
@@ -120,8 +123,7 @@ class AuxiliaryInputs:
             far = fragments.far
             shift = row_shift(self.problem, gmem, far, place.head, query, some=far)
         return fragments.scalars._replace(
-            q_segments=q_ids,
-            kv_segments=kv_ids,
+            **found,
             q_keys=q_keys,
             kv_keys=kv_keys,
             bias=bias,
@@ -142,6 +144,17 @@ class AuxiliaryInputs:
         if ref is None:
             return None
         return load_vector(ref.at[(*at, elements)], axis)
+
+    def _vectors(self, refs, place: Place, axis: int, hides: bool = True) -> dict[str, Any]:
+        """Loads the vectors of a tile's rows (axis 0) or columns (1), by name."""
+        of = axis ^ self.q_axis
+        names, elements = scores.vectors(self.problem, of), (place.rows, place.columns)[axis]
+        read = scores.vectors(self.problem, of, hides=hides)
+        return {
+            name: load_vector(ref.at[place.batch, elements], axis)
+            for name, ref in zip(names, refs, strict=True)
+            if name in read
+        }
 
     def _keys(self, ref, place: Place, elements, axis: int):
         if ref is None:

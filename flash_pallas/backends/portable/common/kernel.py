@@ -74,7 +74,7 @@ def q_tile_range(problem: Problem, at, position, tile, bounds) -> BlockRange:
     whole = ints.round_up(problem.q_len, block_q)
     found = problem.spec.mask.q_blocks(position, rows, whole, block_q)
     found = _bounded(problem, found, bounds, at)
-    if problem.spec.mask.left is None and "kv_segments" not in problem.features:
+    if problem.spec.mask.left is None and not problem.hides_by_arrays:
         return found._replace(full_stop=found.stop)  # the band has no lower edge: no third loop
     return found
 
@@ -83,7 +83,7 @@ def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
     start, full_start, full_stop, stop = found
     if bounds is not None:
         start, stop = (bounds[(*at, i)] for i in (0, 1))
-    if "kv_segments" in problem.features:
+    if problem.hides_by_arrays:
         return BlockRange(start, start, start, stop)
     full_start = ints.clip(full_start, start, ints.maximum(start, stop))
     full_stop = ints.clip(full_stop, full_start, ints.maximum(full_start, stop))

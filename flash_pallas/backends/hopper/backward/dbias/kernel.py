@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .....core import scores
 from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
@@ -207,7 +208,7 @@ class DbiasKernel:
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             pipeline.cluster_release(self.blocks.cluster, cta.ring, n, self.interpret)
             d = w.p * score_tile.centred(self.problem, w.kept, dp, where.per_q(delta))
-            return self.terms(where, *w.pull(d))
+            return self.terms(scores.placed(where, inputs), *w.pull(d))
 
         # Before the accumulators exist: zeroed on one side of a branch and used on the other, they
         # cost an instruction per register.

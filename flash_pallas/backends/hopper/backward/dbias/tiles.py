@@ -111,7 +111,7 @@ class Sums:
         narrow = modified or "mask" in self.auxiliary.streams
         if self.holds_bias:  # these would spill 100 and 108 bytes
             wide = self.problem.bias_dtype.itemsize > self.problem.dtype.itemsize
-            narrow = narrow or self.auxiliary.has_segments or wide
+            narrow = narrow or self.problem.hides_by_arrays or wide
         widest = 64 if self.axes != "rows" and narrow else 128
         if self.axes == "rows" and wants_narrow_tiles(self.problem):
             widest = 32

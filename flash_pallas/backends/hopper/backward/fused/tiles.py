@@ -262,7 +262,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
     with_others = spec.modifiers - {"dropout_rate"}
-    alone = not (with_others and drops) and "kv_segments" not in features
+    alone = not (with_others and drops) and not problem.hides_by_arrays
     if drops and head_dim == 64 and not alone:
         return LOCKSTEP
     if tiles or "bias" in features or (mods and head_dim == 128):
@@ -274,7 +274,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     if drops or with_others:
         return MODIFIED
     ragged = problem.kv_len % FusedBlocks.block_kv != 0
-    if {"kv_lengths", "kv_segments"} & features:
+    if problem.is_dynamic:
         return BY_ARRAYS
     return MASKED if ragged or not spec.mask.is_trivial else PLAIN
 

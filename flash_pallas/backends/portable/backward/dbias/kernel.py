@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.scores import TileInputs
+from .....core.scores import TileInputs, placed
 from ....gpu import inline, score_tile
 from ....gpu.bias_tiles import (
     BiasTile,
@@ -136,6 +136,7 @@ class DsSums(Kernel):
         w = score_tile.weights(self.problem, tile, given.s, given.lse, inputs, limits)
         c = score_tile.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
         dz, dparams = w.pull(w.p * c)
+        tile = placed(tile, inputs)
         return tuple(term(name, tile, dz, dparams) for name in self.names)
 
 
@@ -273,7 +274,7 @@ class LineSums(DsSums):
         """Returns the positions of a tile of scores."""
         starts = (place.row_start, place.column_start)[:: -1 if self.q_axis else 1]
         q_start = starts[0] + cta.gmem.offset(self.problem, cta.batch)
-        return RegisterTile(q_start, starts[1], place.shape, self.q_axis, self.interpret)
+        return RegisterTile(q_start, starts[1], place.shape, self.q_axis, interpret=self.interpret)
 
     def limits(self, cta: LineCta, tile: RegisterTile) -> Limits:
         """Returns what positions hide of a tile.
