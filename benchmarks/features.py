@@ -61,6 +61,7 @@ class Variant:
         make: returns, from (sizes, key), the keyword arguments that are arrays.
         differentiated: names of arrays whose gradients are asked for besides those of q, k and v.
         visible: share of the T * T pairs that is visible, or None where it is not stated.
+        function: what is called, with the arguments of flash_attention.
     """
 
     name: str
@@ -68,13 +69,12 @@ class Variant:
     make: Maker = lambda sizes, key: {}
     differentiated: tuple[str, ...] = ()
     visible: Callable[[Sizes], float] | None = None
+    function: Callable = flash_pallas.flash_attention
 
     def attention(self, backend: str) -> Callable:
         """Returns the function (q, k, v, arrays) -> o on this backend."""
         static = dict(self.static)
-        return lambda q, k, v, arrays: flash_pallas.flash_attention(
-            q, k, v, backend=backend, **static, **arrays
-        )
+        return lambda q, k, v, arrays: self.function(q, k, v, backend=backend, **static, **arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,21 @@ def _segments(sizes: Sizes, key) -> Arguments:
     ids = jnp.asarray(packed_ids(sizes.length), jnp.int32)
     ids = jnp.broadcast_to(ids, (sizes.batch, sizes.length))
     return {"q_segment_ids": ids, "kv_segment_ids": ids}
+
+
+def _varlen(q, k, v, **options):
+    """Computes flash_attention_varlen of a batch of one."""
+    return flash_pallas.flash_attention_varlen(q[0], k[0], v[0], **options)[None]
+
+
+def _cu_seqlens(sizes: Sizes, key) -> Arguments:
+    counts = np.bincount(packed_ids(sizes.length), minlength=DOCUMENTS)
+    return {"cu_seqlens_q": jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)}
+
+
+def _positions(sizes: Sizes, key) -> Arguments:
+    index = jnp.broadcast_to(jnp.arange(sizes.length), (sizes.batch, sizes.length))
+    return {"q_positions": index, "kv_positions": index}
 
 
 def _packed_share(sizes: Sizes) -> float:
@@ -158,6 +173,16 @@ WINDOW = Variant(
     visible=functools.partial(_window_share, 1023),
 )
 PACKED = Variant(f"causal, {DOCUMENTS} packed documents", _CAUSAL, _segments, visible=_packed_share)
+VARLEN = Variant(
+    f"causal, varlen of {DOCUMENTS} documents", _CAUSAL, _cu_seqlens, (), _packed_share, _varlen
+)
+POSITIONS = Variant("causal by positions", _CAUSAL, _positions, visible=_causal_share)
+WINDOW_ARRAY = Variant(
+    "causal, window 1024 as an array",
+    _CAUSAL,
+    lambda sizes, key: {"window": jnp.int32(1023)},
+    visible=functools.partial(_window_share, 1023),
+)
 SOFTCAP = Variant("causal, softcap 50", (*_CAUSAL, ("softcap", 50.0)))
 # Its speed depends on the logits (backends/gpu/softcap.py): here every step has large ones.
 SOFTCAP_LARGE = Variant(
@@ -189,10 +214,10 @@ GROUPS: tuple[Group, ...] = (
     Group("modifiers", _sizes(4, 4096, 32, 64), _MODIFIED),
     Group("modifiers", _sizes(4, 4096, 8, 256), (CAUSAL, SOFTCAP, SOFTCAP_LARGE, DROPOUT)),
     *(
-        Group("window", _sizes(1, length, 16, 128), (CAUSAL, WINDOW))
+        Group("window", _sizes(1, length, 16, 128), (CAUSAL, WINDOW, WINDOW_ARRAY))
         for length in (8192, 32768, 131072)
     ),
-    Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, PACKED)),
+    Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, PACKED, VARLEN, POSITIONS)),
     *(
         Group("pair bias", _sizes(128, length, 4, dim), (FULL, PAIR_BIAS), _BIAS_PEERS, whole=True)
         for dim in (16, 32, 64)

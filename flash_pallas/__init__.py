@@ -17,6 +17,7 @@ from .frontend.dispatch import Explanation as Explanation
 from .transforms.derivatives import save_attention as save_attention
 from .tuning import Tuning as Tuning
 from .tuning import autotune as autotune
+from .varlen import flash_attention_varlen as flash_attention_varlen
 
 __all__ = [
     "Explanation",
@@ -31,6 +32,7 @@ __all__ = [
     "explain",
     "explain_decode",
     "flash_attention",
+    "flash_attention_varlen",
     "flash_attention_with_lse",
     "flash_attention_with_max_logit",
     "flash_decode",

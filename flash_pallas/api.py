@@ -176,7 +176,7 @@ def flash_attention(
         deterministic=deterministic,
         precision=precision,
     )
-    return _run(q, k, v, backend, blocks, arguments)[0]
+    return run(q, k, v, backend, blocks, arguments)[0]
 
 
 @same_arguments(flash_attention)
@@ -210,7 +210,7 @@ def flash_attention_with_lse(
         >>> [y.shape for y in flash_attention_with_lse(x, x, x)]
         [(16, 4, 64), (4, 16)]
     """
-    return _run(q, k, v, backend, blocks, Arguments(**options))[:2]
+    return run(q, k, v, backend, blocks, Arguments(**options))[:2]
 
 
 @same_arguments(flash_attention)
@@ -245,7 +245,7 @@ def flash_attention_with_max_logit(
         >>> print(flash_attention_with_max_logit(x, x, x)[2].max((0, 2)))
         [8. 8. 8. 8.]
     """
-    return _run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
+    return run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
 
 
 @same_arguments(flash_attention)
@@ -287,7 +287,7 @@ def explain(
     return dispatch.explanation(problem, backend, override, device, platform)
 
 
-def _run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
+def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     """Computes (o, lse, max_logit or None) of one call."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -59,6 +60,36 @@ def test_forward_blocks(case, blocks):
 )
 def test_fused_blocks(case, blocks):
     checks.assert_matches_oracle(checks.bind("hopper", {"fused": blocks}), case, kernels=True)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("mods", [False, True])
+def test_varlen(backend, mods):
+    lengths = ((700, 0, 33, 1, 266), (300, 64, 500, 128, 8))
+    cu = [jnp.cumsum(jnp.array([0, *n], jnp.int32)) for n in lengths]
+    shapes = ((1100, 8, 128), (1000, 2, 128), (1000, 2, 128), (1100, 8, 128))
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True)]
+    options = {"causal": True, "alignment": "end", "softcap": 5.0}
+    if mods:
+        options["mask_mod"] = lambda b, n, i, j: (i + 2 * j) % 7 != 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(name, q, k, v, do):
+        call = lambda q, k, v: flash_pallas.flash_attention_varlen(
+            q, k, v, cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], backend=name, **options
+        )
+        o, pull = jax.vjp(call, q, k, v)
+        return o, *pull(do)
+
+    exact = results("xla", *(x.astype(jnp.float32) for x in given))
+    plain, found = results("xla", *given), results(backend, *given)
+    assert not found[0][1000:].any()  # padding
+    assert not found[2][1000:].any()
+    for factor, e, p, f in zip((2, 3, 3, 3), exact, plain, found, strict=True):
+        error, allowed = (jnp.abs(x.astype(jnp.float32) - e) for x in (f, p))
+        assert error.max() <= factor * allowed.max()
+        assert jnp.sqrt(jnp.mean(error**2)) <= factor * jnp.sqrt(jnp.mean(allowed**2))
 
 
 def test_float32_is_as_precise_as_documented():

@@ -29,7 +29,9 @@ EMPTY_ROWS = ("zero", "mean")
 class Arguments:
     """The optional arguments of `flash_attention`, with their defaults.
 
-    All but q, k, v, `backend` and `blocks`; only `flash_attention_with_max_logit` sets max_logit.
+    All but q, k, v, `backend` and `blocks`. Only `flash_attention_with_max_logit` sets max_logit,
+    and only `flash_attention_varlen` within: the positions, (first, last) int32[B, T] each, of the
+    keys of a query's document.
     """
 
     causal: bool = False
@@ -57,6 +59,7 @@ class Arguments:
     deterministic: bool = False
     precision: Any = None
     max_logit: bool = False
+    within: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +97,10 @@ def flag(name: str, value) -> bool:
     raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
 
 
-def band(causal, window) -> Mask:
-    """Returns `causal` and `window` as one mask; a side that is an array stays one."""
+def band(causal, window) -> tuple[Any, Any]:
+    """Returns how many keys are visible (left, right) of a query: ints, arrays as they are, None."""
     left, right = _window(window)
-    if flag("causal", causal):
-        right = 0
-    return Mask(left, right)
+    return left, 0 if flag("causal", causal) else right
 
 
 def static_band(causal, window) -> Mask:
@@ -109,15 +110,15 @@ def static_band(causal, window) -> Mask:
         TypeError: a side of the window is an array.
     """
     found = band(causal, window)
-    if is_array(found.left) or is_array(found.right):
+    if any(map(is_array, found)):
         raise TypeError(
             "window is an array, but here it must be static, a Python int: under jax.jit list it "
             "in static_argnames"
         )
-    return found
+    return Mask(*found)
 
 
-def _window(window) -> tuple[int | None, int | None]:
+def _window(window) -> tuple[Any, Any]:
     if window is None:
         return None, None
     sides = window if isinstance(window, (tuple, list)) else (window, window)
@@ -197,25 +198,29 @@ def check_positions(a: Arguments) -> None:
         )
 
 
-def visible_keys(band: Mask, positions, sizes: Sizes):
+def visible_keys(sides, of_queries, given: bool, within, sizes: Sizes):
     """Returns (static Mask, q_first, q_last): the keys that each query sees, by their positions.
 
     Args:
-        band: distances, ints or arrays.
-        positions: of queries, int32[B, T], and True if arrays give any position.
+        sides: result of `band`.
+        of_queries: function that returns the positions of queries, int32[B, T].
+        given: True if arrays give any position.
+        within: (first, last), int32[B, T] each, beyond which no key is visible; or None.
         sizes: sizes of the call.
 
     Returns:
         The mask as it is and (None, None) where it is static and indices are positions. Otherwise
         no mask, and int32[B, T] for each side that is bounded.
     """
-    of_queries, given = positions
-    traced = any(is_array(side) for side in (band.left, band.right))
-    if not (given or traced):
-        return band, None, None
-    left, right = (_distance(sizes, side) for side in (band.left, band.right))
+    if not given and not any(map(is_array, sides)):
+        return Mask(*sides), None, None
+    left, right = (_distance(sizes, side) for side in sides)
     first = None if left is None else of_queries() - left
-    return Mask(), first, None if right is None else of_queries() + right
+    last = None if right is None else of_queries() + right
+    if within is not None:
+        first = within[0] if first is None else jnp.maximum(first, within[0])
+        last = within[1] if last is None else jnp.minimum(last, within[1])
+    return Mask(), first, last
 
 
 def _distance(sizes: Sizes, side):

@@ -196,10 +196,10 @@ def _positions(a: Arguments, sizes: checks.Sizes):
     positions that XLA computes: [B, T] integers, from which backends tell which blocks they read.
     """
     checks.check_positions(a)
-    band = checks.band(a.causal, a.window)
+    sides = checks.band(a.causal, a.window)
     q = checks.positions("q_positions", a.q_positions, sizes.q_len, sizes)
     kv = checks.positions("kv_positions", a.kv_positions, sizes.kv_len, sizes)
-    causal = isinstance(band.right, int) and band.right == 0 and q is None
+    causal = isinstance(sides[1], int) and sides[1] == 0 and q is None
     offsets = checks.offset(a.q_offset, sizes, causal=causal)
 
     def of_queries():
@@ -212,7 +212,7 @@ def _positions(a: Arguments, sizes: checks.Sizes):
         return index + (static if traced is None else traced[:, None])
 
     given = q is not None or kv is not None
-    mask, first, last = checks.visible_keys(band, (of_queries, given), sizes)
+    mask, first, last = checks.visible_keys(sides, of_queries, given, a.within, sizes)
     return mask, offsets, _Positions(q, kv, first, last)
 
 

@@ -49,6 +49,10 @@ MANY, MANY_MASKS = 24, {"many": (False, LENGTH, False), "many_causal": (True, LE
 MODIFIERS = (
     "window_causal_128",
     "packed_128",
+    "positions_causal",
+    "positions_window_128",
+    "positions_mods",
+    "window_array_256",
     "document_128",
     "document_window_128",
     "long_window_128",

@@ -1,0 +1,263 @@
+"""Attention of sequences of different lengths that lie one after the other in packed arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import api
+from .frontend import arguments as checks
+from .frontend import validate
+from .frontend.arguments import Arguments
+from .frontend.validate import suggested
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+ALIGNMENTS = ("start", "end")
+_MOST = np.iinfo(np.int32).max
+
+
+@suggested
+def flash_attention_varlen(
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_kv K H"],
+    v: Float[Array, "total_kv K Hv"],
+    *,
+    cu_seqlens_q: Int[Array, " documents+1"],
+    cu_seqlens_kv: Int[Array, " documents+1"] | None = None,
+    alignment: str | None = None,
+    causal: bool = False,
+    window: int | Int[Array, ""] | tuple[Any, Any] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "#N #total_q #total_kv"] | None = None,
+    mask: Bool[Array, "#N #total_q #total_kv"] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    broadcast_dropout: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    deterministic: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    backend: str = "auto",
+    blocks: Mapping[str, Any] | None = None,
+    return_lse: bool = False,
+):
+    """Computes `flash_attention` of every document of packed arrays, without padding between them.
+
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Documents have any lengths, those of
+    queries and keys may differ, and one compiled program serves all lengths with the same totals.
+    A document may have no queries or no keys. Differentiable as `flash_attention` is.
+
+    The keys that a query sees are one interval of the packed keys, so that no ids are compared and
+    tiles outside of it are not read.
+
+    Args:
+        q: queries [total_q, N, H] of all documents, one after the other.
+        k: keys [total_kv, K, H], likewise; N is a multiple of K.
+        v: values [total_kv, K, Hv].
+        cu_seqlens_q: integers [documents + 1], may be traced: document d has the queries from
+            cu_seqlens_q[d] up to, not including, cu_seqlens_q[d + 1]. It begins with 0 and does not
+            decrease. What lies beyond the last is padding: it may hold anything and returns zeros.
+        cu_seqlens_kv: the same for keys; None if it is cu_seqlens_q.
+        alignment: where the positions of a document's queries begin if lengths differ, for causal,
+            window, ALiBi and mods: "start": its first query is at its first key, as in `jax.nn`;
+            "end": its last query is at its last key, as in flash-attn. Needed only if cu_seqlens_kv
+            is given and something reads positions.
+        causal: a query sees the keys of its document at positions up to and including its own.
+        window: (left, right) as in `flash_attention`, within the document.
+        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
+        bias: added to the scaled scores, [N, total_q, total_kv], each axis full or 1.
+        mask: bool of the same shapes, True is visible.
+        softcap: scores become softcap * tanh(scores / softcap).
+        alibi_slopes: [N], as in `flash_attention`.
+        sinks: [N], as in `flash_attention`.
+        dropout_rate: as in `flash_attention`; dropout counts packed queries and keys.
+        dropout_seed: as in `flash_attention`.
+        broadcast_dropout: as in `flash_attention`.
+        score_mod: (score, b, n, i, j) -> score; i and j are positions in the document, b is 0.
+        mask_mod: (b, n, i, j) -> bool, likewise.
+        deterministic: as in `flash_attention`.
+        precision: as in `flash_attention`.
+        backend: as in `flash_attention`.
+        blocks: as in `flash_attention`.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        o [total_q, N, Hv] in q's dtype; with `return_lse` the pair of o and lse [N, total_q] in
+        float32 (float64 for float64), -inf for a query that sees no key.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes that do not fit, known lengths that do not ascend from 0 or exceed the
+            arrays, or no `alignment` where one is needed.
+        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import flash_attention_varlen
+        >>> q, k = jnp.ones((300, 8, 64)), jnp.ones((300, 2, 64))
+        >>> cu_seqlens = jnp.array([0, 100, 120, 300])
+        >>> flash_attention_varlen(q, k, k, cu_seqlens_q=cu_seqlens, causal=True).shape
+        (300, 8, 64)
+    """
+    q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    _check_packed(q, k, v)
+    of_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    of_kv = of_q if cu_seqlens_kv is None else _cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, len(k))
+    if cu_seqlens_kv is None and len(q) != len(k):
+        raise ValueError(
+            f"q has {len(q)} rows, k {len(k)}, and cu_seqlens_kv is None: then both must have the "
+            "same documents; pass the lengths of keys as cu_seqlens_kv"
+        )
+    if of_q.shape != of_kv.shape:
+        raise ValueError(
+            f"cu_seqlens_q has {len(of_q) - 1} documents and cu_seqlens_kv {len(of_kv) - 1}: they "
+            "must have the same number; one without queries or keys has length 0"
+        )
+    reads = causal or any(x is not None for x in (window, alibi_slopes, score_mod, mask_mod))
+    aligned = _alignment(alignment, needed=reads and cu_seqlens_kv is not None)
+    documents = _Documents.of(of_q, of_kv, (len(q), len(k)), aligned)
+    mods = score_mod is not None or mask_mod is not None
+    arguments = Arguments(
+        causal=causal,
+        window=window,
+        scale=scale,
+        bias=_with_batch("bias", bias),
+        mask=_with_batch("mask", mask),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        deterministic=deterministic,
+        precision=precision,
+        **(documents.by_ids() if mods else documents.by_intervals()),
+    )
+    with_lse = checks.flag("return_lse", return_lse)
+    o, lse, _ = api.run(q[None], k[None], v[None], backend, blocks, arguments)
+    return (o[0], lse[0]) if with_lse else o[0]
+
+
+class _Documents(NamedTuple):
+    """Documents of packed arrays; per query int32[total_q], per key int32[total_kv]."""
+
+    q_ids: Any  # -1 for padding
+    kv_ids: Any
+    q_positions: Any  # in the document, as `alignment` says
+    kv_positions: Any
+    first: Any  # index of the first key of each query's document
+    stop: Any  # one past the last
+    lengths: tuple[Any, Any]  # of what is no padding; None if all of it is none
+
+    @classmethod
+    def of(cls, of_q, of_kv, totals: tuple[int, int], alignment: str) -> _Documents:
+        """Returns the documents of two arrays of cumulative lengths."""
+        q_ids, kv_ids = _ids(of_q, totals[0]), _ids(of_kv, totals[1])
+        start = lambda cu, ids: jnp.take(cu, ids, mode="clip")
+        index = [jnp.arange(total, dtype=jnp.int32) for total in totals]
+        first, stop = start(of_kv, q_ids), start(of_kv, q_ids + 1)
+        q_positions = index[0] - start(of_q, q_ids)
+        if alignment == "end":
+            q_positions += (stop - first) - (start(of_q, q_ids + 1) - start(of_q, q_ids))
+        stop = jnp.where(q_ids < 0, 0, stop)
+        lengths = _length(of_q, totals[0]), _length(of_kv, totals[1])
+        kv_positions = index[1] - start(of_kv, kv_ids)
+        return cls(q_ids, kv_ids, q_positions, kv_positions, first, stop, lengths)
+
+    def by_intervals(self) -> dict[str, Any]:
+        """Returns arguments by which each query sees an interval of packed keys.
+
+        Positions are counted in packed keys: their distances are those in the document.
+        """
+        return self._lengths() | {
+            "q_positions": (self.first + self.q_positions)[None],
+            "within": (self.first[None], self.stop[None] - 1),
+        }
+
+    def by_ids(self) -> dict[str, Any]:
+        """Returns arguments by which ids are compared, and positions are those in a document."""
+        return self._lengths() | {
+            "q_segment_ids": self.q_ids[None],
+            "kv_segment_ids": self.kv_ids[None],
+            "q_positions": self.q_positions[None],
+            "kv_positions": self.kv_positions[None],
+        }
+
+    def _lengths(self) -> dict[str, Any]:
+        return dict(zip(("q_lengths", "kv_lengths"), self.lengths, strict=True))
+
+
+def _ids(cu_seqlens, total: int):
+    """Returns the document of every row, int32[total]; -1 for padding."""
+    index = jnp.arange(total, dtype=jnp.int32)
+    ids = jnp.searchsorted(cu_seqlens, index, side="right").astype(jnp.int32) - 1
+    return jnp.where(index < cu_seqlens[-1], ids, -1)
+
+
+def _length(cu_seqlens, total: int):
+    """Returns int32[1], the number of rows that are no padding; None if that is known to be all."""
+    if checks.is_known(cu_seqlens) and int(checks.known(cu_seqlens)[-1]) == total:
+        return None
+    return cu_seqlens[-1:]
+
+
+def _alignment(value, *, needed: bool) -> str:
+    if value is None and needed:
+        raise ValueError(
+            "alignment is None, and cu_seqlens_kv is given: say where a document's queries lie "
+            "among its keys, 'start' (the first at the first, as jax.nn) or 'end' (the last at the "
+            "last, as flash-attn)"
+        )
+    if value not in (None, *ALIGNMENTS):
+        raise ValueError(f"alignment is {value!r}: choose one of 'start' and 'end'")
+    return value or "start"
+
+
+def _check_packed(q, k, v) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(
+                f"{name} has shape {x.shape}: packed arrays are [total, heads, head_dim]; for a "
+                "batch call flash_attention, or map with jax.vmap"
+            )
+
+
+def _cu_seqlens(name: str, value, total: int):
+    """Checks cumulative lengths; returns them as int32[documents + 1]."""
+    found = checks.as_int32(name, value)
+    if found.ndim != 1 or len(found) < 2:
+        raise ValueError(
+            f"{name} has shape {found.shape}: it must be [documents + 1], as in jnp.array([0, 100, "
+            "120]) for lengths 100 and 20"
+        )
+    if checks.is_known(found):
+        known = checks.known(found)
+        if known[0] != 0 or np.any(np.diff(known) < 0) or known[-1] > total:
+            raise ValueError(
+                f"{name} is {known}: it must begin with 0, never decrease, and end at most at the "
+                f"number of rows, {total}; it is the cumulative sum of lengths, with a 0 in front"
+            )
+    return found
+
+
+def _with_batch(name: str, x):
+    """Adds the batch axis to an array [N, total_q, total_kv]; None stays None."""
+    if x is None:
+        return None
+    x = validate.as_array(name, x)
+    if x.ndim != 3:
+        raise ValueError(
+            f"{name} has shape {x.shape}: it must be [heads, total_q, total_kv], each full or 1"
+        )
+    return x[None]

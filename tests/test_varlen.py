@@ -1,0 +1,155 @@
+"""`flash_attention_varlen` against the oracle, document by document."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from flash_pallas import flash_attention_varlen, reference
+
+N, K, H = 4, 2, 32
+LENGTHS = ((37, 0, 1, 90, 14), (50, 9, 64, 90, 0))  # of queries and of keys
+PADDED = 13  # rows beyond the last document
+
+CALLS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (20, 3)},
+    "window_array": {"window": (jnp.int32(20), 0)},
+    "alibi_softcap": {"alibi_slopes": jnp.linspace(0.01, 0.3, N), "softcap": 4.0, "causal": True},
+    "sinks": {"sinks": jnp.linspace(-1.0, 1.0, N), "window": (7, 7)},
+    "mods": {
+        "score_mod": lambda s, b, n, i, j: s - 0.02 * jnp.abs(i - 2 * j).astype(s.dtype),
+        "mask_mod": lambda b, n, i, j: (i + 2 * j) % 5 != 0,
+        "causal": True,
+    },
+}
+
+
+def _cu(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _arrays(lengths, poison: bool, dtype=jnp.float32):
+    rng = np.random.default_rng(3)
+    totals = [sum(n) + PADDED for n in lengths]
+    shapes = ((totals[0], N, H), (totals[1], K, H), (totals[1], K, H), (totals[0], N, H))
+    found = [rng.standard_normal(shape) for shape in shapes]
+    for x in found if poison else ():
+        x[-PADDED:] = np.nan
+    return [jnp.asarray(x, dtype) for x in found]
+
+
+def _by_document(q, k, v, lengths, alignment, call):
+    """Computes (o, lse) of packed arrays by the oracle, one document after the other."""
+    of_q, of_kv = (_cu(n) for n in lengths)
+    o, lse = jnp.zeros((len(q), N, v.shape[2]), q.dtype), jnp.full((N, len(q)), -jnp.inf)
+    for d, (t, s) in enumerate(zip(*lengths, strict=True)):
+        rows, cols = (slice(cu[d], cu[d + 1]) for cu in (of_q, of_kv))
+        if t and s:
+            offset = s - t if alignment == "end" else 0
+            given = (q[None, rows], k[None, cols], v[None, cols])
+            out, sums = reference.attention(*given, q_offset=offset, **call)
+            o, lse = o.at[rows].set(out[0]), lse.at[:, rows].set(sums[0])
+        elif t and "sinks" in call:
+            lse = lse.at[:, rows].set(call["sinks"][:, None])
+    return o, lse
+
+
+def _loss(attention, do):
+    """Returns the function of q, k and v whose gradients tests compare."""
+
+    def loss(q, k, v):
+        o, lse = attention(q, k, v)
+        rows = o[: len(o) - PADDED], jnp.where(jnp.isfinite(lse), lse, 0.0)[:, : len(o) - PADDED]
+        return jnp.sum(rows[0].astype(jnp.float32) * do[: len(o) - PADDED]) + jnp.sum(
+            jnp.sin(rows[1])
+        )
+
+    return loss
+
+
+@pytest.mark.parametrize("alignment", ["start", "end"])
+@pytest.mark.parametrize("name", CALLS)
+def test_varlen_is_every_document_by_itself(name, alignment):
+    call = CALLS[name]
+    q, k, v, do = _arrays(LENGTHS, poison=False)
+    cu = {"cu_seqlens_q": _cu(LENGTHS[0]), "cu_seqlens_kv": _cu(LENGTHS[1])}
+    blocks = {"block_q": 32, "block_kv": 32}
+
+    def ours(q, k, v):
+        return flash_attention_varlen(
+            q, k, v, **cu, **call, alignment=alignment, backend="xla", blocks=blocks,
+            return_lse=True,
+        )  # fmt: skip
+
+    oracle = lambda q, k, v: _by_document(q, k, v, LENGTHS, alignment, call)
+    found, wanted = (
+        jax.jit(lambda *x, f=f: (f(*x), jax.grad(_loss(f, do), (0, 1, 2))(*x)))(q, k, v)
+        for f in (ours, oracle)
+    )
+    for bound, mine, others in zip((4e-6, 2e-5), found, wanted, strict=True):
+        for x, y in zip(mine, others, strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound)
+
+
+def test_traced_lengths_compile_once_and_padding_may_hold_anything():
+    call = jax.jit(
+        lambda q, k, v, cu: flash_attention_varlen(q, k, v, cu_seqlens_q=cu, causal=True)
+    )
+    first = ((37, 0, 1, 90, 14),) * 2
+    for lengths in (first, ((1, 80, 30, 11, 20),) * 2):
+        q, k, v, _ = _arrays(lengths, poison=True)
+        o = call(q, k, v, _cu(lengths[0]))
+        wanted, _ = _by_document(q, k, v, lengths, "start", {"causal": True})
+        np.testing.assert_allclose(o[:-PADDED], wanted[:-PADDED], rtol=0, atol=4e-6)
+        assert not o[-PADDED:].any()
+    assert call._cache_size() == 1
+
+
+def test_no_array_of_queries_by_keys_is_made():
+    total, documents = 1 << 16, 64
+    x = jax.ShapeDtypeStruct((total, 2, 64), jnp.bfloat16)
+    cu = jax.ShapeDtypeStruct((documents + 1,), jnp.int32)
+
+    def loss(x, cu):
+        o = flash_attention_varlen(x, x, x, cu_seqlens_q=cu, causal=True, backend="xla")
+        return o.astype(jnp.float32).sum()
+
+    memory = jax.jit(jax.grad(loss)).lower(x, cu).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 40 * total * 2 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_q": np.array([0, 10, 5])}, "never decrease"),
+        ({"cu_seqlens_q": np.array([1, 10])}, "begin with 0"),
+        ({"cu_seqlens_q": np.array([0, 99])}, "number of rows, 20"),
+        ({"cu_seqlens_q": np.array([0.0, 20.0])}, "cu_seqlens_q"),
+        ({"cu_seqlens_q": np.array([[0, 20]])}, r"documents \+ 1"),
+        ({"cu_seqlens_kv": np.array([0, 4, 20])}, "same number"),
+        ({"cu_seqlens_kv": np.array([0, 20]), "causal": True}, "alignment is None"),
+        ({"alignment": "left"}, "'start' and 'end'"),
+        ({"q": jnp.ones((1, 20, 4, 32))}, r"\[total, heads, head_dim\]"),
+        ({"q": jnp.ones((21, 4, 32))}, "cu_seqlens_kv"),
+        ({"bias": jnp.ones((20, 20))}, r"\[heads, total_q, total_kv\]"),
+        ({"max_seqlen_q": 20}, "unexpected"),
+    ],
+)
+def test_what_is_refused(change, message):
+    x = jnp.ones((20, 4, 32))
+    call = {"q": x, "k": x, "v": x, "cu_seqlens_q": np.array([0, 20])} | change
+    with pytest.raises((TypeError, ValueError), match=message):
+        flash_attention_varlen(**call)
+
+
+def test_checks_of_gradients():
+    q, k, v, _ = _arrays(((9, 4), (9, 4)), poison=False)
+    call = lambda q, k, v: flash_attention_varlen(
+        q, k, v, cu_seqlens_q=np.array([0, 9, 13]), window=(3, 1)
+    )
+    check_grads(call, (q, k, v), order=1, modes=("rev",), atol=2e-2, rtol=2e-2)
