@@ -1,7 +1,6 @@
 """The oracle: attention in plain jnp, with the whole matrix of scores in memory.
 
-It says what every backend must compute and shares no code with them but two definitions: the keys
-that a band of positions shows (`core.mask.Mask.visible`) and the dropout mask
+It says what every backend must compute and shares no code with them but the dropout mask
 (`core.dropout.keep`). Not meant for training: memory grows with T * S.
 """
 
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .core import dropout
-from .core.mask import Mask
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -119,11 +117,14 @@ class Modifiers:
         _, _, q_len, kv_len = shape
         i, j = self._positions(shape)
         sides = self.window if isinstance(self.window, tuple) else (self.window,) * 2
-        left, right = (
-            jnp.reshape(x, (-1, 1, 1, 1)) if isinstance(x, jax.Array) else x for x in sides
-        )
-        band = Mask(left, 0 if self.causal else right).visible(i, j)
-        keep = jnp.ones(shape, bool) if band is None else jnp.broadcast_to(band, shape)
+        of_entries = lambda x: x.reshape(-1, 1, 1, 1) if isinstance(x, jax.Array) else x
+        left, right = map(of_entries, (sides[0], 0 if self.causal else sides[1]))
+        band = jnp.ones((), bool)
+        if left is not None:
+            band &= j - i >= -left
+        if right is not None:
+            band &= j - i <= right
+        keep = jnp.broadcast_to(band, shape)
         if self.q_segment_ids is not None:
             q_ids, kv_ids = self.q_segment_ids[:, None, :, None], self.kv_segment_ids[:, None, None]
             keep &= (q_ids == kv_ids) & (q_ids >= 0)

@@ -141,7 +141,7 @@ def slope_pull(tile: Tile, dz):
     return -dz * tile.distance(dz.dtype)
 
 
-def placed(tile: Tile, inputs: TileInputs) -> Tile:
+def placed[T: Tile](tile: T, inputs: TileInputs) -> T:
     """Returns the tile with the positions that arrays give to its queries and keys."""
     if inputs.q_positions is None and inputs.kv_positions is None:
         return tile

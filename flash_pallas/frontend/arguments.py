@@ -98,7 +98,7 @@ def flag(name: str, value) -> bool:
 
 
 def band(causal, window) -> tuple[Any, Any]:
-    """Returns how many keys are visible (left, right) of a query: ints, arrays as they are, None."""
+    """Returns (left, right), how many keys are visible on either side: ints, arrays or None."""
     left, right = _window(window)
     return left, 0 if flag("causal", causal) else right
 

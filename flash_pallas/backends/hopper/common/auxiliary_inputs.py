@@ -179,7 +179,7 @@ class AuxiliaryInputs:
         """Loads the row fragments that are the same for every head."""
         rows = pl.ds(place.row_start, WARPGROUP_ROWS)
         found = (_load_rows(vector.at[place.batch, rows]) for vector in gmem.row_vectors)
-        fragments = TileInputs(**dict(zip(self.row_vectors, found, strict=True)))
+        fragments = TileInputs()._replace(**dict(zip(self.row_vectors, found, strict=True)))
         if not self.q_axis:
             return fragments
         return fragments._replace(kv_keys=self.row_keys(gmem, place))
