@@ -68,7 +68,11 @@ def select(
     backends = _backends(device)
     if name != AUTO:
         if reason := _refusal(backends[name], problem, platform, lse):
-            able = [b.name for b in backends.values() if not _refusal(b, problem, platform, lse)]
+            able = [
+                other.name
+                for other in backends.values()
+                if not (_refusal(other, problem, platform, lse) or other.not_automatic)
+            ]
             raise UnsupportedByBackend(
                 f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
             )
