@@ -45,9 +45,9 @@ CASES = (
     _case("bias_causal", bias="1NTS", causal=True),
     _case("bias_float16", bias="BNTS", dtype="float16", H=128),
     _case("bias_infinite", bias="1NTS-inf", B=1),
-    _case("bias_infinite_causal", bias="BNTS-inf", causal=True),  # query 0 sees nothing
+    _case("bias_infinite_causal", bias="BNTS-inf", causal=True),
     *(_case(f"mask_{p}", mask=p) for p in ("BNTS", "B1TS", "1NTS", "11TS")),
-    _case("mask_causal", mask="B1TS", causal=True, K=2),
+    _case("mask_causal", mask="BNTS", causal=True, K=2),  # some first queries see no key
     _case("mask_float16", mask="B1TS", dtype="float16", **_CROSS),
 )  # fmt: skip
 

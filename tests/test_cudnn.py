@@ -55,9 +55,8 @@ def stand_in(monkeypatch):
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.thorough(
-    always=["float16_causal_gqa", "window_causal", "lengths_causal", "kv_lengths_zero",
-            "bias_infinite_causal", "mask_causal"]
-)  # fmt: skip
+    always=["window_causal", "lengths_causal", "kv_lengths_zero", "bias_infinite_causal"]
+)
 @pytest.mark.parametrize("case", (*CASES, *WIDE), ids=str)
 def test_the_oracle(case):
     checks.assert_matches_oracle(checks.bind(HOPPER), case)
@@ -74,23 +73,25 @@ def draw(*shape, seed=0):
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("shared", ["bias", "kv", None], ids=str)
+@pytest.mark.parametrize("shared", ["bias and kv", None], ids=str)
 def test_vmap_is_a_loop(shared):
     """Members with biases of their own make a batch that several entries of share one."""
     q, k, v = draw(3, 2, 32, N, H), draw(3, 2, 48, K, H, seed=1), draw(3, 2, 48, K, H, seed=2)
     bias = draw(3, 1, N, 32, 48, seed=3)
-    axes = [0, *([None if shared == "kv" else 0] * 2), None if shared == "bias" else 0]
+    axes = [0, *([None if shared else 0] * 3)]
     args = [x[0] if axis is None else x for x, axis in zip((q, k, v, bias), axes, strict=True)]
     attend = lambda q, k, v, bias: checks.bind(HOPPER)(q, k, v, bias=bias)[0].astype(jnp.float32)
     loss = lambda *given: jnp.sum(attend(*given) ** 2)
-    grads = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2, 3)), axes))(*args)
+    grad = jax.grad(loss, (0, 1, 2, 3))
+    grads, one = jax.jit(jax.vmap(grad, axes))(*args), jax.jit(grad)
     for i in range(3):
         member = [x if axis is None else x[i] for x, axis in zip(args, axes, strict=True)]
-        for found, expected in zip(grads, jax.grad(loss, (0, 1, 2, 3))(*member), strict=True):
+        for found, expected in zip(grads, one(*member), strict=True):
             assert_close(found[i], expected)
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.thorough(always=["auto"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_shards_of_a_batch_and_heads(kind):
     mesh = jax.make_mesh((2, 2), ("data", "model"), (kind, kind), devices=jax.devices()[:4])

@@ -292,8 +292,9 @@ def _attention(spec: AttentionSpec, given: Operands):
 def _prepared(operands: Operands) -> Operands:
     """Returns operands as jax.nn wants them: finite padding, lengths >= 1, biases of all entries.
 
-    A bias or a mask that several batch entries share, which only `jax.vmap` makes, is repeated; one
-    that all share is not.
+    Where a length is 0, the one key that cuDNN sees is cleared padding: O is 0, and so are the
+    gradients. A bias or a mask that several batch entries share, which only `jax.vmap` makes, is
+    repeated; one that all share is not.
     """
     batch, q_len = operands.q.shape[:2]
     within = lambda lengths, most: None if lengths is None else jnp.clip(lengths, 1, most)

@@ -12,9 +12,8 @@ def seeing(spec: AttentionSpec, operands: Operands):
     """Returns bool[B, N, T], every axis full or 1: which queries see a key; None if all do.
 
     A causal mask or a window alone hides no query, as there are at most as many queries as keys.
+    Nor do lengths: cuDNN is told that one key is there, which holds zeros.
     """
-    if operands.kv_lengths is not None:
-        return (operands.kv_lengths > 0)[:, None, None]
     seen = operands.mask
     if operands.bias is not None:
         seen = operands.bias > -jnp.inf
@@ -30,5 +29,5 @@ def cleared(sees, x):
     """Returns x [B, T, N, H] with 0 for the queries that see no key, in bool[B, N, T]."""
     if sees is None:
         return x
-    entries = jnp.repeat(sees, len(x) // len(sees), axis=0) if len(sees) > 1 else sees
+    entries = sees if len(sees) == 1 else jnp.repeat(sees, len(x) // len(sees), axis=0)
     return jnp.where(jnp.swapaxes(entries, 1, 2)[..., None], x, lax.full_like(x, 0))
