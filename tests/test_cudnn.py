@@ -191,6 +191,8 @@ REFUSED = [
     ([], {"dropout_rate": 0.1, "dropout_seed": 0}, "takes no dropout of this package"),
     ([], {"score_mod": lambda s, b, n, i, j: s + 1.0}, "takes no score_mod"),
     ([], {"mask_mod": lambda b, n, i, j: j <= i}, "takes no mask_mod"),
+    ([], {"causal": True, "q_positions": jnp.zeros((B, T), int)}, "takes no mask by positions"),
+    ([], {"window": jnp.array([3, 0])}, "by a window that is data"),
     ([], {"deterministic": True}, "takes no deterministic=True, as its gradients may differ"),
     ([], {"window": (3, 3)}, r"window that ends at the query.*not window=\(3, 3\)"),
     ([], {"window": (3, None)}, r"not window=\(3, None\)"),
@@ -304,11 +306,12 @@ def test_auto_takes_it_on_blackwell_alone(capability, options, chosen, gpu):
 
 def test_a_call_that_reads_the_log_sum_exp_is_refused(gpu):
     gpu("10.0")
-    message = "'cudnn': gives no log-sum-exp, which this call reads; backend='auto' or 'portable'"
+    message = "'cudnn': gives no log-sum-exp, which .* read; backend='auto' or 'portable' can run"
     x = jnp.ones((2, 16, 2, 64), jnp.bfloat16)
     for call in (
         partial(fp.flash_attention_with_lse, backend="cudnn"),
         partial(fp.dot_product_attention, implementation="cudnn", return_residual=True),
+        partial(fp.flash_attention, backend="cudnn", kv_lengths=3, empty_rows="mean"),
     ):
         with pytest.raises(fp.UnsupportedByBackend, match=message):
             call(x, x, x)
@@ -359,7 +362,10 @@ def test_explain_says_so():
     passed = fp.explain(*arrays(), device="h100")
     assert passed.backend == "hopper"
     assert "compute capability 10.x alone: ask for it by name" in passed.reasons["cudnn"]
-    assert fp.explain(*arrays(), device="b200", softcap=2.0).reasons["cudnn"] == "takes no softcap"
+    blackwell = partial(fp.explain, *arrays(), device="b200")
+    assert blackwell(softcap=2.0).reasons["cudnn"] == "takes no softcap"
+    assert blackwell(causal=True, empty_rows="mean").backend == "cudnn"  # no row can be empty
+    assert "empty_rows='mean'" in blackwell(kv_lengths=3, empty_rows="mean").reasons["cudnn"]
 
 
 def test_the_version_is_that_of_the_plugin(monkeypatch):

@@ -101,7 +101,7 @@ class Call:
         if problem.traced_offset:
             return not spec.mask.is_trivial
         for query in (spec.q_offset, spec.q_offset + problem.q_len - 1):
-            first, last = spec.mask.keys_of(np.int64(query), problem.kv_len)
+            first, last = spec.mask.keys_of(query, problem.kv_len)
             if last < (0 if first is None else max(first, 0)):
                 return True
         return False

@@ -48,6 +48,8 @@ _TAKEN = frozenset({"q_offset", "q_lengths", "kv_lengths", "bias", "mask"})
 _SPELLED = {
     "q_segments": "segment ids",
     "kv_segments": "segment ids",
+    "q_first": "mask by positions or by a window that is data",
+    "q_last": "mask by positions or by a window that is data",
     "alibi_slopes": "ALiBi",
     "dropout_keys": "dropout of this package, which cuDNN would draw otherwise",
     "dropout_rate": "dropout of this package, which cuDNN would draw otherwise",
