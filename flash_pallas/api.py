@@ -128,9 +128,10 @@ def flash_attention(
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
             on xla. "default" is the same as "high" on hopper, and what XLA does (TF32 on GPUs) on
             xla.
-        backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
-            this one or raises. "auto" chooses for the device that the arrays were put on, or
-            `jax.default_device`; for other devices than the default ones, under jit say "xla".
+        backend: "auto" takes the fastest that can run the call; "hopper", "cudnn", "portable" or
+            "xla" takes this one or raises. "auto" chooses for the device that the arrays were put
+            on, or `jax.default_device`; for other devices than the default ones, under jit say
+            "xla".
         blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
 
     Returns:
@@ -176,7 +177,7 @@ def flash_attention(
         deterministic=deterministic,
         precision=precision,
     )
-    return run(q, k, v, backend, blocks, arguments)[0]
+    return run(q, k, v, backend, blocks, arguments, lse=False)[0]
 
 
 @same_arguments(flash_attention)
@@ -281,20 +282,26 @@ def explain(
         XlaBlocks(block_q=64, block_kv=256)
     """
     override = validate.check_blocks(blocks)
-    shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
-    problem = validate.of_shapes(shapes, q, k, v, options)
+
+    def shapes(q, k, v, given):
+        call = validate.canonicalize(q, k, v, Arguments(**given))
+        return call.problem, call.means_empty_rows
+
+    problem, lse = validate.of_shapes(shapes, q, k, v, options)
     platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, override, device, platform)
+    return dispatch.explanation(problem, backend, override, device, platform, lse)
 
 
-def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
-    """Computes (o, lse, max_logit or None) of one call."""
+def run(q, k, v, backend, blocks, arguments: Arguments, lse=True) -> tuple[Any, Any, Any]:
+    """Computes (o, lse, max_logit or None) of one call; without `lse`, that may be None too."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)
     if call.is_empty:
         dispatch.check_name(backend)
         return call.empty_result()
-    chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
+    platform = dispatch.platform_of((q, k, v))
+    lse = lse or call.means_empty_rows
+    chosen = dispatch.select(call.problem, backend, platform=platform, lse=lse)
     tiles = dispatch.tiles(chosen, call.problem, override)
     try:
         found = _attend(chosen, call.spec, tiles, call.operands)
@@ -338,7 +345,8 @@ def dot_product_attention(
     - matmuls of float32 arrays are not TF32, see `precision` of `flash_attention`;
     - lengths are known while tracing: there is no export with symbolic shapes;
     - a sequence axis that is sharded is refused, and no device gathers it;
-    - `implementation` names other choices, and there is no "cudnn".
+    - `implementation` names other choices; "cudnn" runs cuDNN through `jax.nn`, where it keeps what
+      is said here.
 
     Like `jax.nn`, `is_causal` counts queries and keys from the start of both: a single query of a
     longer cache sees key 0 alone. For decoding see `q_offset` of `flash_attention`.
@@ -355,7 +363,8 @@ def dot_product_attention(
         query_seq_lengths: [B], or one for all; queries from there on return zeros.
         key_value_seq_lengths: [B], or one for all; keys from there on are hidden.
         local_window_size: (left, right), both included, or an int for both.
-        implementation: None, "auto", "hopper", "portable" or "xla": `backend` of `flash_attention`.
+        implementation: None, or `backend` of `flash_attention`: "auto", "hopper", "cudnn",
+            "portable" or "xla".
         return_residual: also return the log-sum-exp, without a gradient and in `key`'s dtype as
             `jax.nn` does; `flash_attention_with_lse` has it in float32 and differentiable.
 
@@ -374,10 +383,7 @@ def dot_product_attention(
         (2, 16, 4, 64)
     """
     rank = jnp.ndim(query)
-    o, lse = flash_attention_with_lse(
-        query,
-        key,
-        value,
+    options = dict(
         bias=validate.of_rank(bias, rank),
         mask=validate.of_rank(mask, rank),
         causal=is_causal,
@@ -390,5 +396,6 @@ def dot_product_attention(
         backend="auto" if implementation is None else implementation,
     )
     if not return_residual:
-        return o
+        return flash_attention(query, key, value, **options)
+    o, lse = flash_attention_with_lse(query, key, value, **options)
     return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2)).astype(o.dtype)

@@ -13,6 +13,8 @@ _RING = "test_parallel_features.py::test_strategies[short_window-ring-contiguous
 _STEP = "test_decode.py::test_the_oracle[bfloat16]"
 _GUESS = "test_hopper_interpreted.py::test_forward_blocks[long_rising_float16_128]"
 
+_CUDNN_MASKS = "test_cudnn.py::test_masks_reach_cudnn"
+
 SHARED_AND_HOPPER = (
     Mutation("causal", "core/mask.py", "shift + band.right", "shift + band.right + 1",
              _case("window_causal")),
@@ -294,4 +296,34 @@ SHARED_AND_HOPPER = (
              "2 * self.shards - 1 - 2 * me + ahead",
              "2 * self.shards - 2 * me + ahead",
              "test_parallel.py::test_the_plan_of_a_ring_computes_every_visible_pair_once"),
+    Mutation("cudnn, causal", "backends/cudnn/backend.py", "is_causal=causal",
+             "is_causal=causal and left is None", _CUDNN_MASKS),
+    Mutation("cudnn, window", "backends/cudnn/backend.py", "else (left, 0)", "else (left + 1, 0)",
+             _CUDNN_MASKS),
+    Mutation("cudnn, window", "backends/cudnn/backend.py", "left >= given.q.shape[1] - 1",
+             "left >= given.q.shape[1] - 2", _CUDNN_MASKS),
+    Mutation("cudnn, lengths", "backends/cudnn/backend.py",
+             "return padding.cleared(operands, found)", "return found",
+             "test_cudnn.py::test_the_oracle[lengths_causal]"),
+    Mutation("cudnn, lengths", "backends/cudnn/backend.py", "jnp.clip(lengths, 1, most)",
+             "jnp.clip(lengths, 0, most)", "test_cudnn.py::test_the_oracle[kv_lengths_zero]"),
+    Mutation("cudnn, bias", "backends/cudnn/empty_rows.py", "seen &= column <= row",
+             "seen &= column <= row + 1", "test_cudnn.py::test_the_oracle[mask_causal]"),
+    Mutation("cudnn, bias", "backends/cudnn/backend.py", "bias = jnp.maximum(bias, ",
+             "bias = jnp.maximum(bias + bias, ",
+             "test_cudnn.py::test_the_oracle[bias_infinite_causal]"),
+    Mutation("cudnn, vmap", "backends/cudnn/backend.py",
+             "jnp.repeat(x, batch // len(x), axis=0)",
+             "jnp.tile(x, (batch // len(x), 1, 1, 1))", "test_cudnn.py::test_vmap_is_a_loop[None]"),
+    Mutation("cudnn, one forward", "backends/cudnn/backend.py",
+             "o, _ = _attention(spec, given)(*given[:3], return_residual=True)",
+             "o = _attention(spec, given)(*given[:3])",
+             "test_cudnn.py::test_the_forward_of_the_backward_is_the_forward[plain]"),
+    Mutation("cudnn, new options", "backends/cudnn/backend.py",
+             "for name in (*unread, *sorted(problem.features - _TAKEN))", "for name in unread",
+             "test_cudnn.py::test_a_new_field_of_the_spec_or_of_the_operands_is_refused"),
+    Mutation("cudnn, choice", "backends/cudnn/backend.py", '.startswith("10.")',
+             '.startswith("1")', "test_cudnn.py::test_auto_takes_it_on_blackwell_alone"),
+    Mutation("cudnn, log-sum-exp", "frontend/dispatch.py", "and not backend.gives_lse",
+             "and backend.gives_lse", "test_cudnn.py::test_auto_takes_it_on_blackwell_alone"),
 )  # fmt: skip

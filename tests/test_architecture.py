@@ -18,6 +18,7 @@ RANKS = {
     "transforms.sharding": 1,
     "backends.base": 1,
     "backends.xla": 2,
+    "backends.cudnn": 2,
     "backends.gpu": 2,
     "backends.hopper": 3,
     "backends.portable": 3,

@@ -114,9 +114,9 @@ def test_explain(registry):
 
 
 def test_hopper_comes_first_and_kernels_refuse_a_cpu():
-    assert list(dispatch.BACKENDS) == ["hopper", "portable", "xla"]
+    assert list(dispatch.BACKENDS) == ["hopper", "cudnn", "portable", "xla"]
     if jax.default_backend() == "cpu":
-        for name, capability in (("hopper", r"9\.0"), ("portable", r"8\.0")):
+        for name, capability in (("hopper", r"9\.0"), ("cudnn", r"8\.0"), ("portable", r"8\.0")):
             with pytest.raises(
                 fp.UnsupportedByBackend, match=f"compute capability {capability}.*cpu"
             ):
@@ -186,7 +186,7 @@ def test_ping_pong_takes_two_slots(slots):
 
 
 SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
-ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "portable"}
+ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "cudnn"}
 
 
 @pytest.mark.parametrize(("device", "backend"), ELSEWHERE.items())
@@ -194,14 +194,16 @@ def test_explain_answers_for_a_gpu_that_is_not_here(device, backend):
     found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, device=device)
     assert found.backend == backend and found.device == dispatch.DEVICES[device].kind
     assert f", on {found.device}\n" in str(found)
-    if backend == "portable":
+    if backend != "hopper":
         assert found.reasons["hopper"].startswith("needs compute capability 9.0 (H100, H200); this")
-        with pytest.raises(fp.UnsupportedByBackend, match=r"this GPU has \d+\.0; .*'portable' can"):
+        message = rf"this GPU has \d+\.0; .*'{backend}' can"
+        with pytest.raises(fp.UnsupportedByBackend, match=message):
             fp.explain(SHAPE, SHAPE, SHAPE, backend="hopper", device=device)
     token = jax.ShapeDtypeStruct((4, 1, 16, 128), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
     decoded = fp.explain_decode(token, SHAPE, SHAPE, kv_lengths=lengths, device=device)
-    assert decoded.backend == backend and decoded.device == found.device
+    kernels = "hopper" if backend == "hopper" else "portable"  # cuDNN does not decode
+    assert decoded.backend == kernels and decoded.device == found.device
     assert decoded.blocks.num_splits > 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import inspect
 import subprocess
 import sys
@@ -307,9 +308,17 @@ def test_one_length_serves_the_whole_batch(length):
     )
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (3, 0)}], ids=str)
+def test_dot_product_attention_under_jit(options):
+    """Checks that whether a query may see no key is not asked of a tracer."""
+    args = inputs(2)
+    call = functools.partial(fp.dot_product_attention, **options)
+    np.testing.assert_allclose(jax.jit(call)(*args), call(*args), rtol=1e-6)
+
+
 def test_dot_product_attention_knows_its_implementations():
-    with pytest.raises(ValueError, match="'cudnn': choose one of 'auto'"):
-        fp.dot_product_attention(*inputs(2), implementation="cudnn")
+    with pytest.raises(ValueError, match="'mosaic': choose one of 'auto'.*'cudnn'"):
+        fp.dot_product_attention(*inputs(2), implementation="mosaic")
 
 
 def test_importing_does_not_start_a_device():

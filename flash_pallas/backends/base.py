@@ -22,6 +22,24 @@ class Backend(Protocol):
         """True if XLA's partitioner may cut batch and heads of it: transforms/sharding.py."""
         ...
 
+    @property
+    def gives_lse(self) -> bool:
+        """True if `forward` returns a log-sum-exp.
+
+        Without one, `backward` is given `do` alone, and calls that want it take another backend.
+        """
+        ...
+
+    @property
+    def not_automatic(self) -> str | None:
+        """None if "auto" may take this backend here; else one sentence saying why not."""
+        ...
+
+    @property
+    def note(self) -> str | None:
+        """What else runs, if not kernels of this package: `explain` shows it; None if they do."""
+        ...
+
     def unsupported(self, problem: Problem) -> str | None:
         """Returns None if this backend runs `problem` here; else one sentence saying why not."""
         ...

@@ -85,7 +85,12 @@ class Mask:
         """
         first = None if self.left is None else q_pos - self.left
         end = kv_len - 1
-        return first, end if self.right is None else jnp.minimum(q_pos + self.right, end)
+        if self.right is None:
+            return first, end
+        last = q_pos + self.right
+        static = ints.is_static(last) and ints.is_static(end)
+        # While jit traces, jnp makes a tracer of two ints.
+        return first, min(last, end) if static else jnp.minimum(last, end)
 
     def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int) -> BlockRange:
         """Returns the KV blocks read by the queries at positions [q_start, q_start + q_rows).

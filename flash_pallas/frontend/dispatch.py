@@ -19,6 +19,8 @@ from typing import Any
 import jax
 
 from ..backends.base import Backend, UnsupportedByBackend
+from ..backends.cudnn import OLDEST as OLDEST_CUDNN
+from ..backends.cudnn import CudnnBackend
 from ..backends.hopper import HopperBackend
 from ..backends.portable import PortableBackend
 from ..backends.xla import XlaBackend
@@ -27,9 +29,11 @@ from ..core.problem import Problem
 
 # --- Choice of the backend that runs a call. Every UnsupportedByBackend is raised here ------------
 
-# In order of preference: "auto" takes the first that can run a problem, and xla can run them all.
+# In order of preference: "auto" takes the first that can run a problem and says that it may be
+# taken unasked. xla can run them all.
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (HopperBackend(), PortableBackend(), XlaBackend())
+    backend.name: backend
+    for backend in (HopperBackend(), CudnnBackend(), PortableBackend(), XlaBackend())
 }
 
 AUTO = "auto"
@@ -42,6 +46,7 @@ def select(
     name: str,
     device: Device | None = None,
     platform: str | None = None,
+    lse: bool = True,
 ) -> Backend:
     """Returns the backend that runs `problem`.
 
@@ -52,6 +57,8 @@ def select(
         device: the GPU to answer for; None is the one here.
         platform: the platform that the call will run on, from `platform_of`; None is JAX's default
             backend.
+        lse: whether attention's log-sum-exp is read, which not every backend gives: by the caller,
+            or to find the rows that see no key.
 
     Raises:
         ValueError: an unknown name.
@@ -60,18 +67,25 @@ def select(
     check_name(name)
     backends = _backends(device)
     if name != AUTO:
-        if reason := _refusal(backends[name], problem, platform):
-            able = [b.name for b in backends.values() if not _refusal(b, problem, platform)]
+        if reason := _refusal(backends[name], problem, platform, lse):
+            able = [
+                other.name
+                for other in backends.values()
+                if not (_refusal(other, problem, platform, lse) or other.not_automatic)
+            ]
             raise UnsupportedByBackend(
                 f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
             )
         return backends[name]
     for backend in backends.values():
-        reason = _refusal(backend, problem, platform)
-        if reason is None:
-            return backend
+        reason = _refusal(backend, problem, platform, lse) or backend.not_automatic
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
-        if device is None and jax.default_backend() == "gpu":
+        logs = device is None and jax.default_backend() == "gpu"
+        if reason is None:
+            if logs and backend.note:
+                _log_once(f"backend {backend.name!r} was taken: {backend.note}")
+            return backend
+        if logs:
             _log_once(f"backend {backend.name!r} was passed over: {reason}")
     raise AssertionError("the last backend takes every problem")
 
@@ -83,6 +97,8 @@ def _backends(device: Device | None) -> dict[str, Backend]:
     return {
         **BACKENDS,
         "hopper": HopperBackend(num_sms=device.sms, capability=device.capability),
+        # The oldest cuDNN that would do: the one there cannot be known.
+        "cudnn": CudnnBackend(capability=device.capability, version=OLDEST_CUDNN),
         "portable": PortableBackend(capability=device.capability, num_sms=device.sms),
     }
 
@@ -153,8 +169,9 @@ def tunable(problem: Problem, name: str) -> Backend:
     """
     chosen = select(problem, name)
     if not chosen.candidates(problem):
+        has = lambda other: "has some" if other.candidates(problem) else "has none either"
         others = [
-            f"{other.name!r} {_refusal(other, problem) or 'has some'}"
+            f"{other.name!r} {_refusal(other, problem) or has(other)}"
             for other in BACKENDS.values()
             if other is not chosen
         ]
@@ -177,6 +194,7 @@ class Explanation:
             shipped table with the name of the file, or "heuristic"; also where a table says that
             the heuristic's were the fastest of those timed.
         device: the kind of the GPU that was asked about; None is what is here.
+        note: what runs, where it is no kernel of this package; None where it is.
     """
 
     problem: Problem | DecodeProblem
@@ -185,6 +203,7 @@ class Explanation:
     reasons: dict[str, str]
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
     device: str | None = None
+    note: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -200,6 +219,8 @@ class Explanation:
             + (f", on {self.device}" if self.device else ""),
             f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
         ]
+        if self.note:
+            lines.append(f"  which is {self.note}")
         if self.sources:
             sources = (f"{kernel}: {source}" for kernel, source in self.sources.items())
             lines.append(f"  blocks from: {'; '.join(sources)}")
@@ -212,6 +233,7 @@ def explanation(
     override: dict[str, Any] | None = None,
     device: str | None = None,
     platform: str | None = None,
+    lse: bool = True,
 ) -> Explanation:
     """Returns what `select` and the chosen backend's `blocks` would answer, running nothing.
 
@@ -221,6 +243,7 @@ def explanation(
         override: the caller's tile sizes.
         device: a name of `devices.DEVICES`; None is the device here.
         platform: as in `select`.
+        lse: as in `select`.
 
     Raises:
         ValueError: an unknown name, or tile sizes that the backend cannot take.
@@ -234,14 +257,16 @@ def explanation(
         return Explanation(problem, "none", None, reasons, device=kind)
     if there is not None:
         platform = None  # not here, so wherever the arrays are
-    chosen = select(problem, name, there, platform)
+    chosen = select(problem, name, there, platform, lse)
     not_needed = (
         "another backend was asked for"
         if name != AUTO
         else f"{chosen.name!r} can run and is preferred"
     )
     reasons = {
-        other.name: _refusal(other, problem, platform) or not_needed
+        other.name: _refusal(other, problem, platform, lse)
+        or (name == AUTO and other.not_automatic)
+        or not_needed
         for other in _backends(there).values()
         if other.name != chosen.name
     }
@@ -249,8 +274,8 @@ def explanation(
         tile = chosen.decode_blocks(problem)
         return Explanation(problem, chosen.name, tile, reasons, device=kind)
     tile = tiles(chosen, problem, override, kind)
-    sources = _sources(chosen, problem, override, kind)
-    return Explanation(problem, chosen.name, tile, reasons, sources, kind)
+    sources = {} if tile is None else _sources(chosen, problem, override, kind)
+    return Explanation(problem, chosen.name, tile, reasons, sources, kind, chosen.note)
 
 
 def _sources(
@@ -278,7 +303,10 @@ def check_name(name):
 
 
 def _refusal(
-    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
+    backend: Backend,
+    problem: Problem | DecodeProblem,
+    platform: str | None = None,
+    lse: bool = True,
 ) -> str | None:
     default = jax.default_backend()
     if platform not in (None, default) and backend.name != XlaBackend.name:
@@ -287,7 +315,10 @@ def _refusal(
         )
     if isinstance(problem, DecodeProblem):
         return backend.unsupported_decode(problem)
-    return backend.unsupported(problem)
+    reason = backend.unsupported(problem)
+    if reason is None and lse and not backend.gives_lse:
+        return "gives no log-sum-exp, which flash_attention_with_lse and empty_rows='mean' read"
+    return reason
 
 
 @lru_cache(maxsize=256)

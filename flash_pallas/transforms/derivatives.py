@@ -63,7 +63,8 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     Returns:
         o [B, T, N, Hv] in q's dtype and lse [B, N, T], natural logarithm, -inf for rows without
         keys, both differentiable once, in reverse mode; and, if spec.max_logit, the largest logit
-        of every row [B, N, T], which is not differentiated, else None.
+        of every row [B, N, T], which is not differentiated, else None. A backend that gives no
+        log-sum-exp has None in its place.
     """
     # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands, and
     # leaves them cut as the caller has them.
@@ -82,8 +83,8 @@ def _attend_fwd(backend, spec, blocks, primals):
     out = forward_of(backend, spec, blocks)(operands)
     out = out._replace(
         o=checkpoint_name(out.o, SAVED_NAMES[0]),
-        lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
-        shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
+        lse_log2=_named(out.lse_log2),
+        shift=_named(out.shift),
     )
     wanted = {name: None for name in EXTRA_GRADS if _is_wanted(getattr(primals, name))}
     residuals = (operands, out._replace(max_logit=None), wanted)
@@ -95,8 +96,11 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     do, dlse, _ = cotangents
     do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
-    given = Cotangents(out.lse_log2, do, delta, out.shift)
+    if backend.gives_lse:
+        delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
+        given = Cotangents(out.lse_log2, do, delta, out.shift)
+    else:
+        given = Cotangents(None, do, None)
     grads = backward_of(backend, spec, blocks, frozenset(wanted))(operands, given)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
@@ -123,6 +127,11 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
+def _named(rows):
+    """Names a part of the log-sum-exp for rematerialisation policies, if there is one."""
+    return None if rows is None else checkpoint_name(rows, SAVED_NAMES[1])
+
+
 def _is_wanted(primals) -> bool:
     """Returns whether somebody asked for the gradient of one of these extra operands."""
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
@@ -131,6 +140,8 @@ def _is_wanted(primals) -> bool:
 
 def _public(spec, operands, out: Outputs):
     """Returns (o, lse, max_logit) in natural units."""
+    if out.lse_log2 is None:
+        return out.o, None, out.max_logit
     unit = describe(operands, spec).unit
     return out.o, softmax.natural(out.lse_log2, out.shift, unit), out.max_logit
 

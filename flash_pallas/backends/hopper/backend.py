@@ -60,6 +60,9 @@ class HopperBackend:
     trades_registers: bool | None = None
     capability: str | None = None
     name = "hopper"
+    gives_lse = True
+    not_automatic = None
+    note = None
 
     @property
     def producer(self) -> bool:

@@ -43,6 +43,9 @@ class PortableBackend:
     capability: str | None = None
     num_sms: int | None = None
     name = "portable"
+    gives_lse = True
+    not_automatic = None
+    note = None
 
     @property
     def partitionable(self) -> bool:

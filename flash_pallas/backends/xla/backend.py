@@ -35,6 +35,9 @@ class XlaBackend:
     """The fallback that runs everywhere."""
 
     name = "xla"
+    gives_lse = True
+    not_automatic = None
+    note = None
     partitionable = True
 
     def unsupported(self, problem: Problem) -> str | None:
