@@ -51,6 +51,7 @@ MODIFIERS = (
     "packed_128",
     "positions_causal",
     "positions_window_128",
+    "positions_mods",
     "window_array_256",
     "document_128",
     "document_window_128",

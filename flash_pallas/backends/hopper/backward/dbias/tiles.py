@@ -113,7 +113,9 @@ class Sums:
             wide = self.problem.bias_dtype.itemsize > self.problem.dtype.itemsize
             narrow = narrow or self.problem.hides_by_arrays or wide
         widest = 64 if self.axes != "rows" and narrow else 128
-        if self.axes == "rows" and wants_narrow_tiles(self.problem):
+        # Positions of columns take as many registers as the scores: 736 bytes of spills at 128.
+        positions = "kv_positions" in self.problem.features
+        if self.axes == "rows" and (positions or wants_narrow_tiles(self.problem)):
             widest = 32
         keeping = () if modified else self.keeping()
         narrow = (b for b in keeping + CHOICES if b.block_kv <= widest)
