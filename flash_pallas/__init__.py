@@ -19,6 +19,8 @@ from .tuning import Tuning as Tuning
 from .tuning import autotune as autotune
 from .varlen import flash_attention_varlen as flash_attention_varlen
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Explanation",
     "KVCache",

@@ -250,7 +250,7 @@ def flash_attention_with_max_logit(
 
 @same_arguments(flash_attention)
 def explain(
-    q, k, v, *, backend="auto", blocks=None, device: str | None = None, **options
+    q, k, v, *, backend="auto", blocks=None, gpu: str | None = None, **options
 ) -> Explanation:
     """Returns the backend and tiles that `flash_attention` would use here, and why not others.
 
@@ -263,8 +263,8 @@ def explain(
         v: values.
         backend: name of the implementation.
         blocks: tile sizes.
-        device: a GPU to answer for that need not be here: "a100", "l40s", "h100", "h200", "b200" or
-            "rtx5090"; None is the device here.
+        gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "H100", "H200",
+            "B200" or "RTX 5090", in capitals or not; None is the device here.
         **options: every other argument of `flash_attention`.
 
     Returns:
@@ -284,7 +284,7 @@ def explain(
     shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
     problem = validate.of_shapes(shapes, q, k, v, options)
     platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, override, device, platform)
+    return dispatch.explanation(problem, backend, override, gpu, platform)
 
 
 def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
