@@ -32,6 +32,9 @@ RANKS = {
     "cache": 7,
     "parallel": 7,
     "nn": 8,
+    "conformance": 8,
+    "doctor": 9,
+    "__main__": 10,
 }
 # The rooms of a kernel's directions know nothing of each other.
 APART = (
