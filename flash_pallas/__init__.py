@@ -1,5 +1,6 @@
 """Exact FlashAttention in JAX: Pallas kernels for NVIDIA Hopper GPUs, jnp for everything else."""
 
+from ._version import __version__ as __version__
 from .api import dot_product_attention as dot_product_attention
 from .api import explain as explain
 from .api import flash_attention as flash_attention
@@ -18,8 +19,6 @@ from .transforms.derivatives import save_attention as save_attention
 from .tuning import Tuning as Tuning
 from .tuning import autotune as autotune
 from .varlen import flash_attention_varlen as flash_attention_varlen
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Explanation",

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import __version__, conformance
+from . import conformance
+from ._version import __version__
 from .api import explain, flash_attention
 from .decode import explain_decode
 

@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import those of a smaller rank, and its own room.
 RANKS = {
+    "_version": 0,
     "core": 0,
     "reference": 1,
     "transforms.sharding": 1,

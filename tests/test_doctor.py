@@ -98,8 +98,17 @@ def test_the_report(monkeypatch, capsys):
     assert set(report["runs"].values()) == {"xla"} and report["timing"]["ms"] > 0.0
     assert "wall time" in report["timing"]["measured"]
     assert [x["name"] for x in report["findings"]][-1] == "smoke test, window"
+
+
+@pytest.mark.usefixtures("one_case")
+def test_the_report_as_text(monkeypatch, capsys):
+    right = conformance.Verdict("window", conformance.RIGHT, "", 1e-7, 1e-6)
+    monkeypatch.setattr(conformance, "check", lambda *_: iter([right]))
     assert doctor.main([]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("All is well.")
+    told = capsys.readouterr().out
+    assert f"flash_pallas {fp.__version__}, jax {jax.__version__}" in told
+    assert "  ok     smoke test, window: right, error 1e-07, allowed 1e-06\n" in told
+    assert "decoding: xla" in told and told.rstrip().endswith("All is well.")
 
 
 @pytest.mark.usefixtures("one_case")
