@@ -65,7 +65,7 @@ def test_documentation(name):
     for parameter in inspect.signature(function).parameters:
         delegated = name in DELEGATING and parameter not in ("q", "k", "v", "backend", "blocks")
         assert delegated or f"\n    {parameter}: " in described, parameter
-    assert name not in DELEGATING or "every other argument of `flash_attention`" in described
+    assert name not in DELEGATING or "as in `flash_attention`, as are all the others" in described
 
 
 @pytest.mark.parametrize("name", ["Explanation", "KVCache", "Tuning", "UnsupportedByBackend"])
@@ -92,12 +92,15 @@ def test_examples(module, at_least):
 
 
 def test_one_signature():
-    parameters = lambda f: list(inspect.signature(f).parameters.items())
-    strings = lambda f: [str(p) for p in parameters(f)]
+    strings = lambda f: [str(p) for p in inspect.signature(f).parameters.values()]
     for name in DELEGATING:
-        device = ["('device', <Parameter \"device: 'str | None' = None\">)"]
-        added = device if name == "explain" else []
-        assert strings(fp.flash_attention) + added == strings(getattr(fp, name))
+        added = ["gpu: 'str | None' = None"] if name == "explain" else []
+        # Where others take arrays, explain takes their shapes too.
+        found = [
+            each.replace("[Shaped", "[AnyArray").replace(" Shaped", " AnyArray")
+            for each in strings(getattr(fp, name))
+        ]
+        assert strings(fp.flash_attention) + added == found
 
 
 def test_unknown_argument():

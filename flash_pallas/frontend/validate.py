@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -384,7 +384,7 @@ def of_rank(x, rank: int):
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-def lengths_of_rank(x, rank: int):
+def lengths_of_rank(x, rank: int) -> Any:
     """Brings lengths to this rank as `of_rank` does; one for all entries stays one."""
     return x if x is None or not np.ndim(x) else of_rank(x, rank)
 
@@ -489,8 +489,7 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
     meant = {name: _meant(name, names) for name in sorted(wrong)}
     found = dict.fromkeys(ours for group in meant.values() for ours in group)
     hint = f"; did you mean {' and '.join(map(repr, found))}?" if found else ""
-    notes = dict.fromkeys(_note(name, ours) for name, ours in meant.items())
-    notes.pop(None, None)
+    notes = dict.fromkeys(filter(None, (_note(name, ours) for name, ours in meant.items())))
     note = f"{' ' if hint else ': '}{'; '.join(notes)}" if notes else ""
     return f"{function}() got an unexpected keyword argument{plural} {listed}{hint}{note}"
 
@@ -531,24 +530,28 @@ def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def same_arguments(original: Callable):
+class _SameArguments[**P](Protocol):
+    """Decorator: a function keeps what it returns, and takes the arguments P."""
+
+    def __call__[R](self, function: Callable[..., R], /) -> Callable[P, R]: ...
+
+
+def same_arguments[**P](original: Callable[P, Any]) -> _SameArguments[P]:
     """Returns a decorator that gives a (q, k, v, **options) the signature of `original`.
 
-    Keyword arguments of the decorated function that `original` does not have come after those.
+    Both at run time and to type checkers and editors, which show every name, type and default.
     """
-    return functools.partial(_with_signature, inspect.signature(original))
+    whole = inspect.signature(original)
+
+    def decorate[R](function: Callable[..., R], /) -> Callable[P, R]:
+        returns = inspect.signature(function).return_annotation
+        return _with_signature(whole.replace(return_annotation=returns), function)
+
+    return decorate
 
 
-def _with_signature(whole: inspect.Signature, function):
-    own = inspect.signature(function)
-    added = [
-        parameter
-        for name, parameter in own.parameters.items()
-        if name not in whole.parameters and parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    signature = whole.replace(
-        parameters=[*whole.parameters.values(), *added], return_annotation=own.return_annotation
-    )
+def _with_signature(signature: inspect.Signature, function):
+    """Wraps `function` so that it takes what `signature` says, by position too."""
 
     @functools.wraps(function)
     def bound(*args, **kwargs):
