@@ -146,8 +146,8 @@ MEANT = [
     ("flash_attention", "key_value_seq_lengths", "'kv_lengths'?$"),
     ("flash_attention", "logits_soft_cap", "'softcap'? softcap acts after scale"),
     ("flash_attention", "implementation", "'backend'? the choices are 'auto'"),
-    ("flash_attention", "cu_seqlens_q", "argument 'cu_seqlens_q': packed sequences are"),
-    ("flash_attention", "max_seqlen_k", "argument 'max_seqlen_k': nothing has to be said"),
+    ("flash_attention", "cu_seqlens_q", "argument 'cu_seqlens_q': flash_attention_varlen takes"),
+    ("flash_attention", "max_seqlen_k", "argument 'max_seqlen_k': leave it out"),
     ("flash_attention", "return_lse", "argument 'return_lse': flash_attention_with_lse returns"),
     ("flash_attention", "return_attn_probs", ": the weights never .*; flash_attention_with_lse"),
     ("flash_attention", "enable_gqa", ": k and v may always have fewer heads"),
@@ -158,6 +158,8 @@ MEANT = [
     ("dot_product_attention", "segment_ids", ": flash_attention has 'q_segment_ids' and"),
     ("flash_decode", "cache_seqlens", "'kv_lengths'? kv_lengths counts the new tokens too"),
     ("flash_decode", "return_softmax_lse", "'return_lse'?$"),
+    ("flash_attention_varlen", "cu_seqlens_k", "'cu_seqlens_kv'?$"),
+    ("flash_attention_varlen", "max_seqlen_q", "argument 'max_seqlen_q': leave it out"),
 ]
 
 
@@ -168,15 +170,6 @@ def test_hints_say_what_differs(name, option, message):
         getattr(fp, name)(x, x, x, **{option: 1})
 
 
-def test_the_recipe_for_packed_sequences():
-    cu_seqlens, positions = jnp.array([0, 3, 7]), jnp.arange(9)
-    ids = jnp.searchsorted(cu_seqlens, positions, side="right")
-    assert ids.tolist() == [1, 1, 1, 2, 2, 2, 2, 3, 3]
-    assert (
-        "jnp.searchsorted(cu_seqlens, positions, side='right')" in validate.INSTEAD["cu_seqlens_q"]
-    )
-
-
 def test_hints_are_of_names_that_we_lack():
     synonyms = {name for group in validate.SYNONYMS for name in group.split()}
     assert set(validate.MEANINGS) <= synonyms
@@ -184,7 +177,7 @@ def test_hints_are_of_names_that_we_lack():
 
 
 def test_synonyms_are_of_arguments_that_exist():
-    functions = [fp.flash_attention, fp.flash_decode]
+    functions = [fp.flash_attention, fp.flash_attention_varlen, fp.flash_decode]
     names = set().union(*(inspect.signature(f).parameters for f in functions))
     assert {group.split()[0] for group in validate.SYNONYMS} <= names
 

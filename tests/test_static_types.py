@@ -1,4 +1,4 @@
-"""What type checkers and editors see of functions that take the arguments of `flash_attention`."""
+"""Tests that type checkers and editors see the arguments of the public functions."""
 
 from __future__ import annotations
 

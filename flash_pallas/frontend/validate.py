@@ -411,6 +411,10 @@ SYNONYMS = (
     "dropout_rate dropout dropout_p",
     "dropout_seed dropout_rng dropout_key rng",
     "q_offset query_offset q_start",
+    "q_positions query_positions positions segment_pos",
+    "kv_positions key_positions positions segment_pos",
+    "cu_seqlens_q cu_seqlens",
+    "cu_seqlens_kv cu_seqlens_k",
     "mask_mod block_mask",
     "return_lse return_residual return_residuals return_softmax_lse return_attn_probs",
     "page_table block_table block_tables page_indices",
@@ -418,11 +422,8 @@ SYNONYMS = (
     "backend implementation impl",
 )
 _SEGMENTS = "pass the one array twice; negative ids are padding, and an id of 0 is not"
-_PACKED = (
-    "packed sequences are q_segment_ids and kv_segment_ids here, "
-    "jnp.searchsorted(cu_seqlens, positions, side='right') of them"
-)
-_LONGEST = "nothing has to be said here: the grid covers whole arrays and skips what ids hide"
+_PACKED = "flash_attention_varlen takes q [total, N, H] with cu_seqlens_q and cu_seqlens_kv"
+_LONGEST = "leave it out: no kernel asks for the longest sequence"
 _SLIDING = "{} leaves out the query's own key: (sliding_window - 1, 0)"
 _LSE = "flash_attention_with_lse returns the log-sum-exp, float32 [*B, N, T]"
 _NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
@@ -453,6 +454,7 @@ MEANINGS = {
 }
 # By a name of another library, what to do without such an argument.
 INSTEAD = {
+    "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
     "cu_seqlens_kv": _PACKED,
