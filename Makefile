@@ -71,10 +71,11 @@ compile-check-0.12:
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --target a100 --only "128 bfloat16 causal"
 
-# A part of it with ptxas 12.9, which the extra cuda12 brings; no warpgroup instruction needs CUDA 13.
+# A part of it with ptxas 12.9, which the extra cuda12 brings. Rows that spill more than with CUDA 13
+# are in docs/limits.md.
 compile-check-cuda12:
 	@VENV=$(VENV)-cuda12 bash .ci/setup compile-cuda12
-	$(VENV)-cuda12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal" "ward 256 bfloat16 causal"
+	$(VENV)-cuda12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal" "forward 256 bfloat16 causal"
 	$(VENV)-cuda12/bin/python -m tests.compile_check --target a100 --only "128 bfloat16 causal"
 
 package:
