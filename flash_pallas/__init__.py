@@ -1,5 +1,6 @@
 """Exact FlashAttention in JAX: Pallas kernels for NVIDIA Hopper GPUs, jnp for everything else."""
 
+from ._version import __version__ as __version__
 from .api import dot_product_attention as dot_product_attention
 from .api import explain as explain
 from .api import flash_attention as flash_attention

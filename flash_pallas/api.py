@@ -15,7 +15,12 @@ from .frontend.validate import same_arguments, suggested
 from .transforms import derivatives
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import Array, Bool, Float, Int
+
+    AnyArray = Array | np.ndarray
+    # What explain takes for an array.
+    Shaped = AnyArray | jax.ShapeDtypeStruct
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _attend = jax.jit(derivatives.attend, static_argnums=(0, 1, 2))
@@ -23,27 +28,27 @@ _attend = jax.jit(derivatives.attend, static_argnums=(0, 1, 2))
 
 @suggested
 def flash_attention(
-    q: Float[Array, "*B T N H"],
-    k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K Hv"],
+    q: Float[AnyArray, "*B T N H"],
+    k: Float[AnyArray, "*B S K H"],
+    v: Float[AnyArray, "*B S K Hv"],
     *,
     causal: bool = False,
-    window: int | Int[Array, "*#B"] | tuple[Any, Any] | None = None,
+    window: int | Int[AnyArray, "*#B"] | tuple[Any, Any] | None = None,
     scale: float | None = None,
-    q_offset: int | Int[Array, "*B"] | None = None,
-    q_positions: Int[Array, "*B T"] | None = None,
-    kv_positions: Int[Array, "*B S"] | None = None,
-    q_segment_ids: Int[Array, "*B T"] | None = None,
-    kv_segment_ids: Int[Array, "*B S"] | None = None,
-    q_lengths: Int[Array, "*B"] | None = None,
-    kv_lengths: Int[Array, "*B"] | None = None,
-    bias: Float[Array, "*#B #N #T #S"] | None = None,
-    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    q_offset: int | Int[AnyArray, "*B"] | None = None,
+    q_positions: Int[AnyArray, "*B T"] | None = None,
+    kv_positions: Int[AnyArray, "*B S"] | None = None,
+    q_segment_ids: Int[AnyArray, "*B T"] | None = None,
+    kv_segment_ids: Int[AnyArray, "*B S"] | None = None,
+    q_lengths: int | Int[AnyArray, "*B"] | None = None,
+    kv_lengths: int | Int[AnyArray, "*B"] | None = None,
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
     softcap: float | None = None,
-    alibi_slopes: Float[Array, "*#B N"] | None = None,
-    sinks: Float[Array, "*#B N"] | None = None,
+    alibi_slopes: Float[AnyArray, "*#B N"] | None = None,
+    sinks: Float[AnyArray, "*#B N"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: int | AnyArray | None = None,
     broadcast_dropout: bool = False,
     shard_axes: tuple[Any, Any] | None = None,
     score_mod: Callable | None = None,
@@ -249,9 +254,39 @@ def flash_attention_with_max_logit(
     return run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
 
 
-@same_arguments(flash_attention)
-def explain(
-    q, k, v, *, backend="auto", blocks=None, device: str | None = None, **options
+@suggested
+def explain(  # noqa: D417 - it describes what differs from flash_attention alone
+    q: Float[Shaped, "*B T N H"],
+    k: Float[Shaped, "*B S K H"],
+    v: Float[Shaped, "*B S K Hv"],
+    *,
+    causal: bool = False,
+    window: int | Int[Shaped, "*#B"] | tuple[Any, Any] | None = None,
+    scale: float | None = None,
+    q_offset: int | Int[Shaped, "*B"] | None = None,
+    q_positions: Int[Shaped, "*B T"] | None = None,
+    kv_positions: Int[Shaped, "*B S"] | None = None,
+    q_segment_ids: Int[Shaped, "*B T"] | None = None,
+    kv_segment_ids: Int[Shaped, "*B S"] | None = None,
+    q_lengths: int | Int[Shaped, "*B"] | None = None,
+    kv_lengths: int | Int[Shaped, "*B"] | None = None,
+    bias: Float[Shaped, "*#B #N #T #S"] | None = None,
+    mask: Bool[Shaped, "*#B #N #T #S"] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Float[Shaped, "*#B N"] | None = None,
+    sinks: Float[Shaped, "*#B N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Shaped | None = None,
+    broadcast_dropout: bool = False,
+    shard_axes: tuple[Any, Any] | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    empty_rows: str = "zero",
+    deterministic: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    backend: str = "auto",
+    blocks: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
 ) -> Explanation:
     """Returns the backend and tiles that `flash_attention` would use here, and why not others.
 
@@ -264,9 +299,8 @@ def explain(
         v: values.
         backend: name of the implementation.
         blocks: tile sizes.
-        device: a GPU to answer for that need not be here: "a100", "l40s", "h100", "h200", "b200" or
-            "rtx5090"; None is the device here.
-        **options: every other argument of `flash_attention`.
+        gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "H100", "H200",
+            "B200" or "RTX 5090", in capitals or not; None is the device here.
 
     Returns:
         An `Explanation`; print it.
@@ -281,15 +315,41 @@ def explain(
         >>> print(explain(x, x, x, backend="xla", blocks={"block_q": 64, "block_kv": 256}).blocks)
         XlaBlocks(block_q=64, block_kv=256)
     """
+    arguments = Arguments(
+        causal=causal,
+        window=window,
+        scale=scale,
+        q_offset=q_offset,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        bias=bias,
+        mask=mask,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        shard_axes=shard_axes,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        empty_rows=empty_rows,
+        deterministic=deterministic,
+        precision=precision,
+    )
     override = validate.check_blocks(blocks)
 
     def shapes(q, k, v, given):
         call = validate.canonicalize(q, k, v, Arguments(**given))
         return call.problem, call.means_empty_rows
 
-    problem, lse = validate.of_shapes(shapes, q, k, v, options)
+    problem, lse = validate.of_shapes(shapes, q, k, v, vars(arguments))
     platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, override, device, platform, lse)
+    return dispatch.explanation(problem, backend, override, gpu, platform, lse)
 
 
 def run(q, k, v, backend, blocks, arguments: Arguments, lse=True) -> tuple[Any, Any, Any]:
@@ -320,16 +380,16 @@ def run(q, k, v, backend, blocks, arguments: Arguments, lse=True) -> tuple[Any, 
 
 @suggested
 def dot_product_attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    bias: Float[Array, "*#B #N #T #S"] | None = None,
-    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[Array, "*B"] | None = None,
-    key_value_seq_lengths: Int[Array, "*B"] | None = None,
+    query_seq_lengths: int | Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: int | Int[AnyArray, "*B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,

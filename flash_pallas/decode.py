@@ -130,7 +130,7 @@ def flash_decode(
 
 
 def explain_decode(
-    q, k, v, *, backend: str = "auto", device: str | None = None, **options
+    q, k, v, *, backend: str = "auto", gpu: str | None = None, **options
 ) -> Explanation:
     """Returns the backend and splits that `flash_decode` would use here, and why not others.
 
@@ -142,7 +142,7 @@ def explain_decode(
         k: keys, or pages of them.
         v: values.
         backend: name of the implementation.
-        device: a GPU to answer for that need not be here, as in `explain`.
+        gpu: a GPU to answer for that need not be here, as in `explain`.
         **options: every other argument of `flash_decode` but `return_lse`.
 
     Returns:
@@ -168,7 +168,7 @@ def explain_decode(
 
     problem = validate.of_shapes(shapes, q, k, v, options)
     platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, device=device, platform=platform)
+    return dispatch.explanation(problem, backend, gpu=gpu, platform=platform)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import those of a smaller rank, and its own room.
 RANKS = {
+    "_version": 0,
     "core": 0,
     "reference": 1,
     "transforms.sharding": 1,
@@ -33,6 +34,9 @@ RANKS = {
     "cache": 7,
     "parallel": 7,
     "nn": 8,
+    "conformance": 8,
+    "doctor": 9,
+    "__main__": 10,
 }
 # The rooms of a kernel's directions know nothing of each other.
 APART = (

@@ -144,9 +144,9 @@ def loss_of(**options):
 )
 def test_masks_reach_cudnn(options, mask, window):
     (call,) = calls(loss_of(**options, scale=0.5), *arrays())
-    assert f'mask_type\\22: \\22{mask}\\22' in call
-    assert f'sliding_window_length\\22: {window},' in call
-    assert 'fmha_scale\\22: 0.5,' in call
+    assert f"mask_type\\22: \\22{mask}\\22" in call
+    assert f"sliding_window_length\\22: {window}," in call
+    assert "fmha_scale\\22: 0.5," in call
 
 
 @pytest.mark.usefixtures("lowering")

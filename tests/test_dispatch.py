@@ -17,6 +17,8 @@ from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 from flash_pallas.frontend import dispatch
 
+from .compile_check.device import TARGETS
+
 Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 
 
@@ -189,21 +191,21 @@ SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
 ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "cudnn"}
 
 
-@pytest.mark.parametrize(("device", "backend"), ELSEWHERE.items())
-def test_explain_answers_for_a_gpu_that_is_not_here(device, backend):
-    found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, device=device)
-    assert found.backend == backend and found.device == dispatch.DEVICES[device].kind
-    assert f", on {found.device}\n" in str(found)
+@pytest.mark.parametrize(("name", "backend"), ELSEWHERE.items())
+def test_explain_answers_for_a_gpu_that_is_not_here(name, backend):
+    found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, gpu=name)
+    assert found.backend == backend and found.gpu == dispatch.DEVICES[name].kind
+    assert f", on {found.gpu}\n" in str(found)
     if backend != "hopper":
         assert found.reasons["hopper"].startswith("needs compute capability 9.0 (H100, H200); this")
         message = rf"this GPU has \d+\.0; .*'{backend}' can"
         with pytest.raises(fp.UnsupportedByBackend, match=message):
-            fp.explain(SHAPE, SHAPE, SHAPE, backend="hopper", device=device)
+            fp.explain(SHAPE, SHAPE, SHAPE, backend="hopper", gpu=name)
     token = jax.ShapeDtypeStruct((4, 1, 16, 128), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
-    decoded = fp.explain_decode(token, SHAPE, SHAPE, kv_lengths=lengths, device=device)
+    decoded = fp.explain_decode(token, SHAPE, SHAPE, kv_lengths=lengths, gpu=name)
     kernels = "hopper" if backend == "hopper" else "portable"  # cuDNN does not decode
-    assert decoded.backend == kernels and decoded.device == found.device
+    assert decoded.backend == kernels and decoded.gpu == found.gpu
     assert decoded.blocks.num_splits > 1
 
 
@@ -212,17 +214,32 @@ def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path
     monkeypatch.setattr(dispatch, "_jax", lambda: "0.11")  # that of the shipped table
     dispatch._read.cache_clear()  # it may have been read as that of another jax
     dispatch.forget_tiles()
-    found = fp.explain(SHAPE, SHAPE, SHAPE, device="h200")
+    found = fp.explain(SHAPE, SHAPE, SHAPE, gpu="H200")
     table = "shipped table nvidia_h200.json"
     assert found.sources == {"forward": f"heuristic, fastest in {table}", "fused": table}
-    assert set(fp.explain(SHAPE, SHAPE, SHAPE, device="a100").sources.values()) == {"heuristic"}
+    assert set(fp.explain(SHAPE, SHAPE, SHAPE, gpu="a100").sources.values()) == {"heuristic"}
     dispatch._read.cache_clear()
     dispatch.forget_tiles()
 
 
+def test_gpus_are_known_by_any_spelling_of_their_name():
+    for name in ("rtx5090", "RTX 5090", "RTX-5090", "NVIDIA GeForce RTX 5090"):
+        assert dispatch.device_of(name) is dispatch.DEVICES["rtx5090"]
+    with pytest.raises(TypeError, match=r'gpu must be the name of a GPU, as in "H100", got 90'):
+        fp.explain(Q, Q, Q, gpu=90)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_explain_knows_the_gpus_that_kernels_are_compiled_for(name):
+    target, device = TARGETS[name], dispatch.DEVICES[name]
+    assert device.capability == f"{target.major}.{target.minor}"
+    assert device.sms == target.multiprocessors
+    assert device.kind.startswith(target.name)
+
+
 def test_explain_of_an_unknown_gpu():
-    with pytest.raises(ValueError, match=r"device is 'v100': choose one of 'a100', .*'rtx5090'"):
-        fp.explain(Q, Q, Q, device="v100")
+    with pytest.raises(ValueError, match=r"gpu is 'v100': choose one of 'A100', .*'RTX5090'"):
+        fp.explain(Q, Q, Q, gpu="v100")
 
 
 def test_explain_takes_shapes_in_place_of_any_array():

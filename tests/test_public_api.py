@@ -66,7 +66,7 @@ def test_documentation(name):
     for parameter in inspect.signature(function).parameters:
         delegated = name in DELEGATING and parameter not in ("q", "k", "v", "backend", "blocks")
         assert delegated or f"\n    {parameter}: " in described, parameter
-    assert name not in DELEGATING or "every other argument of `flash_attention`" in described
+    assert name not in DELEGATING or "as in `flash_attention`, as are all the others" in described
 
 
 @pytest.mark.parametrize("name", ["Explanation", "KVCache", "Tuning", "UnsupportedByBackend"])
@@ -93,12 +93,15 @@ def test_examples(module, at_least):
 
 
 def test_one_signature():
-    parameters = lambda f: list(inspect.signature(f).parameters.items())
-    strings = lambda f: [str(p) for p in parameters(f)]
+    strings = lambda f: [str(p) for p in inspect.signature(f).parameters.values()]
     for name in DELEGATING:
-        device = ["('device', <Parameter \"device: 'str | None' = None\">)"]
-        added = device if name == "explain" else []
-        assert strings(fp.flash_attention) + added == strings(getattr(fp, name))
+        added = ["gpu: 'str | None' = None"] if name == "explain" else []
+        # Where others take arrays, explain takes their shapes too.
+        found = [
+            each.replace("[Shaped", "[AnyArray").replace(" Shaped", " AnyArray")
+            for each in strings(getattr(fp, name))
+        ]
+        assert strings(fp.flash_attention) + added == found
 
 
 def test_unknown_argument():
@@ -129,8 +132,53 @@ def test_names_that_other_libraries_use(name, options, message):
         getattr(fp, name)(x, x, x, **options)
 
 
+MEANT = [
+    ("flash_attention", "query", "'q'? the layout is .* where PyTorch has heads first"),
+    ("flash_attention", "is_causal", "'causal'? positions count from the first query"),
+    ("flash_attention", "attn_mask", "'mask'? mask is bool, .* floats .* are bias$"),
+    ("flash_attention", "attention_mask", "'mask'? .* kv_lengths"),
+    ("flash_attention", "attn_bias", "'bias'? bias is .* has a gradient"),
+    ("flash_attention", "dropout_p", "'dropout_rate'? .* needs dropout_seed"),
+    ("flash_attention", "dropout_rng", "'dropout_seed'? .* other weights"),
+    ("flash_attention", "softmax_scale", "'scale'?$"),
+    ("flash_attention", "window_size", r"'window'? window is \(left, right\), and None, not -1"),
+    ("flash_attention", "sliding_window", r"'window'? .*\(sliding_window - 1, 0\)"),
+    ("flash_attention", "segment_ids", "'q_segment_ids' and 'kv_segment_ids'? .* negative ids"),
+    ("flash_attention", "key_value_seq_lengths", "'kv_lengths'?$"),
+    ("flash_attention", "logits_soft_cap", "'softcap'? softcap acts after scale"),
+    ("flash_attention", "implementation", "'backend'? the choices are 'auto'"),
+    ("flash_attention", "cu_seqlens_q", "argument 'cu_seqlens_q': flash_attention_varlen takes"),
+    ("flash_attention", "max_seqlen_k", "argument 'max_seqlen_k': leave it out"),
+    ("flash_attention", "return_lse", "argument 'return_lse': flash_attention_with_lse returns"),
+    ("flash_attention", "return_attn_probs", ": the weights never .*; flash_attention_with_lse"),
+    ("flash_attention", "enable_gqa", ": k and v may always have fewer heads"),
+    ("flash_attention", "dtype", ": the result has q's dtype"),
+    ("flash_attention", "module", ": .* flash_pallas.nn.attention_fn"),
+    ("dot_product_attention", "window_size", "'local_window_size'? local_window_size is"),
+    ("dot_product_attention", "softcap", "argument 'softcap': flash_attention has 'softcap'"),
+    ("dot_product_attention", "segment_ids", ": flash_attention has 'q_segment_ids' and"),
+    ("flash_decode", "cache_seqlens", "'kv_lengths'? kv_lengths counts the new tokens too"),
+    ("flash_decode", "return_softmax_lse", "'return_lse'?$"),
+    ("flash_attention_varlen", "cu_seqlens_k", "'cu_seqlens_kv'?$"),
+    ("flash_attention_varlen", "max_seqlen_q", "argument 'max_seqlen_q': leave it out"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "message"), MEANT)
+def test_hints_say_what_differs(name, option, message):
+    x = jnp.ones((2, 1, 4, 64))
+    with pytest.raises(TypeError, match=message.replace("?", r"\?")):
+        getattr(fp, name)(x, x, x, **{option: 1})
+
+
+def test_hints_are_of_names_that_we_lack():
+    synonyms = {name for group in validate.SYNONYMS for name in group.split()}
+    assert set(validate.MEANINGS) <= synonyms
+    assert not set(validate.INSTEAD) & set(inspect.signature(fp.flash_attention).parameters)
+
+
 def test_synonyms_are_of_arguments_that_exist():
-    functions = [fp.flash_attention, fp.flash_decode]
+    functions = [fp.flash_attention, fp.flash_attention_varlen, fp.flash_decode]
     names = set().union(*(inspect.signature(f).parameters for f in functions))
     assert {group.split()[0] for group in validate.SYNONYMS} <= names
 

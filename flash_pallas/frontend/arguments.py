@@ -382,7 +382,8 @@ def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
     if seed is None:
         raise ValueError(
             f"dropout_rate is {rate} and dropout_seed is None: pass a key, as in "
-            "dropout_seed=jax.random.key(0), a new one for every call"
+            "dropout_seed=jax.random.key(0), a new one for every call. Where Flax has "
+            "deterministic=True, pass dropout_rate=0.0: here it is about gradients"
         )
     batch, heads = (1, 1) if shared else (sizes.batch, sizes.q_heads)
     first = (0, 0) if shared else sizes.first

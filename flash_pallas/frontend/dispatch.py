@@ -193,7 +193,7 @@ class Explanation:
         sources: for every kernel, the source of its tile sizes: "caller", the user's cache or the
             shipped table with the name of the file, or "heuristic"; also where a table says that
             the heuristic's were the fastest of those timed.
-        device: the kind of the GPU that was asked about; None is what is here.
+        gpu: the kind of the GPU that was asked about; None is what is here.
         note: what runs, where it is no kernel of this package; None where it is.
     """
 
@@ -202,7 +202,7 @@ class Explanation:
     blocks: Any
     reasons: dict[str, str]
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
-    device: str | None = None
+    gpu: str | None = None
     note: str | None = None
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class Explanation:
             f"{function} on q [{p.batch}, {p.q_len}, {p.q_heads}, {p.head_dim}], "
             f"k [{rows}, {length}, {p.kv_heads}, {p.head_dim}], "
             f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}"
-            + (f", on {self.device}" if self.device else ""),
+            + (f", on {self.gpu}" if self.gpu else ""),
             f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
         ]
         if self.note:
@@ -231,7 +231,7 @@ def explanation(
     problem: Problem | DecodeProblem,
     name: str,
     override: dict[str, Any] | None = None,
-    device: str | None = None,
+    gpu: str | None = None,
     platform: str | None = None,
     lse: bool = True,
 ) -> Explanation:
@@ -241,7 +241,7 @@ def explanation(
         problem: the shapes.
         name: "auto", or a backend's name.
         override: the caller's tile sizes.
-        device: a name of `devices.DEVICES`; None is the device here.
+        gpu: a name of `DEVICES`, as `device_of` reads it; None is the device here.
         platform: as in `select`.
         lse: as in `select`.
 
@@ -250,11 +250,11 @@ def explanation(
         UnsupportedByBackend: as in `select`.
     """
     check_name(name)
-    there = device_of(device)
+    there = device_of(gpu)
     kind = None if there is None else there.kind
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons = dict.fromkeys(BACKENDS, "there is no query or no key, so nothing to compute")
-        return Explanation(problem, "none", None, reasons, device=kind)
+        return Explanation(problem, "none", None, reasons, gpu=kind)
     if there is not None:
         platform = None  # not here, so wherever the arrays are
     chosen = select(problem, name, there, platform, lse)
@@ -272,7 +272,7 @@ def explanation(
     }
     if isinstance(problem, DecodeProblem):
         tile = chosen.decode_blocks(problem)
-        return Explanation(problem, chosen.name, tile, reasons, device=kind)
+        return Explanation(problem, chosen.name, tile, reasons, gpu=kind)
     tile = tiles(chosen, problem, override, kind)
     sources = {} if tile is None else _sources(chosen, problem, override, kind)
     return Explanation(problem, chosen.name, tile, reasons, sources, kind, chosen.note)
@@ -346,6 +346,7 @@ class Device:
 
 DEVICES = {
     "a100": Device("NVIDIA A100-SXM4-80GB", "8.0", 108),
+    "a10": Device("NVIDIA A10", "8.6", 72),
     "l40s": Device("NVIDIA L40S", "8.9", 142),
     "h100": Device("NVIDIA H100 80GB HBM3", "9.0", 132),
     "h200": Device("NVIDIA H200", "9.0", 132),
@@ -357,15 +358,27 @@ DEVICES = {
 def device_of(name: str | None) -> Device | None:
     """Returns the GPU of this name; None for the device that is here.
 
+    The name is a key of DEVICES, or the kind of one of them as jax spells it. Capitals, spaces and
+    hyphens do not count.
+
     Raises:
+        TypeError: a name that is no string.
         ValueError: a name that is not known.
     """
     if name is None:
         return None
-    if name not in DEVICES:
-        known = ", ".join(map(repr, DEVICES))
-        raise ValueError(f"device is {name!r}: choose one of {known}, or None for the one here")
-    return DEVICES[name]
+    if not isinstance(name, str):
+        raise TypeError(f'gpu must be the name of a GPU, as in "H100", got {name!r}')
+    for known, device in DEVICES.items():
+        if _plain(name) in (known, _plain(device.kind)):
+            return device
+    choices = ", ".join(repr(known.upper()) for known in DEVICES)
+    raise ValueError(f"gpu is {name!r}: choose one of {choices}, or None for the one here")
+
+
+def _plain(name: str) -> str:
+    """Returns the letters and digits of a name, in lower case."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 # --- Tables of tuned tile sizes -------------------------------------------------------------------

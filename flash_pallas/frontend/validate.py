@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -392,14 +392,14 @@ def of_rank(x, rank: int):
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-def lengths_of_rank(x, rank: int):
+def lengths_of_rank(x, rank: int) -> Any:
     """Brings lengths to this rank as `of_rank` does; one for all entries stays one."""
     return x if x is None or not np.ndim(x) else of_rank(x, rank)
 
 
 # --- Names of arguments: one signature for several functions, and hints for wrong names -----------
 
-# Names of one thing: ours, and those of jax.nn, PyTorch, flash-attn, Tokamax, kvax and MaxText.
+# Names of one thing: ours, and those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, kvax, MaxText.
 SYNONYMS = (
     "q query",
     "k key",
@@ -410,8 +410,8 @@ SYNONYMS = (
     "softcap soft_cap logit_cap logits_soft_cap attn_logits_soft_cap",
     "mask attn_mask attention_mask",
     "bias attn_bias attention_bias ab",
-    "q_segment_ids query_segment_ids segment_ids",
-    "kv_segment_ids key_segment_ids segment_ids",
+    "q_segment_ids query_segment_ids segment_ids decoder_segment_ids",
+    "kv_segment_ids key_segment_ids segment_ids decoder_segment_ids",
     "q_lengths query_seq_lengths q_seqlen seqused_q",
     "kv_lengths key_value_seq_lengths kv_seqlen seqused_k cache_seqlens lengths",
     "sinks s_aux softmax_aux learnable_sink attention_sink",
@@ -419,11 +419,71 @@ SYNONYMS = (
     "dropout_rate dropout dropout_p",
     "dropout_seed dropout_rng dropout_key rng",
     "q_offset query_offset q_start",
-    "return_lse return_residual return_residuals return_softmax_lse",
+    "q_positions query_positions positions segment_pos",
+    "kv_positions key_positions positions segment_pos",
+    "cu_seqlens_q cu_seqlens",
+    "cu_seqlens_kv cu_seqlens_k",
+    "mask_mod block_mask",
+    "return_lse return_residual return_residuals return_softmax_lse return_attn_probs",
     "page_table block_table block_tables page_indices",
     "blocks block_sizes",
     "backend implementation impl",
 )
+_SEGMENTS = "pass the one array twice; negative ids are padding, and an id of 0 is not"
+_PACKED = "flash_attention_varlen takes q [total, N, H] with cu_seqlens_q and cu_seqlens_kv"
+_LONGEST = "leave it out: no kernel asks for the longest sequence"
+_SLIDING = "{} leaves out the query's own key: (sliding_window - 1, 0)"
+_LSE = "flash_attention_with_lse returns the log-sum-exp, float32 [*B, N, T]"
+_NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
+# By a name of another library, where it means another thing there; {} is the name here.
+MEANINGS = {
+    "query": "the layout is [*batch, length, heads, head_dim], where PyTorch has heads first",
+    "is_causal": "positions count from the first query and the first key; see q_offset",
+    "window_size": "{} is (left, right), and None, not -1, is unbounded",
+    "sliding_window": _SLIDING,
+    "sliding_window_size": _SLIDING,
+    "attn_mask": "{} is bool, True is visible; floats to be added to the scores are bias",
+    "attention_mask": "{} is bool [*B, N, T, S], each axis full or 1, True is visible; for "
+    "padding [*B, S], flash_attention has kv_lengths and kv_segment_ids",
+    "attn_bias": "{} is [*B, N, T, S], each axis full or 1, and has a gradient",
+    "attention_bias": "{} is [*B, N, T, S], each axis full or 1, and has a gradient",
+    "segment_ids": _SEGMENTS,
+    "decoder_segment_ids": _SEGMENTS,
+    "dropout": "{} is the share that is dropped, and needs dropout_seed",
+    "dropout_p": "{} is the share that is dropped, and needs dropout_seed",
+    "dropout_rng": "an int or a key of jax.random; it drops other weights than jax.random would",
+    "dropout_key": "an int or a key of jax.random; it drops other weights than jax.random would",
+    "block_mask": "{} is the function that makes the BlockMask; it hides keys and skips none",
+    "implementation": "the choices are 'auto', 'hopper', 'portable' and 'xla'",
+    "query_scale": "{} multiplies the scores, and None is 1 / sqrt(head_dim)",
+    "logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
+    "attn_logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
+    "cache_seqlens": "{} counts the new tokens too",
+}
+# By a name of another library, what to do without such an argument.
+INSTEAD = {
+    "cu_seqlens": _PACKED,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "cu_seqlens_kv": _PACKED,
+    "max_seqlen_q": _LONGEST,
+    "max_seqlen_k": _LONGEST,
+    "max_seqlen_kv": _LONGEST,
+    "return_lse": _LSE,
+    "return_residual": _LSE,
+    "return_residuals": _LSE,
+    "return_softmax_lse": _LSE,
+    "return_attn_probs": f"{_NO_WEIGHTS}; {_LSE}",
+    "need_weights": _NO_WEIGHTS,
+    "enable_gqa": "k and v may always have fewer heads than q: leave it out",
+    "pack_gqa": "the kernels choose it by themselves: leave it out",
+    "dtype": "the result has q's dtype: cast q, k and v",
+    "module": "Flax's attention modules take flash_pallas.nn.attention_fn",
+    "einsum_dot_general": "Flax's attention modules take flash_pallas.nn.attention_fn",
+    "training": "leave dropout_rate at 0 where nothing is to be dropped",
+    "rotary_cos": "rotate q and k before the call: apply_rope",
+    "rotary_sin": "rotate q and k before the call: apply_rope",
+}
 
 
 def unexpected(function: str, wrong: Collection[str], names: Collection[str]) -> str:
@@ -436,16 +496,35 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
     """
     listed = ", ".join(map(repr, sorted(wrong)))
     plural = "s" if len(wrong) > 1 else ""
-    meant = {ours: None for name in sorted(wrong) for ours in _meant(name, names)}
-    hint = f"; did you mean {' and '.join(map(repr, meant))}?" if meant else ""
-    return f"{function}() got an unexpected keyword argument{plural} {listed}{hint}"
+    meant = {name: _meant(name, names) for name in sorted(wrong)}
+    found = dict.fromkeys(ours for group in meant.values() for ours in group)
+    hint = f"; did you mean {' and '.join(map(repr, found))}?" if found else ""
+    notes = dict.fromkeys(filter(None, (_note(name, ours) for name, ours in meant.items())))
+    note = f"{' ' if hint else ': '}{'; '.join(notes)}" if notes else ""
+    return f"{function}() got an unexpected keyword argument{plural} {listed}{hint}{note}"
 
 
 def _meant(name: str, names: Collection[str]) -> list[str]:
     """Returns those of `names` that are synonyms of `name`, else the one most like it."""
     groups = [group.split() for group in SYNONYMS if name in group.split()]
     found = [other for group in groups for other in group if other in names]
-    return found or difflib.get_close_matches(name, names, 1)
+    if found or groups or name in INSTEAD:
+        return found
+    return difflib.get_close_matches(name, names, 1)
+
+
+def _note(name: str, meant: list[str]) -> str | None:
+    """Returns what differs from another library's argument of this name, or what replaces it."""
+    if meant:
+        return MEANINGS[name].format(meant[0]) if name in MEANINGS else None
+    if name in INSTEAD:
+        return INSTEAD[name]
+    ours = [group.split()[0] for group in SYNONYMS if name in group.split()]
+    has = [each for each in ours if each in _OPTIONS]
+    return f"flash_attention has {' and '.join(map(repr, has))}" if has else None
+
+
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(Arguments))
 
 
 def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -461,24 +540,28 @@ def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def same_arguments(original: Callable):
+class _SameArguments[**P](Protocol):
+    """Decorator: a function keeps what it returns, and takes the arguments P."""
+
+    def __call__[R](self, function: Callable[..., R], /) -> Callable[P, R]: ...
+
+
+def same_arguments[**P](original: Callable[P, Any]) -> _SameArguments[P]:
     """Returns a decorator that gives a (q, k, v, **options) the signature of `original`.
 
-    Keyword arguments of the decorated function that `original` does not have come after those.
+    Both at run time and to type checkers and editors, which show every name, type and default.
     """
-    return functools.partial(_with_signature, inspect.signature(original))
+    whole = inspect.signature(original)
+
+    def decorate[R](function: Callable[..., R], /) -> Callable[P, R]:
+        returns = inspect.signature(function).return_annotation
+        return _with_signature(whole.replace(return_annotation=returns), function)
+
+    return decorate
 
 
-def _with_signature(whole: inspect.Signature, function):
-    own = inspect.signature(function)
-    added = [
-        parameter
-        for name, parameter in own.parameters.items()
-        if name not in whole.parameters and parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    signature = whole.replace(
-        parameters=[*whole.parameters.values(), *added], return_annotation=own.return_annotation
-    )
+def _with_signature(signature: inspect.Signature, function):
+    """Wraps `function` so that it takes what `signature` says, by position too."""
 
     @functools.wraps(function)
     def bound(*args, **kwargs):

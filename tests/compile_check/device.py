@@ -134,6 +134,10 @@ TARGETS = {
 }
 
 
+# Folders of the wheels nvidia-cuda-nvcc and nvidia-cuda-nvcc-cu12 that have ptxas in bin.
+TOOLKITS = ("cu13", "cuda_nvcc")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tools:
     """The CUDA programs that a compilation runs.
@@ -160,12 +164,13 @@ def find_tools() -> Tools:
     """
     nvidia = importlib.util.find_spec("nvidia")
     for root in [] if nvidia is None else nvidia.submodule_search_locations or []:
-        folder = Path(root, "cu13", "bin")
-        if (folder / "ptxas").exists():
-            os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
+        for toolkit in TOOLKITS:
+            folder = Path(root, toolkit, "bin")
+            if (folder / "ptxas").exists():
+                os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
     ptxas, nvdisasm = shutil.which("ptxas"), shutil.which("nvdisasm")
     if ptxas is None:
-        raise FileNotFoundError("no ptxas: install the package with its 'cuda13' extra")
+        raise FileNotFoundError("no ptxas: install the package with its 'compile' extra")
     return Tools(Path(ptxas), None if nvdisasm is None else Path(nvdisasm))
 
 

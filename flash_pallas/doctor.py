@@ -1,0 +1,203 @@
+"""Says whether the package works here: `python -m flash_pallas doctor`.
+
+It prints what is installed, which backend runs what, whether output and gradients of a few calls
+match the oracle, and how long one call takes. The exit status is 1 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import conformance
+from ._version import __version__
+from .api import explain, flash_attention
+from .decode import explain_decode
+
+PACKAGES = ("jax", "jaxlib", "flax")
+# By version of CUDA: packages of jax's plugin, and the oldest driver that runs it
+# (docs.jax.dev, installation, 0.11).
+PLUGINS = {
+    "12": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+    "13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+}
+OLDEST_DRIVER = {"12": 525, "13": 580}
+SMOKE = ("causal", "GQA", "window", "bias", "packed documents", "softcap", "sinks")
+READINGS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what it is.
+        ok: False if something is wrong.
+        detail: what was found, and the way out.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"  {'ok' if self.ok else 'WRONG':<6} {self.name}: {self.detail}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that take part, if installed."""
+    found = {"python": platform.python_version(), "flash_pallas": __version__}
+    for name in (*PACKAGES, *(name for each in PLUGINS.values() for name in each)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def driver() -> list[dict[str, str]]:
+    """Returns name, driver version and compute capability of each GPU that the driver has."""
+    fields = ("name", "driver_version", "compute_cap")
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [[part.strip() for part in line.split(",")] for line in told.stdout.splitlines()]
+    return [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
+
+
+def installed(found: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Finding]:
+    """Yields whether the versions fit each other and the driver, and whether JAX sees the GPUs."""
+    here = [(cuda, names) for cuda, names in PLUGINS.items() if names[0] in found]
+    parts = ["jaxlib", *(name for _, names in here for name in names)]
+    other = [name for name in parts if found.get(name) != found["jax"]]
+    told = ", ".join(f"{name} {found.get(name, 'missing')}" for name in other)
+    fix = f"jax is {found['jax']}, but {told}: install all of one version"
+    yield Finding("versions", not other, fix if other else f"jax and its parts are {found['jax']}")
+    if len(here) > 1:
+        yield Finding("CUDA", False, "the plugins of both versions are installed: remove one")
+    release = int(gpus[0]["driver_version"].partition(".")[0]) if gpus else 0
+    for cuda, names in here if gpus else ():
+        enough = release >= OLDEST_DRIVER[cuda]
+        fix = "" if enough else f", which is too old: it needs {OLDEST_DRIVER[cuda]} or newer"
+        yield Finding("driver", enough, f"{gpus[0]['driver_version']} for {names[0]}{fix}")
+    yield _device(gpus, has_plugin=bool(here), newest=release >= OLDEST_DRIVER["13"])
+    if gpus and gpus[0]["compute_cap"] == "9.0":
+        slow = tuple(map(int, found["jaxlib"].split(".")[:2])) >= (0, 12)
+        told = "the Hopper kernels run in a slower form; with 'jax<0.12' they do not"
+        yield Finding("jax for Hopper", True, told if slow else "the fastest that is known")
+
+
+def _device(gpus: list[dict[str, str]], *, has_plugin: bool, newest: bool) -> Finding:
+    """Returns whether JAX has a device, and runs on the GPU if there is one."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return Finding("device", False, f"JAX has none: {str(error).splitlines()[0]}")
+    if gpus and devices[0].platform == "cpu":
+        extra = "cuda13" if newest else "cuda12"
+        fix = "its warnings above say why" if has_plugin else f"pip install 'flash_pallas[{extra}]'"
+        return Finding("device", False, f"{gpus[0]['name']}, but JAX runs on the CPU: {fix}")
+    kind, platform = devices[0].device_kind, devices[0].platform
+    return Finding("device", True, f"{len(devices)} x {kind}, platform {platform}")
+
+
+def smoke() -> Iterator[Finding]:
+    """Yields whether outputs and gradients of a few calls match the oracle."""
+    cases = [case for case in conformance.CASES if case.name in SMOKE]
+    for verdict in conformance.check(flash_attention, cases):
+        told = verdict.detail
+        if verdict.error is not None:
+            told = f"error {verdict.error:.2g}, allowed {verdict.allowed:.2g} {told}".rstrip()
+        right = verdict.verdict == conformance.RIGHT
+        yield Finding(f"smoke test, {verdict.case}", right, f"{verdict.verdict}, {told}")
+
+
+def runs() -> dict[str, str]:
+    """Returns the backend of a few calls by what they are."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    x, cache, wide = shape(4, 4096, 16, 128), shape(4, 32768, 4, 128), shape(1, 4096, 4, 512)
+    single = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    token, lengths = shape(4, 1, 16, 128), jax.ShapeDtypeStruct((4,), jnp.int32)
+    return {
+        "bfloat16, head dim 128": explain(x, x, x, causal=True).backend,
+        "bfloat16, head dim 512": explain(wide, wide, wide, causal=True).backend,
+        "float32, head dim 128": explain(single, single, single, causal=True).backend,
+        "decoding": explain_decode(token, cache, cache, kv_lengths=lengths).backend,
+    }
+
+
+def timing() -> dict[str, Any]:
+    """Measures one forward: median wall time in ms of calls that wait for the device.
+
+    That contains the launch by the host, so it is longer than the device time of the benchmarks.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    sizes = (4, 4096, 16, 128) if on_gpu else (1, 1024, 4, 64)
+    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    q, k, v = jax.random.normal(jax.random.key(0), (3, *sizes), dtype)
+    call = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True))
+    jax.block_until_ready(call(q, k, v))
+    readings = []
+    for _ in range(READINGS):
+        begin = time.perf_counter()
+        jax.block_until_ready(call(q, k, v))
+        readings.append((time.perf_counter() - begin) * 1e3)
+    batch, length, heads, head_dim = sizes
+    ms = statistics.median(readings)
+    flops = 4 * batch * heads * head_dim * length * (length + 1) / 2
+    return {
+        "call": f"causal forward, {jnp.dtype(dtype).name} {list(sizes)}",
+        "measured": "wall time, device synchronised, median",
+        "ms": round(ms, 3),
+        "tflops": round(flops / ms / 1e9, 2),
+    }
+
+
+def examined(say: Callable[[Any], None]) -> dict[str, Any]:
+    """Looks at everything; returns the report, and calls `say` with each line as it is found."""
+    found, gpus = versions(), driver()
+    say(", ".join(f"{name} {version}" for name, version in found.items()))
+    findings: list[Finding] = []
+    report: dict[str, Any] = {"versions": found, "gpus": gpus, "findings": findings}
+    for finding in installed(found, gpus):
+        findings.append(finding)
+        say(finding)
+    if all(finding.ok for finding in findings if finding.name == "device"):
+        report["runs"] = runs()
+        say("  runs on: " + "; ".join(f"{what}: {x}" for what, x in report["runs"].items()))
+        for finding in smoke():
+            findings.append(finding)
+            say(finding)
+        took = report["timing"] = timing()
+        say(f"  {took['call']}: {took['ms']} ms, {took['tflops']} TFLOP/s ({took['measured']})")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 1 if something is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m flash_pallas doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    report = examined((lambda line: None) if given.json else partial(print, flush=True))
+    findings = report["findings"]
+    wrong = sum(not finding.ok for finding in findings)
+    if given.json:
+        told = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"ok": not wrong, **report, "findings": told}, indent=1))
+    else:
+        print(f"{wrong} of {len(findings)} checks are wrong" if wrong else "All is well.")
+    return int(bool(wrong))
