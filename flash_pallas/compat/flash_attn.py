@@ -18,6 +18,7 @@ from ..cache import KVCache, append_kv, gather_pages
 from ..core.decode import MAX_TOKENS, PAGE_SIZES
 from ..core.rope import wide_dtype
 from ..decode import flash_decode
+from ..varlen import flash_attention_varlen
 from ._refusal import refuse
 
 if TYPE_CHECKING:
@@ -144,6 +145,88 @@ def flash_attn_kvpacked_func(
     """
     k, v = _unpacked("kv", kv, 2)
     return flash_attn_func(q, k, v, *args, **options)
+
+
+def flash_attn_varlen_func(
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_k K H"],
+    v: Float[Array, "total_k K Hv"],
+    cu_seqlens_q: Int[Array, " documents+1"],
+    cu_seqlens_k: Int[Array, " documents+1"],
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    *,
+    dropout_seed: int | Array | None = None,
+) -> Float[Array, "total_q N Hv"]:
+    """Computes attention of packed sequences as flash-attn's `flash_attn_varlen_func`.
+
+    flash-attn 2.8, flash_attn/flash_attn_interface.py. Masks, windows and ALiBi are aligned at the
+    end of each sequence: its last query has the position of its last key.
+
+    Args:
+        q: queries [total_q, N, H] of all sequences, one after the other.
+        k: keys [total_k, K, H]; N is a multiple of K.
+        v: values [total_k, K, Hv].
+        cu_seqlens_q: integers [documents + 1], where each sequence of queries begins, and the end.
+            May be traced.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q: taken for its place among the arguments; any length will do.
+        max_seqlen_k: the same.
+        dropout_p: as in `flash_attn_func`, like all that follow.
+        softmax_scale: number or None.
+        causal: query i of T sees the keys of its sequence, S of them, up to i + S - T.
+        window_size: (left, right); a negative number or None is unbounded.
+        softcap: 0.0 is none.
+        alibi_slopes: [N]; one for each sequence is refused.
+        deterministic: gradients must be bit-identical from run to run.
+        return_attn_probs: refused.
+        block_table: refused; `gather_pages` makes arrays of pages.
+        dropout_seed: as in `flash_attn_func`.
+
+    Returns:
+        o [total_q, N, Hv] in q's dtype; zeros beyond the last sequence.
+
+    Raises:
+        ValueError: an argument that is refused, and as `flash_attention_varlen`.
+        TypeError: an argument of the wrong kind or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.flash_attn import flash_attn_varlen_func
+        >>> q, k = jnp.ones((7, 4, 64)), jnp.ones((30, 2, 64))
+        >>> of_q, of_k = jnp.array([0, 3, 7]), jnp.array([0, 10, 30])
+        >>> flash_attn_varlen_func(q, k, k, of_q, of_k, 4, 20, causal=True).shape
+        (7, 4, 64)
+    """
+    refuse("return_attn_probs", return_attn_probs, False, NO_PROBABILITIES)
+    refuse("block_table", block_table, None, "gather the pages with flash_pallas.gather_pages")
+    if alibi_slopes is not None and jnp.ndim(alibi_slopes) != 1:
+        raise ValueError(
+            f"alibi_slopes has shape {jnp.shape(alibi_slopes)}: it must be [heads]; for slopes of "
+            "each sequence pad the sequences and call flash_attn_func"
+        )
+    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
+    options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed} if dropout_p else {}
+    return flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_k,
+        alignment="end",
+        deterministic=deterministic,
+        **scores.options(),
+        **options,
+    )
 
 
 def flash_attn_with_kvcache(

@@ -1,8 +1,8 @@
 """jax's splash attention for TPUs, by the same names, on GPUs (jax 0.11 and 0.12).
 
-The package splash_attention of jax's Pallas ops for TPUs: masks are objects, `make_splash_mha` makes a
-kernel of one, and the kernel takes [heads, length, head_dim] and scales nothing. Mask objects of
-jax, and of Tokamax that have the same names and fields, are taken too.
+The package splash_attention of jax's Pallas ops for TPUs: masks are objects, `make_splash_mha`
+makes a kernel of one, and the kernel takes [heads, length, head_dim] and scales nothing. Mask
+objects of jax, and others that have the same names and fields, are taken too.
 """
 
 from __future__ import annotations
@@ -283,12 +283,12 @@ def make_splash_mha(
     refuse("q_seq_shards", q_seq_shards, 1, "use flash_pallas.parallel for sharded sequences")
     refuse("residual_checkpoint_name", residual_checkpoint_name, None, names)
     refuse("interpret", interpret, False, "leave it out, on a CPU the jnp version runs")
-    if len(mask.shape) != 3:
-        raise ValueError(f"mask has shape {mask.shape}: it must be [heads, queries, keys]")
-    if isinstance(mask, (np.ndarray, jax.Array)):
-        options: dict[str, Any] = {"mask": jnp.asarray(mask)}
-    else:
+    if not isinstance(mask, (np.ndarray, jax.Array)):
         options = _options([_shown(each) for each in _masks(mask)])
+    elif mask.ndim == 3:
+        options = {"mask": jnp.asarray(mask)}
+    else:
+        raise ValueError(f"mask has shape {mask.shape}: it must be [heads, queries, keys]")
     heads, q_len, kv_len = mask.shape
     options["softcap"] = attn_logits_soft_cap
     return SplashAttentionKernel(heads, (q_len, kv_len), False, save_residuals, options)

@@ -166,6 +166,9 @@ CACHES = {
 }
 
 
+@pytest.mark.thorough(
+    always=["causal", "two-sided window", "softcap and alibi", "rotary", "rotary, one position"]
+)
 @pytest.mark.parametrize("name", CACHES)
 def test_a_cache(name, seed_of_the_day):
     options, q_len = dict(CACHES[name][0]), CACHES[name][1]
