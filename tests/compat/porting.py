@@ -13,11 +13,7 @@ import jax
 import numpy as np
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
-SNIPPET = re.compile(
-    r"^### (?P<title>.*)\n\n(?:[^`\n#].*\n|`.*\n)*\n?"
-    r"```py\n(?P<theirs>.*?)^```\n\n```python\n(?P<ours>.*?)^```\n\n```text\n(?P<printed>.*?)^```\n",
-    re.DOTALL | re.MULTILINE,
-)
+FENCED = re.compile(r"^```(py|python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +51,17 @@ class Snippet:
 
 
 def snippets() -> list[Snippet]:
-    """Returns all snippets of the page."""
+    """Returns all snippets of the page: sections of the third level, each of three fenced blocks."""
     text, found = PAGE.read_text(), []
-    for match in SNIPPET.finditer(text):
-        library = re.findall(r"^## (.*)$", text[: match.start()], re.MULTILINE)[-1]
-        line = text[: match.start("ours")].count("\n")
-        title, theirs, ours, printed = match.group("title", "theirs", "ours", "printed")
-        found.append(Snippet(library, title, line, theirs, ours, printed))
+    for heading in re.finditer(r"^### (.*)\n", text, re.MULTILINE):
+        library = re.findall(r"^## (.*)$", text[: heading.start()], re.MULTILINE)[-1]
+        end = re.compile(r"^##", re.MULTILINE).search(text, heading.end())
+        section = (heading.end(), end.start() if end else len(text))
+        blocks = {match[1]: match for match in FENCED.finditer(text, *section)}
+        assert list(blocks) == ["py", "python", "text"], heading[1]
+        line = text[: blocks["python"].start(2)].count("\n")
+        theirs, ours, printed = (blocks[x][2] for x in ("py", "python", "text"))
+        found.append(Snippet(library, heading[1], line, theirs, ours, printed))
     return found
 
 
