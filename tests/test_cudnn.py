@@ -63,7 +63,7 @@ def test_the_oracle(case):
 
 
 def assert_close(found, expected):
-    """Checks that none is off by more than a rounding of the largest, as in sums of rounded parts."""
+    """Checks that none is off by more than a rounding of the largest, as sums of parts are."""
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     assert np.abs(found - expected).max() <= ROUNDING * np.abs(expected).max()
 
@@ -349,7 +349,7 @@ def test_without_a_cudnn_portable_runs(gpu):
 
 
 def test_explain_says_so():
-    found = fp.explain(*arrays(), device="b200")
+    found = fp.explain(*arrays(), gpu="b200")
     assert found.backend == "cudnn" and found.blocks is None and not found.sources
     assert "preferred" in found.reasons["portable"]
     assert (
@@ -357,12 +357,12 @@ def test_explain_says_so():
         "  which is cuDNN through jax.nn.dot_product_attention, as this package's kernels here use "
         "mma.sync\n  not on hopper: "
     ) in str(found)
-    named = fp.explain(*arrays(), device="h100", backend="cudnn")
+    named = fp.explain(*arrays(), gpu="h100", backend="cudnn")
     assert "which is cuDNN through jax.nn.dot_product_attention\n" in str(named)
-    passed = fp.explain(*arrays(), device="h100")
+    passed = fp.explain(*arrays(), gpu="h100")
     assert passed.backend == "hopper"
     assert "compute capability 10.x alone: ask for it by name" in passed.reasons["cudnn"]
-    blackwell = partial(fp.explain, *arrays(), device="b200")
+    blackwell = partial(fp.explain, *arrays(), gpu="b200")
     assert blackwell(softcap=2.0).reasons["cudnn"] == "takes no softcap"
     assert blackwell(causal=True, empty_rows="mean").backend == "cudnn"  # no row can be empty
     assert "empty_rows='mean'" in blackwell(kv_lengths=3, empty_rows="mean").reasons["cudnn"]

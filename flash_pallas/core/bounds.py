@@ -105,13 +105,13 @@ def _meets(operands: Operands, block_q: int, block_kv: int):
         found.append(
             (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
         )
-    low, high = _key_positions(operands, block_kv)
+    # A decode call has no positions by query, and no keys here that they would be compared with.
     if operands.q_first is not None:
         first = _reduced(operands.q_first, block_q, jnp.min, _MOST)
-        found.append(first[:, :, None] <= high[:, None])
+        found.append(first[:, :, None] <= _key_positions(operands, block_kv)[1][:, None])
     if operands.q_last is not None:
         last = _reduced(operands.q_last, block_q, jnp.max, -_MOST)
-        found.append(low[:, None] <= last[:, :, None])
+        found.append(_key_positions(operands, block_kv)[0][:, None] <= last[:, :, None])
     return functools.reduce(operator.and_, found) if found else None
 
 

@@ -1,0 +1,556 @@
+"""The functions of flash-attn 2 on JAX arrays (https://github.com/Dao-AILab/flash-attention, 2.8).
+
+Layouts, defaults and the order of arguments are flash-attn's. Causal masks, windows and ALiBi are
+aligned at the bottom right: the last query has the position of the last key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..api import flash_attention, flash_attention_with_lse
+from ..cache import KVCache, append_kv, gather_pages
+from ..core.decode import MAX_TOKENS, PAGE_SIZES
+from ..core.rope import wide_dtype
+from ..decode import flash_decode
+from ..varlen import flash_attention_varlen
+from ._refusal import refuse
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+Window = tuple[int | None, int | None]
+
+NO_PROBABILITIES = (
+    "the weights are never in memory. For the log-sum-exp call flash_pallas."
+    "flash_attention_with_lse, or flash_pallas.reference.attention for small tests"
+)
+
+
+def flash_attn_func(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    dropout_seed: int | Array | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Computes attention with the arguments and conventions of flash-attn's `flash_attn_func`.
+
+    flash-attn 2.8, flash_attn/flash_attn_interface.py. The order on a score: scale, softcap, ALiBi,
+    then the mask. A query that sees no key returns zeros.
+
+    Args:
+        q: queries [B, T, N, H], any dtype of `flash_attention`.
+        k: keys [B, S, K, H]; N is a multiple of K.
+        v: values [B, S, K, Hv].
+        dropout_p: share of the weights that is dropped. It needs `dropout_seed`.
+        softmax_scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
+        causal: query i sees the keys up to i + S - T.
+        window_size: (left, right): query i sees the keys from i + S - T - left to
+            i + S - T + right; a negative number or None is unbounded.
+        softcap: scores become softcap * tanh(scores / softcap); 0.0 is none.
+        alibi_slopes: [N] or [B, N]: slope * |i + S - T - j| is subtracted. Differentiable here.
+        deterministic: gradients must be bit-identical from run to run.
+        return_attn_probs: refused, as the weights are never in memory.
+        dropout_seed: an int, integer array or key of jax.random; torch keeps one in global state.
+
+    Returns:
+        o [B, T, N, Hv] in q's dtype.
+
+    Raises:
+        ValueError: `return_attn_probs`, or what `flash_attention` refuses.
+        TypeError: an argument of the wrong kind or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.flash_attn import flash_attn_func
+        >>> q, k = jnp.ones((2, 3, 4, 64)), jnp.ones((2, 10, 2, 64))
+        >>> flash_attn_func(q, k, k, causal=True, window_size=(4, -1)).shape
+        (2, 3, 4, 64)
+    """
+    refuse("return_attn_probs", return_attn_probs, False, NO_PROBABILITIES)
+    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
+    options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed} if dropout_p else {}
+    offset = jnp.shape(k)[1] - jnp.shape(q)[1] if jnp.ndim(q) == jnp.ndim(k) == 4 else 0
+    return flash_attention(
+        q, k, v, q_offset=offset, deterministic=deterministic, **scores.options(), **options
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Float[Array, "B T 3 N H"], *args: Any, **options: Any
+) -> Float[Array, "B T N H"]:
+    """Computes `flash_attn_func` of queries, keys and values that lie in one array.
+
+    flash-attn 2.8, flash_attn/flash_attn_interface.py.
+
+    Args:
+        qkv: queries, keys and values [B, T, 3, N, H].
+        *args: those of `flash_attn_func` from `dropout_p` on, in its order.
+        **options: those of `flash_attn_func` by name.
+
+    Returns:
+        o [B, T, N, H] in qkv's dtype.
+
+    Raises:
+        ValueError: qkv has another shape, and as `flash_attn_func`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.flash_attn import flash_attn_qkvpacked_func
+        >>> flash_attn_qkvpacked_func(jnp.ones((2, 16, 3, 4, 64)), causal=True).shape
+        (2, 16, 4, 64)
+    """
+    q, k, v = _unpacked("qkv", qkv, 3)
+    return flash_attn_func(q, k, v, *args, **options)
+
+
+def flash_attn_kvpacked_func(
+    q: Float[Array, "B T N H"], kv: Float[Array, "B S 2 K H"], *args: Any, **options: Any
+) -> Float[Array, "B T N H"]:
+    """Computes `flash_attn_func` of keys and values that lie in one array.
+
+    flash-attn 2.8, flash_attn/flash_attn_interface.py.
+
+    Args:
+        q: queries [B, T, N, H].
+        kv: keys and values [B, S, 2, K, H].
+        *args: those of `flash_attn_func` from `dropout_p` on, in its order.
+        **options: those of `flash_attn_func` by name.
+
+    Returns:
+        o [B, T, N, H] in q's dtype.
+
+    Raises:
+        ValueError: kv has another shape, and as `flash_attn_func`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.flash_attn import flash_attn_kvpacked_func
+        >>> flash_attn_kvpacked_func(jnp.ones((2, 3, 4, 64)), jnp.ones((2, 16, 2, 2, 64))).shape
+        (2, 3, 4, 64)
+    """
+    k, v = _unpacked("kv", kv, 2)
+    return flash_attn_func(q, k, v, *args, **options)
+
+
+def flash_attn_varlen_func(
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_k K H"],
+    v: Float[Array, "total_k K Hv"],
+    cu_seqlens_q: Int[Array, " documents+1"],
+    cu_seqlens_k: Int[Array, " documents+1"],
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    *,
+    dropout_seed: int | Array | None = None,
+) -> Float[Array, "total_q N Hv"]:
+    """Computes attention of packed sequences as flash-attn's `flash_attn_varlen_func`.
+
+    flash-attn 2.8, flash_attn/flash_attn_interface.py. Masks, windows and ALiBi are aligned at the
+    end of each sequence: its last query has the position of its last key.
+
+    Args:
+        q: queries [total_q, N, H] of all sequences, one after the other.
+        k: keys [total_k, K, H]; N is a multiple of K.
+        v: values [total_k, K, Hv].
+        cu_seqlens_q: integers [documents + 1], where each sequence of queries begins, and the end.
+            May be traced.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q: taken for its place among the arguments; any length will do.
+        max_seqlen_k: the same.
+        dropout_p: as in `flash_attn_func`, like all that follow.
+        softmax_scale: number or None.
+        causal: query i of T sees the keys of its sequence, S of them, up to i + S - T.
+        window_size: (left, right); a negative number or None is unbounded.
+        softcap: 0.0 is none.
+        alibi_slopes: [N]; one for each sequence is refused.
+        deterministic: gradients must be bit-identical from run to run.
+        return_attn_probs: refused.
+        block_table: refused; `gather_pages` makes arrays of pages.
+        dropout_seed: as in `flash_attn_func`.
+
+    Returns:
+        o [total_q, N, Hv] in q's dtype; zeros beyond the last sequence.
+
+    Raises:
+        ValueError: an argument that is refused, and as `flash_attention_varlen`.
+        TypeError: an argument of the wrong kind or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.flash_attn import flash_attn_varlen_func
+        >>> q, k = jnp.ones((7, 4, 64)), jnp.ones((30, 2, 64))
+        >>> of_q, of_k = jnp.array([0, 3, 7]), jnp.array([0, 10, 30])
+        >>> flash_attn_varlen_func(q, k, k, of_q, of_k, 4, 20, causal=True).shape
+        (7, 4, 64)
+    """
+    refuse("return_attn_probs", return_attn_probs, False, NO_PROBABILITIES)
+    refuse("block_table", block_table, None, "gather the pages with flash_pallas.gather_pages")
+    if alibi_slopes is not None and jnp.ndim(alibi_slopes) != 1:
+        raise ValueError(
+            f"alibi_slopes has shape {jnp.shape(alibi_slopes)}: it must be [heads]; for slopes of "
+            "each sequence pad the sequences and call flash_attn_func"
+        )
+    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
+    options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed} if dropout_p else {}
+    return flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_k,
+        alignment="end",
+        deterministic=deterministic,
+        **scores.options(),
+        **options,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "rows S K H"],
+    v_cache: Float[Array, "rows S K Hv"],
+    k: Float[Array, "B new K H"] | None = None,
+    v: Float[Array, "B new K Hv"] | None = None,
+    rotary_cos: Float[Array, "positions half"] | None = None,
+    rotary_sin: Float[Array, "positions half"] | None = None,
+    cache_seqlens: int | Int[Array, " B"] | None = None,
+    cache_batch_idx: Int[Array, " B"] | None = None,
+    cache_leftpad: Int[Array, " B"] | None = None,
+    block_table: Int[Array, "B max_pages"] | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Computes attention to a KV cache as flash-attn's `flash_attn_with_kvcache`.
+
+    flash-attn 2.8, flash_attn/flash_attn_interface.py. JAX arrays cannot be written in place: where
+    k and v are given, the caches with them in are returned too. Under jit, donate the old ones.
+
+    `flash_decode` runs up to 16 queries; more, or a window or ALiBi without `causal`, a softcap
+    with ALiBi, `cache_leftpad` and pages of other sizes than `flash_decode` takes run
+    `flash_attention`. There pages are gathered into a contiguous copy. Not differentiable through
+    `flash_decode`, as in flash-attn.
+
+    Args:
+        q: queries [B, T, N, H].
+        k_cache: [B, S, K, H]; with `cache_batch_idx` any number of rows; with `block_table` pages
+            [num_pages, page_size, K, H] of any size.
+        v_cache: the same for values.
+        k: keys [B, new, K, H] to put into the cache behind its `cache_seqlens`, before attention.
+            Those for which there is no room are dropped.
+        v: values [B, new, K, Hv]; given together with k.
+        rotary_cos: [positions, rotary_dim / 2]: k and q are rotated, k by its positions in the
+            cache. q starts there too and goes on by one a query if `causal` or with a window.
+        rotary_sin: the same of the sine.
+        cache_seqlens: an int or integers [B]: number of keys before the new ones. None is all of
+            the cache, which leaves no room for k.
+        cache_batch_idx: integers [B]: rows of the cache; they are copied.
+        cache_leftpad: integers [B]: keys before it are hidden.
+        block_table: integers [B, max_pages]: pages of each sequence.
+        softmax_scale: as in `flash_attn_func`.
+        causal: query i of T sees the keys up to i + keys - T, new ones counted.
+        window_size: as in `flash_attn_func`, aligned the same.
+        softcap: as in `flash_attn_func`.
+        rotary_interleaved: rotate neighbours (GPT-J), not the two halves (GPT-NeoX).
+        alibi_slopes: as in `flash_attn_func`.
+        num_splits: ranges in which `flash_decode` reads the keys; 0 is its own choice, and the only
+            one where `flash_attention` runs.
+        return_softmax_lse: also return the log-sum-exp.
+
+    Returns:
+        o [B, T, N, Hv] in q's dtype. Where there is more, a tuple: with `return_softmax_lse`
+        (o, lse [B, N, T] in float32); where k is given, k_cache and v_cache come at its end.
+
+    Raises:
+        ValueError: arguments that exclude or need one another, and as `flash_attention`.
+        TypeError: an argument of the wrong kind or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.flash_attn import flash_attn_with_kvcache
+        >>> q, cache = jnp.ones((2, 1, 4, 64)), jnp.zeros((2, 32, 2, 64))
+        >>> new = jnp.ones((2, 1, 2, 64))
+        >>> lengths = jnp.array([7, 0])
+        >>> o, k_cache, v_cache = flash_attn_with_kvcache(
+        ...     q, cache, cache, new, new, cache_seqlens=lengths, causal=True
+        ... )
+        >>> print(o.shape, k_cache[0, 7, 0, 0])
+        (2, 1, 4, 64) 1.0
+    """
+    _check_together((k, v), cache_seqlens, block_table, cache_batch_idx)
+    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
+    rows = _Rows(cache_batch_idx, block_table)
+    lengths = _lengths(cache_seqlens, len(q), rows.room(k_cache))
+    if rotary_cos is not None or rotary_sin is not None:
+        if k is None or cache_leftpad is not None:
+            raise ValueError(
+                "rotary_cos and rotary_sin are given, which need the new k and v and exclude "
+                "cache_leftpad: rotate q before the call, as flash_pallas.apply_rope does"
+            )
+        rotation = _Rotation(rotary_cos, rotary_sin, rotary_interleaved, rows.room(k_cache))
+        steps = jnp.arange(jnp.shape(q)[1], dtype=jnp.int32)[None]
+        local = causal or scores.window != (None, None)
+        q = rotation(q, lengths[:, None] + (steps if local else jnp.zeros_like(steps)))
+        k = rotation(k, lengths[:, None] + jnp.arange(jnp.shape(k)[1], dtype=jnp.int32)[None])
+    cache = KVCache(rows.read(k_cache), rows.read(v_cache), lengths)
+    if k is not None and v is not None:
+        cache = append_kv(cache, k, v, page_table=block_table)
+    out = _attend_to_cache(q, cache, scores, _Reading(block_table, cache_leftpad, num_splits))
+    out = out if return_softmax_lse else out[:1]
+    if k is not None:
+        out = (*out, rows.written(k_cache, cache.k), rows.written(v_cache, cache.v))
+    return out if len(out) > 1 else out[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """Modifiers of a score, in the terms of this package.
+
+    Attributes:
+        scale: number, None is the default.
+        causal: hides the keys after the query.
+        window: (left, right), None is unbounded.
+        softcap: number or None.
+        slopes: ALiBi's, [N] or [B, N], or None.
+    """
+
+    scale: Any
+    causal: bool
+    window: Window
+    softcap: float | None
+    slopes: Any
+
+    @property
+    def caps_before_alibi(self) -> bool:
+        """True if flash-attn's order on a score shows: its cap comes before ALiBi."""
+        return self.softcap is not None and self.slopes is not None
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `flash_attention`."""
+        window = None if self.window == (None, None) else self.window
+        found = {"scale": self.scale, "causal": self.causal, "window": window}
+        found["softcap"] = self.softcap
+        if self.caps_before_alibi:
+            return {**found, "score_mod": _alibi(jnp.asarray(self.slopes))}
+        return {**found, "alibi_slopes": self.slopes}
+
+
+def _alibi(slopes):
+    """Returns ALiBi as a score_mod, which comes after the softcap."""
+
+    def score_mod(score, b, n, i, j):
+        slope = slopes[n] if slopes.ndim == 1 else slopes[b, n]
+        distance = jnp.abs(i - j).astype(score.dtype)
+        return score - slope.astype(score.dtype) * distance
+
+    return score_mod
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Place of the sequences in a cache: rows of it, or pages."""
+
+    batch_idx: Any
+    page_table: Any
+
+    def room(self, cache) -> int:
+        """Returns how many keys of one sequence there is room for."""
+        pages = 1 if self.page_table is None else jnp.shape(self.page_table)[1]
+        return jnp.shape(cache)[1] * pages
+
+    def read(self, cache):
+        return cache if self.batch_idx is None else jnp.take(cache, self.batch_idx, axis=0)
+
+    def written(self, cache, new):
+        return new if self.batch_idx is None else jnp.asarray(cache).at[self.batch_idx].set(new)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Parts of a cache that are read: pages, first keys, number of splits."""
+
+    page_table: Any
+    starts: Any
+    num_splits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rotation:
+    """Rotary embedding by tables of cosines and sines [positions, rotary_dim / 2]."""
+
+    cos: Any
+    sin: Any
+    interleaved: bool
+    room: int
+
+    def __post_init__(self):
+        if self.cos is None or self.sin is None or jnp.shape(self.cos) != jnp.shape(self.sin):
+            raise ValueError(
+                "rotary_cos and rotary_sin must be given together, arrays of one shape"
+            )
+        if jnp.ndim(self.cos) != 2 or jnp.shape(self.cos)[0] < self.room:
+            raise ValueError(
+                f"rotary_cos has shape {jnp.shape(self.cos)}: it must be [positions, rotary_dim / "
+                f"2] with a row for each of the {self.room} keys that the cache has room for"
+            )
+
+    def __call__(self, x, positions):
+        """Rotates the first entries of x [B, T, heads, H] by positions [B, T]."""
+        half = jnp.shape(self.cos)[1]
+        if 2 * half > jnp.shape(x)[-1]:
+            raise ValueError(
+                f"rotary_cos has {half} columns, for a rotary_dim of {2 * half}: the head_dim is "
+                f"{jnp.shape(x)[-1]}, give it at most half as many columns"
+            )
+        x = jnp.asarray(x)
+        # Products in float32: bfloat16 has 8 bits.
+        wide = wide_dtype(x.dtype)
+        cos, sin = (
+            jnp.take(table, positions, axis=0, mode="clip").astype(wide)[:, :, None]
+            for table in (self.cos, self.sin)
+        )
+        turned, kept = x[..., : 2 * half].astype(wide), x[..., 2 * half :]
+        if self.interleaved:
+            a, b = turned[..., ::2], turned[..., 1::2]
+        else:
+            a, b = turned[..., :half], turned[..., half:]
+        pair = a * cos - b * sin, a * sin + b * cos
+        if self.interleaved:
+            turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
+        else:
+            turned = jnp.concatenate(pair, axis=-1)
+        return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
+
+
+def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
+    """Returns (o, lse) of queries at the end of a cache."""
+    tokens, lengths = jnp.shape(q)[1], cache.lengths
+    left, right = scores.window
+    sees_all = not scores.causal and (left, right) == (None, None) and scores.slopes is None
+    paged = reading.page_table is not None
+    if (
+        tokens <= MAX_TOKENS
+        and reading.starts is None
+        and (not paged or cache.k.shape[1] in PAGE_SIZES)
+        and (scores.causal or sees_all or tokens == 1)
+        and not scores.caps_before_alibi
+    ):
+        return flash_decode(
+            q,
+            cache.k,
+            cache.v,
+            kv_lengths=lengths,
+            # From there on a query sees every key; nothing else looks at its position.
+            q_offset=lengths if sees_all else None,
+            window=None if left is None else (left, None),
+            softcap=scores.softcap,
+            alibi_slopes=scores.slopes,
+            scale=scores.scale,
+            num_splits=reading.num_splits or "auto",
+            page_table=reading.page_table,
+            return_lse=True,
+        )
+    refuse(
+        "num_splits",
+        reading.num_splits,
+        0,
+        "only flash_decode splits keys, which takes up to 16 causal queries; leave it 0",
+    )
+    k, v = (gather_pages(x, reading.page_table) if paged else x for x in (cache.k, cache.v))
+    hidden = {}
+    if reading.starts is not None:
+        starts = jnp.asarray(reading.starts)[:, None]
+        before = jnp.arange(k.shape[1], dtype=jnp.int32)[None] < starts
+        hidden = {
+            "q_segment_ids": jnp.zeros((len(q), tokens), jnp.int32),
+            "kv_segment_ids": jnp.where(before, -1, 0).astype(jnp.int32),
+        }
+    return flash_attention_with_lse(
+        q, k, v, q_offset=lengths - tokens, kv_lengths=lengths, **scores.options(), **hidden
+    )
+
+
+def _check_together(new, cache_seqlens, block_table, cache_batch_idx):
+    """Raises ValueError for arguments that exclude one another, or of which one is missing."""
+    missing = [x is None for x in new]
+    if any(missing) and not all(missing):
+        raise ValueError(
+            f"{'k' if missing[0] else 'v'} is None and the other is not: new keys need their "
+            "values, pass both or neither"
+        )
+    if not any(missing) and cache_seqlens is None:
+        raise ValueError(
+            "cache_seqlens is None and k is given: pass how many keys each sequence has already"
+        )
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError(
+            "block_table and cache_batch_idx are both given: a page table says itself where each "
+            "sequence lies, pass block_table[cache_batch_idx] alone"
+        )
+    if block_table is not None and cache_seqlens is None:
+        raise ValueError(
+            "cache_seqlens is None and block_table is given: pass how many keys each sequence has"
+        )
+
+
+def _lengths(cache_seqlens, batch: int, room: int):
+    """Returns int[B]: the number of keys of every sequence."""
+    if cache_seqlens is None:
+        return jnp.full((batch,), room, jnp.int32)
+    if isinstance(cache_seqlens, (int, np.integer)):
+        return jnp.full((batch,), cache_seqlens, jnp.int32)
+    return jnp.asarray(cache_seqlens)
+
+
+def _window(window_size) -> Window:
+    """Returns (left, right) with None for unbounded, which is negative in flash-attn."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            f"window_size is {window_size!r}: it must be (left, right), where -1 is unbounded"
+        )
+    if any(isinstance(side, jax.core.Tracer) for side in window_size):
+        raise TypeError("window_size is traced, but it must be static: list it in static_argnames")
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    return left, right
+
+
+def _cap(softcap: float) -> float | None:
+    """Returns the softcap, None for flash-attn's 0.0."""
+    return None if softcap is None or softcap == 0.0 else softcap
+
+
+def _unpacked(name: str, packed, count: int):
+    """Splits [B, T, count, heads, H] into `count` arrays."""
+    shape = jnp.shape(packed)
+    if len(shape) != 5 or shape[2] != count:
+        raise ValueError(f"{name} has shape {shape}: it must be [batch, length, {count}, heads, H]")
+    return tuple(packed[:, :, i] for i in range(count))

@@ -1,0 +1,169 @@
+"""PyTorch's `scaled_dot_product_attention` on JAX arrays (torch 2.13)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from ..api import flash_attention
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalBias:
+    """Causal mask as an `attn_mask`, which takes no memory: torch.nn.attention.bias.CausalBias.
+
+    Attributes:
+        q_len: number of queries.
+        kv_len: number of keys.
+        q_offset: position of query 0, where key 0 has position 0.
+    """
+
+    q_len: int
+    kv_len: int
+    q_offset: int
+
+
+def causal_upper_left(q_len: int, kv_len: int) -> CausalBias:
+    """Returns the causal mask that aligns the first query with the first key.
+
+    torch 2.13, torch.nn.attention.bias.causal_upper_left.
+
+    Args:
+        q_len: number of queries.
+        kv_len: number of keys.
+
+    Returns:
+        An `attn_mask` of `scaled_dot_product_attention`.
+
+    Example:
+        >>> from flash_pallas.compat.torch_sdpa import causal_upper_left
+        >>> causal_upper_left(3, 10)
+        CausalBias(q_len=3, kv_len=10, q_offset=0)
+    """
+    return CausalBias(q_len, kv_len, 0)
+
+
+def causal_lower_right(q_len: int, kv_len: int) -> CausalBias:
+    """Returns the causal mask that aligns the last query with the last key.
+
+    torch 2.13, torch.nn.attention.bias.causal_lower_right.
+
+    Args:
+        q_len: number of queries.
+        kv_len: number of keys.
+
+    Returns:
+        An `attn_mask` of `scaled_dot_product_attention`.
+
+    Example:
+        >>> from flash_pallas.compat.torch_sdpa import causal_lower_right
+        >>> causal_lower_right(3, 10)
+        CausalBias(q_len=3, kv_len=10, q_offset=7)
+    """
+    return CausalBias(q_len, kv_len, kv_len - q_len)
+
+
+def scaled_dot_product_attention(
+    query: Float[Array, "*B N T E"],
+    key: Float[Array, "*B K S E"],
+    value: Float[Array, "*B K S Ev"],
+    attn_mask: Bool[Array, "*mask"] | Float[Array, "*mask"] | CausalBias | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    dropout_seed: int | Array | None = None,
+) -> Float[Array, "*B N T Ev"]:
+    """Computes attention with the layout and arguments of PyTorch's function of this name.
+
+    torch 2.13, torch.nn.functional.scaled_dot_product_attention. A query that sees no key returns
+    zeros, as in torch from 2.5 on.
+
+    Args:
+        query: [*B, N, T, E], or [B, T, E] without heads.
+        key: [*B, K, S, E]; K is N, or with `enable_gqa` a divisor of it. Batch dimensions are those
+            of query: torch broadcasts them, here use `jnp.broadcast_to`.
+        value: [*B, K, S, Ev].
+        attn_mask: bool, True is visible; or floats, added to the scaled scores; broadcastable to
+            [*B, N, T, S]. Or what `causal_lower_right` or `causal_upper_left` returns. Floats have
+            a gradient; -inf in them hides.
+        dropout_p: share of the weights that is dropped. It needs `dropout_seed`.
+        is_causal: query i sees the keys up to i: the first query is aligned with the first key.
+        scale: multiplies the scores, a Python number; None is 1 / sqrt(E).
+        enable_gqa: allow K != N.
+        dropout_seed: an int, integer array or key of jax.random; torch keeps one in global state.
+
+    Returns:
+        o [*B, N, T, Ev] in query's dtype.
+
+    Raises:
+        ValueError: `attn_mask` with `is_causal`, heads that differ without `enable_gqa`, and what
+            `flash_attention` refuses.
+        TypeError: an argument of the wrong kind or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas.compat.torch_sdpa import scaled_dot_product_attention
+        >>> query, key = jnp.ones((2, 8, 16, 64)), jnp.ones((2, 2, 16, 64))
+        >>> scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True).shape
+        (2, 8, 16, 64)
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "attn_mask is given and is_causal is True, which PyTorch's documentation excludes: put "
+            "the causal mask into attn_mask, or call flash_attention(causal=True, mask=...)"
+        )
+    without_heads = jnp.ndim(query) == 3
+    arrays = [_sequence_first(x, without_heads) for x in (query, key, value)]
+    check_heads(arrays[0], arrays[1], enable_gqa)
+    options: dict[str, Any] = {"causal": is_causal, "q_offset": 0, "scale": scale}
+    if isinstance(attn_mask, CausalBias):
+        options |= _of_bias(attn_mask, *arrays[:2])
+    elif attn_mask is not None:
+        name = "mask" if jnp.asarray(attn_mask).dtype == jnp.bool_ else "bias"
+        options[name] = _of_rank(attn_mask, jnp.ndim(arrays[0]), without_heads)
+    if dropout_p:
+        options |= {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
+    o = flash_attention(*arrays, **options)
+    return o[..., 0, :] if without_heads else jnp.swapaxes(o, -3, -2)
+
+
+def check_heads(q, k, enable_gqa: bool) -> None:
+    """Raises ValueError where q and k [..., length, heads, E] differ in heads without a flag."""
+    heads, kv_heads = (jnp.shape(x)[-2] if jnp.ndim(x) > 2 else None for x in (q, k))
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(
+            f"query has {heads} heads and key {kv_heads}: pass enable_gqa=True, or check the "
+            "layout, [batch, heads, length, head_dim]"
+        )
+
+
+def _sequence_first(x, without_heads: bool):
+    """Changes [*B, N, T, E], or [B, T, E], to [*B, T, N, E]."""
+    if without_heads:
+        return x[..., None, :]
+    return jnp.swapaxes(x, -3, -2) if jnp.ndim(x) > 2 else x
+
+
+def _of_rank(attn_mask, rank: int, without_heads: bool):
+    """Broadcasts the rank of a mask as torch does: leading axes of 1 are added."""
+    if without_heads and jnp.ndim(attn_mask) == 3:
+        attn_mask = attn_mask[:, None]
+    shape = jnp.shape(attn_mask)
+    return jnp.reshape(attn_mask, (1,) * (rank - len(shape)) + shape)
+
+
+def _of_bias(bias: CausalBias, q, k) -> dict[str, Any]:
+    lengths = jnp.shape(q)[-3], jnp.shape(k)[-3]
+    if (bias.q_len, bias.kv_len) != lengths:
+        raise ValueError(
+            f"attn_mask is {bias} for a query of length {lengths[0]} and a key of length "
+            f"{lengths[1]}: make it for these lengths"
+        )
+    return {"causal": True, "q_offset": bias.q_offset}

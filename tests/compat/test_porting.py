@@ -1,0 +1,28 @@
+"""docs/porting.md: each snippet prints what it says and gives what the call that it replaces gives."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from . import porting
+from .stand_ins import NAMES
+
+SNIPPETS = {f"{x.library}: {x.title}": x for x in porting.snippets()}
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_gives_what_it_replaces(name):
+    snippet = SNIPPETS[name]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        names, told = snippet.run()
+        wanted = snippet.run_theirs(NAMES[snippet.library], names)
+    assert told == snippet.printed
+    porting.check_same(names["o"], wanted)
+
+
+def test_every_snippet_is_found():
+    text = porting.PAGE.read_text()
+    assert len(SNIPPETS) == text.count("```python") == text.count("```py\n") >= 25
+    assert set(NAMES) == {x.library for x in SNIPPETS.values()}
