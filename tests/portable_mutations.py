@@ -31,7 +31,7 @@ PORTABLE = (
              "return BlockRange(start, start, start, stop)",
              "return BlockRange(start, start, stop, stop)", _portable("everything")),
     Mutation("portable, window", "backends/portable/common/kernel.py",
-             'if problem.spec.mask.left is None and "kv_segments"', 'if "kv_segments"',
+             "if problem.spec.mask.left is None and not", "if not",
              "test_portable_interpreted.py::test_deterministic_kernels[window_causal_128]"),
     Mutation("portable, lengths", "backends/portable/backward/split/dkv.py",
              "jnp.where(key < lengths[cta.batch], values, jnp.zeros_like(values))", "values",

@@ -1,4 +1,4 @@
-"""docs/porting.md: each snippet prints what it says and gives what the call that it replaces gives."""
+"""Every snippet of the porting page runs, and computes what the other library or its formula does."""
 
 from __future__ import annotations
 

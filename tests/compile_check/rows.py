@@ -122,6 +122,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 128, "alibi_causal_128"): 8,
     ("flash_pallas_forward", 64, "packed_causal"): 16,
     ("flash_pallas_forward", 64, "positions_causal"): 4,
+    ("flash_pallas_forward", 64, "positions_mods"): 52,  # positions, ALiBi, both mods, dropout
     ("flash_pallas_backward_fused", 64, "positions_causal"): 28,
     ("flash_pallas_backward_dkv", 256, "window_array_256"): 12,
     ("flash_pallas_forward", 64, "bias_1NTS"): 20,

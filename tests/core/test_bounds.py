@@ -152,3 +152,38 @@ def test_blocks_inside_one_document(name):
 def test_which_problems_need_arrays_of_bounds(segments, lengths, offset, dynamic):
     problem, _, _ = build(Mask.causal(), SEGMENTS[segments], lengths, offset)
     assert problem.is_dynamic == dynamic
+
+
+@pytest.mark.parametrize("kv_positions", [None, "sorted", "random"])
+@pytest.mark.parametrize("sides", [(3, None), (None, 2), (4, 1)], ids=str)
+def test_blocks_by_positions(kv_positions, sides):
+    rng = np.random.default_rng(1)
+    _, operands, _ = build(Mask(), None, None, 0)
+    q = np.sort(rng.integers(0, KV_LEN, (BATCH, Q_LEN)), axis=1)
+    kv = np.broadcast_to(np.arange(KV_LEN), (BATCH, KV_LEN))
+    if kv_positions is not None:
+        kv = rng.integers(0, KV_LEN, (BATCH, KV_LEN))
+        kv = np.sort(kv, axis=1) if kv_positions == "sorted" else kv
+        operands = operands._replace(kv_positions=jnp.asarray(kv, jnp.int32))
+    table = np.ones((BATCH, Q_LEN, KV_LEN), bool)
+    for name, side, sign in zip(("q_first", "q_last"), sides, (-1, 1), strict=True):
+        if side is not None:
+            edge = q + sign * side
+            operands = operands._replace(**{name: jnp.asarray(edge, jnp.int32)})
+            table &= sign * (edge[:, :, None] - kv[:, None]) >= 0
+    problem = describe(operands, AttentionSpec(1.0))
+    found = bounds.kv_bounds(problem, operands, BLOCK_Q, BLOCK_KV)
+    check(found, table, BLOCK_Q, BLOCK_KV, exact=kv_positions is None)
+    found = bounds.q_bounds(problem, operands, BLOCK_Q, BLOCK_KV)
+    check(found, table.swapaxes(1, 2), BLOCK_KV, BLOCK_Q, exact=False)
+    for find, of, sizes in (
+        (bounds.kv_whole, table, (BLOCK_Q, BLOCK_KV)),
+        (bounds.q_whole, table.swapaxes(1, 2), (BLOCK_KV, BLOCK_Q)),
+    ):
+        found, expected = np.asarray(find(operands, BLOCK_Q, BLOCK_KV)), whole(of, *sizes)
+        for b, i in np.ndindex(*expected.shape[:2]):
+            start, stop = found[b, i]
+            full = slice(start, min(stop, of.shape[2] // sizes[1]))
+            rows = of[b, i * sizes[0] : (i + 1) * sizes[0]]
+            assert rows[:, full.start * sizes[1] : full.stop * sizes[1]].all()
+            assert stop >= max(np.flatnonzero(expected[b, i]), default=-1) + 1
