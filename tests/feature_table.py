@@ -27,6 +27,11 @@ _IDS = {
     "q_segment_ids": jnp.zeros((B, T), jnp.int32),
     "kv_segment_ids": jnp.zeros((B, S), jnp.int32),
 }
+_POSITIONS = {
+    "causal": True,
+    "q_positions": jnp.zeros((B, T), jnp.int32),
+    "kv_positions": jnp.zeros((B, S), jnp.int32),
+}
 _LENGTHS = {"q_lengths": 3, "kv_lengths": 3}
 _MOD = {"score_mod": lambda score, b, n, i, j: score + 1.0}
 _HIGHEST = {"precision": "highest"}
@@ -52,6 +57,8 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("sliding window", "`window=w`, `(left, right)`", "", {"window": (3, None)}),
     ("position of the queries", "`q_offset` int or `[B]`", "", {"q_offset": jnp.zeros(B, "int32")}),
     ("packed documents", "`q_segment_ids`, `kv_segment_ids`", "", _IDS),
+    ("masks by position", "`q_positions`, `kv_positions`", "", _POSITIONS),
+    ("window that is data", "`window=jnp.array(w)`", "", {"window": jnp.array(9)}),
     ("padding", "`q_lengths`, `kv_lengths`", "", _LENGTHS),
     ("bias", "`bias` `[1 or B, 1 or N, 1 or T, 1 or S]`", "yes", {"bias": jnp.ones((1, N, 1, S))}),
     ("mask", "`mask`, the same shapes", "", {"mask": jnp.ones((B, 1, 1, S), bool)}),
