@@ -383,18 +383,18 @@ def dot_product_attention(
         (2, 16, 4, 64)
     """
     rank = jnp.ndim(query)
-    options = dict(
-        bias=validate.of_rank(bias, rank),
-        mask=validate.of_rank(mask, rank),
-        causal=is_causal,
-        window=local_window_size,
-        scale=scale,
-        q_offset=0,
-        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
-        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
-        empty_rows="mean",
-        backend="auto" if implementation is None else implementation,
-    )
+    options: dict[str, Any] = {
+        "bias": validate.of_rank(bias, rank),
+        "mask": validate.of_rank(mask, rank),
+        "causal": is_causal,
+        "window": local_window_size,
+        "scale": scale,
+        "q_offset": 0,
+        "q_lengths": validate.lengths_of_rank(query_seq_lengths, rank - 3),
+        "kv_lengths": validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
+        "empty_rows": "mean",
+        "backend": "auto" if implementation is None else implementation,
+    }
     if not return_residual:
         return flash_attention(query, key, value, **options)
     o, lse = flash_attention_with_lse(query, key, value, **options)

@@ -317,7 +317,7 @@ def test_dot_product_attention_under_jit(options):
 
 
 def test_dot_product_attention_knows_its_implementations():
-    with pytest.raises(ValueError, match="'mosaic': choose one of 'auto'.*'cudnn'"):
+    with pytest.raises(ValueError, match=r"'mosaic': choose one of 'auto'.*'cudnn'"):
         fp.dot_product_attention(*inputs(2), implementation="mosaic")
 
 
