@@ -1,4 +1,4 @@
-"""What stands in for cuDNN behind jax.nn on a CPU: its rules, and no more than it promises.
+"""A stand-in for cuDNN behind jax.nn on a CPU: its rules, and no more than it promises.
 
 It refuses what jax.nn and cuDNN refuse, and leaves NaN wherever nothing says what cuDNN writes: in
 outputs and gradients beyond a length, and in queries that see no key. Arithmetic is in float32.

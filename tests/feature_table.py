@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flash_pallas.backends.cudnn import OLDEST, CudnnBackend
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
@@ -55,7 +56,7 @@ _ALL: dict[str, Any] = {
 ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("causal", "`causal=True`", "", {"causal": True}),
     ("sliding window", "`window=w`, `(left, right)`", "", {"window": (3, None)}),
-    ("position of the queries", "`q_offset` int or `[B]`", "", {"q_offset": jnp.zeros(B, "int32")}),
+    ("position of the queries", "`q_offset` int or `[B]`", "", {"q_offset": 1, "causal": True}),
     ("packed documents", "`q_segment_ids`, `kv_segment_ids`", "", _IDS),
     ("masks by position", "`q_positions`, `kv_positions`", "", _POSITIONS),
     ("window that is data", "`window=jnp.array(w)`", "", {"window": jnp.array(9)}),
@@ -69,6 +70,8 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("your own scores", "`score_mod`", "of what it captures", _MOD),
     ("your own mask", "`mask_mod`", "", _MASK_MOD),
     ("all of these together", "", "", _ALL),
+    ("log-sum-exp", "`flash_attention_with_lse`", "yes", {"lse": True}),
+    ("bit-identical gradients", "`deterministic=True`", "", {"deterministic": True}),
     ("head dims up to 256, `Hv` other than `H`", "", "", {"H": 192, "Hv": 128}),
     ("head dims above 256", "", "", {"H": 320}),
     ("float32", "`precision`", "", {"dtype": jnp.float32}),
@@ -76,29 +79,50 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("float32 in full", '`precision="highest"`', "", {"dtype": jnp.float32, **_HIGHEST}),
     ("float64", "", "", {"dtype": jnp.float64}),
 ]
+# By row: what a backend may run that does not run the example; then it is said to run "some".
+SOME: dict[str, dict[str, Any]] = {
+    "sliding window": {"window": (3, 0)},
+    "bias": {"bias": jnp.ones((1, N, T, S), jnp.bfloat16)},
+    "mask": {"mask": jnp.ones((B, 1, T, S), bool)},
+    "head dims up to 256, `Hv` other than `H`": {"H": 128},
+}
 
 
-def _runs(backend, example: dict[str, Any]) -> str:
+def _takes(backend, example: dict[str, Any]) -> bool:
+    if example.get("lse") and not backend.gives_lse:
+        return False
     head_dim, dtype = example.get("H", 64), example.get("dtype", jnp.bfloat16)
-    arguments = {name: x for name, x in example.items() if name not in ("H", "Hv", "dtype")}
+    sizes = ("H", "Hv", "dtype", "lse")
+    arguments = {name: x for name, x in example.items() if name not in sizes}
     shapes = (B, T, N, head_dim), (B, S, 2, head_dim), (B, S, 2, example.get("Hv", head_dim))
     with jax.enable_x64(True):
         arrays = [jnp.zeros(shape, dtype) for shape in shapes]
         problem = validate.canonicalize(*arrays, Arguments(**arguments)).problem
     if backend.unsupported(problem):
-        return "no"
+        return False
     backend.blocks(problem, None)  # raises where no tiles fit
-    return "yes"
+    return True
+
+
+def _runs(backend, what: str, example: dict[str, Any]) -> str:
+    if _takes(backend, example):
+        return "yes"
+    return "some" if what in SOME and _takes(backend, SOME[what]) else "no"
 
 
 def table() -> str:
     """Returns the lines between the markers. GPU backends answer as if there were a GPU."""
-    backends = HopperBackend(interpret=True), PortableBackend(interpret=True), XlaBackend()
+    backends = (
+        HopperBackend(interpret=True),
+        CudnnBackend(capability="10.0", version=OLDEST),
+        PortableBackend(interpret=True),
+        XlaBackend(),
+    )
     names = [backend.name for backend in backends]
     columns = ["", "argument", "gradient", *names]
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     for what, argument, gradient, example in ROWS:
-        runs = [_runs(backend, example) for backend in backends]
+        runs = [_runs(backend, what, example) for backend in backends]
         lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")
     return "\n".join(lines) + "\n"
 

@@ -320,7 +320,7 @@ SHARED_AND_HOPPER = (
     Mutation("cudnn, window", "backends/cudnn/backend.py", "left >= given.q.shape[1] - 1",
              "left >= given.q.shape[1] - 2", _CUDNN_MASKS),
     Mutation("cudnn, lengths", "backends/cudnn/backend.py",
-             "return padding.cleared(operands, found)", "return found",
+             "cleared: Any = padding.cleared(operands, found)", "cleared = found",
              "test_cudnn.py::test_the_oracle[lengths_causal]"),
     Mutation("cudnn, lengths", "backends/cudnn/backend.py", "jnp.clip(lengths, 1, most)",
              "jnp.clip(lengths, 0, most)", "test_cudnn.py::test_the_oracle[kv_lengths_zero]"),

@@ -63,7 +63,7 @@ def test_the_oracle(case):
 
 
 def assert_close(found, expected):
-    """Checks that none is off by more than a rounding of the largest, as sums of parts are."""
+    """Checks that no error exceeds a rounding of the largest, as in sums of rounded parts."""
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     assert np.abs(found - expected).max() <= ROUNDING * np.abs(expected).max()
 
@@ -152,7 +152,7 @@ def test_masks_reach_cudnn(options, mask, window):
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_the_forward_of_the_backward_is_the_forward(wrap):
-    """What the compiler merges: two calls that differ in nothing."""
+    """Checks what lets the compiler merge the two calls: they differ in nothing."""
     grad = jax.value_and_grad(wrap(loss_of(causal=True)), (0, 1, 2))
     first, again, backward = calls(grad, *arrays())
     assert first == again and first.startswith("fmhaSoftmax(")

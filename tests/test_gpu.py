@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 import subprocess
 import sys
 
@@ -16,7 +18,7 @@ from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.common import far_rows
 
-from . import checks, hopper_decode_cases
+from . import checks, cudnn_cases, hopper_decode_cases
 from .cases import Case
 from .hopper_cases import (
     FAR_ON_DEVICE,
@@ -102,8 +104,8 @@ def _inputs(batch, length, heads, kv_heads, head_dim, seed=0):
     return [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True)]
 
 
-def _gradients(q, k, v, do, **options):
-    o, pull = jax.vjp(lambda *x: flash_attention(*x, backend="hopper", **options), q, k, v)
+def _gradients(q, k, v, do, backend="hopper", **options):
+    o, pull = jax.vjp(lambda *x: flash_attention(*x, backend=backend, **options), q, k, v)
     return o, *pull(do)
 
 
@@ -204,6 +206,42 @@ def test_vmap_and_remat():
         return jax.vmap(layer)(q, k, v)
 
     checks.assert_matches_oracle(call, case)
+
+
+@pytest.mark.parametrize("case", (*cudnn_cases.CASES, *cudnn_cases.WIDE), ids=str)
+def test_cudnn(case):
+    """Runs cuDNN itself, on cases that test_cudnn.py runs on a stand-in."""
+    checks.assert_matches_oracle(checks.bind("cudnn"), case)
+
+
+def test_cudnn_under_vmap_and_remat():
+    case = dataclasses.replace(cudnn_cases.CASES[0], B=3, K=2, causal=True)
+    one = checks.bind("cudnn")
+
+    def call(q, k, v, **arguments):
+        layer = jax.checkpoint(lambda *x: one(*x, **arguments)[0])
+        return jax.vmap(layer)(*(x[:, None] for x in (q, k, v)))[:, 0], None
+
+    checks.assert_matches_oracle(call, case)
+
+
+def test_cudnn_runs_one_forward_in_a_program():
+    """Checks that XLA merges the forward of the backward with the forward."""
+    q, k, v, do = _inputs(2, 256, 4, 2, 64)
+    gradients = lambda *x: _gradients(*x, backend="cudnn", causal=True)
+    text = jax.jit(gradients).lower(q, k, v, do).compile().as_text()
+    calls = re.findall(r'custom_call_target="(__cudnn[$]\w+)"', text)
+    assert calls.count("__cudnn$fmhaSoftmaxBackward") == 1
+    assert calls.count("__cudnn$fmhaSoftmax") == 1
+    assert "mosaic_gpu" not in text
+
+
+def test_cudnn_is_taken_by_name_alone_on_hopper():
+    q, k, v, _ = _inputs(1, 256, 2, 2, 64)
+    passed = flash_pallas.explain(q, k, v)
+    assert passed.backend == "hopper" and "ask for it by name" in passed.reasons["cudnn"]
+    named = flash_pallas.explain(q, k, v, backend="cudnn")
+    assert re.match(r"cuDNN \d+\.\d+\.\d+ through jax\.nn", named.note or "")
 
 
 def test_lse_of_hidden_rows_is_minus_infinity():

@@ -37,7 +37,7 @@ class Backend(Protocol):
 
     @property
     def note(self) -> str | None:
-        """What else runs, if not kernels of this package: `explain` shows it; None if they do."""
+        """Name of what runs instead of kernels of this package, for `explain`; None if they do."""
         ...
 
     def unsupported(self, problem: Problem) -> str | None:

@@ -82,7 +82,7 @@ class CudnnBackend:
 
     @property
     def note(self) -> str | None:
-        """What runs, with the version of the installed cuDNN, and on 10.x why it is preferred."""
+        """Name of what runs, with the installed version, and on 10.x why it is preferred."""
         installed = _version() if self.version is None else None
         number = "" if installed is None else f" {_spelled(installed)}"
         why = "" if self.not_automatic else ", as this package's kernels here use mma.sync"
@@ -145,9 +145,10 @@ class CudnnBackend:
             _, pull = jax.vjp(run, *given[:3])
             grads, dbias = pull(do), None
         dq, dk, dv = grads
-        # cuDNN need not write what lies beyond a length.
         found = Grads(empty_rows.cleared(sees, dq), dk, dv, bias=dbias)
-        return padding.cleared(operands, found)
+        # cuDNN need not write what lies beyond a length.
+        cleared: Any = padding.cleared(operands, found)
+        return cleared
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why cuDNN does not decode: jax.nn has no caches."""
