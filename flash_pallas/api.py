@@ -255,7 +255,7 @@ def flash_attention_with_max_logit(
 
 
 @suggested
-def explain(  # noqa: D417 - it describes what differs from flash_attention alone
+def explain(
     q: Float[Shaped, "*B T N H"],
     k: Float[Shaped, "*B S K H"],
     v: Float[Shaped, "*B S K Hv"],
@@ -290,13 +290,37 @@ def explain(  # noqa: D417 - it describes what differs from flash_attention alon
 ) -> Explanation:
     """Returns the backend and tiles that `flash_attention` would use here, and why not others.
 
-    Nothing is run.
+    Nothing is run. Every argument but `gpu` is that of `flash_attention`; any array may be replaced
+    by a `jax.ShapeDtypeStruct`.
 
     Args:
-        q: as in `flash_attention`, as are all the others. Any array, here and in the others, may be
-            replaced by a `jax.ShapeDtypeStruct`.
-        k: keys.
-        v: values.
+        q: queries [*B, T, N, H].
+        k: keys [*B, S, K, H].
+        v: values [*B, S, K, Hv].
+        causal: as in `flash_attention`, as are all the others.
+        window: (left, right).
+        scale: multiplies the scores.
+        q_offset: position of query 0.
+        q_positions: positions of queries [*B, T].
+        kv_positions: positions of keys [*B, S].
+        q_segment_ids: documents of queries [*B, T].
+        kv_segment_ids: documents of keys [*B, S].
+        q_lengths: numbers of queries [*B].
+        kv_lengths: numbers of keys [*B].
+        bias: added to the scores, [*B, N, T, S].
+        mask: bool of the same shapes.
+        softcap: limit of the scores.
+        alibi_slopes: slopes [N] or [*B, N].
+        sinks: further scores [N] or [*B, N].
+        dropout_rate: share of the weights that is dropped.
+        dropout_seed: seed of the dropout mask.
+        broadcast_dropout: one dropout mask for all entries and heads.
+        shard_axes: mesh axes of batch and heads.
+        score_mod: function of a score and its place.
+        mask_mod: function of a place.
+        empty_rows: "zero" or "mean".
+        deterministic: gradients are bit-identical.
+        precision: precision of float32 matmuls.
         backend: name of the implementation.
         blocks: tile sizes.
         gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "H100", "H200",

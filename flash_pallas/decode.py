@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,14 @@ from .core.problem import Outputs
 from .frontend import arguments as checks
 from .frontend import dispatch, validate, validate_decode
 from .frontend.dispatch import Explanation
-from .frontend.validate import suggested, unexpected
+from .frontend.validate import suggested
 from .frontend.validate_decode import DecodeArguments
 from .transforms import derivatives, sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+    from .api import Shaped
 
 
 @suggested
@@ -129,21 +130,48 @@ def flash_decode(
     return (o, lse) if with_lse else o
 
 
+@suggested
 def explain_decode(
-    q, k, v, *, backend: str = "auto", gpu: str | None = None, **options
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    *,
+    kv_lengths: int | Shaped | None = None,
+    q_offset: int | Shaped | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Shaped | None = None,
+    alibi_slopes: Shaped | None = None,
+    scale: float | None = None,
+    num_splits: int | str = "auto",
+    page_table: Shaped | None = None,
+    k_scale: Shaped | None = None,
+    v_scale: Shaped | None = None,
+    backend: str = "auto",
+    gpu: str | None = None,
 ) -> Explanation:
     """Returns the backend and splits that `flash_decode` would use here, and why not others.
 
-    Nothing is run.
+    Nothing is run. Every argument but `gpu` is that of `flash_decode`; any array may be replaced by
+    a `jax.ShapeDtypeStruct`.
 
     Args:
-        q: as in `flash_decode`, as are all the others. Any array, here and in the others, may be
-            replaced by a `jax.ShapeDtypeStruct`.
-        k: keys, or pages of them.
+        q: queries [B, T, N, H].
+        k: keys [B, S, K, H], or pages of them.
         v: values.
+        kv_lengths: as in `flash_decode`, as are all the others.
+        q_offset: position of query 0.
+        window: (left, right).
+        softcap: limit of the scores.
+        sinks: further scores [N] or [B, N].
+        alibi_slopes: slopes [N] or [B, N].
+        scale: multiplies the scores.
+        num_splits: number of ranges in which the keys are read.
+        page_table: pages of every sequence [B, max_pages].
+        k_scale: scale of the keys of a quantized cache.
+        v_scale: scale of its values.
         backend: name of the implementation.
         gpu: a GPU to answer for that need not be here, as in `explain`.
-        **options: every other argument of `flash_decode` but `return_lse`.
 
     Returns:
         An `Explanation`; print it.
@@ -158,15 +186,25 @@ def explain_decode(
         >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
         XlaDecodeBlocks(block_kv=64, num_splits=2)
     """
-    names = {field.name for field in dataclasses.fields(DecodeArguments)}
-    if wrong := options.keys() - names:
-        raise TypeError(unexpected("explain_decode", wrong, names))
+    given = {
+        "kv_lengths": kv_lengths,
+        "q_offset": q_offset,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "scale": scale,
+        "num_splits": num_splits,
+        "page_table": page_table,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
 
     def shapes(q, k, v, given):
         spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**given))
         return decode.describe(operands, spec)
 
-    problem = validate.of_shapes(shapes, q, k, v, options)
+    problem = validate.of_shapes(shapes, q, k, v, given)
     platform = dispatch.platform_of((q, k, v))
     return dispatch.explanation(problem, backend, gpu=gpu, platform=platform)
 

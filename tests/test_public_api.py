@@ -106,6 +106,16 @@ def test_one_signature():
         assert strings(fp.flash_attention) + added == found
 
 
+def test_explain_decode_has_the_arguments_of_flash_decode():
+    told, called = (
+        dict(inspect.signature(f).parameters) for f in (fp.explain_decode, fp.flash_decode)
+    )
+    called.pop("return_lse")
+    assert list(told) == [*called, "gpu"] and told["gpu"].default is None
+    for argument, parameter in called.items():
+        assert (told[argument].kind, told[argument].default) == (parameter.kind, parameter.default)
+
+
 def test_unknown_argument():
     x = jnp.ones((2, 16, 4, 64))
     with pytest.raises(TypeError, match=r"explain.*unexpected keyword argument 'colour'$"):
