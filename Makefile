@@ -10,12 +10,13 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-all test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench docs clean
+.PHONY: help test test-all test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
 	@echo "make test           lint and the tests that need no GPU, of thorough ones a thirtieth a day"
 	@echo "make test-all       all tests that need no GPU, every interpreted kernel among them"
+	@echo "make test-compat    flash_pallas.compat against PyTorch on a CPU, which it installs apart"
 	@echo "make test-0.12      a part of them with jax 0.12"
 	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others;"
 	@echo "                    with DAY=n head dims 64 and 128 in bfloat16, and a third of the rest"
@@ -36,6 +37,14 @@ test: lint
 test-all:
 	@$(SETUP) $(EXTRAS)
 	FLASH_PALLAS_TESTS=all $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not compile"
+
+# PyTorch has an environment of its own, with any Python that it is published for.
+TORCH_PYTHON ?= python3
+test-compat:
+	@$(SETUP) $(EXTRAS)
+	@test -x $(VENV)-torch/bin/python || $(TORCH_PYTHON) -m venv $(VENV)-torch
+	$(VENV)-torch/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/clients/torch.txt
+	FLASH_PALLAS_TORCH=$(abspath $(VENV)-torch/bin/python) $(PY) -m pytest -q tests/compat/torch_live.py
 
 lint:
 	@$(SETUP) $(EXTRAS)
@@ -120,4 +129,4 @@ docs:
 		else echo "The pages were not opened: chromium is not installed."; fi
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-cuda12 $(VENV)-0.12 $(VENV)-docs build dist demo
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-cuda12 $(VENV)-torch $(VENV)-0.12 $(VENV)-docs build dist demo

@@ -73,7 +73,7 @@ CASES = {
     "alibi": Case("q_idx >= kv_idx", "score - slopes[h] * (q_idx - kv_idx)", window=(None, 0)),
     "softcap": Case(None, "3.0 * xp.tanh(score / 3.0)"),
     "relative bias, GQA": Case(
-        None, "score + 0.1 * (kv_idx - q_idx)", q=(2, 6, 21, 16), kv=(2, 2, 33, 16),
+        None, "score + slopes[h] * (kv_idx - q_idx)", q=(2, 6, 21, 16), kv=(2, 2, 33, 16),
         options={"enable_gqa": True, "scale": 0.2},
     ),
 }  # fmt: skip
