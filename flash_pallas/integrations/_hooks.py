@@ -1,0 +1,144 @@
+"""Replacing functions of a library, checked against the signatures they were written for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Client(NamedTuple):
+    """A library that this package was tested with.
+
+    Attributes:
+        package: name under which it is installed.
+        module: name under which it is imported.
+        tested: version.
+    """
+
+    package: str
+    module: str
+    tested: str
+
+    def imported(self, name: str) -> Any:
+        """Imports a module of the library.
+
+        Raises:
+            ImportError: it is not installed, or the module has another name there.
+        """
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            found = self._version()
+            state = "is not installed" if found is None else f"{found} is installed"
+            raise ImportError(
+                f"flash_pallas.integrations.{self.module} was tested with {self.package} "
+                f"{self.tested}; {self.package} {state}, and {name} cannot be imported: {error}. "
+                f"Run pip install {self.package}=={self.tested}"
+            ) from error
+
+    def named(self, owner: Any, name: str, *parameters: str) -> Any:
+        """Returns a function or class of the library after a look at its parameters.
+
+        Args:
+            owner: module or class that has it.
+            name: its name there.
+            *parameters: names of all its parameters in their order; none skips the look.
+
+        Raises:
+            ImportError: it is missing or has other parameters.
+        """
+        where = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
+        found = vars(owner).get(name)
+        if found is None:
+            raise self.differs(f"has no {where}.{name}")
+        has = tuple(inspect.signature(found).parameters) if parameters else ()
+        if has != parameters:
+            raise self.differs(
+                f"has {where}.{name}({', '.join(has)}), not ({', '.join(parameters)})"
+            )
+        return found
+
+    def differs(self, difference: str) -> ImportError:
+        """Returns the error that says in what the installed version differs."""
+        return ImportError(
+            f"flash_pallas.integrations.{self.module} was tested with {self.package} "
+            f"{self.tested}; {self.package} {self._version()} {difference}. Install "
+            f"{self.package}=={self.tested}, or a version of flash_pallas that knows this one"
+        )
+
+    def _version(self) -> str | None:
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+class Hook(NamedTuple):
+    """One attribute to replace.
+
+    Attributes:
+        owner: module or class that has it.
+        name: its name there.
+        new: what takes its place.
+        everywhere: replace it also where other modules have imported it by this name.
+    """
+
+    owner: Any
+    name: str
+    new: Any
+    everywhere: bool = False
+
+
+class Patch:
+    """Hooks that are put in together and taken out together.
+
+    JAX's caches are cleared each time: a function that was traced before, or a model that is jitted
+    as a whole, would go on with the attention that it was traced with.
+
+    Args:
+        hooks: called by `install` with its arguments, returns the hooks.
+    """
+
+    def __init__(self, hooks: Callable[..., list[Hook]]):
+        self._hooks = hooks
+        self._put_in: list[tuple[Hook, Any]] = []
+
+    def install(self, *args) -> None:
+        """Puts the hooks in; if they are in already, those of other arguments take their place."""
+        self.uninstall()
+        for hook in self._hooks(*args):
+            old = vars(hook.owner)[hook.name]
+            self._put_in.append((hook, old))
+            _replace(hook, old, hook.new)
+        jax.clear_caches()
+
+    def uninstall(self) -> None:
+        """Puts back what the library had; without hooks nothing happens."""
+        if self._put_in:
+            jax.clear_caches()
+        while self._put_in:
+            hook, old = self._put_in.pop()
+            _replace(hook, hook.new, old)
+
+    @contextmanager
+    def installed(self, *args) -> Iterator[None]:
+        """Puts the hooks in for the body of a `with` statement."""
+        self.install(*args)
+        try:
+            yield
+        finally:
+            self.uninstall()
+
+
+def _replace(hook: Hook, old: Any, new: Any) -> None:
+    setattr(hook.owner, hook.name, new)
+    for module in list(sys.modules.values()) if hook.everywhere else ():
+        if getattr(module, "__dict__", {}).get(hook.name) is old:
+            setattr(module, hook.name, new)
