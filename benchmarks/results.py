@@ -27,6 +27,8 @@ ROW_FIELDS = (
 # rounds and the clock of the SMs meanwhile, None without a GPU; speed relative to every
 # other provider, by name.
 LATER_FIELDS = ("share_of_gemm", "mhz", "relative")
+# Suites whose rows have fields of their own.
+OWN_ROWS = ("memory", "features", "decode", "overhead", "parallel", "client")
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 
 
@@ -91,7 +93,7 @@ def check(results: dict[str, Any]) -> None:
         raise ValueError(f"results lack {missing}")
     if results["schema"] != SCHEMA:
         raise ValueError(f"schema {results['schema']}, expected {SCHEMA}")
-    if results["suite"] in ("memory", "features", "decode", "overhead", "parallel"):  # own rows
+    if results["suite"] in OWN_ROWS:
         return
     for row in results["rows"]:
         if set(row) - set(LATER_FIELDS) != set(ROW_FIELDS):
