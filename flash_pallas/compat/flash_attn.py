@@ -215,8 +215,10 @@ def flash_attn_varlen_func(
             "each sequence pad the sequences and call flash_attn_func"
         )
     scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
-    options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed} if dropout_p else {}
-    return flash_attention_varlen(
+    options: dict[str, Any] = {}
+    if dropout_p:
+        options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
+    found: Any = flash_attention_varlen(
         q,
         k,
         v,
@@ -227,6 +229,7 @@ def flash_attn_varlen_func(
         **scores.options(),
         **options,
     )
+    return found
 
 
 def flash_attn_with_kvcache(
@@ -486,7 +489,7 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
         "only flash_decode splits keys, which takes up to 16 causal queries; leave it 0",
     )
     k, v = (gather_pages(x, reading.page_table) if paged else x for x in (cache.k, cache.v))
-    hidden = {}
+    hidden: dict[str, Any] = {}
     if reading.starts is not None:
         starts = jnp.asarray(reading.starts)[:, None]
         before = jnp.arange(k.shape[1], dtype=jnp.int32)[None] < starts

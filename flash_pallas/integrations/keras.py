@@ -133,7 +133,7 @@ _PATCH = Patch(_hooks)
 def _function(theirs: Callable) -> Callable:
     """Returns the new `dot_product_attention` of Keras's backend."""
 
-    def dot_product_attention(
+    def dot_product_attention(  # noqa: PLR0913 - Keras's signature
         query, key, value, bias=None, mask=None, scale=None, is_causal=False,
         flash_attention=None, attn_logits_soft_cap=None,
     ):  # fmt: skip

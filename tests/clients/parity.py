@@ -111,7 +111,8 @@ def run_the_page(heading: str) -> int:
     assert len(blocks) == section[1].count("```python")
     for code, wanted in blocks:
         printed: list[str] = []
-        exec(code, {"__name__": "page", "print": lambda *x: printed.append(" ".join(map(str, x)))})
+        note = lambda *x, to=printed: to.append(" ".join(map(str, x)))
+        exec(code, {"__name__": "page", "print": note})
         assert "".join(f"{line}\n" for line in printed) == wanted
     return len(blocks)
 

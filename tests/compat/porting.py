@@ -51,7 +51,7 @@ class Snippet:
 
 
 def snippets() -> list[Snippet]:
-    """Returns all snippets of the page: sections of the third level, each of three fenced blocks."""
+    """Returns all snippets of the page: third-level sections, each of three fenced blocks."""
     text, found = PAGE.read_text(), []
     for heading in re.finditer(r"^### (.*)\n", text, re.MULTILINE):
         library = re.findall(r"^## (.*)$", text[: heading.start()], re.MULTILINE)[-1]

@@ -1,4 +1,4 @@
-"""What the first parts of the porting snippets call, by the formulas of the libraries' documents.
+"""Stand-ins for the libraries of the porting snippets, by the formulas of their documents.
 
 Nothing of flash_pallas is in it. jax.nn and Flax are themselves, and so is what jax has of splash
 attention for CPUs. Where torch is installed, `torch_live.py` runs the same texts with it.

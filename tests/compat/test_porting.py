@@ -1,4 +1,4 @@
-"""Every snippet of the porting page runs, and computes what the other library or its formula does."""
+"""Each porting snippet runs, and gives what the other library or its formula gives."""
 
 from __future__ import annotations
 
