@@ -284,7 +284,7 @@ def make_splash_mha(
     refuse("residual_checkpoint_name", residual_checkpoint_name, None, names)
     refuse("interpret", interpret, False, "leave it out, on a CPU the jnp version runs")
     if not isinstance(mask, (np.ndarray, jax.Array)):
-        options = _options([_shown(each) for each in _masks(mask)])
+        options: dict[str, Any] = _options([_shown(each) for each in _masks(mask)])
     elif mask.ndim == 3:
         options = {"mask": jnp.asarray(mask)}
     else:
