@@ -60,7 +60,19 @@ BAD = {
     "window float": ({"window": 2.0}, TypeError, "window must be an int or a pair of ints, got 2"),
     "window str": ({"window": "3"}, TypeError, "window must be an int"),
     "window bool": ({"window": True}, TypeError, "window must be an int"),
-    "window array": ({"window": np.array([1, 0])}, TypeError, "window must be an int"),
+    "window array": (
+        {"window": np.array([1, 0, 2])},
+        ValueError,
+        "window has shape.*a scalar for all",
+    ),
+    "window of floats": ({"window": jnp.array(2.0)}, TypeError, "window has dtype float32"),
+    "window array negative": ({"window": jnp.array(-2)}, ValueError, "None for unbounded"),
+    "positions twice": (
+        {"q_offset": 3, "q_positions": np.zeros((2, 5), int)},
+        ValueError,
+        "q_positions is given too",
+    ),
+    "empty_rows": ({"empty_rows": "nan"}, ValueError, "choose 'zero', or 'mean'"),
     "softcap 0": ({"softcap": 0.0}, ValueError, "finite and positive, got 0.*None is no cap"),
     "softcap negative": ({"softcap": -2.0}, ValueError, "finite and positive, got -2"),
     "softcap inf": ({"softcap": INF}, ValueError, "softcap must be finite, got inf"),
@@ -186,7 +198,7 @@ def test_bad_modifiers(case, function):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("window", 3), ("softcap", 2.0), ("dropout_rate", 0.5), ("deterministic", 1)],
+    [("softcap", 2.0), ("dropout_rate", 0.5), ("deterministic", 1)],
 )
 def test_traced_values_that_must_be_static(name, value):
     call = jax.jit(lambda x: fp.flash_attention(Q, K, K, **{name: x}, dropout_seed=0))
@@ -194,17 +206,13 @@ def test_traced_values_that_must_be_static(name, value):
         call(value)
 
 
-def test_the_way_out_of_a_traced_window():
+def test_one_program_for_local_and_global_layers():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
-    with pytest.raises(TypeError, match=r"window is traced.*mask_mod=lambda.*i - j <= window"):
-        jax.jit(lambda window: fp.flash_attention(q, k, v, window=(window, 0)))(3)
-
-    def masked(window):
-        mask_mod = lambda b, n, i, j: i - j <= window
-        return fp.flash_attention(q, k, v, causal=True, mask_mod=mask_mod)
-
-    expected = fp.flash_attention(q, k, v, window=(3, 0))
-    np.testing.assert_allclose(jax.jit(masked)(3), expected, rtol=1e-5, atol=1e-6)
+    layer = jax.jit(lambda window: fp.flash_attention(q, k, v, causal=True, window=(window, 0)))
+    for window in (3, 3, 0, 8, 3, 3):  # five local layers and a global one
+        expected = fp.flash_attention(q, k, v, window=(window, 0))
+        np.testing.assert_allclose(layer(window), expected, rtol=1e-5, atol=1e-6)
+    assert layer._cache_size() == 1
 
 
 def test_a_wider_bias():

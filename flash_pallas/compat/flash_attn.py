@@ -491,7 +491,7 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
     k, v = (gather_pages(x, reading.page_table) if paged else x for x in (cache.k, cache.v))
     hidden: dict[str, Any] = {}
     if reading.starts is not None:
-        starts = jnp.asarray(reading.starts)[:, None]
+        starts = jnp.asarray(reading.starts, jnp.int32)[:, None]
         before = jnp.arange(k.shape[1], dtype=jnp.int32)[None] < starts
         hidden = {
             "q_segment_ids": jnp.zeros((len(q), tokens), jnp.int32),
