@@ -66,7 +66,9 @@ def _hooks() -> list[Hook]:
     known = _Known()
     found = [
         # Gemma 4 calls the functions; Gemma 2 and 3 ask for the properties, which are jitted.
-        Hook(masks, make, known.mask(_CLIENT.named(masks, make, "causal_mask", "bidirectional_mask"))),
+        Hook(
+            masks, make, known.mask(_CLIENT.named(masks, make, "causal_mask", "bidirectional_mask"))
+        ),
         Hook(positions, build, known.positions(_CLIENT.named(positions, build, "input_mask"))),
         *(
             Hook(inputs, name, known.of_inputs(_CLIENT.named(inputs, name)))
@@ -141,7 +143,7 @@ class _Known:
 
 
 class _Seen(NamedTuple):
-    """What a layer knows about which keys a query sees.
+    """A layer's knowledge of which keys a query sees.
 
     Attributes:
         known: masks and positions by object.

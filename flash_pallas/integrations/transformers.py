@@ -22,7 +22,9 @@ _CLIENT = Client("transformers", "transformers", "4.57.6")
 _WEIGHTS = "dot_product_attention_weights"
 # Self-attention whose mask is a causal one and padding [B, S], and nothing else, and whose
 # positions are indices as long as there is no cache.
-_CAUSAL = frozenset(f"Flax{name}Attention" for name in ("GPT2", "Llama", "Mistral", "Gemma", "GPTJ"))
+_CAUSAL = frozenset(
+    f"Flax{name}Attention" for name in ("GPT2", "Llama", "Mistral", "Gemma", "GPTJ")
+)
 
 
 def install(*models: str) -> None:
@@ -221,7 +223,9 @@ class _Attention:
             # The mask of their Flax model keeps sliding_window tokens before the query, one more
             # than their torch model does, and none without a sliding_window.
             found["window"] = (layer.config.sliding_window or 0, 0)
-        return found | {"mask": padding[:, :1, :1].astype(bool)}  # [B, 1, 1, S]: the same for all queries
+        return found | {
+            "mask": padding[:, :1, :1].astype(bool)
+        }  # [B, 1, 1, S]: the same for all queries
 
 
 def _ranked(x: Any, rank: int) -> Any:
