@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-all test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench docs clean
+.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -24,6 +24,7 @@ help:
 	@echo "make compile-check-cuda12  a part of it with the compiler of CUDA 12"
 	@echo "make package        wheel and source distribution: built, checked, installed and tried"
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
+	@echo "make test-clients   six libraries on flash_pallas, an environment for each; CLIENTS=\"keras\""
 	@echo "make test-gpu       the tests that need a Hopper GPU"
 	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
@@ -103,6 +104,13 @@ test-0.12:
 	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(ON_0.12)
 	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(INTERPRETED_0.12) \
 		-k "d64 or everything or split_q or alibi or mask_bias or int8"
+
+# Libraries whose attention flash_pallas.integrations takes over, each in $(VENV)-NAME with what
+# .ci/clients/NAME.txt pins. FLASH_PALLAS_CLIENTS_JSON=FILE notes what was found.
+CLIENTS ?= equinox gemma keras levanter maxtext transformers
+
+test-clients:
+	@for client in $(CLIENTS); do VENV=$(VENV)-$$client bash .ci/client $$client || exit 1; done
 
 test-gpu:
 	@$(SETUP) dev cuda13

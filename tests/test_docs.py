@@ -20,6 +20,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # tests/compat/test_porting.py runs its code, and that of other libraries in it.
 PORTING = DOCS / "porting.md"
+# Code for an environment with another library: tests/clients/test_<library>.py runs it.
+CLIENT = re.compile(r"^<!-- client: (\w+) -->\n\n(?=```python)", re.MULTILINE)
 OUTSIDE = re.compile(
     r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//|```mermaid"
 )
@@ -33,6 +35,8 @@ def blocks():
     for page in (page for page in PAGES if page != PORTING):
         text, name = page.read_text(), str(page.relative_to(DOCS))
         for number, match in enumerate(BLOCK.finditer(text)):
+            if any(mark.end() == match.start() for mark in CLIENT.finditer(text)):
+                continue
             line = text[: match.start()].count("\n") + 1
             marks = [pytest.mark.thorough] if number and COSTLY.search(match[1]) else []
             yield pytest.param(name, line, *match.groups(), id=f"{name}:{line}", marks=marks)
@@ -58,7 +62,14 @@ def test_code_prints_what_the_page_says(page, line, code, printed, capsys):
 
 def test_every_python_block_is_found():
     pages = [page.read_text() for page in PAGES if page != PORTING]
-    assert len(list(blocks())) == sum(text.count("```python") for text in pages) > 20
+    marked = [name for text in pages for name in CLIENT.findall(text)]
+    assert len(list(blocks())) == sum(text.count("```python") for text in pages) - len(marked) > 20
+    # Each of them has a test, an environment, a module and its figures.
+    assert set(marked) == {x.stem for x in (ROOT / "flash_pallas/integrations").glob("[a-z]*.py")}
+    assert set(marked) == {x.stem for x in (ROOT / ".ci/clients").glob("*.txt")}
+    tests = {x.stem: x.read_text() for x in (ROOT / "tests/clients").glob("test_*.py")}
+    assert {f"test_{name}" for name in marked} == set(tests)
+    assert all(f'run_the_page("{name}")' in tests[f"test_{name}"] for name in marked)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -265,7 +265,7 @@ def test_outside_of_shard_map(devices):
 
 def test_what_it_has_not(devices):
     call = partial(context_parallel_attention, *inputs(), mesh=ring_of(devices), axis="context")
-    with pytest.raises(TypeError, match="keyword arguments 'alibi_slopes', 'bias'.*; it takes"):
+    with pytest.raises(TypeError, match=r"keyword arguments 'alibi_slopes', 'bias'.*; it takes"):
         call(bias=jnp.zeros((1, 1, T, T)), alibi_slopes=jnp.ones(N))
     with pytest.raises(TypeError, match="'is_causal'; did you mean 'causal'"):
         call(is_causal=True)

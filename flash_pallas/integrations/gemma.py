@@ -143,7 +143,7 @@ class _Known:
 
 
 class _Seen(NamedTuple):
-    """Knowledge of a layer about which keys a query sees.
+    """A layer's knowledge of which keys a query sees.
 
     Attributes:
         known: masks and positions by object.

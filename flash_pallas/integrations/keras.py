@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -133,21 +134,23 @@ _PATCH = Patch(_hooks)
 def _function(theirs: Callable) -> Callable:
     """Returns the new `dot_product_attention` of Keras's backend."""
 
-    def dot_product_attention(  # noqa: PLR0913 - Keras's signature
-        query, key, value, bias=None, mask=None, scale=None, is_causal=False,
-        flash_attention=None, attn_logits_soft_cap=None,
-    ):  # fmt: skip
-        if flash_attention is False:
-            if attn_logits_soft_cap is not None:
+    signature = inspect.signature(theirs)
+
+    def dot_product_attention(*given, **options):
+        found = signature.bind(*given, **options).arguments
+        softcap = found.get("attn_logits_soft_cap")
+        if found.get("flash_attention") is False:
+            if softcap is not None:
                 raise NotImplementedError(
                     "attn_logits_soft_cap is dropped by Keras's own attention on CPU and GPU: "
                     "leave out flash_attention=False"
                 )
-            return theirs(query, key, value, bias, mask, scale, is_causal, flash_attention)
-        masks = _Masks(is_causal, None, None, None, mask, lambda: mask)
-        return _attend(
-            (query, key, value), masks, bias=bias, scale=scale, softcap=attn_logits_soft_cap
-        )
+            return theirs(*given, **options)
+        mask = found.get("mask")
+        masks = _Masks(found.get("is_causal", False), None, None, None, mask, lambda: mask)
+        arrays = found["query"], found["key"], found["value"]
+        bias, scale = found.get("bias"), found.get("scale")
+        return _attend(arrays, masks, bias=bias, scale=scale, softcap=softcap)
 
     return dot_product_attention
 

