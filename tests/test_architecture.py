@@ -40,7 +40,6 @@ RANKS = {
     "doctor": 9,
     "__main__": 10,
     "compat": 8,
-    "integrations": 7,
 }
 # The rooms of a kernel's directions know nothing of each other.
 APART = (
