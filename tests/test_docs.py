@@ -66,7 +66,10 @@ def test_every_python_block_is_found():
     assert len(list(blocks())) == sum(text.count("```python") for text in pages) - len(marked) > 20
     # Each of them has a test, an environment, a module and its figures.
     assert set(marked) == {x.stem for x in (ROOT / "flash_pallas/integrations").glob("[a-z]*.py")}
-    assert set(marked) == {x.stem for x in (ROOT / ".ci/clients").glob("*.txt")}
+    clients = {x.stem for x in (ROOT / ".ci/clients").glob("*.txt")} - {
+        "torch"
+    }  # of the compat tests
+    assert set(marked) == clients
     tests = {x.stem: x.read_text() for x in (ROOT / "tests/clients").glob("test_*.py")}
     assert {f"test_{name}" for name in marked} == set(tests)
     assert all(f'run_the_page("{name}")' in tests[f"test_{name}"] for name in marked)
