@@ -364,6 +364,8 @@ def test_explain_says_so():
     assert "compute capability 10.x alone: ask for it by name" in passed.reasons["cudnn"]
     blackwell = partial(fp.explain, *arrays(), gpu="b200")
     assert blackwell(softcap=2.0).reasons["cudnn"] == "takes no softcap"
+    biased = blackwell(bias=jnp.zeros((1, N, T, S), jnp.bfloat16))
+    assert biased.backend == "portable" and "leaves a bias to others" in biased.reasons["cudnn"]
     assert blackwell(causal=True, empty_rows="mean").backend == "cudnn"  # no row can be empty
     assert "empty_rows='mean'" in blackwell(kv_lengths=3, empty_rows="mean").reasons["cudnn"]
 

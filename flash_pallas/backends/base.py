@@ -30,9 +30,8 @@ class Backend(Protocol):
         """
         ...
 
-    @property
-    def not_automatic(self) -> str | None:
-        """None if "auto" may take this backend here; else one sentence saying why not."""
+    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+        """Returns None if "auto" may take this backend here; else one sentence saying why not."""
         ...
 
     @property

@@ -71,14 +71,14 @@ def select(
             able = [
                 other.name
                 for other in backends.values()
-                if not (_refusal(other, problem, platform, lse) or other.not_automatic)
+                if not (_refusal(other, problem, platform, lse) or other.not_automatic(problem))
             ]
             raise UnsupportedByBackend(
                 f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
             )
         return backends[name]
     for backend in backends.values():
-        reason = _refusal(backend, problem, platform, lse) or backend.not_automatic
+        reason = _refusal(backend, problem, platform, lse) or backend.not_automatic(problem)
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
         logs = device is None and jax.default_backend() == "gpu"
         if reason is None:
@@ -265,7 +265,7 @@ def explanation(
     )
     reasons = {
         other.name: _refusal(other, problem, platform, lse)
-        or (name == AUTO and other.not_automatic)
+        or (name == AUTO and other.not_automatic(problem))
         or not_needed
         for other in _backends(there).values()
         if other.name != chosen.name

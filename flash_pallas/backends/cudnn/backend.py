@@ -73,19 +73,32 @@ class CudnnBackend:
     partitionable = True
     gives_lse = False
 
-    @property
-    def not_automatic(self) -> str | None:
-        """None on compute capability 10.x; elsewhere the sentence that says who is preferred."""
-        if (self.capability or _capability()).startswith("10."):
+    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+        """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.
+
+        cuDNN's backward takes P from one float32 log-sum-exp: with a bias of -1e7 that has no
+        digits left for the scores, and gradients of rows that it hides whole are wrong.
+        """
+        if isinstance(problem, Problem) and problem.bias_shape is not None:
+            return (
+                "'auto' leaves a bias to others, as gradients lose digits next to numbers such as "
+                "-1e7: ask for it by name"
+            )
+        if self._preferred:
             return None
         return "'auto' takes it on compute capability 10.x alone: ask for it by name"
+
+    @property
+    def _preferred(self) -> bool:
+        """True on compute capability 10.x, where kernels of this package use mma.sync."""
+        return (self.capability or _capability()).startswith("10.")
 
     @property
     def note(self) -> str | None:
         """Name of what runs, with the installed version, and on 10.x why it is preferred."""
         installed = _version() if self.version is None else None
         number = "" if installed is None else f" {_spelled(installed)}"
-        why = "" if self.not_automatic else ", as this package's kernels here use mma.sync"
+        why = ", as this package's kernels here use mma.sync" if self._preferred else ""
         return f"cuDNN{number} through jax.nn.dot_product_attention{why}"
 
     def unsupported(self, problem: Problem) -> str | None:

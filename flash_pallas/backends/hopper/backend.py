@@ -61,7 +61,6 @@ class HopperBackend:
     capability: str | None = None
     name = "hopper"
     gives_lse = True
-    not_automatic = None
     note = None
 
     @property
@@ -81,6 +80,10 @@ class HopperBackend:
         Not under the interpreter, whose callbacks the partitioner would drop.
         """
         return not self.interpret
+
+    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+        """Returns None: "auto" may take this backend for every call that it can run."""
+        return None
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""

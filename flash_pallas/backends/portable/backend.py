@@ -44,13 +44,16 @@ class PortableBackend:
     num_sms: int | None = None
     name = "portable"
     gives_lse = True
-    not_automatic = None
     note = None
 
     @property
     def partitionable(self) -> bool:
         """False under the interpreter, whose callbacks the partitioner would drop."""
         return not self.interpret
+
+    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+        """Returns None: "auto" may take this backend for every call that it can run."""
+        return None
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""

@@ -36,9 +36,12 @@ class XlaBackend:
 
     name = "xla"
     gives_lse = True
-    not_automatic = None
     note = None
     partitionable = True
+
+    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+        """Returns None: "auto" may take this backend for every call that it can run."""
+        return None
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns None: it takes every problem."""
