@@ -35,7 +35,9 @@ def install(*models: str) -> None:
     Llama, Mistral, Gemma and GPT-J causal masks, Mistral's window and padding become arguments as
     long as there is no cache. Everywhere else the bias that the model makes of its mask is passed
     on, [B, 1, T, S] at most. Dropout drops other weights than Flax does for the same key. A query
-    that sees no key returns the mean of the values, as it does there.
+    that sees no key, such as padding before the first token, returns the mean of the values, as it
+    does there; in those five models it has a gradient of the values alone, and there of queries and
+    keys too, as they add a finite number to what they hide.
 
     `output_attentions=True` raises: the weights are never formed. JAX's caches are cleared,
     so that what it has compiled is traced again.
@@ -128,6 +130,15 @@ class _Weights:
         return (o * self.heads).astype(v.dtype)
 
     def __getattr__(self, name: str) -> NoReturn:
+        _refuse()
+
+    def __array__(self, *_, **__) -> NoReturn:
+        _refuse()
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        _refuse()
+
+    def __len__(self) -> NoReturn:
         _refuse()
 
 

@@ -166,7 +166,7 @@ def test_loss_and_gradients_of_models(name, monkeypatch):
 
 
 def test_training():
-    optimizer = optax.sgd(0.3, momentum=0.9)
+    optimizer = optax.sgd(0.02, momentum=0.9)
 
     def losses(model):
         @eqx.filter_jit

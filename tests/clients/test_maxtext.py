@@ -133,7 +133,7 @@ def losses_of(kernel, steps, **sizes):
     """Returns the loss of each step and the gradients of the first."""
     model, loss = model_of(attention=kernel, **sizes)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    optimizer = optax.sgd(0.02, momentum=0.9)
 
     @jax.jit
     def step(params, state):

@@ -84,13 +84,17 @@ def gradient(model, name, mask=RIGHT, key=None):
             IDS, attention_mask=mask, params=params, train=key is not None, dropout_rng=key, **more
         ).logits
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], IDS[:, 1:])
-        return (losses * mask[:, 1:]).mean()
+        # Padding predicts nothing, not even the first token.
+        return (losses * mask[:, 1:] * mask[:, :-1]).mean()
 
     return jax.jit(jax.value_and_grad(loss))(model.params)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients(name, monkeypatch):
+    if name == "t5":  # it asks for an argument that jax has no more
+        clip = jnp.clip
+        monkeypatch.setattr(jnp, "clip", lambda x, a_max: clip(x, max=a_max))
     model = model_of(name)
     theirs = gradient(model, name)
     seen = parity.calls(monkeypatch, integration)
@@ -121,7 +125,7 @@ def test_mistral_without_a_window_sees_itself_alone():
 
 def test_training():
     model = model_of("llama")
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    optimizer = optax.sgd(0.01, momentum=0.9)
 
     def losses():
         def loss(params):
@@ -179,11 +183,15 @@ def test_a_head_mask():
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_attention_weights_are_refused(name):
     model = model_of(name)
-    with (
-        integration.installed(name),
-        pytest.raises(NotImplementedError, match="output_attentions=True"),
-    ):
-        model(IDS, attention_mask=RIGHT, output_attentions=True)
+    call = lambda ids: model(ids, attention_mask=RIGHT, output_attentions=True).attentions
+    refused = pytest.raises(NotImplementedError, match="output_attentions=True")
+    with integration.installed(name):
+        with refused:
+            jax.jit(call)(IDS)
+        weights = call(IDS)[0]  # without jit nothing can be refused before it is used
+    for use in (np.asarray, len, jnp.sum, lambda x: x.shape, lambda x: x[0]):
+        with refused:
+            use(weights)
 
 
 def test_everything_is_put_back():
