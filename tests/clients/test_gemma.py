@@ -58,11 +58,24 @@ def gradient(model, params, tokens, **options):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+def quieter(params):
+    """Returns parameters with a quarter of the norms of queries, so of logits, which reach 16.
+
+    With logits of 16 Gemma 4's own gradients differ by 2.2e-6 between XLA with and without
+    optimizations, and by 1.5e-6 from ours; with logits of 4 by 6.7e-7 and 6.5e-7.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x - 0.75 if "query_norm" in jax.tree_util.keystr(path) else x, params
+    )
+
+
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "gemma 4"])
 def test_loss_and_gradients(name, padding, monkeypatch):
     model, tokens = model_of(name), TOKENS if padding == "right" else LEFT
     params = model.init(jax.random.key(1), tokens)
+    if name == "gemma 4":  # its scale is 1: see `quieter`
+        params = quieter(params)
     theirs = gradient(model, params, tokens)
     seen = parity.calls(monkeypatch, integration)
     with integration.installed():
