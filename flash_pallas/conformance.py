@@ -28,6 +28,8 @@ from .frontend.validate import SYNONYMS
 
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 RIGHT, WRONG, REFUSED, NOT_OFFERED = "right", "wrong", "refused", "not offered"
+# Names of other libraries that mean something else than the option they stand for.
+UNLIKE = {"ab", "block_mask", "key_padding_mask", "sliding_window", "sliding_window_size"}
 # Options whose gradient is compared too, where a case has them.
 DIFFERENTIABLE = ("bias", "alibi_slopes", "sinks")
 
@@ -277,7 +279,7 @@ def _names(options, parameters: set[str] | None) -> tuple[dict[str, str], list[s
     found = {}
     for name in options:
         spellings = synonyms.get(name, [name])
-        found[name] = next((each for each in spellings if each in parameters), None)
+        found[name] = next((each for each in spellings if each in parameters - UNLIKE), None)
     missing = [name for name, other in found.items() if other is None]
     return {name: other for name, other in found.items() if other}, missing
 

@@ -49,6 +49,14 @@ def test_names_of_other_libraries_are_understood(name):
     assert verdict(attention, name).verdict == RIGHT
 
 
+def test_a_name_that_means_something_else_is_not_taken():
+    def slides(q, k, v, sliding_window=None):
+        return attention(q, k, v)
+
+    found = verdict(slides, "causal window")
+    assert (found.verdict, found.detail) == (NOT_OFFERED, "causal, window")
+
+
 def test_a_function_that_is_wrong():
     found = verdict(attention, "causal", past=1)
     assert found.verdict == WRONG and found.error > 100 * found.allowed

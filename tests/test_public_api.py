@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import flash_pallas as fp
 from flash_pallas import api, cache, decode, tuning
@@ -186,13 +187,34 @@ def test_hints_say_what_differs(name, option, message):
 def test_hints_are_of_names_that_we_lack():
     synonyms = {name for group in validate.SYNONYMS for name in group.split()}
     assert set(validate.MEANINGS) <= synonyms
-    assert not set(validate.INSTEAD) & set(inspect.signature(fp.flash_attention).parameters)
+    own = set(inspect.signature(fp.flash_attention).parameters)
+    assert set(validate.INSTEAD) & own == {"deterministic"}  # other functions lack it
 
 
 def test_synonyms_are_of_arguments_that_exist():
-    functions = [fp.flash_attention, fp.flash_attention_varlen, fp.flash_decode]
+    functions = [fp.explain, fp.flash_attention_varlen, fp.flash_decode]
     names = set().union(*(inspect.signature(f).parameters for f in functions))
     assert {group.split()[0] for group in validate.SYNONYMS} <= names
+
+
+FLASH_ATTN = (
+    "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+    "return_attn_probs cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k block_table"
+)
+TORCH = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+TOKAMAX = "logits_soft_cap local_window_size q_sharding precision"
+OTHERS = "attention_mask sliding_window segment_ids position_ids s_aux key_padding_mask block_mask"
+
+
+@pytest.mark.parametrize("function", [fp.flash_attention, fp.explain, fp.flash_attention_varlen])
+def test_every_argument_of_other_libraries_gets_an_answer(function):
+    theirs = (jax.nn.dot_product_attention, linen.dot_product_attention, nnx.dot_product_attention)
+    names = set().union(*(inspect.signature(f).parameters for f in theirs))
+    names |= set(" ".join([FLASH_ATTN, TORCH, TOKAMAX, OTHERS]).split())
+    ours = inspect.signature(function).parameters
+    for name in sorted(names - set(ours)):
+        told = validate.unexpected(function.__name__, [name], ours).partition(f"{name!r}")[2]
+        assert told.startswith(("; did you mean '", ": ")), (name, told)
 
 
 def test_the_signature_of_jax_nn():

@@ -399,16 +399,17 @@ def lengths_of_rank(x, rank: int) -> Any:
 
 # --- Names of arguments: one signature for several functions, and hints for wrong names -----------
 
-# Names of one thing: ours, and those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, kvax, MaxText.
+# Names of one thing: ours, and those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, splash
+# attention, transformers, kvax and MaxText.
 SYNONYMS = (
     "q query",
     "k key",
     "v value",
     "causal is_causal",
     "window local_window_size window_size sliding_window sliding_window_size",
-    "scale sm_scale softmax_scale logits_scale query_scale",
-    "softcap soft_cap logit_cap logits_soft_cap attn_logits_soft_cap",
-    "mask attn_mask attention_mask",
+    "scale sm_scale softmax_scale logits_scale query_scale scaling",
+    "softcap soft_cap logit_cap logits_soft_cap attn_logits_soft_cap logits_softcap",
+    "mask attn_mask attention_mask key_padding_mask",
     "bias attn_bias attention_bias ab",
     "q_segment_ids query_segment_ids segment_ids decoder_segment_ids",
     "kv_segment_ids key_segment_ids segment_ids decoder_segment_ids",
@@ -419,15 +420,16 @@ SYNONYMS = (
     "dropout_rate dropout dropout_p",
     "dropout_seed dropout_rng dropout_key rng",
     "q_offset query_offset q_start",
-    "q_positions query_positions positions segment_pos",
-    "kv_positions key_positions positions segment_pos",
+    "q_positions query_positions position_ids positions segment_pos",
+    "kv_positions key_positions position_ids positions segment_pos",
     "cu_seqlens_q cu_seqlens",
     "cu_seqlens_kv cu_seqlens_k",
     "mask_mod block_mask",
     "return_lse return_residual return_residuals return_softmax_lse return_attn_probs",
     "page_table block_table block_tables page_indices",
-    "blocks block_sizes",
+    "blocks block_sizes kernel_options",
     "backend implementation impl",
+    "gpu device",
 )
 _SEGMENTS = "pass the one array twice; negative ids are padding, and an id of 0 is not"
 _PACKED = "flash_attention_varlen takes q [total, N, H] with cu_seqlens_q and cu_seqlens_kv"
@@ -435,6 +437,8 @@ _LONGEST = "leave it out: no kernel asks for the longest sequence"
 _SLIDING = "{} leaves out the query's own key: (sliding_window - 1, 0)"
 _LSE = "flash_attention_with_lse returns the log-sum-exp, float32 [*B, N, T]"
 _NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
+_MATMULS = "the kernels have matmuls of their own: leave it out; see precision"
+_PAGES = "flash_decode reads pages of a cache"
 # By a name of another library, where it means another thing there; {} is the name here.
 MEANINGS = {
     "query": "the layout is [*batch, length, heads, head_dim], where PyTorch has heads first",
@@ -445,6 +449,11 @@ MEANINGS = {
     "attn_mask": "{} is bool, True is visible; floats to be added to the scores are bias",
     "attention_mask": "{} is bool [*B, N, T, S], each axis full or 1, True is visible; for "
     "padding [*B, S], flash_attention has kv_lengths and kv_segment_ids",
+    "key_padding_mask": "True is visible in {}, and hidden in PyTorch: pass "
+    "~key_padding_mask[:, None, None, :]",
+    "ab": "{} is added after the scale; the TPU kernel scales it too: multiply it by sm_scale",
+    "sm_scale": "None is 1 / sqrt(head_dim), where TPU kernels have 1",
+    "position_ids": "causal, window and ALiBi compare positions in place of indices",
     "attn_bias": "{} is [*B, N, T, S], each axis full or 1, and has a gradient",
     "attention_bias": "{} is [*B, N, T, S], each axis full or 1, and has a gradient",
     "segment_ids": _SEGMENTS,
@@ -476,6 +485,17 @@ INSTEAD = {
     "return_attn_probs": f"{_NO_WEIGHTS}; {_LSE}",
     "need_weights": _NO_WEIGHTS,
     "enable_gqa": "k and v may always have fewer heads than q: leave it out",
+    "deterministic": "leave it out; to drop nothing, as with Flax's, leave dropout_rate at 0",
+    "promote_dtype": "cast q, k and v to one dtype",
+    "force_fp32_for_softmax": "the softmax is float32 always: leave it out",
+    "qk_attn_weights_einsum": _MATMULS,
+    "attn_weights_value_einsum": _MATMULS,
+    "q_sharding": "sharded arrays are computed where they lie: leave it out",
+    "layout": "it is [*batch, length, heads, head_dim]: leave it out",
+    "input_layout": "it is [*batch, length, heads, head_dim]: leave it out",
+    "block_table": _PAGES,
+    "block_tables": _PAGES,
+    "page_indices": _PAGES,
     "pack_gqa": "the kernels choose it by themselves: leave it out",
     "dtype": "the result has q's dtype: cast q, k and v",
     "module": "Flax's attention modules take flash_pallas.nn.attention_fn",
