@@ -17,7 +17,7 @@ from flax import linen, nnx
 import flash_pallas as fp
 from flash_pallas import api, cache, decode, tuning
 from flash_pallas.core import rope
-from flash_pallas.frontend import validate
+from flash_pallas.frontend import dispatch, validate
 from flash_pallas.parallel import context, layout, setting
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -187,6 +187,7 @@ def test_hints_say_what_differs(name, option, message):
 def test_hints_are_of_names_that_we_lack():
     synonyms = {name for group in validate.SYNONYMS for name in group.split()}
     assert set(validate.MEANINGS) <= synonyms
+    assert all(repr(name) in validate.MEANINGS["implementation"] for name in dispatch.BACKENDS)
     own = set(inspect.signature(fp.flash_attention).parameters)
     assert set(validate.INSTEAD) & own == {"deterministic"}  # other functions lack it
 

@@ -463,7 +463,7 @@ MEANINGS = {
     "dropout_rng": "an int or a key of jax.random; it drops other weights than jax.random would",
     "dropout_key": "an int or a key of jax.random; it drops other weights than jax.random would",
     "block_mask": "{} is the function that makes the BlockMask; it hides keys and skips none",
-    "implementation": "the choices are 'auto', 'hopper', 'portable' and 'xla'",
+    "implementation": "the choices are 'auto', 'hopper', 'cudnn', 'portable' and 'xla'",
     "query_scale": "{} multiplies the scores, and None is 1 / sqrt(head_dim)",
     "logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
     "attn_logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
