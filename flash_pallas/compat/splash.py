@@ -53,6 +53,10 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return LogicalOr(self, other)
 
+    def __getitem__(self, at) -> np.ndarray:
+        """Returns a part of the mask, written out as bools, as in mask[:, :]."""
+        return _dense(_shown(self))[at]
+
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: join masks by & and |, not by `and` and `or`")
 
@@ -161,12 +165,14 @@ class MultiHeadMask:
         return (len(self.masks), *self.masks[0].shape)
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplashAttentionKernel:
     """Attention of one batch entry with a fixed mask; map over a batch with `jax.vmap`.
 
-    Made by `make_splash_mha` and `make_splash_mqa`. Unlike jax's it is no pytree, so it is closed
-    over and not passed to jit, and with `save_residuals` it is differentiable.
+    Made by `make_splash_mha` and `make_splash_mqa`. Like jax's it is a pytree, whose one leaf is a
+    mask that is written out, and may be passed to jit and `jax.shard_map`. Unlike jax's it is
+    differentiable with `save_residuals`.
 
     Attributes:
         heads: number of query heads.
@@ -181,6 +187,19 @@ class SplashAttentionKernel:
     is_mqa: bool
     save_residuals: bool
     options: dict[str, Any]
+
+    def tree_flatten(self):
+        """Returns the mask that is written out, or no leaf, and everything static."""
+        rest = {name: x for name, x in self.options.items() if name != "mask"}
+        sizes = self.heads, self.lengths, self.is_mqa, self.save_residuals
+        return (self.options.get("mask"),), (*sizes, tuple(rest.items()))
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        """Makes the kernel of what `tree_flatten` returned."""
+        (mask,), (heads, lengths, is_mqa, save_residuals, rest) = leaves, static
+        options = dict(rest) if mask is None else {"mask": mask, **dict(rest)}
+        return cls(heads, lengths, is_mqa, save_residuals, options)
 
     def __call__(
         self,

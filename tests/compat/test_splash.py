@@ -132,6 +132,23 @@ def test_a_mask_that_is_an_array():
     close(ours.make_splash_mha(jnp.asarray(shown))(*arrays(HEADS)), wanted)
 
 
+@pytest.mark.parametrize("name", ["heads differ", "array", "local"])
+def test_a_kernel_is_a_pytree(name):
+    masks = of_heads(Both(MASKS[name]).ours, HEADS)
+    kernel = ours.make_splash_mha(ours.MultiHeadMask(masks))
+    assert len(jax.tree.leaves(kernel)) == (name == "array")
+    passed = jax.jit(lambda kernel, *x: kernel(*x))(kernel, *arrays(HEADS))
+    close(passed, kernel(*arrays(HEADS)))
+
+
+@pytest.mark.parametrize("name", [x for x in MASKS if "heads" not in x])
+def test_masks_are_indexed_like_arrays(name):
+    both = Both(MASKS[name])
+    (one,), (other,) = both.ours, both.theirs
+    np.testing.assert_array_equal(one[:, :], other[:, :])
+    np.testing.assert_array_equal(one[3:9, :20], other[3:9, :20])
+
+
 CAUSAL = ours.MultiHeadMask([ours.CausalMask(SHAPE)] * HEADS)
 REFUSED = [
     ({"block_sizes": 128}, "block_sizes is 128.*pass blocks="),
