@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..api import flash_attention, flash_attention_with_lse
 from ..cache import KVCache, append_kv, gather_pages
 from ..core.decode import MAX_TOKENS, PAGE_SIZES
 from ..core.rope import wide_dtype
 from ..decode import flash_decode
+from ..frontend.arguments import as_int32
 from ..varlen import flash_attention_varlen
 from ._refusal import refuse
 
@@ -491,7 +491,7 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
     k, v = (gather_pages(x, reading.page_table) if paged else x for x in (cache.k, cache.v))
     hidden: dict[str, Any] = {}
     if reading.starts is not None:
-        starts = jnp.asarray(reading.starts, jnp.int32)[:, None]
+        starts = as_int32("cache_leftpad", reading.starts)[:, None]
         before = jnp.arange(k.shape[1], dtype=jnp.int32)[None] < starts
         hidden = {
             "q_segment_ids": jnp.zeros((len(q), tokens), jnp.int32),
@@ -526,12 +526,16 @@ def _check_together(new, cache_seqlens, block_table, cache_batch_idx):
 
 
 def _lengths(cache_seqlens, batch: int, room: int):
-    """Returns int[B]: the number of keys of every sequence."""
+    """Returns int32[B]: the number of keys of every sequence."""
     if cache_seqlens is None:
         return jnp.full((batch,), room, jnp.int32)
-    if isinstance(cache_seqlens, (int, np.integer)):
-        return jnp.full((batch,), cache_seqlens, jnp.int32)
-    return jnp.asarray(cache_seqlens)
+    lengths = as_int32("cache_seqlens", cache_seqlens)
+    if lengths.shape not in ((), (batch,)):
+        raise ValueError(
+            f"cache_seqlens has shape {lengths.shape}: it must be one number or [{batch}], one for "
+            "each sequence of q"
+        )
+    return jnp.broadcast_to(lengths, (batch,))
 
 
 def _window(window_size) -> Window:

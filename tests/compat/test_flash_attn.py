@@ -113,6 +113,50 @@ def test_what_is_refused(options, told):
         flash_attn_func(x, x, x, **options)
 
 
+# --- flash_attn_varlen_func ----------------------------------------------------------------------
+
+DOCUMENTS = {
+    "causal": {"causal": True},
+    "window and GQA": {"window_size": (4, 2)},
+    "softcap and alibi": {"causal": True, "softcap": 1.5, "alibi_slopes": np.array([0.5, 0.1])},
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_packed_sequences(name, seed_of_the_day):
+    rng, options = np.random.default_rng([seed_of_the_day, 8]), DOCUMENTS[name]
+    # Longer and shorter than their keys; without queries, without keys; padding after the last.
+    cu_q = np.cumsum([0, 3, 0, 9, 4, rng.integers(1, 20)])
+    cu_k = np.cumsum([0, 10, 5, 4, 0, rng.integers(1, 30)])
+    q = rng.normal(size=(cu_q[-1] + 3, 2, 8))
+    k, v = rng.normal(size=(2, cu_k[-1] + 2, 1 if "GQA" in name else 2, 8))
+    with jax.enable_x64(True):
+        arrays = tuple(map(jnp.asarray, (q, k, v)))
+        named = {n: jnp.asarray(x) if n == "alibi_slopes" else x for n, x in options.items()}
+        places = (jnp.asarray(cu_q), jnp.asarray(cu_k), 20, 30)
+        call = lambda *x: compat.flash_attn_varlen_func(*x, *places, **named)
+        o, got = formulas.gradients(call, arrays)
+        want = lambda *x: formulas.flash_attn_varlen(*x, cu_q, cu_k, **wanted(named))
+        o_want, pulled = formulas.gradients(want, arrays)
+    assert_close(o, o_want)
+    for one, other in zip(got, pulled, strict=True):
+        assert_close(one, other)
+
+
+PACKED_REFUSED = [
+    ({"block_table": jnp.ones((1, 2), int)}, "block_table is .*gather_pages"),
+    ({"alibi_slopes": jnp.ones((2, 2))}, r"alibi_slopes has shape \(2, 2\)"),
+    ({"return_attn_probs": True}, "return_attn_probs is True"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), PACKED_REFUSED)
+def test_what_packed_sequences_refuse(options, told):
+    x, places = jnp.ones((6, 2, 8)), jnp.array([0, 6])
+    with pytest.raises(ValueError, match=told):
+        compat.flash_attn_varlen_func(x, x, x, places, places, 6, 6, **options)
+
+
 # --- flash_attn_with_kvcache ---------------------------------------------------------------------
 
 PAGE = 16
@@ -189,8 +233,8 @@ def test_a_cache(name, seed_of_the_day):
         given = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in given.items()}
         o, lse, *found = flash_attn_with_kvcache(
             *map(jnp.asarray, (q, *caches, *new)),
-            cache_seqlens=jnp.asarray(lengths, jnp.int32),
-            block_table=None if table is None else jnp.asarray(table, jnp.int32),
+            cache_seqlens=jnp.asarray(lengths),
+            block_table=None if table is None else jnp.asarray(table),
             return_softmax_lse=True,
             **given,
         )
@@ -241,6 +285,7 @@ CACHE_REFUSED = [
     ({"cache_batch_idx": jnp.arange(2), "block_table": jnp.ones((2, 1), int)}, "both given"),
     ({"rotary_cos": jnp.ones((9, 2))}, "need the new k and v"),
     ({"k": jnp.ones((2, 1, 1, 8))}, "v is None and the other is not"),
+    ({"cache_seqlens": jnp.ones((2, 1), int)}, r"cache_seqlens has shape \(2, 1\)"),
     ({"k": jnp.ones((2, 1, 1, 8)), "v": jnp.ones((2, 1, 1, 8))}, "cache_seqlens is None"),
     ({"window_size": (2, 2), "num_splits": 2}, "num_splits is 2.*up to 16 causal queries"),
 ]

@@ -44,6 +44,7 @@ MASKS = {
     "array": "[NumpyMask(random)]",
     "array and causal": "[NumpyMask(random) & CausalMask(SHAPE)]",
     "heads differ": "[CausalMask(SHAPE), FullMask(SHAPE)] * 2",
+    "causal and shifted by head": "[CausalMask(SHAPE, 3), CausalMask(SHAPE)] * 2",
     "windows of heads differ": "[LocalMask(SHAPE, (2**n, 0), 0) for n in range(4)]",
     "heads of all kinds": (
         "[ChunkedCausalMask(SHAPE, 16), NumpyMask(random), CausalMask(SHAPE)] * 2"
