@@ -14,7 +14,7 @@ from . import formulas
 from .formulas import assert_as_good, assert_close
 
 pytestmark = pytest.mark.usefixtures("quickly")
-CALLS = range(6)
+CALLS = range(3)
 
 
 def random_call(seed):
