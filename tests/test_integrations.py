@@ -9,10 +9,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from flash_pallas import integrations
+from flash_pallas import flash_attention, integrations
+from flash_pallas.integrations import transformers
 from flash_pallas.integrations._hooks import Client, Hook, Patch
+from flash_pallas.integrations._visible import Visible
 
 MODULES = sorted(x.stem for x in Path(integrations.__file__).parent.glob("[a-z]*.py"))
 CLIENT = Client("no-such-package", "nothing", "1.2.3")
@@ -94,3 +97,45 @@ def test_what_a_library_must_have():
         CLIENT.named(owner, "other")
     with pytest.raises(ImportError, match="nothing_at_all cannot be imported"):
         CLIENT.imported("nothing_at_all")
+
+
+def test_masks_that_are_kept_say_what_arrays_say():
+    q_len, kv_len, rng = 9, 12, np.random.default_rng(0)
+    q_valid, kv_valid = rng.random((2, q_len)) < 0.8, rng.random((2, kv_len)) < 0.7
+    both = (
+        Visible(causal=True, q_offset=jnp.array([1, 3], jnp.int32), kv_valid=kv_valid)
+        & Visible(window=(5, None), q_valid=q_valid)
+        & Visible(window=(7, 2), mask=rng.random((1, 1, q_len, kv_len)) < 0.9)
+    )
+    assert both.window == (5, 2) and not both.hides_nothing and Visible().hides_nothing
+    q, k = rng.standard_normal((2, q_len, 2, 8)), rng.standard_normal((2, kv_len, 2, 8))
+    q, k = jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
+    found = flash_attention(q, k, k, **both.options(2, q_len, kv_len))
+    wanted = flash_attention(q, k, k, mask=both.dense(q_len, kv_len), q_offset=0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="two masks have a q_offset"):
+        both & Visible(q_offset=1)
+
+
+def test_steps_of_transformers_make_no_array_of_a_batch():
+    """Makes a causal mask, joins padding, makes it a bias and adds one, as T5 does."""
+    length, steps = 10, transformers._STEPS
+    numpy, lax = steps["jnp"], steps["lax"]
+    tokens = jnp.asarray(np.arange(length)[None] < np.array([[10], [6]]), jnp.int32)
+    causal = steps["make_causal_mask"](tokens)
+    padding = numpy.broadcast_to(numpy.expand_dims(tokens, (-3, -2)), causal.shape)
+    mask = steps["combine_masks"](padding, numpy.broadcast_to(causal, causal.shape))
+    zeros = jnp.zeros(mask.shape)
+    hidden = lax.select(mask > 0, zeros, jnp.full(mask.shape, -1e30))
+    rng = np.random.default_rng(0)
+    added = jnp.asarray(rng.standard_normal((1, 2, length, length)), jnp.float32)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, 2, 8)), jnp.float32) for _ in "qkv")
+    weights = transformers._weights(q, k, bias=added + hidden)
+    assert weights.options["bias"] is added and weights.options["mask"] is None
+    found = numpy.einsum("...hqk,...khd->...qhd", weights, v)
+    dense = np.tril(np.ones((length, length), bool)) & (np.asarray(tokens) > 0)[:, None, None]
+    wanted = flash_attention(q, k, v, bias=added, mask=jnp.asarray(dense), q_offset=0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    # Steps that are not known get the array.
+    near = dense[:1] & ~np.tri(length, k=-3, dtype=bool)
+    np.testing.assert_array_equal((causal ^ numpy.tril(causal, -3))[:1], near)

@@ -1,5 +1,10 @@
 """Puts the Flax models of transformers on flash_pallas (transformers 4.57, the last with Flax).
 
+Some thirty modules call `dot_product_attention_weights` and multiply the weights with the values by
+`jnp.einsum`. Here the first returns what it was given, and the second computes. Before that a
+module makes a causal mask, combines it with padding and turns it into a bias of 0 and -3e38: each
+of these steps says here what it means, and no array of T * S numbers is made.
+
 Example:
     >>> from flash_pallas.integrations import transformers
     >>> transformers.install("llama")  # doctest: +SKIP
@@ -17,27 +22,24 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ._hooks import Client, Hook, Patch
+from ._visible import Visible
 
 _CLIENT = Client("transformers", "transformers", "4.57.6")
 _WEIGHTS = "dot_product_attention_weights"
-# Self-attention whose mask is a causal one and padding [B, S], and nothing else, and whose
-# positions are indices as long as there is no cache.
-_CAUSAL = frozenset(
-    f"Flax{name}Attention" for name in ("GPT2", "Llama", "Mistral", "Gemma", "GPTJ")
-)
+_UNKNOWN = "which flash_pallas has not: leave this model out of install(...)"
 
 
 def install(*models: str) -> None:
     """Makes Flax models of transformers compute attention by `flash_attention`.
 
     Some thirty models (https://github.com/huggingface/transformers, 4.57) call Flax's
-    `dot_product_attention_weights` and multiply by the values. Both are one call here. In GPT-2,
-    Llama, Mistral, Gemma and GPT-J causal masks, Mistral's window and padding become arguments as
-    long as there is no cache. Everywhere else the bias that the model makes of its mask is passed
-    on, [B, 1, T, S] at most. Dropout drops other weights than Flax does for the same key. A query
-    that sees no key, such as padding before the first token, returns the mean of the values, as it
-    does there; in those five models it has a gradient of the values alone, and there of queries and
-    keys too, as they add a finite number to what they hide.
+    `dot_product_attention_weights` and multiply by the values. Both are one call here. Causal
+    masks, Mistral's window, padding and the filled part of a cache become arguments, and no array
+    of B x T x S is made. A position bias as T5's stays an array [1, N, T, S], and the mask of
+    GPT-Neo's local layers one of [1, 1, T, S]. Dropout drops other weights than Flax does for the
+    same key. A query that sees no key, such as padding before the first token, returns the mean of
+    the values, as it does there. It has a gradient of the values alone; there it has one of queries
+    and keys too, as these models add a finite number to what they hide.
 
     `output_attentions=True` raises: the weights are never formed. JAX's caches are cleared,
     so that what it has compiled is traced again.
@@ -69,7 +71,6 @@ def installed(*models: str) -> AbstractContextManager[None]:
 
 
 def _hooks(*models: str) -> list[Hook]:
-    linen = _CLIENT.imported("flax.linen")
     names = [f"transformers.models.{model}.modeling_flax_{model}" for model in models]
     if not names:
         names = [
@@ -88,17 +89,169 @@ def _hooks(*models: str) -> list[Hook]:
         _CLIENT.named(module, _WEIGHTS)
         if vars(module).get("jnp") is not jnp:
             raise _CLIENT.differs(f"has a {name} without jnp")
-        ours = _Attention(linen)
-        numpy = types.ModuleType("jnp")
-        numpy.__dict__.update(jnp.__dict__)
-        numpy.einsum = _einsum
-        found += [Hook(module, _WEIGHTS, ours.weights), Hook(module, "jnp", numpy)]
-        if "combine_masks" in vars(module):
-            found.append(Hook(module, "combine_masks", ours.combine_masks))
+        found.append(Hook(module, _WEIGHTS, _weights))
+        found += [Hook(module, name, new) for name, new in _STEPS.items() if hasattr(module, name)]
     return found
 
 
 _PATCH = Patch(_hooks)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Structured:
+    """A mask or bias of transformers, [B, N, T, S], kept as what it means.
+
+    Args:
+        shape: of the array that transformers would have.
+        visible: what it leaves visible.
+        bias: what is added besides, None for nothing.
+        is_bias: whether a mask has become the bias that hides the same.
+    """
+
+    ndim = 4
+
+    def __init__(self, shape: Any, visible: Visible, bias: Any = None, is_bias: bool = False):
+        self.shape, self.visible = tuple(shape), visible
+        self.bias, self.is_bias = bias, is_bias
+        self.dtype = jnp.dtype(jnp.float32 if is_bias else bool)
+
+    def tree_flatten(self):
+        """Returns the arrays, and the rest: it passes through jit and remat."""
+        x = self.visible
+        arrays = x.q_offset, x.q_valid, x.kv_valid, x.mask, self.bias
+        return arrays, (self.shape, x.causal, x.window, self.is_bias)
+
+    @classmethod
+    def tree_unflatten(cls, rest, arrays):
+        """Makes one of what `tree_flatten` returned."""
+        shape, causal, window, is_bias = rest
+        return cls(shape, Visible(causal, window, *arrays[:4]), arrays[4], is_bias)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns leading queries and keys, as modules take of a mask for the longest input."""
+        whole = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and index[:2] == (whole, whole):
+            rows, columns = index[2:]
+            leading = all(isinstance(x, slice) and not x.start and not x.step for x in index)
+            if leading and self.visible.mask is None:
+                shape = (*self.shape[:2], rows.stop, columns.stop)
+                return _Structured(shape, self.visible)
+        return self._dense()[index]
+
+    def __gt__(self, other: Any) -> _Structured:
+        """Returns itself: modules ask for mask > 0."""
+        return self
+
+    def __xor__(self, other: Any) -> Any:
+        return self._dense() ^ other
+
+    def __add__(self, other: Any) -> _Structured:
+        """Returns the sum with a position bias, or with what another mask has become."""
+        visible, bias = self.visible, other
+        if isinstance(other, _Structured):
+            visible, bias = visible & other.visible, other.bias
+        if self.bias is not None:
+            bias = self.bias if bias is None else self.bias + bias
+        shape = jnp.broadcast_shapes(self.shape, other.shape)
+        return _Structured(shape, visible, bias, is_bias=True)
+
+    # jax's arrays leave a sum to it, as long as it has no __jax_array__.
+    __radd__ = __add__
+
+    def astype(self, dtype: Any) -> _Structured:
+        """Returns itself: it has no numbers."""
+        return self
+
+    def _dense(self) -> Any:
+        """Returns the array, for steps that nobody foresaw."""
+        visible = jnp.broadcast_to(self.visible.dense(*self.shape[2:]), self.shape)
+        if not self.is_bias:
+            return visible
+        hidden = jnp.where(visible, 0.0, jnp.finfo(jnp.float32).min)
+        return hidden if self.bias is None else self.bias + hidden
+
+
+def _is_padding(x: Any) -> bool:
+    """Says whether an array is a mask of keys alone, [B, 1, 1, S]."""
+    return x.ndim == 4 and x.shape[1] == x.shape[2] == 1
+
+
+def _visible_of(mask: Any) -> Visible:
+    if isinstance(mask, _Structured):
+        return mask.visible
+    mask = jnp.asarray(mask).astype(bool)
+    return Visible(kv_valid=mask[:, 0, 0]) if _is_padding(mask) else Visible(mask=mask)
+
+
+def _make_causal_mask(x, extra_batch_dims=0, dtype=None):
+    if extra_batch_dims:
+        raise NotImplementedError(f"make_causal_mask got extra_batch_dims, {_UNKNOWN}")
+    return _Structured((x.shape[0], 1, x.shape[-1], x.shape[-1]), Visible(causal=True))
+
+
+def _combine_masks(*masks, dtype=jnp.float32):
+    masks = [mask for mask in masks if mask is not None]
+    if not masks or any(mask.ndim != 4 for mask in masks):
+        return _CLIENT.imported("flax.linen").combine_masks(*masks, dtype=dtype)
+    visible = Visible()
+    for mask in masks:
+        visible = visible & _visible_of(mask)
+    return _Structured(jnp.broadcast_shapes(*(mask.shape for mask in masks)), visible)
+
+
+def _broadcast_to(x, shape, **options):
+    if isinstance(x, _Structured):
+        return _Structured(shape, x.visible, x.bias, x.is_bias)
+    if len(shape) == 4 and x.dtype == bool and x.shape == shape[3:]:
+        return x[None, None, None]  # the filled part of a cache, on its way to combine_masks
+    if len(shape) == 4 and _is_padding(x) and x.shape[3] == shape[3]:
+        return x  # padding, likewise: it need not be repeated
+    if x.dtype == bool and x.shape == (1, *shape[1:]):
+        return x  # a mask that is the same for the batch, likewise
+    return jnp.broadcast_to(x, shape, **options)
+
+
+def _triu(x, k=0):
+    if isinstance(x, _Structured) and k <= 0:
+        return _Structured(x.shape, x.visible & Visible(window=(-k, None)))
+    return _written_out(jnp.triu)(x, k=k)
+
+
+def _dynamic_slice(x, start, sizes):
+    if not isinstance(x, _Structured):
+        return jax.lax.dynamic_slice(x, start, sizes)
+    return _Structured(sizes, x.visible & Visible(q_offset=start[2]))
+
+
+def _select(which, on_true, on_false):
+    """Computes `lax.select`; of a mask of attention, 0 or the least number, it is a bias."""
+    if isinstance(which, _Structured) or _is_padding(which):
+        return _Structured(which.shape, _visible_of(which), is_bias=True)
+    return jax.lax.select(which, on_true, on_false)
+
+
+def _zeros_like(x, **options):
+    if isinstance(x, _Structured):
+        return _Structured(x.shape, Visible(), is_bias=True)
+    return jnp.zeros_like(x, **options)
+
+
+def _written_out(function):
+    """Returns a function that gets masks as arrays, for steps that are not known here."""
+
+    def call(*args, **options):
+        args = (x._dense() if isinstance(x, _Structured) else x for x in args)
+        return function(*args, **options)
+
+    return call
+
+
+def _clip(x, *args, a_min=None, a_max=None, **options):
+    """Computes `jnp.clip`, by which T5 names a_max: jax has no such argument any more."""
+    for name, bound in (("min", a_min), ("max", a_max)):
+        if bound is not None:
+            options[name] = bound
+    return jnp.clip(x, *args, **options)
 
 
 class _Weights:
@@ -153,6 +306,35 @@ def _refuse(*_) -> NoReturn:
 jax.tree_util.register_pytree_node(_Weights, _refuse, _refuse)
 
 
+def _weights(
+    query: Any,
+    key: Any,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    **options: Any,
+) -> _Weights:
+    """Returns what stands for the weights of Flax's function of these arguments."""
+    # No model passes another one; `dtype` is of the softmax, which is never below float32.
+    known = {"deterministic", "dtype", "precision"}
+    given = {name for name, x in options.items() if x is not None and x is not False}
+    if unknown := given - known:
+        raise NotImplementedError(f"{_WEIGHTS} got {', '.join(sorted(unknown))}, {_UNKNOWN}")
+    visible = Visible()
+    if isinstance(bias, _Structured):
+        visible, bias = bias.visible, bias.bias
+    if mask is not None:
+        visible = visible & _visible_of(mask)
+    found = visible.options(query.shape[0], query.shape[1], key.shape[1])
+    found |= {"bias": bias, "precision": options.get("precision")}
+    if not options.get("deterministic") and dropout_rate > 0:
+        found |= {"dropout_rate": float(dropout_rate), "dropout_seed": dropout_rng}
+        found["broadcast_dropout"] = broadcast_dropout
+    return _Weights(query, key, found)
+
+
 def _einsum(subscripts: Any, first: Any, *rest: Any, **options: Any) -> Any:
     """Computes `jnp.einsum`, and attention where the first operand stands for its weights."""
     if not isinstance(first, _Weights):
@@ -162,83 +344,33 @@ def _einsum(subscripts: Any, first: Any, *rest: Any, **options: Any) -> Any:
         return first.scaled(other)
     if subscripts == "...hqk,...khd->...qhd":
         return first.of(other)
-    raise NotImplementedError(
-        f"the model computes einsum({subscripts!r}) of attention weights, which flash_pallas never "
-        "forms: leave this model out of install(...)"
-    )
+    raise NotImplementedError(f"einsum({subscripts!r}) of attention weights, {_UNKNOWN}")
 
 
-class _Attention:
-    """The functions that one module of transformers gets.
-
-    Args:
-        linen: module flax.linen.
-    """
-
-    def __init__(self, linen: Any):
-        self._linen = linen
-        self._combined: tuple[Any, Any] = (None, None)  # layer and its padding [B, 1, T, S]
-
-    def _layer(self) -> Any:
-        """Returns the Flax module whose method runs."""
-        return self._linen.module._context.module_stack[-1]
-
-    def combine_masks(self, *masks: Any, **options: Any) -> Any:
-        """Combines masks as Flax does, and remembers the first, which is padding."""
-        self._combined = (self._layer(), masks[0])
-        return self._linen.combine_masks(*masks, **options)
-
-    def weights(
-        self,
-        query: Any,
-        key: Any,
-        bias: Any = None,
-        mask: Any = None,
-        broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
-        dropout_rate: float = 0.0,
-        **options: Any,
-    ) -> _Weights:
-        """Returns what stands for the weights of Flax's function of these arguments."""
-        # No model passes another one; `dtype` is of the softmax, which is never below float32.
-        known = {"deterministic", "dtype", "precision", "module"}
-        given = {name for name, x in options.items() if x is not None}
-        if unknown := given - known or given & {"module"}:
-            raise NotImplementedError(
-                f"{_WEIGHTS} got {', '.join(sorted(unknown))}, which flash_pallas has not: leave "
-                "this model out of install(...)"
-            )
-        found = self._structured(query, key)
-        if found is None:
-            rank = max(query.ndim, 4)
-            found = {"bias": _ranked(bias, rank)}
-            if mask is not None:
-                found["mask"] = _ranked(mask, rank).astype(bool)
-        found |= {"q_offset": 0, "precision": options.get("precision")}
-        if not options.get("deterministic") and dropout_rate > 0:
-            found |= {"dropout_rate": float(dropout_rate), "dropout_seed": dropout_rng}
-            found["broadcast_dropout"] = broadcast_dropout
-        return _Weights(query, key, found)
-
-    def _structured(self, query: Any, key: Any) -> dict[str, Any] | None:
-        """Returns the masks as keywords of `flash_attention`, None if the bias must say them."""
-        layer, (combined, padding) = self._layer(), self._combined
-        self._combined = (None, None)
-        if combined is not layer or type(layer).__name__ not in _CAUSAL:
-            return None
-        cached = layer.has_variable("cache", "cached_key")
-        if cached or query.shape[-3] != key.shape[-3] or not getattr(layer, "causal", True):
-            return None
-        found: dict[str, Any] = {"causal": True}
-        if type(layer).__name__ == "FlaxMistralAttention":
-            # The mask of their Flax model keeps sliding_window tokens before the query, one more
-            # than their torch model does, and none without a sliding_window.
-            found["window"] = (layer.config.sliding_window or 0, 0)
-        return found | {
-            "mask": padding[:, :1, :1].astype(bool)
-        }  # [B, 1, 1, S]: the same for all queries
+def _with(module: Any, name: str, **others: Any) -> types.ModuleType:
+    """Returns a copy of a module with some other attributes."""
+    found = types.ModuleType(name)
+    found.__dict__.update(module.__dict__)
+    found.__dict__.update(others, __getattr__=lambda other: getattr(module, other))
+    return found
 
 
-def _ranked(x: Any, rank: int) -> Any:
-    """Returns an array with axes of 1 in front, up to the rank."""
-    return x if x is None else x.reshape((1,) * (rank - x.ndim) + x.shape)
+_JNP = _with(
+    jnp,
+    "jnp",
+    einsum=_einsum,
+    broadcast_to=_broadcast_to,
+    triu=_triu,
+    clip=_clip,
+    zeros_like=_zeros_like,
+    **{name: _written_out(getattr(jnp, name)) for name in ("tril", "where")},
+)
+_LAX = _with(jax.lax, "lax", dynamic_slice=_dynamic_slice, select=_select)
+# What a module of transformers gets, where it has something of this name.
+_STEPS: dict[str, Any] = {
+    "jnp": _JNP,
+    "lax": _LAX,
+    "jax": _with(jax, "jax", lax=_LAX, numpy=_JNP),
+    "make_causal_mask": _make_causal_mask,
+    "combine_masks": _combine_masks,
+}

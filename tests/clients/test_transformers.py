@@ -38,6 +38,15 @@ MODELS = {
         "MistralConfig",
         TINY | {"num_key_value_heads": 2, "sliding_window": 8},
     ),
+    "gpt_neo": (
+        "FlaxGPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "vocab_size": 100, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
+            "max_position_embeddings": 64, "window_size": 8,
+            "attention_types": [[["global", "local"], 1]],
+        },
+    ),
     "bert": ("FlaxBertForMaskedLM", "BertConfig", TINY),
     "t5": (
         "FlaxT5ForConditionalGeneration",
@@ -76,6 +85,17 @@ def model_of(name, **options):
     return getattr(transformers, model)(config, seed=0, dtype=jnp.float32)
 
 
+def with_clip(name, monkeypatch):
+    """Gives T5 an argument that jax has no more; `install` does so too."""
+    if name == "t5":
+        clip = jnp.clip
+
+        def old(x, *args, a_max=None, **options):
+            return clip(x, *args, **(options if a_max is None else options | {"max": a_max}))
+
+        monkeypatch.setattr(jnp, "clip", old)
+
+
 def gradient(model, name, mask=RIGHT, key=None):
     more = {"decoder_input_ids": IDS} if name in DECODERS else {}
 
@@ -92,9 +112,7 @@ def gradient(model, name, mask=RIGHT, key=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients(name, monkeypatch):
-    if name == "t5":  # it asks for an argument that jax has no more
-        clip = jnp.clip
-        monkeypatch.setattr(jnp, "clip", lambda x, a_max: clip(x, max=a_max))
+    with_clip(name, monkeypatch)
     model = model_of(name)
     theirs = gradient(model, name)
     seen = parity.calls(monkeypatch, integration)
@@ -102,9 +120,16 @@ def test_loss_and_gradients(name, monkeypatch):
         ours = gradient(model, name)
     parity.compare(name, theirs, ours)
     assert len(seen) >= 2
-    for call in seen if name in CAUSAL else ():
-        assert call["causal"] is True and call["mask"].shape == (2, 1, 1, 40) and "bias" not in call
-        assert call.get("window") == ((8, 0) if name == "mistral" else None)
+    for call in seen:
+        # No array of [T, S] for each batch entry: T5's own bias has one for all, and layers of
+        # GPT-Neo whose window is local write their masks out.
+        assert call["mask"] is None or (name == "gpt_neo" and call["mask"].shape == (1, 1, 40, 40))
+        assert call["bias"] is None or (name == "t5" and call["bias"].shape == (1, 4, 40, 40))
+        if name in CAUSAL:
+            assert call["causal"] is True and call["kv_segment_ids"].shape == (2, 40)
+        assert call["window"] == ((8, None) if name == "mistral" else None)
+    if name in DECODERS:
+        assert [call["causal"] for call in seen].count(True) == 2  # self-attention of the decoder
 
 
 def test_padding_on_the_left():
@@ -152,15 +177,18 @@ def test_training():
     parity.curves("llama", theirs, ours)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_generation(name):
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "t5", "bart"])
+def test_generation(name, monkeypatch):
+    with_clip(name, monkeypatch)
     model = model_of(name)
-    call = lambda: (
-        model.generate(IDS[:, :8], max_new_tokens=6, do_sample=False, pad_token_id=0).sequences
-    )
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": 1}
+    call = lambda: model.generate(IDS[:, :8], attention_mask=LEFT[:, -8:], **options).sequences
     theirs = call()
+    seen = parity.calls(monkeypatch, integration)
     with integration.installed(name):
         np.testing.assert_array_equal(call(), theirs)
+    # Neither the filled part of the cache nor padding of the prompt is a mask of [T, S].
+    assert len(seen) >= 4 and all(call["mask"] is None for call in seen)
 
 
 def test_dropout_has_the_mean():

@@ -1,0 +1,103 @@
+"""Masks that stay what they mean: clients combine them as they do arrays, none is written out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+Window = tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Visible:
+    """The keys that each query sees, by the arguments of `flash_attention` that say it.
+
+    Attributes:
+        causal: query i sees keys 0 to q_offset + i.
+        window: (left, right), both included; None is unbounded.
+        q_offset: position of query 0: an int, an int32 scalar or [B].
+        q_valid: bool [B, T], False is a query that sees nothing.
+        kv_valid: bool [B, S], False is a key that nothing sees.
+        mask: bool [B, N, T, S] with axes full or 1, for what has no structure.
+    """
+
+    causal: bool = False
+    window: Window | None = None
+    q_offset: Any = None
+    q_valid: Any = None
+    kv_valid: Any = None
+    mask: Any = None
+
+    def __and__(self, other: Visible) -> Visible:
+        """Returns what both see."""
+        if not isinstance(other, Visible):
+            return NotImplemented
+        offsets = [x for x in (self.q_offset, other.q_offset) if x is not None]
+        if len(offsets) == 2:
+            raise ValueError("two masks have a q_offset: which of them counts is not said")
+        return Visible(
+            causal=self.causal or other.causal,
+            window=_narrower(self.window, other.window),
+            q_offset=offsets[0] if offsets else None,
+            q_valid=both(self.q_valid, other.q_valid),
+            kv_valid=both(self.kv_valid, other.kv_valid),
+            mask=both(self.mask, other.mask),
+        )
+
+    @property
+    def hides_nothing(self) -> bool:
+        """True if each query sees every key."""
+        limits = self.window, self.q_valid, self.kv_valid, self.mask
+        return not self.causal and all(x is None for x in limits)
+
+    def options(self, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
+        """Returns the keywords of `flash_attention`, for q of [B, T, ...] and k of [B, S, ...]."""
+        found: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": self.mask}
+        found["q_offset"] = 0 if self.q_offset is None else self.q_offset
+        if self.q_valid is None and self.kv_valid is None:
+            return found
+        # Negative ids are padding, the others are one document.
+        for name, valid, length in (
+            ("q_segment_ids", self.q_valid, q_len),
+            ("kv_segment_ids", self.kv_valid, kv_len),
+        ):
+            ids = jnp.zeros((), jnp.int32) if valid is None else jnp.where(valid, 0, -1)
+            found[name] = jnp.broadcast_to(ids.astype(jnp.int32), (batch, length))
+        return found
+
+    def dense(self, q_len: int, kv_len: int) -> Any:
+        """Returns the same as bool [B, N, T, S], where B and N may be 1: for the client's own."""
+        offset = jnp.asarray(0 if self.q_offset is None else self.q_offset, jnp.int32)
+        i, j = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
+        i = offset.reshape(-1, 1, 1, 1) + i.reshape(1, 1, -1, 1)
+        difference = i - j.reshape(1, 1, 1, -1)  # > 0: the key comes first
+        visible = jnp.ones_like(difference, dtype=bool)
+        if self.causal:
+            visible &= difference >= 0
+        left, right = self.window or (None, None)
+        if left is not None:
+            visible &= difference <= left
+        if right is not None:
+            visible &= difference >= -right
+        if self.q_valid is not None:
+            visible = visible & self.q_valid[:, None, :, None]
+        if self.kv_valid is not None:
+            visible = visible & self.kv_valid[:, None, None, :]
+        return visible if self.mask is None else visible & self.mask
+
+
+def both(one: Any, other: Any) -> Any:
+    """Returns the conjunction of two arrays of bool, each of which may be None for no limit."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _narrower(one: Window | None, other: Window | None) -> Window | None:
+    if one is None or other is None:
+        return other if one is None else one
+    sides = zip(one, other, strict=True)
+    left, right = (min((x for x in side if x is not None), default=None) for side in sides)
+    return left, right
