@@ -92,9 +92,9 @@ def test_the_reference_has_every_public_name():
     for module in (compat.flash_attn, compat.flex, compat.splash, compat.torch_sdpa):
         own = {n: x for n, x in vars(module).items() if n[0] != "_" and callable(x)}
         public |= {f"{x.__module__}.{n}" for n, x in own.items() if x.__module__ == module.__name__}
-    # Two names of one function each, and a helper of two modules.
+    # Two names of one function each.
     aliases = {f"flash_pallas.compat.splash.make_splash_{x}_single_device" for x in ("mha", "mqa")}
-    assert public - aliases - {"flash_pallas.compat.torch_sdpa.check_heads"} <= told
+    assert public - aliases <= told
 
 
 @pytest.mark.thorough(always=["performance.md"])

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from ..api import flash_attention, flash_attention_with_lse, flash_attention_with_max_logit
 from ..core import mods
 from ._band import ANY, Band, band_of
-from ._refusal import refuse
-from .torch_sdpa import check_heads
+from ._refusal import check_heads, refuse
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ._refusal import check_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -132,16 +133,6 @@ def scaled_dot_product_attention(
         options |= {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
     o = flash_attention(*arrays, **options)
     return o[..., 0, :] if without_heads else jnp.swapaxes(o, -3, -2)
-
-
-def check_heads(q, k, enable_gqa: bool) -> None:
-    """Raises ValueError where q and k [..., length, heads, E] differ in heads without a flag."""
-    heads, kv_heads = (jnp.shape(x)[-2] if jnp.ndim(x) > 2 else None for x in (q, k))
-    if heads != kv_heads and not enable_gqa:
-        raise ValueError(
-            f"query has {heads} heads and key {kv_heads}: pass enable_gqa=True, or check the "
-            "layout, [batch, heads, length, head_dim]"
-        )
 
 
 def _sequence_first(x, without_heads: bool):

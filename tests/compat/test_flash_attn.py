@@ -73,6 +73,21 @@ def test_dtypes(dtype):
     assert_as_good(o, exact, plain)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_narrow_dtypes(dtype):
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 33, n, 16)), dtype) for n in (4, 2, 2))
+    options = {"causal": True, "softcap": 2.0, "window_size": (9, -1)}
+    o = flash_attn_func(q, k, v, **options)
+    assert o.dtype == dtype
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
+        exact = np.asarray(formulas.flash_attn(*wide, **wanted(options))[0])
+    plain = formulas.flash_attn(q, k, v, **wanted(options))[0].astype(dtype)
+    error = lambda x: np.abs(np.asarray(x, np.float64) - exact).max()
+    assert error(o) <= 2 * error(plain)
+
+
 def test_rows_without_keys_are_zero_as_the_docstring_says():
     q, k = jnp.ones((1, 5, 1, 8)), jnp.ones((1, 2, 1, 8))
     o = np.asarray(flash_attn_func(q, k, k, causal=True))

@@ -142,7 +142,7 @@ def test_a_kernel_is_a_pytree(name):
     close(passed, kernel(*arrays(HEADS)))
 
 
-@pytest.mark.parametrize("name", [x for x in MASKS if "heads" not in x])
+@pytest.mark.parametrize("name", [x for x in MASKS if "head" not in x])
 def test_masks_are_indexed_like_arrays(name):
     both = Both(MASKS[name])
     (one,), (other,) = both.ours, both.theirs
