@@ -189,6 +189,17 @@ BAD = {
         {"axis": "seq"},
         r"axis is 'seq': the mesh has the axes \('context', 'fsdp'\)",
     ),
+    "positions": ({"q_positions": jnp.zeros((B, 3), jnp.int32)}, r"q_positions has shape .*, 3\)"),
+    "positions and dropout": (
+        {
+            "q_positions": jnp.zeros((B, T), jnp.int32),
+            "causal": True,
+            "strategy": "all_gather",
+            "dropout_rate": 0.5,
+            "dropout_seed": 1,
+        },
+        "with dropout and strategy='all_gather'.*take strategy='ring'",
+    ),
     "no axis": ({"axis": None}, "axis is None: name the mesh axis that cuts the sequence"),
     "no axes": ({"axis": []}, r"axis is \[\]: name the mesh axis"),
     "unknown batch axis": ({"batch_axis": ["fsdp", "dp"]}, "batch_axis is .*'dp'.*the mesh has"),
@@ -241,6 +252,18 @@ def test_options_that_are_the_same(devices):
     given = {"axis": ["context"], "batch_axis": ["fsdp"], "window": [np.int32(3), 0]}
     found = call(**place | given, scale=jnp.float32(0.5), softcap=np.float32(2.0))
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_window_that_is_data_counts_in_the_whole(devices, strategy):
+    expected = context_parallel_attention(*inputs(), **place_on(devices), window=(9, 2))
+    found = jax.shard_map(
+        lambda left, *x: sharded_attention(*x, axis="context", strategy=strategy, window=(left, 2)),
+        mesh=ring_of(devices),
+        in_specs=(P(), *(P(None, "context"),) * 3),
+        out_specs=P(None, "context"),
+    )(jnp.int32(9), *inputs())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

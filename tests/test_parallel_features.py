@@ -34,6 +34,17 @@ CASES = {
     "window": Case("window", **SIZES, window=(9, 3)),
     "short_window": Case("short_window", **SIZES, window=(5, 0), scale=-0.3),
     "bfloat16": Case("bfloat16", **SIZES, causal=True, dtype="bfloat16"),
+    # Documents that each count from 0, in an order of their own, and the dropout of the whole.
+    "positions": Case("positions", **SIZES, q_positions="restart", kv_positions="gaps", **TRAINING),
+    "q_positions": Case("q_positions", **SIZES, q_positions="random", window=(9, 3)),
+    "kv_positions": Case("kv_positions", **SIZES, kv_positions="random", causal=True),
+    "uneven_positions": Case(
+        "uneven_positions",
+        **(SIZES | {"T": 29, "S": 29}),
+        causal=True,
+        q_positions="shifted",
+        kv_positions="shifted",
+    ),
     "uneven": Case("uneven", **(SIZES | {"T": 29, "S": 29}), causal=True, window=(11, None)),
 }
 ROWS = [
@@ -50,6 +61,14 @@ ROWS = [
     ("window", "ulysses", "zigzag"),
     ("short_window", "ring", "contiguous"),
     ("bfloat16", "ring", "contiguous"),
+    ("positions", "ring", "contiguous"),
+    ("positions", "ring", "zigzag"),
+    ("positions", "ulysses", "zigzag"),
+    ("q_positions", "all_gather", "contiguous"),
+    ("q_positions", "ring", "zigzag"),
+    ("kv_positions", "all_gather", "zigzag"),
+    ("kv_positions", "ring", "contiguous"),
+    ("uneven_positions", "ring", "contiguous"),
     ("uneven", "ring", "contiguous"),
     ("uneven", "ulysses", "contiguous"),
 ]
@@ -61,16 +80,24 @@ def in_order(call, layout, shards):
     if layout == "zigzag":
         there, back = partial(to_zigzag, shards=shards), partial(from_zigzag, shards=shards)
 
-    def run(q, k, v, *, q_offset, **arguments):
+    def run(q, k, v, *, q_offset=0, **arguments):
         assert q_offset == 0
-        ids = {name: there(x) for name, x in arguments.items() if name.endswith("ids")}
-        o, lse = call(*map(there, (q, k, v)), layout=layout, **(arguments | ids))
+        rows = ("ids", "positions")
+        moved = {name: there(x) for name, x in arguments.items() if name.endswith(rows)}
+        o, lse = call(*map(there, (q, k, v)), layout=layout, **(arguments | moved))
         return back(o), back(lse, axis=2)
 
     return run
 
 
-@pytest.mark.thorough(always=["window-all_gather-zigzag", "window-ulysses-zigzag"])
+@pytest.mark.thorough(
+    always=[
+        "window-all_gather-zigzag",
+        "window-ulysses-zigzag",
+        "kv_positions-ring-contiguous",
+        "kv_positions-all_gather-zigzag",
+    ]
+)
 @pytest.mark.parametrize(("case", "strategy", "layout"), ROWS)
 def test_strategies(eight_devices, case, strategy, layout):
     types = AxisType.Explicit if layout == "contiguous" else AxisType.Auto

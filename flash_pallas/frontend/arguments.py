@@ -118,6 +118,11 @@ def static_band(causal, window) -> Mask:
     return Mask(*found)
 
 
+def window_is_data(window) -> bool:
+    """Says whether a side of a window is an array."""
+    return any(map(is_array, _window(window)))
+
+
 def _window(window) -> tuple[Any, Any]:
     if window is None:
         return None, None

@@ -18,6 +18,7 @@ from ..frontend.arguments import Arguments, as_int32, seed_words
 from ..frontend.validate import unexpected
 from . import gathered, ring
 from .cuts import Cuts, shards_around
+from .layout import local_positions
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 LAYOUTS = ("contiguous", "zigzag")
+_IDS = ("q_segment_ids", "kv_segment_ids")
 
 
 def context_parallel_attention(
@@ -40,6 +42,8 @@ def context_parallel_attention(
     head_axis: str | tuple[str, ...] | None = None,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_positions: Int[Array, "B T"] | None = None,
+    kv_positions: Int[Array, "B S"] | None = None,
     sinks: Float[Array, " N"] | None = None,
     dropout_seed: int | Array | None = None,
     return_lse: bool = False,
@@ -61,13 +65,17 @@ def context_parallel_attention(
         strategy: "ring" sends keys from device to device, overlapped with the use of others; memory
             for one device's keys twice. "all_gather" has them all on every device. "ulysses" gives
             every device some of the heads and the whole sequence; N is a multiple of the devices.
-        layout: order of the sequences of q, k, v and ids: "contiguous" is in order, "zigzag" as
-            `to_zigzag` puts them. With a causal mask only "zigzag" gives every device of a ring
-            equal work.
+        layout: order of the sequences of q, k, v, ids and positions: "contiguous" is in order,
+            "zigzag" as `to_zigzag` puts them. With a causal mask only "zigzag" gives every device
+            of a ring equal work.
         batch_axis: the mesh axes that shard the batch.
         head_axis: the mesh axes that shard the heads, those of k and v too.
         q_segment_ids: as in `flash_attention`.
         kv_segment_ids: as in `flash_attention`.
+        q_positions: as in `flash_attention`: data, sharded as q is; None is the index in the whole
+            sequence. With positions a ring visits the keys of all devices, as no step is known to
+            be empty before it runs, and its kernels skip tiles; dropout needs "ring" or "ulysses".
+        kv_positions: likewise for keys.
         sinks: as in `flash_attention`, one per head.
         dropout_seed: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
@@ -103,23 +111,22 @@ def context_parallel_attention(
     cuts = Cuts.of(mesh, axis, batch_axis, head_axis)
     cuts.check_sizes(q, k, layout == "zigzag")
     # Here, as jit cuts off the high half of what numpy has in 64 bits.
-    q_segment_ids, kv_segment_ids = (
-        None if x is None else as_int32(name, x)
-        for name, x in (("q_segment_ids", q_segment_ids), ("kv_segment_ids", kv_segment_ids))
-    )
+    rows = {
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
+    }
+    rows = {name: as_int32(name, x) for name, x in rows.items() if x is not None}
+    _check_rows(rows, q.shape[:2])
     length, shards = q.shape[1], cuts.shards(cuts.sequence)
     uneven = bool(length % shards) and layout == "contiguous"
     if uneven:
-        if q_segment_ids is None and kv_segment_ids is None:
-            q_segment_ids = kv_segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
+        if not set(_IDS) & set(rows):
+            rows |= dict.fromkeys(_IDS, jnp.zeros(q.shape[:2], jnp.int32))
         q, k, v = (_lengthened(x, shards, 0) for x in (q, k, v))
-        q_segment_ids, kv_segment_ids = (
-            None if x is None else _lengthened(x, shards, -1)
-            for x in (q_segment_ids, kv_segment_ids)
-        )
-    given = {
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
+        rows = {n: _lengthened(x, shards, -1 if n in _IDS else 0) for n, x in rows.items()}
+    given = rows | {
         "sinks": sinks,
         "dropout_seed": None if dropout_seed is None else seed_words(dropout_seed),
     }
@@ -182,6 +189,8 @@ def sharded_attention(
     scale: float | None = None,
     q_segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_positions: Int[Array, "B T"] | None = None,
+    kv_positions: Int[Array, "B S"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     dropout_rate: float = 0.0,
@@ -207,6 +216,8 @@ def sharded_attention(
         scale: as in `flash_attention`.
         q_segment_ids: as in `flash_attention`, of this device's queries, [B, T].
         kv_segment_ids: as in `flash_attention`, of this device's keys, [B, T].
+        q_positions: as in `context_parallel_attention`, of this device's queries, [B, T].
+        kv_positions: as in `context_parallel_attention`, of this device's keys, [B, T].
         softcap: as in `flash_attention`.
         sinks: as in `flash_attention`, of this device's heads, [N].
         dropout_rate: as in `flash_attention`, which drops the same weights.
@@ -233,12 +244,21 @@ def sharded_attention(
     _check_lengths(q, k)
     if zigzag:
         _check_zigzag(q)
+    given = any(x is not None for x in (q_positions, kv_positions)) or checks.window_is_data(window)
+    if given:
+        # Counted in the whole sequence, where a part of it would begin with 0.
+        index = local_positions(lax.axis_index(axis), q.shape[1], shards, zigzag)
+        index = jnp.broadcast_to(index, q.shape[:2])
+        q_positions = index if q_positions is None else q_positions
+        kv_positions = index if kv_positions is None else kv_positions
     options: dict[str, Any] = {
         "causal": causal,
         "window": window,
         "scale": scale,
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
         "softcap": softcap,
         "sinks": sinks,
         "dropout_rate": dropout_rate,
@@ -305,6 +325,15 @@ def _check_lengths(q, k):
         raise ValueError(
             f"there are {q.shape[1]} queries and {k.shape[1]} keys: it must be as many of both"
         )
+
+
+def _check_rows(rows: dict[str, Any], shape) -> None:
+    """Checks that ids and positions are [B, T], as the devices cut them."""
+    for name, x in rows.items():
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} has shape {x.shape}: it must be [batch, length], here {list(shape)}"
+            )
 
 
 def _check_zigzag(q):

@@ -87,9 +87,9 @@ class Cuts:
 
     def spec(self, name: str) -> PartitionSpec:
         """Returns the PartitionSpec of an array of this name; by default that of q, k, v and o."""
+        of_rows = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
         return {
-            "q_segment_ids": PartitionSpec(self.batch, self.sequence),
-            "kv_segment_ids": PartitionSpec(self.batch, self.sequence),
+            **dict.fromkeys(of_rows, PartitionSpec(self.batch, self.sequence)),
             "sinks": PartitionSpec(self.heads),
             "dropout_seed": PartitionSpec(),
             "lse": PartitionSpec(self.batch, self.heads, self.sequence),

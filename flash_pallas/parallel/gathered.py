@@ -23,19 +23,27 @@ def all_gather_attention(
     length = q.shape[1]
     gather = lambda x: _ordered(lax.all_gather(x, axis, axis=1, tiled=True), shards, zigzag)
     k, v = gather(k), gather(v)
-    q_ids, kv_ids = options["q_segment_ids"], options["kv_segment_ids"]
-    kv_ids = None if kv_ids is None else gather(kv_ids)
+    of_keys = {name: options[name] for name in ("kv_segment_ids", "kv_positions")}
+    of_keys = {name: None if x is None else gather(x) for name, x in of_keys.items()}
+    q_ids, positions = options["q_segment_ids"], options["q_positions"]
+    if positions is not None and options["dropout_rate"]:
+        raise ValueError(
+            "q_positions, kv_positions or a window that is data with dropout and "
+            "strategy='all_gather': dropout counts places in the whole sequence, which positions "
+            "replace here; take strategy='ring' or 'ulysses'"
+        )
     me = lax.axis_index(axis)
     size = length // 2 if zigzag else length
     chunks = (me, 2 * shards - 1 - me) if zigzag else (me,)
     found = []
     for number, chunk in enumerate(chunks):
         rows = slice(number * size, (number + 1) * size)
-        given = options | {
-            "q_offset": (chunk * size).astype(jnp.int32),
-            "q_segment_ids": None if q_ids is None else q_ids[:, rows],
-            "kv_segment_ids": kv_ids,
-        }
+        given: dict[str, Any] = options | of_keys
+        given["q_segment_ids"] = None if q_ids is None else q_ids[:, rows]
+        if positions is None:
+            given["q_offset"] = (chunk * size).astype(jnp.int32)
+        else:
+            given["q_positions"] = positions[:, rows]
         found.append(flash_attention_with_lse(q[:, rows], k, v, **given))
     o, lse = zip(*found, strict=True)
     return jnp.concatenate(o, axis=1), jnp.concatenate(lse, axis=2)
@@ -63,7 +71,7 @@ def ulysses_attention(
         lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True), shards, zigzag
     )
     given = dict(options)
-    for name in ("q_segment_ids", "kv_segment_ids"):
+    for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions"):
         if given[name] is not None:
             whole = lax.all_gather(given[name], axis, axis=1, tiled=True)
             given[name] = _ordered(whole, shards, zigzag)

@@ -56,6 +56,7 @@ class _Keys(NamedTuple):
     k: Any
     v: Any
     segments: Any  # of keys; None without
+    positions: Any  # of keys; None where the plan knows them
 
 
 class _Sums(NamedTuple):
@@ -120,7 +121,7 @@ def _forward(ring: Ring, operands: Operands) -> _Sums:
         jnp.zeros(rows, dtype),
     )
     sums = _like(operands, sums)
-    keys = _Keys(operands.k, operands.v, operands.kv_segments)
+    keys = _keys(operands)
     for step in range(ring.plan.last_step + 1):
         # Sent before the keys at hand are used, so that the copy overlaps with the kernel.
         arriving = _rotated(ring, keys) if step < ring.plan.last_step else None
@@ -133,6 +134,11 @@ def _forward(ring: Ring, operands: Operands) -> _Sums:
         sinks = jnp.broadcast_to(operands.sinks.astype(dtype)[..., None], rows)
         sums = _merged(ring, jax.tree.map(lambda x: x[None], sums), sinks)
     return sums._replace(o=sums.o.astype(q.dtype))
+
+
+def _keys(operands: Operands) -> _Keys:
+    """Returns this device's keys, with which the ring begins."""
+    return _Keys(operands.k, operands.v, operands.kv_segments, operands.kv_positions)
 
 
 def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums, keys):
@@ -166,7 +172,7 @@ def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
     zeros = lambda x: _like(operands, jnp.zeros(x.shape, dtype))
     dq: Any = zeros(operands.q)
     travelling: Any = None
-    keys = _Keys(operands.k, operands.v, operands.kv_segments)
+    keys = _keys(operands)
     last = ring.plan.last_step
     for step in range(last + 1):
         arriving = _rotated(ring, keys) if step < last else None
@@ -211,14 +217,17 @@ def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands
     if piece.far:
         distance = ring.plan.far_distance(ahead, lax.axis_index(ring.axis))
         offset = jnp.full(operands.q.shape[:1], piece.far * distance, jnp.int32)
-    segments = operands.q_segments
+    cut = lambda x, places: None if x is None else x[:, places]
     part = Operands(
         operands.q[:, rows],
         keys.k[:, cols],
         keys.v[:, cols],
         q_offset=offset,
-        q_segments=None if segments is None else segments[:, rows],
-        kv_segments=None if keys.segments is None else keys.segments[:, cols],
+        q_segments=cut(operands.q_segments, rows),
+        kv_segments=cut(keys.segments, cols),
+        q_first=cut(operands.q_first, rows),
+        q_last=cut(operands.q_last, rows),
+        kv_positions=cut(keys.positions, cols),
     )
     if spec.dropout_rate:
         part = _with_places(ring, ahead, operands, part, (rows, cols))
