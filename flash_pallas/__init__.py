@@ -18,6 +18,7 @@ from .frontend.dispatch import Explanation as Explanation
 from .transforms.derivatives import save_attention as save_attention
 from .tuning import Tuning as Tuning
 from .tuning import autotune as autotune
+from .varlen import explain_varlen as explain_varlen
 from .varlen import flash_attention_varlen as flash_attention_varlen
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "explain_decode",
+    "explain_varlen",
     "flash_attention",
     "flash_attention_varlen",
     "flash_attention_with_lse",

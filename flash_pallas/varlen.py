@@ -11,12 +11,15 @@ import numpy as np
 
 from . import api
 from .frontend import arguments as checks
-from .frontend import validate
+from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
+from .frontend.dispatch import Explanation
 from .frontend.validate import suggested
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+    from .api import Shaped
 
 ALIGNMENTS = ("start", "end")
 _MOST = np.iinfo(np.int32).max
@@ -108,6 +111,142 @@ def flash_attention_varlen(
         >>> flash_attention_varlen(q, k, k, cu_seqlens_q=cu_seqlens, causal=True).shape
         (300, 8, 64)
     """
+    options = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "bias": bias,
+        "mask": mask,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_rate": dropout_rate,
+        "dropout_seed": dropout_seed,
+        "broadcast_dropout": broadcast_dropout,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "deterministic": deterministic,
+        "precision": precision,
+    }
+    arrays, arguments = _as_one(q, k, v, (cu_seqlens_q, cu_seqlens_kv, alignment), options)
+    with_lse = checks.flag("return_lse", return_lse)
+    o, lse, _ = api.run(*arrays, backend, blocks, arguments)
+    return (o[0], lse[0]) if with_lse else o[0]
+
+
+@suggested
+def explain_varlen(
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    *,
+    cu_seqlens_q: Shaped,
+    cu_seqlens_kv: Shaped | None = None,
+    alignment: str | None = None,
+    causal: bool = False,
+    window: int | Shaped | tuple[Any, Any] | None = None,
+    scale: float | None = None,
+    bias: Shaped | None = None,
+    mask: Shaped | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Shaped | None = None,
+    sinks: Shaped | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Shaped | None = None,
+    broadcast_dropout: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    deterministic: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    backend: str = "auto",
+    blocks: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
+) -> Explanation:
+    """Returns the backend and tiles that `flash_attention_varlen` would run, and why not others.
+
+    Nothing is run. Every argument but `gpu` is that of `flash_attention_varlen`; any array may be
+    replaced by a `jax.ShapeDtypeStruct`. The documents are one batch entry: the shapes that it
+    names are [1, total, heads, head_dim].
+
+    Args:
+        q: queries [total_q, N, H].
+        k: keys [total_kv, K, H].
+        v: values [total_kv, K, Hv].
+        cu_seqlens_q: as in `flash_attention_varlen`, as are all the others.
+        cu_seqlens_kv: cumulative lengths of keys.
+        alignment: "start" or "end".
+        causal: causal mask.
+        window: (left, right).
+        scale: multiplies the scores.
+        bias: added to the scores.
+        mask: True is visible.
+        softcap: limit of the scores.
+        alibi_slopes: slopes [N].
+        sinks: further scores [N].
+        dropout_rate: share of weights that are dropped.
+        dropout_seed: seed of it.
+        broadcast_dropout: one pattern for all heads.
+        score_mod: function of a score.
+        mask_mod: function that hides keys.
+        deterministic: bit-identical gradients.
+        precision: of float32 matmuls.
+        backend: name of the implementation.
+        blocks: tile sizes.
+        gpu: a GPU to answer for that need not be here, as in `explain`.
+
+    Returns:
+        An `Explanation`; print it.
+
+    Raises:
+        TypeError: and others, as `flash_attention_varlen` lists them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flash_pallas import explain_varlen
+        >>> x = jax.ShapeDtypeStruct((4096, 8, 64), jnp.bfloat16)
+        >>> cu_seqlens = jax.ShapeDtypeStruct((9,), jnp.int32)
+        >>> explain_varlen(x, x, x, cu_seqlens_q=cu_seqlens, causal=True, gpu="H200").backend
+        'hopper'
+    """
+    options = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "bias": bias,
+        "mask": mask,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_rate": dropout_rate,
+        "dropout_seed": dropout_seed,
+        "broadcast_dropout": broadcast_dropout,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "deterministic": deterministic,
+        "precision": precision,
+    }
+    override = validate.check_blocks(blocks)
+
+    def shapes(q, k, v, places, options):
+        arrays, arguments = _as_one(q, k, v, places, options)
+        return validate.canonicalize(*arrays, arguments).problem
+
+    places = cu_seqlens_q, cu_seqlens_kv, alignment
+    problem = validate.of_shapes(shapes, q, k, v, places, options)
+    return dispatch.explanation(problem, backend, override, gpu, dispatch.platform_of((q, k, v)))
+
+
+def _as_one(q, k, v, places, options: dict[str, Any]) -> tuple[tuple[Any, Any, Any], Arguments]:
+    """Returns q, k and v with a batch axis of 1, and the arguments that keep documents apart.
+
+    Args:
+        q: as in `flash_attention_varlen`.
+        k: likewise.
+        v: likewise.
+        places: (cu_seqlens_q, cu_seqlens_kv, alignment).
+        options: all others that say what to compute.
+    """
+    cu_seqlens_q, cu_seqlens_kv, alignment = places
     q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     _check_packed(q, k, v)
     of_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
@@ -122,31 +261,18 @@ def flash_attention_varlen(
             f"cu_seqlens_q has {len(of_q) - 1} documents and cu_seqlens_kv {len(of_kv) - 1}: they "
             "must have the same number; one without queries or keys has length 0"
         )
-    reads = causal or any(x is not None for x in (window, alibi_slopes, score_mod, mask_mod))
-    aligned = _alignment(alignment, needed=reads and cu_seqlens_kv is not None)
-    documents = _Documents.of(of_q, of_kv, (len(q), len(k)), aligned)
-    mods = score_mod is not None or mask_mod is not None
-    arguments = Arguments(
-        causal=causal,
-        window=window,
-        scale=scale,
-        bias=_with_batch("bias", bias),
-        mask=_with_batch("mask", mask),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed,
-        broadcast_dropout=broadcast_dropout,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        deterministic=deterministic,
-        precision=precision,
-        **(documents.by_ids() if mods else documents.by_intervals()),
-    )
-    with_lse = checks.flag("return_lse", return_lse)
-    o, lse, _ = api.run(q[None], k[None], v[None], backend, blocks, arguments)
-    return (o[0], lse[0]) if with_lse else o[0]
+    mods = any(options[name] is not None for name in ("score_mod", "mask_mod"))
+    reads = mods or any(options[name] is not None for name in ("window", "alibi_slopes"))
+    needed = (reads or options["causal"]) and cu_seqlens_kv is not None
+    aligned = _alignment(alignment, needed=needed)
+    # Of what the caller gave: inside `explain_varlen` arrays of ints are traced ones.
+    known = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    lengths = _length(known[0], of_q, len(q)), _length(known[1], of_kv, len(k))
+    documents = _Documents.of(of_q, of_kv, (len(q), len(k)), aligned)._replace(lengths=lengths)
+    given: dict[str, Any] = options | (documents.by_ids() if mods else documents.by_intervals())
+    for name in ("bias", "mask"):
+        given[name] = _with_batch(name, given[name])
+    return (q[None], k[None], v[None]), Arguments(**given)
 
 
 class _Documents(NamedTuple):
@@ -158,7 +284,7 @@ class _Documents(NamedTuple):
     kv_positions: Any
     first: Any  # index of the first key of each query's document
     stop: Any  # one past the last
-    lengths: tuple[Any, Any]  # of what is no padding; None if all of it is none
+    lengths: tuple[Any, Any] = (None, None)  # of what is no padding; None if all of it is none
 
     @classmethod
     def of(cls, of_q, of_kv, totals: tuple[int, int], alignment: str) -> _Documents:
@@ -171,9 +297,8 @@ class _Documents(NamedTuple):
         if alignment == "end":
             q_positions += (stop - first) - (start(of_q, q_ids + 1) - start(of_q, q_ids))
         stop = jnp.where(q_ids < 0, 0, stop)
-        lengths = _length(of_q, totals[0]), _length(of_kv, totals[1])
         kv_positions = index[1] - start(of_kv, kv_ids)
-        return cls(q_ids, kv_ids, q_positions, kv_positions, first, stop, lengths)
+        return cls(q_ids, kv_ids, q_positions, kv_positions, first, stop)
 
     def by_intervals(self) -> dict[str, Any]:
         """Returns arguments by which each query sees an interval of packed keys.
@@ -205,9 +330,9 @@ def _ids(cu_seqlens, total: int):
     return jnp.where(index < cu_seqlens[-1], ids, -1)
 
 
-def _length(cu_seqlens, total: int):
+def _length(given, cu_seqlens, total: int):
     """Returns int32[1], the number of rows that are no padding; None if that is known to be all."""
-    if checks.is_known(cu_seqlens) and int(checks.known(cu_seqlens)[-1]) == total:
+    if checks.is_known(given) and int(checks.known(given)[-1]) == total:
         return None
     return cu_seqlens[-1:]
 

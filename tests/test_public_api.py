@@ -34,6 +34,7 @@ NAMES = [
     "dot_product_attention",
     "explain",
     "explain_decode",
+    "explain_varlen",
     "flash_attention",
     "flash_attention_varlen",
     "flash_attention_with_lse",
@@ -107,10 +108,13 @@ def test_one_signature():
         assert strings(fp.flash_attention) + added == found
 
 
-def test_explain_decode_has_the_arguments_of_flash_decode():
-    told, called = (
-        dict(inspect.signature(f).parameters) for f in (fp.explain_decode, fp.flash_decode)
-    )
+@pytest.mark.parametrize(
+    "functions",
+    [(fp.explain_decode, fp.flash_decode), (fp.explain_varlen, fp.flash_attention_varlen)],
+    ids=["decode", "varlen"],
+)
+def test_explain_has_the_arguments_of_what_it_explains(functions):
+    told, called = (dict(inspect.signature(f).parameters) for f in functions)
     called.pop("return_lse")
     assert list(told) == [*called, "gpu"] and told["gpu"].default is None
     for argument, parameter in called.items():

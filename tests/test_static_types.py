@@ -39,6 +39,7 @@ o, lse, most = fp.flash_attention_with_max_logit(x, x, x)
 o, lse = fp.flash_attention_with_max_logit(x, x, x)  # size mismatch
 fp.explain(x, shape, x, bias=shape, gpu="H100").blocks
 fp.explain_decode(x, shape, shape, num_splits=2, page_table=shape, gpu="H200").blocks
+fp.explain_varlen(shape, x, x, cu_seqlens_q=shape, causal=True, gpu="H200").blocks
 fp.explain_decode(x, x, x, return_lse=True)  # No parameter named "return_lse"
 fp.explain(x, x, x, gpu=100)  # parameter "gpu"
 fp.flash_attention(x, x, x, gpu="H100")  # No parameter named "gpu"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from flash_pallas import flash_attention_varlen, reference
+from flash_pallas import explain_varlen, flash_attention_varlen, reference
+from flash_pallas.frontend import dispatch
 
 N, K, H = 4, 2, 32
 LENGTHS = ((37, 0, 1, 90, 14), (50, 9, 64, 90, 0))  # of queries and of keys
@@ -121,6 +122,40 @@ def test_no_array_of_queries_by_keys_is_made():
 
     memory = jax.jit(jax.grad(loss)).lower(x, cu).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 40 * total * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("shapes", ["arrays", "shapes of q, k and v"])
+def test_explain_is_of_the_call_that_runs(whole, shapes, monkeypatch):
+    x = jnp.ones((200, 4, 32), jnp.bfloat16)
+    given = x if shapes == "arrays" else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    cu = {"cu_seqlens_q": np.array([0, 150, 200 if whole else 190], np.int32)}
+    call = cu | {"causal": True, "sinks": jnp.ones(4), "score_mod": lambda s, b, n, i, j: s * 2}
+    seen, select = [], dispatch.select
+    monkeypatch.setattr(
+        dispatch,
+        "select",
+        lambda problem, *a, **o: seen.append(problem) or select(problem, *a, **o),
+    )
+    for mods in (True, False):
+        options = call if mods else {name: x for name, x in call.items() if name != "score_mod"}
+        found = explain_varlen(given, given, given, **options, blocks={"block_q": 32})
+        flash_attention_varlen(x, x, x, **options)
+        explained, ran = seen[-2:]
+        assert found.problem == explained and found.blocks.block_q == 32
+        assert explained.features == ran.features and explained.kv_len == ran.kv_len == 200
+        assert ("kv_lengths" in ran.features) != whole
+
+
+def test_explain_answers_for_gpus_that_are_not_here():
+    x = jax.ShapeDtypeStruct((4096, 8, 64), jnp.bfloat16)
+    call = {"cu_seqlens_q": jax.ShapeDtypeStruct((9,), jnp.int32), "causal": True}
+    names = ("H100", "A100", "B200", None)
+    found = [explain_varlen(x, x, x, **call, gpu=gpu) for gpu in names]
+    assert [each.backend for each in found] == ["hopper", "portable", "portable", "xla"]
+    assert "q [1, 4096, 8, 64]" in str(found[0]) and "cudnn" in found[2].reasons
+    with pytest.raises(ValueError, match="alignment is None"):
+        explain_varlen(x, x, x, **call, cu_seqlens_kv=call["cu_seqlens_q"])
 
 
 @pytest.mark.parametrize(
