@@ -3,7 +3,7 @@
     python -m tests.gpu_fuzz --count 500 --seed 1
 
 Every call runs on the hopper and on the portable kernels, where they take it; one in eight decodes
-instead. `--backend xla` tries the same calls where there is no GPU.
+instead, one in ten is packed documents. `--backend xla` tries the same calls where there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flash_pallas.frontend import dispatch
 from . import checks, fuzzing, hopper_decode_cases
 from .hopper_decode_cases import Step
 from .random_calls import Draw
-from .random_cases import Sizes, random_case
+from .random_cases import Sizes, packed, random_case, random_packed_case
 
 # What the kernels run natively, what is filled up with zeros, and both at once.
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)
@@ -59,10 +59,13 @@ def one_call(seed: int, number: int, backends: tuple[str, ...]) -> list[Outcome]
     if draw.chance(0.125):
         step = random_step(draw)
         return [_outcome(number, name, repr(step), decodes, step) for name in backends]
-    case = random_case(draw, SIZES)
+    make, check = random_case, _attends
+    if draw.chance(0.11):
+        make, check = random_packed_case, _attends_to_documents
+    case = make(draw, SIZES)
     if case.dtype == "float32" and max(case.H, case.v_head_dim) > WIDEST_FLOAT32:
         case = dataclasses.replace(case, dtype="bfloat16")
-    return [_outcome(number, name, repr(case), _attends, case) for name in backends]
+    return [_outcome(number, name, repr(case), check, case) for name in backends]
 
 
 def _outcome(number: int, backend: str, call: str, check, what) -> Outcome:
@@ -78,6 +81,15 @@ def _attends(backend: str, case) -> str | None:
     if reason := found.unsupported(case.problem):
         return reason
     checks.assert_matches_oracle(checks.bind(found), case, kernels=backend != "xla")
+    return None
+
+
+def _attends_to_documents(backend: str, case) -> str | None:
+    call = packed(functools.partial(fp.flash_attention_varlen, backend=backend))
+    try:
+        checks.assert_matches_oracle(call, case, kernels=backend != "xla")
+    except fp.UnsupportedByBackend as error:
+        return str(error)
     return None
 
 

@@ -70,6 +70,9 @@ class RandomCall:
                 array = given.pop(name)
                 make = SCORE_MODS[recipe].make if name == "score_mod" else MASK_MODS[recipe]
                 options[name] = make(array)
+            sides = [given.pop(f"window_{name}", None) for name in ("left", "right")]
+            if any(x is not None for x in sides):
+                options["window"] = tuple(sides)
             q, k, v = (given.pop(name) for name in "qkv")
             return self.function(q, k, v, **options, **given, backend=backend)
 
@@ -104,9 +107,11 @@ class Draw:
 
 
 def random_call(seed: int, number: int) -> RandomCall:
-    """Draws a call, the same for the same numbers; one in eight decodes."""
+    """Draws a call, the same for the same numbers; one in eight decodes, one in ten is packed."""
     draw = Draw(seed, number)
-    return _decode(draw) if draw.chance(0.125) else _attention(draw)
+    if draw.chance(0.125):
+        return _decode(draw)
+    return _packed(draw) if draw.chance(0.11) else _attention(draw)
 
 
 def random_blocks(seed: int, number: int, chosen: dict[str, Any]) -> dict[str, Any] | None:
@@ -163,8 +168,11 @@ def _attention(draw: Draw) -> RandomCall:
     if draw.chance(0.15):
         captured["mask_mod"] = draw.one_of(sorted(MASK_MODS)), of((batch,), "int32")
     arrays |= _side(draw, batch, heads, q_len, kv_len, dtype)
-    if "q_offset" in arrays:
-        del options["q_offset"]
+    replaced = {"q_offset": ("q_offset", "q_positions"), "window": ("window_left", "window_right")}
+    for name, others in replaced.items():
+        options = {n: x for n, x in options.items() if n != name or not set(others) & set(arrays)}
+    if draw.chance(0.2):
+        options["empty_rows"] = "mean"
     function = fp.flash_attention
     if draw.chance(0.3):
         function = draw.one_of((fp.flash_attention_with_lse, fp.flash_attention_with_max_logit))
@@ -189,10 +197,57 @@ def _side(draw: Draw, batch: int, heads: int, q_len: int, kv_len: int, dtype: st
     for name, p in (("kv_lengths", 0.2), ("q_lengths", 0.15), ("q_offset", 0.15)):
         if draw.chance(p):
             found[name] = of((batch,), "int32")
+    if draw.chance(0.2):
+        found.pop("q_offset", None)  # positions say it
+        found["q_positions"] = of((batch, q_len), "int32")
+    if draw.chance(0.15):
+        found["kv_positions"] = of((batch, kv_len), "int32")
     for name in ("alibi_slopes", "sinks"):
         if draw.chance(0.2):
             found[name] = of((heads,), "float32")
+    if draw.chance(0.15):
+        sides = draw.one_of((("left",), ("right",), ("left", "right")))
+        shape = draw.one_of(((), (batch,)))
+        found |= {f"window_{side}": of(shape, "int32") for side in sides}
     return found
+
+
+def _packed(draw: Draw) -> RandomCall:
+    """Draws a call of flash_attention_varlen."""
+    kv_heads, group = draw.one_of((1, 2, 4, 8)), draw.one_of(GROUPS)
+    heads, head_dim = kv_heads * group, draw.one_of(HEAD_DIMS)
+    v_head_dim = head_dim if draw.chance(0.75) else draw.one_of(V_HEAD_DIMS)
+    q_len, documents = draw.one_of(Q_LENGTHS), draw.one_of((1, 2, 5, 64))
+    same = draw.chance(0.5)
+    kv_len = q_len if same else draw.one_of(KV_LENGTHS)
+    dtype = draw.one_of(("bfloat16", "bfloat16", "float16"))
+    of = jax.ShapeDtypeStruct
+    arrays = {
+        "q": of((q_len, heads, head_dim), dtype),
+        "k": of((kv_len, kv_heads, head_dim), dtype),
+        "v": of((kv_len, kv_heads, v_head_dim), dtype),
+        "cu_seqlens_q": of((documents + 1,), "int32"),
+    }
+    options: dict[str, Any] = {}
+    if not same:
+        arrays["cu_seqlens_kv"] = of((documents + 1,), "int32")
+        options["alignment"] = draw.one_of(("start", "end"))
+    if draw.chance(0.5):
+        options["causal"] = True
+    if draw.chance(0.3):
+        options["window"] = tuple(int(x) for x in draw.rng.integers(0, 1200, 2))
+    for name, value in (("softcap", 30.0), ("deterministic", True), ("return_lse", True)):
+        if draw.chance(0.2):
+            options[name] = value
+    for name in ("alibi_slopes", "sinks"):
+        if draw.chance(0.2):
+            arrays[name] = of((heads,), "float32")
+    captured = {}
+    if draw.chance(0.2):
+        captured["mask_mod"] = draw.one_of(sorted(MASK_MODS)), of((1,), "int32")
+    sides = [name for name in ("alibi_slopes", "sinks") if name in arrays and draw.chance(0.7)]
+    wanted = (*"qkv", *sides) if draw.chance(0.85) else ()
+    return RandomCall(fp.flash_attention_varlen, arrays, options, captured, wanted)
 
 
 def _decode(draw: Draw) -> RandomCall:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+import jax.numpy as jnp
+
 from .cases import ATTRACTING, HIDING, SEED_KINDS, Case
 from .mods import MASK_MODS, SCORE_MODS
 
+POSITIONS = ("restart", "gaps", "random", "shifted")
 INTEGERS = ("int32", "int32", "uint32", "int8", "uint8", "int16", "uint16")
 MAGNITUDES = (-30, -8, 3, 6, 9, 14)
 HALF_MAGNITUDES = (-8, 3, 6)  # q and k fit float16
@@ -61,7 +64,10 @@ def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
         "max_logit": draw.chance(0.33),
         "deterministic": draw.chance(0.25),
         "integers": draw.one_of(INTEGERS),
+        "empty_rows": draw.one_of(("zero", "zero", "mean")),
     }
+    if fields["empty_rows"] == "mean":
+        fields["poison"] = False  # the mean is that of all values
     if draw.chance(0.33):
         fields |= {"dropout_rate": draw.one_of((0.1, 0.5)), "dropout_seed": draw.between(0, 3)}
         fields |= {"seed_kind": draw.one_of(sorted(SEED_KINDS))}
@@ -81,6 +87,35 @@ def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
     )
 
 
+def random_packed_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
+    """Draws a case of sorted documents of one sequence, without what reads positions in them.
+
+    `packed` makes it a call of flash_attention_varlen: there queries and keys have the same
+    documents, in which distances between positions are those in the whole.
+    """
+    case = random_case(draw, dataclasses.replace(sizes, batch=1))
+    hides = {"q_lengths": None, "kv_lengths": None, "mask_mod": None, "score_mod": None}
+    positions = {"q_positions": None, "kv_positions": None, "q_offset": 0}
+    more = {"empty_rows": "zero", "max_logit": False, "alibi": case.alibi and "N"}
+    return dataclasses.replace(
+        case, S=case.T, segments="packed", poison=False, **hides, **positions, **more
+    )
+
+
+def packed(call):
+    """Wraps flash_attention_varlen as (q, k, v, **arguments of a packed case) -> (o, lse)."""
+
+    def run(q, k, v, *, q_segment_ids, kv_segment_ids, q_offset, **arguments):
+        starts = jnp.searchsorted(q_segment_ids[0].astype(jnp.int32), jnp.arange(5))
+        for name in {"bias", "mask"} & set(arguments):
+            arguments[name] = arguments[name][0]
+        given = {"cu_seqlens_q": starts.astype(jnp.int32), "return_lse": True}
+        o, lse = call(q[0], k[0], v[0], **given, **arguments)
+        return o[None], lse[None]
+
+    return run
+
+
 def _masks(draw: Draws, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
     """Draws fields that hide keys: a window of (0, 0) leaves 1, an offset before the keys none."""
     rarely = lambda make: make() if draw.chance(0.33) else None
@@ -88,10 +123,23 @@ def _masks(draw: Draws, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
     offset = lambda: draw.between(-q_len, kv_len)
     lengths = lambda longest: lambda: tuple(draw.between(0, longest) for _ in range(batch))
     offsets = (0, offset(), tuple(offset() for _ in range(batch)))
-    return {
+    found = {
         "causal": draw.chance(0.5),
         "window": rarely(lambda: (side(), side())),
         "q_offset": draw.one_of(offsets),
+    }
+    if draw.chance(0.25):
+        found["q_positions"] = draw.one_of(POSITIONS)
+        found["kv_positions"] = draw.one_of((None, *POSITIONS))
+        found["q_offset"] = 0  # positions say it
+    elif draw.chance(0.1):
+        found["kv_positions"] = draw.one_of(POSITIONS)
+    if found["window"] and draw.chance(0.4):
+        each = draw.chance(0.5)  # a number of each batch entry's own
+        numbers = lambda: tuple(draw.between(0, 100) for _ in range(batch))
+        sides = (None if x is None else numbers() if each else x for x in found["window"])
+        found |= {"window": None, "window_arrays": tuple(sides)}
+    return found | {
         "mask": rarely(lambda: _pattern(draw)),
         "segments": rarely(lambda: draw.one_of(("packed", "unsorted", "padded"))),
         "q_lengths": rarely(lengths(q_len)),

@@ -6,6 +6,7 @@ every time.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import hypothesis
@@ -19,7 +20,7 @@ from jax import lax
 import flash_pallas as fp
 
 from . import checks
-from .random_cases import Sizes, random_case
+from .random_cases import Sizes, packed, random_case, random_packed_case
 
 PARTS = 10  # tests that may run side by side
 EXAMPLES = int(os.environ.get("FLASH_PALLAS_EXAMPLES", "30"))
@@ -72,6 +73,23 @@ def test_any_combination_matches_the_oracle(part):
         hypothesis.note(repr(case))
         blocks = {"block_q": block_q, "block_kv": block_kv}
         checks.assert_matches_oracle(checks.bind("xla", blocks), case)
+
+    check()
+
+
+packed_cases = st.composite(lambda draw, sizes: random_packed_case(Drawn(draw), sizes))
+
+
+@pytest.mark.thorough(always=["0"])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_packed_documents_match_the_oracle(part):
+    @examples(-(-EXAMPLES // (3 * PARTS)), part)
+    @hypothesis.given(packed_cases(Sizes(length=150)), st.sampled_from([32, 100]))
+    def check(case, block):
+        hypothesis.note(repr(case))
+        options = {"backend": "xla", "blocks": {"block_q": block, "block_kv": 64}}
+        call = packed(functools.partial(fp.flash_attention_varlen, **options))
+        checks.assert_matches_oracle(call, case)
 
     check()
 
