@@ -474,7 +474,7 @@ FEATURES = (
     _small("positions_alibi_unmasked", alibi="BN", kv_positions="random", softcap=4.0),
     _small("positions_mods", score_mod="relative", mask_mod="stripes", q_positions="shifted",
            kv_positions="gaps", dropout_rate=0.2, window=(50, 30)),
-    _small("positions_empty_mean", causal=True, q_positions="shifted", empty_rows="mean", K=2),
+    _small("positions_empty_mean", window=(9, 4), q_positions="shifted", empty_rows="mean", K=2),
     _small("positions_padded", causal=True, q_positions="restart", segments="padded", poison=True,
            bias="1NTS", **_SQUARE),
     _small("window_array", window_arrays=((9, 40), (4, 0))),

@@ -62,7 +62,8 @@ def bind(backend, blocks: dict[str, int] | None = None):
         call = validate.canonicalize(q, k, v, Arguments(**arguments))
         assert backend.unsupported(call.problem) is None, backend.unsupported(call.problem)
         tiles = backend.blocks(call.problem, blocks)
-        found = call.unfold(*derivatives.attend(backend, call.spec, tiles, call.operands))
+        o, lse, most = derivatives.attend(backend, call.spec, tiles, call.operands)
+        found = call.unfold(call.with_empty_rows(o, lse), lse, most)
         return found if call.spec.max_logit else found[:2]
 
     return call
@@ -121,6 +122,7 @@ def oracle(case: Case, seed: int = 0) -> Results:
 def plain(q, k, v, *, max_logit=False, **arguments):
     """Computes attention as one would write it in jnp: float32 softmax, the rest in q's dtype."""
     m = reference.Modifiers(**arguments)
+    values = v
     q, k, v = m.cleared_queries(q), m.cleared_keys(k), m.cleared_keys(v)
     batch, q_len, q_heads, head_dim = q.shape
     kv_len, kv_heads = v.shape[1:3]
@@ -136,7 +138,12 @@ def plain(q, k, v, *, max_logit=False, **arguments):
         p = jnp.where(m.kept(p.shape), p * dropout.gain(m.dropout_rate), 0.0)
     p = p.astype(v.dtype).reshape(batch, kv_heads, -1, q_len, kv_len)
     o = dot("bkgts,bskh->btkgh", p, v)
-    o = m.cleared_queries(o.astype(v.dtype).reshape(batch, q_len, q_heads, v.shape[-1]))
+    o = o.astype(v.dtype).reshape(batch, q_len, q_heads, v.shape[-1])
+    if m.empty_rows == "mean" and m.sinks is None:
+        mean = values.astype(jnp.float32).mean(1, keepdims=True).astype(o.dtype)
+        mean = jnp.repeat(mean, q_heads // kv_heads, axis=2)
+        o = jnp.where((lse == -jnp.inf).swapaxes(1, 2)[..., None], mean, o)
+    o = m.cleared_queries(o)
     return (o, lse, most) if max_logit else (o, lse)
 
 
