@@ -126,7 +126,8 @@ def flash_attention(
         mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible.
         empty_rows: what a query that sees no key returns: "zero", or "mean", the mean of all S
             values, hidden ones and padding included, as in jax.nn and keras. Its log-sum-exp is
-            -inf in any case. With `sinks` a query sees its sink, and returns zeros.
+            -inf in any case. Queries that are padding return zeros. With `sinks` a query sees its
+            sink, and returns zeros.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
         precision: precision of float32 matmuls, a name or a jax.lax.Precision. "highest" is full
             float32, which hopper refuses. "high", which None means, is three matmuls of bfloat16

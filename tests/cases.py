@@ -483,6 +483,7 @@ FEATURES = (
            dropout_rate=0.2, q_offset=11, dtype="bfloat16"),
     _small("mean_of_window", window=(9, 4), q_offset=70, empty_rows="mean", K=2),
     _small("mean_of_lengths", q_lengths=(70, 33), kv_lengths=(0, 17), empty_rows="mean"),
+    _small("mean_of_padded", segments="padded", window=(9, 0), empty_rows="mean", K=2),
     _small("mean_of_mask", mask="B1TS", bias="1NTS", empty_rows="mean", dtype="bfloat16"),
     _small("everything", causal=True, window=(40, 0), bias="1NTS", mask="B11S", softcap=4.0,
            alibi="N", sinks=True, dropout_rate=0.2, segments="padded", kv_lengths=(70, 60),

@@ -98,6 +98,8 @@ SHARED_AND_HOPPER = (
              "of_queries() + left", _case("window_array")),
     Mutation("empty rows", "frontend/validate.py", "jnp.where(empty[..., None], mean, o)", "o",
              _case("positions_empty_mean")),
+    Mutation("empty rows, padding", "frontend/validate.py",
+             "valid = padding.valid_queries(operands)", "valid = None", _case("mean_of_padded")),
     Mutation("varlen, alignment", "varlen.py", 'if alignment == "end":', 'if alignment == "ends":',
              "test_varlen.py::test_varlen_is_every_document_by_itself[window-end]"),
     Mutation("softcap", "core/scores.py", "tile.tanh(x * (scale / spec.softcap))",

@@ -73,14 +73,14 @@ class Call:
     def with_empty_rows(self, o, lse):
         """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.
 
-        Rows with a sink see that, and those beyond `q_lengths` stay 0.
+        Rows with a sink see that, and padding, by its length or a negative id, stays 0.
         """
         operands = self.operands
         if not self.means_empty_rows:
             return o
         empty = (lse == -jnp.inf).swapaxes(1, 2)
-        within = padding.queries_within(operands)
-        empty = empty if within is None else empty & within[..., None]
+        valid = padding.valid_queries(operands)
+        empty = empty if valid is None else empty & valid[..., None]
         values = operands.v.astype(lse.dtype).mean(axis=1, keepdims=True)
         mean = jnp.repeat(values, self.problem.group, axis=2).astype(o.dtype)
         return jnp.where(empty[..., None], mean, o)
