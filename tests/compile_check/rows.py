@@ -104,8 +104,14 @@ DECODES = {
     "int8_modifiers": {"num_splits": 1, "window_left": 1000, "softcap": 30.0},
     "int8_pages": {"page_size": 64},  # with scales of their own
     "float8_e4m3fn_pages": {"page_size": 64},
+    "starts": {},
+    "starts_pages": {"page_size": 64},
+    "starts_windows": {"page_size": 64},
+    "float8_e4m3fn_starts": {},
+    "float8_e4m3fn_starts_pages": {"page_size": 64},
 }
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
+TOKENS |= {"starts_windows": 16, "float8_e4m3fn_starts_pages": 16}
 CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
@@ -332,6 +338,10 @@ def _decode_row(head_dim: int, name: str) -> Row:
     if stored != jnp.bfloat16:
         scale = shape(jnp.float32, 1 if table is None else kv.shape[0], 8)
         operands = operands._replace(k_scale=scale, v_scale=scale)
+    if "starts" in name:
+        operands = operands._replace(kv_starts=per_entry)
+    if name.endswith("windows"):
+        operands = operands._replace(window_left=per_entry)
     backend = HopperBackend()
     problem = decode.describe(operands, spec)
     blocks = backend.decode_blocks(problem)

@@ -50,7 +50,8 @@ class DecodeBlocks:
         num_splits: number of ranges into which the keys of a sequence are split.
         widened: number of blocks of K and of V that are held in 16 bits at one time, if the cache
             is in eight bits and not upright.
-        guesses: the first blocks are copied before the length is known, unless there is a window.
+        guesses: the first blocks are copied before the length is known, unless a window or a start
+            says which these are.
         upright: queries are the columns of the matmuls, as many as needed; else the rows, always
             64. See `takes_upright`.
     """
@@ -98,7 +99,7 @@ class DecodeBlocks:
         if self.upright and not problem.quantised:
             return True
         narrow = max(problem.head_dim, problem.v_head_dim) <= 128
-        positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
+        positions = problem.bounded_below or "alibi_slopes" in problem.features
         return narrow and not positions and (self.upright or self.block_kv <= 64)
 
 
