@@ -259,8 +259,9 @@ def flash_attn_with_kvcache(
     k and v are given, the caches with them in are returned too. Under jit, donate the old ones.
 
     `flash_decode` runs up to 16 queries; more, or a window or ALiBi without `causal`, a softcap
-    with ALiBi, and pages of other sizes than `flash_decode` takes run `flash_attention`. There pages are gathered into a contiguous copy. Not differentiable through
-    `flash_decode`, as in flash-attn.
+    with ALiBi, and pages of other sizes than `flash_decode` takes run `flash_attention`. There
+    pages are gathered into a contiguous copy. Not differentiable through `flash_decode`, as in
+    flash-attn.
 
     Args:
         q: queries [B, T, N, H].

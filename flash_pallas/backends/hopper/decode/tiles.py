@@ -92,14 +92,15 @@ class DecodeBlocks:
 
         Upright with 16 rows takes 87 registers at head dim 128 (96 with every feature) and 123 at
         head dim 256. With a cache in eight bits it takes 127 (133 with every feature, 151 with
-        scales of four pages per block), and 225 at head dim 256. Not upright takes 124 at head dim
-        128 (128 with softcap, 141 with a window, 157 with slopes), 204 at head dim 256, and 130
-        with 128 keys at head dim 64.
+        scales of four pages per block, 95 to 101 of float8_e4m3fn with starts), and 225 at head dim
+        256. Not upright takes 124 at head dim 128 (128 with softcap, 137 to 147 with a window or
+        starts, 157 with slopes), 204 at head dim 256, and 130 with 128 keys at head dim 64.
         """
         if self.upright and not problem.quantised:
             return True
         narrow = max(problem.head_dim, problem.v_head_dim) <= 128
-        positions = problem.bounded_below or "alibi_slopes" in problem.features
+        held = {"alibi_slopes", "window_left"} | (set() if self.upright else {"kv_starts"})
+        positions = problem.spec.window_left is not None or problem.features & held
         return narrow and not positions and (self.upright or self.block_kv <= 64)
 
 

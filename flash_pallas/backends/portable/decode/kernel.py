@@ -207,9 +207,7 @@ class DecodeKernel(Kernel):
         if cta.gmem.slopes is not None:
             own = pl.ds(cta.first_row, rows)
             slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
-        return QueryFragments(
-            position, *cta.mask.keys_of(position, cta.length, cta.start), slope
-        )
+        return QueryFragments(position, *cta.mask.keys_of(position, cta.length, cta.start), slope)
 
     # --- a block of keys -------------------------------------------------------------------------
 
