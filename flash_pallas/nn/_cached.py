@@ -115,8 +115,8 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
     said += ["inputs_kv"] * cross + ["dropout"] * (dropout_key is not None)
     if said:
         raise ValueError(
-            f"A call with a cache takes no {', '.join(said)}. Padding on the right is new_lengths=, "
-            "on the left it is in the cache, as in cache._replace(starts=...)."
+            f"A call with a cache takes no {', '.join(said)}. Padding on the right is new_lengths, "
+            "padding on the left is in the cache, as in cache._replace(starts=...)."
         )
     if isinstance(cache, RingCache):
         left = layer.window[0] if isinstance(layer.window, (tuple, list)) else layer.window
