@@ -157,6 +157,7 @@ STEPS = (
     Step("windows_as_rows", (250, 133), T=5, N=4, windows=(64, 300), upright=False),
     Step("starts_and_windows", (250, 133), starts=(90, 128), windows=(300, 64), S=256),
     Step("starts_of_pages_of_16", (200, 177), starts=(70, 39), page_size=16),
+    Step("starts_of_pages_of_48", (200, 133), T=4, S=240, page_size=48, starts=(70, 39)),
     Step("starts_of_pages_of_64", (200, 256), T=4, N=8, starts=(65, 191), page_size=64),
     Step(
         "starts_of_int8",

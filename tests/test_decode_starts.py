@@ -164,11 +164,12 @@ def test_blocks_of_padding_are_not_read(monkeypatch):
     [
         ((0, 256), (256, 256), (4, 0)),
         ((64, 191), (200, 256), (3, 2)),
+        ((250, 251), (250, 250), (0, 0)),
         ((300, 63), (256, 64), (0, 1)),
     ],
 )
 def test_the_hopper_kernel_plans_what_lies_between(starts, lengths, blocks):
-    """Every split reads its share of the blocks between start and length."""
+    """Counts the blocks between start and length, of which every split reads its share."""
     problem = decode.describe(
         Step("any", (1, 1), starts=(1, 1)).operands()[0], Step("any", (1,)).spec
     )

@@ -83,7 +83,7 @@ class DecodeOperands(NamedTuple):
 
 
 class LowerBound(NamedTuple):
-    """What hides the first keys of one sequence, in a kernel."""
+    """Lower bound of the keys of one sequence, in a kernel."""
 
     mask: Mask  # its left side may be int32; it has one wherever there is a start
     start: Any  # int32, the first key, or None: key 0. Past every key where none is left

@@ -56,6 +56,8 @@ def test_visible_against_brute_force(mask):
 def test_keys_of_a_query(mask):
     q_len, kv_len, offset = 9, 7, -3
     first, last = mask.keys_of(np.arange(q_len) + offset, kv_len)
+    one_by_one = [mask.keys_of(i + offset, kv_len)[1] for i in range(q_len)]
+    assert one_by_one == np.broadcast_to(last, q_len).tolist()
     j = np.arange(kv_len)[None]
     found = j <= np.broadcast_to(last, q_len)[:, None]
     if first is not None:
