@@ -51,6 +51,7 @@ def drawn(seed: int) -> Step:
     )
 
 
+@pytest.mark.thorough(always=["drawn_1"])
 @pytest.mark.parametrize("step", [*BOUNDED, *map(drawn, range(8))], ids=str)
 def test_the_oracle(step):
     given, whole = step.operands()

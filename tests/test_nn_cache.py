@@ -233,6 +233,7 @@ def test_rank_and_dropout():
 PADDING = np.array([0, 17, 3])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 @pytest.mark.parametrize("prompt", [20, 10])
