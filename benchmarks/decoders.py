@@ -52,7 +52,7 @@ class Decoder:
 def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
     """Returns flash_decode with full lengths, traced as data; pages lie in a random order.
 
-    Pages of eight bits have scales of their own, all alike.
+    Pages of eight bits have scales of their own, all alike. Padding holds NaN.
     """
     size = call.page_size
     splits = "auto" if call.num_splits is None else call.num_splits
@@ -72,6 +72,13 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
         if size is not None:
             k, v = (_pages(x, pages, inverse) for x in (k, v))
             given["page_table"] = jnp.asarray(table, jnp.int32)
+        if call.padding:
+            widths = ((0, 0), (call.padding, 0), (0, 0), (0, 0))
+            k, v = (jnp.pad(x, widths, constant_values=jnp.nan) for x in (k, v))
+            given["kv_lengths"] += call.padding
+            given["kv_starts"] = jnp.full((sizes.batch,), call.padding, jnp.int32)
+        if call.traced_window:
+            given["window"] = jnp.int32(sizes.length)
         return q, k, v, given
 
     def problem(q, k, v, given):

@@ -74,6 +74,8 @@ class Call:
         page_size: tokens of a page in a paged cache; None means a contiguous cache.
         cache: dtype of an 8-bit cache, with a scale for each head, or for each page and head.
         num_splits: number of ranges that the keys are read in; None leaves it to the provider.
+        padding: number of keys of a contiguous cache before the sequence, hidden by kv_starts.
+        traced_window: True if a window, given as an array, is as long as the sequence.
         blocks: fields of the backend's tile sizes to replace, for tuning.
     """
 
@@ -82,6 +84,8 @@ class Call:
     page_size: int | None = None
     cache: str | None = None
     num_splits: int | None = None
+    padding: int = 0
+    traced_window: bool = False
     blocks: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -92,6 +96,8 @@ class Call:
         parts += [f"pages of {self.page_size}"] * (self.page_size is not None)
         parts += [f"{self.cache}"] * (self.cache is not None)
         parts += [f"{self.num_splits} splits"] * (self.num_splits is not None)
+        parts += [f"{self.padding} keys of padding"] * bool(self.padding)
+        parts += ["traced window"] * self.traced_window
         return ", ".join([*parts, *(f"{name}={value}" for name, value in self.blocks)])
 
 
@@ -117,6 +123,8 @@ _EIGHT_BITS = (
     *(Call(cache=dtype) for dtype in ("int8", "float8_e4m3fn")),
     *(Call(cache=dtype, page_size=64) for dtype in ("int8", "float8_e4m3fn")),
 )
+# The padding is as long as the sequence: what is not read must not cost anything.
+_bounded = lambda length: (_ONE, Call(padding=length), Call(traced_window=True))
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
 
 GROUPS: tuple[Group, ...] = (
@@ -127,6 +135,8 @@ GROUPS: tuple[Group, ...] = (
     Group("pages", Sizes(1, 131072), _PAGES),
     Group("pages", Sizes(16, 8192), _PAGES),
     Group("pages", Sizes(128, 8192), (_ONE, Call(page_size=64))),
+    Group("lower bounds", Sizes(1, 32768), _bounded(32768)),
+    Group("lower bounds", Sizes(16, 8192), _bounded(8192)),
     Group("head dims", Sizes(16, 8192, head_dim=64), (_ONE,)),
     Group("head dims", Sizes(16, 8192, head_dim=256), (_ONE,)),
     Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),

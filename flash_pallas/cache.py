@@ -22,27 +22,32 @@ if TYPE_CHECKING:
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens so far; any tuple of these three will do in its place.
+    """Keys and values of the tokens so far; a tuple of the first three will do in its place.
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H].
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv].
-        lengths: int32 [B], number of tokens of each sequence.
+        lengths: int32 [B], number of tokens of each sequence, padding on the left included.
+        starts: int32 [B], number of tokens on the left that are padding, which `flash_decode` is to
+            hide: pass them as its `kv_starts`. None is no padding.
     """
 
     k: Any
     v: Any
     lengths: Any
+    starts: Any = None
 
     @classmethod
-    def empty(cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
+    def empty(
+        cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype, starts=None
+    ) -> KVCache:
         """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
         zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
-        return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
+        return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32), starts)
 
 
 def append_kv(
-    cache: KVCache | tuple[Any, Any, Any],
+    cache: KVCache | tuple[Any, ...],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
     *,
@@ -76,14 +81,14 @@ def append_kv(
             `flash_decode`: [K], [B, K], or for pages [P, K].
         v_scale: the same for the values.
         rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
-            as `apply_rope` does, before they are stored; rotate the queries by theirs. None is no
-            rotation.
+            as `apply_rope` does, before they are stored; rotate the queries by theirs. The first
+            token after `cache.starts` has position 0. None is no rotation.
 
     Returns:
-        A `KVCache` of the same shapes and dtypes, lengths int32.
+        A `KVCache` of the same shapes and dtypes, lengths int32; starts as they were.
 
     Raises:
-        TypeError: no tuple of three, no array, or another dtype than the cache's.
+        TypeError: no cache, no array, or another dtype than the cache's.
         ValueError: shapes that do not fit together.
 
     Example:
@@ -113,9 +118,9 @@ def append_kv(
         _check_rotates(rope_theta, k)
     scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
     new = _New(k, v, new_lengths, page_table, scales["k"], scales["v"])
-    old = KVCache(*map(jnp.asarray, old))
+    old = jax.tree.map(jnp.asarray, old)
     # The cache stays cut as it is: a step's result is the next one's operand.
-    specs = KVCache(*map(mesh_axes.spec_of, old))
+    specs = jax.tree.map(mesh_axes.spec_of, old)
     return mesh_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
 
 
@@ -232,14 +237,22 @@ def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
     where = _rows(place, room, old.k.shape, table)
     if rope_theta is not None:
-        rotated = apply_rope(jnp.asarray(new.k), lengths[:, None] + step, rope_theta)
+        at = positions(old._replace(lengths=lengths), count)
+        rotated = apply_rope(jnp.asarray(new.k), at, rope_theta)
         new = new._replace(k=rotated)
     written = {}
     for name in ("k", "v"):
         whole, x, scale = getattr(old, name), getattr(new, name), getattr(new, f"{name}_scale")
         x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
         written[name] = whole.at[where].set(x, mode="drop")
-    return KVCache(**written, lengths=jnp.minimum(lengths + added, room))
+    return old._replace(**written, lengths=jnp.minimum(lengths + added, room))
+
+
+def positions(cache, count: int):
+    """Returns int32[B, count]: the positions of the next tokens; 0 for padding on the left."""
+    found = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    starts = getattr(cache, "starts", None)
+    return found if starts is None else jnp.maximum(found - jnp.maximum(starts, 0)[:, None], 0)
 
 
 def _rows(place, room: int, shape, page_table):
@@ -275,7 +288,7 @@ def _check_rotates(theta, k):
 
 
 def _checked_cache(cache) -> KVCache:
-    if type(cache) not in (KVCache, tuple) or len(cache) != 3:
+    if type(cache) not in (KVCache, tuple) or len(cache) not in (3, 4):
         raise TypeError(
             f"cache must be a KVCache or a tuple (k, v, lengths), got {type(cache).__name__}; "
             "layers take the other caches of flash_pallas.nn themselves, as cache="
@@ -295,7 +308,11 @@ def _checked_cache(cache) -> KVCache:
             f"cache.k has shape {old.k.shape} and cache.v {old.v.shape}: all but the head dim must "
             "be the same"
         )
-    return old._replace(lengths=_integers("cache.lengths", old.lengths, 1, None))
+    lengths = _integers("cache.lengths", old.lengths, 1, None)
+    starts = old.starts
+    if starts is not None:
+        starts = _integers("cache.starts", starts, 1, len(lengths))
+    return old._replace(lengths=lengths, starts=starts)
 
 
 def _check_new(name: str, x, scale, cache, batch: int):

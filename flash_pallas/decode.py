@@ -23,7 +23,7 @@ from .transforms import derivatives, sharding
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-    from .api import Shaped
+    from .api import AnyArray, Shaped
 
 
 @suggested
@@ -33,8 +33,9 @@ def flash_decode(
     v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"],
     *,
     kv_lengths: int | Int[Array, "*#B"] | None = None,
+    kv_starts: int | Int[Array, "*#B"] | None = None,
     q_offset: int | Int[Array, "*#B"] | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | Int[AnyArray, "*#B"] | tuple[Any, Any] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "*#B N"] | None = None,
     alibi_slopes: Float[Array, "*#B N"] | None = None,
@@ -67,11 +68,17 @@ def flash_decode(
         kv_lengths: int32 [B] or a scalar: number of keys of each sequence, its new tokens included;
             may be traced. Keys beyond it may hold anything. None is S; pages need it. Lengths are
             clipped to what there is room for: see `check_pages`.
+        kv_starts: int32 [B] or a scalar: the first key of each sequence, where caches are padded on
+            the left; may be traced. Keys before it may hold anything, and blocks of them are not
+            loaded. None is 0, as are negative starts. Positions and lengths count from key 0 of
+            the cache all the same. A sequence that starts at its length or later has no keys.
         q_offset: int, or int32 [B] or a scalar: position of query 0, where key 0 has position 0.
             Query t sees keys up to q_offset + t. None is kv_lengths - T.
         window: (left, right), or an int for both: the query at position i sees the keys from
             i - left on; None is all of them. As in `flash_attention` with causal=True, nothing to
-            the right is seen. Keys outside are not loaded.
+            the right is seen. Keys outside are not loaded. An int32 scalar or [B] may be traced, so
+            that layers with different windows share one compiled program; one that is at least S
+            hides nothing. An int is faster: the number of splits then suits it.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [N] or [B, N]: a further score of every query, without a value.
         alibi_slopes: [N] or [B, N]: slope * |i - j| is subtracted from scores.
@@ -111,6 +118,7 @@ def flash_decode(
     """
     arguments = DecodeArguments(
         kv_lengths=kv_lengths,
+        kv_starts=kv_starts,
         q_offset=q_offset,
         window=window,
         softcap=softcap,
@@ -137,8 +145,9 @@ def explain_decode(
     v: Shaped,
     *,
     kv_lengths: int | Shaped | None = None,
+    kv_starts: int | Shaped | None = None,
     q_offset: int | Shaped | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | Int[Shaped, "*#B"] | tuple[Any, Any] | None = None,
     softcap: float | None = None,
     sinks: Shaped | None = None,
     alibi_slopes: Shaped | None = None,
@@ -160,6 +169,7 @@ def explain_decode(
         k: keys [B, S, K, H], or pages of them.
         v: values.
         kv_lengths: as in `flash_decode`, as are all the others.
+        kv_starts: first key of each sequence.
         q_offset: position of query 0.
         window: (left, right).
         softcap: limit of the scores.
@@ -188,6 +198,7 @@ def explain_decode(
     """
     given = {
         "kv_lengths": kv_lengths,
+        "kv_starts": kv_starts,
         "q_offset": q_offset,
         "window": window,
         "softcap": softcap,

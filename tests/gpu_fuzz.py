@@ -96,11 +96,14 @@ def _attends_to_documents(backend: str, case) -> str | None:
 def decodes(backend: str, step: Step) -> str | None:
     """Checks one call of flash_decode; returns why the backend does not take it, or None."""
     given, whole = step.operands()
-    options = {"window": step.window, "softcap": step.softcap, "num_splits": step.num_splits}
+    options: dict[str, Any] = {"softcap": step.softcap, "num_splits": step.num_splits}
     if step.scaled == "heads":  # as users have them: one per head
         given = given._replace(k_scale=given.k_scale[0], v_scale=given.v_scale[0])
+    arrays = given._asdict()
+    window = arrays.pop("window_left")
+    options["window"] = step.window if window is None else (window, None)
     try:
-        found = fp.flash_decode(**given._asdict(), **options, backend=backend, return_lse=True)
+        found = fp.flash_decode(**arrays, **options, backend=backend, return_lse=True)
     except fp.UnsupportedByBackend as error:
         return str(error)
     hopper_decode_cases.assert_matches_oracle(step, whole, found)
@@ -114,9 +117,11 @@ def random_step(draw: Draw) -> Step:
     room = (page_size or 8) * draw.between(1, 9) * (1 if page_size else 8)
     cache = draw.one_of((None, None, None, "int8", "float8_e4m3fn"))
     head_dim = draw.one_of((64, 128, 256) if cache else (16, 32, 64, 80, 96, 128, 128, 256))
+    batch = draw.between(1, 4)
+    numbers = lambda most: tuple(draw.between(0, most) for _ in range(batch))
     return Step(
         "drawn",
-        lengths=tuple(draw.between(0, room) for _ in range(draw.between(1, 4))),
+        lengths=numbers(room),
         T=queries,
         N=kv_heads * draw.one_of((1, 2, 3, 4, 8)),
         K=kv_heads,
@@ -127,6 +132,8 @@ def random_step(draw: Draw) -> Step:
         page_size=page_size,
         num_splits=draw.one_of((1, 2, 3, 7)),
         window=draw.one_of((None, None, 0, 70)),
+        starts=numbers(room) if draw.chance(0.3) else None,
+        windows=numbers(room) if draw.chance(0.2) else None,
         softcap=draw.one_of((None, None, 3.0)),
         sides=tuple(name for name in ("slopes", "sinks") if draw.chance(0.3)),
         cache=cache,

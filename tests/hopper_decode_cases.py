@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,8 @@ class Step:
     block_kv: int = 64
     offset: tuple[int, ...] | None = None  # None: the queries are the last of the keys
     window: int | None = None
+    starts: tuple[int, ...] | None = None  # first keys
+    windows: tuple[int, ...] | None = None  # of each sequence, as an array
     softcap: float | None = None
     sides: tuple[str, ...] = ()
     upright: bool = True  # where the kernel has a choice
@@ -57,10 +58,15 @@ class Step:
         given = np.array(self.lengths, np.int32)
         lengths = np.clip(given, 0, self.S)
         kv = [normal(batch, self.S, self.K, width) for width in (self.H, self.Hv)]
+        key, sides = np.arange(self.S)[None], {}
         for x in kv:
-            x[np.arange(self.S)[None] >= lengths[:, None]] = np.nan
+            x[key >= lengths[:, None]] = np.nan
+            if self.starts is not None:
+                x[key < np.array(self.starts)[:, None]] = np.nan
+        for name, given_side in (("kv_starts", self.starts), ("window_left", self.windows)):
+            if given_side is not None:
+                sides[name] = np.array(given_side, np.int32)
         offset = lengths - self.T if self.offset is None else np.array(self.offset)
-        sides: dict[str, Any] = {}
         if "sinks" in self.sides:
             sides["sinks"] = rng.standard_normal((batch, self.N)).astype(np.float32)
         if "slopes" in self.sides:
@@ -104,7 +110,10 @@ class Step:
         pages = [np.empty((batch * columns, size, *x.shape[2:]), x.dtype) for x in whole[1:3]]
         for page, x in zip(pages, whole[1:3], strict=True):
             page[table] = x.reshape(batch, columns, size, *x.shape[2:])
-        unused = np.arange(columns)[None] * size >= whole.kv_lengths[:, None]
+        first = np.arange(columns)[None] * size
+        unused = first >= whole.kv_lengths[:, None]
+        if whole.kv_starts is not None:
+            unused |= first + size <= whole.kv_starts[:, None]
         garbage = rng.choice([-1, -(2**31), 2**31 - 1], size=table.shape)
         scales = {}
         for name in ("k_scale", "v_scale"):
@@ -139,6 +148,44 @@ STEPS = (
     Step("pages_of_48", (200, 133), T=4, S=240, page_size=48),
     Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
     Step("pages_of_256", (500, 255), S=512, page_size=256, block_kv=128, num_splits=2),
+    Step("starts", (0, 200, 133, 256, 77), starts=(0, 63, 64, 130, -5), sides=("sinks",)),
+    Step("starts_at_the_end", (128, 128, 70), starts=(128, 127, 300), num_splits=2),
+    Step("starts_alone", (129, 256), T=4, N=8, K=2, starts=(65, 1), num_splits=1, softcap=3.0),
+    Step("starts_as_rows", (250, 133), T=16, N=8, starts=(90, 128), sides=("slopes",)),
+    Step("starts_and_window", (250, 133), T=4, starts=(90, 128), window=70, sides=("sinks",)),
+    Step("windows", (200, 133, 256), T=4, windows=(70, 0, 2**30 - 1), num_splits=2),
+    Step("windows_as_rows", (250, 133), T=5, N=4, windows=(64, 300), upright=False),
+    Step("starts_and_windows", (250, 133), starts=(90, 128), windows=(300, 64), S=256),
+    Step("starts_of_pages_of_16", (200, 177), starts=(70, 39), page_size=16),
+    Step("starts_of_pages_of_48", (200, 133), T=4, S=240, page_size=48, starts=(70, 39)),
+    Step("starts_of_pages_of_64", (200, 256), T=4, N=8, starts=(65, 191), page_size=64),
+    Step(
+        "starts_of_int8",
+        (200, 177),
+        K=2,
+        starts=(70, 39),
+        page_size=16,
+        cache="int8",
+        scaled="rows",
+    ),
+    Step(
+        "starts_of_float8",
+        (250, 131),
+        T=4,
+        starts=(90, 128),
+        windows=(300, 64),
+        cache="float8_e4m3fn",
+        scaled="heads",
+    ),
+    Step(
+        "starts_of_float8_as_rows",
+        (250, 131),
+        starts=(90, 128),
+        page_size=32,
+        cache="float8_e4m3fn",
+        scaled="rows",
+        upright=False,
+    ),
     Step("int8", (127, 130), N=8, K=2, cache="int8", scaled="heads"),
     Step(
         "int8_pages_of_16",
@@ -176,7 +223,16 @@ ON_DEVICE = (
         step
         for step in STEPS
         if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values", "two_tiles_of_rows")
+        or step.starts is not None
+        or step.windows is not None
         or step.cache is not None
+    ),
+    dataclasses.replace(
+        LONG,
+        name="long_starts",
+        lengths=(0, 131072, 131072, 131072),
+        starts=(0, 100_000, 131_071, 64),
+        num_splits=16,
     ),
     Step("odd_group", (200, 77), T=3, N=10, K=2, num_splits=1, sides=("sinks",)),
     dataclasses.replace(LONG, name="long_int8", cache="int8", scaled="heads"),
@@ -201,6 +257,12 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
     options = {"window": window, "softcap": step.softcap, "sinks": whole.sinks}
     options |= {"q_offset": whole.q_offset, "kv_lengths": whole.kv_lengths}
     options |= {"alibi_slopes": whole.alibi_slopes, "causal": True}
+    if step.windows is not None:
+        options["window"] = (jnp.asarray(whole.window_left), 0)
+    if step.starts is not None:
+        keys = np.broadcast_to(np.arange(step.S)[None], (len(step.lengths), step.S))
+        ids = np.where(keys < whole.kv_starts[:, None], -1, 0).astype(np.int32)
+        options |= {"q_segment_ids": np.zeros((len(ids), step.T), np.int32), "kv_segment_ids": ids}
     attend = lambda function: checks._jit(lambda *x: function(*x, **options))
     near = attend(checks.plain)(*whole[:3])
     with jax.enable_x64(True):

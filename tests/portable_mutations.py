@@ -98,4 +98,13 @@ PORTABLE = (
     Mutation("portable, PTX", "backends/portable/common/mma.py",
              "i32_constant(width - right)",
              "i32_constant(width)", "test_portable_ptx.py::test_a_sum_is_written"),
+    Mutation("starts, copies", "backends/portable/common/smem_tiles.py",
+             "read & (row >= copy.start)", "read",
+             "test_portable_decode.py::test_decode_kernel[starts]"),
+    Mutation("starts, copies", "backends/portable/common/smem_tiles.py",
+             "less(rows, i32_constant(down + 1))", "less(rows, i32_constant(down))",
+             "test_portable_ptx.py::test_copies_begin_at_a_start[33-64]"),
+    Mutation("starts, pages", "backends/portable/decode/kernel.py",
+             "x - key + row for x in (limit, start)", "x - key for x in (limit, start)",
+             "test_portable_decode.py::test_decode_kernel[starts_of_pages_of_48]"),
 )  # fmt: skip

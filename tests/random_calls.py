@@ -250,6 +250,17 @@ def _packed(draw: Draw) -> RandomCall:
     return RandomCall(fp.flash_attention_varlen, arrays, options, captured, wanted)
 
 
+def _hide_first_keys(draw: Draw, arrays: dict, options: dict, batch: int):
+    """Adds a window, known or an array, and starts."""
+    of = jax.ShapeDtypeStruct
+    if draw.chance(0.3):
+        options["window"] = (draw.one_of((0, 100, 1024)), None)
+    elif draw.chance(0.2):
+        arrays["window"] = of(draw.one_of(((), (batch,))), "int32")
+    if draw.chance(0.2):
+        arrays["kv_starts"] = of((batch,), "int32")
+
+
 def _decode(draw: Draw) -> RandomCall:
     kv_heads, group, batch = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 1, 2, 16, 64)))
     heads, q_len = kv_heads * group, draw.one_of((1, 1, 1, 2, 4, 16))
@@ -272,8 +283,7 @@ def _decode(draw: Draw) -> RandomCall:
         "k": of((rows, length, kv_heads, head_dim), stored),
         "v": of((rows, length, kv_heads, v_head_dim), stored),
     }
-    if draw.chance(0.3):
-        options["window"] = (draw.one_of((0, 100, 1024)), None)
+    _hide_first_keys(draw, arrays, options, batch)
     if draw.chance(0.2):
         options["softcap"] = 30.0
     if draw.chance(0.3):

@@ -51,7 +51,15 @@ NAMES = (
     "packed_causal",
     "float32_bias",
 )
-DECODES = ("splits", "two_tiles_of_rows", "pages_of_64", "int8", "int8_as_rows")
+DECODES = (
+    "splits",
+    "two_tiles_of_rows",
+    "pages_of_64",
+    "starts",
+    "starts_of_int8",
+    "int8",
+    "int8_as_rows",
+)
 
 HOPPER = """forward forward_far backward_fused backward_fused_far zeros backward_dkv backward_dq
 backward_scores_tile backward_scores_rows backward_scores_columns decode decode_combine"""

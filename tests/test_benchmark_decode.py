@@ -34,6 +34,8 @@ CALLS = (
     CALL(),
     CALL(queries=4, page_size=64),
     CALL(num_splits=3),
+    CALL(padding=100),
+    CALL(traced_window=True),
     CALL(num_splits=2, blocks=(("block_kv", 64),)),
 )
 
@@ -54,8 +56,8 @@ def rows_of(*calls, backend="xla", sizes=SMALL):
 def test_rows_of_a_group(few_bytes):
     rows = rows_of(*CALLS)
     assert [row["refused"] for row in rows] == [None] * len(CALLS)
-    assert [row["chosen"]["num_splits"] for row in rows] == [1, 1, 3, 2]
-    assert rows[3]["chosen"]["block_kv"] == 64
+    assert [row["chosen"]["num_splits"] for row in rows] == [1, 1, 3, 1, 1, 2]
+    assert rows[-1]["chosen"]["block_kv"] == 64
     for row in rows:
         assert 0.1 < row["gate"] <= 1.0
         assert row["gb_per_s"] == pytest.approx(SMALL.kv_bytes / row["ms"] / 1e6)

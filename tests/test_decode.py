@@ -58,7 +58,10 @@ class Step:
         if self.pages == "shuffled":
             table = rng.permutation(total).reshape(B, columns)
         kv = [x[table].reshape(B, S, *x.shape[2:]) for x in pages]
+        starts = np.array([0, 1, 64, 127, BLOCK, 0], np.int32)  # the second has no key then
         past = np.arange(S)[None] >= lengths[:, None]
+        if "starts" in self.sides:
+            past |= np.arange(S)[None] < starts[:, None]
         unused = past.reshape(B, columns, -1).all(-1)
         for x in kv:
             x[past] = np.nan
@@ -73,6 +76,10 @@ class Step:
             arguments["sinks"] = rng.standard_normal((B, self.N)).astype(np.float32)
         if "offset" in self.sides:
             arguments["q_offset"] = np.array([0, 5, 100, -3, 128, 300], np.int32)
+        if "starts" in self.sides:
+            arguments["kv_starts"] = starts
+        if "windows" in self.sides:
+            arguments["window"] = np.array([3, 0, 40, 200, 129, BLOCK], np.int32)
         found = (normal(B, self.T, self.N, 32), kv, pages, table, arguments)
         return jax.tree.map(jnp.asarray, found)
 
@@ -86,6 +93,8 @@ STEPS = {
     "softcap": Step(page_size=112, options=(("softcap", 2.0), ("scale", -0.7))),
     "alibi": Step(T=3, sides=("alibi",), pages="repeated", num_splits=16),
     "offset": Step(T=4, sides=("offset",), options=(("window", (100, 5)),)),
+    "starts": Step(T=4, sides=("starts", "sinks", "alibi"), num_splits=2),
+    "starts and windows": Step(T=2, sides=("starts", "windows"), num_splits=3),
     "bfloat16": Step(dtype="bfloat16", T=4, sides=("sinks",), num_splits=3),
     "float16": Step(dtype="float16", T=2, N=8, K=1, pages="repeated", page_size=48),
     "together": Step(
@@ -101,6 +110,10 @@ def dense(function, step: Step, arguments):
     """Returns `function` of (q, k, v) with the arguments as the dense functions call them."""
     offset = {"q_offset": arguments["kv_lengths"] - step.T}
     options = offset | arguments | dict(step.options)
+    if "starts" in step.sides:
+        hidden = jnp.arange(S, dtype=jnp.int32)[None] < options.pop("kv_starts")[:, None]
+        options["kv_segment_ids"] = jnp.where(hidden, -1, 0)
+        options["q_segment_ids"] = jnp.zeros((B, step.T), jnp.int32)
     return lambda q, k, v: function(q, k, v, causal=True, **options)
 
 

@@ -47,6 +47,8 @@ def drawn(paged: bool, quantised: bool) -> dict[str, Any]:
         found |= {name: (found[name] * 40).astype(np.int8) for name in ("k", "v")}
         found["k_scale"] = rng.uniform(0.01, 0.03, (V, rows, K)).astype(np.float32)
         found["v_scale"] = rng.uniform(0.01, 0.03, (V, K)).astype(np.float32)
+    found["kv_starts"] = rng.integers(0, S // 2, (V, B)).astype(np.int32)
+    found["window"] = rng.integers(1, S, (V, B)).astype(np.int32)
     return jax.tree.map(jnp.asarray, found)
 
 

@@ -228,3 +228,60 @@ def test_rank_and_dropout():
     with pytest.raises(ValueError, match="takes no dropout"):
         layer(jnp.ones((1, 4, FEATURES)), cache=cache)
     layer(jnp.ones((1, 4, FEATURES)), cache=cache, deterministic=True)
+
+
+PADDING = np.array([0, 17, 3])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+@pytest.mark.parametrize("prompt", [20, 10])
+def test_prompts_padded_on_the_left(kind, cache, prompt):
+    """Prompts end together and begin at PADDING; a prompt of 20 is more than a step takes."""
+    layer = built(kind, rope_theta=100.0, softcap=3.0, window=(12, 0))
+    starts, length = np.minimum(PADDING, prompt - 1), prompt + 2
+    x = np.random.default_rng(0).standard_normal((B, length, FEATURES)).astype(np.float32)
+    right = [layer(jnp.asarray(x[b : b + 1, start:])) for b, start in enumerate(starts)]
+    for b, start in enumerate(starts):
+        x[b, :start] = 1e6  # what padding holds does not matter
+    kv, table = empty(cache)
+    kv = kv._replace(starts=jnp.asarray(starts))
+    call = jax.jit(lambda x, cache: layer(x, cache=cache, page_table=table))
+    found = []
+    for new in (x[:, :prompt], x[:, prompt : prompt + 1], x[:, prompt + 1 :]):
+        o, kv = call(jnp.asarray(new), kv)
+        found.append(o)
+    whole = jnp.concatenate(found, axis=1)
+    np.testing.assert_array_equal(kv.starts, starts)
+    for b, start in enumerate(starts):
+        np.testing.assert_allclose(whole[b, start:], right[b][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [20, 10])
+def test_padding_on_the_left_in_eight_bits(prompt):
+    # As in test_caches_in_eight_bits_of_numbers_that_they_hold: nothing is rounded.
+    kernels = {name: jnp.eye(FEATURES)[:, :16].reshape(FEATURES, 2, 8) for name in ("key", "value")}
+    layer = built("nnx", kernels)
+    x = jnp.asarray(np.random.default_rng(2).integers(-3, 4, (B, prompt, FEATURES)), jnp.float32)
+    starts, start = np.minimum(PADDING, prompt - 1), empty("contiguous")[0]
+    eight = (x.astype(jnp.int8) for x in start[:2])
+    kv = ScaledCache(*eight, start.lengths, jnp.ones(2), jnp.ones(2), jnp.asarray(starts))
+    o, after = layer(x, cache=kv)
+    np.testing.assert_array_equal(after.starts, starts)
+    for b, first in enumerate(starts):
+        right = layer(x[b : b + 1, first:])
+        np.testing.assert_allclose(o[b, first:], right[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "message"),
+    [
+        (jnp.ones(2, jnp.int32), ValueError, r"cache.starts has shape \(2,\): .*one for each"),
+        (jnp.ones(3), TypeError, "cache.starts has dtype float32"),
+    ],
+)
+def test_starts_that_cannot_be(starts, error, message):
+    cache = empty("contiguous")[0]._replace(starts=starts)
+    with pytest.raises(error, match=message):
+        built("nnx")(jnp.ones((B, 1, FEATURES)), cache=cache)

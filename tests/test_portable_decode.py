@@ -25,6 +25,8 @@ SHARED = (
     *("no_key_and_one", "around_two_blocks", "lengths_out_of_range", "more_splits_than_blocks"),
     *("four_tokens_one_split", "two_tiles_of_rows", "queries_before_keys", "window", "modifiers"),
     *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
+    *("starts", "starts_at_the_end", "starts_as_rows", "starts_and_window", "windows"),
+    *("starts_and_windows", "starts_of_pages_of_48", "starts_of_pages_of_64"),
 )
 CASES = (
     *(step for step in STEPS if step.name in SHARED),

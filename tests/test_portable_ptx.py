@@ -64,6 +64,20 @@ def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
     np.testing.assert_array_equal(found[:, :columns], expected)
 
 
+@pytest.mark.parametrize("columns", [64, 80])
+@pytest.mark.parametrize("start", [-5, 0, 32, 33, 60, 96, 2**30])
+def test_copies_begin_at_a_start(machine, columns, start):
+    """Copies the rows between start and limit of rows 32 to 96; the others are zeros."""
+    source = draw(0, 200, 3, columns)
+    found, ref = tile(machine, 64, columns)
+    bounds = map(np.int64, (32, 70, start))
+    smem_tiles._start_body(True, None, machine.array(source, lambda x: x[:, 1]), ref, *bounds)
+    smem_tiles._wait_body(0, None)
+    row = np.arange(32, 96)[:, None]
+    expected = np.where((row >= start) & (row < 70), source[32:96, 1], 0).astype(BFLOAT16)
+    np.testing.assert_array_equal(found[:, :columns], expected)
+
+
 @pytest.mark.parametrize("first", [0, 64])
 def test_copies_of_rows_of_two_axes(machine, first):
     """Copies tiles whose row r is [r // 4, r % 4]: the queries and heads of decoding."""

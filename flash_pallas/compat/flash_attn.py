@@ -259,9 +259,9 @@ def flash_attn_with_kvcache(
     k and v are given, the caches with them in are returned too. Under jit, donate the old ones.
 
     `flash_decode` runs up to 16 queries; more, or a window or ALiBi without `causal`, a softcap
-    with ALiBi, `cache_leftpad` and pages of other sizes than `flash_decode` takes run
-    `flash_attention`. There pages are gathered into a contiguous copy. Not differentiable through
-    `flash_decode`, as in flash-attn.
+    with ALiBi, and pages of other sizes than `flash_decode` takes run `flash_attention`. There
+    pages are gathered into a contiguous copy. Not differentiable through `flash_decode`, as in
+    flash-attn.
 
     Args:
         q: queries [B, T, N, H].
@@ -462,7 +462,6 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
     paged = reading.page_table is not None
     if (
         tokens <= MAX_TOKENS
-        and reading.starts is None
         and (not paged or cache.k.shape[1] in PAGE_SIZES)
         and (scores.causal or sees_all or tokens == 1)
         and not scores.caps_before_alibi
@@ -472,6 +471,7 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
             cache.k,
             cache.v,
             kv_lengths=lengths,
+            kv_starts=reading.starts,
             # From there on a query sees every key; nothing else looks at its position.
             q_offset=lengths if sees_all else None,
             window=None if left is None else (left, None),

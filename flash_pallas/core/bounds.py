@@ -31,7 +31,7 @@ def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int)
         lambda p: problem.spec.mask.kv_blocks(p, block_q, problem.kv_len, block_kv), position
     )
     stop = _length_blocks(operands, block_kv)
-    return _bounds(found, _extent(_meets(operands, block_q, block_kv)), stop)
+    return _bounds(found, _extent(_meets(problem, operands, block_q, block_kv)), stop)
 
 
 def kv_whole(operands: Operands, block_q: int, block_kv: int):
@@ -52,7 +52,7 @@ def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     found = _each(
         lambda p: problem.spec.mask.q_blocks(p, block_kv, problem.q_len, block_q), position
     )
-    meets = _meets(operands, block_q, block_kv)
+    meets = _meets(problem, operands, block_q, block_kv)
     bounds = _bounds(found, _extent(None if meets is None else meets.swapaxes(1, 2)), None)
     if operands.kv_lengths is None:
         return bounds
@@ -92,7 +92,7 @@ def _offsets(problem: Problem, operands: Operands):
     return jnp.full((problem.batch,), problem.spec.q_offset, jnp.int32)
 
 
-def _meets(operands: Operands, block_q: int, block_kv: int):
+def _meets(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     """Returns bool[B, Q blocks, KV blocks]: where arrays may leave a pair visible; None: anywhere.
 
     The id ranges of two blocks must meet, which is necessary for a shared id, and so must the range
@@ -105,13 +105,13 @@ def _meets(operands: Operands, block_q: int, block_kv: int):
         found.append(
             (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
         )
-    # A decode call has no positions by query, and no keys here that they would be compared with.
+    of_keys = lambda: _key_positions(operands.kv_positions, problem.kv_len, block_kv)
     if operands.q_first is not None:
         first = _reduced(operands.q_first, block_q, jnp.min, _MOST)
-        found.append(first[:, :, None] <= _key_positions(operands, block_kv)[1][:, None])
+        found.append(first[:, :, None] <= of_keys()[1][:, None])
     if operands.q_last is not None:
         last = _reduced(operands.q_last, block_q, jnp.max, -_MOST)
-        found.append(_key_positions(operands, block_kv)[0][:, None] <= last[:, :, None])
+        found.append(of_keys()[0][:, None] <= last[:, :, None])
     return functools.reduce(operator.and_, found) if found else None
 
 
@@ -127,24 +127,28 @@ def _whole(operands: Operands, block_q: int, block_kv: int):
         other_low, other_high = _extremes(operands.kv_segments, block_kv)
         same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
         found.append(same & (low == high)[:, :, None])
-    low, high = _key_positions(operands, block_kv)
+    length = operands.k.shape[1]
+    low, high = _key_positions(operands.kv_positions, length, block_kv)
     if operands.q_first is not None:
         first = _reduced(operands.q_first, block_q, jnp.max, -_MOST)
         found.append(first[:, :, None] <= low[:, None])
     if operands.q_last is not None:
         last = _reduced(operands.q_last, block_q, jnp.min, _MOST)
         found.append(high[:, None] <= last[:, :, None])
-    length = operands.k.shape[1]
     index = jnp.arange(-(-length // block_kv), dtype=jnp.int32)
     found.append(((index + 1) * block_kv <= length)[None, None])
     return functools.reduce(operator.and_, found)
 
 
-def _key_positions(operands: Operands, block_kv: int):
-    """Returns (smallest, largest) position of a key in every block, int32[B or 1, KV blocks]."""
-    length = operands.k.shape[1]
-    if operands.kv_positions is not None:
-        given = operands.kv_positions
+def _key_positions(given, length: int, block_kv: int):
+    """Returns (smallest, largest) position of a key in every block, int32[B or 1, KV blocks].
+
+    Args:
+        given: int32[B, length], or None: a key's position is its index.
+        length: number of keys.
+        block_kv: number of keys of a block.
+    """
+    if given is not None:
         low = _reduced(given, block_kv, jnp.min, _MOST)
         return low, _reduced(given, block_kv, jnp.max, -_MOST)
     start = jnp.arange(0, length, block_kv, dtype=jnp.int32)[None]

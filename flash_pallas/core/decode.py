@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .mask import Mask
 from .problem import AttentionSpec
@@ -18,6 +20,9 @@ from .problem import AttentionSpec
 MAX_TOKENS = 16  # queries of one sequence: a step, or the proposals of speculative decoding
 PAGE_SIZES = range(16, 257, 16)
 MAX_SPLITS = 128
+# A window of so many keys hides none: positions and lengths are at most as large. Positions are at
+# least -2**30, so that the difference fits int32.
+UNBOUNDED = 2**30
 QUANTISED = ("float8_e4m3fn", "int8")  # dtypes of a cache that q may not have
 
 
@@ -27,7 +32,8 @@ class DecodeSpec:
 
     Attributes:
         scale: multiplies q @ k^T; positive.
-        window_left: number of keys before its own position that a query sees; None is all.
+        window_left: number of keys before its own position that a query sees; None is all, or what
+            DecodeOperands.window_left says.
         softcap: logits become softcap * tanh(logits / softcap).
         num_splits: number of ranges in which the keys are read; None leaves it to the backend.
         page_size: keys per page; None for a contiguous cache.
@@ -54,7 +60,8 @@ class DecodeOperands(NamedTuple):
     """The arrays of one decode call; an absent one is None.
 
     Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
-    i - window_left <= j <= i and j < kv_lengths[b]; a query at a negative position sees none.
+    i - window_left <= j <= i and kv_starts[b] <= j < kv_lengths[b]; a query at a negative position
+    sees none.
     Key j of a paged cache is row j % page_size of page page_table[b, j // page_size].
 
     Backends clip: a kernel does so in passing, where XLA would launch another for it, about 1 us.
@@ -71,6 +78,15 @@ class DecodeOperands(NamedTuple):
     # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
     k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
     v_scale: Any = None  # likewise, of v
+    kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
+    window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
+
+
+class LowerBound(NamedTuple):
+    """Lower bound of the keys of one sequence, in a kernel."""
+
+    mask: Mask  # its left side may be int32; it has one wherever there is a start
+    start: Any  # int32, the first key, or None: key 0. Past every key where none is left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +98,8 @@ class DecodeProblem:
         num_pages: number of pages of the cache; None for a contiguous cache.
         dtype: dtype of q and o.
         kv_dtype: dtype of the cache.
-        features: those that are present of "page_table", "sinks", "alibi_slopes" and "page_scales"
-            (the pages of a cache have scales of their own).
+        features: those that are present of "page_table", "sinks", "alibi_slopes", "kv_starts",
+            "window_left" and "page_scales" (the pages of a cache have scales of their own).
     """
 
     batch: int
@@ -110,6 +126,31 @@ class DecodeProblem:
         return self.spec.attention.unit("alibi_slopes" in self.features)
 
     @property
+    def bounded_below(self) -> bool:
+        """True if something may hide the first keys: a window, or starts."""
+        arrays = self.features & {"kv_starts", "window_left"}
+        return self.spec.window_left is not None or bool(arrays)
+
+    def lower_bound(self, kv_starts, window_left, batch, length) -> LowerBound:
+        """Returns the lower bound of a sequence's keys, in a kernel.
+
+        Args:
+            kv_starts: int32[B] in device memory, or None.
+            window_left: int32[B] in device memory, or None.
+            batch: number of the sequence.
+            length: int32, number of its keys.
+        """
+        mask = self.spec.mask
+        if window_left is not None:
+            mask = Mask(window_left[batch], 0)
+        if kv_starts is None:
+            return LowerBound(mask, None)
+        if mask.left is None:  # Then the first key of every row is a value per row, as its last is.
+            mask = Mask(UNBOUNDED, 0)
+        start = lax.max(kv_starts[batch], jnp.int32(0))
+        return LowerBound(mask, jnp.where(start < length, start, jnp.int32(UNBOUNDED)))
+
+    @property
     def quantised(self) -> bool:
         """True if the cache has one of the dtypes in QUANTISED."""
         return self.kv_dtype != self.dtype
@@ -120,7 +161,7 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     batch, q_len, q_heads, head_dim = operands.q.shape
     rows, length, kv_heads, v_head_dim = operands.v.shape
     table = operands.page_table
-    optional = ("page_table", "sinks", "alibi_slopes")
+    optional = ("page_table", "sinks", "alibi_slopes", "kv_starts", "window_left")
     features = {name for name in optional if getattr(operands, name) is not None}
     scales = (x for x in (operands.k_scale, operands.v_scale) if x is not None)
     if table is not None and any(len(x) > 1 for x in scales):

@@ -43,11 +43,12 @@ class Mask:
     """Band of keys that a query keeps on either side, in positions; None is unbounded.
 
     Attributes:
-        left: number of keys before the query's own position that are visible.
+        left: number of keys before the query's own position that are visible; a kernel may have it
+            from an array, int32.
         right: number of keys after it that are visible; 0 is causal.
     """
 
-    left: int | None = None
+    left: Any = None
     right: int | None = None
 
     @classmethod
@@ -78,12 +79,14 @@ class Mask:
             keep = below if keep is None else keep & below
         return keep
 
-    def keys_of(self, q_pos, kv_len):
+    def keys_of(self, q_pos, kv_len, kv_start=None):
         """Returns (first, last) key that the queries at q_pos see; first is None if it is key 0.
 
-        They see none where last < first, or last < 0.
+        They see none where last < first, or last < 0. Keys before kv_start are hidden.
         """
         first = None if self.left is None else q_pos - self.left
+        if kv_start is not None:
+            first = kv_start if first is None else jnp.maximum(first, kv_start)
         end = kv_len - 1
         if self.right is None:
             return first, end
@@ -92,10 +95,11 @@ class Mask:
         # While jit traces, jnp makes a tracer of two ints.
         return first, min(last, end) if static else jnp.minimum(last, end)
 
-    def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int) -> BlockRange:
+    def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int, kv_start=None) -> BlockRange:
         """Returns the KV blocks read by the queries at positions [q_start, q_start + q_rows).
 
-        A block that reaches past kv_len is never called full. All but block_kv may be traced.
+        A block that reaches past kv_len, or that begins before kv_start where keys are hidden
+        before it, is never called full. All but block_kv may be traced.
         """
         num_blocks = ints.ceil_div(kv_len, block_kv)
         start, full_start, stop = 0, 0, num_blocks
@@ -108,6 +112,9 @@ class Mask:
             full_stop = ints.minimum(
                 full_stop, ints.floor_div(q_start + (self.right + 1), block_kv)
             )
+        if kv_start is not None:
+            start = ints.maximum(start, ints.floor_div(kv_start, block_kv))
+            full_start = ints.maximum(full_start, ints.ceil_div(kv_start, block_kv))
         start = ints.minimum(start, num_blocks)
         stop = ints.maximum(stop, start)
         full_start = ints.clip(full_start, start, stop)

@@ -26,7 +26,7 @@ PLACES = {
     **dict.fromkeys(("q", "o", "do"), "b.n."),
     **dict.fromkeys(("k", "v"), "b.k."),
     **dict.fromkeys(("bias", "mask"), "BN.."),
-    **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), "b"),
+    **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths", "kv_starts", "window_left"), "b"),
     **dict.fromkeys(("q_segments", "q_first", "q_last", "q_positions", "q_places"), "b."),
     **dict.fromkeys(("kv_segments", "kv_positions", "kv_places", "page_table"), "b."),
     **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),

@@ -232,6 +232,11 @@ def _distance(sizes: Sizes, side):
     """Returns one side of a window as int32[B, 1], at least 0, or None."""
     if side is None:
         return None
+    return window_side(side, sizes)[:, None]
+
+
+def window_side(side, sizes: Sizes):
+    """Returns one side of a window, an int or an array, as int32[B], at least 0."""
     found = _per_entry("window", jnp.asarray(side) if not is_array(side) else side, sizes)
     if is_known(side) and np.min(known(side), initial=0) < 0:
         raise ValueError(
@@ -239,7 +244,7 @@ def _distance(sizes: Sizes, side):
             "(None, 0), or more than the length of the keys"
         )
     # One less than the largest, so that sums with a position do not wrap.
-    return jnp.clip(found, 0, MAX_OFFSET - 1)[:, None]
+    return jnp.clip(found, 0, MAX_OFFSET - 1)
 
 
 def empty_rows(value) -> str:

@@ -32,6 +32,7 @@ class DecodeArguments:
     page_table: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    kv_starts: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -59,10 +60,11 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
+    left, window_left = _window(a.window, sizes)
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
-        window_left=checks.static_band(True, a.window).left,
+        window_left=left,
         softcap=checks.valid_softcap(a.softcap),
         num_splits=_num_splits(a.num_splits),
         page_size=page_size,
@@ -78,6 +80,8 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
         k_scale=cache_scale("k_scale", a.k_scale, k),
         v_scale=cache_scale("v_scale", a.v_scale, v),
+        kv_starts=checks.lengths("kv_starts", a.kv_starts, None, sizes),
+        window_left=window_left,
     )
 
 
@@ -171,6 +175,12 @@ def _num_splits(value) -> int | None:
     if not 1 <= number <= MAX_SPLITS:
         raise ValueError(f"num_splits is {number}: it must be 1 to {MAX_SPLITS}, or 'auto'")
     return number
+
+
+def _window(window, sizes: checks.Sizes):
+    """Returns (left side, None) of a window that is known now, (None, int32[B]) of an array."""
+    left, _ = checks.band(True, window)
+    return (None, checks.window_side(left, sizes)) if checks.is_array(left) else (left, None)
 
 
 def _offset(value, sizes: checks.Sizes):

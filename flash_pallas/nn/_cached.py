@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..api import flash_attention
-from ..cache import KVCache, append_kv, gather_pages
+from ..cache import KVCache, append_kv, gather_pages, positions
 from ..core import mesh_axes, rope
 from ..core.decode import MAX_TOKENS, QUANTISED
 from ..decode import flash_decode
@@ -20,6 +22,7 @@ class RingCache(NamedTuple):
     """The last `window` keys and values of each sequence: older ones are overwritten.
 
     For layers with window=(S - 1, ...), which see no more than S keys. Position p is row p % S.
+    Pad prompts on the right, with `new_lengths`: a ring has no starts.
 
     Attributes:
         k: keys [B, S, K, H].
@@ -43,7 +46,7 @@ class RingCache(NamedTuple):
                 f"a RingCache has no scales and dtype is {jnp.dtype(dtype)}: pass the dtype that "
                 "the layer computes in, or use a ScaledCache, which keeps all tokens in eight bits"
             )
-        return cls(*KVCache.empty(batch, window, kv_heads, head_dim, dtype))
+        return cls(*KVCache.empty(batch, window, kv_heads, head_dim, dtype)[:3])
 
 
 class ScaledCache(NamedTuple):
@@ -55,9 +58,10 @@ class ScaledCache(NamedTuple):
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H], in int8 or float8_e4m3fn.
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in int8 or float8_e4m3fn.
-        lengths: int32 [B], number of tokens of each sequence.
+        lengths: int32 [B], number of tokens of each sequence, padding on the left included.
         k_scale: scale of the keys as in `flash_decode`: [K], [B, K], or for pages [P, K].
         v_scale: scale of the values, of the same shapes.
+        starts: int32 [B], number of tokens on the left that are padding; None is none.
     """
 
     k: Any
@@ -65,13 +69,14 @@ class ScaledCache(NamedTuple):
     lengths: Any
     k_scale: Any
     v_scale: Any
+    starts: Any = None
 
     @classmethod
     def empty(
         cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype, k_scale, v_scale
     ) -> ScaledCache:
         """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
-        return cls(*KVCache.empty(batch, length, kv_heads, head_dim, dtype), k_scale, v_scale)
+        return cls(*KVCache.empty(batch, length, kv_heads, head_dim, dtype)[:3], k_scale, v_scale)
 
     @property
     def scales(self) -> dict[str, Any]:
@@ -109,7 +114,10 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
     said = [name for name in said if name != "positions"]
     said += ["inputs_kv"] * cross + ["dropout"] * (dropout_key is not None)
     if said:
-        raise ValueError(f"A call with a cache takes no {', '.join(said)}.")
+        raise ValueError(
+            f"A call with a cache takes no {', '.join(said)}. Padding on the right is new_lengths, "
+            "padding on the left is in the cache, as in cache._replace(starts=...)."
+        )
     if isinstance(cache, RingCache):
         left = layer.window[0] if isinstance(layer.window, (tuple, list)) else layer.window
         if left is None or cache.k.shape[1] != left + 1:
@@ -117,11 +125,6 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
                 f"A RingCache of {cache.k.shape[1]} keys is for a layer with window="
                 f"({cache.k.shape[1] - 1}, 0), this one has {layer.window}."
             )
-
-
-def positions(cache, length: int):
-    """Returns int32[B, length]: the positions of the new tokens."""
-    return cache.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 
 def check_absent(new: New) -> None:
@@ -155,6 +158,7 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     """
     q, k, v = qkv
     cache = cache._replace(lengths=as_int32("cache.lengths", cache.lengths))
+    cache = _with_starts(cache)
     _check_fits(cache, k, v, new)
     options = {"softcap": layer.softcap, "scale": layer.scale, "backend": layer.backend}
     options |= {"sinks": sinks} if sinks is not None else {}
@@ -169,13 +173,50 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     added = append_kv(
         KVCache(*cache[:3]), k, v, new_lengths=new.lengths, page_table=table, **scales
     )
-    cache = cache._replace(**added._asdict())
+    cache = cache._replace(k=added.k, v=added.v, lengths=added.lengths)
     options |= {"kv_lengths": cache.lengths, "q_offset": start, "window": layer.window}
     if q.shape[1] <= MAX_TOKENS:
         options |= {"page_table": table, "num_splits": layer.num_splits} | scales
+        options["kv_starts"] = cache.starts
         return flash_decode(q, cache.k, cache.v, **options), cache
     whole = (cache.k, scales.get("k_scale")), (cache.v, scales.get("v_scale"))
-    return _attend(layer, q, *(_whole(*x, table, q.dtype) for x in whole), **options), cache
+    k, v = (_whole(*x, table, q.dtype) for x in whole)
+    if cache.starts is not None:
+        options |= mesh_axes.compiled_as_auto(
+            partial(_ids, q.shape[1], k.shape[1]),
+            (cache.starts,),
+            dict.fromkeys(
+                ("q_segment_ids", "kv_segment_ids"),
+                PartitionSpec(*mesh_axes.spec_of(cache.starts), None),
+            ),
+        )
+    return _attend(layer, q, k, v, **options), cache
+
+
+def _ids(q_len: int, kv_len: int, starts):
+    """Returns segment ids that hide the keys before `starts`, as arguments of `flash_attention`."""
+    queries = jnp.zeros((len(starts), q_len), jnp.int32)
+    keys = jnp.arange(kv_len, dtype=jnp.int32)[None] < starts[:, None]
+    return {"q_segment_ids": queries, "kv_segment_ids": jnp.where(keys, -1, 0)}
+
+
+def _with_starts(cache):
+    """Returns the cache with starts of int32, where it has any.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: not one for each sequence.
+    """
+    starts = getattr(cache, "starts", None)
+    if starts is None:
+        return cache
+    starts = as_int32("cache.starts", starts)
+    if starts.shape != cache.lengths.shape:
+        raise ValueError(
+            f"cache.starts has shape {starts.shape}: it must be one for each sequence, as "
+            f"cache.lengths has, {cache.lengths.shape}"
+        )
+    return cache._replace(starts=starts)
 
 
 def _check_fits(cache, k, v, new: New) -> None:

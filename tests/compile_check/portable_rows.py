@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.suites import Shape
 from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.core.decode import describe as describe_decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import EXTRA_GRADS, AttentionSpec, Operands, describe
 from flash_pallas.frontend import validate
@@ -18,7 +19,7 @@ from flash_pallas.frontend.arguments import Arguments
 
 from ..cases import Case
 from .device import A100, B200, H200, RTX_5090, Target
-from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row, cotangents
+from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row, cotangents, decode_call
 
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
 SQUARE = (16, 32, 64, 72, 96, 128, 256)
@@ -33,6 +34,8 @@ MASKS = {
 }
 FLOAT16 = ((64, 64), (128, 128))
 PATHS = ("forward", "backward", "deterministic")
+# Of rows.DECODES, at head dim 128: what hides keys, and what a cache of pages changes.
+DECODES = ("contiguous", "pages_64", "modifiers", "starts", "starts_pages", "starts_windows")
 
 # Of tests/hopper_cases.py, besides rows.MODIFIERS: a bias or mask that meets another modifier, head
 # dim 256, whose backward has the fewest registers left, and biases whose gradient is another sum.
@@ -151,6 +154,14 @@ def _rows(backend: PortableBackend) -> Iterator[Row]:
     for case in (CASES[name] for name in (*MODIFIERS, *MORE_MODIFIERS)):
         if case.dtype != "float32":
             yield from _modified(backend, case)
+    yield from (_decode(backend, 128, name) for name in DECODES)
+
+
+def _decode(backend, head_dim: int, name: str) -> Row:
+    spec, operands = decode_call(head_dim, name)
+    blocks = backend.decode_blocks(describe_decode(operands, spec))
+    run = lambda o: backend.decode(spec, blocks, o)
+    return Row("portable decode", head_dim, "bfloat16", name, run, (operands,))
 
 
 def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str) -> Row:

@@ -104,8 +104,15 @@ DECODES = {
     "int8_modifiers": {"num_splits": 1, "window_left": 1000, "softcap": 30.0},
     "int8_pages": {"page_size": 64},  # with scales of their own
     "float8_e4m3fn_pages": {"page_size": 64},
+    "starts": {},
+    "starts_pages": {"page_size": 64},
+    "starts_windows": {"page_size": 64},
+    "float8_e4m3fn_starts": {},
+    "float8_e4m3fn_starts_pages": {"page_size": 64},
+    "int8_starts_pages": {"page_size": 64},
 }
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
+TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
 CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
@@ -313,8 +320,8 @@ def _pair_bias_row(length: int, head_dim: int) -> Row:
     return Row("backward", head_dim, "bfloat16", f"pair bias {length}", run, arguments)
 
 
-def _decode_row(head_dim: int, name: str) -> Row:
-    """Returns the row of an entry of DECODES."""
+def decode_call(head_dim: int, name: str) -> tuple[decode.DecodeSpec, decode.DecodeOperands]:
+    """Returns (spec, shapes of the operands) of an entry of DECODES."""
     entries, cached = DECODE_BATCH, DECODE_LENGTH
     spec = decode.DecodeSpec(head_dim**-0.5, **DECODES[name])
     q_len = TOKENS.get(name, 1)
@@ -332,6 +339,16 @@ def _decode_row(head_dim: int, name: str) -> Row:
     if stored != jnp.bfloat16:
         scale = shape(jnp.float32, 1 if table is None else kv.shape[0], 8)
         operands = operands._replace(k_scale=scale, v_scale=scale)
+    if "starts" in name:
+        operands = operands._replace(kv_starts=per_entry)
+    if name.endswith("windows"):
+        operands = operands._replace(window_left=per_entry)
+    return spec, operands
+
+
+def _decode_row(head_dim: int, name: str) -> Row:
+    """Returns the row of an entry of DECODES."""
+    spec, operands = decode_call(head_dim, name)
     backend = HopperBackend()
     problem = decode.describe(operands, spec)
     blocks = backend.decode_blocks(problem)

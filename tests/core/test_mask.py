@@ -56,6 +56,8 @@ def test_visible_against_brute_force(mask):
 def test_keys_of_a_query(mask):
     q_len, kv_len, offset = 9, 7, -3
     first, last = mask.keys_of(np.arange(q_len) + offset, kv_len)
+    one_by_one = [mask.keys_of(i + offset, kv_len)[1] for i in range(q_len)]
+    assert one_by_one == np.broadcast_to(last, q_len).tolist()
     j = np.arange(kv_len)[None]
     found = j <= np.broadcast_to(last, q_len)[:, None]
     if first is not None:
@@ -77,6 +79,29 @@ def test_kv_blocks(mask, q_offset, traced):
         rows = visible(mask, block_q, 15, q_start)
         _check_range(found, rows, kv_len, block_kv)
         assert table[row : row + block_q].tolist() == rows[: q_len - row, :kv_len].tolist()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("kv_start", [0, 2, 3, 7, 12, 40])
+@pytest.mark.parametrize("traced", [False, True])
+def test_keys_before_a_start_are_hidden(mask, kv_start, traced):
+    q_start, block_q, kv_len, block_kv = 4, 4, 13, 3
+    rows = visible(mask, block_q, 15, q_start) & (np.arange(15)[None] >= kv_start)
+    given = [jnp.int32(x) if traced else x for x in (q_start, block_q, kv_len)]
+    found = mask.kv_blocks(*given, block_kv, jnp.int32(kv_start) if traced else kv_start)
+    start, full_start, full_stop, stop = map(int, found)
+    outside = np.r_[0 : start * block_kv, stop * block_kv : 15]
+    assert start <= full_start <= full_stop <= stop <= 5 and not rows[:, outside].any()
+    assert rows[:, full_start * block_kv : full_stop * block_kv].all()
+    # Nothing is read in vain, but for a window that ends before the start.
+    if mask.right in (None, 0):
+        assert start == min(stop, max(start, kv_start // block_kv))
+    first, last = mask.keys_of(q_start + np.arange(block_q), kv_len, kv_start)
+    j = np.arange(15)[None]
+    seen = (j >= np.broadcast_to(first, block_q)[:, None]) & (
+        j <= np.broadcast_to(last, block_q)[:, None]
+    )
+    np.testing.assert_array_equal(seen, rows & (j < kv_len))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -60,6 +60,7 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
         None,
         q_offset=operands.q_offset,
         kv_lengths=operands.kv_lengths,
+        q_first=_first_keys(problem, operands),
         alibi_slopes=operands.alibi_slopes,
     )
     tiles, q = Tiles.of(grid, sides), grid.split_q(operands.q)[0]
@@ -75,6 +76,17 @@ def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperand
     lengths, offset = jnp.clip(operands.kv_lengths, 0, problem.kv_len), operands.q_offset
     offset = lengths - problem.q_len if offset is None else offset
     return operands._replace(kv_lengths=lengths, q_offset=offset)
+
+
+def _first_keys(problem: DecodeProblem, operands: DecodeOperands):
+    """Returns int32[B, T]: the first key of each query by arrays; None where there are none."""
+    starts, window = operands.kv_starts, operands.window_left
+    if window is None:
+        shape = problem.batch, problem.q_len
+        return None if starts is None else jnp.broadcast_to(starts[:, None], shape)
+    step = jnp.arange(problem.q_len, dtype=jnp.int32)
+    first = (operands.q_offset - window)[:, None] + step[None]
+    return first if starts is None else jnp.maximum(first, starts[:, None])
 
 
 def _as_attention(problem: DecodeProblem) -> Problem:
@@ -105,6 +117,8 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
         )
         # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
+        if operands.kv_starts is not None:
+            valid &= place[None] >= operands.kv_starts[:, None]
         v = jnp.where(valid[:, None, :, None], v, lax.full_like(v, 0))
         return online.fold(tiles, (0, q), (kv_block, k, v), seen)
 

@@ -317,6 +317,19 @@ def clear_from(tile, first, swizzle: int, interpret: bool, threads: int = WARPGR
     run(functools.partial(_clear_from_body, threads))(tile, jnp.int32(first))
 
 
+def clear_outside(tile, low, high, swizzle: int, interpret: bool):
+    """Zeroes the rows of a tile before `low` and from `high` on, int32 each; see clear_from."""
+    if interpret:
+        row = lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+        keep = (row >= low) & (row < high)
+        tile[...] = jnp.where(keep, tile[...], jnp.zeros(tile.shape, tile.dtype))
+        plgpu.commit_smem()
+        return
+    bound, refs = plgpu.Layout.WG_SPLAT, plgpu.RefType(tile_transforms(swizzle, tile.dtype))
+    run = plgpu.inline_mgpu(arg_types=(refs, bound, bound))(_clear_outside_body)
+    run(tile, jnp.int32(low), jnp.int32(high))
+
+
 def _clear_body(threads: int, _, tile, valid):
     i32 = ir.IntegerType.get_signless(32)
     equal = arith.CmpIPredicate.eq
@@ -328,6 +341,17 @@ def _clear_from_body(threads: int, _, tile, first):
     i32, bound = ir.IntegerType.get_signless(32), splat(first)
     after = arith.CmpIPredicate.sge
     _clear_rows(threads, tile, lambda row: arith.cmpi(after, arith.index_cast(i32, row), bound))
+
+
+def _clear_outside_body(_, tile, low, high):
+    i32, (low, high) = ir.IntegerType.get_signless(32), (splat(low), splat(high))
+
+    def is_padding(row):
+        row = arith.index_cast(i32, row)
+        before = arith.cmpi(arith.CmpIPredicate.slt, row, low)
+        return arith.ori(before, arith.cmpi(arith.CmpIPredicate.sge, row, high))
+
+    _clear_rows(WARPGROUP, tile, is_padding)
 
 
 def _clear_rows(threads: int, tile, is_padding: Callable):

@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...gpu import inline, modifiers
-from ..common import pipeline
 from ..common.pipeline import swizzles
 from . import inline_columns
 from .consumer import Consumer, Folded, QueryFragments
@@ -156,7 +155,7 @@ class ColumnConsumer(Consumer):
         o_acc[...] = o * per_column(alpha, o.shape)
         # Waiting for V after P is stored is better where nothing is to be cleared.
         if masked:
-            self.clear_values(cta, use, keys.length - first)
+            self.clear_values(cta, keys, use)
         (weights,) = self.plan.matmuls.split(p)
         swizzle = swizzles(weights.shape[0], weights.dtype)[0]
         inline_columns.store_transposed(weights, cta.smem.p, swizzle, self.plan.interpret)
@@ -185,12 +184,8 @@ class ColumnConsumer(Consumer):
             pl.when(use > 0)(lambda: cta.v.release(use - 1))
         return s
 
-    def clear_values(self, cta: DecodeCta, use, valid):
-        """Waits for V and zeroes the rows of the block from `valid` on.
-
-        A weight of 0 times a NaN is a NaN, so what lies past the length is not multiplied. int8 has
-        no NaN and stays as it is.
-        """
+    def clear_values(self, cta: DecodeCta, keys: Keys, use):
+        """Waits for V and zeroes the padding of the block; int8 has no NaN and stays as it is."""
         cta.v.wait_full(use)
         if self.plan.problem.kv_dtype.name == "int8":
             return
@@ -201,7 +196,8 @@ class ColumnConsumer(Consumer):
                 self.plan.head_dims[1], cta.gmem.v, summed_rows=self.plan.blocks.block_kv
             )
         v = cta.smem.v.at[cta.v.slot(use)]
-        pipeline.clear_from(v, valid, swizzle, self.plan.interpret)
+        first = keys.block(use) * self.plan.blocks.block_kv
+        self.plan.clear_padding(v, keys, first, swizzle)
 
     def multiply_values(self, cta: DecodeCta, use, o_acc):
         """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""

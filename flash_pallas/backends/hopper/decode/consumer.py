@@ -57,7 +57,7 @@ class Consumer(abc.ABC):
         def fold(o_acc):
             step = functools.partial(self.step, cta, keys, held, o_acc)
             done = self.start(cta, keys)
-            for low, high, masked in keys.zones(self.plan.problem.spec.window_left is not None):
+            for low, high, masked in keys.zones(self.plan.problem.bounded_below):
                 done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
             o = self.output(cta, keys, o_acc)
             self.store(cta, held, o, done)
@@ -76,7 +76,7 @@ class Consumer(abc.ABC):
         position = rows.query() + keys.position
         slopes = cta.gmem.slopes
         slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
-        limits = self.plan.problem.spec.mask.keys_of(position, keys.length)
+        limits = keys.mask.keys_of(position, keys.length, keys.start)
         return QueryFragments(position, *limits, slope, *self.scales(cta))
 
     def scales(self, cta: DecodeCta) -> tuple:

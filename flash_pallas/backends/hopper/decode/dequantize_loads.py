@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..common import pipeline
 from ..common.pipeline import Ring
 from .dequantize import widen
 from .loads import DecodeProducer, Pages
@@ -93,7 +92,6 @@ class DequantizingProducer:
 
     def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple):
         """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read."""
-        block = self.plan.blocks.block_kv
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
         tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
@@ -102,10 +100,10 @@ class DequantizingProducer:
         ring.wait_empty(use)
         widen(raw, tile, swizzles, self.plan.interpret)
         if kind == 1 and self.plan.problem.kv_dtype.name != "int8":
-            # A weight of 0 times a NaN is a NaN.
-            valid = keys.length - keys.block(use) * block
-            clear = lambda: pipeline.clear_from(tile, valid, swizzles[1], self.plan.interpret)
-            pl.when(valid < block)(clear)
+            first = keys.block(use) * self.plan.blocks.block_kv
+            _, padded = self.plan.has_padding(keys, first)
+            clear = lambda: self.plan.clear_padding(tile, keys, first, swizzles[1])
+            pl.when(padded)(clear)
         for i in range(self.plan.pieces if self.plan.page_scales else 0):
             cta.smem.scales[kind, ring.slot(use), i] = scales[kind][i]
         # Behind its barrier, every thread has read what the next copy overwrites.

@@ -88,6 +88,8 @@ def decode(
         sinks=None if several else plan.by_key_head(operands.sinks, 1),
         k_scale=operands.k_scale,
         v_scale=operands.v_scale,
+        kv_starts=operands.kv_starts,
+        window_left=operands.window_left,
     )
     out = plan.result_shapes()
     run = launch(

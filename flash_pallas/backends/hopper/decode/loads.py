@@ -9,7 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..common import pipeline
 from ..common.pipeline import rows_of
 from .plan import DecodeCta, DecodePlan, Keys
 
@@ -45,8 +44,12 @@ class Pages:
             if of is None:
                 return jnp.float32(1.0)
             found = of[page if of.shape[0] > 1 else 0, cta.head]
-            # That of a page beyond the end may be NaN, as its keys may.
-            return lax.select(self.first_key(j, i) < keys.length, found, jnp.float32(1.0))
+            # That of a page of padding may be NaN, as its keys may.
+            first = self.first_key(j, i)
+            exists = first < keys.length
+            if keys.start is not None:
+                exists = exists & (first + self.plan.piece_rows > keys.start)
+            return lax.select(exists, found, jnp.float32(1.0))
 
         kinds = cta.gmem.k_scale, cta.gmem.v_scale
         return tuple(tuple(scale(of, i, page) for i, page in enumerate(places)) for of in kinds)
@@ -121,22 +124,22 @@ class DecodeProducer:
             self.load_cleared(cta, keys, n, places)
 
     def load_cleared(self, cta: DecodeCta, keys: Keys, n, places: tuple):
-        """Loads the n-th block of V, with zeros beyond the length."""
+        """Loads the n-th block of V, with zeros in place of padding."""
         block = self.plan.blocks.block_kv
-        valid = keys.length - keys.block(n) * block
+        first = keys.block(n) * block
+        whole, padded = self.plan.has_padding(keys, first)
         cta.v.wait_empty(n)
-        pl.when(valid >= block)(lambda: self.copy_v(cta, n, keys.block(n), places))
+        pl.when(whole)(lambda: self.copy_v(cta, n, keys.block(n), places))
 
-        @pl.when(valid < block)
+        @pl.when(padded)
         def _():
-            # A weight of 0 times a NaN is a NaN, so what lies past the length is not multiplied.
             slot, arrived = cta.v.slot(n), cta.bars.v_arrived.at[0]
             v = cta.smem.v.at[slot]
             self.copy(cta, cta.gmem.v, v, arrived, keys.block(n), places)
             plgpu.barrier_wait(arrived)
             width = self.plan.head_dims[1]
             swizzle = self.plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=block)
-            pipeline.clear_from(v, valid, swizzle, self.plan.interpret)
+            self.plan.clear_padding(v, keys, first, swizzle)
             for _ in range(self.plan.pieces):
                 plgpu.barrier_arrive(cta.bars.v_full.at[slot])
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core import integers as ints
+from ....core.mask import Mask
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32
+from ..common import pipeline
 from ..common.pipeline import Ring
 from .pack_gqa import PackedGqa
 from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem
@@ -32,6 +34,8 @@ class DecodeGmem(NamedTuple):
     sinks: Any = None  # f32[B, K, group], natural; where there is one split
     k_scale: Any = None  # f32[1, K], f32[B, K] or f32[num_pages, K], of a cache in eight bits
     v_scale: Any = None  # likewise
+    kv_starts: Any = None  # int32[B], or None: key 0 is the first
+    window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
 
 
 class DecodeResults(NamedTuple):
@@ -58,6 +62,8 @@ class Keys(NamedTuple):
     stop: Any
     length: Any  # keys of the sequence
     position: Any  # of query 0
+    start: Any  # first key of the sequence; None: key 0
+    mask: Mask  # of the sequence
 
     def block(self, n):
         """Returns which KV block the n-th is."""
@@ -155,7 +161,7 @@ class DecodePlan(DecodeLayout):
     @property
     def guesses(self) -> bool:
         """True if a CTA knows its first blocks before it knows the length."""
-        return self.blocks.guesses and self.problem.spec.window_left is None
+        return self.blocks.guesses and not self.problem.bounded_below
 
     def guessed(self, cta: DecodeCta):
         """Returns how many of the first `stages` blocks there is room for, whatever the length.
@@ -176,8 +182,10 @@ class DecodePlan(DecodeLayout):
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
-        mask = self.problem.spec.mask
-        seen = mask.kv_blocks(position + first, last - first + 1, length, self.blocks.block_kv)
+        bounds = cta.gmem.kv_starts, cta.gmem.window_left
+        mask, start = self.problem.lower_bound(*bounds, cta.batch, length)
+        rows = position + first, last - first + 1
+        seen = mask.kv_blocks(*rows, length, self.blocks.block_kv, start)
         block = cta.split if mask.left is None else seen.start + cta.split
         return Keys(
             first=block,
@@ -187,7 +195,28 @@ class DecodePlan(DecodeLayout):
             stop=self._uses(block, seen.stop),
             length=length,
             position=position,
+            start=start,
+            mask=mask,
         )
+
+    def has_padding(self, keys: Keys, first):
+        """Returns (no, yes), bools: whether a block from key `first` on has keys outside these."""
+        valid, block = keys.length - first, self.blocks.block_kv
+        no, yes = valid >= block, valid < block
+        if keys.start is None:
+            return no, yes
+        return no & (keys.start <= first), yes | (keys.start > first)
+
+    def clear_padding(self, tile, keys: Keys, first, swizzle: int):
+        """Zeroes the rows of a block of V, from key `first` on, that are no keys of the sequence.
+
+        A weight of 0 times a NaN is a NaN, so padding is not multiplied.
+        """
+        valid = keys.length - first
+        if keys.start is None:
+            pipeline.clear_from(tile, valid, swizzle, self.interpret)
+        else:
+            pipeline.clear_outside(tile, keys.start - first, valid, swizzle, self.interpret)
 
     def _uses(self, block, end):
         """Returns how many of block, block + num_splits, ... lie before `end`."""

@@ -50,7 +50,8 @@ class DecodeBlocks:
         num_splits: number of ranges into which the keys of a sequence are split.
         widened: number of blocks of K and of V that are held in 16 bits at one time, if the cache
             is in eight bits and not upright.
-        guesses: the first blocks are copied before the length is known, unless there is a window.
+        guesses: the first blocks are copied before the length is known, unless a window or a start
+            says which these are.
         upright: queries are the columns of the matmuls, as many as needed; else the rows, always
             64. See `takes_upright`.
     """
@@ -91,14 +92,15 @@ class DecodeBlocks:
 
         Upright with 16 rows takes 87 registers at head dim 128 (96 with every feature) and 123 at
         head dim 256. With a cache in eight bits it takes 127 (133 with every feature, 151 with
-        scales of four pages per block), and 225 at head dim 256. Not upright takes 124 at head dim
-        128 (128 with softcap, 141 with a window, 157 with slopes), 204 at head dim 256, and 130
-        with 128 keys at head dim 64.
+        scales of four pages per block, 95 to 101 of float8_e4m3fn with starts), and 225 at head dim
+        256. Not upright takes 124 at head dim 128 (128 with softcap, 137 to 147 with a window or
+        starts, 157 with slopes), 204 at head dim 256, and 130 with 128 keys at head dim 64.
         """
         if self.upright and not problem.quantised:
             return True
         narrow = max(problem.head_dim, problem.v_head_dim) <= 128
-        positions = problem.spec.window_left is not None or "alibi_slopes" in problem.features
+        held = {"alibi_slopes", "window_left"} | (set() if self.upright else {"kv_starts"})
+        positions = problem.spec.window_left is not None or problem.features & held
         return narrow and not positions and (self.upright or self.block_kv <= 64)
 
 

@@ -174,18 +174,22 @@ def columns_of(tile) -> int:
 class Copy(NamedTuple):
     """Rows `first` to `first + rows of the tile` of an array, zeros from `limit` on.
 
+    And before `start`, where there is one.
+
     Attributes:
         source: [length, columns] in device memory; columns a multiple of 8, not above the tile's.
             Or [outer, inner, columns], whose row r is [r // inner, r % inner].
         tile: [rows, columns] in shared memory, of `buffer`.
         first: row of the array, int32.
         limit: int32; rows from there on are not read. Rows of the tile below it exist.
+        start: int32; rows before it are not read. None: all are.
     """
 
     source: Any
     tile: Any
     first: Any
     limit: Any
+    start: Any = None
 
 
 class Vector(NamedTuple):
@@ -324,10 +328,11 @@ class Stream(NamedTuple):
         return [copy for name in names or self.names for copy in self.load(name, n, slot)]
 
 
-def _call(body, array, tile, first, limit):
-    scalar = plgpu.Layout.WG_SPLAT
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))(body)
-    run(array, tile, jnp.int32(first), jnp.int32(limit))
+def _call(body, array, tile, first, limit, start=None):
+    rows = [jnp.int32(x) for x in (first, limit, start) if x is not None]
+    scalars = (plgpu.Layout.WG_SPLAT,) * len(rows)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *scalars))(body)
+    run(array, tile, *rows)
 
 
 def _fill(copy: Copy | Vector):
@@ -337,7 +342,10 @@ def _fill(copy: Copy | Vector):
     rows, columns = copy.tile.shape[0], copy.source.shape[-1]
     row = jnp.int32(copy.first) + jnp.arange(rows, dtype=jnp.int32)
     found = jnp.take(copy.source[...].reshape(-1, columns), row, axis=0, mode="clip")
-    found = jnp.where((row < copy.limit)[:, None], found, jnp.zeros_like(found))
+    read = row < copy.limit
+    if copy.start is not None:
+        read = read & (row >= copy.start)
+    found = jnp.where(read[:, None], found, jnp.zeros_like(found))
     widths = ((0, 0), (0, copy.tile.shape[1] - columns))
     copy.tile[...] = jnp.pad(found, widths)
 
@@ -352,16 +360,16 @@ class _Unit(NamedTuple):
     tile_offset: int
     array: Any  # i64, address in device memory
     array_offset: int
-    inside: Any  # i1: the array has it, below the limit
+    inside: Any  # i1: the array has it, between start and limit
     exists: Any  # i1: the tile has it; None: it does
 
 
 class _Units:
     """The units of a tile that a thread copies."""
 
-    def __init__(self, array, tile, first, limit, hides_offset: bool) -> None:
+    def __init__(self, array, tile, bounds: tuple, hides_offset: bool) -> None:
         self.hides_offset = hides_offset
-        self.first, self.limit = splat(first), splat(limit)
+        self.first, self.limit, *self.start = map(splat, bounds)
         self.rows, self.pitch = tile.type.shape
         self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
         *_, self.inner, self.columns = array.type.shape
@@ -395,18 +403,22 @@ class _Units:
         if self.columns < self.pitch - UNIT_ELEMENTS:
             in_array = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
             left = arith.select(in_array, left, i32_constant(0))
+        before = [arith.subi(x, index) for x in self.start]  # rows above the start
         total = self.rows * self.per_row
         for start in starts:
             down = (start - at) // self.per_row
             exists = None
             if start + THREADS > total:
                 exists = less(thread(), i32_constant(total - start))
+            inside = less(i32_constant(down), left)
+            for rows in before:
+                inside = arith.andi(inside, less(rows, i32_constant(down + 1)))
             yield _Unit(
                 tile=tile,
                 tile_offset=down * 2 * self.pitch,
                 array=array,
                 array_offset=down * self.row_bytes[-1],
-                inside=less(i32_constant(down), left),
+                inside=inside,
                 exists=exists,
             )
 
@@ -419,8 +431,8 @@ class _Units:
         return zip(places, self.row_bytes, strict=True)
 
 
-def _start_body(hides_offset: bool, _, source, tile, first, limit):
-    for unit in _Units(source, tile, first, limit, hides_offset).each():
+def _start_body(hides_offset: bool, _, source, tile, *bounds):
+    for unit in _Units(source, tile, bounds, hides_offset).each():
         size = arith.select(unit.inside, i32_constant(UNIT), i32_constant(0))
         to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
         code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
@@ -439,7 +451,7 @@ def _wait_body(pending: int, _):
 def _store_body(hides_offset: bool, _, target, tile, first, limit):
     i32 = ir.IntegerType.get_signless(32)
     four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    for unit in _Units(target, tile, first, limit, hides_offset).each():
+    for unit in _Units(target, tile, (first, limit), hides_offset).each():
         inside = unit.inside if unit.exists is None else arith.andi(unit.inside, unit.exists)
         with ir.InsertionPoint(scf.IfOp(inside).then_block):
             code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{unit.tile_offset}];"

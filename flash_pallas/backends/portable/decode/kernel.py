@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import integers as ints
 from ....core import scores, softmax
 from ....core.decode import DecodeOperands, DecodeProblem
-from ....core.mask import BlockRange
+from ....core.mask import BlockRange, Mask
 from ....core.padding import pad_axis
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
@@ -51,6 +51,8 @@ class DecodeArrays(NamedTuple):
     q_offset: Any  # int32[B], or None: the last query is the last key
     page_table: Any  # int32[B, max_pages], or None: the cache is contiguous
     slopes: Any  # f32[B, K, R], or None
+    kv_starts: Any = None  # int32[B], or None: key 0 is the first
+    window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
 
 
 class DecodeOut(NamedTuple):
@@ -82,6 +84,8 @@ class DecodeCta(NamedTuple):
     split: Any
     length: Any  # keys of the sequence
     position: Any  # of query 0
+    mask: Mask  # of the sequence
+    start: Any  # its first key; None: key 0
     first_block: Any = None
     steps: Any = None  # their n-th goes through block first_block + n * num_splits
 
@@ -129,6 +133,8 @@ class DecodeKernel(Kernel):
         batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
         room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
         length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
+        bounds = gmem.kv_starts, gmem.window_left
+        mask, start = self.problem.lower_bound(*bounds, batch, length)
         return DecodeCta(
             gmem=gmem,
             out=out,
@@ -139,11 +145,13 @@ class DecodeKernel(Kernel):
             split=split,
             length=length,
             position=length - self.problem.q_len if offset is None else offset[batch],
+            mask=mask,
+            start=start,
         )
 
     def seen(self, cta: DecodeCta) -> DecodeCta:
         """Returns `cta` with the KV blocks of its split that its rows see."""
-        mask, group = self.problem.spec.mask, self.problem.group
+        mask, group = cta.mask, self.problem.group
         first, last = 0, self.problem.q_len - 1  # query of the tile
         if self.total > self.blocks.rows:
             last_row = cta.first_row + (self.blocks.rows - 1)
@@ -151,7 +159,7 @@ class DecodeKernel(Kernel):
             last = ints.minimum(ints.floor_div(last_row, group), last)
         position, number = cta.position + first, last - first + 1
         start, full_start, full_stop, stop = mask.kv_blocks(
-            position, number, cta.length, self.blocks.columns
+            position, number, cta.length, self.blocks.columns, cta.start
         )
         block = cta.split + start
         uses = lambda end: ints.ceil_div(jnp.int32(end) - block, self.blocks.num_splits)
@@ -173,10 +181,10 @@ class DecodeKernel(Kernel):
         """
         source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
         first, exists = self.first_key(cta, n), cta.steps[n].exists
-        limit = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0))
+        limit, start = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0)), cta.start
         page_size, table = self.problem.spec.page_size, cta.gmem.page_table
         if page_size is None:
-            return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit),)
+            return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit, start),)
         found, rows = [], math.gcd(self.blocks.columns, page_size)
         for below in range(0, self.blocks.columns, rows):
             key = jnp.int32(first + below)
@@ -186,7 +194,9 @@ class DecodeKernel(Kernel):
             page = lax.clamp(jnp.int32(0), page, jnp.int32(source.shape[0] - 1))
             row = key - entry * page_size
             piece = tile if rows == self.blocks.columns else tile.at[pl.ds(below, rows)]
-            found.append(Copy(source.at[page, :, cta.head], piece, row, limit - key + row))
+            # Bounds as rows of the page.
+            own = [None if x is None else x - key + row for x in (limit, start)]
+            found.append(Copy(source.at[page, :, cta.head], piece, row, *own))
         return tuple(found)
 
     def query_fragments(self, cta: DecodeCta) -> QueryFragments:
@@ -197,9 +207,7 @@ class DecodeKernel(Kernel):
         if cta.gmem.slopes is not None:
             own = pl.ds(cta.first_row, rows)
             slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
-        return QueryFragments(
-            position, *self.problem.spec.mask.keys_of(position, cta.length), slope
-        )
+        return QueryFragments(position, *cta.mask.keys_of(position, cta.length, cta.start), slope)
 
     # --- a block of keys -------------------------------------------------------------------------
 
@@ -297,6 +305,8 @@ def decode(
             q_offset=operands.q_offset,
             page_table=operands.page_table,
             slopes=_of_rows(problem, operands.alibi_slopes, rows),
+            kv_starts=operands.kv_starts,
+            window_left=operands.window_left,
         )
     )
     shift = jnp.zeros_like(found.lse) if found.shift is None else found.shift
