@@ -117,6 +117,13 @@ def _varlen(q, k, v, **options):
     return flash_pallas.flash_attention_varlen(q[0], k[0], v[0], **options)[None]
 
 
+def _in_batch(q, k, v, **options):
+    """Computes flash_attention of as many sequences of one length as there are documents."""
+    apart = lambda x: x.reshape(DOCUMENTS, -1, *x.shape[2:])
+    o = flash_pallas.flash_attention(apart(q), apart(k), apart(v), **options)
+    return o.reshape(*q.shape[:3], -1)
+
+
 def _cu_seqlens(sizes: Sizes, key) -> Arguments:
     counts = np.bincount(packed_ids(sizes.length), minlength=DOCUMENTS)
     return {"cu_seqlens_q": jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)}
@@ -130,6 +137,10 @@ def _positions(sizes: Sizes, key) -> Arguments:
 def _packed_share(sizes: Sizes) -> float:
     counts = np.bincount(packed_ids(sizes.length)).astype(float)
     return float((counts * (counts + 1)).sum() / 2 / sizes.length**2)
+
+
+def _in_batch_share(sizes: Sizes) -> float:
+    return (sizes.length // DOCUMENTS + 1) / 2 / sizes.length
 
 
 def _causal_share(sizes: Sizes) -> float:
@@ -176,6 +187,13 @@ PACKED = Variant(f"causal, {DOCUMENTS} packed documents", _CAUSAL, _segments, vi
 VARLEN = Variant(
     f"causal, varlen of {DOCUMENTS} documents", _CAUSAL, _cu_seqlens, (), _packed_share, _varlen
 )
+# The same tokens without a document that ends within a tile: what packing is to be measured by.
+IN_BATCH = Variant(
+    f"causal, {DOCUMENTS} sequences of one length",
+    _CAUSAL,
+    visible=_in_batch_share,
+    function=_in_batch,
+)
 POSITIONS = Variant("causal by positions", _CAUSAL, _positions, visible=_causal_share)
 WINDOW_ARRAY = Variant(
     "causal, window 1024 as an array",
@@ -217,7 +235,8 @@ GROUPS: tuple[Group, ...] = (
         Group("window", _sizes(1, length, 16, 128), (CAUSAL, WINDOW, WINDOW_ARRAY))
         for length in (8192, 32768, 131072)
     ),
-    Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, PACKED, VARLEN, POSITIONS)),
+    Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, IN_BATCH, PACKED, VARLEN, POSITIONS)),
+    Group("packed", _sizes(1, 131072, 16, 128), (IN_BATCH, PACKED, VARLEN)),
     *(
         Group("pair bias", _sizes(128, length, 4, dim), (FULL, PAIR_BIAS), _BIAS_PEERS, whole=True)
         for dim in (16, 32, 64)

@@ -53,13 +53,17 @@ def valid_keys(operands: Operands):
 
 
 def discarded(operands: Operands, out: Outputs) -> Outputs:
-    """Returns the outputs with queries beyond their length turned into rows without keys."""
+    """Returns the outputs with queries beyond their length turned into rows without keys.
+
+    Where each query has an interval of keys, theirs is empty, and O is 0 as it is.
+    """
     valid = queries_within(operands)
     if valid is None:
         return out
+    bounded = operands.q_first is not None or operands.q_last is not None
     per_row = lambda x, other: None if x is None else jnp.where(valid[:, None], x, other)
     return Outputs(
-        o=_clear(valid, out.o),
+        o=out.o if bounded else _clear(valid, out.o),
         lse_log2=per_row(out.lse_log2, EMPTY_ROW),
         shift=per_row(out.shift, 0.0),
         max_logit=per_row(out.max_logit, -jnp.inf),

@@ -228,6 +228,20 @@ def visible_keys(sides, of_queries, given: bool, within, sizes: Sizes):
     return Mask(), first, last
 
 
+def without_padding(first, last, q_lengths):
+    """Returns (q_first, q_last) with an empty interval for queries beyond their length.
+
+    So their output is 0 as a kernel writes it, and no pass over it is needed.
+    """
+    if q_lengths is None or (first is None and last is None):
+        return first, last
+    within = lambda x: jnp.arange(x.shape[1], dtype=jnp.int32)[None] < q_lengths[:, None]
+    beyond = jnp.iinfo(jnp.int32).max // 2  # kernels subtract the index of a key from it
+    if last is None:
+        return jnp.where(within(first), first, beyond), None
+    return first, jnp.where(within(last), last, -beyond)
+
+
 def _distance(sizes: Sizes, side):
     """Returns one side of a window as int32[B, 1], at least 0, or None."""
     if side is None:

@@ -163,14 +163,16 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         precision=_precision(a.precision, sizes.dtype),
         max_logit=checks.flag("max_logit", a.max_logit),
     )
+    q_lengths = checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes)
+    first, last = checks.without_padding(positions.first, positions.last, q_lengths)
     return spec, operands._replace(
         q_offset=traced_offset,
-        q_lengths=checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes),
+        q_lengths=q_lengths,
         kv_lengths=checks.lengths("kv_lengths", a.kv_lengths, sizes.kv_len, sizes),
         q_segments=q_segments,
         kv_segments=kv_segments,
-        q_first=positions.first,
-        q_last=positions.last,
+        q_first=first,
+        q_last=last,
         q_positions=positions.q if reads else None,
         kv_positions=positions.kv if reads or positions.hide else None,
         bias=checks.bias(a.bias, sizes),

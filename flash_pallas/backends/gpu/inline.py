@@ -88,7 +88,7 @@ def hide(tile, limits: Limits, interpret: bool, hidden: float = -math.inf):
     return run(tile, *map(jnp.int32, given.values()))
 
 
-def _between_body(limited, _, tile, *bounds):
+def _between_body(limited, hidden, _, tile, *bounds):
     i32 = ir.IntegerType.get_signless(32)
     col0 = arith.index_cast(i32, next(iter(tile.layout.thread_idxs(tile.shape)))[1])
     compare = [getattr(arith.CmpIPredicate, _COMPARE[kind][1]) for kind in limited]
@@ -102,17 +102,18 @@ def _between_body(limited, _, tile, *bounds):
         each = [arith.cmpi(predicate, i32_constant(col), limit) for predicate, limit in limits]
         return functools.reduce(arith.andi, each)
 
-    return _select(tile, kept, float("-inf"))
+    return _select(tile, kept, hidden)
 
 
-def hide_outside(tile, low, high, interpret: bool):
-    """Returns the tile with -inf except where low <= column <= high, with bounds per row.
+def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
+    """Returns the tile with `hidden` except where low <= column <= high, with bounds per row.
 
     Args:
         tile: f32[rows, columns].
         low: int32[rows] in the layout ROWS; None is no limit.
         high: int32[rows] in the layout ROWS; None is no limit.
         interpret: run by the interpreter.
+        hidden: what hidden elements become.
     """
     given = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
     bounds = [lax.broadcast_in_dim(x, tile.shape, (0,)) for x in given.values()]
@@ -120,12 +121,12 @@ def hide_outside(tile, low, high, interpret: bool):
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         kept = {"low": lax.ge, "high": lax.le}
         for kind, bound in zip(given, bounds, strict=True):
-            tile = jnp.where(kept[kind](column, bound), tile, -jnp.inf)
+            tile = jnp.where(kept[kind](column, bound), tile, hidden)
         return tile
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA,) * (1 + len(bounds)),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
-    )(functools.partial(_between_body, tuple(given)))
+    )(functools.partial(_between_body, tuple(given), hidden))
     return run(tile, *bounds)
 
 

@@ -92,10 +92,25 @@ def logits(
     """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     found = scores.logits(spec, tile, s, inputs)
     x = inline.hide(found.x, limits, tile.interpret, hidden)
+    x, inputs = _within_interval(tile, x, inputs, hidden)
     visible = scores.visible(spec, tile, inputs)
     if visible is not None:
         x = jnp.where(visible, x, hidden)
     return found._replace(x=x)
+
+
+def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):
+    """Hides what lies outside of each query's interval of key indices, in rows that are queries.
+
+    Bounds of rows are compared with columns that the program knows: one instruction a bound and
+    element, and no register for positions. Returns (x, the inputs that are still to hide keys).
+    """
+    low, high = inputs.q_first, inputs.q_last
+    if (low is None and high is None) or inputs.kv_positions is not None or tile.q_axis:
+        return x, inputs
+    low, high = (None if bound is None else bound - tile.kv_start for bound in (low, high))
+    x = inline.hide_outside(x, low, high, tile.interpret, hidden)
+    return x, inputs._replace(q_first=None, q_last=None)
 
 
 # --- Recomputes P from S and the log-sum-exp, and dS from P, as every backward kernel does --------

@@ -102,7 +102,7 @@ def forward(
             bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
         ),
         padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
-        whole=bounds.kv_whole(operands, rows, blocks.block_kv) if hides else None,
+        whole=bounds.kv_whole(operands, WARPGROUP_ROWS, blocks.block_kv) if hides else None,
         aux=plan.aux.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, scheduler.q_tiles * rows))

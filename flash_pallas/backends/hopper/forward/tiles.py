@@ -460,7 +460,7 @@ class ForwardGmem(NamedTuple):
     table: Any  # int32, see scheduler.py
     q_offset: Any = None  # int32[B]; None unless it is traced
     kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
-    whole: Any = None  # int32[B, Q tiles, 2], bounds.kv_whole, where problem.hides_by_arrays
+    whole: Any = None  # int32[B, T / 64, 2], bounds.kv_whole, where problem.hides_by_arrays
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
 
@@ -573,7 +573,12 @@ class ForwardCta:
     def zones_by_arrays(self, tile: QTile):
         """Returns `zones` where arrays hide keys: only blocks of bounds.kv_whole are not masked."""
         first, last = jnp.int32(1), tile.kv_blocks
-        start, stop = (self.gmem.whole[tile.batch, tile.block, end] for end in (0, 1))
+        # The last warpgroups of the last tile may have no rows.
+        rows = lax.min(
+            tile.block * self.plan.blocks.warpgroups + self.wg,
+            jnp.int32(self.gmem.whole.shape[1] - 1),
+        )
+        start, stop = (self.gmem.whole[tile.batch, rows, end] for end in (0, 1))
         if not self.plan.problem.spec.mask.is_trivial:
             position = tile.position + self.wg * WARPGROUP_ROWS
             full_start, full_stop = map(jnp.int32, self.plan.whole_kv_tiles(position))
