@@ -269,7 +269,11 @@ def _as_one(q, k, v, places, options: dict[str, Any]) -> tuple[tuple[Any, Any, A
     known = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     lengths = _length(known[0], of_q, len(q)), _length(known[1], of_kv, len(k))
     documents = _Documents.of(of_q, of_kv, (len(q), len(k)), aligned)._replace(lengths=lengths)
-    given: dict[str, Any] = options | (documents.by_ids() if mods else documents.by_intervals())
+    if cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q:
+        documents = documents._replace(q_positions=None)
+    causal = bool(options["causal"])
+    hidden = documents.by_ids() if mods else documents.by_intervals(causal=causal)
+    given: dict[str, Any] = options | hidden
     for name in ("bias", "mask"):
         given[name] = _with_batch(name, given[name])
     return (q[None], k[None], v[None]), Arguments(**given)
@@ -280,7 +284,7 @@ class _Documents(NamedTuple):
 
     q_ids: Any  # -1 for padding
     kv_ids: Any
-    q_positions: Any  # in the document, as `alignment` says
+    q_positions: Any  # in the document, as `alignment` says; None: they are kv_positions
     kv_positions: Any
     first: Any  # index of the first key of each query's document
     stop: Any  # one past the last
@@ -300,22 +304,26 @@ class _Documents(NamedTuple):
         kv_positions = index[1] - start(of_kv, kv_ids)
         return cls(q_ids, kv_ids, q_positions, kv_positions, first, stop)
 
-    def by_intervals(self) -> dict[str, Any]:
+    def by_intervals(self, *, causal: bool) -> dict[str, Any]:
         """Returns arguments by which each query sees an interval of packed keys.
 
-        Positions are counted in packed keys: their distances are those in the document.
+        Positions are counted in packed keys: their distances are those in the document. Where
+        queries and keys have the same documents, a static mask stays one, and `causal` alone keeps
+        a query from the documents after its own.
         """
-        return self._lengths() | {
-            "q_positions": (self.first + self.q_positions)[None],
-            "within": (self.first[None], self.stop[None] - 1),
-        }
+        first, last = self.first[None], self.stop[None] - 1
+        if self.q_positions is None:
+            return self._lengths() | {"within": (first, None if causal else last)}
+        positions = (self.first + self.q_positions)[None]
+        return self._lengths() | {"q_positions": positions, "within": (first, last)}
 
     def by_ids(self) -> dict[str, Any]:
         """Returns arguments by which ids are compared, and positions are those in a document."""
+        q_positions = self.kv_positions if self.q_positions is None else self.q_positions
         return self._lengths() | {
             "q_segment_ids": self.q_ids[None],
             "kv_segment_ids": self.kv_ids[None],
-            "q_positions": self.q_positions[None],
+            "q_positions": q_positions[None],
             "kv_positions": self.kv_positions[None],
         }
 

@@ -180,6 +180,8 @@ FORWARD_BLOCKS = (
     (_small("long_jump_causal_128", maxima="jump", T=400, S=400, N=1, H=128, causal=True),
      LONG_BLOCKS),
     (_small("long_ragged_128", T=200, S=231, N=2, H=128), LONG_BLOCKS),
+    (_small("long_packed_128", segments="padded", poison=True, T=300, S=300, N=1, H=128,
+            causal=True), LONG_BLOCKS),
     (_small("one_warpgroup_128", T=130, H=128, N=1, causal=True), {"warpgroups": 1}),
     (_small("packed_rows", T=40, S=104, B=2, kv_lengths=(100, 31), q_lengths=(40, 9), sinks=True,
             causal=True, q_offset=-5, poison=True), {"packed": True}),

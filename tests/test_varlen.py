@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from flash_pallas import explain_varlen, flash_attention_varlen, reference
-from flash_pallas.frontend import dispatch
+from flash_pallas import explain_varlen, flash_attention_varlen, reference, varlen
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.frontend import dispatch, validate
+from flash_pallas.transforms import derivatives
+
+from .interpreter import race_checked
+from .test_portable_interpreted import BACKEND as PORTABLE
 
 N, K, H = 4, 2, 32
 LENGTHS = ((37, 0, 1, 90, 14), (50, 9, 64, 90, 0))  # of queries and of keys
@@ -95,6 +102,68 @@ def test_varlen_is_every_document_by_itself(name, alignment):
     for bound, mine, others in zip((4e-6, 2e-5), found, wanted, strict=True):
         for x, y in zip(mine, others, strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_array_says_what_queries_and_keys_have(name):
+    call, lengths = CALLS[name], (LENGTHS[0], LENGTHS[0])
+    q, k, v, do = _arrays(lengths, poison=False)
+    poisoned = [x.at[-PADDED:].set(jnp.nan) for x in (q, k, v)]
+    blocks = {"block_q": 32, "block_kv": 32}
+
+    def ours(cu, q, k, v):
+        return flash_attention_varlen(
+            q, k, v, cu_seqlens_q=cu, **call, backend="xla", blocks=blocks, return_lse=True
+        )
+
+    @jax.jit
+    def both(cu, q, k, v):
+        packed = functools.partial(ours, cu)
+        return packed(q, k, v), jax.grad(_loss(packed, do), (0, 1, 2))(q, k, v)
+
+    oracle = lambda q, k, v: _by_document(q, k, v, lengths, "start", call)
+    found = both(jnp.asarray(_cu(LENGTHS[0])), *poisoned)
+    wanted = jax.jit(lambda *x: (oracle(*x), jax.grad(_loss(oracle, do), (0, 1, 2))(*x)))(q, k, v)
+    for bound, mine, others in zip((4e-6, 2e-5), found, wanted, strict=True):
+        for x, y in zip(mine, others, strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernels", ["hopper", "hopper split", "portable"])
+def test_kernels_on_packed_arrays(kernels, causal):
+    hopper = kernels != "portable"
+    chosen = HopperBackend(interpret=True, num_sms=2) if hopper else PORTABLE
+    blocks = {"forward": {"warpgroups": 3, "block_kv": 64}} if hopper else None
+    lengths, heads = (70, 1, 0, 90, 30), (2, 1, 1, 2)
+    total = sum(lengths) + PADDED
+    keys = jax.random.split(jax.random.key(5), 4)
+    *given, do = (jax.random.normal(x, (total, n, 64)) for x, n in zip(keys, heads, strict=True))
+    absent = ("window", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod")
+    options = dict.fromkeys(absent) | {"causal": causal}
+    options["deterministic"] = kernels == "hopper split"
+
+    def results(backend, blocks, dtype):
+        def attend(q, k, v):
+            places = jnp.asarray(_cu(lengths)), None, None
+            arrays, arguments = varlen._as_one(q, k, v, places, options)
+            call = validate.canonicalize(*arrays, arguments)
+            tiles = backend.blocks(call.problem, blocks)
+            return derivatives.attend(backend, call.spec, tiles, call.operands)[0][0]
+
+        poisoned = [x.astype(dtype).at[-PADDED:].set(jnp.nan) for x in given]
+        o, pull = jax.vjp(attend, *poisoned)
+        found = [o, *pull(do.astype(dtype))]
+        return [np.asarray(x.astype(jnp.float32)) for x in found]
+
+    with race_checked():
+        found = results(chosen, blocks, jnp.bfloat16)
+    xla = dispatch.BACKENDS["xla"]
+    exact, plain = (results(xla, None, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    for factor, e, p, f in zip((2, 3, 3, 3), exact, plain, found, strict=True):
+        assert not f[-PADDED:].any()
+        assert np.abs(f - e).max() <= factor * np.abs(p - e).max()
 
 
 def test_traced_lengths_compile_once_and_padding_may_hold_anything():

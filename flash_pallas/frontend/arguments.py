@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -210,22 +211,26 @@ def visible_keys(sides, of_queries, given: bool, within, sizes: Sizes):
         sides: result of `band`.
         of_queries: function that returns the positions of queries, int32[B, T].
         given: True if arrays give any position.
-        within: (first, last), int32[B, T] each, beyond which no key is visible; or None.
+        within: (first, last), int32[B, T] or None each, beyond which no key is visible; or None.
         sizes: sizes of the call.
 
     Returns:
-        The mask as it is and (None, None) where it is static and indices are positions. Otherwise
+        The mask as it is and `within` where the mask is static and indices are positions. Otherwise
         no mask, and int32[B, T] for each side that is bounded.
     """
+    within = within or (None, None)
     if not given and not any(map(is_array, sides)):
-        return Mask(*sides), None, None
+        return Mask(*sides), *within
     left, right = (_distance(sizes, side) for side in sides)
     first = None if left is None else of_queries() - left
     last = None if right is None else of_queries() + right
-    if within is not None:
-        first = within[0] if first is None else jnp.maximum(first, within[0])
-        last = within[1] if last is None else jnp.minimum(last, within[1])
-    return Mask(), first, last
+    return Mask(), _inner(jnp.maximum, first, within[0]), _inner(jnp.minimum, last, within[1])
+
+
+def _inner(choose, *bounds):
+    """Returns the tighter of two bounds, each of which may be None."""
+    there = [bound for bound in bounds if bound is not None]
+    return functools.reduce(choose, there) if there else None
 
 
 def without_padding(first, last, q_lengths):

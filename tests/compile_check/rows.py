@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -129,6 +130,8 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 128, "alibi_causal_128"): 8,
     ("flash_pallas_forward", 64, "packed_causal"): 16,
     ("flash_pallas_forward", 64, "positions_causal"): 4,
+    ("flash_pallas_forward", 128, "varlen"): 4,
+    ("flash_pallas_forward", 128, "varlen_padded"): 12,
     ("flash_pallas_forward", 64, "positions_mods"): 52,  # positions, ALiBi, both mods, dropout
     ("flash_pallas_backward_fused", 64, "positions_causal"): 28,
     ("flash_pallas_backward_dkv", 256, "window_array_256"): 12,
@@ -364,9 +367,31 @@ def _rows_without_producer() -> Iterator[Row]:
         yield _row(path + ALONE, head_dim, "bfloat16", mask)
 
 
+def _packed_rows() -> Iterator[Row]:
+    """Yields what flash_attention_varlen runs, causal, where one array says what both have."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    length, of = 8192, jax.ShapeDtypeStruct
+    q, kv = shape(1, length, Q_HEADS, 128), shape(1, length, KV_HEADS, 128)
+    per_row = of((1, Q_HEADS, length), jnp.float32)
+    known = Operands(q, kv, kv, q_first=of((1, length), jnp.int32))
+    one = of((1,), jnp.int32)
+    for name, operands in (
+        ("varlen", known),
+        ("varlen_padded", known._replace(q_lengths=one, kv_lengths=one)),
+    ):
+        spec, backend = AttentionSpec(scale=0.1, mask=Mask(right=0)), HopperBackend()
+        blocks = backend.blocks(describe(operands, spec), None)
+        forward = functools.partial(backend.forward, spec, blocks)
+        backward = functools.partial(backend.backward, spec, blocks, wanted=frozenset())
+        yield Row("forward", 128, "bfloat16", name, forward, (operands,))
+        arguments = operands, cotangents(spec, q, per_row)
+        yield Row("backward", 128, "bfloat16", name, backward, arguments)
+
+
 def _rows_of_other_lengths() -> Iterator[Row]:
     for mask in LONG_MASKS:
         yield _row("forward", 128, "bfloat16", mask)
+    yield from _packed_rows()
     sizes = itertools.product((64, 128), ("forward", "backward"), (*SMALL_MASKS, *MANY_MASKS))
     yield from (_row(path, head_dim, "bfloat16", mask) for head_dim, path, mask in sizes)
 

@@ -185,8 +185,11 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     Two warpgroups then have 255 registers a thread. Three have 168 and spill 150 to 250 bytes in
     the loops over masked keys and with a bias, so that only plain problems get them.
     """
-    plain = _is_plain(native_problem(problem))
-    most = blocks.warpgroups if plain else 2
+    native = native_problem(problem)
+    most = blocks.warpgroups if _is_plain(native) else 2
+    dims = native.head_dim, native.v_head_dim
+    if most < blocks.warpgroups and blocks == TUNED_LONG.get(dims):
+        blocks = TUNED[dims]
     return dataclasses.replace(blocks, producer=False, warpgroups=min(blocks.warpgroups, most))
 
 
@@ -207,14 +210,22 @@ def _is_plain(problem: Problem) -> bool:
     return not others and not modifiers(problem) and problem.spec.mask.left is None
 
 
+# Arrays that hide keys as a causal mask does: whole blocks, or blocks of which a part is hidden.
+_INTERVALS = {"q_segments", "kv_segments", "q_first", "q_last", "kv_positions", "kv_lengths"}
+
+
 def _is_long(problem: Problem) -> bool:
-    """Returns whether a problem is plain and its tiles have many steps.
+    """Returns whether a problem is plain, or packed, and its tiles have many steps.
 
     Nothing else was measured with the tiles of TUNED_LONG.
     """
-    if not _is_plain(problem) or problem.spec.max_logit:
+    packed = problem.hides_by_arrays
+    plain = dataclasses.replace(
+        problem, features=problem.features - (_INTERVALS if packed else set())
+    )
+    if not _is_plain(plain) or problem.spec.max_logit:
         return False
-    least = 4096 if problem.spec.mask.is_trivial else 8192
+    least = 4096 if problem.spec.mask.is_trivial and not packed else 8192
     return min(problem.q_len, problem.kv_len) >= least
 
 
