@@ -183,7 +183,7 @@ def flash_attention(
         deterministic=deterministic,
         precision=precision,
     )
-    return run(q, k, v, backend, blocks, arguments, lse=False)[0]
+    return run(q, k, v, backend, blocks, arguments)[0]
 
 
 @same_arguments(flash_attention)
@@ -367,26 +367,20 @@ def explain(
         precision=precision,
     )
     override = validate.check_blocks(blocks)
-
-    def shapes(q, k, v, given):
-        call = validate.canonicalize(q, k, v, Arguments(**given))
-        return call.problem, call.means_empty_rows
-
-    problem, lse = validate.of_shapes(shapes, q, k, v, vars(arguments))
+    shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
+    problem = validate.of_shapes(shapes, q, k, v, vars(arguments))
     platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, override, gpu, platform, lse)
+    return dispatch.explanation(problem, backend, override, gpu, platform)
 
 
-def run(q, k, v, backend, blocks, arguments: Arguments, lse=True) -> tuple[Any, Any, Any]:
-    """Computes (o, lse, max_logit or None) of one call; without `lse`, that may be None too."""
+def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
+    """Computes (o, lse, max_logit or None) of one call."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)
     if call.is_empty:
         dispatch.check_name(backend)
         return call.empty_result()
-    platform = dispatch.platform_of((q, k, v))
-    lse = lse or call.means_empty_rows
-    chosen = dispatch.select(call.problem, backend, platform=platform, lse=lse)
+    chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
     tiles = dispatch.tiles(chosen, call.problem, override)
     try:
         found = _attend(chosen, call.spec, tiles, call.operands)
@@ -468,19 +462,21 @@ def dot_product_attention(
         (2, 16, 4, 64)
     """
     rank = jnp.ndim(query)
-    options: dict[str, Any] = {
-        "bias": validate.of_rank(bias, rank),
-        "mask": validate.of_rank(mask, rank),
-        "causal": is_causal,
-        "window": local_window_size,
-        "scale": scale,
-        "q_offset": 0,
-        "q_lengths": validate.lengths_of_rank(query_seq_lengths, rank - 3),
-        "kv_lengths": validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
-        "empty_rows": "mean",
-        "backend": "auto" if implementation is None else implementation,
-    }
+    o, lse = flash_attention_with_lse(
+        query,
+        key,
+        value,
+        bias=validate.of_rank(bias, rank),
+        mask=validate.of_rank(mask, rank),
+        causal=is_causal,
+        window=local_window_size,
+        scale=scale,
+        q_offset=0,
+        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
+        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
+        empty_rows="mean",
+        backend="auto" if implementation is None else implementation,
+    )
     if not return_residual:
-        return flash_attention(query, key, value, **options)
-    o, lse = flash_attention_with_lse(query, key, value, **options)
+        return o
     return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2)).astype(o.dtype)

@@ -64,7 +64,6 @@ class Case:
             entry. Scores are as exact as with `additive`, and several keys share the row max.
         integers: dtype of lengths, offsets and ids, where it can hold their values.
         seed_kind: type that carries the seed: "int", "numpy", "array", "uint32" or "key".
-        lse: False where the backend gives no log-sum-exp: its cotangent is 0.
     """
 
     name: str
@@ -105,7 +104,6 @@ class Case:
     magnitude: int | tuple[int, ...] = 0
     integers: str = "int32"
     seed_kind: str = "int"
-    lse: bool = True
 
     def __str__(self):
         return self.name
@@ -159,7 +157,7 @@ class Case:
         k = draw((self.B, self.S, self.K, self.H))
         v = draw((self.B, self.S, self.K, self.v_head_dim))
         do = draw((self.B, self.T, self.N, self.v_head_dim))
-        dlse = draw((self.B, self.N, self.T)) * self.lse
+        dlse = draw((self.B, self.N, self.T))
         side, given = self._side(seed), self._given(seed)
         if self.rounds:
             q, k = self._whole_numbers(seed)

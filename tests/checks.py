@@ -51,10 +51,7 @@ Results = Mapping[str, Any]  # float64 numpy arrays by name
 
 
 def bind(backend, blocks: dict[str, int] | None = None):
-    """Returns (q, k, v, **arguments) -> (o, lse[, max_logit]) on a backend, an object or a name.
-
-    lse is None on a backend that gives none; its cases have lse=False.
-    """
+    """Returns (q, k, v, **arguments) -> (o, lse[, max_logit]) on a backend, an object or a name."""
     if isinstance(backend, str):
         backend = dispatch.BACKENDS[backend]
 
@@ -90,14 +87,12 @@ def _outputs_and_gradients(call, case: Case, x: Inputs) -> Results:
 
     def outputs(q, k, v, side):
         o, lse, *most = call(q, k, v, **case.arguments(x._replace(side=side)))
-        return (o, lse if case.lse else None), {"max_logit": most[0]} if most else {}
+        return (o, lse), {"max_logit": most[0]} if most else {}
 
     (o, lse), pull, most = jax.vjp(outputs, x.q, x.k, x.v, x.side, has_aux=True)
-    dlse = None if lse is None else x.dlse.astype(lse.dtype)
-    dq, dk, dv, dside = pull((x.do.astype(o.dtype), dlse))
+    dq, dk, dv, dside = pull((x.do.astype(o.dtype), x.dlse.astype(lse.dtype)))
     side = {f"d{name}": d for name, d in dside.items()}
-    rows = most if lse is None else {"lse": lse} | most
-    return {"o": o, "dq": dq, "dk": dk, "dv": dv} | rows | side
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv} | most | side
 
 
 def _widen(results) -> Results:
@@ -254,8 +249,7 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
     s = logits((qk, x.side))
     keep &= s > -jnp.inf
     p, lse, _ = m.softmax(s, keep)
-    sees = jnp.isfinite(exact.get("lse", lse))
-    lse = jnp.where(sees, lse, 0.0)
+    lse = jnp.where(jnp.isfinite(exact["lse"]), lse, 0.0)
     size = jnp.where(keep, jnp.abs(s), 0.0)
     # exp(s - lse) inherits the rounding of s and of lse, in float32; but not where s is exact.
     relative = float(jnp.finfo(jnp.float32).eps / jnp.finfo(case.dtype).eps)
@@ -264,7 +258,7 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
     gain = 1.0
     if case.dropout_rate:
         gain = jnp.where(m.kept(qk.shape), dropout.gain(case.dropout_rate), 0.0)
-    dlse = jnp.where(sees, jnp.abs(x.dlse), 0.0)
+    dlse = jnp.where(jnp.isfinite(exact["lse"]), jnp.abs(x.dlse), 0.0)
     delta = jnp.einsum("btnh,btnh->bnt", o, do) + dlse
     ds = p * (jnp.einsum("btnh,bsnh->bnts", do, v) * gain + delta[..., None])
     _, slope = jax.jvp(logits, ((qk, x.side),), ((jnp.ones_like(qk), _zeros(x.side)),))
@@ -286,7 +280,7 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
         if name == "sinks":
             sink = x.side[name][None, :, None]
             weight = jnp.exp(sink - lse) * (1.0 + relative * (jnp.abs(sink) + jnp.abs(lse)))
-            weight = jnp.where(sees, weight, 0.0)
+            weight = jnp.where(jnp.isfinite(exact["lse"]), weight, 0.0)
             squares = jnp.square(weight * delta).sum((0, 2))
         found[f"d{name}"] = jnp.sqrt(squares)
     found |= _of_saved_output(case, pull, p, o, do) | _of_tangents(case, x, qk, keep)

@@ -6,7 +6,7 @@ from .cases import Case
 
 
 def _case(name: str, **fields) -> Case:
-    usual = {"T": 256, "S": 256, "B": 2, "N": 4, "dtype": "bfloat16", "lse": False}
+    usual = {"T": 256, "S": 256, "B": 2, "N": 4, "dtype": "bfloat16"}
     return Case(name, **(usual | fields))
 
 

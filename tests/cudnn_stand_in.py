@@ -1,110 +1,96 @@
-"""A stand-in for cuDNN behind jax.nn on a CPU: its rules, and no more than it promises.
+"""cuDNN's attention in dense jnp, for a CPU: jax.nn's own path to cuDNN, with another end.
 
-It refuses what jax.nn and cuDNN refuse, and leaves NaN wherever nothing says what cuDNN writes: in
-outputs and gradients beyond a length, and in queries that see no key. Arithmetic is in float32.
+jax calls cuDNN by two primitives, a forward and a backward, around which it has a `custom_vjp`,
+rules for vmap and for the partitioner, and checks. All of that runs as on a GPU; only the
+primitives, which no CPU has, compute the same in jnp. They are as careless as cuDNN may be: NaN for
+queries that see no key, and in gradients beyond the lengths and of a bias where a mask hides it.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as engine
+from jax._src.interpreters import mlir
 
-from flash_pallas.backends.cudnn.backend import LOWEST
-
-
-def dot_product_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    scale,
-    is_causal,
-    local_window_size,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    implementation,
-    return_residual=False,
-):
-    """Computes what `jax.nn.dot_product_attention(implementation="cudnn")` does."""
-    assert implementation == "cudnn" and type(scale) is float and scale > 0.0
-    (batch, q_len, heads, head_dim), kv_len = query.shape, key.shape[1]
-    assert key.shape == value.shape and not q_len % 2 and not kv_len % 2 and not head_dim % 8
-    if mask is not None:
-        assert bias is None and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-        bias = jnp.where(mask, 0.0, LOWEST[query.dtype]).astype(query.dtype)
-    elif bias is not None:
-        assert bias.dtype == query.dtype and bias.shape[0] in (1, batch) and bias.shape[1] == heads
-    assert bias is None or bias.shape[2:] == (q_len, kv_len)
-    lengths = []
-    for given, most in ((query_seq_lengths, q_len), (key_value_seq_lengths, kv_len)):
-        full = jnp.full(batch, most, jnp.int32)
-        lengths.append(full if given is None else given)
-    padded = query_seq_lengths is not None or key_value_seq_lengths is not None
-    assert not padded or bias is None
-    window = None
-    if local_window_size is not None:
-        left, right = local_window_size
-        # Without is_causal, the right end of the window would be forgotten.
-        assert is_causal and right == 0 and left >= 0 and not padded and q_len <= kv_len
-        window = left + 1
-    o, lse = _attend((scale, is_causal, window), query, key, value, bias, *lengths)
-    return (o, jnp.swapaxes(lse, 1, 2).astype(o.dtype)) if return_residual else o
+VERSION = 91900
+_f32 = lambda x: x.astype(jnp.float32)
 
 
-def _beyond(lengths, size: int):
-    return jnp.arange(size)[None] >= lengths[:, None]
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Lets jax.nn find a cuDNN on a GPU of compute capability 9.0."""
+    _register()
+    with (
+        mock.patch.object(engine, "check_cudnn_version", lambda: VERSION),
+        mock.patch.object(engine, "check_compute_capability", lambda _: True),
+        mock.patch.object(engine, "is_cuda_compute_capability_equal", lambda _: False),
+    ):
+        yield
 
 
-def _exact(options, q, k, v, bias, q_lengths, kv_lengths):
-    """Computes (o, lse [B, N, T]) in float32 from float32; a query without a key gives NaN."""
-    scale, causal, window = options
-    (_, q_len, heads, _), kv_len = q.shape, k.shape[1]
-    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
-    s = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
-    s = s if bias is None else s + bias
-    row, column = np.arange(q_len)[None, None, :, None], np.arange(kv_len)[None, None, None]
-    keep = ~_beyond(kv_lengths, kv_len)[:, None, None]
-    if causal:
+def _register():
+    lower = lambda end: mlir.lower_fun(end, multiple_results=True)
+    mlir.register_lowering(engine._dot_product_attention_fwd_p, lower(_forward), platform="cpu")
+    mlir.register_lowering(engine._dot_product_attention_bwd_p, lower(_backward), platform="cpu")
+
+
+def _per_query(x, q):
+    """Repeats heads of keys for the query heads that read them."""
+    return _f32(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2))
+
+
+def _weights(q, k, bias, lengths, static):
+    """Returns (scores, what is visible, queries within their lengths), each [B, N, T, S]."""
+    s = static["scale"] * jnp.einsum("btnh,bsnh->bnts", _f32(q), _per_query(k, q))
+    if static["variadic_args"][0]:
+        assert bias.dtype == q.dtype and bias.shape[2:] == s.shape[2:]
+        s = s + _f32(bias)
+    row, column = (lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+    keep = jnp.ones(s.shape, bool)
+    kind, window = static["mask_type"], static["sliding_window_length"]
+    if kind in (engine.MaskType.CAUSAL, engine.MaskType.PADDING_CAUSAL):
         keep &= column <= row
-    if window is not None:
-        keep &= column > row - window
+    if window:
+        keep &= row - column < window
+    within_q, within_kv = jnp.ones_like(keep), jnp.ones_like(keep)
+    if engine.has_padding(kind):
+        q_lengths, kv_lengths = (x[:, None, None, None] for x in lengths)
+        within_q, within_kv = row < q_lengths, column < kv_lengths
+    return s, keep & within_q & within_kv, within_q[:, :1, :, 0], within_kv[:, :1, 0]
+
+
+def _forward(q, k, v, bias, q_lengths, kv_lengths, *_, is_training, **static):
+    s, keep, *_ = _weights(q, k, bias, (q_lengths, kv_lengths), static)
     s = jnp.where(keep, s, -jnp.inf)
-    lse = jax.nn.logsumexp(s, axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v, precision="highest"), lse
+    most = s.max(-1, keepdims=True)
+    p = jnp.exp(s - most)  # NaN without a key
+    log = jnp.log(p.sum(-1, keepdims=True))
+    p = (p * jnp.exp(-log)).astype(q.dtype)
+    o = jnp.einsum("bnts,bsnh->btnh", _f32(p), _per_query(v, q)).astype(q.dtype)
+    return (o, (most + log)[..., 0]) if is_training else (o,)
 
 
-def _marked(x, beyond):
-    return jnp.where(beyond[:, :, None, None], jnp.nan, x)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, bias, q_lengths, kv_lengths):
-    return _attend_fwd(options, q, k, v, bias, q_lengths, kv_lengths)[0]
-
-
-def _attend_fwd(options, *given):
-    (q, *_), q_lengths = given, given[4]
-    wide = [None if x is None else x.astype(jnp.float32) for x in given[:4]]
-    o, lse = _exact(options, *wide, *given[4:])
-    return (_marked(o, _beyond(q_lengths, q.shape[1])).astype(q.dtype), lse), given
-
-
-def _attend_bwd(options, given, cotangents):
-    q, k, v, bias, q_lengths, kv_lengths = given
-    queries, keys = _beyond(q_lengths, q.shape[1]), _beyond(kv_lengths, k.shape[1])
-    do = jnp.where(queries[:, :, None, None], 0.0, cotangents[0].astype(jnp.float32))
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    added = None if bias is None else bias.astype(jnp.float32)
-    run = lambda q, k, v, bias: _exact(options, q, k, v, bias, q_lengths, kv_lengths)[0]
-    dq, dk, dv, dbias = jax.vjp(run, *wide, added)[1](do)
-    found = _marked(dq, queries), _marked(dk, keys), _marked(dv, keys)
-    grads = [d.astype(x.dtype) for d, x in zip(found, (q, k, v), strict=True)]
-    return *grads, None if bias is None else dbias.astype(bias.dtype), None, None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
+def _backward(q, k, v, bias, q_lengths, kv_lengths, _0, _1, _2, _3, lse, o, do, *_, **static):
+    s, keep, within_q, within_kv = _weights(q, k, bias, (q_lengths, kv_lengths), static)
+    p = jnp.where(keep, jnp.exp(s - lse[..., None]), 0.0)
+    dp = jnp.einsum("btnh,bsnh->bnts", _f32(do), _per_query(v, q))
+    delta = jnp.einsum("btnh,btnh->bnt", _f32(o), _f32(do))
+    ds = p * (dp - delta[..., None])
+    of_q, of_k = (_f32(x.astype(q.dtype)) for x in (ds, p))
+    dq = static["scale"] * jnp.einsum("bnts,bsnh->btnh", of_q, _per_query(k, q))
+    dk = static["scale"] * jnp.einsum("bnts,btnh->bsnh", of_q, _f32(q))
+    dv = jnp.einsum("bnts,btnh->bsnh", of_k, _f32(do))
+    shared = lambda x: x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3]).sum(3)
+    beyond = lambda x, within: jnp.where(jnp.swapaxes(within, 1, 2)[..., None], x, jnp.nan)
+    within_q &= keep.any(-1)[:, :1]
+    grads = beyond(dq, within_q), beyond(shared(dk), within_kv), beyond(shared(dv), within_kv)
+    if static["variadic_args"][1]:
+        axes = tuple(i for i in (0, 1) if bias.shape[i] == 1)
+        hides = static["mask_type"] != engine.MaskType.NO_MASK
+        grads = *grads, jnp.where(keep | (not hides), ds, jnp.nan).sum(axes, keepdims=True)
+    return tuple(x.astype(q.dtype) for x in grads)

@@ -70,7 +70,7 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("your own scores", "`score_mod`", "of what it captures", _MOD),
     ("your own mask", "`mask_mod`", "", _MASK_MOD),
     ("all of these together", "", "", _ALL),
-    ("log-sum-exp", "`flash_attention_with_lse`", "yes", {"lse": True}),
+    ("log-sum-exp", "`flash_attention_with_lse`", "yes", {}),
     ("bit-identical gradients", "`deterministic=True`", "", {"deterministic": True}),
     ("head dims up to 256, `Hv` other than `H`", "", "", {"H": 192, "Hv": 128}),
     ("head dims above 256", "", "", {"H": 320}),
@@ -89,10 +89,8 @@ SOME: dict[str, dict[str, Any]] = {
 
 
 def _takes(backend, example: dict[str, Any]) -> bool:
-    if example.get("lse") and not backend.gives_lse:
-        return False
     head_dim, dtype = example.get("H", 64), example.get("dtype", jnp.bfloat16)
-    sizes = ("H", "Hv", "dtype", "lse")
+    sizes = ("H", "Hv", "dtype")
     arguments = {name: x for name, x in example.items() if name not in sizes}
     shapes = (B, T, N, head_dim), (B, S, 2, head_dim), (B, S, 2, example.get("Hv", head_dim))
     with jax.enable_x64(True):

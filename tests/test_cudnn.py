@@ -21,12 +21,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
-from flash_pallas.backends.cudnn import OLDEST, CudnnBackend, backend
+from flash_pallas.backends.cudnn import OLDEST, CudnnBackend, backend, residuals
 from flash_pallas.core.problem import AttentionSpec
 from flash_pallas.frontend import dispatch, validate
 from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.parallel import context_parallel_attention, sharded_attention
 
 from . import checks, cudnn_stand_in
+from .cases import Case
 from .cudnn_cases import CASES, WIDE
 
 HOPPER = CudnnBackend(capability="9.0", version=OLDEST)
@@ -46,8 +48,9 @@ def described(*given, **options):
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn_stand_in.dot_product_attention)
+def stand_in():
+    with cudnn_stand_in.installed():
+        yield
 
 
 # --- Numbers --------------------------------------------------------------------------------------
@@ -63,7 +66,7 @@ def test_the_oracle(case):
 
 
 def assert_close(found, expected):
-    """Checks that no error exceeds a rounding of the largest, as in sums of rounded parts."""
+    """Checks that none is off by more than a rounding of the largest: sums of rounded parts."""
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     assert np.abs(found - expected).max() <= ROUNDING * np.abs(expected).max()
 
@@ -109,6 +112,42 @@ def test_shards_of_a_batch_and_heads(kind):
         assert_close(ours, expected)
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("causal", "strategy"), [(True, "ring"), (False, "ring"), (True, "ulysses")]
+)
+def test_context_parallelism(causal, strategy, eight_devices, monkeypatch):
+    """Runs rings, which hand the log-sum-exp and O of all keys to the backward of some."""
+    monkeypatch.setitem(dispatch.BACKENDS, "cudnn", HOPPER)
+    mesh = jax.make_mesh((4,), ("context",), (AxisType.Auto,), devices=eight_devices[:4])
+    call = partial(
+        context_parallel_attention, mesh=mesh, axis="context", strategy=strategy, return_lse=True
+    )
+    run = lambda q, k, v, q_offset, **options: call(q, k, v, backend="cudnn", **options)
+    case = Case("ring", T=64, S=64, B=2, N=8, K=4, H=16, dtype="bfloat16", causal=causal)
+    checks.assert_matches_oracle(run, case)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("strategy", ["none", "ring"])
+def test_a_second_backward_is_of_the_log_sum_exp(strategy, eight_devices, monkeypatch):
+    """Counts the backwards in a gradient: of a sum of O, and of a sum of O and the log-sum-exp."""
+    monkeypatch.setitem(dispatch.BACKENDS, "cudnn", HOPPER)
+    call = partial(fp.flash_attention_with_lse, backend="cudnn")
+    if strategy == "ring":
+        mesh = jax.make_mesh((4,), ("context",), (AxisType.Auto,), devices=eight_devices[:4])
+        attend = partial(
+            sharded_attention, axis="context", strategy="ring", backend="cudnn", return_lse=True
+        )
+        whole, rows = P(None, "context"), P(None, None, "context")
+        call = jax.shard_map(attend, mesh=mesh, in_specs=(whole,) * 3, out_specs=(whole, rows))
+    x = draw(1, 64, 2, 16)
+    for wants, backwards in ((False, 1), (True, 2)):
+        loss = lambda x, wants: sum(y.astype(jnp.float32).sum() for y in call(x, x, x)[: 1 + wants])
+        text = str(jax.make_jaxpr(partial(jax.grad(loss), wants=wants))(x))
+        assert len(re.findall(r"= dot_product_attention_bwd_wrapper\[", text)) == backwards
+
+
 # --- What reaches cuDNN: jax's own lowering, of which a CPU is enough -----------------------------
 
 
@@ -149,14 +188,48 @@ def test_masks_reach_cudnn(options, mask, window):
     assert "fmha_scale\\22: 0.5," in call
 
 
+def layers(attend):
+    """Returns a model that scans over two layers, so that its backward is another loop."""
+    layer = lambda x, _: (attend(x, x[:, :, ::2], x[:, :, ::2]), None)
+    return lambda x: jax.lax.scan(layer, x, length=2)[0].astype(jnp.float32).sum()
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("lse", [False, True], ids=["o", "o_and_lse"])
+@pytest.mark.parametrize("policy", ["plain", "save_attention", "nothing_saveable"])
+def test_a_gradient_runs_the_forward_once(policy, lse):
+    """Counts logarithms in the compiled program: the stand-in's forward has one, its backward none.
+
+    Only a checkpoint that saves nothing has two. What the backward traces once more is dropped.
+    """
+
+    def attend(*x):
+        o, rows = checks.bind(HOPPER)(*x, causal=True)
+        return o + jnp.swapaxes(rows, 1, 2)[..., None].astype(o.dtype) if lse else o
+
+    policies = jax.checkpoint_policies.nothing_saveable, fp.save_attention
+    wrapped = attend
+    if policy != "plain":
+        wrapped = jax.checkpoint(attend, policy=policies[policy == "save_attention"])
+    text = jax.jit(jax.grad(layers(wrapped))).lower(*arrays(T, T)[:1]).compile().as_text()
+    assert len(re.findall(r"\blog\(", text)) == 1 + (policy == "nothing_saveable")
+
+
 @pytest.mark.usefixtures("lowering")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
-def test_the_forward_of_the_backward_is_the_forward(wrap):
-    """Checks what lets the compiler merge the two calls: they differ in nothing."""
-    grad = jax.value_and_grad(wrap(loss_of(causal=True)), (0, 1, 2))
-    first, again, backward = calls(grad, *arrays())
-    assert first == again and first.startswith("fmhaSoftmax(")
-    assert backward.startswith("fmhaSoftmaxBackward(")
+def test_another_backward_of_jax_is_refused(monkeypatch):
+    """Looks at a jax.nn whose backward keeps other arrays than O and a float32 log-sum-exp."""
+    residuals.known.cache_clear()
+    assert residuals.known()
+    residuals.known.cache_clear()
+    other = lambda q, k, v, implementation: q * k * v
+    monkeypatch.setattr(jax.nn, "dot_product_attention", other)
+    assert not residuals.known()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(backend, "_capability", lambda: "10.0")
+    monkeypatch.setattr(backend, "_version", lambda: 91900)
+    reason = CudnnBackend().unsupported(described())
+    assert reason is not None and reason.endswith(f"jax 0.11 and 0.12, not of {jax.__version__}")
+    residuals.known.cache_clear()
 
 
 @pytest.mark.usefixtures("lowering")
@@ -277,6 +350,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda *_: [device])
         monkeypatch.setattr(backend, "_version", lambda: version)
+        monkeypatch.setattr(residuals, "known", lambda: True)
         dispatch._log_once.cache_clear()
 
     return install
@@ -297,26 +371,41 @@ def gpu(monkeypatch):
 def test_auto_takes_it_on_blackwell_alone(capability, options, chosen, gpu):
     gpu(capability)
     problem = described(**options)
-    assert dispatch.select(problem, "auto", lse=False).name == chosen
-    assert dispatch.select(problem, "auto").name in ("hopper", "portable")  # the LSE is read
+    assert dispatch.select(problem, "auto").name == chosen
     assert dispatch.select(problem, "portable").name == "portable"
     if not options:
-        assert dispatch.select(problem, "cudnn", lse=False).name == "cudnn"
+        assert dispatch.select(problem, "cudnn").name == "cudnn"
 
 
-def test_a_call_that_reads_the_log_sum_exp_is_refused(gpu):
+def test_decoding_is_refused(gpu):
     gpu("10.0")
-    message = "'cudnn': gives no log-sum-exp, which .* read; backend='auto' or 'portable' can run"
     x = jnp.ones((2, 16, 2, 64), jnp.bfloat16)
-    for call in (
-        partial(fp.flash_attention_with_lse, backend="cudnn"),
-        partial(fp.dot_product_attention, implementation="cudnn", return_residual=True),
-        partial(fp.flash_attention, backend="cudnn", kv_lengths=3, empty_rows="mean"),
-    ):
-        with pytest.raises(fp.UnsupportedByBackend, match=message):
-            call(x, x, x)
     with pytest.raises(fp.UnsupportedByBackend, match="'cudnn': does not decode"):
         fp.flash_decode(x[:, :1], x, x, backend="cudnn")
+
+
+def test_auto_leaves_a_bias_to_portable():
+    found = fp.explain(*arrays(), bias=_BIAS, gpu="b200")
+    assert found.backend == "portable"
+    assert found.reasons["cudnn"].startswith("'auto' leaves a bias to others, as gradients lose")
+    assert fp.explain(*arrays(), bias=_BIAS, gpu="b200", backend="cudnn").backend == "cudnn"
+
+
+def test_a_refusal_names_what_auto_takes():
+    with pytest.raises(fp.UnsupportedByBackend, match="backend='auto' or 'portable' can run this"):
+        fp.explain(*arrays(), backend="hopper", gpu="a100")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_mean_in_empty_rows(gpu):
+    """Looks at an entry without keys, and at queries of padding, which stay 0."""
+    gpu("10.0")
+    x = draw(2, 16, 2, 64)
+    call = partial(fp.flash_attention, q_lengths=jnp.array([16, 6]), kv_lengths=jnp.array([9, 0]))
+    found = call(x, x, x, empty_rows="mean", backend="cudnn")
+    assert_close(found, call(x, x, x, empty_rows="mean", backend="xla"))
+    assert_close(found[1, :6], jnp.broadcast_to(x[1].astype(jnp.float32).mean(0), (6, 2, 64)))
+    assert not found[1, 6:].any()
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -332,12 +421,12 @@ def test_what_auto_takes_is_logged_once(gpu, caplog):
     caplog.set_level(logging.INFO, logger="flash_pallas")
     gpu("10.0")
     for _ in range(3):
-        dispatch.select(described(), "auto", lse=False)
+        dispatch.select(described(), "auto")
     assert [r.message for r in caplog.records][1:] == [
         "backend 'cudnn' was taken: cuDNN 9.19.0 through jax.nn.dot_product_attention, as this "
         "package's kernels here use mma.sync"
     ]
-    dispatch.select(described(softcap=2.0), "auto", lse=False)
+    dispatch.select(described(softcap=2.0), "auto")
     assert caplog.records[-1].message == "backend 'cudnn' was passed over: takes no softcap"
 
 
@@ -364,10 +453,8 @@ def test_explain_says_so():
     assert "compute capability 10.x alone: ask for it by name" in passed.reasons["cudnn"]
     blackwell = partial(fp.explain, *arrays(), gpu="b200")
     assert blackwell(softcap=2.0).reasons["cudnn"] == "takes no softcap"
-    biased = blackwell(bias=jnp.zeros((1, N, T, S), jnp.bfloat16))
-    assert biased.backend == "portable" and "leaves a bias to others" in biased.reasons["cudnn"]
     assert blackwell(causal=True, empty_rows="mean").backend == "cudnn"  # no row can be empty
-    assert "empty_rows='mean'" in blackwell(kv_lengths=3, empty_rows="mean").reasons["cudnn"]
+    assert blackwell(kv_lengths=3, empty_rows="mean").backend == "cudnn"
 
 
 def test_the_version_is_that_of_the_plugin(monkeypatch):

@@ -162,7 +162,7 @@ class Outputs(NamedTuple):
     """Results of a backend's forward."""
 
     o: Any  # [B, T, N, Hv] in q's dtype
-    lse_log2: Any  # f32[B, N, T], see core/softmax.py; None where a backend gives none
+    lse_log2: Any  # f32[B, N, T], see core/softmax.py
     shift: Any = None  # f32[B, N, T], likewise; None is 0
     max_logit: Any = None  # f32[B, N, T], natural, -inf without keys; where spec.max_logit
 
@@ -170,10 +170,13 @@ class Outputs(NamedTuple):
 class Cotangents(NamedTuple):
     """Inputs of a backend's backward, besides the operands."""
 
-    lse_log2: Any  # f32[B, N, T], of the forward, or None; EMPTY_ROW for rows without keys
+    lse_log2: Any  # f32[B, N, T], of the forward; EMPTY_ROW for rows without keys
     do: Any  # [B, T, N, Hv]
-    delta: Any  # f32[B, N, T], rowsum(o * do) - dlse; None without a log-sum-exp
+    delta: Any  # f32[B, N, T], rowsum(o * do) - dlse; maybe None for backends that read o
     shift: Any = None  # f32[B, N, T], of the forward
+    # None but for backends that read them: reads_output in backends/base.py.
+    o: Any = None  # [B, T, N, Hv], of the forward
+    dlse: Any = None  # f32[B, N, T], cotangent of the natural log-sum-exp; None is 0
 
 
 class Grads(NamedTuple):

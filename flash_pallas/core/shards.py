@@ -31,7 +31,7 @@ PLACES = {
     **dict.fromkeys(("kv_segments", "kv_positions", "kv_places", "page_table"), "b."),
     **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),
     **dict.fromkeys(("score_params", "mask_params"), "bn"),
-    **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta"), "bn."),
+    **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta", "dlse"), "bn."),
     **dict.fromkeys(("k_scale", "v_scale"), "Bk"),
 }
 # Pages belong to all sequences, so nothing of the batch cuts them.

@@ -46,7 +46,6 @@ def select(
     name: str,
     device: Device | None = None,
     platform: str | None = None,
-    lse: bool = True,
 ) -> Backend:
     """Returns the backend that runs `problem`.
 
@@ -57,8 +56,6 @@ def select(
         device: the GPU to answer for; None is the one here.
         platform: the platform that the call will run on, from `platform_of`; None is JAX's default
             backend.
-        lse: whether attention's log-sum-exp is read, which not every backend gives: by the caller,
-            or to find the rows that see no key.
 
     Raises:
         ValueError: an unknown name.
@@ -67,18 +64,14 @@ def select(
     check_name(name)
     backends = _backends(device)
     if name != AUTO:
-        if reason := _refusal(backends[name], problem, platform, lse):
-            able = [
-                other.name
-                for other in backends.values()
-                if not (_refusal(other, problem, platform, lse) or other.not_automatic(problem))
-            ]
+        if reason := _refusal(backends[name], problem, platform):
+            able = [b.name for b in backends.values() if not _passed_over(b, problem, platform)]
             raise UnsupportedByBackend(
                 f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
             )
         return backends[name]
     for backend in backends.values():
-        reason = _refusal(backend, problem, platform, lse) or backend.not_automatic(problem)
+        reason = _passed_over(backend, problem, platform)
         # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
         logs = device is None and jax.default_backend() == "gpu"
         if reason is None:
@@ -233,7 +226,6 @@ def explanation(
     override: dict[str, Any] | None = None,
     gpu: str | None = None,
     platform: str | None = None,
-    lse: bool = True,
 ) -> Explanation:
     """Returns what `select` and the chosen backend's `blocks` would answer, running nothing.
 
@@ -243,7 +235,6 @@ def explanation(
         override: the caller's tile sizes.
         gpu: a name of `DEVICES`, as `device_of` reads it; None is the device here.
         platform: as in `select`.
-        lse: as in `select`.
 
     Raises:
         ValueError: an unknown name, or tile sizes that the backend cannot take.
@@ -257,15 +248,14 @@ def explanation(
         return Explanation(problem, "none", None, reasons, gpu=kind)
     if there is not None:
         platform = None  # not here, so wherever the arrays are
-    chosen = select(problem, name, there, platform, lse)
+    chosen = select(problem, name, there, platform)
     not_needed = (
         "another backend was asked for"
         if name != AUTO
         else f"{chosen.name!r} can run and is preferred"
     )
     reasons = {
-        other.name: _refusal(other, problem, platform, lse)
-        or (name == AUTO and other.not_automatic(problem))
+        other.name: (_passed_over if name == AUTO else _refusal)(other, problem, platform)
         or not_needed
         for other in _backends(there).values()
         if other.name != chosen.name
@@ -303,10 +293,7 @@ def check_name(name):
 
 
 def _refusal(
-    backend: Backend,
-    problem: Problem | DecodeProblem,
-    platform: str | None = None,
-    lse: bool = True,
+    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
 ) -> str | None:
     default = jax.default_backend()
     if platform not in (None, default) and backend.name != XlaBackend.name:
@@ -315,10 +302,14 @@ def _refusal(
         )
     if isinstance(problem, DecodeProblem):
         return backend.unsupported_decode(problem)
-    reason = backend.unsupported(problem)
-    if reason is None and lse and not backend.gives_lse:
-        return "gives no log-sum-exp, which flash_attention_with_lse and empty_rows='mean' read"
-    return reason
+    return backend.unsupported(problem)
+
+
+def _passed_over(
+    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
+) -> str | None:
+    """Returns why "auto" does not take a backend, or None."""
+    return _refusal(backend, problem, platform) or backend.not_automatic(problem)
 
 
 @lru_cache(maxsize=256)

@@ -76,7 +76,7 @@ class Call:
         Rows with a sink see that, and padding, by its length or a negative id, stays 0.
         """
         operands = self.operands
-        if not self.means_empty_rows:
+        if self.empty_rows == "zero" or operands.sinks is not None or not self._may_be_empty:
             return o
         empty = (lse == -jnp.inf).swapaxes(1, 2)
         valid = padding.valid_queries(operands)
@@ -84,12 +84,6 @@ class Call:
         values = operands.v.astype(lse.dtype).mean(axis=1, keepdims=True)
         mean = jnp.repeat(values, self.problem.group, axis=2).astype(o.dtype)
         return jnp.where(empty[..., None], mean, o)
-
-    @property
-    def means_empty_rows(self) -> bool:
-        """True if `with_empty_rows` reads the log-sum-exp, to find the rows that see no key."""
-        wanted = self.empty_rows == "mean" and self.operands.sinks is None
-        return wanted and self._may_be_empty
 
     @property
     def _may_be_empty(self) -> bool:
@@ -107,13 +101,11 @@ class Call:
         return False
 
     def unfold(self, o, lse, max_logit=None):
-        """Returns the outputs with the user's batch dimensions; what is None stays None."""
+        """Returns the outputs with the user's batch dimensions."""
         if len(self.batch_shape) == 1:  # reshapes that do nothing cost an eager call 30 us
             return o, lse, max_logit
-        restore = lambda x: (
-            None if x is None else mesh_axes.unfolded(x, self.batch_shape, self.queries)
-        )
-        return restore(o), restore(lse), restore(max_logit)
+        restore = lambda x: mesh_axes.unfolded(x, self.batch_shape, self.queries)
+        return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
 
 
 def canonicalize(q, k, v, arguments: Arguments) -> Call:

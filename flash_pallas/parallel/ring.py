@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from ..backends.base import reads_output
 from ..core import mesh_axes, softmax
 from ..core.problem import AttentionSpec, Cotangents, Operands, describe
 from ..frontend import dispatch
@@ -75,7 +77,7 @@ def attend(ring: Ring, operands: Operands):
     axes = mesh_axes.varying(operands)
     # Outside shard_map's check of types no value has axes, and none must be given one.
     axes = axes | frozenset(names_of(ring.axis)) if axes else axes
-    return _attend(ring, mesh_axes.spread(operands, axes))
+    return _jitted(ring, mesh_axes.spread(operands, axes))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -83,7 +85,9 @@ def _attend(ring: Ring, operands: Operands):
     return _public(ring, _forward(ring, operands))
 
 
-def _attend_fwd(ring: Ring, operands: Operands):
+def _attend_fwd(ring: Ring, primals: Operands):
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
     names = _Sums(derivatives.SAVED_NAMES[0], *(derivatives.SAVED_NAMES[1],) * 2)
     found = jax.tree.map(checkpoint_name, _forward(ring, operands), names)
     return _public(ring, found), (operands, found)
@@ -92,8 +96,10 @@ def _attend_fwd(ring: Ring, operands: Operands):
 def _attend_bwd(ring: Ring, residuals, cotangents):
     operands, (o, lse_log2, shift) = residuals
     do, dlse = cotangents
+    do = jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
     delta = derivatives.delta_of(operands, o, do, dlse, lse_log2)
-    given = Cotangents(lse_log2, do, delta, shift)
+    given = Cotangents(lse_log2, do, delta, shift, o, dlse)
     dq, dk, dv = _backward(ring, operands, given)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     sinks = operands.sinks
@@ -102,7 +108,10 @@ def _attend_bwd(ring: Ring, residuals, cotangents):
     return (none._replace(q=dq, k=dk, v=dv, sinks=dsinks),)
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+# `jax.shard_map` outside jit takes no custom_vjp with symbolic zeros (jax 0.11 and 0.12).
+_jitted = jax.jit(_attend, static_argnums=0)
 
 
 def _public(ring: Ring, found: _Sums):
@@ -196,9 +205,9 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
         chosen, blocks = _chosen(ring, spec, part)
         half = _halves(operands.q.shape[1], piece.rows)
-        lse_log2, do, delta, shift = cotangents
-        per_row = (x[:, :, half] for x in (lse_log2, delta, shift))
-        of_rows = Cotangents(next(per_row), do[:, half], *per_row)
+        of_rows = _of_rows(cotangents, half)
+        if not reads_output(chosen):
+            of_rows = of_rows._replace(o=None, dlse=None)
         grads = derivatives.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
         cols = _halves(keys.k.shape[1], piece.cols)
         add = lambda x, g, part, half: _replaced(x, x[:, part] + g.astype(x.dtype), 1, half)
@@ -206,6 +215,13 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
         dk = add(dk, grads.k, cols, piece.cols)
         dv = add(dv, grads.v, cols, piece.cols)
     return dq, dk, dv
+
+
+def _of_rows(cotangents: Cotangents, half: slice) -> Cotangents:
+    """Returns the cotangents of some of the queries."""
+    cut = lambda name, x: x[:, half] if name in ("do", "o") else x[:, :, half]
+    given = cotangents._asdict().items()
+    return Cotangents(**{name: None if x is None else cut(name, x) for name, x in given})
 
 
 def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands, keys: _Keys):

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AxisType
 
-from ..backends.base import Backend
+from ..backends.base import Backend, reads_output
 from ..core import mesh_axes, padding, softmax, undifferentiable
 from ..core.decode import DecodeOperands
 from ..core.problem import (
@@ -63,8 +63,7 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     Returns:
         o [B, T, N, Hv] in q's dtype and lse [B, N, T], natural logarithm, -inf for rows without
         keys, both differentiable once, in reverse mode; and, if spec.max_logit, the largest logit
-        of every row [B, N, T], which is not differentiated, else None. A backend that gives no
-        log-sum-exp has None in its place.
+        of every row [B, N, T], which is not differentiated, else None.
     """
     # Outside the custom_vjp, so that the transpose sums the gradients of replicated operands, and
     # leaves them cut as the caller has them.
@@ -83,8 +82,8 @@ def _attend_fwd(backend, spec, blocks, primals):
     out = forward_of(backend, spec, blocks)(operands)
     out = out._replace(
         o=checkpoint_name(out.o, SAVED_NAMES[0]),
-        lse_log2=_named(out.lse_log2),
-        shift=_named(out.shift),
+        lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
+        shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
     )
     wanted = {name: None for name in EXTRA_GRADS if _is_wanted(getattr(primals, name))}
     residuals = (operands, out._replace(max_logit=None), wanted)
@@ -96,11 +95,11 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     do, dlse, _ = cotangents
     do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    if backend.gives_lse:
+    if reads_output(backend):
+        given = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
+    else:
         delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
         given = Cotangents(out.lse_log2, do, delta, out.shift)
-    else:
-        given = Cotangents(None, do, None)
     grads = backward_of(backend, spec, blocks, frozenset(wanted))(operands, given)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
@@ -127,11 +126,6 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-def _named(rows):
-    """Names a part of the log-sum-exp for rematerialisation policies, if there is one."""
-    return None if rows is None else checkpoint_name(rows, SAVED_NAMES[1])
-
-
 def _is_wanted(primals) -> bool:
     """Returns whether somebody asked for the gradient of one of these extra operands."""
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
@@ -140,8 +134,6 @@ def _is_wanted(primals) -> bool:
 
 def _public(spec, operands, out: Outputs):
     """Returns (o, lse, max_logit) in natural units."""
-    if out.lse_log2 is None:
-        return out.o, None, out.max_logit
     unit = describe(operands, spec).unit
     return out.o, softmax.natural(out.lse_log2, out.shift, unit), out.max_logit
 

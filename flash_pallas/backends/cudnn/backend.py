@@ -1,11 +1,7 @@
 """cuDNN as a backend: what it takes, and what its results need to keep this package's promises.
 
-It is called through `jax.nn.dot_product_attention(implementation="cudnn")`, which is public. That
-function returns no log-sum-exp in float32 and has no separate backward, so this backend gives none,
-and its backward calls cuDNN's forward again before cuDNN's backward. The two forwards are one call
-with one set of operands, so the compiler merges them where both stand in one program. Where they do
-not, as in the two loops of a `scan` over layers, the forward runs twice. Under `jax.checkpoint` it
-runs twice with every backend: this backward reads nothing that the forward returned.
+It is called through `jax.nn.dot_product_attention(implementation="cudnn")`, which is public;
+`residuals` makes a forward and a backward of it.
 """
 
 from __future__ import annotations
@@ -20,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ...core import padding
+from ...core import padding, softmax
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
-from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem
-from . import empty_rows
+from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from . import empty_rows, residuals
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # Older ones have errors: a gradient of S that 128 does not divide reads beyond its arrays in a CUDA
@@ -71,7 +68,7 @@ class CudnnBackend:
     version: int | None = None
     name = "cudnn"
     partitionable = True
-    gives_lse = False
+    reads_output = True
 
     def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
         """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.
@@ -126,13 +123,13 @@ class CudnnBackend:
         return {}
 
     def forward(self, spec: AttentionSpec, blocks: None, operands: Operands) -> Outputs:
-        """Computes attention, without a log-sum-exp."""
+        """Computes attention; a query without keys gets 0, where cuDNN gives a mean or a NaN."""
         sees = empty_rows.seeing(spec, operands)
-        given = _prepared(operands)
-        # The residual, in q's dtype, is of no use. But with it, this is the very call that the
-        # backward makes again, which the compiler merges where both are in one program.
-        o, _ = _attention(spec, given)(*given[:3], return_residual=True)
-        return Outputs(empty_rows.cleared(sees, o), None)
+        o, lse = residuals.forward(*_call(spec, _prepared(operands)))
+        lse_log2 = lse * softmax.LOG2E
+        if sees is not None:
+            lse_log2 = jnp.where(sees, lse_log2, softmax.EMPTY_ROW)
+        return Outputs(empty_rows.cleared(sees, o), lse_log2)
 
     def backward(
         self,
@@ -142,26 +139,33 @@ class CudnnBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Computes the gradients; of `cotangents` it reads `do` alone, and runs the forward again.
+        """Computes the gradients by cuDNN's backward: once, and once more for a dlse.
 
-        cuDNN computes the gradient of a bias whether it is wanted or not.
+        The weights of a query without keys are 0, as its log-sum-exp is EMPTY_ROW. cuDNN computes
+        the gradient of a bias whether it is wanted or not.
         """
+        given = _prepared(operands)
+        attention, arrays = _call(spec, given)
+        lse = softmax.LN2 * cotangents.lse_log2
+        if cotangents.shift is not None:
+            lse += cotangents.shift * describe(operands, spec).unit
         sees = empty_rows.seeing(spec, operands)
         do = padding.cleared_queries(operands, empty_rows.cleared(sees, cotangents.do))
-        given = _prepared(operands)
-        run = _attention(spec, given)
+        grads = residuals.backward(attention, arrays, (cotangents.o, lse), do)
+        if cotangents.dlse is not None:
+            seen = cotangents.lse_log2 < softmax.EMPTY_ROW / 2
+            dlse = jnp.where(seen, padding.cleared_rows(operands, cotangents.dlse), 0.0)
+            arrays, do = _of_lse(arrays, dlse)
+            dq, dk, _, *rest = residuals.backward(attention, arrays, (jnp.zeros_like(do), lse), do)
+            added = (dq, dk, None, *rest)
+            grads = [g if x is None else _sum(g, x) for g, x in zip(grads, added, strict=True)]
+        dq, dk, dv, *dbias = grads
+        bias = None
         if "bias" in wanted:
-            _, pull = jax.vjp(lambda q, k, v, bias: run(q, k, v, bias=bias), *given[:3], given.bias)
-            *grads, dbias = pull(do)
-            dbias = _of_shared(dbias, operands.bias)
-        else:
-            _, pull = jax.vjp(run, *given[:3])
-            grads, dbias = pull(do), None
-        dq, dk, dv = grads
-        found = Grads(empty_rows.cleared(sees, dq), dk, dv, bias=dbias)
+            bias = _of_shared(_visible(spec, dbias[0]), operands.bias)
         # cuDNN need not write what lies beyond a length.
-        cleared: Any = padding.cleared(operands, found)
-        return cleared
+        found: Any = padding.cleared(operands, Grads(dq, dk, dv, bias=bias))
+        return found
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why cuDNN does not decode: jax.nn has no caches."""
@@ -193,6 +197,10 @@ class CudnnBackend:
             return (
                 f"needs cuDNN {_spelled(OLDEST)} or later, not {_spelled(version)}, whose "
                 "attention has known errors: pip install -U nvidia-cudnn-cu13"
+            )
+        if self.capability is None and not residuals.known():
+            return (
+                f"knows jax.nn.dot_product_attention of jax 0.11 and 0.12, not of {jax.__version__}"
             )
         return None
 
@@ -286,14 +294,18 @@ def _of_bias(problem: Problem, capability: str) -> Iterator[str]:
         yield f"takes a bias in q's dtype, {problem.dtype}, not {problem.bias_dtype}: cast it"
 
 
-def _attention(spec: AttentionSpec, given: Operands):
-    """Returns jax.nn's function of (q, k, v) on operands that `_prepared` made."""
+def _call(spec: AttentionSpec, given: Operands):
+    """Returns jax.nn's function, and its arrays: q, k, v and a bias if there is one.
+
+    Args:
+        spec: static parameters.
+        given: operands that `_prepared` made.
+    """
     causal, left = spec.mask.right == 0, spec.mask.left
     if left is not None and left >= given.q.shape[1] - 1:
         left = None  # no key lies that far back
-    return partial(
+    attention = partial(
         jax.nn.dot_product_attention,
-        bias=given.bias,
         mask=given.mask,
         scale=float(spec.scale),
         # Without is_causal, jax.nn forgets the right end of a window (L, 0): jax #39576.
@@ -303,6 +315,7 @@ def _attention(spec: AttentionSpec, given: Operands):
         key_value_seq_lengths=given.kv_lengths,
         implementation="cudnn",
     )
+    return attention, given[:3] if given.bias is None else (*given[:3], given.bias)
 
 
 def _prepared(operands: Operands) -> Operands:
@@ -326,6 +339,30 @@ def _prepared(operands: Operands) -> Operands:
         q_lengths=within(operands.q_lengths, q_len),
         kv_lengths=within(operands.kv_lengths, operands.k.shape[1]),
     )
+
+
+def _of_lse(arrays, dlse):
+    """Returns (arrays, do) whose gradients are those of the log-sum-exp, if O is said to be 0.
+
+    The gradient of lse with respect to the scores is P, so it adds P * dlse to P * (dP - delta):
+    what values of 1 in one column give, and dlse in that column of do, rounded as do is.
+    """
+    q, k, v, *rest = arrays
+    do = padding.pad_axis(jnp.swapaxes(dlse, 1, 2)[..., None].astype(q.dtype), 3, v.shape[3])
+    ones = padding.pad_axis(jnp.ones_like(v[..., :1]), 3, v.shape[3])
+    return (q, k, ones, *rest), do
+
+
+def _sum(x, y):
+    """Adds two arrays of 16 bits in float32."""
+    return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+
+
+def _visible(spec: AttentionSpec, dbias):
+    """Returns the gradient of a bias with 0 for hidden pairs, whose tiles cuDNN may skip."""
+    row, column = (lax.broadcasted_iota(jnp.int32, dbias.shape, axis) for axis in (2, 3))
+    keep = spec.mask.visible(row, column)
+    return dbias if keep is None else jnp.where(keep, dbias, jnp.zeros_like(dbias))
 
 
 def _of_shared(dbias, bias):

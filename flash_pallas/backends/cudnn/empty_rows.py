@@ -9,11 +9,13 @@ from ...core.problem import AttentionSpec, Operands
 
 
 def seeing(spec: AttentionSpec, operands: Operands):
-    """Returns bool[B, N, T], every axis full or 1: which queries see a key; None if all do.
+    """Returns bool[B or 1, N or 1, T or 1]: which queries see a key; None if all do.
 
     A causal mask or a window alone hides no query, as there are at most as many queries as keys.
-    Nor do lengths: cuDNN is told that one key is there, which holds zeros.
+    Where a length is 0, cuDNN is told that one key is there.
     """
+    if operands.kv_lengths is not None:
+        return (operands.kv_lengths > 0)[:, None, None]
     seen = operands.mask
     if operands.bias is not None:
         seen = operands.bias > -jnp.inf
@@ -22,12 +24,12 @@ def seeing(spec: AttentionSpec, operands: Operands):
     if spec.mask.right == 0:
         row, column = (lax.broadcasted_iota(jnp.int32, seen.shape, axis) for axis in (2, 3))
         seen &= column <= row
-    return seen.any(-1)
+    seen = seen.any(-1)
+    return seen if len(seen) == 1 else jnp.repeat(seen, len(operands.q) // len(seen), axis=0)
 
 
 def cleared(sees, x):
-    """Returns x [B, T, N, H] with 0 for the queries that see no key, in bool[B, N, T]."""
+    """Returns x [B, T, N, H] with 0 for the queries that see no key."""
     if sees is None:
         return x
-    entries = sees if len(sees) == 1 else jnp.repeat(sees, len(x) // len(sees), axis=0)
-    return jnp.where(jnp.swapaxes(entries, 1, 2)[..., None], x, lax.full_like(x, 0))
+    return jnp.where(jnp.swapaxes(sees, 1, 2)[..., None], x, lax.full_like(x, 0))

@@ -35,7 +35,6 @@ class XlaBackend:
     """The fallback that runs everywhere."""
 
     name = "xla"
-    gives_lse = True
     note = None
     partitionable = True
 
@@ -86,7 +85,7 @@ class XlaBackend:
         wanted: frozenset[str],
     ) -> Grads:
         """Computes gradients in the dtypes of the operands."""
-        lse_log2, do, delta, shift = cotangents
+        lse_log2, do, delta, shift = cotangents[:4]
         operands, do = padding.cleared(operands), padding.cleared_queries(operands, do)
         grid = Grid(describe(operands, spec), blocks)
         tiles = Tiles.of(grid, operands, wanted)
