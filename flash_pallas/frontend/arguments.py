@@ -238,13 +238,13 @@ def without_padding(first, last, q_lengths):
 
     So their output is 0 as a kernel writes it, and no pass over it is needed.
     """
-    if q_lengths is None or (first is None and last is None):
+    if q_lengths is None:
         return first, last
     within = lambda x: jnp.arange(x.shape[1], dtype=jnp.int32)[None] < q_lengths[:, None]
     beyond = jnp.iinfo(jnp.int32).max // 2  # kernels subtract the index of a key from it
-    if last is None:
-        return jnp.where(within(first), first, beyond), None
-    return first, jnp.where(within(last), last, -beyond)
+    if last is not None:
+        return first, jnp.where(within(last), last, -beyond)
+    return None if first is None else jnp.where(within(first), first, beyond), None
 
 
 def _distance(sizes: Sizes, side):

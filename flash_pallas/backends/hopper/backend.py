@@ -60,7 +60,6 @@ class HopperBackend:
     trades_registers: bool | None = None
     capability: str | None = None
     name = "hopper"
-    gives_lse = True
     note = None
 
     @property

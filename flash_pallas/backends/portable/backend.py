@@ -43,7 +43,6 @@ class PortableBackend:
     capability: str | None = None
     num_sms: int | None = None
     name = "portable"
-    gives_lse = True
     note = None
 
     @property
