@@ -102,8 +102,12 @@ class DequantizingProducer:
         if kind == 1 and self.plan.problem.kv_dtype.name != "int8":
             first = keys.block(use) * self.plan.blocks.block_kv
             _, padded = self.plan.has_padding(keys, first)
-            clear = lambda: self.plan.clear_padding(tile, keys, first, swizzles[1])
-            pl.when(padded)(clear)
+
+            @pl.when(padded)
+            def _():
+                plgpu.commit_smem()  # its barrier: other threads widen the rows that one clears
+                self.plan.clear_padding(tile, keys, first, swizzles[1])
+
         for i in range(self.plan.pieces if self.plan.page_scales else 0):
             cta.smem.scales[kind, ring.slot(use), i] = scales[kind][i]
         # Behind its barrier, every thread has read what the next copy overwrites.
