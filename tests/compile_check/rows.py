@@ -134,6 +134,8 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 128, "varlen_padded"): 12,
     ("flash_pallas_forward", 64, "positions_mods"): 52,  # positions, ALiBi, both mods, dropout
     ("flash_pallas_backward_fused", 64, "positions_causal"): 28,
+    ("flash_pallas_backward_fused", 128, "varlen"): 12,
+    ("flash_pallas_backward_fused", 128, "varlen_padded"): 32,
     ("flash_pallas_backward_dkv", 256, "window_array_256"): 12,
     ("flash_pallas_forward", 64, "bias_1NTS"): 20,
     ("flash_pallas_backward_fused", 64, "q_lengths"): 40,

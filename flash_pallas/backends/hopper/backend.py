@@ -310,6 +310,9 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
         )
     if blocks.num_launches > 1 and blocks.split_q > 1:
         return "'num_launches' and 'split_q' exclude each other; pass 'split_q': 1"
+    hides = size.is_dynamic or not size.spec.mask.is_trivial
+    if blocks.split_q > 1 and not blocks.mask_all and hides:
+        return "'split_q' needs 'mask_all' where something hides keys; pass 'split_q': 1"
     if not may_launch_pairs(size, blocks):
         return (
             f"'num_launches' is {blocks.num_launches}: it does not divide batch x kv_heads = "

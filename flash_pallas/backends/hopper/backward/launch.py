@@ -101,7 +101,8 @@ def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
         fused = choose_fused(native)
     if fused is not None:
         parts = 1 if fused.sums_bias else choose_split_q(native, fused, num_sms)
-        fused = dataclasses.replace(fused, split_q=parts)
+        one_loop = fused.mask_all or (parts > 1 and problem.hides_by_arrays)
+        fused = dataclasses.replace(fused, split_q=parts, mask_all=one_loop)
         return {"fused": choose_launches(native, fused, num_sms)}
     native = native_backward_problem(problem, fused=False)
     return {"dkv": choose_dkv(native), "dq": choose_dq(native)}
