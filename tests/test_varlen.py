@@ -217,6 +217,20 @@ def test_explain_is_of_the_call_that_runs(whole, shapes, monkeypatch):
         assert ("kv_lengths" in ran.features) != whole
 
 
+def test_parts_of_the_queries_have_one_loop():
+    shapes = [jax.ShapeDtypeStruct((n, heads, 128), jnp.bfloat16) for n, heads in
+              ((1024, 32), (1024, 8), (1024, 8), (32768, 32), (32768, 8), (32768, 8))]  # fmt: skip
+    cu = jax.ShapeDtypeStruct((9,), jnp.int32)
+    few, many = (
+        explain_varlen(*given, cu_seqlens_q=cu, causal=True, gpu="H100").blocks.backward
+        for given in (shapes[:3], shapes[3:])
+    )
+    assert few.split_q > 1
+    assert few.mask_all
+    assert many.split_q == 1
+    assert not many.mask_all
+
+
 def test_explain_answers_for_gpus_that_are_not_here():
     x = jax.ShapeDtypeStruct((4096, 8, 64), jnp.bfloat16)
     call = {"cu_seqlens_q": jax.ShapeDtypeStruct((9,), jnp.int32), "causal": True}
