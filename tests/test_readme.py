@@ -26,6 +26,7 @@ MOST_LINES = 150  # of README.md
 PROVIDERS = ("flash_pallas", "torch_cudnn", "jax_cudnn", "tokamax")  # in its table of speeds
 # The tables of docs/performance-tables.md by name: the results file that each is made from.
 TABLES = {
+    "positions": "features_positions",
     "h200": "h200",
     "portable": "portable",
     "modifiers": "features",
