@@ -215,7 +215,8 @@ def test_a_layer_with_a_cache(devices, kind, length):
     }[kind]()
     x = draw(4, length, 32)
     expected = apply(x, cache)
-    specs = type(cache)(BOTH, BOTH, ROWS, *(P("model"),) * (len(cache) - 3))
+    scales = dict.fromkeys({"k_scale", "v_scale"} & set(cache._fields), P("model"))
+    specs = cache._replace(k=BOTH, v=BOTH, lengths=ROWS, **scales)
     cache = jax.tree.map(partial(put, mesh), cache, specs)
     with jax.set_mesh(mesh):
         o, new = jax.jit(apply)(put(mesh, x, ROWS), cache)
