@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -123,6 +124,33 @@ def test_the_tables_of_performance_are_those_of_the_results(name):
     )
     hint = f"run `python -m benchmarks.tables {file} --into {page} --name {name}`"
     assert found == [tables.render(results.load(ROOT / file))], hint
+
+
+def test_packed_documents_run_at_the_speed_that_the_page_says():
+    load = lambda name: json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+    batch, varlen = "causal, 16 sequences of one length", "causal, varlen of 16 documents"
+    shapes, found = ("1,32768,16,16,128", "1,131072,16,16,128"), []
+    rows = [row for row in load("features_positions") if row["group"] == "packed"]
+    for direction in ("forward", "backward"):
+        for shape in shapes:
+            of = {r["name"]: r for r in rows if (r["shape"], r["direction"]) == (shape, direction)}
+            pairs = of[varlen]["visible"] / of[batch]["visible"]
+            found.append(of[batch]["ms"] / of[varlen]["ms"] * pairs)
+    kernels = [row for row in load("packed_loops") if row["shape"] == shapes[1]]
+    alone = next(r["backward_kernel_ms"] for r in kernels if r["name"] == batch)
+    packed = next(r["backward_kernel_ms"] for r in kernels if r["name"] == varlen and r["fused"])
+    found.append(alone / packed * pairs)
+    section = (ROOT / "docs/performance-tables.md").read_text().split("## Packed documents")[1]
+    told = re.findall(r"[01][.][0-9]{2}\b", section.split("<!--")[0])
+    assert told == [f"{x:.2f}" for x in found]
+
+
+def test_the_client_trains_at_the_speed_that_the_page_says():
+    rows = json.loads((ROOT / "benchmarks/results/client.json").read_text())["rows"]
+    speeds = {row["provider"]: f"{round(row['tokens_per_second'], -2):,.0f}" for row in rows}
+    text = " ".join((ROOT / "docs/switching.md").read_text().split())
+    assert f"at {speeds['flash_pallas']} tokens/s with `flash_pallas`" in text
+    assert f"at {speeds['cudnn_flash_jax']} with MaxText's own `cudnn_flash_jax`" in text
 
 
 def test_the_page_has_no_other_tables():

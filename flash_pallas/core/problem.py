@@ -153,6 +153,16 @@ class Problem:
         return bool({"q_segments", "q_first", "q_last"} & self.features)
 
     @property
+    def is_packed(self) -> bool:
+        """True if ids, positions and lengths hide keys, and nothing else reads an array but sinks.
+
+        So a tile is hidden, whole or cut by bounds, as of a causal mask.
+        """
+        places = {"q_segments", "kv_segments", "q_first", "q_last", "kv_positions"}
+        others = self.features - places - {"q_lengths", "kv_lengths", "sinks"}
+        return self.hides_by_arrays and not others and self.spec.mask.left is None
+
+    @property
     def traced_offset(self) -> bool:
         """True if the query offset is an array."""
         return "q_offset" in self.features

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..core.mask import Mask
+
 Window = tuple[int | None, int | None]
 
 
@@ -72,15 +74,12 @@ class Visible:
         offset = jnp.asarray(0 if self.q_offset is None else self.q_offset, jnp.int32)
         i, j = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
         i = offset.reshape(-1, 1, 1, 1) + i.reshape(1, 1, -1, 1)
-        difference = i - j.reshape(1, 1, 1, -1)  # > 0: the key comes first
-        visible = jnp.ones_like(difference, dtype=bool)
-        if self.causal:
-            visible &= difference >= 0
-        left, right = self.window or (None, None)
-        if left is not None:
-            visible &= difference <= left
-        if right is not None:
-            visible &= difference >= -right
+        j = j.reshape(1, 1, 1, -1)
+        left, right = _narrower(self.window, (None, 0) if self.causal else None) or (None, None)
+        visible = Mask(left, right).visible(i, j)
+        visible = (
+            jnp.ones(jnp.broadcast_shapes(i.shape, j.shape), bool) if visible is None else visible
+        )
         if self.q_valid is not None:
             visible = visible & self.q_valid[:, None, :, None]
         if self.kv_valid is not None:

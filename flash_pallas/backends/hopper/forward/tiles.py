@@ -210,20 +210,13 @@ def _is_plain(problem: Problem) -> bool:
     return not others and not modifiers(problem) and problem.spec.mask.left is None
 
 
-# Arrays that hide keys as a causal mask does: whole blocks, or blocks of which a part is hidden.
-_INTERVALS = {"q_segments", "kv_segments", "q_first", "q_last", "kv_positions", "kv_lengths"}
-
-
 def _is_long(problem: Problem) -> bool:
     """Returns whether a problem is plain, or packed, and its tiles have many steps.
 
     Nothing else was measured with the tiles of TUNED_LONG.
     """
-    packed = problem.hides_by_arrays
-    plain = dataclasses.replace(
-        problem, features=problem.features - (_INTERVALS if packed else set())
-    )
-    if not _is_plain(plain) or problem.spec.max_logit:
+    packed = problem.is_packed and not problem.spec.modifiers
+    if not (packed or _is_plain(problem)) or problem.spec.max_logit:
         return False
     least = 4096 if problem.spec.mask.is_trivial and not packed else 8192
     return min(problem.q_len, problem.kv_len) >= least

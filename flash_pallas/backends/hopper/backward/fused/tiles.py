@@ -178,9 +178,9 @@ MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items(
 BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # Documents or positions and nothing else: whole tiles have a loop without masks. H200, 32k and 128k
 # tokens of 16 documents: 1.05 and 1.06, by ids 1.10 and 1.08, causal by positions 1.06. Spills 12
-# to 32 bytes; at 64 280, with a static window 28: there one loop masks every tile.
+# to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
+# static window, where they spill 28 and were not timed.
 PACKED = BY_ARRAYS | {128: _PING_PONG[128]}
-_PLACES = {"q_segments", "kv_segments", "q_first", "q_last", "kv_positions"}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
@@ -279,8 +279,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     if drops or with_others:
         return MODIFIED
     ragged = problem.kv_len % FusedBlocks.block_kv != 0
-    packed = problem.hides_by_arrays and spec.mask.left is None
-    if packed and features <= _PLACES | {"q_lengths", "kv_lengths", "sinks"}:
+    if problem.is_packed:
         return PACKED
     if problem.is_dynamic:
         return BY_ARRAYS
