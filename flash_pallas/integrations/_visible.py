@@ -20,7 +20,6 @@ class Visible:
         causal: query i sees keys 0 to q_offset + i.
         window: (left, right), both included; None is unbounded.
         q_offset: position of query 0: an int, an int32 scalar or [B].
-        q_valid: bool [B, T], False is a query that sees nothing.
         kv_valid: bool [B, S], False is a key that nothing sees.
         mask: bool [B, N, T, S] with axes full or 1, for what has no structure.
     """
@@ -28,7 +27,6 @@ class Visible:
     causal: bool = False
     window: Window | None = None
     q_offset: Any = None
-    q_valid: Any = None
     kv_valid: Any = None
     mask: Any = None
 
@@ -43,7 +41,6 @@ class Visible:
             causal=self.causal or other.causal,
             window=_narrower(self.window, other.window),
             q_offset=offsets[0] if offsets else None,
-            q_valid=both(self.q_valid, other.q_valid),
             kv_valid=both(self.kv_valid, other.kv_valid),
             mask=both(self.mask, other.mask),
         )
@@ -51,22 +48,19 @@ class Visible:
     @property
     def hides_nothing(self) -> bool:
         """True if each query sees every key."""
-        limits = self.window, self.q_valid, self.kv_valid, self.mask
+        limits = self.window, self.kv_valid, self.mask
         return not self.causal and all(x is None for x in limits)
 
     def options(self, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
         """Returns the keywords of `flash_attention`, for q of [B, T, ...] and k of [B, S, ...]."""
         found: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": self.mask}
         found["q_offset"] = 0 if self.q_offset is None else self.q_offset
-        if self.q_valid is None and self.kv_valid is None:
+        if self.kv_valid is None:
             return found
-        # Negative ids are padding, the others are one document.
-        for name, valid, length in (
-            ("q_segment_ids", self.q_valid, q_len),
-            ("kv_segment_ids", self.kv_valid, kv_len),
-        ):
-            ids = jnp.zeros((), jnp.int32) if valid is None else jnp.where(valid, 0, -1)
-            found[name] = jnp.broadcast_to(ids.astype(jnp.int32), (batch, length))
+        # One document; negative ids are padding.
+        ids = jnp.where(self.kv_valid, 0, -1).astype(jnp.int32)
+        found["q_segment_ids"] = jnp.zeros((batch, q_len), jnp.int32)
+        found["kv_segment_ids"] = jnp.broadcast_to(ids, (batch, kv_len))
         return found
 
     def dense(self, q_len: int, kv_len: int) -> Any:
@@ -80,8 +74,6 @@ class Visible:
         visible = (
             jnp.ones(jnp.broadcast_shapes(i.shape, j.shape), bool) if visible is None else visible
         )
-        if self.q_valid is not None:
-            visible = visible & self.q_valid[:, None, :, None]
         if self.kv_valid is not None:
             visible = visible & self.kv_valid[:, None, None, :]
         return visible if self.mask is None else visible & self.mask

@@ -83,8 +83,8 @@ class _Masks(NamedTuple):
         if self.window is not None:
             found["window"] = int(self.window) - 1
         if self.queries is not None or self.keys is not None:
-            found["q_segment_ids"] = _ids(self.queries, q.shape[:2])
-            found["kv_segment_ids"] = _ids(self.keys, k.shape[:2])
+            found["q_segment_ids"] = _ids(self.queries, q.shape[:2], hidden=1)
+            found["kv_segment_ids"] = _ids(self.keys, k.shape[:2], hidden=-1)
         if self.given is not None:
             mask = jnp.asarray(self.given).astype(bool)
             # [B, T, S] has no axis of heads; [T, S] has no batch either.
@@ -92,11 +92,16 @@ class _Masks(NamedTuple):
         return found
 
 
-def _ids(valid: Any, shape: tuple[int, int]) -> Any:
-    """Returns segment ids: 0 for tokens, -1 for padding."""
+def _ids(valid: Any, shape: tuple[int, int], hidden: int) -> Any:
+    """Returns segment ids: 0 for tokens, `hidden` for padding.
+
+    Queries that are padding get an id of their own, not a negative one: they see no key, and what
+    Keras returns there is the mean of the values, not zeros.
+    """
     if valid is None:
         return jnp.zeros(shape, jnp.int32)
-    return jnp.where(jnp.broadcast_to(valid, shape).astype(bool), 0, -1).astype(jnp.int32)
+    valid = jnp.broadcast_to(valid, shape).astype(bool)
+    return jnp.where(valid, 0, hidden).astype(jnp.int32)
 
 
 def _hooks() -> list[Hook]:

@@ -118,14 +118,14 @@ class _Structured:
     def tree_flatten(self):
         """Returns the arrays, and the rest: it passes through jit and remat."""
         x = self.visible
-        arrays = x.q_offset, x.q_valid, x.kv_valid, x.mask, self.bias
+        arrays = x.q_offset, x.kv_valid, x.mask, self.bias
         return arrays, (self.shape, x.causal, x.window, self.is_bias)
 
     @classmethod
     def tree_unflatten(cls, rest, arrays):
         """Makes one of what `tree_flatten` returned."""
         shape, causal, window, is_bias = rest
-        return cls(shape, Visible(causal, window, *arrays[:4]), arrays[4], is_bias)
+        return cls(shape, Visible(causal, window, *arrays[:3]), arrays[3], is_bias)
 
     def __getitem__(self, index: Any) -> Any:
         """Returns leading queries and keys, as modules take of a mask for the longest input."""
