@@ -504,7 +504,7 @@ SHARED_AND_HOPPER = (
              "if checks.is_known(given) and", "if checks.is_known(cu_seqlens) and",
              "test_varlen.py::test_explain_is_of_the_call_that_runs[shapes of q, k and v-True]"),
     Mutation("clients, padding of masks", "integrations/_visible.py",
-             "jnp.where(valid, 0, -1)", "jnp.where(valid, 0, 0)",
+             "jnp.where(self.kv_valid, 0, -1)", "jnp.where(self.kv_valid, 0, 0)",
              "test_integrations.py::test_masks_that_are_kept_say_what_arrays_say"),
     Mutation("clients, bias of transformers", "integrations/transformers.py",
              "visible, bias = bias.visible, bias.bias", "bias = bias.bias",
