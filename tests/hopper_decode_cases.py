@@ -151,7 +151,7 @@ STEPS = (
     Step("starts", (0, 200, 133, 256, 77), starts=(0, 63, 64, 130, -5), sides=("sinks",)),
     Step("starts_at_the_end", (128, 128, 70), starts=(128, 127, 300), num_splits=2),
     Step("starts_alone", (129, 256), T=4, N=8, K=2, starts=(65, 1), num_splits=1, softcap=3.0),
-    Step("starts_as_rows", (250, 133), T=16, N=8, starts=(90, 128), sides=("slopes",)),
+    Step("starts_as_rows", (140, 66), T=9, N=8, starts=(65, 40), sides=("slopes",)),
     Step("starts_and_window", (250, 133), T=4, starts=(90, 128), window=70, sides=("sinks",)),
     Step("windows", (200, 133, 256), T=4, windows=(70, 0, 2**30 - 1), num_splits=2),
     Step("windows_as_rows", (250, 133), T=5, N=4, windows=(64, 300), upright=False),
