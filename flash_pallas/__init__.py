@@ -11,6 +11,7 @@ from .cache import KVCache as KVCache
 from .cache import append_kv as append_kv
 from .cache import check_pages as check_pages
 from .cache import gather_pages as gather_pages
+from .core.block_mask import BlockMask as BlockMask
 from .core.rope import apply_rope as apply_rope
 from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
@@ -22,6 +23,7 @@ from .varlen import explain_varlen as explain_varlen
 from .varlen import flash_attention_varlen as flash_attention_varlen
 
 __all__ = [
+    "BlockMask",
     "Explanation",
     "KVCache",
     "Tuning",

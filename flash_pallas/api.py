@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from .core.block_mask import BlockMask
 from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
@@ -53,6 +54,7 @@ def flash_attention(
     shard_axes: tuple[Any, Any] | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
     empty_rows: str = "zero",
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
@@ -124,6 +126,9 @@ def flash_attention(
         score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
             batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
         mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible.
+        block_mask: a `BlockMask`: blocks that it leaves empty cost nothing, forward and backward.
+            Everything else that hides keys does so besides. The i and j of a mask_mod that it was
+            made from count from 0, so with one q_offset and positions must be left out.
         empty_rows: what a query that sees no key returns: "zero", or "mean", the mean of all S
             values, hidden ones and padding included, as in jax.nn and keras. Its log-sum-exp is
             -inf in any case. Queries that are padding return zeros. With `sinks` a query sees its
@@ -179,6 +184,7 @@ def flash_attention(
         shard_axes=shard_axes,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        block_mask=block_mask,
         empty_rows=empty_rows,
         deterministic=deterministic,
         precision=precision,
@@ -282,6 +288,7 @@ def explain(
     shard_axes: tuple[Any, Any] | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
     empty_rows: str = "zero",
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
@@ -319,6 +326,7 @@ def explain(
         shard_axes: mesh axes of batch and heads.
         score_mod: function of a score and its place.
         mask_mod: function of a place.
+        block_mask: visible blocks.
         empty_rows: "zero" or "mean".
         deterministic: gradients are bit-identical.
         precision: precision of float32 matmuls.
@@ -362,6 +370,7 @@ def explain(
         shard_axes=shard_axes,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        block_mask=block_mask,
         empty_rows=empty_rows,
         deterministic=deterministic,
         precision=precision,

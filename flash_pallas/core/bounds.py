@@ -31,17 +31,17 @@ def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int)
         lambda p: problem.spec.mask.kv_blocks(p, block_q, problem.kv_len, block_kv), position
     )
     stop = _length_blocks(operands, block_kv)
-    return _bounds(found, _extent(_meets(problem, operands, block_q, block_kv)), stop)
+    return _bounds(found, _extent(meets(problem, operands, block_q, block_kv)), stop)
 
 
 def kv_whole(operands: Operands, block_q: int, block_kv: int):
     """Returns int32[B, Q blocks, 2]: a range of KV blocks in which no array hides a pair."""
-    return _last_run(_whole(operands, block_q, block_kv))
+    return _last_run(whole(operands, block_q, block_kv))
 
 
 def q_whole(operands: Operands, block_q: int, block_kv: int):
     """Returns int32[B, KV blocks, 2]: a range of Q blocks in which no array hides a pair."""
-    return _last_run(_whole(operands, block_q, block_kv).swapaxes(1, 2))
+    return _last_run(whole(operands, block_q, block_kv).swapaxes(1, 2))
 
 
 def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
@@ -52,8 +52,8 @@ def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     found = _each(
         lambda p: problem.spec.mask.q_blocks(p, block_kv, problem.q_len, block_q), position
     )
-    meets = _meets(problem, operands, block_q, block_kv)
-    bounds = _bounds(found, _extent(None if meets is None else meets.swapaxes(1, 2)), None)
+    pairs = meets(problem, operands, block_q, block_kv)
+    bounds = _bounds(found, _extent(None if pairs is None else pairs.swapaxes(1, 2)), None)
     if operands.kv_lengths is None:
         return bounds
     dead = start[None] >= operands.kv_lengths[:, None]
@@ -92,7 +92,7 @@ def _offsets(problem: Problem, operands: Operands):
     return jnp.full((problem.batch,), problem.spec.q_offset, jnp.int32)
 
 
-def _meets(problem: Problem, operands: Operands, block_q: int, block_kv: int):
+def meets(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     """Returns bool[B, Q blocks, KV blocks]: where arrays may leave a pair visible; None: anywhere.
 
     The id ranges of two blocks must meet, which is necessary for a shared id, and so must the range
@@ -115,7 +115,7 @@ def _meets(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     return functools.reduce(operator.and_, found) if found else None
 
 
-def _whole(operands: Operands, block_q: int, block_kv: int):
+def whole(operands: Operands, block_q: int, block_kv: int):
     """Returns bool[B, Q blocks, KV blocks]: where no array hides a pair.
 
     With segment ids two blocks are whole if all of both lies in one document. (Padding does not, as

@@ -94,6 +94,23 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0
     return mod, tuple(_storable(x) for x in arrays)
 
 
+def joined(join: Callable, one: Mod, other: Mod, count: int) -> Mod:
+    """Returns the Mod of two mask_mods joined by & or |.
+
+    Args:
+        join: operator.and_ or operator.or_.
+        one: the first.
+        other: the second.
+        count: number of params that the first has; those of the second follow.
+    """
+
+    def step(tile, params, score):
+        return join(one(tile, params[:count], score), other(tile, params[count:], score))
+
+    text = f"({one.text}) {join.__name__} ({other.text}) from h{count}"
+    return Mod(text, one.primitives | other.primitives | {join.__name__.strip("_")}, step)
+
+
 def _jaxpr(function, *arguments):
     try:
         return jax.make_jaxpr(function)(*arguments)

@@ -14,7 +14,9 @@ from .mods import Mod
 
 PRECISIONS = ("default", "high", "highest")  # see flash_attention
 # Fields of AttentionSpec that are no modifiers of scores; every other one counts as one by itself.
-NO_MODIFIERS = {"scale", "mask", "q_offset", "deterministic", "precision", "max_logit"}
+NO_MODIFIERS = {
+    "scale", "mask", "q_offset", "block_shape", "deterministic", "precision", "max_logit",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class AttentionSpec:
         dropout_rate: share of the weights that are dropped, in [0, 1).
         score_mod: the user's function of a score.
         mask_mod: the user's function that says which keys are visible.
+        block_shape: (queries, keys) of a block of `block_lists`; None without them.
         deterministic: True if the gradients must be bit-identical from run to run.
         precision: precision of float32 matmuls, one of PRECISIONS; other dtypes always have "high".
         max_logit: True if the largest logit of every query is wanted too.
@@ -43,6 +46,7 @@ class AttentionSpec:
     dropout_rate: float = 0.0
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
+    block_shape: tuple[int, int] | None = None
     deterministic: bool = False
     precision: str = "high"
     max_logit: bool = False
@@ -92,6 +96,9 @@ class Operands(NamedTuple):
     kv_positions: Any = None  # int32[B, S]; None: the index
     bias: Any = None  # any float [Bb, N1, T1, S1]
     mask: Any = None  # bool[Bb, N1, T1, S1], True is visible
+    # int32[Bb, N1, Q blocks, 2 + M], see core/block_lists.py. Of whole blocks, mask and mask_mod
+    # hide nothing.
+    block_lists: Any = None
     alibi_slopes: Any = None  # f32[B, N]
     sinks: Any = None  # f32[B, N], natural logits
     dropout_keys: Any = None  # uint32[B, N], see core/dropout.py
@@ -145,7 +152,7 @@ class Problem:
     @property
     def is_dynamic(self) -> bool:
         """True if an array decides which blocks are read, beyond arithmetic on a q_offset."""
-        return "kv_lengths" in self.features or self.hides_by_arrays
+        return bool({"kv_lengths", "block_lists"} & self.features) or self.hides_by_arrays
 
     @property
     def hides_by_arrays(self) -> bool:

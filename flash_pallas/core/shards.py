@@ -25,7 +25,7 @@ from .problem import Grads, Operands
 PLACES = {
     **dict.fromkeys(("q", "o", "do"), "b.n."),
     **dict.fromkeys(("k", "v"), "b.k."),
-    **dict.fromkeys(("bias", "mask"), "BN.."),
+    **dict.fromkeys(("bias", "mask", "block_lists"), "BN.."),
     **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths", "kv_starts", "window_left"), "b"),
     **dict.fromkeys(("q_segments", "q_first", "q_last", "q_positions", "q_places"), "b."),
     **dict.fromkeys(("kv_segments", "kv_positions", "kv_places", "page_table"), "b."),

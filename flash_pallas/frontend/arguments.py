@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from ..core import dropout, mesh_axes, mods
+from ..core.block_mask import BlockMask
 from ..core.mask import Mask
 
 # Positions are int32 inside the kernels, and sums of an offset and a length must not wrap.
@@ -56,6 +57,7 @@ class Arguments:
     shard_axes: Any = None
     score_mod: Any = None
     mask_mod: Any = None
+    block_mask: Any = None
     empty_rows: str = "zero"
     deterministic: bool = False
     precision: Any = None
@@ -333,17 +335,30 @@ def bias(value, sizes: Sizes):
     return _pairwise("bias", value, sizes)
 
 
-def mask(value, sizes: Sizes):
-    """Checks a mask; returns bool [Bb, N or 1, T or 1, S or 1], or None."""
+def mask(value, sizes: Sizes, block_mask: BlockMask | None = None):
+    """Checks a mask; returns bool [Bb, N or 1, T or 1, S or 1], or None.
+
+    That of a block mask is joined to it.
+    """
+    of_blocks = None
+    if block_mask is not None and block_mask.mask is not None:
+        of_blocks = _per_query_head(block_mask.mask, sizes)
     if value is None:
-        return None
+        return of_blocks
     value = _array("mask", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
     if value.dtype != jnp.bool_:
         raise TypeError(
             f"mask has dtype {value.dtype}: it must be bool (True is visible); cast a mask of 0 "
             "and 1 with mask.astype(bool), and pass what is added to the scores as bias"
         )
-    return _pairwise("mask", value, sizes)
+    value = _pairwise("mask", value, sizes)
+    if of_blocks is None:
+        return value
+    if value.shape[0] != of_blocks.shape[0]:
+        value, of_blocks = (
+            jnp.repeat(x, sizes.batch // len(x), axis=0) for x in (value, of_blocks)
+        )
+    return value & of_blocks
 
 
 def _pairwise(name: str, x, sizes: Sizes):
@@ -431,6 +446,59 @@ def mod(name: str, function, sizes: Sizes):
         return mods.trace(function, sizes.batch, sizes.q_heads, dtype, sizes.first)
     except mods.NotElementwise as error:
         raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
+
+
+def block_lists(a: Arguments, sizes: Sizes):
+    """Checks a block mask and returns its lists, int32[B or 1, N or 1, Q blocks, 2 + M].
+
+    Where the call hides keys by a mask or a mask_mod of its own, no block is whole.
+
+    Raises:
+        TypeError: no BlockMask.
+        ValueError: it does not fit the call.
+    """
+    found = a.block_mask
+    if not isinstance(found, BlockMask):
+        raise TypeError(
+            f"block_mask must be a flash_pallas.BlockMask, got {type(found).__name__}: make one by "
+            "BlockMask.from_mask_mod, from_indices or from_dense"
+        )
+    found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
+    given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
+    moved = [name for name, x in given.items() if x is not None and not _is_zero(x)]
+    if moved and found.mod is not None:
+        raise ValueError(
+            f"{moved[0]} is {given[moved[0]]!r} and block_mask was made from a mask_mod: whose "
+            "positions are those of the arrays. Put the offset into the mask_mod, as in lambda b, "
+            "n, i, j: f(b, n, i + offset, j), and what is causal too"
+        )
+    lists = _per_query_head(found.lists, sizes)
+    if a.mask is None and a.mask_mod is None:
+        return lists
+    return lists.at[..., 0].set(lists[..., 1])
+
+
+def with_block_mod(block_mask: BlockMask, mask_mod, params, sizes: Sizes):
+    """Returns (Mod, its [B, N] arrays) of a block mask's mask_mod, and the call's own if any."""
+    full = sizes.batch, sizes.q_heads
+    own = tuple(jnp.broadcast_to(_per_query_head(x, sizes), full) for x in block_mask.mod_params)
+    if mask_mod is None:
+        return block_mask.mod, own
+    return mods.joined(operator.and_, block_mask.mod, mask_mod, len(own)), (*own, *params)
+
+
+def _is_zero(x) -> bool:
+    return isinstance(x, int) and x == 0
+
+
+def _per_query_head(x, sizes: Sizes):
+    """Repeats x [B or 1, heads, ...] for the query heads of a group, where it has one per KV head.
+
+    One head is for all.
+    """
+    if x.shape[1] in (1, sizes.q_heads):
+        return x
+    return jnp.repeat(x, sizes.q_heads // sizes.kv_heads, axis=1)
 
 
 def _array(name: str, x, shape):

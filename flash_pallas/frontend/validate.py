@@ -89,7 +89,7 @@ class Call:
     def _may_be_empty(self) -> bool:
         """False if it is known that every query sees a key."""
         problem, spec = self.problem, self.spec
-        hides = {"bias", "mask", "kv_lengths"} & problem.features
+        hides = {"bias", "mask", "kv_lengths", "block_lists"} & problem.features
         if hides or spec.mask_mod or problem.hides_by_arrays:
             return True
         if problem.traced_offset:
@@ -135,6 +135,9 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     rate = checks.dropout_rate(a.dropout_rate)
     score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
     mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
+    block_lists = None if a.block_mask is None else checks.block_lists(a, sizes)
+    if a.block_mask is not None and a.block_mask.mod is not None:
+        mask_mod, mask_params = checks.with_block_mod(a.block_mask, mask_mod, mask_params, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
     slopes = checks.slopes(a.alibi_slopes, sizes)
     reads = slopes is not None or bool(score_mod) or bool(mask_mod)
@@ -151,6 +154,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         dropout_rate=rate,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        block_shape=None if a.block_mask is None else a.block_mask.block,
         deterministic=checks.flag("deterministic", a.deterministic),
         precision=_precision(a.precision, sizes.dtype),
         max_logit=checks.flag("max_logit", a.max_logit),
@@ -168,7 +172,8 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         q_positions=positions.q if reads else None,
         kv_positions=positions.kv if reads or positions.hide else None,
         bias=checks.bias(a.bias, sizes),
-        mask=checks.mask(a.mask, sizes),
+        mask=checks.mask(a.mask, sizes, a.block_mask),
+        block_lists=block_lists,
         alibi_slopes=slopes,
         sinks=checks.sinks(a.sinks, sizes),
         dropout_keys=checks.dropout_keys(rate, a.dropout_seed, a.broadcast_dropout, sizes),
@@ -418,7 +423,7 @@ SYNONYMS = (
     "kv_positions key_positions position_ids positions segment_pos",
     "cu_seqlens_q cu_seqlens",
     "cu_seqlens_kv cu_seqlens_k",
-    "mask_mod block_mask",
+    "block_mask mask_mod",
     "return_lse return_residual return_residuals return_softmax_lse return_attn_probs",
     "page_table block_table block_tables page_indices",
     "blocks block_sizes kernel_options",

@@ -229,7 +229,8 @@ NO_SECOND_ORDER = (
 # outermost, and one shared by the members needs them innermost; the order is the one that repeats
 # fewer bytes.
 
-SHARED = ("bias", "mask")  # operands whose batch may be a divisor of the batch
+# Operands whose batch may be a divisor of the batch.
+SHARED = ("bias", "mask", "block_lists")
 
 
 def fold_vmap(call, wanted: frozenset[str] = frozenset()):

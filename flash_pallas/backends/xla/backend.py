@@ -18,14 +18,16 @@ from jax import lax
 from ...core import dropout, padding, softmax
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
-from . import decode, online
+from . import decode, list_rows, online
 from .decode import XlaDecodeBlocks
-from .grid import Grid, XlaBlocks
+from .grid import Grid, Steps, XlaBlocks
 from .tiles import Tiles
 
 # On a CPU the tile should stay in the cache. Gradients of B=2, T=1024, N=4, K=2, H=64, float32,
 # causal on two cores took 94, 45, 53 and 107 ms with blocks of 64, 128, 256 and 512; dense jnp 221.
 CPU_BLOCK = 128
+# Those of one array.
+_GRADS = tuple(name for name in Grads._fields if name != "score_params")
 # Elsewhere each product is a launch, so the tile should be large.
 ACCELERATOR_BLOCK = 512
 
@@ -57,8 +59,15 @@ class XlaBackend:
         if unknown := sorted(set(override) - set(names)):
             raise ValueError(f"blocks has unknown fields {unknown}: backend 'xla' knows {names}")
         size = CPU_BLOCK if jax.default_backend() == "cpu" else ACCELERATOR_BLOCK
-        fitted = XlaBlocks(block_q=min(size, problem.q_len), block_kv=min(size, problem.kv_len))
-        return dataclasses.replace(fitted, **override)
+        block_q, block_kv = problem.spec.block_shape or (size, size)
+        fitted = XlaBlocks(min(block_q, problem.q_len), min(block_kv, problem.kv_len))
+        found = dataclasses.replace(fitted, **override)
+        if problem.spec.block_shape and found != fitted:
+            raise ValueError(
+                f"blocks is {override}: tiles are the blocks of block_mask, {fitted}; leave blocks "
+                "out, or make a mask of other blocks"
+            )
+        return found
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """Returns no candidates: there is nothing to time, as one size serves."""
@@ -67,14 +76,7 @@ class XlaBackend:
     def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
         """Computes attention; per-row scalars have the accumulation dtype (float64 for float64)."""
         operands = padding.cleared(operands)
-        grid = Grid(describe(operands, spec), blocks)
-        tiles = Tiles.of(grid, operands)
-        q, k, v = grid.split_q(operands.q), grid.kv_blocks(operands.k), grid.kv_blocks(operands.v)
-        indices = jnp.arange(len(q), dtype=jnp.int32)
-        blocks_of_queries = (indices, grid.kv_ranges(operands), q)
-        o, *rows = lax.map(partial(_query_block, tiles, k, v), blocks_of_queries)
-        lse_log2, shift, most = map(grid.join_rows, rows)
-        return Outputs(grid.join_q(o), lse_log2, shift, most if spec.max_logit else None)
+        return list_rows.forward(partial(_forward, spec, blocks), operands)
 
     def backward(
         self,
@@ -87,24 +89,13 @@ class XlaBackend:
         """Computes gradients in the dtypes of the operands."""
         lse_log2, do, delta, shift = cotangents[:4]
         operands, do = padding.cleared(operands), padding.cleared_queries(operands, do)
-        grid = Grid(describe(operands, spec), blocks)
-        tiles = Tiles.of(grid, operands, wanted)
-        q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
-        # Rows past the end have an infinite log-sum-exp, hence weights of zero.
-        lse_log2 = grid.split_rows(lse_log2, fill=softmax.EMPTY_ROW)
-        shift = grid.split_rows(jnp.zeros_like(delta) if shift is None else shift, fill=0.0)
-        queries = (q, grid.split_q(do), lse_log2, shift, grid.split_rows(delta, fill=0.0))
-        start = grid.zeros(q.shape, q), tiles.no_extras(q)
-        blocks_of_keys = (jnp.arange(len(k), dtype=jnp.int32), grid.q_ranges(operands), k, v)
-        (dq, extras), (dk, dv) = lax.scan(
-            partial(_key_block, tiles, queries), start, blocks_of_keys
-        )
-        return Grads(
-            grid.join_q(dq * spec.scale).astype(operands.q.dtype),
-            grid.join_kv(dk * spec.scale).astype(operands.k.dtype),
-            grid.join_kv(dv).astype(operands.v.dtype),
-            *tiles.finished(extras, operands),
-        )
+        rows = Cotangents(lse_log2, do, delta, shift)
+        call = partial(_backward, spec, blocks, wanted)
+        found = list_rows.backward(call, operands, rows)
+        cast = lambda d, x: None if d is None else d.astype(x.dtype)
+        params = map(cast, found.score_params, operands.score_params)
+        grads = {name: cast(getattr(found, name), getattr(operands, name)) for name in _GRADS}
+        return Grads(**grads, score_params=tuple(params))
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns None: it takes every problem."""
@@ -121,11 +112,52 @@ class XlaBackend:
         return decode.attend(spec, blocks, operands)
 
 
-def _query_block(tiles: Tiles, k, v, query):
+def _forward(spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
+    """Computes attention of operands whose padding is cleared."""
+    grid = Grid(describe(operands, spec), blocks)
+    tiles, steps = Tiles.of(grid, operands), grid.kv_steps(operands)
+    q, k, v = grid.split_q(operands.q), grid.kv_blocks(operands.k), grid.kv_blocks(operands.v)
+    indices = jnp.arange(len(q), dtype=jnp.int32)
+    blocks_of_queries = (indices, steps.ranges, q)
+    o, *rows = lax.map(partial(_query_block, tiles, steps, k, v), blocks_of_queries)
+    lse_log2, shift, most = map(grid.join_rows, rows)
+    return Outputs(grid.join_q(o), lse_log2, shift, most if spec.max_logit else None)
+
+
+def _backward(
+    spec: AttentionSpec,
+    blocks: XlaBlocks,
+    wanted: frozenset[str],
+    operands: Operands,
+    rows: Cotangents,
+) -> Grads:
+    """Computes gradients of operands whose padding is cleared, in the dtypes of their sums."""
+    grid = Grid(describe(operands, spec), blocks)
+    tiles, steps = Tiles.of(grid, operands, wanted), grid.q_steps(operands)
+    q, k, v = grid.split_q(operands.q), grid.split_kv(operands.k), grid.split_kv(operands.v)
+    # Rows past the end have an infinite log-sum-exp, hence weights of zero.
+    lse_log2 = grid.split_rows(rows.lse_log2, fill=softmax.EMPTY_ROW)
+    shift = jnp.zeros_like(rows.delta) if rows.shift is None else rows.shift
+    rows_of = (lse_log2, grid.split_rows(shift, fill=0.0), grid.split_rows(rows.delta, fill=0.0))
+    queries = (q, grid.split_q(rows.do), *rows_of)
+    start = grid.zeros(q.shape, q), tiles.no_extras(q)
+    blocks_of_keys = (jnp.arange(len(k), dtype=jnp.int32), steps.ranges, k, v)
+    call = partial(_key_block, tiles, steps, queries)
+    (dq, extras), (dk, dv) = lax.scan(call, start, blocks_of_keys)
+    return Grads(
+        grid.join_q(dq * spec.scale),
+        grid.join_kv(dk * spec.scale),
+        grid.join_kv(dv),
+        *tiles.finished(extras, operands),
+    )
+
+
+def _query_block(tiles: Tiles, steps: Steps, k, v, query):
     """Computes (o, lse_log2, shift, max logit) of a Q block: FlashAttention-2, Algorithm 1."""
     q_block, kv_range, q = query
 
-    def step(kv_block, seen):
+    def step(number, seen):
+        kv_block = steps.block(number)
         return online.fold(tiles, (q_block, q), (kv_block, k(kv_block), v(kv_block)), seen)
 
     start = online.no_keys(tiles.grid, q, tiles.grid.problem.v_head_dim)
@@ -137,7 +169,7 @@ def _query_block(tiles: Tiles, k, v, query):
     return o, lse_log2, shift, rows.m * tiles.grid.problem.unit
 
 
-def _key_block(tiles: Tiles, queries, carry, key):
+def _key_block(tiles: Tiles, steps: Steps, queries, carry, key):
     """Adds one KV block's part to dQ and to the side inputs' gradients; returns its (dK, dV).
 
     FlashAttention-2, Algorithm 2.
@@ -145,7 +177,8 @@ def _key_block(tiles: Tiles, queries, carry, key):
     grid = tiles.grid
     kv_block, q_range, k, v = key
 
-    def step(q_block, carry):
+    def step(number, carry):
+        q_block = steps.block(number)
         dq, extras, dk, dv = carry
         q, do, *rows = (x[q_block] for x in queries)
         products = grid.dot("bkgqh,bksh->bkgqs", q, k), grid.dot("bkgqh,bksh->bkgqs", do, v)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from ...core import bounds, mesh_axes
+from ...core import block_lists, bounds, mesh_axes
+from ...core.block_lists import BlockLists
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 
@@ -119,13 +121,38 @@ class Grid:
         x = x.transpose(1, 2, 3, 0, 4)
         return x.reshape(x.shape[0], self.problem.q_heads, -1)[..., : self.problem.q_len]
 
-    def kv_ranges(self, operands: Operands):
-        """Returns int32[Q blocks, 2]: first and one past the last KV block that the batch reads."""
-        return _union(bounds.kv_bounds(self.problem, operands, *self.tile_shape))
+    def kv_steps(self, operands: Operands) -> Steps:
+        """Returns the KV blocks that each Q block reads, for any entry of the batch."""
+        if operands.block_lists is not None:
+            return _listed(block_lists.of_queries(self.problem, operands, self.tile_shape))
+        return Steps(_union(bounds.kv_bounds(self.problem, operands, *self.tile_shape)))
 
-    def q_ranges(self, operands: Operands):
-        """Returns int32[KV blocks, 2]: first and one past the last Q block that reads the keys."""
-        return _union(bounds.q_bounds(self.problem, operands, *self.tile_shape))
+    def q_steps(self, operands: Operands) -> Steps:
+        """Returns the Q blocks that read each KV block, for any entry of the batch."""
+        if operands.block_lists is not None:
+            return _listed(block_lists.of_keys(self.problem, operands, self.tile_shape))
+        return Steps(_union(bounds.q_bounds(self.problem, operands, *self.tile_shape)))
+
+
+class Steps(NamedTuple):
+    """The blocks of the other sequence that each block reads.
+
+    Attributes:
+        ranges: int32[blocks, 2]: first and one past the last.
+        index: int32[entries]: what the ranges count, entries of this list; None: block numbers.
+    """
+
+    ranges: Any
+    index: Any = None
+
+    def block(self, step):
+        """Returns the number of the block of a step."""
+        return step if self.index is None else self.index[step]
+
+
+def _listed(lists: BlockLists) -> Steps:
+    """Returns the steps of a call whose batch and heads have one list; see rows.py."""
+    return Steps(lists.bounds[0, 0][:, ::2], lists.index[0, 0])
 
 
 def _union(found):

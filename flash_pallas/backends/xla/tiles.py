@@ -156,19 +156,12 @@ class Tiles:
         return added._replace(bias=bias)
 
     def finished(self, total: Extras, operands: Operands) -> Extras:
-        """Returns the sums in the shapes and dtypes of the operands."""
+        """Returns the sums in the shapes of the operands."""
         bias = total.bias
         if bias is not None:
             rows, columns = operands.bias.shape[2:]
             bias = bias[:, :, :rows, :columns]
-        like = Extras(*(getattr(operands, name) for name in Extras._fields))
-        cast = lambda d, x: None if d is None else d.astype(x.dtype)
-        params = total.score_params
-        if params is not None:
-            params = tuple(cast(d, x) for d, x in zip(params, like.score_params, strict=True))
-        return Extras(
-            cast(bias, like.bias), cast(total.alibi_slopes, like.alibi_slopes), params or ()
-        )
+        return Extras(bias, total.alibi_slopes, total.score_params or ())
 
     def _scored(self, tile: Tile, qk, place: _Place, inputs: TileInputs):
         """Computes (Logits, bool of what is visible or None) of one head's tile."""

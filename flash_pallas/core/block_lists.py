@@ -1,0 +1,207 @@
+"""Block lists: which KV blocks each Q block reads, and which Q blocks each KV block.
+
+A mask is cut into blocks. Of one that nothing is seen of, nothing is computed; one that is seen
+whole needs no mask; the others are partial. The operand `block_lists` names what is left, int32[Bb,
+N1, Q blocks, 2 + M]: for each Q block how many of its KV blocks are partial, how many it has in
+all, and their numbers. Partial ones come first, each kind ascends, and what follows is 0.
+
+Everything here runs in XLA, in time and memory proportional to the lists, unless it says states:
+those are int8 of every pair of blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import bounds
+from .problem import Operands, Problem
+
+EMPTY, PARTIAL, WHOLE = 0, 1, 2  # states of a block
+COUNTS = 2  # columns of `block_lists` in front of the numbers
+
+
+class BlockLists(NamedTuple):
+    """The blocks of the other sequence that each block reads.
+
+    Attributes:
+        bounds: int32[Bb, N1, blocks, 3]: where a block's list begins in `index`, where its whole
+            blocks begin, and where it ends.
+        index: int32[Bb, N1, entries], numbers of blocks, one more than all lists have.
+    """
+
+    bounds: Any
+    index: Any
+
+
+def of_states(states):
+    """Returns the operand for int8[Bb, N1, Q blocks, KV blocks] of EMPTY, PARTIAL and WHOLE."""
+    number = jnp.arange(states.shape[-1], dtype=jnp.int32)
+    return _sorted(number, states, states.shape[-1])
+
+
+def of_indices(index, state: int, kv_blocks: int):
+    """Returns the operand for lists of KV blocks that all have one state.
+
+    Args:
+        index: int32[Bb, N1, Q blocks, M], in any order; what is no number of a block is nothing,
+            and a repeated number counts once.
+        state: PARTIAL or WHOLE.
+        kv_blocks: number of KV blocks.
+    """
+    index = jnp.sort(index, axis=-1)
+    again = jnp.diff(index, axis=-1, prepend=-1) == 0
+    there = (index >= 0) & (index < kv_blocks) & ~again
+    return _sorted(index, jnp.where(there, state, EMPTY), kv_blocks)
+
+
+def states_of(lists, kv_blocks: int):
+    """Returns int8[Bb, N1, Q blocks, KV blocks], the states that `of_states` made lists of."""
+    index, state = _entries(lists)
+    found = jnp.zeros((*lists.shape[:-1], kv_blocks), jnp.int8)
+    put = lambda found, index, state: found.at[index].max(state)
+    for _ in range(3):
+        put = jax.vmap(put)
+    return put(found, index, state.astype(jnp.int8))
+
+
+def of_queries(problem: Problem, operands: Operands, tile: tuple[int, int]) -> BlockLists:
+    """Returns the KV tiles that each Q tile of a call reads.
+
+    Args:
+        problem: of the call.
+        operands: of the call.
+        tile: (queries, keys) of a tile, divisors of those of a block.
+    """
+    lists = planned(problem, operands, tile)
+    *leading, q_tiles, width = lists.shape
+    start = jnp.arange(q_tiles, dtype=jnp.int32) * (width - COUNTS)
+    start = jnp.broadcast_to(start, lists.shape[:-1])[..., None]
+    index = _readable(lists[..., COUNTS:].reshape(*leading, -1))
+    return BlockLists(jnp.concatenate([start, start + lists[..., :COUNTS]], axis=-1), index)
+
+
+def of_keys(
+    problem: Problem, operands: Operands, tile: tuple[int, int], group: int = 1
+) -> BlockLists:
+    """Returns the Q tiles that read each KV tile of a call.
+
+    Args:
+        problem: of the call.
+        operands: of the call.
+        tile: (queries, keys) of a tile, divisors of those of a block.
+        group: number of query heads that read a KV tile one after the other. A list then has the
+            tiles of all of them, that of member m of the group and of Q tile i as m * Q tiles + i,
+            and there is one for each KV head, or one for all.
+    """
+    index, state = _entries(planned(problem, operands, tile))
+    entries, heads, q_tiles, width = index.shape
+    kv_tiles = -(-problem.kv_len // tile[1])
+    if 2 * kv_tiles * group * q_tiles >= 2**31:
+        raise ValueError(
+            f"the mask has {q_tiles} x {kv_tiles} tiles of {group} query heads, and these are "
+            "numbered in int32, up to 2**30: take larger blocks"
+        )
+    members = (entries, max(heads // group, 1), group, q_tiles, width)
+    index, state = (
+        jnp.broadcast_to(x.reshape(entries, -1, group if heads > 1 else 1, q_tiles, width), members)
+        for x in (index, state)
+    )
+    # Sorted by KV tile, then partial before whole ones, then by member and Q tile.
+    kinds = jnp.where(state == EMPTY, 2 * kv_tiles, index * 2 + (state == WHOLE))
+    number = jnp.arange(group * q_tiles, dtype=jnp.int32).reshape(group, q_tiles, 1)
+    leading = (*members[:2], -1)
+    key = jnp.sort((kinds * (group * q_tiles) + number).reshape(leading), axis=-1)
+    count = lambda kinds: jnp.zeros(2 * kv_tiles, jnp.int32).at[kinds].add(1, mode="drop")
+    sizes = jax.vmap(jax.vmap(count))(kinds.reshape(leading))
+    ends = jnp.cumsum(sizes, axis=-1).reshape(*leading[:2], kv_tiles, 2)
+    starts = ends[..., :1] - sizes.reshape(ends.shape)[..., :1]
+    return BlockLists(jnp.concatenate([starts, ends], axis=-1), _readable(key % (group * q_tiles)))
+
+
+def planned(problem: Problem, operands: Operands, tile: tuple[int, int]):
+    """Returns the lists of a call's tiles, without what else hides keys.
+
+    Blocks are cut into tiles. Those that causal, windows, lengths, ids or positions hide are left
+    out, and those of which they hide a part become partial, as does the tile in which the keys end.
+    So in whole tiles nothing hides a key.
+
+    Returns:
+        int32[Bb or B, N1, Q tiles, 2 + M].
+    """
+    lists = _cut(operands.block_lists, problem, tile)
+    lengths = {"q_lengths", "kv_lengths"} & problem.features
+    tail = problem.kv_len % tile[1]
+    if problem.spec.mask.is_trivial and not lengths and not problem.hides_by_arrays and not tail:
+        return lists
+    if lengths or problem.hides_by_arrays or problem.traced_offset:
+        lists = jnp.repeat(lists, problem.batch // lists.shape[0], axis=0)
+    index, state = _entries(lists)
+    low, whole_low, whole_high, high = (
+        x[:, None, :, None] for x in _bands(problem, operands, tile)
+    )
+    seen = (index >= low) & (index < high)
+    whole = (index >= whole_low) & (index < whole_high)
+    if problem.hides_by_arrays:
+        at = lambda pairs: jnp.take_along_axis(pairs[:, None], index, axis=-1, mode="clip")
+        seen &= at(bounds.meets(problem, operands, *tile))
+        whole &= at(bounds.whole(operands, *tile))
+    if operands.q_lengths is not None:
+        first = jnp.arange(index.shape[2], dtype=jnp.int32)[:, None] * tile[0]
+        seen &= first < operands.q_lengths[:, None, None, None]
+    state = jnp.where(seen, jnp.where(whole, state, jnp.minimum(state, PARTIAL)), EMPTY)
+    return _sorted(index, state, -(-problem.kv_len // tile[1]))
+
+
+def _cut(lists, problem: Problem, tile: tuple[int, int]):
+    """Returns the lists of tiles for those of blocks."""
+    rows, columns = (size // n for size, n in zip(problem.spec.block_shape, tile, strict=True))
+    if rows > 1:
+        lists = jnp.repeat(lists, rows, axis=2)[:, :, : -(-problem.q_len // tile[0])]
+    if columns == 1:
+        return lists
+    index = lists[..., COUNTS:, None] * columns + jnp.arange(columns, dtype=jnp.int32)
+    counts, index = lists[..., :COUNTS] * columns, index.reshape(*lists.shape[:-1], -1)
+    # A block's last tiles may lie beyond the last key.
+    inside = index < -(-problem.kv_len // tile[1])
+    _, state = _entries(jnp.concatenate([counts, index], axis=-1))
+    return _sorted(index, jnp.where(inside, state, EMPTY), -(-problem.kv_len // tile[1]))
+
+
+def _readable(index):
+    """Appends an entry, so that the place where an empty list begins can be read."""
+    return jnp.pad(index, ((0, 0), (0, 0), (0, 1)))
+
+
+def _bands(problem: Problem, operands: Operands, tile: tuple[int, int]):
+    """Returns what Mask.kv_blocks says of each Q tile, four of int32[B or 1, Q tiles]."""
+    block_q, block_kv = tile
+    start = jnp.arange(-(-problem.q_len // block_q), dtype=jnp.int32) * block_q
+    offset = jnp.int32(problem.spec.q_offset) if operands.q_offset is None else operands.q_offset
+    kv_len = jnp.int32(problem.kv_len) if operands.kv_lengths is None else operands.kv_lengths
+
+    position, kv_len = start[None] + offset.reshape(-1, 1), kv_len.reshape(-1, 1)
+
+    def ends(position, kv_len):
+        found = problem.spec.mask.kv_blocks(position, block_q, kv_len, block_kv)
+        return tuple(map(jnp.int32, found))
+
+    return jax.vmap(jax.vmap(ends))(*jnp.broadcast_arrays(position, kv_len))
+
+
+def _entries(lists):
+    """Returns (number, state) of every entry of the operand, EMPTY past the end of a list."""
+    place = jnp.arange(lists.shape[-1] - COUNTS, dtype=jnp.int32)
+    partial, count = lists[..., :1], lists[..., 1:COUNTS]
+    state = jnp.where(place < count, jnp.where(place < partial, PARTIAL, WHOLE), EMPTY)
+    return lists[..., COUNTS:], state
+
+
+def _sorted(index, state, blocks: int):
+    """Returns the operand for entries in any order; those that are EMPTY are left out."""
+    key = jnp.where(state == EMPTY, 2 * blocks, index + (state == WHOLE) * blocks)
+    key = jnp.sort(key.astype(jnp.int32), axis=-1)
+    counts = [jnp.sum(key < n * blocks, axis=-1, keepdims=True, dtype=jnp.int32) for n in (1, 2)]
+    return jnp.concatenate([*counts, jnp.where(key < 2 * blocks, key % blocks, 0)], axis=-1)

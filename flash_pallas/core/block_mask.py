@@ -1,0 +1,428 @@
+"""Block masks: which blocks of (queries, keys) attention computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import block_lists, mods
+from .block_lists import EMPTY, PARTIAL, WHOLE
+from .mask import Tile
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+    AnyArray = Array | np.ndarray
+
+SMALLEST_BLOCK = 64
+# What is evaluated of a mask at one time, in pairs of a query and a key.
+PAIRS_AT_ONCE = 1 << 24
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lists", "mod_params", "mask"],
+    meta_fields=["q_len", "kv_len", "block", "mod", "kind"],
+)
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """A mask whose empty blocks cost nothing: the `block_mask` of `flash_attention`.
+
+    Make one by `from_mask_mod`, `from_indices` or `from_dense`. It is a pytree, so it can be an
+    argument of jitted functions, be vmapped over and be sharded over batch and heads; another mask
+    of the same sizes compiles nothing anew.
+
+    Attributes:
+        lists: int32 [B or 1, N or 1, Q blocks, 2 + M]: for each block of queries how many of its
+            blocks of keys are partial, how many it has in all, and their numbers.
+        mod_params: what `mod` reads, [B or 1, N or 1] each.
+        mask: bool [B or 1, N or 1, T, S], what is visible of partial blocks; or None.
+        q_len: T, number of queries.
+        kv_len: S, number of keys.
+        block: (queries, keys) of a block.
+        mod: what is visible of partial blocks, the traced mask_mod; or None.
+        kind: what it was made from: "mask_mod", "indices", "dense", or several of them.
+    """
+
+    lists: Any
+    mod_params: tuple
+    mask: Any
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    mod: mods.Mod | None
+    kind: str
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: Callable,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        *,
+        block: tuple[int, int] = (128, 128),
+    ) -> BlockMask:
+        """Returns the block mask of a function of positions.
+
+        FlexAttention (https://arxiv.org/abs/2412.05496). Every pair of a query and a key is looked
+        at once, on the default device and under jit, without an array of them.
+
+        Args:
+            mask_mod: (b, n, i, j) -> bool, True is visible; elementwise JAX on int32 scalars, as
+                the `mask_mod` of `flash_attention`: entry of the flattened batch, query head,
+                query, key. It may capture arrays indexed by b and n, which may be traced.
+            batch: number of batch entries; 1 if the mask does not depend on b.
+            heads: number of query heads, or of KV heads; 1 if it does not depend on n.
+            q_len: number of queries, T.
+            kv_len: number of keys, S.
+            block: (queries, keys) of a block, a multiple of 64 and one of 64 and 128.
+
+        Raises:
+            TypeError: mask_mod is no function, or returns something other than one bool.
+            ValueError: it cannot be traced into a kernel; a size that is out of range.
+
+        Example:
+            >>> from flash_pallas import BlockMask
+            >>> prefix = lambda b, n, i, j: (j <= i) | (j < 512)
+            >>> BlockMask.from_mask_mod(prefix, 1, 1, 4096, 4096).sparsity
+            0.4404296875
+        """
+        sizes = _checked_sizes(q_len, kv_len, block)
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function, got {mask_mod!r}")
+        for name, size in (("batch", batch), ("heads", heads)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} is {size!r}: it must be a positive int; 1 for all alike")
+        try:
+            mod, params = mods.trace(mask_mod, batch, heads)
+        except mods.NotElementwise as error:
+            raise ValueError(f"mask_mod cannot be traced into a kernel: {error}") from None
+        lists = _lists_of_mod(mod, (batch, heads), sizes, params)
+        return cls(lists, params, None, *sizes, mod, "mask_mod")
+
+    @classmethod
+    def from_indices(
+        cls,
+        kv_indices: Int[AnyArray, "#B #N Qb M"],
+        counts: Int[AnyArray, "#B #N Qb"] | None = None,
+        *,
+        q_len: int,
+        kv_len: int,
+        block: tuple[int, int] = (128, 128),
+    ) -> BlockMask:
+        """Returns the mask that shows to each block of queries the blocks of keys in its list.
+
+        For blocks that are chosen by top-k, as in MoBA (https://arxiv.org/abs/2502.13189) or NSA
+        (https://arxiv.org/abs/2502.11089). The lists may be traced; `causal` and all other masks of
+        the call hide keys within these blocks.
+
+        Args:
+            kv_indices: integers [B or 1, N or 1, Q blocks, M]: numbers of blocks of keys, in any
+                order. A negative one is no block, and a repeated one counts once. Heads are those
+                of q, or those of k.
+            counts: integers [B or 1, N or 1, Q blocks]: how many entries of each list count; None
+                is all M.
+            q_len: number of queries, T.
+            kv_len: number of keys, S.
+            block: (queries, keys) of a block, a multiple of 64 and one of 64 and 128.
+
+        Raises:
+            TypeError: an array of another dtype than integers.
+            ValueError: shapes or sizes that do not fit; a number past the last block in a numpy
+                array. In a jax array such a number is no block.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from flash_pallas import BlockMask
+            >>> chosen = jnp.array([[[[0, -1], [0, 1], [2, 0], [2, 3]]]])
+            >>> BlockMask.from_indices(chosen, q_len=512, kv_len=512).sparsity
+            0.5625
+        """
+        sizes = _checked_sizes(q_len, kv_len, block)
+        q_blocks, kv_blocks = _blocks(*sizes)
+        index = _integers("kv_indices", kv_indices)
+        if index.ndim != 4 or index.shape[2] != q_blocks:
+            raise ValueError(
+                f"kv_indices has shape {index.shape}: it must be [B or 1, N or 1, {q_blocks}, M], "
+                f"a list for each of the {q_blocks} blocks of {block[0]} queries"
+            )
+        _check_numbers("kv_indices", kv_indices, kv_blocks)
+        if counts is not None:
+            counts = _integers("counts", counts)
+            if counts.shape != index.shape[:3]:
+                raise ValueError(
+                    f"counts has shape {counts.shape}: it must be {index.shape[:3]}, one for each "
+                    "list of kv_indices"
+                )
+            place = jnp.arange(index.shape[3], dtype=jnp.int32)
+            index = jnp.where(place < counts[..., None], index, -1)
+        lists = block_lists.of_indices(index, WHOLE, kv_blocks)
+        return cls(lists, (), None, *sizes, None, "indices")
+
+    @classmethod
+    def from_dense(
+        cls, mask: Bool[AnyArray, "#B #N T S"], *, block: tuple[int, int] = (128, 128)
+    ) -> BlockMask:
+        """Returns the block mask of an array, which it keeps for the partial blocks.
+
+        Args:
+            mask: bool [B or 1, N or 1, T, S], True is visible.
+            block: (queries, keys) of a block, a multiple of 64 and one of 64 and 128.
+
+        Raises:
+            TypeError: no array of bool.
+            ValueError: not of rank 4, or a block out of range.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from flash_pallas import BlockMask
+            >>> BlockMask.from_dense(jnp.tri(256, dtype=bool)[None, None]).sparsity
+            0.25
+        """
+        if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_:
+            raise TypeError(
+                f"mask must be an array of bool, got {getattr(mask, 'dtype', type(mask))}"
+            )
+        if mask.ndim != 4:
+            raise ValueError(f"mask has shape {mask.shape}: it must be [B or 1, N or 1, T, S]")
+        sizes = _checked_sizes(*mask.shape[2:], block)
+        mask = jnp.asarray(mask)
+        lists = block_lists.of_states(_states_of_dense(mask, sizes[2]))
+        return cls(lists, (), mask, *sizes, None, "dense")
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """Returns what both see.
+
+        Raises:
+            ValueError: they have different sizes.
+        """
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        self._check_alike(other)
+        mod, params = _joined(operator.and_, self, other)
+        given = [x.mask for x in (self, other) if x.mask is not None]
+        mask = functools.reduce(operator.and_, given) if given else None
+        kinds = sorted({*self.kind.split(" and "), *other.kind.split(" and ")})
+        found = self._with(jnp.minimum(self._states, other._states), params, mask, mod)
+        return dataclasses.replace(found, kind=" and ".join(kinds))
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Returns what either sees.
+
+        Raises:
+            ValueError: they have different sizes or different kinds: both must be made from a
+                mask_mod, both from indices, or both from a dense mask.
+        """
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        self._check_alike(other)
+        # Elsewhere the mod alone, or the array, does not say what is visible of a block.
+        if self.kind != other.kind or " and " in self.kind:
+            raise ValueError(
+                f"| of block masks made from {self.kind} and from {other.kind}: both must be made "
+                "from a mask_mod, both from indices, or both from a dense mask. Say both in one "
+                "mask_mod, or combine the outputs of two calls by their log-sum-exp"
+            )
+        mod, params = _joined(operator.or_, self, other)
+        mask = None if self.mask is None else self.mask | other.mask
+        return self._with(jnp.maximum(self._states, other._states), params, mask, mod)
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the blocks that are empty, from 0 to 1."""
+        number = self.lists[..., 1].size * self._shape[1]
+        return 1.0 - float(jnp.sum(self.lists[..., 1])) / number
+
+    def to_dense(self) -> Bool[Array, "#B #N T S"]:
+        """Returns the mask as bool [B or 1, N or 1, T, S]: for tests, as it is large."""
+        states = jnp.repeat(jnp.repeat(self._states, self.block[0], 2), self.block[1], 3)
+        states = states[:, :, : self.q_len, : self.kv_len]
+        seen = states != EMPTY
+        if self.mod is not None:
+            seen &= (states == WHOLE) | _everywhere(self.mod, self.mod_params, seen.shape)
+        return seen if self.mask is None else seen & ((states == WHOLE) | self.mask)
+
+    def plot(self, batch: int = 0, head: int = 0, width: int = 64) -> str:
+        """Returns a picture: a line for blocks of queries, a column for blocks of keys.
+
+        A full square is whole, a shaded one partial, a dot empty.
+
+        Args:
+            batch: the batch entry.
+            head: the head.
+            width: most columns and lines; where there are more blocks, each stands for several, and
+                is drawn as whole or empty only if all of them are.
+
+        Example:
+            >>> from flash_pallas import BlockMask
+            >>> print(BlockMask.from_mask_mod(lambda b, n, i, j: j <= i, 1, 1, 384, 384).plot())
+            ▒··
+            █▒·
+            ██▒
+        """
+        states = np.asarray(self._states[batch, head])
+        for axis in (0, 1):
+            step = -(-states.shape[axis] // width)
+            starts = np.arange(0, states.shape[axis], step)
+            low, high = (f.reduceat(states, starts, axis) for f in (np.minimum, np.maximum))
+            states = np.where(low == high, low, PARTIAL)
+        return "\n".join("".join("·▒█"[x] for x in row) for row in states)
+
+    def check(self, q_len: int, kv_len: int, batch: int, heads: tuple[int, int]) -> None:
+        """Checks that the mask fits a call.
+
+        Args:
+            q_len: number of queries.
+            kv_len: number of keys.
+            batch: number of entries of the flattened batch.
+            heads: number of query heads and of KV heads.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        if (self.q_len, self.kv_len) != (q_len, kv_len):
+            raise ValueError(
+                f"block_mask is of {self.q_len} queries and {self.kv_len} keys, and the call has "
+                f"{q_len} and {kv_len}: make one for these lengths"
+            )
+        params = [("mod_params", x) for x in self.mod_params]
+        masks = [("mask", self.mask)] if self.mask is not None else []
+        for name, x in (("lists", self.lists), *masks, *params):
+            if x.shape[0] not in (1, batch) or x.shape[1] not in (1, *heads):
+                raise ValueError(
+                    f"block_mask has {name} of {x.shape[0]} batch entries and {x.shape[1]} heads: "
+                    f"there must be 1 or {batch}, and 1 or {' or '.join(map(str, set(heads)))}; "
+                    "under vmap give it in_axes, or leave its axes at 1"
+                )
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Numbers of blocks of queries and of keys."""
+        return _blocks(self.q_len, self.kv_len, self.block)
+
+    @property
+    def _states(self):
+        return block_lists.states_of(self.lists, self._shape[1])
+
+    def _with(self, states, params, mask, mod) -> BlockMask:
+        lists = block_lists.of_states(states)
+        return dataclasses.replace(self, lists=lists, mod_params=params, mask=mask, mod=mod)
+
+    def _check_alike(self, other: BlockMask) -> None:
+        sizes = lambda x: (x.q_len, x.kv_len, x.block)
+        if sizes(self) != sizes(other):
+            raise ValueError(
+                f"block masks of (queries, keys, block) {sizes(self)} and {sizes(other)}: these "
+                "must be the same"
+            )
+
+
+def _checked_sizes(q_len, kv_len, block) -> tuple[int, int, tuple[int, int]]:
+    """Checks sizes and returns them as ints."""
+    try:
+        q_len, kv_len = map(operator.index, (q_len, kv_len))
+        block_q, block_kv = map(operator.index, block)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"q_len {q_len!r}, kv_len {kv_len!r} and block {block!r} must be ints, the last a pair "
+            "of them"
+        ) from None
+    if q_len < 1 or kv_len < 1:
+        raise ValueError(f"q_len is {q_len} and kv_len {kv_len}: both must be positive")
+    if block_q < 1 or block_q % SMALLEST_BLOCK or block_kv not in (64, 128):
+        raise ValueError(
+            f"block is {block}: its queries must be a multiple of 64 and its keys 64 or 128, as in "
+            "(128, 128)"
+        )
+    return q_len, kv_len, (block_q, block_kv)
+
+
+def _blocks(q_len: int, kv_len: int, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-q_len // block[0]), -(-kv_len // block[1])
+
+
+def _integers(name: str, x):
+    """Returns an array of integers as int32."""
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} must be an array of integers, got {getattr(x, 'dtype', type(x).__name__)}"
+        )
+    if isinstance(x, np.ndarray):
+        return jnp.asarray(np.clip(x, -1, np.iinfo(np.int32).max).astype(np.int32))
+    return x.astype(jnp.int32)
+
+
+def _check_numbers(name: str, x, blocks: int) -> None:
+    """Raises ValueError where values that are known name a block past the last."""
+    if isinstance(x, np.ndarray) and x.size and x.max() >= blocks:
+        raise ValueError(
+            f"{name} contains {x.max()}: there are {blocks} blocks, numbered from 0; -1 is none"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _lists_of_mod(mod: mods.Mod, leading: tuple[int, int], sizes, params):
+    """Returns `lists` of a traced mask_mod, for `leading` batch entries and heads."""
+    q_len, kv_len, (block_q, block_kv) = sizes
+    q_blocks, kv_blocks = _blocks(*sizes)
+    shape = block_q, kv_blocks * block_kv
+
+    def states(at):
+        row, q_block = at
+        tile = Tile(q_block * block_q, jnp.int32(0), shape)
+        of_row = [lax.broadcast_in_dim(x.reshape(-1)[row], shape, ()) for x in params]
+        seen = mod(tile, tuple(of_row))
+        there = (tile.q_pos < q_len) & (tile.kv_pos < kv_len)
+        by_block = lambda x: x.reshape(block_q, kv_blocks, block_kv)
+        some = jnp.any(by_block(seen & there), axis=(0, 2))
+        whole = jnp.all(by_block(seen | ~there), axis=(0, 2))
+        found = jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY)
+        return found.astype(jnp.int8)
+
+    number = jnp.arange(leading[0] * leading[1] * q_blocks, dtype=jnp.int32)
+    at_once = max(1, PAIRS_AT_ONCE // (shape[0] * shape[1]))
+    found = lax.map(states, (number // q_blocks, number % q_blocks), batch_size=at_once)
+    return block_lists.of_states(found.reshape(*leading, q_blocks, kv_blocks))
+
+
+def _states_of_dense(mask, block: tuple[int, int]):
+    """Returns int8[B, N, Q blocks, KV blocks] of a mask [B, N, T, S]."""
+    pads = [(0, -n % size) for n, size in zip(mask.shape[2:], block, strict=True)]
+
+    def by_block(fill: bool):
+        x = jnp.pad(mask, ((0, 0), (0, 0), *pads), constant_values=fill)
+        rows, columns = (n // size for n, size in zip(x.shape[2:], block, strict=True))
+        return x.reshape(*x.shape[:2], rows, block[0], columns, block[1])
+
+    some, whole = jnp.any(by_block(False), (3, 5)), jnp.all(by_block(True), (3, 5))
+    return jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY).astype(jnp.int8)
+
+
+def _everywhere(mod: mods.Mod, params, shape):
+    """Returns the mod's value of every pair, bool [B or 1, N or 1, T, S]."""
+    tile = Tile(jnp.int32(0), jnp.int32(0), shape[2:])
+    one = lambda params: mod(tile, [lax.broadcast_in_dim(x, tile.shape, ()) for x in params])
+    if not params:
+        return one(())[None, None]
+    return jax.vmap(jax.vmap(one))(params)
+
+
+def _joined(join: Callable, one: BlockMask, other: BlockMask):
+    """Returns (Mod or None, params) of what `join`, & or |, makes of two masks' mods."""
+    if one.mod is None or other.mod is None:
+        only = one if other.mod is None else other
+        return only.mod, only.mod_params
+    return mods.joined(join, one.mod, other.mod, len(one.mod_params)), (
+        *one.mod_params,
+        *other.mod_params,
+    )
