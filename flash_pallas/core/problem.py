@@ -160,6 +160,20 @@ class Problem:
         return bool({"q_segments", "q_first", "q_last"} & self.features)
 
     @property
+    def is_listed(self) -> bool:
+        """True if lists say which tiles are read."""
+        return "block_lists" in self.features
+
+    @functools.cached_property
+    def of_whole_tiles(self) -> Problem:
+        """The problem of tiles that lists call whole: mask and mask_mod hide nothing there."""
+        if not self.is_listed:
+            return self
+        spec = dataclasses.replace(self.spec, mask_mod=None)
+        features = self.features - {"mask", "mask_params"}
+        return dataclasses.replace(self, spec=spec, features=features, mask_shape=None)
+
+    @property
     def is_packed(self) -> bool:
         """True if ids, positions and lengths hide keys, and nothing else reads an array but sinks.
 

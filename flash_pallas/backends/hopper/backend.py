@@ -271,6 +271,8 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
         raise ValueError(
             "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
         )
+    if isinstance(replaced, ForwardBlocks) and (reason := replaced.misfit(size)):
+        raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
     if isinstance(replaced, FusedBlocks) and (reason := _refused(replaced, size)):
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
     if replaced.smem_bytes(size) > SMEM_LIMIT:
