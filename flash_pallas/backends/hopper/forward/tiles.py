@@ -27,7 +27,7 @@ from ..common.auxiliary_inputs import (
 )
 from ..common.far_rows import Part
 from ..common.pipeline import Padding, Ring, fits, row_buffer
-from ..common.tile_lists import TileList, divides, largest
+from ..common.tile_lists import TileList, largest
 from ..common.wgmma import Matmuls
 from .scheduler import SLOTS, TileScheduler
 
@@ -126,13 +126,6 @@ class ForwardBlocks:
         warpgroups = next(n for n in wgs if rows % (n * WARPGROUP_ROWS) == 0)
         block_kv = largest(columns, self.block_kv, 64, 32)
         return dataclasses.replace(self, warpgroups=warpgroups, block_kv=block_kv)
-
-    def misfit(self, problem: Problem) -> str | None:
-        """Returns why these tiles cannot serve the lists of a problem, or None."""
-        block, tile = problem.spec.block_shape, (self.tile_rows, self.block_kv)
-        if not problem.is_listed or divides(tile, block):
-            return None
-        return f"tiles of {tile} (queries, keys) do not divide the blocks of block_mask, {block}"
 
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves

@@ -52,7 +52,7 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.far_rows import Part
 from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, warpgroup_rows
-from ..operands import BackwardArrays, QTileRange
+from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
 from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
@@ -99,7 +99,7 @@ def run_kv_tile(
     block, parts = lax.axis_index("kv") + launch.first_block, launch.blocks.split_q
     tile = launch.kv_tile(gmem, pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
-    if parts > 1:
+    if parts > 1 and isinstance(q_tiles, QTileRange):
         part = lax.axis_index("part")
         results = results | {name: results[name].at[part] for name in ("dk", "dv")}
         q_tiles = q_tiles.cut(part, parts)
@@ -133,7 +133,7 @@ def persistent_cta(
     return dataclasses.replace(cta, kv_tiles=kv_tiles)
 
 
-def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange) -> FusedCta:
+def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
     blocks, (results, gmem, smem) = launch.blocks, refs
     return FusedCta(
@@ -297,6 +297,8 @@ def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, ma
     inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
     inputs = inputs._replace(shift=shift)
     limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
+    if not masked and problem.is_listed:
+        cta, inputs = cta.of_whole_tiles, inputs._replace(mask=None)
     return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
 
 
