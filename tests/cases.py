@@ -13,6 +13,7 @@ import numpy as np
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
+from . import block_masks
 from .mods import MASK_MODS, SCORE_MODS
 
 SEED_KINDS = {
@@ -52,6 +53,7 @@ class Case:
         poison: whether padding holds NaN and Inf.
         alibi: shape of the slopes, "N" or "BN".
         score_mod, mask_mod: names of functions in tests/mods.py.
+        block_mask: name of a recipe in tests/block_masks.py.
         maxima: how the row max changes from right to left; factors are those of the weights.
             "rising" grows by 2**29 every 64 keys. "jump" grows by 2**577 and drops again 64 keys
             later. "wide" puts every fifth row far out. "apart" grows by 2**29 in each 16 of 64
@@ -98,6 +100,7 @@ class Case:
     broadcast_dropout: bool = False
     score_mod: str | None = None
     mask_mod: str | None = None
+    block_mask: str | None = None
     max_logit: bool = False
     maxima: str | None = None
     additive: tuple[str, tuple[float, ...]] | None = None
@@ -142,6 +145,9 @@ class Case:
             found["score_mod"] = SCORE_MODS[self.score_mod].make(captured)
         if self.mask_mod:
             found["mask_mod"] = MASK_MODS[self.mask_mod](prefix)
+        if self.block_mask:
+            sizes = self.B, (self.N, self.K), self.T, self.S
+            found["block_mask"] = block_masks.make(self.block_mask, *sizes, seed=0)
         return found
 
     @property
