@@ -121,7 +121,8 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
     name = dispatch.key(chosen.name, call.problem)
     if name is None:
         raise ValueError(
-            "a call with score_mod or mask_mod has no name to store tile sizes by: pass blocks="
+            "a call with score_mod, mask_mod or a block_mask made from one has no name to store "
+            "tile sizes by: pass blocks="
         )
     path = dispatch.user_path()
     dispatch.check_writable(path)  # before a minute of work

@@ -16,13 +16,14 @@ from flax import linen, nnx
 
 import flash_pallas as fp
 from flash_pallas import api, cache, decode, tuning
-from flash_pallas.core import rope
+from flash_pallas.core import block_mask, rope
 from flash_pallas.frontend import dispatch, validate
 from flash_pallas.parallel import context, layout, setting
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
 NAMES = [
+    "BlockMask",
     "Explanation",
     "KVCache",
     "Tuning",
@@ -73,13 +74,16 @@ def test_documentation(name):
     assert name not in DELEGATING or "as in `flash_attention`, as are all the others" in described
 
 
-@pytest.mark.parametrize("name", ["Explanation", "KVCache", "Tuning", "UnsupportedByBackend"])
+@pytest.mark.parametrize(
+    "name", ["BlockMask", "Explanation", "KVCache", "Tuning", "UnsupportedByBackend"]
+)
 def test_classes_are_documented(name):
     assert inspect.getdoc(getattr(fp, name))
 
 
 EXAMPLES = [
     (api, 10),
+    (block_mask, 11),
     (cache, 10),
     (context, 4),
     (decode, 8),
@@ -174,6 +178,9 @@ MEANT = [
     ("dot_product_attention", "window_size", "'local_window_size'? local_window_size is"),
     ("dot_product_attention", "softcap", "argument 'softcap': flash_attention has 'softcap'"),
     ("dot_product_attention", "segment_ids", ": flash_attention has 'q_segment_ids' and"),
+    ("dot_product_attention", "block_mask", "argument 'block_mask': flash_attention has it"),
+    ("flash_attention_varlen", "block_mask", "'mask_mod'? mask_mod is the function that makes a"),
+    ("flash_decode", "block_mask", "argument 'block_mask': flash_attention has it"),
     ("flash_decode", "cache_seqlens", "'kv_lengths'? kv_lengths counts the new tokens too"),
     ("flash_decode", "return_softmax_lse", "'return_lse'?$"),
     ("flash_attention_varlen", "cu_seqlens_k", "'cu_seqlens_kv'?$"),
@@ -193,7 +200,7 @@ def test_hints_are_of_names_that_we_lack():
     assert set(validate.MEANINGS) <= synonyms
     assert all(repr(name) in validate.MEANINGS["implementation"] for name in dispatch.BACKENDS)
     own = set(inspect.signature(fp.flash_attention).parameters)
-    assert set(validate.INSTEAD) & own == {"deterministic"}  # other functions lack it
+    assert set(validate.INSTEAD) & own == {"block_mask", "deterministic"}  # others lack them
 
 
 def test_synonyms_are_of_arguments_that_exist():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import bounds
 from .problem import Operands, Problem
@@ -38,8 +39,7 @@ class BlockLists(NamedTuple):
 
 def of_states(states):
     """Returns the operand for int8[Bb, N1, Q blocks, KV blocks] of EMPTY, PARTIAL and WHOLE."""
-    number = jnp.arange(states.shape[-1], dtype=jnp.int32)
-    return _sorted(number, states, states.shape[-1])
+    return _sorted(_places(states.shape, 3), states, states.shape[-1])
 
 
 def of_indices(index, state: int, kv_blocks: int):
@@ -99,19 +99,20 @@ def of_keys(
     index, state = _entries(planned(problem, operands, tile))
     entries, heads, q_tiles, width = index.shape
     kv_tiles = -(-problem.kv_len // tile[1])
-    if 2 * kv_tiles * group * q_tiles >= 2**31:
+    if (2 * kv_tiles + 1) * group * q_tiles > 2**31:
         raise ValueError(
             f"the mask has {q_tiles} x {kv_tiles} tiles of {group} query heads, and these are "
             "numbered in int32, up to 2**30: take larger blocks"
         )
     members = (entries, max(heads // group, 1), group, q_tiles, width)
+    own = group if heads > 1 else 1
     index, state = (
-        jnp.broadcast_to(x.reshape(entries, -1, group if heads > 1 else 1, q_tiles, width), members)
+        jnp.broadcast_to(x.reshape(*members[:2], own, q_tiles, width), members)
         for x in (index, state)
     )
     # Sorted by KV tile, then partial before whole ones, then by member and Q tile.
-    kinds = jnp.where(state == EMPTY, 2 * kv_tiles, index * 2 + (state == WHOLE))
-    number = jnp.arange(group * q_tiles, dtype=jnp.int32).reshape(group, q_tiles, 1)
+    kinds = jnp.where(state == EMPTY, 2 * kv_tiles, index * 2 + jnp.where(state == WHOLE, 1, 0))
+    number = _places(members, 2) * q_tiles + _places(members, 3)
     leading = (*members[:2], -1)
     key = jnp.sort((kinds * (group * q_tiles) + number).reshape(leading), axis=-1)
     count = lambda kinds: jnp.zeros(2 * kv_tiles, jnp.int32).at[kinds].add(1, mode="drop")
@@ -149,25 +150,31 @@ def planned(problem: Problem, operands: Operands, tile: tuple[int, int]):
         seen &= at(bounds.meets(problem, operands, *tile))
         whole &= at(bounds.whole(operands, *tile))
     if operands.q_lengths is not None:
-        first = jnp.arange(index.shape[2], dtype=jnp.int32)[:, None] * tile[0]
-        seen &= first < operands.q_lengths[:, None, None, None]
+        seen &= _places(index.shape, 2) * tile[0] < operands.q_lengths[:, None, None, None]
     state = jnp.where(seen, jnp.where(whole, state, jnp.minimum(state, PARTIAL)), EMPTY)
     return _sorted(index, state, -(-problem.kv_len // tile[1]))
 
 
 def _cut(lists, problem: Problem, tile: tuple[int, int]):
     """Returns the lists of tiles for those of blocks."""
-    rows, columns = (size // n for size, n in zip(problem.spec.block_shape, tile, strict=True))
+    block = problem.spec.block_shape or tile
+    rows, columns = (size // n for size, n in zip(block, tile, strict=True))
     if rows > 1:
         lists = jnp.repeat(lists, rows, axis=2)[:, :, : -(-problem.q_len // tile[0])]
     if columns == 1:
         return lists
-    index = lists[..., COUNTS:, None] * columns + jnp.arange(columns, dtype=jnp.int32)
-    counts, index = lists[..., :COUNTS] * columns, index.reshape(*lists.shape[:-1], -1)
+    index = jnp.repeat(lists[..., COUNTS:] * columns, columns, axis=-1)
+    index += _places(index.shape, 3) % columns
+    counts = lists[..., :COUNTS] * columns
     # A block's last tiles may lie beyond the last key.
     inside = index < -(-problem.kv_len // tile[1])
     _, state = _entries(jnp.concatenate([counts, index], axis=-1))
     return _sorted(index, jnp.where(inside, state, EMPTY), -(-problem.kv_len // tile[1]))
+
+
+def _places(shape, axis: int):
+    """Returns int32[shape], the place of each element along an axis."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
 def _readable(index):
@@ -193,7 +200,7 @@ def _bands(problem: Problem, operands: Operands, tile: tuple[int, int]):
 
 def _entries(lists):
     """Returns (number, state) of every entry of the operand, EMPTY past the end of a list."""
-    place = jnp.arange(lists.shape[-1] - COUNTS, dtype=jnp.int32)
+    place = _places((*lists.shape[:-1], lists.shape[-1] - COUNTS), 3)
     partial, count = lists[..., :1], lists[..., 1:COUNTS]
     state = jnp.where(place < count, jnp.where(place < partial, PARTIAL, WHOLE), EMPTY)
     return lists[..., COUNTS:], state
@@ -201,7 +208,7 @@ def _entries(lists):
 
 def _sorted(index, state, blocks: int):
     """Returns the operand for entries in any order; those that are EMPTY are left out."""
-    key = jnp.where(state == EMPTY, 2 * blocks, index + (state == WHOLE) * blocks)
-    key = jnp.sort(key.astype(jnp.int32), axis=-1)
+    whole = jnp.where(state == WHOLE, index + blocks, index)
+    key = jnp.sort(jnp.where(state == EMPTY, 2 * blocks, whole), axis=-1)
     counts = [jnp.sum(key < n * blocks, axis=-1, keepdims=True, dtype=jnp.int32) for n in (1, 2)]
     return jnp.concatenate([*counts, jnp.where(key < 2 * blocks, key % blocks, 0)], axis=-1)

@@ -95,7 +95,7 @@ class BlockMask:
             >>> from flash_pallas import BlockMask
             >>> prefix = lambda b, n, i, j: (j <= i) | (j < 512)
             >>> BlockMask.from_mask_mod(prefix, 1, 1, 4096, 4096).sparsity
-            0.4404296875
+            0.478515625
         """
         sizes = _checked_sizes(q_len, kv_len, block)
         if not callable(mask_mod):
@@ -164,7 +164,7 @@ class BlockMask:
                     f"counts has shape {counts.shape}: it must be {index.shape[:3]}, one for each "
                     "list of kv_indices"
                 )
-            place = jnp.arange(index.shape[3], dtype=jnp.int32)
+            place = lax.broadcasted_iota(jnp.int32, index.shape, 3)
             index = jnp.where(place < counts[..., None], index, -1)
         lists = block_lists.of_indices(index, WHOLE, kv_blocks)
         return cls(lists, (), None, *sizes, None, "indices")
@@ -195,7 +195,8 @@ class BlockMask:
             )
         if mask.ndim != 4:
             raise ValueError(f"mask has shape {mask.shape}: it must be [B or 1, N or 1, T, S]")
-        sizes = _checked_sizes(*mask.shape[2:], block)
+        q_len, kv_len = mask.shape[2:]
+        sizes = _checked_sizes(q_len, kv_len, block)
         mask = jnp.asarray(mask)
         lists = block_lists.of_states(_states_of_dense(mask, sizes[2]))
         return cls(lists, (), mask, *sizes, None, "dense")
@@ -204,7 +205,7 @@ class BlockMask:
         """Returns what both see.
 
         Raises:
-            ValueError: they have different sizes.
+            ValueError: they have different sizes; an axis of 1 fits any.
         """
         if not isinstance(other, BlockMask):
             return NotImplemented
@@ -325,6 +326,13 @@ class BlockMask:
                 f"block masks of (queries, keys, block) {sizes(self)} and {sizes(other)}: these "
                 "must be the same"
             )
+        for axis, name in enumerate(("batch entries", "heads")):
+            sizes = self.lists.shape[axis], other.lists.shape[axis]
+            if 1 not in sizes and sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"block masks of {sizes[0]} and of {sizes[1]} {name}: these must be the same, "
+                    "or one of them 1; heads are those of q in both, or those of k in both"
+                )
 
 
 def _checked_sizes(q_len, kv_len, block) -> tuple[int, int, tuple[int, int]]:
@@ -357,9 +365,11 @@ def _integers(name: str, x):
         raise TypeError(
             f"{name} must be an array of integers, got {getattr(x, 'dtype', type(x).__name__)}"
         )
-    if isinstance(x, np.ndarray):
-        return jnp.asarray(np.clip(x, -1, np.iinfo(np.int32).max).astype(np.int32))
-    return x.astype(jnp.int32)
+    held, most = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32).max
+    low, high = (np.asarray(n, x.dtype) for n in (max(held.min, -1), min(held.max, most)))
+    if isinstance(x, np.ndarray):  # which jnp would cut to 32 bits before it clips
+        return jnp.asarray(np.clip(x, low, high).astype(np.int32))
+    return lax.clamp(low, jnp.asarray(x), high).astype(jnp.int32)
 
 
 def _check_numbers(name: str, x, blocks: int) -> None:
@@ -414,7 +424,7 @@ def _everywhere(mod: mods.Mod, params, shape):
     one = lambda params: mod(tile, [lax.broadcast_in_dim(x, tile.shape, ()) for x in params])
     if not params:
         return one(())[None, None]
-    return jax.vmap(jax.vmap(one))(params)
+    return jax.vmap(jax.vmap(one))([jnp.broadcast_to(x, shape[:2]) for x in params])
 
 
 def _joined(join: Callable, one: BlockMask, other: BlockMask):

@@ -479,11 +479,11 @@ def block_lists(a: Arguments, sizes: Sizes):
 
 
 def with_block_mod(block_mask: BlockMask, mask_mod, params, sizes: Sizes):
-    """Returns (Mod, its [B, N] arrays) of a block mask's mask_mod, and the call's own if any."""
+    """Returns (Mod, its [B, N] arrays) of a block mask's mask_mod and the call's own, if any."""
     full = sizes.batch, sizes.q_heads
     own = tuple(jnp.broadcast_to(_per_query_head(x, sizes), full) for x in block_mask.mod_params)
-    if mask_mod is None:
-        return block_mask.mod, own
+    if block_mask.mod is None or mask_mod is None:
+        return block_mask.mod or mask_mod, (*own, *params)
     return mods.joined(operator.and_, block_mask.mod, mask_mod, len(own)), (*own, *params)
 
 

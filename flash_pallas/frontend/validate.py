@@ -136,7 +136,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
     mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
     block_lists = None if a.block_mask is None else checks.block_lists(a, sizes)
-    if a.block_mask is not None and a.block_mask.mod is not None:
+    if a.block_mask is not None:
         mask_mod, mask_params = checks.with_block_mod(a.block_mask, mask_mod, mask_params, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
     slopes = checks.slopes(a.alibi_slopes, sizes)
@@ -461,7 +461,7 @@ MEANINGS = {
     "dropout_p": "{} is the share that is dropped, and needs dropout_seed",
     "dropout_rng": "an int or a key of jax.random; it drops other weights than jax.random would",
     "dropout_key": "an int or a key of jax.random; it drops other weights than jax.random would",
-    "block_mask": "{} is the function that makes the BlockMask; it hides keys and skips none",
+    "block_mask": "{} is the function that makes a BlockMask; it hides keys and skips none",
     "implementation": "the choices are 'auto', 'hopper', 'cudnn', 'portable' and 'xla'",
     "query_scale": "{} multiplies the scores, and None is 1 / sqrt(head_dim)",
     "logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
@@ -495,6 +495,7 @@ INSTEAD = {
     "block_table": _PAGES,
     "block_tables": _PAGES,
     "page_indices": _PAGES,
+    "block_mask": "flash_attention has it, for whole sequences: shard the batch and the heads",
     "pack_gqa": "the kernels choose it by themselves: leave it out",
     "dtype": "the result has q's dtype: cast q, k and v",
     "module": "Flax's attention modules take flash_pallas.nn.attention_fn",

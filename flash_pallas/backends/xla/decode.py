@@ -64,7 +64,7 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
         alibi_slopes=operands.alibi_slopes,
     )
     tiles, q = Tiles.of(grid, sides), grid.split_q(operands.q)[0]
-    ranges = _split(grid.kv_ranges(sides)[0], -(-problem.kv_len // blocks.block_kv), blocks)
+    ranges = _split(grid.kv_steps(sides).ranges[0], -(-problem.kv_len // blocks.block_kv), blocks)
     o, lse_log2, shift = lax.map(partial(_range, tiles, operands, q), ranges)
     sinks = online.per_row(operands.sinks, shift[0])
     o, *rows = softmax.merge(o, lse_log2, shift, sinks, problem.unit)

@@ -93,7 +93,8 @@ class ListRows:
             return mesh_axes.spread(found, mesh_axes.varying(self.operands))
 
         def step(row, total):
-            return _by_name(lambda *x: self.added(*x, row), total, call(row))
+            added = lambda name, total, part: self.added(name, total, part, row)
+            return _by_name(added, total, call(row))
 
         return lax.fori_loop(0, self.count, step, _by_name(zeros, parts))
 
