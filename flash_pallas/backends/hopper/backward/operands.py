@@ -468,7 +468,7 @@ class QTileList:
         q_offset: position of query 0.
         kv_len: number of keys; 0 where the list is empty.
         group: number of query heads that read these keys.
-        mask_all: one loop masks all tiles; otherwise whole ones have a loop of their own.
+        mask_all: one loop has all tiles; otherwise whole ones have a loop of their own.
         opaque: as of QTileRange.
     """
 
