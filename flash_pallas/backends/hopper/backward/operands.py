@@ -97,7 +97,7 @@ class BackwardArrays(NamedTuple):
             if q_axis:
                 lists = block_lists.of_keys(problem, operands, tile, problem.group)
             return self._replace(
-                lists=lists, auxiliary=self.auxiliary_of(problem, operands, q_axis)
+                lists=lists.in_one, auxiliary=self.auxiliary_of(problem, operands, q_axis)
             )
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
         hides = q_axis == 1 and problem.hides_by_arrays
