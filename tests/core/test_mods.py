@@ -205,7 +205,7 @@ def test_arrays_are_looked_up_by_positions(name):
 def test_what_cannot_be_looked_up():
     places = lambda: (jnp.arange(10, dtype=jnp.int32)[None],) * 2
     by_head = lambda b, n, i, j: IDS_OF[n, i] > j
-    real = lambda b, n, i, j: PER_HEAD[i] > j
+    real = lambda b, n, i, j: PER_HEAD[i] > j.astype(jnp.float32)
     pairs = lambda b, n, i, j: IDS_OF[i, j] > 0
     for function, message in (
         (by_head, "indexes a captured array by n together with i or j"),
@@ -215,7 +215,7 @@ def test_what_cannot_be_looked_up():
         with pytest.raises(mods.NotElementwise, match=message):
             mods.trace(function, B, N, positions=places)
     with pytest.raises(mods.NotElementwise):  # a score_mod looks nothing up
-        mods.trace(lambda s, b, n, i, j: s * IDS_OF[b, i], B, N, jnp.float32)
+        mods.trace(lambda s, b, n, i, j: s * PER_HEAD[i], B, N, jnp.float32)
 
 
 def test_joined_functions_read_what_each_read():
