@@ -38,7 +38,7 @@ def spread(x, tile):
 
 @dataclasses.dataclass
 class Hidden:
-    """What hides keys besides the lists.
+    """Masks of a call besides its lists.
 
     Attributes:
         mask: band of visible keys.
@@ -108,7 +108,7 @@ HIDDEN = {
     "positions": Hidden(
         arrays=PLACES
         | {"kv_positions": RNG.permuted(np.tile(np.arange(KV_LEN), (BATCH, 1)), axis=1)}
-    ),  # fmt: skip
+    ),
     "intervals and lengths": Hidden(arrays=PLACES | LENGTHS),
 }
 
