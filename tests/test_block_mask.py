@@ -383,7 +383,8 @@ ATTENTION = (
     case("mask_mod causal", ("mask_mod", "BN", (128, 64)), causal=True, window=(150, None)),
     case("mask_mod and scores", ("mask_mod", "B1", SMALL), bias="1NTS", sinks=True, alibi="BN",
          softcap=3.0, score_mod="per_entry", deterministic=True),
-    case("mask_mod and documents", ("mask_mod", "11", SMALL), segments="padded", T=260, poison=True),
+    case("mask_mod and documents", ("mask_mod", "11", SMALL), segments="padded", T=260,
+         poison=True),
     case("mask_mods", ("mask_mod", "1K", SMALL), mask_mod="prefix", max_logit=True),
     case("indices", ("indices", "BN", SMALL)),
     case("indices moved", ("indices", "BK", SMALL), causal=True, q_offset=(40, -3)),
@@ -392,7 +393,8 @@ ATTENTION = (
          kv_positions="gaps", alibi="N"),
     case("indices and lengths", ("indices", "1K", SMALL), q_lengths=(200, 70), kv_lengths=(90, 260),
          causal=True, q_offset=60, poison=True, dropout_rate=0.3),
-    case("indices and masks", ("indices", "B1", SMALL), mask="1NTS", mask_mod="stripes", bias="B1TS"),
+    case("indices and masks", ("indices", "B1", SMALL), mask="1NTS", mask_mod="stripes",
+         bias="B1TS"),
     case("dense", ("dense", "BK", SMALL), empty_rows="mean"),
     case("dense and mask", ("dense", "1N", (192, 64)), mask="BN1S", segments="unsorted", T=260),
     case("dense and scores", ("dense", "BN", SMALL), score_mod="square", softcap=2.0, causal=True,
@@ -410,6 +412,7 @@ def test_attention_and_all_gradients(case):
     checks.assert_matches_oracle(checks.bind("xla"), case)
 
 
+@pytest.mark.thorough
 def test_gradients_in_float64_are_right():
     with jax.enable_x64(True):
         q, k, v = (x.astype(jnp.float64) for x in inputs(1, length=128, heads=2, kv_heads=1))
@@ -433,8 +436,7 @@ def test_blocks_that_are_left_out_are_never_read():
     q, k, v = inputs(1)
     k, v = (x.at[:, 64:128].set(jnp.nan) for x in (k, v))
     mask = from_indices(np.array([[0], [2], [0]], np.int32)[None, None])
-    o, grads = value_and_gradients(partial(flash_attention, block_mask=mask))(q, k, v)
-    assert all(jnp.isfinite(x).all() for x in (o, *grads))
+    assert jnp.isfinite(flash_attention(q, k, v, block_mask=mask)).all()
 
 
 @pytest.mark.parametrize("empty_rows", ["zero", "mean"])
@@ -491,9 +493,9 @@ def test_a_mask_is_made_and_used_in_one_program():
 
 
 MAPPED = {
-    "arrays": ((0, 0, 0, None), 3, None),
-    "masks": ((None, None, None, 0), None, 3),
-    "both": ((0, None, 0, 0), 3, 3),
+    "arrays": ((0, 0, 0, None), 0),
+    "masks": ((None, None, None, 0), 3),
+    "both": ((0, None, 0, 0), 3),
 }
 
 
@@ -501,7 +503,7 @@ MAPPED = {
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("axes", MAPPED.values(), ids=MAPPED)
 def test_vmap(axes, batch):
-    in_axes, members, masks = axes
+    in_axes, masks = axes
     full, one = inputs(3, 2), inputs(2)
     args = [a if axis == 0 else b for axis, a, b in zip(in_axes, full, one, strict=False)]
     stack = lambda seed: from_indices(random_indices(batch, 4, seed=seed))

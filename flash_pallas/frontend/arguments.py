@@ -469,9 +469,9 @@ def block_lists(a: Arguments, sizes: Sizes):
     if moved and found.mod is not None:
         value = given[moved[0]]
         raise ValueError(
-            f"{moved[0]} is {'an array' if is_array(value) else value} and block_mask was made from "
-            "a mask_mod, whose positions are those of the arrays. Put the offset into the mask_mod, "
-            "as in lambda b, n, i, j: f(b, n, i + offset, j), and what is causal too"
+            f"{moved[0]} is {'an array' if is_array(value) else value} and block_mask was made "
+            "from a mask_mod, whose positions are those of the arrays. Put the offset into the "
+            "mask_mod, as in lambda b, n, i, j: f(b, n, i + offset, j), and what is causal too"
         )
     lists = _per_query_head(found.lists, sizes)
     if a.mask is None and a.mask_mod is None:
