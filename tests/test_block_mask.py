@@ -403,7 +403,7 @@ ATTENTION = (
     case("bfloat16", ("indices", "BK", SMALL), dtype="bfloat16", causal=True, q_offset=60),
     case("one query", ("indices", "BN", SMALL), T=1, q_offset=259, causal=True),
 )  # fmt: skip
-ALWAYS = ["indices moved", "dense and mask"]
+ALWAYS = ["indices and window", "dense and mask"]
 
 
 @pytest.mark.thorough(always=ALWAYS)
