@@ -595,6 +595,22 @@ def test_other_masks_on_explicit_axes(devices, made_from):
     assert_close(jax.jit(call)(*sharded), jax.jit(call)(x, given))
 
 
+@pytest.mark.parametrize("argument", ["mask_mod", "block_mask"])
+def test_a_mask_mod_captures_a_shard(devices, argument):
+    mesh = mesh_of(devices, TYPES["auto"], data=2, model=2)
+
+    def call(q, k, v, widths):
+        batch, _, heads, _ = q.shape
+        seen = lambda b, n, i, j: i - j < widths[b, n]
+        made = lambda: BlockMask.from_mask_mod(seen, batch, heads, 128, 128, block=SMALL)
+        return flash_attention(q, k, v, **{argument: seen if argument == "mask_mod" else made()})
+
+    args = *inputs(4, length=128), jnp.arange(16).reshape(4, 4) * 10
+    specs = (BOTH,) * 3 + (P("data", "model"),)
+    local = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=BOTH)
+    assert_close(jax.jit(local)(*args), jax.jit(call)(*args))
+
+
 @pytest.mark.thorough
 def test_shard_map(devices):
     mesh = mesh_of(devices, TYPES["auto"], data=2, model=2)
