@@ -105,19 +105,21 @@ class AuxiliaryInputs:
             fragments: result of `row_fragments`.
             gmem: result of `arrays`.
             place: place of the tile.
-            ids: vectors hide some of the tile.
+            ids: vectors hide some of the tile. If they don't, nor does a mask where lists call the
+                tile whole.
         """
+        problem = self.problem if ids else self.problem.of_whole_tiles
         by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
         found = fragments.vectors._asdict() | self._vectors(gmem.column_vectors, place, 1, ids)
         found = {
             name: found[name]
             for axis in (0, 1)
-            for name in scores.vectors(self.problem, axis, hides=ids)
+            for name in scores.vectors(problem, axis, hides=ids)
         }
         column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
         q_keys, kv_keys = by_axis(fragments.keys, column_keys)
         bias = self._wide(fragments.bias, gmem.bias, self.problem.bias_shape, place)
-        mask = self._wide(fragments.mask, gmem.mask, self.problem.mask_shape, place)
+        mask = self._wide(fragments.mask, gmem.mask, problem.mask_shape, place)
         shift, query = None, place.column_start if self.q_axis else place.row_start
         if fragments.far is not None:
             far = fragments.far
