@@ -97,7 +97,7 @@ class BackwardArrays(NamedTuple):
             if q_axis:
                 lists = block_lists.of_keys(problem, operands, tile, problem.group)
             return self._replace(
-                lists=lists, auxiliary=self.auxiliary_of(problem, operands, q_axis)
+                lists=lists.in_one, auxiliary=self.auxiliary_of(problem, operands, q_axis)
             )
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
         hides = q_axis == 1 and problem.hides_by_arrays
@@ -468,7 +468,7 @@ class QTileList:
         q_offset: position of query 0.
         kv_len: number of keys; 0 where the list is empty.
         group: number of query heads that read these keys.
-        mask_all: one loop masks all tiles; otherwise whole ones have a loop of their own.
+        mask_all: one loop has all tiles; otherwise whole ones have a loop of their own.
         opaque: as of QTileRange.
     """
 

@@ -15,15 +15,13 @@ class TileList(NamedTuple):
     """The tiles that one tile reads: first partial ones, then whole ones.
 
     Attributes:
-        index: int32 [Bb, N1, entries] in device memory.
-        at: (entry, head) of its lists.
+        index: int32 of `BlockLists.in_one`, in device memory.
         start: place of the first in `index`.
         partial: number of partial tiles.
         count: number of tiles.
     """
 
     index: Any
-    at: tuple[Any, Any]
     start: Any
     partial: Any
     count: Any
@@ -33,20 +31,19 @@ class TileList(NamedTuple):
         """Returns the list of a tile.
 
         Args:
-            lists: the lists of a call, in device memory.
+            lists: `BlockLists.in_one` of a call, in device memory.
             batch: the batch entry, and how many there are.
             head: the head; those of keys for lists of `block_lists.of_keys`.
             tile: number of the tile.
         """
-        entries, heads = lists.index.shape[:2]
+        entries, heads = lists.bounds.shape[:2]
         (entry, entries_of_call), zero = batch, jnp.int32(0)
         shared = entries_of_call // entries
-        entry = (
-            entry if shared == 1 else zero if entries == 1 else lax.div(entry, jnp.int32(shared))
-        )
-        at = entry, zero if heads == 1 else head
-        start, whole, stop = (lists.bounds[(*at, tile, end)] for end in range(3))
-        return cls(lists.index, at, start, whole - start, stop - start)
+        if shared > 1:
+            entry = zero if entries == 1 else lax.div(entry, jnp.int32(shared))
+        at = entry, zero if heads == 1 else head, tile
+        start, whole, stop = (lists.bounds[(*at, end)] for end in range(3))
+        return cls(lists.index, start, whole - start, stop - start)
 
     @property
     def steps(self):
@@ -64,7 +61,7 @@ class TileList(NamedTuple):
 
     def __getitem__(self, n):
         """Returns the number of the n-th tile."""
-        return self.index[(*self.at, self.start + n)]
+        return self.index[self.start + n]
 
 
 def divides(problem: Problem, rows: int, columns: int) -> bool:

@@ -91,7 +91,7 @@ def forward(
     num_ctas = num_sms if blocks.persistent else None
     lists = None
     if problem.is_listed:
-        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
+        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv)).in_one
     scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
     first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)

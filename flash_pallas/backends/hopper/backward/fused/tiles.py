@@ -182,8 +182,8 @@ BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
 PACKED = BY_ARRAYS | {128: _PING_PONG[128]}
-# Lists: whole tiles have a loop without masks.
-LISTED = PACKED
+# Lists: partial and whole tiles in one loop, see `of_list` in kernel.py.
+LISTED = BY_ARRAYS
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
