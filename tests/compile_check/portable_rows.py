@@ -50,12 +50,6 @@ MORE_MODIFIERS = (
     "softcap_256",
     "alibi_256",
     "dropout_256",
-    "blocks_window_128",
-    "blocks_prefix",
-    "blocks_dense_256",
-    "blocks_listed",
-    "blocks_listed_causal_128",
-    "blocks_listed_64",
 )
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
@@ -157,7 +151,7 @@ def _rows(backend: PortableBackend) -> Iterator[Row]:
         yield _plain(backend, path, head_dims, "bfloat16", mask)
         if head_dims in FLOAT16:
             yield _plain(backend, path, head_dims, "float16", mask)
-    for case in (CASES[name] for name in dict.fromkeys((*MODIFIERS, *MORE_MODIFIERS))):
+    for case in (CASES[name] for name in (*MODIFIERS, *MORE_MODIFIERS)):
         if case.dtype != "float32":
             yield from _modified(backend, case)
     yield from (_decode(backend, 128, name) for name in DECODES)

@@ -45,7 +45,7 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
-    lists: Any = None  # BlockLists of own blocks, in place of `bounds`; where problem.is_listed
+    lists: Any = None  # BlockLists.in_one of own blocks, in place of `bounds`; if is_listed
     states: Any = None  # dbias.kernel.States, where every tile is gone through; likewise
     aux: AuxiliaryGmem = AuxiliaryGmem()
     shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
@@ -95,7 +95,7 @@ class BackwardArrays(NamedTuple):
                 lists = block_lists.of_keys(*given, (tile.columns, tile.rows), group)
             else:
                 lists = block_lists.of_queries(*given, (tile.rows, tile.columns))
-            return found._replace(lists=lists)
+            return found._replace(lists=lists.in_one)
         if not problem.is_dynamic:
             return found
         if inputs.q_axis:

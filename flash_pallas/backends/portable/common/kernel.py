@@ -138,18 +138,16 @@ class TileList(NamedTuple):
     """Entries of a list in device memory, which name the blocks of steps; see core/block_lists.py.
 
     Attributes:
-        index: int32[Bb, N1, entries].
-        at: batch entry and head of the list.
+        index: int32[entries], of all lists.
         per_head: number of blocks of a head, where an entry names a member of a GQA group too.
     """
 
     index: Any
-    at: tuple[Any, Any]
     per_head: int | None
 
     def __getitem__(self, entry) -> tuple[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns (member of the group, block) of an entry."""
-        found = self.index[(*self.at, entry)]
+        found = self.index[entry]
         if self.per_head is None:
             return jnp.int32(0), found
         per_head = jnp.int32(self.per_head)
@@ -188,15 +186,15 @@ class Steps(NamedTuple):
 
         Args:
             problem: what is computed.
-            lists: in device memory, of `block_lists.of_queries` or `of_keys`.
+            lists: in device memory, of `BlockLists.in_one`.
             at: (batch entry, head, tile); the head of keys where a list is for a GQA group.
             per_head: number of blocks of a head, where a list is for a GQA group.
         """
         batch, head, tile = at
-        of_list = auxiliary_arrays.entry(problem, lists.index.shape, batch, head)
+        of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
         start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
         zones = [(start, whole, True), (whole, stop, False)]
-        return cls(zones, listed=TileList(lists.index, of_list, per_head))
+        return cls(zones, listed=TileList(lists.index, per_head))
 
     def all_masked(self) -> Steps:
         """Returns the steps of a list in one zone, which is masked."""

@@ -53,7 +53,7 @@ class ForwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, Q blocks, 2], where arrays decide which keys are read
-    lists: Any = None  # BlockLists of Q tiles, in place of `bounds`; where problem.is_listed
+    lists: Any = None  # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
     aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
@@ -288,7 +288,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
             bounds=bounds.kv_bounds(problem, operands, *sizes) if dynamic else None,
-            lists=block_lists.of_queries(problem, operands, sizes) if listed else None,
+            lists=block_lists.of_queries(problem, operands, sizes).in_one if listed else None,
             aux=kernel.inputs.arrays(operands),
         )
     )
