@@ -254,8 +254,8 @@ def test_blocks_of_no_list_are_not_read(deterministic):
 
     with race_checked():
         zeros, nans = (jax.jit(results)(x) for x in (0.0, jnp.nan))
-    same = lambda x, y: np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)))
-    jax.tree.map(same, zeros, nans)
+    for x, y in zip(zeros, nans, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32))
     o, dq, dk, dv, dbias = zeros
     assert not o[:, 64:128].any() and not dq[:, 64:128].any()
     assert not dk[:, 128:, 0].any() and not dv[:, 64:128, 1].any()
