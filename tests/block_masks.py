@@ -24,6 +24,13 @@ def _prefix_of_heads(batch, heads, q_len, kv_len, rng):
     return BlockMask.from_mask_mod(mod, batch, heads[0], q_len, kv_len, block=(64, 64))
 
 
+def _documents(batch, heads, q_len, kv_len, rng):
+    """Shows to each query its document, by ids of queries and of keys that are looked up."""
+    of_q, of_kv = (jnp.asarray(np.sort(rng.integers(0, 4, (batch, n)))) for n in (q_len, kv_len))
+    same = lambda b, n, i, j: (of_q[b, i] == of_kv[b, j]) & (j <= i + 40)
+    return BlockMask.from_mask_mod(same, batch, 1, q_len, kv_len)
+
+
 def _dense(batch, heads, q_len, kv_len, rng):
     """Shows what an array does: empty, partial and whole blocks, queries that see nothing."""
     blocks = rng.integers(0, 3, (batch, 1, -(-q_len // 128), -(-kv_len // 128)))
@@ -56,6 +63,7 @@ def _listed(block: tuple[int, int], entries: bool, which: int | None) -> Callabl
 RECIPES = {
     "window and global": _window_and_global,
     "prefix": _prefix_of_heads,
+    "documents": _documents,
     "dense": _dense,
     "listed": _listed((128, 128), False, None),
     "listed by heads": _listed((128, 128), True, 0),

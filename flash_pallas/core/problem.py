@@ -94,6 +94,11 @@ class Operands(NamedTuple):
     q_last: Any = None  # int32[B, T]
     q_positions: Any = None  # int32[B, T]; None: index + q_offset. Only ALiBi and mods read them
     kv_positions: Any = None  # int32[B, S]; None: the index
+    # What mask_mod makes of arrays and of a position alone, see core/mods.py.
+    q_marks_0: Any = None  # int32[B, T]
+    q_marks_1: Any = None
+    kv_marks_0: Any = None  # int32[B, S]
+    kv_marks_1: Any = None
     bias: Any = None  # any float [Bb, N1, T1, S1]
     mask: Any = None  # bool[Bb, N1, T1, S1], True is visible
     # int32[Bb, N1, Q blocks, 2 + M], see core/block_lists.py. Of whole blocks, mask and mask_mod

@@ -68,6 +68,7 @@ MODIFIERS = (
     "blocks_window_128",
     "blocks_window_split",
     "blocks_prefix",
+    "blocks_documents_128",
     "blocks_dense_256",
     "blocks_listed",
     "blocks_listed_causal_128",
