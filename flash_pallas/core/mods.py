@@ -115,7 +115,7 @@ def trace(
             rest.append(equation)
     vectors = []
     if positions is not None:
-        vectors, rest = _vectors(rest, (i, j), result)
+        vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
     of_positions = [value for value, _ in vectors]
     needed = [x for x in _needed(rest, result, tiled) if x not in of_positions]
     numbers = [
@@ -148,13 +148,23 @@ class _Vector(NamedTuple):
     equations: list
 
 
-def _vectors(rest: list, places, result) -> tuple[list, list]:
+def _made_of(value, equations: list) -> set:
+    """Returns a value and those that equations make of it."""
+    found = {value}
+    for _, _, operands, results in equations:
+        if not found.isdisjoint(x for x in operands if not isinstance(x, Literal)):
+            found.update(results)
+    return found
+
+
+def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
     """Cuts what is no arithmetic, but depends on one of i and j alone, out of the equations.
 
     Args:
         rest: the equations that depend on i or j.
         places: what stands for i and j.
         result: what stands for the function's result.
+        of_heads: values that depend on n, with which arithmetic is left to the tile.
 
     Returns:
         ([(value, _Vector)], the equations that are left).
@@ -165,7 +175,8 @@ def _vectors(rest: list, places, result) -> tuple[list, list]:
         read = [x for x in operands if not isinstance(x, Literal)]
         of = set().union(*(sides.get(x, set()) for x in read))
         one = len(of) == 1 and primitive.name not in CONTROL_FLOW
-        is_apart = one and (primitive.name not in ELEMENTWISE or not apart.isdisjoint(read))
+        follows = not apart.isdisjoint(read) and of_heads.isdisjoint(read)
+        is_apart = one and (primitive.name not in ELEMENTWISE or follows)
         for x in results:
             sides[x] = of
             if is_apart:

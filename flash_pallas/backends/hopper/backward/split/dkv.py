@@ -70,13 +70,6 @@ class DkvKernel:
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: DkvSmem, bars: DkvBarriers):
         batch, block = lax.axis_index("batch"), lax.axis_index("kv")
-        kv_head, size = lax.axis_index("head"), (WARPGROUP_ROWS, self.blocks.block_q)
-        loops = {"mask_all": mask_everywhere(self.problem)}
-        if self.problem.is_listed:
-            at = batch, kv_head, block
-            q_tiles = QTileList.of(self.problem, gmem, at, *size, **loops)
-        else:
-            q_tiles = QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
         cta = DkvCta(
             gmem=gmem,
             dk=dk,
@@ -87,15 +80,24 @@ class DkvKernel:
             do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
             p=Ring(bars.p_full, bars.p_empty, self.blocks.p_stages),
             batch=batch,
-            kv_head=kv_head,
+            kv_head=lax.axis_index("head"),
             kv_start=block * WARPGROUP_ROWS,
-            q_tiles=q_tiles,
+            q_tiles=self.q_tiles(gmem, batch, block),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
         if self.blocks.producer:
             pl.when(wg == PRODUCER)(lambda: self.loads(cta))
+
+    def q_tiles(self, gmem: BackwardArrays, batch, block) -> QTileRange | QTileList:
+        """Returns the Q tiles of this CTA."""
+        size = WARPGROUP_ROWS, self.blocks.block_q
+        loops = {"mask_all": mask_everywhere(self.problem)}
+        if self.problem.is_listed:
+            at = batch, lax.axis_index("head"), block
+            return QTileList.of(self.problem, gmem, at, *size, **loops)
+        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
