@@ -60,8 +60,6 @@ class PortableBackend:
             return reason
         if problem.dtype not in DTYPES:
             return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
-        if problem.is_listed:
-            return "takes no block_mask"
         widest = max(problem.head_dim, problem.v_head_dim)
         if widest > tiles.WIDEST:
             return f"takes head dims up to {tiles.WIDEST}, not {widest}"
