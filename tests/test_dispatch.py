@@ -81,6 +81,22 @@ def test_passing_over_is_logged_once_and_only_on_a_gpu(registry, monkeypatch, ca
     assert [r.message for r in caplog.records] == ["backend 'picky' was passed over: it is Monday"]
 
 
+def test_a_mask_mod_that_skips_nothing_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, logger="flash_pallas")
+    prefix = lambda b, n, i, j: (j <= i) | (j < 100)
+    call = lambda x, **options: jax.eval_shape(lambda x: fp.flash_attention(x, x, x, **options), x)
+    x, short = (jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float32) for n in (4096, 512))
+    mask = fp.BlockMask.from_indices(jnp.zeros((1, 1, 32, 1), int), q_len=4096, kv_len=4096)
+    call(short, mask_mod=prefix)
+    call(x, mask_mod=prefix, block_mask=mask)
+    assert not caplog.records
+    for _ in range(3):
+        call(x, mask_mod=prefix)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "all 4096 x 4096 pairs" in record.message
+    assert "BlockMask.from_mask_mod(mask_mod, 1, 1, 4096, 4096)" in record.message
+
+
 def test_arrays_that_were_put_on_another_platform_take_no_kernel_of_the_default(
     registry, monkeypatch
 ):

@@ -312,6 +312,24 @@ def _passed_over(
     return _refusal(backend, problem, platform) or backend.not_automatic(problem)
 
 
+# From so many pairs on, a mask_mod that skips nothing costs time that somebody would miss.
+_MANY_PAIRS = 2048 * 2048
+
+
+def tell_of_cost(problem: Problem) -> None:
+    """Says once, at INFO, that a mask_mod without a block mask skips nothing."""
+    if problem.spec.mask_mod is None or problem.is_listed:
+        return
+    q_len, kv_len = problem.q_len, problem.kv_len
+    if q_len * kv_len >= _MANY_PAIRS:
+        _log_once(
+            f"mask_mod skips nothing: all {q_len} x {kv_len} pairs of a query and a key are "
+            f"computed. Pass block_mask=BlockMask.from_mask_mod(mask_mod, 1, 1, {q_len}, {kv_len}) "
+            "in its place (with the batch and the heads where it depends on b or n), and blocks "
+            "that it hides cost nothing"
+        )
+
+
 @lru_cache(maxsize=256)
 def _log_once(message: str):
     _log.info(message)
