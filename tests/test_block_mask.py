@@ -16,6 +16,8 @@ import flash_pallas as fp
 from flash_pallas import BlockMask, flash_attention, reference
 from flash_pallas.backends.xla.grid import XlaBlocks
 from flash_pallas.core import block_mask as module
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 from . import checks
 from .cases import Case
@@ -458,6 +460,14 @@ def test_explain_takes_the_shapes_of_a_mask():
     assert found.problem.spec.block_shape == SMALL and "block_lists" in found.problem.features
     assert found.reasons["cudnn"] == "takes no block_mask"
     assert fp.explain(x, x, x, block_mask=mask, backend="xla").blocks == XlaBlocks(*SMALL)
+
+
+@pytest.mark.parametrize("own", [{}, {"mask_mod": causal}, {"mask": np.ones((1, 1, 1, 1), bool)}])
+def test_a_mask_of_the_call_leaves_no_block_whole(own):
+    arguments = Arguments(block_mask=from_indices(random_indices(2, 2)), **own)
+    lists = validate.canonicalize(*inputs(2), arguments).operands.block_lists
+    assert lists.shape[:2] == (2, 4)  # of query heads
+    np.testing.assert_array_equal(lists[..., 0], lists[..., 1] if own else 0)
 
 
 # --- Transformations ------------------------------------------------------------------------------
