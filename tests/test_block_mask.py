@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flash_pallas as fp
 from flash_pallas import BlockMask, flash_attention, reference
 from flash_pallas.backends.xla.grid import XlaBlocks
+from flash_pallas.compat import flex
 from flash_pallas.core import block_mask as module
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
@@ -334,6 +335,11 @@ def test_what_cannot_be_made(make, error, message):
 
 CALLS = {
     "an array": ({"block_mask": np.ones((1, 1, 192, 192), bool)}, TypeError, "from_dense"),
+    "the mask of flex": (
+        {"block_mask": flex.create_block_mask(causal, None, None, 192, 192)},
+        TypeError,
+        "must be a flash_pallas.BlockMask, got flash_pallas.compat.flex.BlockMask: make",
+    ),
     "other lengths": ({"block_mask": of_mod(1, 1, T, S)}, ValueError, "300 queries and 330 keys"),
     "other heads": (
         {"block_mask": of_mod(1, 3, 192, 192)},
