@@ -102,6 +102,7 @@ class Modifiers:
     broadcast_dropout: bool = False
     score_mod: Any = None
     mask_mod: Any = None
+    block_mask: Any = None
     empty_rows: str = "zero"
 
     def cleared_queries(self, x):
@@ -136,6 +137,9 @@ class Modifiers:
             keep &= self.mask
         if self.mask_mod is not None:
             keep &= self._everywhere(lambda _, *place: self.mask_mod(*place), keep)
+        if self.block_mask is not None:
+            seen = self.block_mask.to_dense()
+            keep &= jnp.repeat(seen, -(-shape[1] // seen.shape[1]), axis=1)[:, : shape[1]]
         return keep
 
     def logits(self, scores, keep, *, rounded: bool = False):

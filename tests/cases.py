@@ -14,6 +14,7 @@ from flash_pallas import BlockMask
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
+from . import block_masks
 from .mods import MASK_MODS, SCORE_MODS, blockwise
 
 SEED_KINDS = {
@@ -53,8 +54,9 @@ class Case:
         poison: whether padding holds NaN and Inf.
         alibi: shape of the slopes, "N" or "BN".
         score_mod, mask_mod: names of functions in tests/mods.py.
-        block_mask: (what it is made from, axes of batch and heads, block), as in ("indices", "BK",
-            (128, 64)): "mask_mod", "indices" or "dense"; axes are "B" or "1", and "N", "K" or "1".
+        block_mask: name of a recipe in tests/block_masks.py; or (what it is made from, axes of
+            batch and heads, block), as in ("indices", "BK", (128, 64)): "mask_mod", "indices" or
+            "dense"; axes are "B" or "1", and "N", "K" or "1".
         maxima: how the row max changes from right to left; factors are those of the weights.
             "rising" grows by 2**29 every 64 keys. "jump" grows by 2**577 and drops again 64 keys
             later. "wide" puts every fifth row far out. "apart" grows by 2**29 in each 16 of 64
@@ -101,7 +103,7 @@ class Case:
     broadcast_dropout: bool = False
     score_mod: str | None = None
     mask_mod: str | None = None
-    block_mask: tuple[str, str, tuple[int, int]] | None = None
+    block_mask: str | tuple[str, str, tuple[int, int]] | None = None
     max_logit: bool = False
     maxima: str | None = None
     additive: tuple[str, tuple[float, ...]] | None = None
@@ -147,14 +149,18 @@ class Case:
         if self.mask_mod:
             found["mask_mod"] = MASK_MODS[self.mask_mod](prefix)
         if self.block_mask:
-            blocks = found.pop("visible_blocks", None)
-            found["block_mask"] = self._block_mask(found.pop("visible"), blocks)
+            sizes = self.B, (self.N, self.K), self.T, self.S
+            if isinstance(self.block_mask, str):
+                found["block_mask"] = block_masks.make(self.block_mask, *sizes, seed=0)
+            else:
+                blocks = found.pop("visible_blocks", None)
+                found["block_mask"] = self._block_mask(found.pop("visible"), blocks)
         return found
 
     def oracle_arguments(self, x: Inputs) -> dict[str, Any]:
         """Returns the same for the oracle: what the block mask shows is in the mask."""
         found = self.arguments(x)
-        if not self.block_mask:
+        if not isinstance(self.block_mask, tuple):
             return found
         del found["block_mask"]
         visible = x.given["visible"]
@@ -298,7 +304,7 @@ class Case:
 
     def _visible(self, seed: int) -> dict[str, Any]:
         """Draws what the block mask shows: a third of the blocks whole, a third of them partly."""
-        if not self.block_mask:
+        if not isinstance(self.block_mask, tuple):
             return {}
         made_from, axes, block = self.block_mask
         sizes = {"B": self.B, "N": self.N, "K": self.K, "1": 1}

@@ -11,6 +11,7 @@ import pytest
 from flash_pallas.backends.portable import PortableBackend, tiling
 from flash_pallas.backends.portable.common.kernel import Steps
 from flash_pallas.backends.portable.tiling import FusedSizes, PortableBlocks, SplitSizes, TileSizes
+from flash_pallas.core.block_lists import BlockLists
 from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -190,3 +191,70 @@ def test_steps_go_through_every_zone_with_every_head(zones, group):
 def test_a_zone_without_blocks_has_no_loop():
     stop = jnp.int32(7)
     assert Steps.of(BlockRange(0, 0, stop, stop)).zones == [(0, stop, False)]
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0), (1, 1, 1), (3, 1, 2), (2, 0, 2)])
+@pytest.mark.parametrize("per_head", [None, 3])
+def test_steps_go_through_a_list(at, per_head):
+    """Compares steps with lists of two batch entries, which four share, and of two heads."""
+    bounds = jnp.tile(jnp.array([[0, 2, 3], [3, 3, 3], [3, 4, 6]], jnp.int32), (2, 2, 1, 1))
+    index = jnp.arange(2 * 2 * 7, dtype=jnp.int32).reshape(2, 2, 7) * 5 % 9
+    lists = BlockLists(bounds, index)
+    batch, head, tile = at
+    start, whole, stop = bounds[batch // 2, head, tile]
+    entries = index[batch // 2, head, start:stop]
+    steps = Steps.of_list(problem(batch=4), lists.in_one, at, per_head)
+    found = []
+
+    def note(n, count, masked):
+        found.append(masked)
+        return count + 1
+
+    with jax.disable_jit():
+        assert steps.fold(note, 0, hides_end=False) == len(entries)
+        assert found == [True] * int(whole - start) + [False] * int(stop - whole)
+        found.clear()
+        assert steps.all_masked().fold(note, 0, hides_end=False) == len(entries)
+        assert all(found)
+    for n, entry in enumerate(entries):
+        expected = divmod(int(entry), per_head or 100)
+        assert (int(steps[n].member), int(steps[n].block)) == expected
+        assert steps[n].exists and steps.all_masked()[n].exists
+    assert not any(steps[len(entries) + i].exists for i in range(2))
+
+
+def listed(block_shape, head_dim=64, bias_shape=None, **spec):
+    described = problem(head_dim, block_shape=block_shape, **spec)
+    features = {"block_lists"} | ({"bias"} if bias_shape else set())
+    return dataclasses.replace(described, features=frozenset(features), bias_shape=bias_shape)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0", "10.0"])
+@pytest.mark.parametrize("block_shape", [(64, 64), (128, 128), (192, 64), (64, 128), (320, 128)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_divide_blocks(capability, block_shape, head_dim, deterministic):
+    backend = PortableBackend(interpret=True, capability=capability)
+    for bias_shape in ((1, 1, 256, 256), (1, 1, 1, 256)):
+        described = listed(block_shape, head_dim, bias_shape, deterministic=deterministic)
+        found = backend.blocks(described, None)
+        for name, tile in kernels(found).items():
+            queries, keys = tile.rows, tile.columns
+            if name in ("dkv", "fused"):
+                queries, keys = keys, queries
+            assert block_shape[0] % queries == 0 and block_shape[1] % keys == 0
+        if lines := found.scores.lines:
+            assert not any(n % m for n in block_shape for m in (lines.rows, lines.columns))
+        else:
+            tile = found.scores.tile
+            assert block_shape[0] % tile.rows == 0 and block_shape[1] % tile.columns == 0
+
+
+@pytest.mark.parametrize(
+    "override", [{"forward": {"rows": 128}}, {"forward": {"columns": 48}}, {"fused": {"rows": 128}}]
+)
+def test_tiles_that_do_not_divide_blocks(override):
+    message = r"must divide the blocks of block_mask, \(192, 64\) of \(queries, keys\): pass fewer"
+    backend = PortableBackend(interpret=True, capability="9.0")
+    with pytest.raises(ValueError, match=message):
+        backend.blocks(listed((192, 64)), override)

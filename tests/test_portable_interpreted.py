@@ -6,8 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from flash_pallas import BlockMask
 from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.portable.backward.dbias import kernel
@@ -171,3 +173,90 @@ def test_other_tiles_of_sums(monkeypatch, case, blocks):
     monkeypatch.setattr(kernel, "ENOUGH_BLOCKS", 1)
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     assert_right(case, blocks)
+
+
+def blocks(name: str, recipe: str, **fields):
+    """Returns a case with a block mask, whose last blocks are cut by the ends."""
+    sizes = {"T": 200, "S": 180, "N": 2, "K": 1, "dtype": "bfloat16"}
+    return Case(name, **(sizes | {"block_mask": recipe} | fields))
+
+
+# What reads lists and what else hides keys or has a gradient, besides those of hopper_cases.
+BLOCKS = (
+    blocks("window", "window and global", T=300, S=300, N=1),
+    blocks("heads", "small blocks by heads", B=2, N=4, K=2),
+    blocks("kv_heads_padded", "listed by KV heads", T=260, S=260, N=4, K=2, segments="padded",
+           poison=True),
+    blocks("lengths", "window and global", B=2, q_lengths=(200, 40), kv_lengths=(0, 100),
+           poison=True),
+    blocks("offset_array", "small blocks by heads", B=2, causal=True, q_offset=(20, -90)),
+    blocks("positions", "small blocks by heads", B=2, causal=True, q_positions="shifted"),
+    blocks("documents", "prefix", B=2, T=180, segments="packed"),
+    blocks("mask", "small blocks by heads", mask="B11S"),
+    blocks("bias_of_heads", "small blocks by heads", bias="11TS", N=4, K=2),
+    blocks("bias_of_lengths", "tall blocks", bias="BNTS", B=2, kv_lengths=(180, 70), poison=True),
+    blocks("bias_columns", "prefix", bias="1N1S", causal=True),
+    blocks("alibi", "prefix", alibi="N", sinks=True, max_logit=True),
+    blocks("score_mod", "window and global", score_mod="per_entry", softcap=3.0),
+)  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_block_masks(case):
+    assert_right(case)
+
+
+@pytest.mark.thorough
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", BLOCKS[:6], ids=str)
+def test_deterministic_kernels_with_block_masks(case):
+    assert_right(dataclasses.replace(case, deterministic=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        (BLOCKS[1], {"forward": {"columns": 16, "slots": 2}, "fused": {"mask_all": True}}),
+        (BLOCKS[0], {"forward": {"rows": 64, "columns": 32}, "fused": {"slots": 2, "columns": 64}}),
+        (BLOCKS[8], {"score_tiles": {"columns": 32, "warpgroups": 1, "keep_bias": True}}),
+        (BLOCKS[11], {"score_lines": {"columns": 16, "slots": 1}}),
+    ],
+    ids=str,
+)
+def test_other_tiles_with_block_masks(case, sizes):
+    assert_right(case, sizes)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_of_no_list_are_not_read(deterministic):
+    """Checks keys that no list of their head names, and queries whose list is empty: all NaN."""
+    index = np.array([[[0, -1], [-1, -1], [1, 0]], [[2, 0], [-1, -1], [2, -1]]], np.int32)
+    mask = BlockMask.from_indices(index[None], q_len=192, kv_len=192, block=(64, 64))
+    call = checks.bind(BACKEND)
+    drawn = np.random.default_rng(0).standard_normal((5, 1, 192, 2, 64))
+    q, k, v, do = (jnp.asarray(x, jnp.bfloat16) for x in drawn[:4])
+    bias = jnp.asarray(drawn[4, :, :, :1, :1].reshape(1, 1, 192, 1) + drawn[4, 0, :, 0, 1])
+    bias = bias.astype(jnp.float32)
+
+    def results(unread: float):
+        queries = lambda x: x.at[:, 64:128].set(unread)
+        keys = lambda x: x.at[:, 128:, 0].set(unread).at[:, 64:128, 1].set(unread)
+        run = lambda q, k, v, bias: call(
+            q, k, v, bias=bias, block_mask=mask, deterministic=deterministic
+        )[0]
+        o, pull = jax.vjp(run, queries(q), keys(k), keys(v), bias)
+        return o, *pull(queries(do))
+
+    with race_checked():
+        zeros, nans = (jax.jit(results)(x) for x in (0.0, jnp.nan))
+    for x, y in zip(zeros, nans, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32))
+    o, dq, dk, dv, dbias = zeros
+    assert not o[:, 64:128].any() and not dq[:, 64:128].any()
+    assert not dk[:, 128:, 0].any() and not dv[:, 64:128, 1].any()
+    assert not dbias[:, :, 64:128].any() and not dbias[:, :, :64, 64:128].any()

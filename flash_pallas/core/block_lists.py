@@ -38,6 +38,13 @@ class BlockLists(NamedTuple):
     bounds: Any
     index: Any
 
+    @property
+    def in_one(self) -> BlockLists:
+        """The same with all lists in one: `index` int32[entries], and places counted in it."""
+        entries, heads, each = self.index.shape
+        first = jnp.arange(entries * heads, dtype=jnp.int32).reshape(entries, heads, 1, 1) * each
+        return BlockLists(self.bounds + first, self.index.reshape(-1))
+
 
 def of_states(states):
     """Returns the operand for int8[Bb, N1, Q blocks, KV blocks] of EMPTY, PARTIAL and WHOLE."""

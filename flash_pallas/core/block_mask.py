@@ -30,8 +30,8 @@ PAIRS_AT_ONCE = 1 << 24
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["lists", "mod_params", "mask"],
-    meta_fields=["q_len", "kv_len", "block", "mod", "kind"],
+    data_fields=["lists", "traced", "mask"],
+    meta_fields=["q_len", "kv_len", "block", "kind"],
 )
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
@@ -44,22 +44,21 @@ class BlockMask:
     Attributes:
         lists: int32 [B or 1, N or 1, Q blocks, 2 + M]: for each block of queries how many of its
             blocks of keys are partial, how many it has in all, and their numbers.
-        mod_params: what `mod` reads, [B or 1, N or 1] each.
+        traced: what is visible of partial blocks, the traced mask_mod with the arrays that it
+            reads; or None.
         mask: bool [B or 1, N or 1, T, S], what is visible of partial blocks; or None.
         q_len: T, number of queries.
         kv_len: S, number of keys.
         block: (queries, keys) of a block.
-        mod: what is visible of partial blocks, the traced mask_mod; or None.
         kind: what it was made from: "mask_mod", "indices", "dense", or several of them.
     """
 
     lists: Any
-    mod_params: tuple
+    traced: mods.Traced | None
     mask: Any
     q_len: int
     kv_len: int
     block: tuple[int, int]
-    mod: mods.Mod | None
     kind: str
 
     @classmethod
@@ -81,7 +80,8 @@ class BlockMask:
         Args:
             mask_mod: (b, n, i, j) -> bool, True is visible; elementwise JAX on int32 scalars, as
                 the `mask_mod` of `flash_attention`: entry of the flattened batch, query head,
-                query, key. It may capture arrays indexed by b and n, which may be traced.
+                query, key. It may capture arrays, traced ones too: of integers or bools indexed
+                by b and i or by b and j, as ids of documents; others by b and n.
             batch: number of batch entries; 1 if the mask does not depend on b.
             heads: number of query heads, or of KV heads; 1 if it does not depend on n.
             q_len: number of queries, T.
@@ -105,11 +105,12 @@ class BlockMask:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} is {size!r}: it must be a positive int; 1 for all alike")
         try:
-            mod, params = mods.trace(mask_mod, batch, heads)
+            places = lambda: [jnp.arange(n, dtype=jnp.int32)[None] for n in sizes[:2]]
+            traced = mods.trace(mask_mod, batch, heads, positions=places)
         except mods.NotElementwise as error:
             raise ValueError(f"mask_mod cannot be traced into a kernel: {error}") from None
-        lists = _lists_of_mod(mod, (batch, heads), sizes, params)
-        return cls(lists, params, None, *sizes, mod, "mask_mod")
+        lists = _lists_of_mod((batch, heads), sizes, traced)
+        return cls(lists, traced, None, *sizes, "mask_mod")
 
     @classmethod
     def from_indices(
@@ -168,7 +169,7 @@ class BlockMask:
             place = lax.broadcasted_iota(jnp.int32, index.shape, 3)
             index = jnp.where(place < counts[..., None], index, -1)
         lists = block_lists.of_indices(index, WHOLE, kv_blocks)
-        return cls(lists, (), None, *sizes, None, "indices")
+        return cls(lists, None, None, *sizes, "indices")
 
     @classmethod
     def from_dense(
@@ -202,7 +203,7 @@ class BlockMask:
         states = lambda mask: _states_of_dense(mask, sizes[2])
         leading = PartitionSpec(*mesh_axes.spec_of(mask)[:2])
         lists = block_lists.of_states(mesh_axes.compiled_as_auto(states, (mask,), leading))
-        return cls(lists, (), mask, *sizes, None, "dense")
+        return cls(lists, None, mask, *sizes, "dense")
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Returns what both see.
@@ -213,11 +214,11 @@ class BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_alike(other)
-        mod, params = _joined(operator.and_, self, other)
+        traced = _joined(operator.and_, self, other)
         given = [x.mask for x in (self, other) if x.mask is not None]
         mask = functools.reduce(operator.and_, given) if given else None
         kinds = sorted({*self.kind.split(" and "), *other.kind.split(" and ")})
-        found = self._with(jnp.minimum(self._states, other._states), params, mask, mod)
+        found = self._with(jnp.minimum(self._states, other._states), traced, mask)
         return dataclasses.replace(found, kind=" and ".join(kinds))
 
     def __or__(self, other: BlockMask) -> BlockMask:
@@ -237,9 +238,9 @@ class BlockMask:
                 "from a mask_mod, both from indices, or both from a dense mask. Say both in one "
                 "mask_mod, or combine the outputs of two calls by their log-sum-exp"
             )
-        mod, params = _joined(operator.or_, self, other)
+        traced = _joined(operator.or_, self, other)
         mask = None if self.mask is None else self.mask | other.mask
-        return self._with(jnp.maximum(self._states, other._states), params, mask, mod)
+        return self._with(jnp.maximum(self._states, other._states), traced, mask)
 
     @property
     def sparsity(self) -> float:
@@ -252,8 +253,8 @@ class BlockMask:
         states = jnp.repeat(jnp.repeat(self._states, self.block[0], 2), self.block[1], 3)
         states = states[:, :, : self.q_len, : self.kv_len]
         seen = states != EMPTY
-        if self.mod is not None:
-            seen &= (states == WHOLE) | _everywhere(self.mod, self.mod_params, seen.shape)
+        if self.traced is not None:
+            seen &= (states == WHOLE) | _everywhere(self.traced, seen.shape)
         return seen if self.mask is None else seen & ((states == WHOLE) | self.mask)
 
     def plot(self, batch: int = 0, head: int = 0, width: int = 64) -> str:
@@ -299,7 +300,7 @@ class BlockMask:
                 f"block_mask is of {self.q_len} queries and {self.kv_len} keys, and the call has "
                 f"{q_len} and {kv_len}: make one for these lengths"
             )
-        params = [("mod_params", x) for x in self.mod_params]
+        params = [("captured arrays", x) for x in self.traced.params] if self.traced else []
         masks = [("mask", self.mask)] if self.mask is not None else []
         for name, x in (("lists", self.lists), *masks, *params):
             if x.shape[0] not in (1, batch) or x.shape[1] not in (1, *heads):
@@ -318,9 +319,9 @@ class BlockMask:
     def _states(self):
         return block_lists.states_of(self.lists, self._shape[1])
 
-    def _with(self, states, params, mask, mod) -> BlockMask:
+    def _with(self, states, traced, mask) -> BlockMask:
         lists = block_lists.of_states(states)
-        return dataclasses.replace(self, lists=lists, mod_params=params, mask=mask, mod=mod)
+        return dataclasses.replace(self, lists=lists, traced=traced, mask=mask)
 
     def _check_alike(self, other: BlockMask) -> None:
         sizes = lambda x: (x.q_len, x.kv_len, x.block)
@@ -383,8 +384,8 @@ def _check_numbers(name: str, x, blocks: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _lists_of_mod(mod: mods.Mod, leading: tuple[int, int], sizes, params):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _lists_of_mod(leading: tuple[int, int], sizes, traced: mods.Traced):
     """Returns `lists` of a traced mask_mod, for `leading` batch entries and heads."""
     q_len, kv_len, (block_q, block_kv) = sizes
     q_blocks, kv_blocks = _blocks(*sizes)
@@ -393,8 +394,13 @@ def _lists_of_mod(mod: mods.Mod, leading: tuple[int, int], sizes, params):
     def states(at):
         row, q_block = at
         tile = Tile(q_block * block_q, jnp.int32(0), shape)
-        of_row = [lax.broadcast_in_dim(x.reshape(-1)[row], shape, ()) for x in params]
-        seen = mod(tile, tuple(of_row))
+        of_row = [lax.broadcast_in_dim(x.reshape(-1)[row], shape, ()) for x in traced.params]
+        entry = row // leading[1]
+        of_row += [
+            _spread(tile, side, _entry(x, entry, side, q_block * block_q, shape))
+            for side, x in zip(traced.mod.vectors, traced.vectors, strict=True)
+        ]
+        seen = traced.mod(tile, tuple(of_row))
         there = (tile.q_pos < q_len) & (tile.kv_pos < kv_len)
         by_block = lambda x: x.reshape(block_q, kv_blocks, block_kv)
         some = jnp.any(by_block(seen & there), axis=(0, 2))
@@ -421,21 +427,36 @@ def _states_of_dense(mask, block: tuple[int, int]):
     return jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY).astype(jnp.int8)
 
 
-def _everywhere(mod: mods.Mod, params, shape):
+def _entry(x, entry, side: int, first, shape):
+    """Returns a vector [B or 1, length] of one batch entry at the queries or keys of a tile."""
+    x = x[0] if len(x) == 1 else x[entry]
+    x = jnp.pad(x, (0, -len(x) % shape[side]))
+    return lax.dynamic_slice_in_dim(x, first if side == 0 else 0, shape[side])
+
+
+def _spread(tile: Tile, side: int, x):
+    return (tile.per_q, tile.per_kv)[side](x)
+
+
+def _everywhere(traced: mods.Traced, shape):
     """Returns the mod's value of every pair, bool [B or 1, N or 1, T, S]."""
     tile = Tile(jnp.int32(0), jnp.int32(0), shape[2:])
-    one = lambda params: mod(tile, [lax.broadcast_in_dim(x, tile.shape, ()) for x in params])
-    if not params:
-        return one(())[None, None]
-    return jax.vmap(jax.vmap(one))([jnp.broadcast_to(x, shape[:2]) for x in params])
+
+    def one(params, vectors):
+        given = [lax.broadcast_in_dim(x, tile.shape, ()) for x in params]
+        sides = zip(traced.mod.vectors, vectors, strict=True)
+        return traced.mod(tile, given + [_spread(tile, side, x) for side, x in sides])
+
+    params = [jnp.broadcast_to(x, shape[:2]) for x in traced.params]
+    vectors = [jnp.broadcast_to(x, (shape[0], x.shape[1])) for x in traced.vectors]
+    if not params and not vectors:
+        return one((), ())[None, None]
+    of_heads = jax.vmap(one, (0, None), axis_size=shape[1])
+    return jax.vmap(of_heads, axis_size=shape[0])(params, vectors)
 
 
-def _joined(join: Callable, one: BlockMask, other: BlockMask):
-    """Returns (Mod or None, params) of what `join`, & or |, makes of two masks' mods."""
-    if one.mod is None or other.mod is None:
-        only = one if other.mod is None else other
-        return only.mod, only.mod_params
-    return mods.joined(join, one.mod, other.mod, len(one.mod_params)), (
-        *one.mod_params,
-        *other.mod_params,
-    )
+def _joined(join: Callable, one: BlockMask, other: BlockMask) -> mods.Traced | None:
+    """Returns what `join`, & or |, makes of two masks' mods."""
+    if one.traced is None or other.traced is None:
+        return one.traced or other.traced
+    return mods.joined(join, one.traced, other.traced)

@@ -5,13 +5,17 @@ captured, is evaluated outside the kernels for all batch entries and heads: one 
 every value that the rest needs, differentiable like anything else in JAX. What depends on the score
 or on i and j is the Mod: elementwise arithmetic on those scalars, which a kernel traces into its
 tiles. So an array may be indexed by b and n, but not by i or j.
+
+A mask_mod may also index arrays of integers or bools by i or by j, and by b: what it makes of them
+before the two meet is evaluated outside as well, one int32 for every query or key.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +39,14 @@ class Mod:
         text: the computation as text.
         primitives: names of the primitives it uses.
         step: function (tile, params, score) -> result; not compared, as the text says it.
+        vectors: for each of the last params, whether it has a value for each query (0) or key (1);
+            all others have one for each batch entry and head.
     """
 
     text: str
     primitives: frozenset[str]
     step: Callable = dataclasses.field(compare=False, repr=False)
+    vectors: tuple[int, ...] = ()
 
     def __call__(self, tile, params, score=None):
         """Applies the function to a whole tile.
@@ -52,8 +59,28 @@ class Mod:
         return self.step(tile, params, score)
 
 
-def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0, 0)):
-    """Traces a user's function; returns (Mod, [B, N] arrays of the values it needs).
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "vectors"], meta_fields=["mod"]
+)
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced function and the arrays that it reads, a pytree of these.
+
+    Attributes:
+        mod: the function.
+        params: [B, N] each.
+        vectors: int32 [B or 1, T] or [B or 1, S] each, as mod.vectors says.
+    """
+
+    mod: Mod
+    params: tuple
+    vectors: tuple = ()
+
+
+def trace(
+    function: Callable, batch: int, heads: int, score_dtype=None, first=(0, 0), positions=None
+) -> Traced:
+    """Traces a user's function.
 
     Args:
         function: score_mod(score, b, n, i, j) or, without score_dtype, mask_mod(b, n, i, j); called
@@ -62,6 +89,8 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0
         heads: number of query heads.
         score_dtype: dtype of scores, for a score_mod.
         first: numbers of the first entry and of the first head, int or int32.
+        positions: function that returns those of queries and of keys, int32 [B or 1, length] each,
+            called if a mask_mod indexes arrays by i or j; None where it must not.
 
     Raises:
         NotElementwise: the part that depends on score, i or j is not elementwise arithmetic.
@@ -84,31 +113,148 @@ def trace(function: Callable, batch: int, heads: int, score_dtype=None, first=(0
         else:
             tiled.update(results)
             rest.append(equation)
-    needed = _needed(rest, result, tiled)
+    vectors = []
+    if positions is not None:
+        vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
+    of_positions = [value for value, _ in vectors]
+    needed = [x for x in _needed(rest, result, tiled) if x not in of_positions]
     numbers = [
         jnp.arange(size, dtype=jnp.int32) + start
         for size, start in zip((batch, heads), first, strict=True)
     ]
     arrays = _evaluate_known(tape, known, needed, (b, n), numbers)
-    mod = _mod(rest, needed, (score, i, j, result), [x.dtype for x in arrays])
-    return mod, tuple(_storable(x) for x in arrays)
+    places = positions() if vectors else ()
+    found = [
+        _evaluate_vector(tape, known, vector, (b, n, (i, j)[vector.side]), numbers[0], places)
+        for _, vector in vectors
+    ]
+    dtypes = [x.dtype for x in (*arrays, *found)]
+    sides = tuple(vector.side for _, vector in vectors)
+    mod = _mod(rest, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
+    return Traced(mod, tuple(map(_storable, arrays)), tuple(x.astype(jnp.int32) for x in found))
 
 
-def joined(join: Callable, one: Mod, other: Mod, count: int) -> Mod:
-    """Returns the Mod of two mask_mods joined by & or |.
+class _Vector(NamedTuple):
+    """A value that depends on i alone, or on j alone, and on captured arrays.
 
-    Args:
-        join: operator.and_ or operator.or_.
-        one: the first.
-        other: the second.
-        count: number of params that the first has; those of the second follow.
+    Attributes:
+        value: what stands for it on the tape.
+        side: 0 if it depends on i, 1 if on j.
+        equations: those that it takes, besides those that depend on neither.
     """
 
-    def step(tile, params, score):
-        return join(one(tile, params[:count], score), other(tile, params[count:], score))
+    value: Any
+    side: int
+    equations: list
 
-    text = f"({one.text}) {join.__name__} ({other.text}) from h{count}"
-    return Mod(text, one.primitives | other.primitives | {join.__name__.strip("_")}, step)
+
+def _made_of(value, equations: list) -> set:
+    """Returns a value and those that equations make of it."""
+    found = {value}
+    for _, _, operands, results in equations:
+        if not found.isdisjoint(x for x in operands if not isinstance(x, Literal)):
+            found.update(results)
+    return found
+
+
+def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
+    """Cuts what is no arithmetic, but depends on one of i and j alone, out of the equations.
+
+    Args:
+        rest: the equations that depend on i or j.
+        places: what stands for i and j.
+        result: what stands for the function's result.
+        of_heads: values that depend on n, with which arithmetic is left to the tile.
+
+    Returns:
+        ([(value, _Vector)], the equations that are left).
+    """
+    sides = {place: {side} for side, place in enumerate(places)}
+    apart: set = set()  # values of one side that are not elementwise arithmetic of i or j
+    for primitive, _, operands, results in rest:
+        read = [x for x in operands if not isinstance(x, Literal)]
+        of = set().union(*(sides.get(x, set()) for x in read))
+        one = len(of) == 1 and primitive.name not in CONTROL_FLOW
+        follows = not apart.isdisjoint(read) and of_heads.isdisjoint(read)
+        is_apart = one and (primitive.name not in ELEMENTWISE or follows)
+        for x in results:
+            sides[x] = of
+            if is_apart:
+                apart.add(x)
+    left = [equation for equation in rest if apart.isdisjoint(equation[3])]
+    left = _used(left, [result])
+    wanted = dict.fromkeys(
+        x
+        for operands in (*(e[2] for e in left), [result])
+        for x in operands
+        if not isinstance(x, Literal) and x in apart
+    )
+    found = []
+    for value in wanted:
+        (side,) = sides[value]
+        found.append((value, _Vector(value, side, _used(rest, [value]))))
+    return found, left
+
+
+def _used(equations: list, results: list) -> list:
+    """Returns the equations that the results depend on."""
+    return Tape(equations).needed(results)
+
+
+def _evaluate_vector(tape: Tape, known, vector: _Vector, indices, entries, positions) -> Any:
+    """Evaluates a vector for every batch entry and position, [B or 1, length]."""
+    b, n, place = indices
+    captured = list(tape.constants)
+    equations = [*known, *vector.equations]
+    equations = _used(equations, [vector.value])
+    if any(x is n for _, _, operands, _ in equations for x in operands):
+        raise NotElementwise(
+            "it indexes a captured array by n together with i or j: arrays may be indexed by b and "
+            "n, by b and i, or by b and j; pass what depends on all as mask="
+        )
+
+    def one(constants, entry, position):
+        values = dict(zip(captured, constants, strict=True)) | {b: entry, place: position}
+        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+        for primitive, params, operands, results in equations:
+            given = [read(x) for x in operands]
+            given = mesh_axes.spread(given, mesh_axes.varying(given))
+            _bind(values, primitive, params, given, results)
+        found = values[vector.value]
+        if jnp.shape(found) or not _is_discrete(found.dtype):
+            raise NotElementwise(
+                f"it makes {found.dtype}{list(jnp.shape(found))} of a captured array and i or j: "
+                "what is looked up by a position must be one integer or bool"
+            )
+        return found
+
+    of_side = positions[vector.side]
+    shared = len(of_side) == 1
+    rows = jax.vmap(one, (None, None, 0))
+    call = jax.vmap(rows, (None, 0, None if shared else 0))
+    given = list(tape.constants.values()), entries, of_side[0] if shared else of_side
+    return mesh_axes.compiled_as_auto(lambda *x: [call(*x)], given, [PartitionSpec()])[0]
+
+
+def _is_discrete(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
+
+
+def joined(join: Callable, one: Traced, other: Traced) -> Traced:
+    """Returns two traced mask_mods joined by `join`, operator.and_ or operator.or_."""
+    count, of_one = len(one.params), len(one.vectors)
+    params, vectors = one.params + other.params, one.vectors + other.vectors
+    first, second = one.mod, other.mod
+
+    def step(tile, given, score):
+        scalars, of_positions = given[: len(params)], given[len(params) :]
+        of_first = *scalars[:count], *of_positions[:of_one]
+        of_second = *scalars[count:], *of_positions[of_one:]
+        return join(first(tile, of_first, score), second(tile, of_second, score))
+
+    text = f"({first.text}) {join.__name__} ({second.text}) from h{count}"
+    used = first.primitives | second.primitives | {join.__name__.strip("_")}
+    return Traced(Mod(text, used, step, first.vectors + second.vectors), params, vectors)
 
 
 def _jaxpr(function, *arguments):
@@ -186,7 +332,7 @@ def _storable(x):
     return x.astype(jnp.int32)
 
 
-def _mod(rest, needed, places, dtypes) -> Mod:
+def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
     """Builds the Mod of the elementwise part; raises NotElementwise if it is not elementwise."""
     score, i, j, result = places
     for primitive, _, _, _ in rest:
@@ -220,7 +366,8 @@ def _mod(rest, needed, places, dtypes) -> Mod:
         found = mesh_axes.spread(found, mesh_axes.varying(x))
         return lax.convert_element_type(found, x.dtype)
 
-    return Mod(_text(rest, needed, places, dtypes), frozenset(p.name for p, *_ in rest), step)
+    text = _text(rest, needed, places, dtypes)
+    return Mod(text, frozenset(p.name for p, *_ in rest), step, vectors)
 
 
 def _restore(x, dtype):

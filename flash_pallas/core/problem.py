@@ -94,6 +94,11 @@ class Operands(NamedTuple):
     q_last: Any = None  # int32[B, T]
     q_positions: Any = None  # int32[B, T]; None: index + q_offset. Only ALiBi and mods read them
     kv_positions: Any = None  # int32[B, S]; None: the index
+    # What mask_mod makes of arrays and of a position alone, see core/mods.py.
+    q_marks_0: Any = None  # int32[B, T]
+    q_marks_1: Any = None
+    kv_marks_0: Any = None  # int32[B, S]
+    kv_marks_1: Any = None
     bias: Any = None  # any float [Bb, N1, T1, S1]
     mask: Any = None  # bool[Bb, N1, T1, S1], True is visible
     # int32[Bb, N1, Q blocks, 2 + M], see core/block_lists.py. Of whole blocks, mask and mask_mod
@@ -158,6 +163,20 @@ class Problem:
     def hides_by_arrays(self) -> bool:
         """True if arrays hide keys anywhere in a tile, not only those beyond a length."""
         return bool({"q_segments", "q_first", "q_last"} & self.features)
+
+    @property
+    def is_listed(self) -> bool:
+        """True if lists say which tiles are read."""
+        return "block_lists" in self.features
+
+    @functools.cached_property
+    def of_whole_tiles(self) -> Problem:
+        """The problem of tiles that lists call whole: mask and mask_mod hide nothing there."""
+        if not self.is_listed:
+            return self
+        spec = dataclasses.replace(self.spec, mask_mod=None)
+        features = self.features - {"mask", "mask_params"}
+        return dataclasses.replace(self, spec=spec, features=features, mask_shape=None)
 
     @property
     def is_packed(self) -> bool:

@@ -17,6 +17,7 @@ from jax import lax
 
 from . import dropout
 from .mask import Tile
+from .mods import Mod
 from .problem import AttentionSpec, Problem
 from .softmax import LOG2E
 
@@ -32,6 +33,10 @@ class TileInputs(NamedTuple):
     q_last: Any = None
     q_positions: Any = None
     kv_positions: Any = None  # int32, one per key
+    q_marks_0: Any = None  # int32, one per query; see Operands
+    q_marks_1: Any = None
+    kv_marks_0: Any = None  # int32, one per key
+    kv_marks_1: Any = None
     slope: Any = None  # of ALiBi
     score_params: tuple = ()  # scalars
     mask_params: tuple = ()  # scalars
@@ -41,10 +46,12 @@ class TileInputs(NamedTuple):
     shift: Any = None  # backends.gpu.score_tile.row_shift, in kernels of the backward
 
 
-# The inputs that have one int32 per query or per key, and those of them that hide keys.
+# The inputs that have one int32 per query or per key, and those of them that hide keys. MARKS are
+# the vectors of a mask_mod, in their order.
+MARKS = ("q_marks_0", "q_marks_1"), ("kv_marks_0", "kv_marks_1")
 VECTORS = (
-    ("q_segments", "q_first", "q_last", "q_positions"),
-    ("kv_segments", "kv_positions"),
+    ("q_segments", "q_first", "q_last", "q_positions", *MARKS[0]),
+    ("kv_segments", "kv_positions", *MARKS[1]),
 )
 HIDING = {"q_segments", "kv_segments", "q_first", "q_last"}
 
@@ -62,7 +69,19 @@ def vectors(problem: Problem, axis: int, *, hides: bool = True) -> tuple[str, ..
         asked = asked | {"kv_positions"}
     if "alibi_slopes" in problem.features or spec.score_mod or spec.mask_mod:
         asked = asked | {"q_positions", "kv_positions"}
+    if spec.mask_mod:
+        asked = asked | set(marks(spec.mask_mod))
     return tuple(name for name in VECTORS[axis] if name in asked & problem.features)
+
+
+def marks(mod: Mod) -> tuple[str, ...]:
+    """Returns the names of a mask_mod's vectors, in the order of its params."""
+    taken = ([], [])
+    names = []
+    for side in mod.vectors:
+        names.append(MARKS[side][len(taken[side])])
+        taken[side].append(names[-1])
+    return tuple(names)
 
 
 class Logits(NamedTuple):
@@ -167,6 +186,9 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
     mask_mod = spec.mask_mod
     if mask_mod is not None:
         params = tuple(_spread(tile, p) for p in inputs.mask_params)
+        spread = tile.per_q, tile.per_kv
+        named = zip(mask_mod.vectors, marks(mask_mod), strict=True)
+        params += tuple(spread[side](getattr(inputs, name)) for side, name in named)
         found.append(tile.call(lambda p: mask_mod(tile, p), params))
     return functools.reduce(operator.and_, found) if found else None
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from . import mesh_axes, softmax
 from .decode import DecodeOperands
 from .problem import Grads, Operands
+from .scores import MARKS
 
 # The axes of every array: b batch, n query heads, k key heads, "." one that is never cut. B is the
 # batch of a bias, a divisor of b, and N its heads, n or 1.
@@ -27,8 +28,10 @@ PLACES = {
     **dict.fromkeys(("k", "v"), "b.k."),
     **dict.fromkeys(("bias", "mask", "block_lists"), "BN.."),
     **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths", "kv_starts", "window_left"), "b"),
-    **dict.fromkeys(("q_segments", "q_first", "q_last", "q_positions", "q_places"), "b."),
-    **dict.fromkeys(("kv_segments", "kv_positions", "kv_places", "page_table"), "b."),
+    **dict.fromkeys(
+        ("q_segments", "q_first", "q_last", "q_positions", "q_places", *MARKS[0]), "b."
+    ),
+    **dict.fromkeys(("kv_segments", "kv_positions", "kv_places", "page_table", *MARKS[1]), "b."),
     **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),
     **dict.fromkeys(("score_params", "mask_params"), "bn"),
     **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta", "dlse"), "bn."),

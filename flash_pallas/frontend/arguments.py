@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import dropout, mesh_axes, mods
+from ..core import dropout, mesh_axes, mods, scores
 from ..core.block_mask import BlockMask
 from ..core.mask import Mask
 
@@ -435,17 +435,44 @@ def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
     return jnp.broadcast_to(keys, (sizes.batch, sizes.q_heads))
 
 
-def mod(name: str, function, sizes: Sizes):
-    """Traces a user's function; returns (Mod, its [B, N] arrays), or (None, ()) without one."""
+def mod(name: str, function, sizes: Sizes, positions=None) -> mods.Traced | None:
+    """Traces a user's function; None without one.
+
+    `positions` are those of queries and of keys, as `mods.trace` has them.
+    """
     if function is None:
-        return None, ()
+        return None
     if not callable(function):
         raise TypeError(f"{name} must be a function, got {function!r}")
     dtype = sizes.score_dtype if name == "score_mod" else None
     try:
-        return mods.trace(function, sizes.batch, sizes.q_heads, dtype, sizes.first)
+        found = mods.trace(function, sizes.batch, sizes.q_heads, dtype, sizes.first, positions)
     except mods.NotElementwise as error:
         raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
+    return _of_call(found, sizes)
+
+
+def _of_call(traced: mods.Traced, sizes: Sizes) -> mods.Traced:
+    """Repeats what a traced function reads for every batch entry and query head of a call."""
+    entries, full = sizes.batch, (sizes.batch, sizes.q_heads)
+    params = (jnp.broadcast_to(_per_query_head(x, sizes), full) for x in traced.params)
+    vectors = (jnp.broadcast_to(x, (entries, x.shape[1])) for x in traced.vectors)
+    return dataclasses.replace(traced, params=tuple(params), vectors=tuple(vectors))
+
+
+def marks(traced: mods.Traced) -> dict[str, Any]:
+    """Returns a mask_mod's vectors by the names of Operands.
+
+    Raises:
+        ValueError: there are more than two of queries, or of keys.
+    """
+    for side, of in enumerate(("i, the query", "j, the key")):
+        if (count := traced.mod.vectors.count(side)) > len(scores.MARKS[side]):
+            raise ValueError(
+                f"mask_mod looks up {count} values by {of}: at most {len(scores.MARKS[side])}; "
+                "combine them into one array before the call, as in array = 2 * ids + flags"
+            )
+    return dict(zip(scores.marks(traced.mod), traced.vectors, strict=True))
 
 
 def block_lists(a: Arguments, sizes: Sizes):
@@ -467,7 +494,7 @@ def block_lists(a: Arguments, sizes: Sizes):
     found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
     given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
     moved = [name for name, x in given.items() if x is not None and not _is_zero(x)]
-    if moved and found.mod is not None:
+    if moved and found.traced is not None:
         value = given[moved[0]]
         raise ValueError(
             f"{moved[0]} is {'an array' if is_array(value) else value} and block_mask was made "
@@ -480,13 +507,12 @@ def block_lists(a: Arguments, sizes: Sizes):
     return lists.at[..., 0].set(lists[..., 1])
 
 
-def with_block_mod(block_mask: BlockMask, mask_mod, params, sizes: Sizes):
-    """Returns (Mod, its [B, N] arrays) of a block mask's mask_mod and the call's own, if any."""
-    full = sizes.batch, sizes.q_heads
-    own = tuple(jnp.broadcast_to(_per_query_head(x, sizes), full) for x in block_mask.mod_params)
-    if block_mask.mod is None or mask_mod is None:
-        return block_mask.mod or mask_mod, (*own, *params)
-    return mods.joined(operator.and_, block_mask.mod, mask_mod, len(own)), (*own, *params)
+def with_block_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes) -> mods.Traced | None:
+    """Returns the mask_mod of a call, joined with that of its block mask, each if there is one."""
+    if a.block_mask is None or a.block_mask.traced is None:
+        return traced
+    own = _of_call(a.block_mask.traced, sizes)
+    return own if traced is None else mods.joined(operator.and_, own, traced)
 
 
 def _is_zero(x) -> bool:

@@ -133,15 +133,14 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
 def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):
     """Returns (spec, operands) with everything optional in them."""
     rate = checks.dropout_rate(a.dropout_rate)
-    score_mod, score_params = checks.mod("score_mod", a.score_mod, sizes)
-    mask_mod, mask_params = checks.mod("mask_mod", a.mask_mod, sizes)
     block_lists = None if a.block_mask is None else checks.block_lists(a, sizes)
-    if a.block_mask is not None:
-        mask_mod, mask_params = checks.with_block_mod(a.block_mask, mask_mod, mask_params, sizes)
+    score_mod = checks.mod("score_mod", a.score_mod, sizes)
+    mask, offsets, positions = _positions(a, sizes)
+    mask_mod = checks.mod("mask_mod", a.mask_mod, sizes, positions.of_all)
+    mask_mod = checks.with_block_mod(a, mask_mod, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
     slopes = checks.slopes(a.alibi_slopes, sizes)
     reads = slopes is not None or bool(score_mod) or bool(mask_mod)
-    mask, offsets, positions = _positions(a, sizes)
     static_offset, traced_offset = offsets
     if mask.is_trivial and not reads and not rate:
         # Nothing reads a position, and one compiled call serves every offset.
@@ -152,8 +151,8 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         q_offset=static_offset,
         softcap=checks.valid_softcap(a.softcap),
         dropout_rate=rate,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
+        score_mod=None if score_mod is None else score_mod.mod,
+        mask_mod=None if mask_mod is None else mask_mod.mod,
         block_shape=None if a.block_mask is None else a.block_mask.block,
         deterministic=checks.flag("deterministic", a.deterministic),
         precision=_precision(a.precision, sizes.dtype),
@@ -177,8 +176,9 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         alibi_slopes=slopes,
         sinks=checks.sinks(a.sinks, sizes),
         dropout_keys=checks.dropout_keys(rate, a.dropout_seed, a.broadcast_dropout, sizes),
-        score_params=score_params,
-        mask_params=mask_params,
+        score_params=() if score_mod is None else score_mod.params,
+        mask_params=() if mask_mod is None else mask_mod.params,
+        **({} if mask_mod is None else checks.marks(mask_mod)),
     )
 
 
@@ -189,6 +189,7 @@ class _Positions(NamedTuple):
     kv: Any
     first: Any  # of the first key that each query sees
     last: Any
+    of_all: Callable  # returns those of queries and of keys, int32[B or 1, length], given or not
 
     @property
     def hide(self) -> bool:
@@ -220,7 +221,9 @@ def _positions(a: Arguments, sizes: checks.Sizes):
 
     given = q is not None or kv is not None
     mask, first, last = checks.visible_keys(sides, of_queries, given, a.within, sizes)
-    return mask, offsets, _Positions(q, kv, first, last)
+    of_keys = lambda: jnp.arange(sizes.kv_len, dtype=jnp.int32)[None] if kv is None else kv
+    of_all = lambda: (of_queries(), of_keys())
+    return mask, offsets, _Positions(q, kv, first, last, of_all)
 
 
 def _precision(value, dtype) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,15 @@ PER_HEAD = jnp.asarray(np.random.default_rng(1).standard_normal(N), jnp.float32)
 COUNTS = jnp.asarray([7, 9, 12], jnp.int32)
 
 
+def traced(*arguments, **options):
+    """Returns a traced function and its arrays of batch entries and heads."""
+    found = mods.trace(*arguments, **options)
+    return found.mod, found.params
+
+
 def on_tile(function, b, n, score=SCORES):
     """Evaluates the traced function on one tile of head n of batch entry b."""
-    mod, arrays = mods.trace(function, B, N, None if score is None else jnp.float32)
+    mod, arrays = traced(function, B, N, None if score is None else jnp.float32)
     assert all(x.shape == (B, N) for x in arrays)
     params = [jnp.broadcast_to(x[b, n], TILE.shape) for x in arrays]
     return mod(TILE, params) if score is None else mod(TILE, params, jnp.asarray(score))
@@ -85,7 +93,7 @@ def test_mask_functions(name, b, n):
 
 def test_in_a_transposed_tile():
     lying = Tile(4, 9, (6, 5), q_axis=1)
-    mod, _ = mods.trace(SCORE_FUNCTIONS["positions"], B, N, jnp.float32)
+    mod, _ = traced(SCORE_FUNCTIONS["positions"], B, N, jnp.float32)
     found = mod(lying, (), jnp.asarray(SCORES.T))
     np.testing.assert_array_equal(found, mod(TILE, (), jnp.asarray(SCORES)).T)
 
@@ -103,7 +111,7 @@ def test_gradients_reach_what_was_captured():
 
 def test_known_values_are_computed_outside_and_once():
     function = lambda s, b, n, i, j: s + jnp.exp(PER_HEAD[n]) * jnp.exp(PER_HEAD[n])
-    mod, arrays = mods.trace(function, B, N, jnp.float32)
+    mod, arrays = traced(function, B, N, jnp.float32)
     assert len(arrays) == 1 and "exp" not in mod.primitives
     np.testing.assert_allclose(arrays[0], np.exp(2 * np.asarray(PER_HEAD))[None].repeat(B, 0), 1e-6)
 
@@ -113,7 +121,7 @@ def test_arrays_are_stored_as_float32_or_int32():
     function = lambda s, b, n, i, j: jnp.where(
         flags[n] & (i > j), s, s + (half[n] * 1).astype(s.dtype)
     )
-    _, arrays = mods.trace(function, B, N, jnp.float32)
+    _, arrays = traced(function, B, N, jnp.float32)
     assert {x.dtype.name for x in arrays} == {"float32", "int32"}
     for n in range(N):
         np.testing.assert_allclose(
@@ -123,12 +131,12 @@ def test_arrays_are_stored_as_float32_or_int32():
 
 def test_equal_functions_make_equal_mods_whatever_they_captured():
     make = lambda x: lambda s, b, n, i, j: s * x[n]
-    first, second = (mods.trace(make(x), B, N, jnp.float32)[0] for x in (PER_HEAD, 2 * PER_HEAD))
+    first, second = (traced(make(x), B, N, jnp.float32)[0] for x in (PER_HEAD, 2 * PER_HEAD))
     assert first == second and hash(first) == hash(second)
-    other = mods.trace(lambda s, b, n, i, j: s + PER_HEAD[n], B, N, jnp.float32)[0]
-    shifted = mods.trace(lambda s, b, n, i, j: s * PER_HEAD[n] + 1.0, B, N, jnp.float32)[0]
-    swapped = mods.trace(lambda s, b, n, i, j: s + (i - j).astype(s.dtype), B, N, jnp.float32)[0]
-    turned = mods.trace(lambda s, b, n, i, j: s + (j - i).astype(s.dtype), B, N, jnp.float32)[0]
+    other = traced(lambda s, b, n, i, j: s + PER_HEAD[n], B, N, jnp.float32)[0]
+    shifted = traced(lambda s, b, n, i, j: s * PER_HEAD[n] + 1.0, B, N, jnp.float32)[0]
+    swapped = traced(lambda s, b, n, i, j: s + (i - j).astype(s.dtype), B, N, jnp.float32)[0]
+    turned = traced(lambda s, b, n, i, j: s + (j - i).astype(s.dtype), B, N, jnp.float32)[0]
     assert len({first, other, shifted, swapped, turned}) == 5
 
 
@@ -147,7 +155,7 @@ TABLE = jnp.zeros((B, N, 16, 16))
 )
 def test_what_is_not_elementwise_is_refused(function, message):
     with pytest.raises(mods.NotElementwise, match=message):
-        mods.trace(function, B, N, jnp.float32)
+        traced(function, B, N, jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +169,71 @@ def test_what_is_not_elementwise_is_refused(function, message):
 )
 def test_what_returns_something_else_is_refused(function, score_dtype, message):
     with pytest.raises(TypeError, match=message):
-        mods.trace(function, B, N, score_dtype)
+        traced(function, B, N, score_dtype)
+
+
+IDS = np.array([[0, 0, 1, 1, 2, 2, 2, 3, 3, 3], [0] * 10, [3, 2, 1, 0, 0, 1, 2, 3, 0, 1]])
+FLAGS = IDS[0] > 1
+LOOKUPS = {
+    "documents": (lambda b, n, i, j: IDS_OF[b, i] == IDS_OF[b, j], (0, 1)),
+    "of all entries": (lambda b, n, i, j: FLAGS_OF[j] | (j <= i), (1,)),
+    "computed": (lambda b, n, i, j: (IDS_OF[b, i // 2] + 1) * n >= IDS_OF[b, j] - (i - j), (0, 1)),
+    "with a head's": (lambda b, n, i, j: (IDS_OF[b, i] > n) & (PER_HEAD[n] > 0.0), (0,)),
+}
+IDS_OF, FLAGS_OF = jnp.asarray(IDS), jnp.asarray(FLAGS)
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_arrays_are_looked_up_by_positions(name):
+    function, sides = LOOKUPS[name]
+    queries, keys = jnp.arange(10, dtype=jnp.int32)[None], jnp.arange(9, -1, -1)[None]
+    found = mods.trace(function, B, N, positions=lambda: (queries, jnp.broadcast_to(keys, (B, 10))))
+    assert found.mod.vectors == sides and "gather" not in found.mod.primitives
+    places = np.asarray(queries)[0], np.asarray(keys)[0]
+    tile = Tile(0, 0, (10, 10), positions=tuple(jnp.asarray(x) for x in np.meshgrid(
+        *places, indexing="ij")))  # fmt: skip
+    for b, n in np.ndindex(B, N):
+        params = [jnp.broadcast_to(x[b, n], tile.shape) for x in found.params]
+        rows = [x[b if len(x) > 1 else 0] for x in found.vectors]
+        params += [(tile.per_q, tile.per_kv)[s](x) for s, x in zip(sides, rows, strict=True)]
+        wanted = [
+            [function(b, n, jnp.int32(i), jnp.int32(j)) for j in places[1]] for i in places[0]
+        ]
+        np.testing.assert_array_equal(found.mod(tile, params), np.array(wanted))
+
+
+def test_what_cannot_be_looked_up():
+    places = lambda: (jnp.arange(10, dtype=jnp.int32)[None],) * 2
+    by_head = lambda b, n, i, j: IDS_OF[n, i] > j
+    real = lambda b, n, i, j: PER_HEAD[i] > j.astype(jnp.float32)
+    pairs = lambda b, n, i, j: IDS_OF[i, j] > 0
+    for function, message in (
+        (by_head, "indexes a captured array by n together with i or j"),
+        (real, r"makes float32\[\] of a captured array"),
+        (pairs, "whole array of shape"),
+    ):
+        with pytest.raises(mods.NotElementwise, match=message):
+            mods.trace(function, B, N, positions=places)
+    with pytest.raises(mods.NotElementwise):  # a score_mod looks nothing up
+        mods.trace(lambda s, b, n, i, j: s * PER_HEAD[i], B, N, jnp.float32)
+
+
+def test_joined_functions_read_what_each_read():
+    places = lambda: (jnp.arange(10, dtype=jnp.int32)[None],) * 2
+    first = lambda b, n, i, j: (IDS_OF[b, i] == IDS_OF[b, j]) & (COUNTS[b] > j)
+    second = lambda b, n, i, j: (FLAGS_OF[j] & (PER_HEAD[n] > 0.0)) | (COUNTS[b] > i)
+    one, other = (mods.trace(f, B, N, positions=places) for f in (first, second))
+    tile = Tile(0, 0, (10, 10))
+
+    def values(found, b, n):
+        params = [jnp.broadcast_to(x[b, n], tile.shape) for x in found.params]
+        rows = [x[b if len(x) > 1 else 0] for x in found.vectors]
+        spread = zip(found.mod.vectors, rows, strict=True)
+        return found.mod(tile, params + [(tile.per_q, tile.per_kv)[s](x) for s, x in spread])
+
+    for join in (operator.and_, operator.or_):
+        both = mods.joined(join, one, other)
+        for b, n in np.ndindex(B, N):
+            wanted = join(values(one, b, n), values(other, b, n))
+            np.testing.assert_array_equal(values(both, b, n), wanted)
+    assert mods.joined(operator.or_, one, other).mod != mods.joined(operator.and_, one, other).mod

@@ -96,8 +96,6 @@ def refusal(problem: Problem) -> str | None:
         return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
     if problem.bias_dtype == np.float64:
         return "takes no float64 bias: cast it to float32"
-    if "block_lists" in problem.features:
-        return "takes no block_mask"
     for name in ("score_mod", "mask_mod"):
         mod = getattr(problem.spec, name)
         if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):

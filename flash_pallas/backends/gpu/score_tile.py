@@ -91,12 +91,22 @@ def logits(
 ) -> Logits:
     """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     found = scores.logits(spec, tile, s, inputs)
-    x = inline.hide(found.x, limits, tile.interpret, hidden)
+    return found._replace(x=hide(spec, tile, found.x, inputs, limits, hidden))
+
+
+def hide(
+    spec: AttentionSpec,
+    tile: RegisterTile,
+    x,
+    inputs: TileInputs,
+    limits: Limits,
+    hidden: float = -math.inf,
+):
+    """Returns the logits x of a tile, `hidden` where anything hides them."""
+    x = inline.hide(x, limits, tile.interpret, hidden)
     x, inputs = _within_interval(tile, x, inputs, hidden)
     visible = scores.visible(spec, tile, inputs)
-    if visible is not None:
-        x = jnp.where(visible, x, hidden)
-    return found._replace(x=x)
+    return x if visible is None else jnp.where(visible, x, hidden)
 
 
 def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):

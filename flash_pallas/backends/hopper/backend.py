@@ -21,6 +21,7 @@ from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
 from .backward.split.tiles import DkvBlocks, DqBlocks
 from .common.pipeline import SMEM_LIMIT
+from .common.tile_lists import divides
 from .common.wgmma import Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
@@ -271,6 +272,12 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
         raise ValueError(
             "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
         )
+    rows = replaced.tile_rows if isinstance(replaced, ForwardBlocks) else replaced.block_q
+    if not divides(size, rows, replaced.block_kv):
+        raise ValueError(
+            f"blocks[{kernel!r}] is {fields!r}: tiles of {rows} queries and {replaced.block_kv} "
+            f"keys do not divide the blocks of block_mask, {size.spec.block_shape}"
+        )
     if isinstance(replaced, FusedBlocks) and (reason := _refused(replaced, size)):
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
     if replaced.smem_bytes(size) > SMEM_LIMIT:
@@ -313,6 +320,8 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
     if blocks.num_launches > 1 and blocks.split_q > 1:
         return "'num_launches' and 'split_q' exclude each other; pass 'split_q': 1"
     hides = size.is_dynamic or not size.spec.mask.is_trivial
+    if blocks.split_q > 1 and size.is_listed:
+        return "'split_q' excludes a block_mask; pass 'split_q': 1"
     if blocks.split_q > 1 and not blocks.mask_all and hides:
         return "'split_q' needs 'mask_all' where something hides keys; pass 'split_q': 1"
     if not may_launch_pairs(size, blocks):

@@ -8,6 +8,7 @@ modifiers, of forward and split backward, and of decoding.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -285,20 +286,22 @@ def choose_fused(
     limit = fused_width(problem)
     heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
     count = modifiers(problem)
-    plain = full and problem.kv_len % 128 == 0 and not pairs
+    plain = full and problem.kv_len % 128 == 0 and not pairs and not problem.is_listed
     table = _MODIFIED if count else _PLAIN_FUSED if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
     shapes = _for_width(table, limit)
     for rows, columns, slots in shapes:
-        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all=True, stagger=full)
+        # Masked tiles of a list have a loop of their own: a mask_mod costs more than a loop.
+        mask_all = not problem.is_listed
+        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all, stagger=full)
         if fused_bytes(tile, problem) <= shared:
             return tile
     return None
 
 
 def modifiers(problem: Problem) -> int:
-    """Returns the number of score modifiers, not counting the band."""
-    return len(problem.features) + len(problem.spec.modifiers - {"dropout_rate"})
+    """Returns the number of score modifiers, not counting the band and lists of blocks."""
+    return len(problem.features - {"block_lists"}) + len(problem.spec.modifiers - {"dropout_rate"})
 
 
 def _heads_at_once(problem: Problem) -> int:
@@ -552,10 +555,16 @@ def choose_blocks(
     if not problem.spec.deterministic and fused:
         chosen = {"forward": chosen["forward"], "fused": fused}
     chosen |= choose_scores(problem, most)
+    chosen = {name: _dividing(name, tile, problem) for name, tile in chosen.items()}
     for name, fields in (override or {}).items():
         tile = chosen[name] = _overridden(name, fields, chosen)
         taken = bytes_of(name, tile, problem)
         reason = _fault(name, tile, vector)
+        if reason is None and tile != _dividing(name, tile, problem):
+            reason = (
+                f"rows and columns must divide the blocks of block_mask, {problem.spec.block_shape}"
+                " of (queries, keys): pass fewer, or make a mask of larger blocks"
+            )
         if reason is None and taken > most:
             reason = f"takes {taken} bytes of shared memory of {most}: pass fewer rows or columns"
         if reason:
@@ -668,6 +677,26 @@ def _crowded(problem: Problem) -> bool:
     forward spill 96 to 184.
     """
     return bool(problem.features & {"bias", "mask"}) and modifiers(problem) > 1
+
+
+def _dividing(name: str, tile, problem: Problem):
+    """Returns a kernel's tile, or if it does not divide a problem's blocks one that does."""
+    if problem.spec.block_shape is None:
+        return tile
+    block_q, block_kv = problem.spec.block_shape
+    rows, columns = block_q, block_kv
+    if name in ("dkv", "fused"):
+        rows, columns = block_kv, block_q
+    if name == "score_lines":  # rows are queries or keys
+        rows = columns = math.gcd(block_q, block_kv)
+    return dataclasses.replace(
+        tile, rows=_divisor(tile.rows, rows), columns=_divisor(tile.columns, columns)
+    )
+
+
+def _divisor(size: int, block: int) -> int:
+    """Returns `size` if it divides a block, a multiple of 64, else a smaller power of two."""
+    return size if block % size == 0 else min(64, 1 << (size.bit_length() - 1))
 
 
 def _overridden(name, fields, chosen):

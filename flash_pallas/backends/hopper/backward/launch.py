@@ -100,7 +100,9 @@ def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
         native = native_backward_problem(problem, fused=True)
         fused = choose_fused(native)
     if fused is not None:
-        parts = 1 if fused.sums_bias else choose_split_q(native, fused, num_sms)
+        parts = (
+            1 if fused.sums_bias or problem.is_listed else choose_split_q(native, fused, num_sms)
+        )
         one_loop = fused.mask_all or (parts > 1 and problem.hides_by_arrays)
         fused = dataclasses.replace(fused, split_q=parts, mask_all=one_loop)
         return {"fused": choose_launches(native, fused, num_sms)}

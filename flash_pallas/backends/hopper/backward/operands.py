@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ....core import bounds, padding
+from ....core import block_lists, bounds, padding
 from ....core import integers as ints
 from ....core.integers import round_up
 from ....core.padding import pad_axis
@@ -20,6 +21,7 @@ from ....core.softmax import EMPTY_ROW
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, with_shift
 from ..common.auxiliary_inputs import AuxiliaryInputs
 from ..common.pipeline import Padding
+from ..common.tile_lists import TileList
 from ..common.wgmma import Matmuls
 
 # --- The operands of every backward kernel, padded for TMA ----------------------------------------
@@ -45,6 +47,8 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
     whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole, where problem.hides_by_arrays
+    lists: Any = None  # BlockLists of own blocks, in place of both; where problem.is_listed
+    states: Any = None  # int32 of every pair of blocks of these lists; for backward/dbias
     auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
@@ -88,12 +92,27 @@ class BackwardArrays(NamedTuple):
             q_axis: axis of the kernel's tiles that runs over queries.
             tile: (queries, keys) of one step of a CTA.
         """
+        if problem.is_listed:
+            lists = block_lists.of_queries(problem, operands, tile)
+            if q_axis:
+                lists = block_lists.of_keys(problem, operands, tile, problem.group)
+            return self._replace(
+                lists=lists.in_one, auxiliary=self.auxiliary_of(problem, operands, q_axis)
+            )
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
         hides = q_axis == 1 and problem.hides_by_arrays
         return self._replace(
             whole=bounds.q_whole(operands, *tile) if hides else None,
             bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
+        )
+
+    def for_any_tile(self, problem: Problem, operands: Operands) -> BackwardArrays:
+        """Adds what a kernel reads that goes through all tiles, whether lists name them or not."""
+        lists, keys = operands.block_lists, problem.spec.block_shape[1]
+        states = block_lists.states_of(lists, -(-problem.kv_len // keys))
+        return self._replace(
+            states=states.astype(jnp.int32), auxiliary=self.auxiliary_of(problem, operands, 0)
         )
 
     def with_padding(self, operands: Operands, block_q: int, block_kv: int) -> BackwardArrays:
@@ -206,6 +225,44 @@ class KvTileRange(NamedTuple):
             pl.loop(unmasked, total)(masked)
 
 
+class KvTileList(NamedTuple):
+    """The KV tiles of a query-stationary CTA that a list names, in place of a KvTileRange."""
+
+    listed: TileList
+    kv_len: Any  # how many keys there are; 0 where the list is empty
+
+    @classmethod
+    def of(cls, problem: Problem, arrays: BackwardArrays, at, block_kv: int) -> KvTileList:
+        """Makes the list of a CTA's queries; `at`: (batch entry, head, Q block)."""
+        batch, head, block = at
+        listed = TileList.of(arrays.lists, (batch, problem.batch), head, block)
+        return cls(listed, _keys_seen(problem, arrays, batch, listed, block_kv))
+
+    @property
+    def total(self):
+        """Number of tiles, at least one."""
+        return self.listed.steps
+
+    def __getitem__(self, n):
+        """Returns the n-th block."""
+        return self.listed[n]
+
+    def visit(self, step, *, masks: bool, far=None, far_step: Any = None):
+        """Calls step(n, masked=) for every block, as KvTileRange.visit does; `masks` is True."""
+        until = lambda end, start: end if far is None else lax.select(far > 0, start, end)
+        partial, zero = self.listed.masked_steps, jnp.int32(0)
+        pl.loop(zero, until(partial, zero))(functools.partial(step, masked=masks))
+        pl.loop(partial, until(self.total, partial))(functools.partial(step, masked=False))
+        if far is not None:
+            ends = zero, lax.select(far > 0, self.total, zero)
+            pl.loop(*ends)(functools.partial(far_step, masked=masks))
+
+
+def _keys_seen(problem: Problem, arrays: BackwardArrays, batch, listed: TileList, block_kv: int):
+    found = arrays.kv_len(problem, batch, block_kv)
+    return listed.keys_seen(problem.kv_len if found is None else found)
+
+
 def mask_everywhere(problem: Problem) -> bool:
     """Says whether any tile may need its mask: a window with a left edge, or arrays that hide."""
     return problem.spec.mask.left is not None or problem.hides_by_arrays
@@ -303,6 +360,11 @@ class QTileRange:
         start, full_start, full_stop, stop = ends
         return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift)
 
+    def apart(self, opaque: Callable) -> QTileRange:
+        """Returns this range with numbers from which nothing is shared with another loop."""
+        names = ("start", "full_start", "full_stop", "stop", "q_offset")
+        return dataclasses.replace(self, **{n: opaque(getattr(self, n)) for n in names})
+
     @classmethod
     def whole(
         cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
@@ -394,3 +456,81 @@ class QTileRange:
         block_of, end = lambda n: self.block(n - first), first + self.per_head
         masked = functools.partial(step, block_of, masked=True)
         pl.loop(masked_from, until(end, masked_from))(masked)
+
+
+@dataclasses.dataclass(frozen=True)
+class QTileList:
+    """The Q tiles of all query heads of a group that a list names, in place of a QTileRange.
+
+    Attributes:
+        listed: the list; of member m of the group it has Q tile i as m * per_head + i.
+        per_head: number of Q tiles of a head.
+        q_offset: position of query 0.
+        kv_len: number of keys; 0 where the list is empty.
+        group: number of query heads that read these keys.
+        mask_all: one loop has all tiles; otherwise whole ones have a loop of their own.
+        opaque: as of QTileRange.
+    """
+
+    listed: TileList
+    per_head: int
+    q_offset: Any
+    kv_len: Any
+    group: int
+    mask_all: bool
+    opaque: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        arrays: BackwardArrays,
+        at,
+        kv_rows: int,
+        block_q: int,
+        *,
+        mask_all: bool,
+    ) -> QTileList:
+        """Makes the list of a CTA; `at`: (batch entry, KV head, KV tile)."""
+        batch, kv_head, block = at
+        listed = TileList.of(arrays.lists, (batch, problem.batch), kv_head, block)
+        kv_len = _keys_seen(problem, arrays, batch, listed, kv_rows)
+        per_head, offset = -(-problem.q_len // block_q), arrays.offset(problem, batch)
+        return cls(listed, per_head, offset, kv_len, problem.group, mask_all)
+
+    @property
+    def total(self):
+        """Number of tiles of this CTA, at least one, which is wholly masked for an empty list."""
+        return self.listed.steps
+
+    def __getitem__(self, n):
+        """Returns (head of the group, Q block) of the n-th tile."""
+        found = self.listed[n]
+        if self.group == 1:
+            return 0, found
+        return lax.div(found, jnp.int32(self.per_head)), lax.rem(found, jnp.int32(self.per_head))
+
+    def apart(self, opaque: Callable) -> QTileList:
+        """Returns this list with numbers from which nothing is shared with another loop."""
+        names = ("start", "partial", "count")
+        listed = self.listed._replace(**{n: opaque(getattr(self.listed, n)) for n in names})
+        kv_len, offset = opaque(self.kv_len), opaque(self.q_offset)
+        return dataclasses.replace(self, listed=listed, kv_len=kv_len, q_offset=offset)
+
+    def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):
+        """Calls step(block_of, n, masked=) for every tile, as QTileRange.visit does."""
+        until = lambda end, start: end if far is None else lax.select(far > 0, start, end)
+        block_of, zero = lambda n: self[n][1], jnp.int32(0)
+        hide = lambda ends: lax.optimization_barrier(ends) if self.opaque else ends
+        if self.mask_all or in_one_loop:
+            ends = hide((zero, until(self.total, zero)))
+            pl.loop(*ends)(functools.partial(step, block_of, masked=True))
+        else:
+            partial = self.listed.masked_steps
+            ends = hide((zero, until(partial, zero)))
+            pl.loop(*ends)(functools.partial(step, block_of, masked=True))
+            ends = hide((partial, until(self.total, partial)))
+            pl.loop(*ends)(functools.partial(step, block_of, masked=False))
+        if far is not None:
+            ends = hide((zero, lax.select(far > 0, self.total, zero)))
+            pl.loop(*ends)(functools.partial(far_step, block_of, masked=True))

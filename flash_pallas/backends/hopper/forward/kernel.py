@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import bounds, padding
+from ....core import block_lists, bounds, padding
 from ....core.problem import Operands, Outputs, Problem
 from ...gpu import inline, online_softmax
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
@@ -89,20 +89,26 @@ def forward(
     blocks = blocks.possible(problem)
     rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
     num_ctas = num_sms if blocks.persistent else None
+    lists = None
+    if problem.is_listed:
+        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv)).in_one
     scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
     first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
-    offset, hides = problem.spec.q_offset, problem.hides_by_arrays
+    offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None
     table = scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
     gmem = ForwardGmem(
         *(operands.q, operands.k, operands.v),
         table=jnp.asarray(table),
         q_offset=operands.q_offset,
         kv_bounds=(
-            bounds.kv_bounds(problem, operands, rows, blocks.block_kv) if plan.dynamic else None
+            bounds.kv_bounds(problem, operands, rows, blocks.block_kv)
+            if plan.dynamic and lists is None
+            else None
         ),
         padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
         whole=bounds.kv_whole(operands, WARPGROUP_ROWS, blocks.block_kv) if hides else None,
+        lists=lists,
         aux=plan.aux.arrays(operands),
     )
     per_row = float32((problem.batch, problem.q_heads, scheduler.q_tiles * rows))
@@ -246,6 +252,8 @@ def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: st
         the softmax of block j, while (2) finishes
     """
     use = tile.used + j
+    if tile.listed is not None:
+        tile = tile._replace(found=tile.kv_block(j))  # under the wait for K
     cta.k.wait_full(use)
     s = matmuls(cta, cta.smem.q.at[cta.wg], use, rows.p, o_acc)  # issues (1), (2); waits for (1)
     z = logits(cta, tile, s, j, edges, use)  # scaled, modified and masked; releases K

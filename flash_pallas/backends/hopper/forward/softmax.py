@@ -200,6 +200,8 @@ def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> 
     kv_block = tile.kv_block(j)
     place, limits = cta.score_tile(tile, kv_block), cta.limits(tile, kv_block, edges)
     spec = plan.problem.spec
+    if edges == "none" and tile.listed is not None:
+        spec, inputs = plan.problem.of_whole_tiles.spec, inputs._replace(mask=None)
     if cap(plan, edges) is not None:
         spec = dataclasses.replace(spec, softcap=None)
     x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits)
@@ -227,9 +229,10 @@ def cap(plan: ForwardPlan, edges: str) -> Cap | None:
 def may_be_empty(plan: ForwardPlan) -> bool:
     """Returns whether a row may have no finite logit in a block that positions and ids leave whole.
 
-    Masks of the user hide keys of any block; a bias and the user's function may be infinite.
+    Masks of the user hide keys of any block, but of those that a list calls whole; a bias and the
+    user's function may be infinite.
     """
-    spec, features = plan.problem.spec, plan.problem.features
+    spec, features = plan.problem.of_whole_tiles.spec, plan.problem.of_whole_tiles.features
     hidden = spec.mask_mod is not None or "mask" in features
     return hidden or "bias" in features or bool(spec.score_modifiers - {"softcap"})
 

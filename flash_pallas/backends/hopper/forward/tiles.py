@@ -27,6 +27,7 @@ from ..common.auxiliary_inputs import (
 )
 from ..common.far_rows import Part
 from ..common.pipeline import Padding, Ring, fits, row_buffer
+from ..common.tile_lists import TileList, largest
 from ..common.wgmma import Matmuls
 from .scheduler import SLOTS, TileScheduler
 
@@ -116,6 +117,16 @@ class ForwardBlocks:
         speculates = self.speculation(problem)
         return dataclasses.replace(self, lazy_rescale=lazy_rescale, speculates=speculates)
 
+    def listed(self, problem: Problem) -> ForwardBlocks:
+        """Returns the blocks with tiles that divide those of a problem's lists, if it has any."""
+        if not problem.is_listed:
+            return self
+        rows, columns = problem.spec.block_shape
+        wgs = range(self.warpgroups, 0, -1)
+        warpgroups = next(n for n in wgs if rows % (n * WARPGROUP_ROWS) == 0)
+        block_kv = largest(columns, self.block_kv, 64, 32)
+        return dataclasses.replace(self, warpgroups=warpgroups, block_kv=block_kv)
+
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
 # that data seldom reaches and whose square float32 holds.
@@ -171,9 +182,9 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
         blocks = dataclasses.replace(blocks, warpgroups=2)
     if native.dtype == np.float32 and many(asked):
         blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
-    blocks = blocks.possible(native)
+    blocks = blocks.possible(native).listed(native)
     for smaller in _SMALLER:
-        smaller = dataclasses.replace(blocks, **smaller)
+        smaller = dataclasses.replace(blocks, **smaller).listed(native)
         if fits(scratch(native, smaller)):
             return smaller
     raise AssertionError(f"no tiles of the forward kernel fit {problem}")
@@ -465,6 +476,7 @@ class ForwardGmem(NamedTuple):
     q_offset: Any = None  # int32[B]; None unless it is traced
     kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
     whole: Any = None  # int32[B, T / 64, 2], bounds.kv_whole, where problem.hides_by_arrays
+    lists: Any = None  # BlockLists of Q tiles, in place of both; None unless problem.is_listed
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
 
@@ -480,6 +492,8 @@ class QTile(NamedTuple):
     kv_blocks: Any  # how many; at least one, so that every tile writes its output
     used: Any = 0  # uses of the K and V rings before its first block
     fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
+    listed: TileList | None = None  # its KV blocks, where lists say which they are
+    found: Any = None  # the KV block of the step, where it was looked up early
 
     @property
     def kv_stop(self):
@@ -487,8 +501,10 @@ class QTile(NamedTuple):
         return self.kv_blocks if ints.is_static(self.kv_start) else self.kv_start + self.kv_blocks
 
     def kv_block(self, j):
-        """Returns the index of the j-th KV block from the right."""
-        return self.kv_stop - 1 - j
+        """Returns the index of the j-th KV block: from the right, or in the order of its list."""
+        if self.listed is None:
+            return self.kv_stop - 1 - j
+        return self.listed[j] if self.found is None else self.found
 
 
 class ForwardRows(NamedTuple):
@@ -544,13 +560,18 @@ class ForwardCta:
         offset = plan.problem.spec.q_offset
         if plan.problem.traced_offset:
             offset = self.gmem.q_offset[batch]
-        position = block * plan.blocks.tile_rows + offset
-        if plan.dynamic:
+        position, listed = block * plan.blocks.tile_rows + offset, None
+        if plan.problem.is_listed:
+            of_call = batch, plan.problem.batch
+            listed = TileList.of(self.gmem.lists, of_call, head, block)
+            start, count = 0, listed.steps
+        elif plan.dynamic:
             start, stop = (self.gmem.kv_bounds[batch, block, end] for end in (0, 1))
             count = lax.max(stop - start, jnp.int32(1))
         else:
             start, count = plan.kv_tile_range(position)
-        return QTile(batch, head, block, jnp.int32(position), start, jnp.int32(count))
+        place = batch, head, block, jnp.int32(position)
+        return QTile(*place, start, jnp.int32(count), listed=listed)
 
     def zones(self, tile: QTile):
         """Returns the loops over KV blocks, from the right: [(edges, first, one past the last)].
@@ -558,6 +579,9 @@ class ForwardCta:
         `edges` says what may hide keys of these blocks, as for `limits`.
         """
         first, last = jnp.int32(1), tile.kv_blocks
+        if tile.listed is not None:
+            whole = lax.clamp(first, tile.listed.partial, last)
+            return [("all", first, whole), ("none", whole, last)]
         if self.plan.problem.hides_by_arrays:
             return self.zones_by_arrays(tile)
         left, right = self.plan.masked_edges()
@@ -613,8 +637,8 @@ class ForwardCta:
             return Limits()
         if edges == "last":
             return place.limits(mask, self.kv_len(tile))
-        if edges == "all":
-            return place.limits(mask)
+        if edges == "all":  # a list has its last block anywhere
+            return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
         left, right = mask.left, mask.right
         if left is not None and right is not None and left + right >= sum(place.shape):
@@ -622,6 +646,13 @@ class ForwardCta:
         return place.limits(mask)
 
     def kv_len(self, tile: QTile):
+        """Returns where the keys end for a tile's first step; None if that hides nothing."""
+        if tile.listed is None:
+            return self.ragged_len(tile)
+        found = self.ragged_len(tile)
+        return tile.listed.keys_seen(self.plan.problem.kv_len if found is None else found)
+
+    def ragged_len(self, tile: QTile):
         """Returns where the keys end; None if that is at the end of a block."""
         kv_len = self.plan.problem.kv_len
         if "kv_lengths" in self.plan.problem.features:

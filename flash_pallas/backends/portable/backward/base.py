@@ -8,8 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from ....core import bounds
+from ....core import block_lists, bounds
 from ....core.integers import round_up
 from ....core.mask import Limits
 from ....core.padding import pad_axis
@@ -44,6 +45,8 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
+    lists: Any = None  # BlockLists.in_one of own blocks, in place of `bounds`; if is_listed
+    states: Any = None  # dbias.kernel.States, where every tile is gone through; likewise
     aux: AuxiliaryGmem = AuxiliaryGmem()
     shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
     rows: Any = None  # f32[B, N, 2, R]: LSE and DELTA, in the fused kernel in place of both
@@ -71,10 +74,28 @@ class BackwardArrays(NamedTuple):
         return self._replace(aux=aux, shift=None)
 
     def of_kernel(
-        self, inputs: AuxiliaryInputs, operands: Operands, tile: TileSizes | FusedSizes | ScoreLines
+        self,
+        inputs: AuxiliaryInputs,
+        operands: Operands,
+        tile: TileSizes | FusedSizes | ScoreLines,
+        group: int = 1,
     ) -> BackwardArrays:
-        """Returns the arrays with `aux` and `bounds` of a kernel with these tiles."""
+        """Returns the arrays with `aux`, and `bounds` or `lists`, of a kernel with these tiles.
+
+        Args:
+            inputs: loader of the kernel.
+            operands: of the call.
+            tile: tile sizes.
+            group: number of query heads that a CTA which owns keys goes through.
+        """
         found, problem = self.with_aux(inputs, operands), inputs.problem
+        if problem.is_listed:
+            given = problem, operands
+            if inputs.q_axis:
+                lists = block_lists.of_keys(*given, (tile.columns, tile.rows), group)
+            else:
+                lists = block_lists.of_queries(*given, (tile.rows, tile.columns))
+            return found._replace(lists=lists.in_one)
         if not problem.is_dynamic:
             return found
         if inputs.q_axis:
@@ -166,6 +187,10 @@ class KvStationary(Kernel):
     def steps(self, gmem: BackwardArrays, at) -> Steps:
         """Returns the steps of the CTA at (batch entry, KV head, KV block)."""
         batch, _, block = at
+        if gmem.lists is not None:
+            per_head = pl.cdiv(self.problem.q_len, self.tile.columns)
+            found = Steps.of_list(self.problem, gmem.lists, at, per_head)
+            return found.all_masked() if self.mask_all else found
         first, rows = block * self.tile.rows, self.tile.rows
         position = first - gmem.offset(self.problem, batch)
         tile = self.tile.columns, rows
@@ -191,7 +216,7 @@ class KvStationary(Kernel):
         batch, kv_head, block, rank = found
         copies = dataclasses.replace(cta.copies, warpgroups=warpgroups._replace(rank=rank))
         steps = cta.steps
-        wide = self.problem.head_dim > _ENDS_ANEW_FROM
+        wide = self.problem.head_dim > _ENDS_ANEW_FROM and not self.problem.is_listed
         if wide and cta.gmem.bounds is None and steps.shift is None:
             steps = self.steps(cta.gmem, (batch, kv_head, block))
         return KvStationaryCta(cta.gmem, cta.smem, copies, batch, kv_head, block, steps, cta.stream)
@@ -244,11 +269,12 @@ class KvStationary(Kernel):
     ) -> Weights:
         """Computes P^T of a tile from its scores."""
         tile, limits = self.score_tile(cta, place), Limits()
+        problem = self.problem if masked else self.problem.of_whole_tiles
         if masked:
             ends = self.hides_ends and self.ragged(cta.gmem)
             length = cta.gmem.kv_length(self.problem, cta.batch)
             limits = tile.limits(self.problem.spec.mask, length if ends else None)
-        return score_tile.weights(self.problem, tile, s, lse, inputs, limits)
+        return score_tile.weights(problem, tile, s, lse, inputs, limits)
 
     def weight_gradients(self, cta: KvStationaryCta, place: Place, do):
         """Computes dP^T of a tile from the rows `do` of dO."""

@@ -87,8 +87,9 @@ class AuxiliaryInputs:
 
     def row_fragments(self, gmem: AuxiliaryGmem, place: Place) -> RowFragments:
         """Loads the inputs that do not depend on place.column_start."""
+        read = scores.vectors(self.problem, self.q_axis)
         return RowFragments(
-            vectors=TileInputs(**self._vectors(gmem.row_vectors, place, 0)),
+            vectors=TileInputs(**self._vectors(gmem.row_vectors, place, 0, read)),
             keys=self._keys(gmem.row_keys, place, place.rows, 0),
             bias=self._row_values(gmem.bias, self.problem.bias_shape, place),
             mask=self._row_values(gmem.mask, self.problem.mask_shape, place),
@@ -105,19 +106,19 @@ class AuxiliaryInputs:
             fragments: result of `row_fragments`.
             gmem: result of `arrays`.
             place: place of the tile.
-            ids: vectors hide some of the tile.
+            ids: vectors hide some of the tile. If they don't, nor does a mask where lists call the
+                tile whole.
         """
+        problem = self.problem if ids else self.problem.of_whole_tiles
         by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
-        found = fragments.vectors._asdict() | self._vectors(gmem.column_vectors, place, 1, ids)
-        found = {
-            name: found[name]
-            for axis in (0, 1)
-            for name in scores.vectors(self.problem, axis, hides=ids)
-        }
+        read = [scores.vectors(problem, axis, hides=ids) for axis in (0, 1)]
+        columns = self._vectors(gmem.column_vectors, place, 1, read[1 - self.q_axis])
+        found = fragments.vectors._asdict() | columns
+        found = {name: found[name] for names in read for name in names}
         column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
         q_keys, kv_keys = by_axis(fragments.keys, column_keys)
         bias = self._wide(fragments.bias, gmem.bias, self.problem.bias_shape, place)
-        mask = self._wide(fragments.mask, gmem.mask, self.problem.mask_shape, place)
+        mask = self._wide(fragments.mask, gmem.mask, problem.mask_shape, place)
         shift, query = None, place.column_start if self.q_axis else place.row_start
         if fragments.far is not None:
             far = fragments.far
@@ -145,11 +146,10 @@ class AuxiliaryInputs:
             return None
         return load_vector(ref.at[(*at, elements)], axis)
 
-    def _vectors(self, refs, place: Place, axis: int, hides: bool = True) -> dict[str, Any]:
-        """Loads the vectors of a tile's rows (axis 0) or columns (1), by name."""
-        of = axis ^ self.q_axis
-        names, elements = scores.vectors(self.problem, of), (place.rows, place.columns)[axis]
-        read = scores.vectors(self.problem, of, hides=hides)
+    def _vectors(self, refs, place: Place, axis: int, read: tuple[str, ...]) -> dict[str, Any]:
+        """Loads those vectors of a tile's rows (axis 0) or columns (1) that are in `read`."""
+        names = scores.vectors(self.problem, axis ^ self.q_axis)
+        elements = (place.rows, place.columns)[axis]
         return {
             name: load_vector(ref.at[place.batch, elements], axis)
             for name, ref in zip(names, refs, strict=True)

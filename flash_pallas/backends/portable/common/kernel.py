@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core import integers as ints
+from ....core.block_lists import BlockLists
 from ....core.mask import BlockRange, Limits
 from ....core.problem import Problem
-from ...gpu import inline
+from ...gpu import auxiliary_arrays, inline
 from ...gpu.score_tile import RegisterTile
 from .mma import Matmuls
 from .smem_tiles import Copies, Warpgroups
@@ -133,6 +134,26 @@ class Step(NamedTuple):
         return jnp.where(self.exists, jnp.int32(length), jnp.int32(0))
 
 
+class TileList(NamedTuple):
+    """Entries of a list in device memory, which name the blocks of steps; see core/block_lists.py.
+
+    Attributes:
+        index: int32[entries], of all lists.
+        per_head: number of blocks of a head, where an entry names a member of a GQA group too.
+    """
+
+    index: Any
+    per_head: int | None
+
+    def __getitem__(self, entry) -> tuple[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns (member of the group, block) of an entry."""
+        found = self.index[entry]
+        if self.per_head is None:
+            return jnp.int32(0), found
+        per_head = jnp.int32(self.per_head)
+        return lax.div(found, per_head), lax.rem(found, per_head)
+
+
 class Steps(NamedTuple):
     """Blocks that all heads of a GQA group go through, numbered from 0 on.
 
@@ -145,16 +166,39 @@ class Steps(NamedTuple):
         group: heads.
         shift: with a single zone, offset from its first block of the block that comes first; the
             order wraps around. None: the first block.
+        listed: the list whose entries the zones are made of, those of all heads in one; None: zones
+            are made of blocks.
     """
 
     zones: list
     group: int = 1
     shift: Any = None
+    listed: TileList | None = None
 
     @classmethod
     def of(cls, blocks: BlockRange, group: int = 1) -> Steps:
         """Returns the steps of a block range, without zones that are known to be empty."""
         return cls([zone for zone in blocks.zones() if zone[0] is not zone[1]], group)
+
+    @classmethod
+    def of_list(cls, problem: Problem, lists: BlockLists, at, per_head: int | None = None) -> Steps:
+        """Returns the steps of one tile's list: partial blocks, then those in which all is seen.
+
+        Args:
+            problem: what is computed.
+            lists: in device memory, of `BlockLists.in_one`.
+            at: (batch entry, head, tile); the head of keys where a list is for a GQA group.
+            per_head: number of blocks of a head, where a list is for a GQA group.
+        """
+        batch, head, tile = at
+        of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
+        start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
+        zones = [(start, whole, True), (whole, stop, False)]
+        return cls(zones, listed=TileList(lists.index, per_head))
+
+    def all_masked(self) -> Steps:
+        """Returns the steps of a list in one zone, which is masked."""
+        return self._replace(zones=[(self.zones[0][0], self.zones[-1][1], True)])
 
     def _starts(self) -> list:
         """Computes the number of the first step of each zone, and the end of the last zone."""
@@ -168,6 +212,8 @@ class Steps(NamedTuple):
         """Returns the n-th step; numbers past the end give a step that does not exist."""
         starts, n = self._starts(), jnp.int32(n)
         exists = n < starts[-1]
+        if self.listed is not None:  # which has an entry to read past its end
+            return Step(*self.listed[self.zones[0][0] + n], exists)
         if (self.group == 1 and self.shift is None) or not self.zones:
             first = jnp.int32(self.zones[0][0]) if self.zones else n
             return Step(jnp.int32(0), first + n, exists)
@@ -192,7 +238,8 @@ class Steps(NamedTuple):
             carry: the first.
             hides_end: hides the number of steps from the compiler. A single ragged step, unrolled
                 into the end of a kernel, spilled 8 to 100 bytes of dQ at head dim 256. Hiding the
-                end from the fused backward, which has a single loop, costs it 4 to 12 bytes.
+                end from the fused backward, which has a single loop, costs it 4 to 12 bytes; with
+                lists it has two, and hiding their ends saves 4 to 20.
         """
         starts = self._starts()
         for start, stop, (_, _, masked) in zip(starts[:-1], starts[1:], self.zones, strict=True):

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ....core import bounds, dropout, scores, softmax
+from ....core import block_lists, bounds, dropout, scores, softmax
 from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
 from ...gpu import inline, score_tile
@@ -53,6 +53,7 @@ class ForwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, Q blocks, 2], where arrays decide which keys are read
+    lists: Any = None  # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
     aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
@@ -103,11 +104,7 @@ class ForwardKernel(Kernel):
 
     def __call__(self, gmem: ForwardArrays, out: ForwardOut, smem: ForwardSmem):
         cta = self.place(gmem, out, smem)
-        lengths = gmem.aux.kv_lengths
-        at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
-        traced = None if lengths is None else cta.kv_length
-        blocks = kv_tile_range(self.problem, at, cta.position, tile, gmem.bounds, traced)
-        cta = cta._replace(steps=Steps.of(blocks))
+        cta = cta._replace(steps=self.steps(cta))
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
         q = gmem.q.at[cta.batch, :, cta.head]
         own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
@@ -143,6 +140,15 @@ class ForwardKernel(Kernel):
             position=block * self.tile.rows + offset,
             kv_length=self.problem.kv_len if lengths is None else lengths[batch],
         )
+
+    def steps(self, cta: ForwardCta) -> Steps:
+        """Returns the steps of the CTA's loop over KV blocks."""
+        gmem = cta.gmem
+        if gmem.lists is not None:
+            return Steps.of_list(self.problem, gmem.lists, (cta.batch, cta.head, cta.block))
+        at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
+        traced = None if gmem.aux.kv_lengths is None else cta.kv_length
+        return Steps.of(kv_tile_range(self.problem, at, cta.position, tile, gmem.bounds, traced))
 
     def load(self, cta: ForwardCta, name: str, n, slot) -> tuple[Copy]:
         """Returns the copy of the K or V tile of the n-th step."""
@@ -195,7 +201,8 @@ class ForwardKernel(Kernel):
 
     def weigh(self, cta: ForwardCta, kv_block, inputs, s, rows: Rows, *, masked: bool) -> Weighed:
         """Computes the weights of a tile of S, in 16 bits after dropout."""
-        spec, tile = self.problem.spec, self.score_tile(cta, kv_block)
+        problem = self.problem if masked else self.problem.of_whole_tiles
+        spec, tile = problem.spec, self.score_tile(cta, kv_block)
         limits = Limits()
         if masked:
             limits = kv_limits(self.problem, tile, cta.gmem.aux.kv_lengths, cta.kv_length)
@@ -271,7 +278,8 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
         name="flash_pallas_portable_forward",
         interpret=interpret,
     )
-    dynamic, sizes = problem.is_dynamic, (tile.rows, tile.columns)
+    listed, sizes = problem.is_listed, (tile.rows, tile.columns)
+    dynamic = problem.is_dynamic and not listed
     (found,) = run(
         ForwardArrays(
             q=operands.q,
@@ -280,6 +288,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             q_offset=operands.q_offset,
             q_lengths=operands.q_lengths,
             bounds=bounds.kv_bounds(problem, operands, *sizes) if dynamic else None,
+            lists=block_lists.of_queries(problem, operands, sizes).in_one if listed else None,
             aux=kernel.inputs.arrays(operands),
         )
     )

@@ -244,7 +244,22 @@ class DbiasKernel:
         kv_len = cta.gmem.kv_len(self.problem, step.batch, self.blocks.block_kv)
         if self.sums.axes != "rows" and cta.gmem.auxiliary.kv_lengths is None:
             kv_len = None
+        if cta.gmem.states is not None:
+            seen = self.kept_by_lists(cta, step, where)
+            kv_len = self.problem.kv_len if kv_len is None else kv_len
+            kv_len = lax.select(seen, jnp.int32(kv_len), jnp.int32(0))
         return where.limits(self.problem.spec.mask, kv_len)
+
+    def kept_by_lists(self, cta: DbiasCta, step: DbiasStep, where: RegisterTile):
+        """Returns whether lists name the blocks that a tile of this warpgroup lies in."""
+        states, (rows, columns) = cta.gmem.states, self.problem.spec.block_shape
+        shared, zero = self.problem.batch // states.shape[0], jnp.int32(0)
+        entry = zero if states.shape[0] == 1 else lax.div(step.batch, jnp.int32(shared))
+        head = zero if states.shape[1] == 1 else step.head
+        query = step.q_block * self.blocks.block_q + cta.wg * WARPGROUP_ROWS
+        # Rows past the last query have a block of their own in the last tile only.
+        row = lax.min(lax.div(query, jnp.int32(rows)), jnp.int32(states.shape[2] - 1))
+        return states[entry, head, row, lax.div(where.kv_start, jnp.int32(columns))] > 0
 
     def store_tile(self, cta: DbiasCta, total):
         """Writes this warpgroup's rows of one tile of the bias's gradient."""
@@ -331,7 +346,9 @@ def score_sums(
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
     given = arrays
-    if axes != "tile":  # there the tile is given, and what it does not show is masked
+    if problem.is_listed:
+        given = arrays.for_any_tile(problem, operands)
+    elif axes != "tile":  # there the tile is given, and what it does not show is masked
         given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
     run = launch(
         DbiasKernel(sums, blocks, interpret),

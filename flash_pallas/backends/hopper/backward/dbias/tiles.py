@@ -117,6 +117,8 @@ class Sums:
         positions = "kv_positions" in self.problem.features
         if self.axes == "rows" and (positions or wants_narrow_tiles(self.problem)):
             widest = 32
+        if self.problem.is_listed:
+            widest = min(widest, self.problem.spec.block_shape[1])
         keeping = () if modified else self.keeping()
         narrow = (b for b in keeping + CHOICES if b.block_kv <= widest)
         return next(b for b in narrow if fits(scratch(self, b)))

@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core import integers as ints
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.scores import TileInputs
+from .....core.scores import HIDING, TileInputs
 from ....gpu import inline, score_tile
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ....gpu.launch import launch as launch_kernel
@@ -52,7 +52,7 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.far_rows import Part
 from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, warpgroup_rows
-from ..operands import BackwardArrays, QTileRange
+from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
 from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
@@ -99,7 +99,7 @@ def run_kv_tile(
     block, parts = lax.axis_index("kv") + launch.first_block, launch.blocks.split_q
     tile = launch.kv_tile(gmem, pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
-    if parts > 1:
+    if parts > 1 and isinstance(q_tiles, QTileRange):
         part = lax.axis_index("part")
         results = results | {name: results[name].at[part] for name in ("dk", "dv")}
         q_tiles = q_tiles.cut(part, parts)
@@ -133,7 +133,7 @@ def persistent_cta(
     return dataclasses.replace(cta, kv_tiles=kv_tiles)
 
 
-def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange) -> FusedCta:
+def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
     blocks, (results, gmem, smem) = launch.blocks, refs
     return FusedCta(
@@ -297,7 +297,29 @@ def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, ma
     inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
     inputs = inputs._replace(shift=shift)
     limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
+    if isinstance(cta.q_tiles, QTileList) and far is None:
+        cta, s, inputs, limits = of_list(cta, n, tile, s, inputs, limits)
     return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
+
+
+def of_list(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
+    """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
+
+    One loop has partial and whole tiles, and a branch hides keys. With two loops 128 bytes spill at
+    head dim 128 with a mask_mod, and wgmma is serialised (C7512). Keys are hidden in S = K Q^T
+    itself, which works where nothing but a scale makes logits of it; elsewhere whole tiles are
+    masked as well.
+
+    Returns:
+        (cta, s, inputs, limits).
+    """
+    spec = cta.problem.spec
+    if spec.score_modifiers or {"bias", "alibi_slopes"} & cta.problem.features:
+        return cta, s, inputs, limits
+    hide = lambda: score_tile.hide(spec, tile, s, inputs, limits)
+    s = lax.cond(n < cta.q_tiles.listed.masked_steps, hide, lambda: s)
+    nothing = dict.fromkeys(("mask", *HIDING), None)
+    return cta.of_whole_tiles, s, inputs._replace(**nothing), Limits()
 
 
 def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):

@@ -20,7 +20,7 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
-from ..operands import BackwardArrays, QTileRange
+from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -162,10 +162,13 @@ class Launch:
             return block + lax.div(batch, jnp.int32(self.blocks.bias_cluster))
         return block
 
-    def q_tiles(self, gmem: BackwardArrays, tile: KvTile, block) -> QTileRange:
+    def q_tiles(self, gmem: BackwardArrays, tile: KvTile, block) -> QTileRange | QTileList:
         """Returns the Q tiles of a KV tile, which is the `block`-th of its head."""
-        batch, *_, shift = tile
+        batch, kv_head, _, shift = tile
         size = self.blocks.block_kv, self.blocks.block_q
+        if self.problem.is_listed:
+            at = batch, kv_head, block
+            return QTileList.of(self.problem, gmem, at, *size, mask_all=self.blocks.mask_all)
         loops = {"mask_all": self.blocks.mask_all, "shift": shift}
         return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
 
@@ -451,7 +454,7 @@ class FusedCta:
     do: Ring
     kv: Ring
     tile: KvTile
-    q_tiles: QTileRange
+    q_tiles: QTileRange | QTileList
     wg: Any
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
@@ -533,6 +536,12 @@ class FusedCta:
         smem, slots = self.smem, self.smem.ds.shape[0]
         return Ring(smem.summed_full, smem.summed_empty, slots, before=self.before)
 
+    @property
+    def of_whole_tiles(self) -> FusedCta:
+        """This record for tiles that lists call whole, where mask and mask_mod hide nothing."""
+        launch = dataclasses.replace(self.launch, problem=self.problem.of_whole_tiles)
+        return dataclasses.replace(self, launch=launch)
+
     # --- what the compiler may share -------------------------------------------------------------
 
     def anew(self) -> FusedCta:
@@ -550,9 +559,7 @@ class FusedCta:
         64, which the first of them, the one that matters, loads again in every step.
         """
         opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
-        tile, q = tuple(map(opaque, self.tile)), self.q_tiles
-        names = ("start", "full_start", "full_stop", "stop", "q_offset")
-        q_tiles = dataclasses.replace(q, **{n: opaque(getattr(q, n)) for n in names})
+        tile, q_tiles = tuple(map(opaque, self.tile)), self.q_tiles.apart(opaque)
         here, kv_index = self.anew(), opaque(self.kv_index)
         return dataclasses.replace(here, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
 

@@ -15,6 +15,7 @@ from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
+from ...common.tile_lists import divides
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -181,6 +182,8 @@ BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
 PACKED = BY_ARRAYS | {128: _PING_PONG[128]}
+# Lists: partial and whole tiles in one loop, see `of_list` in kernel.py.
+LISTED = BY_ARRAYS
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
@@ -246,8 +249,9 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
         first = dataclasses.replace(first, late_dp=True)
     alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
-    candidates = (first, fewer, SMALLEST)
-    runs = lambda b: b.runs(problem.head_dim) and fits(scratch(problem, b))
+    candidates = (first, dataclasses.replace(first, block_q=64), fewer, SMALLEST)
+    listed = lambda b: divides(problem, b.block_q, b.block_kv)
+    runs = lambda b: b.runs(problem.head_dim) and listed(b) and fits(scratch(problem, b))
     return next(filter(runs, candidates), None)
 
 
@@ -267,6 +271,8 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     if tiles and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
     with_others = spec.modifiers - {"dropout_rate"}
+    if problem.is_listed:  # only partial tiles
+        with_others -= {"mask_mod"}
     alone = not (with_others and drops) and not problem.hides_by_arrays
     if drops and head_dim == 64 and not alone:
         return LOCKSTEP
@@ -278,6 +284,8 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
         return CAPPED
     if drops or with_others:
         return MODIFIED
+    if problem.is_listed:
+        return LISTED
     ragged = problem.kv_len % FusedBlocks.block_kv != 0
     if problem.is_packed:
         return PACKED

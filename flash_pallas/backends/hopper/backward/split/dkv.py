@@ -39,7 +39,7 @@ from ....gpu.score_tile import RegisterTile, Weights, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of
 from ...common.wgmma import Matmuls
-from ..operands import BackwardArrays, QTileRange, mask_everywhere
+from ..operands import BackwardArrays, QTileList, QTileRange, mask_everywhere
 from .tiles import DkvBarriers, DkvBlocks, DkvSmem, dkv_scratch
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
@@ -70,7 +70,6 @@ class DkvKernel:
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: DkvSmem, bars: DkvBarriers):
         batch, block = lax.axis_index("batch"), lax.axis_index("kv")
-        at, size = (batch, block), (WARPGROUP_ROWS, self.blocks.block_q)
         cta = DkvCta(
             gmem=gmem,
             dk=dk,
@@ -83,15 +82,22 @@ class DkvKernel:
             batch=batch,
             kv_head=lax.axis_index("head"),
             kv_start=block * WARPGROUP_ROWS,
-            q_tiles=QTileRange.of(
-                self.problem, gmem, at, *size, mask_all=mask_everywhere(self.problem)
-            ),
+            q_tiles=self.q_tiles(gmem, batch, block),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
         if self.blocks.producer:
             pl.when(wg == PRODUCER)(lambda: self.loads(cta))
+
+    def q_tiles(self, gmem: BackwardArrays, batch, block) -> QTileRange | QTileList:
+        """Returns the Q tiles of this CTA."""
+        size = WARPGROUP_ROWS, self.blocks.block_q
+        loops = {"mask_all": mask_everywhere(self.problem)}
+        if self.problem.is_listed:
+            at = batch, lax.axis_index("head"), block
+            return QTileList.of(self.problem, gmem, at, *size, **loops)
+        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
@@ -157,21 +163,27 @@ class DkvKernel:
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
-        inputs = self.inputs(cta, fragments, slot)
+        problem, whole = self.problem, self.problem.is_listed and not masked
+        inputs = self.inputs(cta, fragments, slot, ids=not whole)
+        if whole:
+            problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
         if far is not None:
             query = block * self.blocks.block_q
             shift = row_shift(self.problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
             inputs = inputs._replace(shift=shift)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
-        w = score_tile.weights(self.problem, tile, s, lse, inputs, limits)
+        w = score_tile.weights(problem, tile, s, lse, inputs, limits)
         p = self.matmuls.split(score_tile.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 
-    def inputs(self, cta: DkvCta, fragments: TileInputs, slot) -> TileInputs:
-        """Returns what modifiers read at the tile that lies in a slot of Q."""
+    def inputs(self, cta: DkvCta, fragments: TileInputs, slot, *, ids: bool = True) -> TileInputs:
+        """Returns what modifiers read at the tile that lies in a slot of Q.
+
+        Without `ids` no vector hides anything of the tile.
+        """
         shape, rows = (WARPGROUP_ROWS, self.blocks.block_q), pl.ds(0, WARPGROUP_ROWS)
-        return self.auxiliary.inputs(fragments, cta.smem.auxiliary, slot, shape, rows)
+        return self.auxiliary.inputs(fragments, cta.smem.auxiliary, slot, shape, rows, ids=ids)
 
     def hand_over(self, w: Weights, p):
         """Returns pull(P), from which warpgroup 1 makes dS; what dropout drops is negative.
@@ -335,7 +347,7 @@ class DkvCta:
     batch: Any
     kv_head: Any
     kv_start: Any
-    q_tiles: QTileRange
+    q_tiles: QTileRange | QTileList
 
     @property
     def keys(self):

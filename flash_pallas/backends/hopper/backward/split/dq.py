@@ -34,8 +34,10 @@ from ....gpu.score_tile import RegisterTile, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
-from ..operands import BackwardArrays, KvTileRange, mask_everywhere
+from ..operands import BackwardArrays, KvTileList, KvTileRange, mask_everywhere
 from .tiles import DqBarriers, DqBlocks, DqSmem, dq_scratch
+
+KvTiles = KvTileRange | KvTileList
 
 
 class DqRows(NamedTuple):
@@ -133,12 +135,12 @@ class DqKernel:
             pl.when(self.loads.is_loader(cta))(lambda: self.loads.drain(cta))
         return dq_acc[...]
 
-    def masks(self, kv_tiles: KvTileRange) -> bool:
+    def masks(self, kv_tiles: KvTiles) -> bool:
         """Says whether some tile may need its mask."""
         band = not self.problem.spec.mask.is_trivial
         return band or kv_tiles.kv_len is not None or mask_everywhere(self.problem)
 
-    def step(self, cta: DqCta, kv_tiles: KvTileRange, rows: DqRows, dq_acc, n, *, masked, far=None):
+    def step(self, cta: DqCta, kv_tiles: KvTiles, rows: DqRows, dq_acc, n, *, masked, far=None):
         """Computes dS of the n-th KV tile and issues dQ += dS K.
 
         `far` is given where queries may be shifted.
@@ -147,7 +149,8 @@ class DqKernel:
         tile = self.tile(cta, kv_tiles[n])
         if masked:
             limits = tile.limits(self.problem.spec.mask, kv_tiles.kv_len)
-        matmuls = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far))
+        whole = self.problem.is_listed and not masked
+        matmuls = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far, whole))
         # Before the accumulators exist: see DbiasKernel.tile in backward/dbias.
         cta.k.wait_full(n)
         ds = pl.run_scoped(matmuls, self.score_accumulator)
@@ -173,15 +176,17 @@ class DqKernel:
         self.matmuls.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.matmuls.count)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
-        tile, limits, far = where
+        (tile, limits, far, whole), problem = where, self.problem
         inputs = self.auxiliary.inputs(
-            rows.fragments, cta.smem.auxiliary, cta.k.slot(n), s.shape, own
+            rows.fragments, cta.smem.auxiliary, cta.k.slot(n), s.shape, own, ids=not whole
         )
+        if whole:
+            problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
         if far is not None:
             query = cta.q_start + cta.wg * WARPGROUP_ROWS
             shift = row_shift(self.problem, cta.gmem.auxiliary, far, cta.head, query)
             inputs = inputs._replace(shift=shift)
-        w = score_tile.weights(self.problem, tile, s, rows.lse, inputs, limits)
+        w = score_tile.weights(problem, tile, s, rows.lse, inputs, limits)
         p = lax.optimization_barrier(score_tile.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
@@ -258,8 +263,11 @@ class DqLoads:
         """Auxiliary inputs, which modifiers read."""
         return AuxiliaryInputs(self.problem, q_axis=0)
 
-    def kv_tiles(self, cta: DqCta) -> KvTileRange:
-        """Returns the range of KV tiles of this CTA."""
+    def kv_tiles(self, cta: DqCta) -> KvTiles:
+        """Returns the KV tiles of this CTA."""
+        if self.problem.is_listed:
+            at = cta.batch, cta.head, cta.block
+            return KvTileList.of(self.problem, cta.gmem, at, self.blocks.block_kv)
         at, size = (cta.batch, cta.block, cta.position), (self.blocks.block_q, self.blocks.block_kv)
         return KvTileRange.of(self.problem, cta.gmem, at, *size)
 
@@ -310,13 +318,13 @@ class DqLoads:
         plgpu.copy_gmem_to_smem(gmem.lse_log2.at[row], smem.lse, arrived)
         plgpu.copy_gmem_to_smem(gmem.delta.at[row], smem.delta, arrived)
 
-    def keys(self, cta: DqCta, kv_tiles: KvTileRange, n):
+    def keys(self, cta: DqCta, kv_tiles: KvTiles, n):
         """Returns the index of the n-th block in k and v."""
         block_kv = self.blocks.block_kv
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         return cta.batch, pl.ds(kv_tiles[n] * block_kv, block_kv), kv_head
 
-    def load_k(self, cta: DqCta, kv_tiles: KvTileRange, n):
+    def load_k(self, cta: DqCta, kv_tiles: KvTiles, n):
         """Loads K of the n-th block and its streamed auxiliary inputs."""
         gmem, smem, keys = cta.gmem, cta.smem, self.keys(cta, kv_tiles, n)
         self.load(cta.k, n, rows_of(gmem.k, keys, smem.k), smem.k)
@@ -325,7 +333,7 @@ class DqLoads:
             place = cta.place(keys[1].start, self.blocks.block_kv, own=False, rows=rows)
             self.auxiliary.load(gmem.auxiliary, smem.auxiliary, slot, cta.k.full.at[slot], place)
 
-    def load_v(self, cta: DqCta, kv_tiles: KvTileRange, n):
+    def load_v(self, cta: DqCta, kv_tiles: KvTiles, n):
         """Loads V of the n-th block."""
         source = rows_of(cta.gmem.v, self.keys(cta, kv_tiles, n), cta.smem.v)
         self.load(cta.v, n, source, cta.smem.v)

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from .....core import block_lists
 from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs, placed
-from ....gpu import inline, score_tile
+from ....gpu import auxiliary_arrays, inline, score_tile
 from ....gpu.bias_tiles import (
     BiasTile,
     BiasTiles,
@@ -131,9 +132,18 @@ class DsSums(Kernel):
     problem: Problem
     names: tuple[Any, ...]
 
-    def terms(self, tile: RegisterTile, given: Given, inputs: TileInputs, limits: Limits):
-        """Computes an f32 tile for each name: what each element adds to its gradient."""
-        w = score_tile.weights(self.problem, tile, given.s, given.lse, inputs, limits)
+    def terms(self, tile: RegisterTile, given: Given, inputs: TileInputs, limits: Limits | None):
+        """Computes an f32 tile for each name: what each element adds to its gradient.
+
+        Args:
+            tile: position of the tile.
+            given: inputs of dS.
+            inputs: inputs of score modifiers.
+            limits: what positions leave visible of the tile; None if nothing hides any of it.
+        """
+        problem = self.problem.of_whole_tiles if limits is None else self.problem
+        limits = limits or Limits()
+        w = score_tile.weights(problem, tile, given.s, given.lse, inputs, limits)
         c = score_tile.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
         dz, dparams = w.pull(w.p * c)
         tile = placed(tile, inputs)
@@ -208,12 +218,16 @@ class LineSums(DsSums):
         """Locates this CTA and the steps that it goes through."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "row"))
         offset = gmem.offset(self.problem, batch)
+        if not self.q_axis:
+            block = longest_first(self.problem, self.tile.rows, block)
+        if gmem.lists is not None:
+            steps = Steps.of_list(self.problem, gmem.lists, (batch, head, block))
+            return LineCta(gmem, smem, batch, head, block, steps)
         if self.q_axis:
             at, first = (batch, block), block * self.tile.rows
             tile = self.tile.columns, self.tile.rows
             blocks = q_tile_range(self.problem, at, first - offset, tile, gmem.bounds)
         else:
-            block = longest_first(self.problem, self.tile.rows, block)
             at, first = (batch, block), block * self.tile.rows
             lengths = gmem.aux.kv_lengths
             length = None if lengths is None else lengths[batch]
@@ -264,7 +278,7 @@ class LineSums(DsSums):
         dp = self.matmuls.add(zeros, smem.second, smem.streamed_second.at[slot], transposed=True)
         pairs.second_read(n)
         tile = self.score_tile(cta, place)
-        limits = self.limits(cta, tile) if masked else Limits()
+        limits = self.limits(cta, tile) if masked else None
         found = self.terms(tile, Given(s, dp, lse, delta), inputs, limits)
         return tuple(
             a + softmax.partial_sums(x, self.interpret) for a, x in zip(sums, found, strict=True)
@@ -371,6 +385,11 @@ class TileSums(DsSums):
         return AuxiliaryInputs(problem, 0, self.interpret)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
+        return self.tile.rows, self.tile.columns
+
+    @property
     def share(self) -> int:
         """Columns of a warpgroup."""
         return self.tile.columns // self.tile.warpgroups
@@ -406,9 +425,12 @@ class TileSums(DsSums):
         """Locates this CTA, its tile of the bias and its members."""
         rank = lax.axis_index("wg") if self.tile.warpgroups > 1 else 0
         warpgroups = Warpgroups(self.interpret, self.tile.warpgroups, rank, smem.barrier)
-        size = self.tile.rows, self.tile.columns
-        own = BiasTiles.of(self.problem, *size).at(lax.axis_index("tile"))
-        members = members_of(self.problem, own, self.parts, size)
+        own = BiasTiles.of(self.problem, *self.size).at(lax.axis_index("tile"))
+        members = members_of(self.problem, own, self.parts, self.size)
+        if gmem.states is not None:  # a tile that no member sees has none
+            some = gmem.states.some[(*bias_place(self.problem, own), *self.block(own))]
+            total = lax.select(some > 0, members.total, jnp.int32(0))
+            members = members._replace(total=total)
         return TileCta(gmem, bias.at[bias_place(self.problem, own)], smem, warpgroups, own, members)
 
     def load(self, cta: TileCta, name: str, n, slot) -> tuple[Copy]:
@@ -417,6 +439,8 @@ class TileSums(DsSums):
         exists = n < cta.members.total
         batch = jnp.where(exists, batch, jnp.int32(0))
         head = jnp.where(exists, head, jnp.int32(0))
+        if gmem.states is not None:
+            exists = exists & self.sees(cta, batch, head)
         if name in ("q", "do"):
             first, length = cta.own.q_block * self.tile.rows, gmem.q_length(self.problem, batch)
         else:
@@ -488,11 +512,50 @@ class TileSums(DsSums):
         tile = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)
         # Sums of keys that do not exist are dropped; those beyond a length are 0.
         lengths = cta.gmem.aux.kv_lengths
-        limits = tile.limits(
-            self.problem.spec.mask, None if lengths is None else lengths[place.batch]
-        )
+        length = None if lengths is None else lengths[place.batch]
+        if cta.gmem.states is not None:
+            length = jnp.int32(self.problem.kv_len if length is None else length)
+            sees = self.sees(cta, place.batch, place.head)
+            length = lax.select(sees, length, jnp.int32(0))
+        limits = tile.limits(self.problem.spec.mask, length)
         (found,) = self.terms(tile, given, inputs, limits)
         return found
+
+    def block(self, own: BiasTile):
+        """Returns (query block, KV block) of a problem's lists that a tile lies in."""
+        block_q, block_kv = self.problem.spec.block_shape or self.size
+        rows, columns = block_q // self.tile.rows, block_kv // self.tile.columns
+        return lax.div(own.q_block, jnp.int32(rows)), lax.div(own.kv_block, jnp.int32(columns))
+
+    def sees(self, cta: TileCta, batch, head):
+        """Returns whether lists name the block of the CTA's tile for this entry and head."""
+        states = cta.gmem.states.each
+        of_list = auxiliary_arrays.entry(self.problem, states.shape, batch, head)
+        return states[(*of_list, *self.block(cta.own))] > 0
+
+
+class States(NamedTuple):
+    """States of all blocks of a problem's lists, int32, 0 for those that nothing is seen of.
+
+    Attributes:
+        each: [Bb, N1, Q blocks, KV blocks].
+        some: the largest of all entries and heads that share an entry and head of the bias, whose
+            numbers are the first two axes.
+    """
+
+    each: Any
+    some: Any
+
+    @classmethod
+    def of(cls, problem: Problem, operands: Operands, block_kv: int) -> States:
+        """Returns the states of a problem with a bias and lists of blocks of `block_kv` keys."""
+        blocks = pl.cdiv(problem.kv_len, block_kv)
+        each = block_lists.states_of(operands.block_lists, blocks).astype(jnp.int32)
+        entries, heads = problem.bias_shape[:2]
+        full = jnp.repeat(each, problem.batch // each.shape[0], axis=0)
+        full = jnp.repeat(full, problem.q_heads // each.shape[1], axis=1)
+        sizes = entries, problem.batch // entries, heads, problem.q_heads // heads
+        return cls(each, full.reshape(*sizes, *each.shape[2:]).max(axis=(1, 3)))
 
 
 def tile_sums(
@@ -520,6 +583,9 @@ def tile_sums(
         interpret=interpret,
     )
     given = arrays.with_aux(AuxiliaryInputs(problem, 0, interpret), operands)
+    if problem.spec.block_shape:
+        states = States.of(problem, operands, problem.spec.block_shape[1])
+        given = given._replace(states=states)
     return (run(given._replace(aux=given.aux._replace(bias=None)), given.aux.bias),)
 
 

@@ -102,7 +102,8 @@ class FusedKernel(KvStationary):
         kv_heads = jnp.int32(self.problem.kv_heads)
         at = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
         cta = self.place(gmem, smem, copies, at)
-        if self.tile.stagger and len(cta.steps.zones) == 1:
+        one_loop = len(cta.steps.zones) == 1 and not self.problem.is_listed
+        if self.tile.stagger and one_loop:
             cta = cta._replace(steps=cta.steps._replace(shift=block))
         own = self.own(cta)
         cta = self.with_stream(cta)
@@ -110,7 +111,8 @@ class FusedKernel(KvStationary):
         cta.stream.start(0)
         copies.arrived(*own, pending=1)
         total = self.matmuls.zeros(self.tile.rows, fused_width(self.problem), self.grid)
-        total = cta.steps.fold(functools.partial(self.step, cta, dq), total, hides_end=False)
+        hides_end = self.problem.is_listed and not self.interpret
+        total = cta.steps.fold(functools.partial(self.step, cta, dq), total, hides_end=hides_end)
         cta.stream.end()
         self.finish(cta, out, total)
 
@@ -225,7 +227,7 @@ def fused(
         name="flash_pallas_portable_fused",
         interpret=interpret,
     )
-    given = arrays.stacked().of_kernel(kernel.inputs, operands, tile)
+    given = arrays.stacked().of_kernel(kernel.inputs, operands, tile, problem.group)
 
     def accumulate(refs):
         dq, dk, dv = refs

@@ -144,5 +144,5 @@ def _launch(
         name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),
         interpret=interpret,
     )
-    (found,) = run(arrays.of_kernel(kernel.inputs, operands, tile))
+    (found,) = run(arrays.of_kernel(kernel.inputs, operands, tile, problem.group))
     return GradientSums(*(None if x is None else x[:, : problem.kv_len] for x in found))

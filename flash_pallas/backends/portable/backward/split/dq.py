@@ -102,6 +102,9 @@ class DqKernel(Kernel):
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         block = longest_first(self.problem, self.tile.rows, block)
         position = block * self.tile.rows + gmem.offset(self.problem, batch)
+        if gmem.lists is not None:
+            steps = Steps.of_list(self.problem, gmem.lists, (batch, head, block))
+            return DqCta(gmem, smem, batch, head, block, position, steps)
         length = None if gmem.aux.kv_lengths is None else gmem.aux.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
         at = batch, block
@@ -147,13 +150,14 @@ class DqKernel(Kernel):
         """Computes dS of one tile, f32."""
         s, dp = s_dp
         shape, gmem = s.shape, cta.gmem
+        problem = self.problem if masked else self.problem.of_whole_tiles
         start = block * self.tile.columns
         tile = RegisterTile(cta.position, start, shape, interpret=self.interpret)
         limits = Limits()
         if masked:
-            length = gmem.kv_length(self.problem, cta.batch)
-            limits = kv_limits(self.problem, tile, gmem.aux.kv_lengths, length)
-        w = score_tile.weights(self.problem, tile, s, cta.rows.lse, inputs, limits)
+            length = gmem.kv_length(problem, cta.batch)
+            limits = kv_limits(problem, tile, gmem.aux.kv_lengths, length)
+        w = score_tile.weights(problem, tile, s, cta.rows.lse, inputs, limits)
         delta = tile.per_q(cta.rows.delta)
         return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
 

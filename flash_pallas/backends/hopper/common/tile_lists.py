@@ -1,0 +1,75 @@
+"""Lists in a kernel: which tiles of the other sequence a tile reads; see core/block_lists.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ....core.block_lists import BlockLists
+from ....core.problem import Problem
+
+
+class TileList(NamedTuple):
+    """The tiles that one tile reads: first partial ones, then whole ones.
+
+    Attributes:
+        index: int32 of `BlockLists.in_one`, in device memory.
+        start: place of the first in `index`.
+        partial: number of partial tiles.
+        count: number of tiles.
+    """
+
+    index: Any
+    start: Any
+    partial: Any
+    count: Any
+
+    @classmethod
+    def of(cls, lists: BlockLists, batch: tuple[Any, int], head, tile) -> TileList:
+        """Returns the list of a tile.
+
+        Args:
+            lists: `BlockLists.in_one` of a call, in device memory.
+            batch: the batch entry, and how many there are.
+            head: the head; those of keys for lists of `block_lists.of_keys`.
+            tile: number of the tile.
+        """
+        entries, heads = lists.bounds.shape[:2]
+        (entry, entries_of_call), zero = batch, jnp.int32(0)
+        shared = entries_of_call // entries
+        if shared > 1:
+            entry = zero if entries == 1 else lax.div(entry, jnp.int32(shared))
+        at = entry, zero if heads == 1 else head, tile
+        start, whole, stop = (lists.bounds[(*at, end)] for end in range(3))
+        return cls(lists.index, start, whole - start, stop - start)
+
+    @property
+    def steps(self):
+        """Number of steps, at least one: that of an empty list sees nothing."""
+        return lax.max(self.count, jnp.int32(1))
+
+    @property
+    def masked_steps(self):
+        """Number of the first steps that mask."""
+        return lax.select(self.count == 0, jnp.int32(1), self.partial)
+
+    def keys_seen(self, kv_len):
+        """Returns where the keys end: at 0 for an empty list."""
+        return lax.select(self.count == 0, jnp.int32(0), jnp.int32(kv_len))
+
+    def __getitem__(self, n):
+        """Returns the number of the n-th tile."""
+        return self.index[self.start + n]
+
+
+def divides(problem: Problem, rows: int, columns: int) -> bool:
+    """Returns whether tiles of so many queries and keys serve a problem's lists, if it has any."""
+    block_q, block_kv = problem.spec.block_shape or (rows, columns)
+    return block_q % rows == 0 and block_kv % columns == 0
+
+
+def largest(block: int, *sizes: int) -> int:
+    """Returns the first of the sizes, of which the last fits any block, that divides a block."""
+    return next(size for size in sizes if block % size == 0)
