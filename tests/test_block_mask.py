@@ -261,8 +261,8 @@ REFUSED = {
         TypeError,
         "must return one bool",
     ),
-    "a mask_mod that indexes by position": (
-        lambda: BlockMask.from_mask_mod(lambda b, n, i, j: jnp.arange(T)[i] > j, 1, 1, T, S),
+    "a mask_mod that indexes by both positions": (
+        lambda: BlockMask.from_mask_mod(lambda b, n, i, j: jnp.ones((T, S))[i, j] > 0, 1, 1, T, S),
         ValueError,
         "cannot be traced into a kernel",
     ),
