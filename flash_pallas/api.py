@@ -125,7 +125,8 @@ def flash_attention(
             count in the whole arrays.
         score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
             batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
-        mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible.
+        mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible. It may also index arrays
+            of integers or bools by b and i, or by b and j, as ids of documents.
         block_mask: a `BlockMask`: blocks that it leaves empty cost nothing, forward and backward.
             Everything else that hides keys does so besides. The i and j of a mask_mod that it was
             made from count from 0, so with one q_offset and positions must be left out.

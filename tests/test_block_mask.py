@@ -249,6 +249,7 @@ def test_attention_to_what_both_show():
 INDEX = np.zeros((1, 1, 3, 2), np.int32)
 causal = lambda b, n, i, j: j <= i
 of_mod = partial(BlockMask.from_mask_mod, causal)
+of_mod_with = lambda mod: BlockMask.from_mask_mod(mod, 1, 1, T, S)
 of_index = partial(BlockMask.from_indices, q_len=192, kv_len=192, block=SMALL)
 REFUSED = {
     "a mask_mod that is none": (
@@ -261,8 +262,13 @@ REFUSED = {
         TypeError,
         "must return one bool",
     ),
+    "a mask_mod that indexes by head and position": (
+        lambda: of_mod_with(lambda b, n, i, j: jnp.ones((1, T), bool)[n, i]),
+        ValueError,
+        "cannot be traced into a kernel",
+    ),
     "a mask_mod that indexes by both positions": (
-        lambda: BlockMask.from_mask_mod(lambda b, n, i, j: jnp.ones((T, S))[i, j] > 0, 1, 1, T, S),
+        lambda: of_mod_with(lambda b, n, i, j: jnp.ones((T, S), bool)[i, j]),
         ValueError,
         "cannot be traced into a kernel",
     ),

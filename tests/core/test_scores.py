@@ -39,7 +39,8 @@ def built(bias, alibi, softcap, mod, q_axis):
     if mod:
         captured = jnp.full((1, 1), CAPTURED)
         function = lambda s, b, n, i, j: score_mod(s, b, n, i, j, captured[b, n])
-        traced, params = mods.trace(function, 1, 1, jnp.float32)
+        found = mods.trace(function, 1, 1, jnp.float32)
+        traced, params = found.mod, found.params
     spec = AttentionSpec(SCALE, softcap=1.5 if softcap else None, score_mod=traced)
     tile = Tile(Q_START, KV_START, (Q, KV) if q_axis == 0 else (KV, Q), q_axis)
     inputs = scores.TileInputs(
@@ -98,7 +99,8 @@ def test_plain_logits_are_the_product_itself():
 
 def test_integers_that_a_score_mod_captured_have_no_gradient():
     function = lambda s, b, n, i, j: jnp.where(i > 3 * b, s, 2.0 * s)
-    mod, params = mods.trace(function, 1, 1, jnp.float32)
+    found = mods.trace(function, 1, 1, jnp.float32)
+    mod, params = found.mod, found.params
     inputs = scores.TileInputs(score_params=tuple(p[0, 0] for p in params))
     tile = Tile(0, 0, (Q, KV))
     z = scores.logits(AttentionSpec(1.0, score_mod=mod), tile, jnp.asarray(QK), inputs)
@@ -120,7 +122,8 @@ def test_visible(features, q_axis):
         table &= given
     if mod:
         function = lambda b, n, i, j: (i + 2 * j) % 3 != 1
-        traced, params = mods.trace(function, 1, 1)
+        found = mods.trace(function, 1, 1)
+        traced, params = found.mod, found.params
         i, j = Q_START + np.arange(Q)[:, None], KV_START + np.arange(KV)
         table &= (i + 2 * j) % 3 != 1
     tile = Tile(Q_START, KV_START, (Q, KV) if q_axis == 0 else (KV, Q), q_axis)
