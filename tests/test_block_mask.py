@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 import flash_pallas as fp
 from flash_pallas import BlockMask, flash_attention, reference
 from flash_pallas.backends.xla.grid import XlaBlocks
+from flash_pallas.compat import flex
 from flash_pallas.core import block_mask as module
+from flash_pallas.frontend import validate
+from flash_pallas.frontend.arguments import Arguments
 
 from . import checks
 from .cases import Case
@@ -338,6 +341,11 @@ def test_what_cannot_be_made(make, error, message):
 
 CALLS = {
     "an array": ({"block_mask": np.ones((1, 1, 192, 192), bool)}, TypeError, "from_dense"),
+    "the mask of flex": (
+        {"block_mask": flex.create_block_mask(causal, None, None, 192, 192)},
+        TypeError,
+        "must be a flash_pallas.BlockMask, got flash_pallas.compat.flex.BlockMask: make",
+    ),
     "other lengths": ({"block_mask": of_mod(1, 1, T, S)}, ValueError, "300 queries and 330 keys"),
     "other heads": (
         {"block_mask": of_mod(1, 3, 192, 192)},
@@ -464,6 +472,14 @@ def test_explain_takes_the_shapes_of_a_mask():
     assert found.problem.spec.block_shape == SMALL and "block_lists" in found.problem.features
     assert found.reasons["cudnn"] == "takes no block_mask"
     assert fp.explain(x, x, x, block_mask=mask, backend="xla").blocks == XlaBlocks(*SMALL)
+
+
+@pytest.mark.parametrize("own", [{}, {"mask_mod": causal}, {"mask": np.ones((1, 1, 1, 1), bool)}])
+def test_a_mask_of_the_call_leaves_no_block_whole(own):
+    arguments = Arguments(block_mask=from_indices(random_indices(2, 2)), **own)
+    lists = validate.canonicalize(*inputs(2), arguments).operands.block_lists
+    assert lists.shape[:2] == (2, 4)  # of query heads
+    np.testing.assert_array_equal(lists[..., 0], lists[..., 1] if own else 0)
 
 
 # --- Transformations ------------------------------------------------------------------------------

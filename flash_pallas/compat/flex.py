@@ -129,7 +129,8 @@ def create_block_mask(
 
     Comparisons of q_idx with kv_idx, joined by & and |, become a window, outside of which no key is
     loaded: causal masks and sliding windows cost what they cost by `causal` and `window`. Other
-    masks are evaluated in the kernel, and what they hide is computed and discarded.
+    masks are evaluated in the kernel, and what they hide is computed and discarded:
+    `flash_pallas.BlockMask`, which `flash_pallas.flash_attention` takes, skips their empty blocks.
 
     Args:
         mask_mod: (b, h, q_idx, kv_idx) -> bool, elementwise JAX on scalars. It may capture arrays
@@ -246,7 +247,9 @@ def _masking(block_mask: BlockMask | None, q, k) -> dict[str, Any]:
         return {}
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
-            f"block_mask must come from create_block_mask, got {type(block_mask).__name__}"
+            f"block_mask must come from create_block_mask, got {type(block_mask).__module__}."
+            f"{type(block_mask).__name__}; flash_pallas.flash_attention takes a flash_pallas."
+            "BlockMask"
         )
     sizes = (jnp.shape(q)[0], jnp.shape(q)[2], jnp.shape(q)[1], jnp.shape(k)[1])
     broadcast = [made in (size, 1) for made, size in zip(block_mask.shape[:2], sizes, strict=False)]

@@ -487,8 +487,9 @@ def block_lists(a: Arguments, sizes: Sizes):
     found = a.block_mask
     if not isinstance(found, BlockMask):
         raise TypeError(
-            f"block_mask must be a flash_pallas.BlockMask, got {type(found).__name__}: make one by "
-            "BlockMask.from_mask_mod, from_indices or from_dense"
+            f"block_mask must be a flash_pallas.BlockMask, got {type(found).__module__}."
+            f"{type(found).__name__}: make one by BlockMask.from_mask_mod, from_indices or "
+            "from_dense"
         )
     found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
     given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
