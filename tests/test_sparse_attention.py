@@ -84,7 +84,7 @@ def test_native_sparse_attention(arrays):
             reference.attention(q, k, v, mask=near),
         )
         weights = [
-            jnp.exp(lse + gate[:, None]) for (_, lse), gate in zip(parts, gates, strict=True)
+            jnp.exp(lse + gate[None, :, None]) for (_, lse), gate in zip(parts, gates, strict=True)
         ]
         total = sum(weights)
         spread = lambda x: (x / total).swapaxes(1, 2)[..., None]

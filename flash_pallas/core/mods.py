@@ -123,7 +123,7 @@ def trace(
         for size, start in zip((batch, heads), first, strict=True)
     ]
     arrays = _evaluate_known(tape, known, needed, (b, n), numbers)
-    places = positions() if vectors else ()
+    places = positions() if positions is not None and vectors else ()
     found = [
         _evaluate_vector(tape, known, vector, (b, n, (i, j)[vector.side]), numbers[0], places)
         for _, vector in vectors

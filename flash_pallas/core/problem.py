@@ -169,6 +169,17 @@ class Problem:
         """True if lists say which tiles are read."""
         return "block_lists" in self.features
 
+    @property
+    def list_block(self) -> tuple[int, int]:
+        """(queries, keys) of a block of the lists, of a problem that is listed."""
+        assert self.spec.block_shape is not None
+        return self.spec.block_shape
+
+    def takes_tiles(self, rows: int, columns: int) -> bool:
+        """Returns whether tiles of so many queries and keys serve the lists, if there are any."""
+        block_q, block_kv = self.spec.block_shape or (rows, columns)
+        return block_q % rows == 0 and block_kv % columns == 0
+
     @functools.cached_property
     def of_whole_tiles(self) -> Problem:
         """The problem of tiles that lists call whole: mask and mask_mod hide nothing there."""

@@ -21,7 +21,6 @@ from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
 from .backward.split.tiles import DkvBlocks, DqBlocks
 from .common.pipeline import SMEM_LIMIT
-from .common.tile_lists import divides
 from .common.wgmma import Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
@@ -273,7 +272,7 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
             "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
         )
     rows = replaced.tile_rows if isinstance(replaced, ForwardBlocks) else replaced.block_q
-    if not divides(size, rows, replaced.block_kv):
+    if not size.takes_tiles(rows, replaced.block_kv):
         raise ValueError(
             f"blocks[{kernel!r}] is {fields!r}: tiles of {rows} queries and {replaced.block_kv} "
             f"keys do not divide the blocks of block_mask, {size.spec.block_shape}"

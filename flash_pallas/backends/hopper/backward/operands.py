@@ -109,7 +109,7 @@ class BackwardArrays(NamedTuple):
 
     def for_any_tile(self, problem: Problem, operands: Operands) -> BackwardArrays:
         """Adds what a kernel reads that goes through all tiles, whether lists name them or not."""
-        lists, keys = operands.block_lists, problem.spec.block_shape[1]
+        lists, keys = operands.block_lists, problem.list_block[1]
         states = block_lists.states_of(lists, -(-problem.kv_len // keys))
         return self._replace(
             states=states.astype(jnp.int32), auxiliary=self.auxiliary_of(problem, operands, 0)

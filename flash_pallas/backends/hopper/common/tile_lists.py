@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core.block_lists import BlockLists
-from ....core.problem import Problem
 
 
 class TileList(NamedTuple):
@@ -62,12 +61,6 @@ class TileList(NamedTuple):
     def __getitem__(self, n):
         """Returns the number of the n-th tile."""
         return self.index[self.start + n]
-
-
-def divides(problem: Problem, rows: int, columns: int) -> bool:
-    """Returns whether tiles of so many queries and keys serve a problem's lists, if it has any."""
-    block_q, block_kv = problem.spec.block_shape or (rows, columns)
-    return block_q % rows == 0 and block_kv % columns == 0
 
 
 def largest(block: int, *sizes: int) -> int:

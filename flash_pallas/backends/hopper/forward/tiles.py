@@ -121,7 +121,7 @@ class ForwardBlocks:
         """Returns the blocks with tiles that divide those of a problem's lists, if it has any."""
         if not problem.is_listed:
             return self
-        rows, columns = problem.spec.block_shape
+        rows, columns = problem.list_block
         wgs = range(self.warpgroups, 0, -1)
         warpgroups = next(n for n in wgs if rows % (n * WARPGROUP_ROWS) == 0)
         block_kv = largest(columns, self.block_kv, 64, 32)

@@ -252,7 +252,7 @@ class DbiasKernel:
 
     def kept_by_lists(self, cta: DbiasCta, step: DbiasStep, where: RegisterTile):
         """Returns whether lists name the blocks that a tile of this warpgroup lies in."""
-        states, (rows, columns) = cta.gmem.states, self.problem.spec.block_shape
+        states, (rows, columns) = cta.gmem.states, self.problem.list_block
         shared, zero = self.problem.batch // states.shape[0], jnp.int32(0)
         entry = zero if states.shape[0] == 1 else lax.div(step.batch, jnp.int32(shared))
         head = zero if states.shape[1] == 1 else step.head

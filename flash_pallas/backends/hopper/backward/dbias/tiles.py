@@ -118,7 +118,7 @@ class Sums:
         if self.axes == "rows" and (positions or wants_narrow_tiles(self.problem)):
             widest = 32
         if self.problem.is_listed:
-            widest = min(widest, self.problem.spec.block_shape[1])
+            widest = min(widest, self.problem.list_block[1])
         keeping = () if modified else self.keeping()
         narrow = (b for b in keeping + CHOICES if b.block_kv <= widest)
         return next(b for b in narrow if fits(scratch(self, b)))

@@ -15,7 +15,6 @@ from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
-from ...common.tile_lists import divides
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -250,7 +249,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, dataclasses.replace(first, block_q=64), fewer, SMALLEST)
-    listed = lambda b: divides(problem, b.block_q, b.block_kv)
+    listed = lambda b: problem.takes_tiles(b.block_q, b.block_kv)
     runs = lambda b: b.runs(problem.head_dim) and listed(b) and fits(scratch(problem, b))
     return next(filter(runs, candidates), None)
 

@@ -13,7 +13,6 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
 from ...common.pipeline import fits, row_buffer
-from ...common.tile_lists import divides
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -124,7 +123,7 @@ def native_head_dim(head_dim: int) -> int:
 def choose_dkv(problem: Problem) -> DkvBlocks:
     """Returns the first choice that fits into shared memory and into registers."""
     widest = 64 if problem.dtype == np.float32 else 128
-    narrow = (b for b in DKV if b.block_q <= widest and divides(problem, b.block_q, b.block_kv))
+    narrow = (b for b in DKV if b.block_q <= widest and problem.takes_tiles(b.block_q, b.block_kv))
     return next(b for b in narrow if fits(dkv_scratch(problem, b)))
 
 
@@ -134,7 +133,7 @@ def choose_dq(problem: Problem) -> DqBlocks:
     tiles = "tile" in (auxiliary.kind(problem.bias_shape), auxiliary.kind(problem.mask_shape))
     widest = 64 if (tiles and problem.head_dim > 64) or problem.dtype == np.float32 else 128
     widest = 32 if wants_narrow_tiles(problem) else widest
-    narrow = (b for b in DQ if b.block_kv <= widest and divides(problem, b.block_q, b.block_kv))
+    narrow = (b for b in DQ if b.block_kv <= widest and problem.takes_tiles(b.block_q, b.block_kv))
     return next(b for b in narrow if fits(dq_scratch(problem, b)))
 
 
