@@ -13,6 +13,8 @@ import numpy as np
 
 import flash_pallas
 
+from . import block_masks
+
 Arguments = dict[str, Any]
 Maker = Callable[["Sizes", Any], Arguments]
 
@@ -62,6 +64,8 @@ class Variant:
         differentiated: names of arrays whose gradients are asked for besides those of q, k and v.
         visible: share of the T * T pairs that is visible, or None where it is not stated.
         function: what is called, with the arguments of flash_attention.
+        mod: returns, from sizes and a function that makes an array for another library, the mask as
+            a function of positions; for peers.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Variant:
     differentiated: tuple[str, ...] = ()
     visible: Callable[[Sizes], float] | None = None
     function: Callable = flash_pallas.flash_attention
+    mod: Callable[[Sizes, Callable], block_masks.Mod] | None = None
 
     def attention(self, backend: str) -> Callable:
         """Returns the function (q, k, v, arrays) -> o on this backend."""
@@ -225,6 +230,64 @@ def _in_float32(sizes: Sizes) -> Sizes:
 _BIAS_PEERS = ("jax_cudnn", "tokamax")
 FLOAT32_PEERS = ("torch_efficient", "jax_xla")
 _MODIFIED = (CAUSAL, SOFTCAP, SOFTCAP_LARGE, DROPOUT, ALIBI, SINKS, LENGTHS, SCORE_MOD)
+
+
+def _of_mod(name: str, mod: block_masks.Mod) -> Variant:
+    """Returns the variant of a block mask made from a function of positions."""
+    return Variant(
+        f"block mask, {name}",
+        make=lambda sizes, key: {"block_mask": block_masks.of_mod(mod, sizes.length)},
+        visible=lambda sizes: block_masks.share(mod, sizes.length),
+        mod=lambda sizes, array: mod,
+    )
+
+
+def _documents(sizes: Sizes, array: Callable) -> block_masks.Mod:
+    return block_masks.documents(array(packed_ids(sizes.length).astype(np.int32)))
+
+
+def _random(sizes: Sizes, array: Callable) -> block_masks.Mod:
+    found = array(block_masks.random_blocks(sizes.length))
+    return lambda b, n, i, j: found[i // 128, j // 128]
+
+
+BLOCKS_DOCUMENTS = Variant(
+    f"block mask, {DOCUMENTS} documents by ids",
+    make=lambda sizes, key: {
+        "block_mask": block_masks.of_mod(_documents(sizes, jnp.asarray), sizes.length)
+    },
+    visible=_packed_share,
+    mod=_documents,
+)
+BLOCKS_RANDOM = Variant(
+    "block mask, a tenth of the blocks",
+    make=lambda sizes, key: {"block_mask": block_masks.of_random_blocks(sizes.length)},
+    visible=lambda sizes: float(block_masks.random_blocks(sizes.length).mean()),
+    mod=_random,
+)
+
+
+def _chosen(block: int, most: int) -> Variant:
+    """Returns the variant of so many blocks chosen for every head and block of queries."""
+    return Variant(
+        f"block mask, {most} blocks of {block}",
+        make=lambda sizes, key: {
+            "block_mask": block_masks.of_chosen(sizes.heads, sizes.length, block, most)
+        },
+        visible=lambda sizes: min(1.0, most * block / sizes.length),
+    )
+
+
+_BLOCKS = (
+    (CAUSAL, _of_mod("causal", block_masks.causal)),
+    (WINDOW, _of_mod("window 1024", block_masks.window)),
+    (CAUSAL, _of_mod("window 1024 and 64 global keys", block_masks.window_and_global)),
+    (CAUSAL, _of_mod("prefix of 4096", block_masks.prefix)),
+    (PACKED, BLOCKS_DOCUMENTS),
+    (FULL, BLOCKS_RANDOM),
+)
+# Video sparse attention (flashinfer's pull request 5326): S = 109,632, 7 heads, 64 blocks of 64.
+VIDEO_LENGTH, VIDEO_HEADS = 109_632, 7
 _WIDTHS = ((192, 128), (96, 96), (80, 80), (72, 72))
 
 GROUPS: tuple[Group, ...] = (
@@ -246,6 +309,11 @@ GROUPS: tuple[Group, ...] = (
         Group("head dims", _sizes(4, 4096, 16, *dims), (variant,), ("torch_cudnn",))
         for dims in _WIDTHS
         for variant in (FULL, CAUSAL)
+    ),
+    *(Group("block masks", _sizes(1, 32768, 16, 128), pair, ("flex",)) for pair in _BLOCKS),
+    *(
+        Group("video blocks", _sizes(1, VIDEO_LENGTH, VIDEO_HEADS, 128), (_chosen(*size),))
+        for size in ((64, 64), (128, 64))
     ),
     *(
         Group("float32", _in_float32(_sizes(4, 4096, 16, dim)), (CAUSAL,), FLOAT32_PEERS)

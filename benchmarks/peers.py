@@ -8,6 +8,7 @@ import importlib.util
 import jax
 
 from . import timing
+from .features import Sizes
 from .programs import Program, compile_jax
 
 
@@ -69,7 +70,38 @@ def _torch(backend, variant, arrays, do):
     return Program(launches, dict.fromkeys(launches, 0))
 
 
+def _flex(variant, arrays, do):
+    """Compiles FlexAttention with the mask of a variant, whose blocks are found beforehand."""
+    torch = timing.torch_or_none()
+    if torch is None:
+        raise Unsupported("torch with a GPU is not installed")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if variant.mod is None:
+        raise Unsupported("the mask is no function of positions")
+    to_torch = lambda x: torch.from_dlpack(x).transpose(1, 2).contiguous()
+    q, k, v = (to_torch(x).requires_grad_() for x in arrays[:3])
+    cotangent, length = to_torch(do), q.shape[2]
+    sizes = Sizes(q.shape[0], length, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    mod = variant.mod(sizes, lambda x: torch.tensor(x, device="cuda"))
+    mask = create_block_mask(mod, None, None, length, length, device="cuda", _compile=True)
+    attend = torch.compile(flex_attention)
+
+    def forward():
+        with torch.no_grad():
+            return attend(q, k, v, block_mask=mask)
+
+    o = attend(q, k, v, block_mask=mask)
+    backward = lambda: torch.autograd.grad(o, (q, k, v), cotangent, retain_graph=True)
+    launches = {
+        "forward": timing.Launch(forward, "torch"),
+        "backward": timing.Launch(backward, "torch"),
+    }
+    return Program(launches, dict.fromkeys(launches, 0))
+
+
 PEERS = {
+    "flex": _flex,
     "jax_cudnn": functools.partial(_jax, "cudnn"),
     "jax_xla": functools.partial(_jax, "xla"),  # in float32 at its default precision, TF32
     "tokamax": _tokamax,

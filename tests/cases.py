@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flash_pallas import BlockMask
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
 from . import block_masks
-from .mods import MASK_MODS, SCORE_MODS
+from .mods import MASK_MODS, SCORE_MODS, blockwise
 
 SEED_KINDS = {
     "int": int,
@@ -53,7 +54,9 @@ class Case:
         poison: whether padding holds NaN and Inf.
         alibi: shape of the slopes, "N" or "BN".
         score_mod, mask_mod: names of functions in tests/mods.py.
-        block_mask: name of a recipe in tests/block_masks.py.
+        block_mask: name of a recipe in tests/block_masks.py; or (what it is made from, axes of
+            batch and heads, block), as in ("indices", "BK", (128, 64)): "mask_mod", "indices" or
+            "dense"; axes are "B" or "1", and "N", "K" or "1".
         maxima: how the row max changes from right to left; factors are those of the weights.
             "rising" grows by 2**29 every 64 keys. "jump" grows by 2**577 and drops again 64 keys
             later. "wide" puts every fifth row far out. "apart" grows by 2**29 in each 16 of 64
@@ -100,7 +103,7 @@ class Case:
     broadcast_dropout: bool = False
     score_mod: str | None = None
     mask_mod: str | None = None
-    block_mask: str | None = None
+    block_mask: str | tuple[str, str, tuple[int, int]] | None = None
     max_logit: bool = False
     maxima: str | None = None
     additive: tuple[str, tuple[float, ...]] | None = None
@@ -121,7 +124,7 @@ class Case:
         return self.H if self.Hv is None else self.Hv
 
     def arguments(self, x: Inputs) -> dict[str, Any]:
-        """Returns the keyword arguments that both the oracle and `flash_attention` take."""
+        """Returns the keyword arguments of `flash_attention`."""
         found = {
             "causal": self.causal,
             "window": self.window,
@@ -147,8 +150,35 @@ class Case:
             found["mask_mod"] = MASK_MODS[self.mask_mod](prefix)
         if self.block_mask:
             sizes = self.B, (self.N, self.K), self.T, self.S
-            found["block_mask"] = block_masks.make(self.block_mask, *sizes, seed=0)
+            if isinstance(self.block_mask, str):
+                found["block_mask"] = block_masks.make(self.block_mask, *sizes, seed=0)
+            else:
+                blocks = found.pop("visible_blocks", None)
+                found["block_mask"] = self._block_mask(found.pop("visible"), blocks)
         return found
+
+    def oracle_arguments(self, x: Inputs) -> dict[str, Any]:
+        """Returns the same for the oracle: what the block mask shows is in the mask."""
+        found = self.arguments(x)
+        if not isinstance(self.block_mask, tuple):
+            return found
+        del found["block_mask"]
+        visible = x.given["visible"]
+        if visible.shape[1] == self.K:
+            visible = jnp.repeat(visible, self.N // self.K, axis=1)
+        return found | {"mask": visible & found["mask"] if self.mask else visible}
+
+    def _block_mask(self, visible, blocks) -> BlockMask:
+        """Makes the block mask from what is visible, of pairs and of blocks."""
+        made_from, _, block = self.block_mask or ("", "", None)
+        if made_from == "dense":
+            return BlockMask.from_dense(visible, block=block)
+        sizes = {"q_len": self.T, "kv_len": self.S, "block": block}
+        if made_from == "mask_mod":
+            return BlockMask.from_mask_mod(blockwise, *visible.shape[:2], **sizes)
+        last = blocks.shape[-1] - 1
+        number = last - jax.lax.broadcasted_iota(jnp.int32, blocks.shape, 3)  # descending
+        return BlockMask.from_indices(jnp.where(blocks[..., ::-1], number, -1), **sizes)
 
     @property
     def problem(self):
@@ -267,10 +297,31 @@ class Case:
                     found[name] = found["q_segment_ids"]
                 else:
                     found[name] = _segments(self.segments, rng, self.B, length)
-        found |= self._places(seed)
+        found |= self._places(seed) | self._visible(seed)
         if self.mask_mod == "prefix":
             found["prefix"] = self._draw(seed, "prefix").integers(0, self.S, self.B, np.int32)
         return found
+
+    def _visible(self, seed: int) -> dict[str, Any]:
+        """Draws what the block mask shows: a third of the blocks whole, a third of them partly."""
+        if not isinstance(self.block_mask, tuple):
+            return {}
+        made_from, axes, block = self.block_mask
+        sizes = {"B": self.B, "N": self.N, "K": self.K, "1": 1}
+        leading = tuple(sizes[letter] for letter in axes)
+        if made_from == "mask_mod":
+            grids = np.meshgrid(*map(np.arange, (*leading, self.T, self.S)), indexing="ij")
+            return {"visible": blockwise(*grids)}
+        rng = self._draw(seed, "visible")
+        lengths = zip((self.T, self.S), block, strict=True)
+        states = rng.integers(0, 3, (*leading, *(-(-n // size) for n, size in lengths)))
+        if made_from == "indices":
+            states = np.where(states, 2, 0)
+        whole = np.repeat(np.repeat(states, block[0], 2), block[1], 3)[..., : self.T, : self.S]
+        visible = rng.random(whole.shape) < 0.5 * whole
+        return {"visible": visible} | (
+            {"visible_blocks": states > 0} if made_from == "indices" else {}
+        )
 
     def _places(self, seed: int) -> dict[str, Any]:
         """Draws positions, and the sides of a window that is data."""

@@ -81,12 +81,12 @@ def _jit(function):
     return jax.jit(function, compiler_options=options)
 
 
-def _outputs_and_gradients(call, case: Case, x: Inputs) -> Results:
+def _outputs_and_gradients(call, case: Case, x: Inputs, arguments=Case.arguments) -> Results:
     if case.max_logit:
         call = partial(call, max_logit=True)
 
     def outputs(q, k, v, side):
-        o, lse, *most = call(q, k, v, **case.arguments(x._replace(side=side)))
+        o, lse, *most = call(q, k, v, **arguments(case, x._replace(side=side)))
         return (o, lse), {"max_logit": most[0]} if most else {}
 
     (o, lse), pull, most = jax.vjp(outputs, x.q, x.k, x.v, x.side, has_aux=True)
@@ -110,8 +110,8 @@ def oracle(case: Case, seed: int = 0) -> Results:
     """Computes the case in float64, from inputs rounded to its dtype."""
     with jax.enable_x64(True):
         call = partial(reference.attention, full_precision=True, rounded_logits=case.rounds)
-        inputs = _exact_inputs(case, seed)
-        return _widen(_jit(partial(_outputs_and_gradients, call, case))(inputs))
+        run = partial(_outputs_and_gradients, call, case, arguments=Case.oracle_arguments)
+        return _widen(_jit(run)(_exact_inputs(case, seed)))
 
 
 def plain(q, k, v, *, max_logit=False, **arguments):
@@ -154,7 +154,8 @@ def bounds(case: Case, seed: int = 0, kernels: bool = False) -> dict[str, tuple[
     """
     tangents = TANH_ERROR * case.softcap if kernels and case.softcap else 0.0
     exact, terms = oracle(case, seed), _absolute_terms(case, seed)
-    found = _widen(_jit(partial(_outputs_and_gradients, plain, case))(case.inputs(seed)))
+    run = partial(_outputs_and_gradients, plain, case, arguments=Case.oracle_arguments)
+    found = _widen(_jit(run)(case.inputs(seed)))
     limits = {}
     for name in exact:
         error = _sizes(_error(found[name], exact[name]))
@@ -232,7 +233,7 @@ def _absolute_terms(case: Case, seed: int) -> Results:
 
 
 def _terms(case: Case, x: Inputs, exact) -> Results:
-    m = reference.Modifiers(**case.arguments(x))
+    m = reference.Modifiers(**case.oracle_arguments(x))
     group, scale = case.N // case.K, abs(case.H**-0.5 if case.scale is None else case.scale)
     q, do = m.cleared_queries(x.q), m.cleared_queries(x.do)
     k, v = m.cleared_keys(x.k), m.cleared_keys(x.v)
@@ -243,7 +244,7 @@ def _terms(case: Case, x: Inputs, exact) -> Results:
 
     def logits(given):
         qk, side = given
-        m = reference.Modifiers(**case.arguments(x._replace(side=side)))
+        m = reference.Modifiers(**case.oracle_arguments(x._replace(side=side)))
         return m.logits(qk, keep, rounded=case.rounds)
 
     s = logits((qk, x.side))
@@ -291,7 +292,7 @@ def _of_tangents(case: Case, x: Inputs, qk, keep) -> Results:
     """Computes what row scalars owe to an error of 1 in every capped logit: score_mod's slope."""
     if not case.softcap:
         return {}
-    m = reference.Modifiers(**case.arguments(x))
+    m = reference.Modifiers(**case.oracle_arguments(x))
     capped = dataclasses.replace(m, score_mod=None).logits(qk, keep, rounded=case.rounds)
     after = dataclasses.replace(m, bias=None, alibi_slopes=None, softcap=None)
     s, slope = jax.jvp(lambda z: after.logits(z, keep), (capped,), (jnp.ones_like(capped),))

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from flash_pallas import BlockMask
 from flash_pallas.backends.cudnn import OLDEST, CudnnBackend
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
@@ -37,6 +39,8 @@ _LENGTHS = {"q_lengths": 3, "kv_lengths": 3}
 _MOD = {"score_mod": lambda score, b, n, i, j: score + 1.0}
 _HIGHEST = {"precision": "highest"}
 _MASK_MOD = {"mask_mod": lambda b, n, i, j: j <= i}
+_INDICES = np.zeros((1, 1, 1, 1), np.int32)
+_BLOCK_MASK = {"block_mask": BlockMask.from_indices(_INDICES, q_len=T, kv_len=S)}
 _ALL: dict[str, Any] = {
     "causal": True,
     "window": 9,
@@ -70,6 +74,7 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("your own scores", "`score_mod`", "of what it captures", _MOD),
     ("your own mask", "`mask_mod`", "", _MASK_MOD),
     ("all of these together", "", "", _ALL),
+    ("blocks of your own", "`block_mask`", "", _BLOCK_MASK),
     ("log-sum-exp", "`flash_attention_with_lse`", "yes", {}),
     ("bit-identical gradients", "`deterministic=True`", "", {"deterministic": True}),
     ("head dims up to 256, `Hv` other than `H`", "", "", {"H": 192, "Hv": 128}),

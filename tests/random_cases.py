@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .cases import ATTRACTING, HIDING, SEED_KINDS, Case
 from .mods import MASK_MODS, SCORE_MODS
 
+BLOCKS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 64))
 POSITIONS = ("restart", "gaps", "random", "shifted")
 INTEGERS = ("int32", "int32", "uint32", "int8", "uint8", "int16", "uint16")
 MAGNITUDES = (-30, -8, 3, 6, 9, 14)
@@ -94,7 +95,7 @@ def random_packed_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
     documents, in which distances between positions are those in the whole.
     """
     case = random_case(draw, dataclasses.replace(sizes, batch=1))
-    hides = {"q_lengths": None, "kv_lengths": None, "mask_mod": None, "score_mod": None}
+    hides = dict.fromkeys(("q_lengths", "kv_lengths", "mask_mod", "score_mod", "block_mask"))
     positions = {"q_positions": None, "kv_positions": None, "q_offset": 0}
     more = {"empty_rows": "zero", "max_logit": False, "alibi": case.alibi and "N"}
     return dataclasses.replace(
@@ -139,6 +140,13 @@ def _masks(draw: Draws, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
         numbers = lambda: tuple(draw.between(0, 100) for _ in range(batch))
         sides = (None if x is None else numbers() if each else x for x in found["window"])
         found |= {"window": None, "window_arrays": tuple(sides)}
+    if draw.chance(0.25):
+        counts = found["q_offset"] == 0 and not {"q_positions", "kv_positions"} & set(found)
+        made_from = draw.one_of(
+            ("dense", "indices", "mask_mod") if counts else ("dense", "indices")
+        )
+        axes = draw.one_of("B1") + draw.one_of("NK1")
+        found["block_mask"] = made_from, axes, draw.one_of(BLOCKS)
     return found | {
         "mask": rarely(lambda: _pattern(draw)),
         "segments": rarely(lambda: draw.one_of(("packed", "unsorted", "padded"))),

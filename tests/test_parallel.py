@@ -290,6 +290,8 @@ def test_what_it_has_not(devices):
     call = partial(context_parallel_attention, *inputs(), mesh=ring_of(devices), axis="context")
     with pytest.raises(TypeError, match=r"keyword arguments 'alibi_slopes', 'bias'.*; it takes"):
         call(bias=jnp.zeros((1, 1, T, T)), alibi_slopes=jnp.ones(N))
+    with pytest.raises(TypeError, match=r"'block_mask': flash_attention has it, .*; it takes the"):
+        call(block_mask=None)
     with pytest.raises(TypeError, match="'is_causal'; did you mean 'causal'"):
         call(is_causal=True)
 

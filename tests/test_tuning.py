@@ -344,7 +344,7 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 def test_what_cannot_be_tuned_is_an_error():
     with pytest.raises(ValueError, match="leave it out"):
         fp.autotune(Q, Q, Q, blocks={"forward": {"stages": 1}})
-    with pytest.raises(ValueError, match="score_mod or mask_mod"):
+    with pytest.raises(ValueError, match="score_mod, mask_mod or a block_mask"):
         fp.autotune(Q, Q, Q, score_mod=lambda score, b, n, i, j: score * 2)
     with pytest.raises(ValueError, match="nothing to time"):
         fp.autotune(Q[:, :0], Q, Q)

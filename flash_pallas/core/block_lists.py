@@ -21,6 +21,8 @@ from . import bounds
 from .problem import Operands, Problem
 
 EMPTY, PARTIAL, WHOLE = 0, 1, 2  # states of a block
+# Operands by which tiles of one list may be hidden in one batch entry and visible in another.
+OF_ENTRIES = ("q_offset", "q_lengths", "kv_lengths", "q_segments", "q_first", "q_last")
 COUNTS = 2  # columns of `block_lists` in front of the numbers
 
 

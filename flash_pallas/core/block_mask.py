@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from . import block_lists, mods
+from . import block_lists, mesh_axes, mods
 from .block_lists import EMPTY, PARTIAL, WHOLE
 from .mask import Tile
 
@@ -199,7 +200,9 @@ class BlockMask:
         q_len, kv_len = mask.shape[2:]
         sizes = _checked_sizes(q_len, kv_len, block)
         mask = jnp.asarray(mask)
-        lists = block_lists.of_states(_states_of_dense(mask, sizes[2]))
+        states = lambda mask: _states_of_dense(mask, sizes[2])
+        leading = PartitionSpec(*mesh_axes.spec_of(mask)[:2])
+        lists = block_lists.of_states(mesh_axes.compiled_as_auto(states, (mask,), leading))
         return cls(lists, None, mask, *sizes, "dense")
 
     def __and__(self, other: BlockMask) -> BlockMask:

@@ -59,6 +59,10 @@ class Tape:
                 body, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
                 names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
                 continue
+            if eqn.primitive.name == "pvary":
+                # Of a value only its type changes, which whoever evaluates a step sees to.
+                names.update(zip(eqn.outvars, operands, strict=True))
+                continue
             results = [object() for _ in eqn.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
             self.equations.append((eqn.primitive, dict(eqn.params), operands, results))

@@ -494,10 +494,11 @@ def block_lists(a: Arguments, sizes: Sizes):
     given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
     moved = [name for name, x in given.items() if x is not None and not _is_zero(x)]
     if moved and found.traced is not None:
+        value = given[moved[0]]
         raise ValueError(
-            f"{moved[0]} is {given[moved[0]]!r} and block_mask was made from a mask_mod: whose "
-            "positions are those of the arrays. Put the offset into the mask_mod, as in lambda b, "
-            "n, i, j: f(b, n, i + offset, j), and what is causal too"
+            f"{moved[0]} is {'an array' if is_array(value) else value} and block_mask was made "
+            "from a mask_mod, whose positions are those of the arrays. Put the offset into the "
+            "mask_mod, as in lambda b, n, i, j: f(b, n, i + offset, j), and what is causal too"
         )
     lists = _per_query_head(found.lists, sizes)
     if a.mask is None and a.mask_mod is None:
@@ -514,7 +515,7 @@ def with_block_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes) -> mo
 
 
 def _is_zero(x) -> bool:
-    return isinstance(x, int) and x == 0
+    return isinstance(x, (int, np.integer)) and x == 0
 
 
 def _per_query_head(x, sizes: Sizes):

@@ -47,6 +47,7 @@ _SPELLED = {
     "kv_segments": "segment ids",
     "q_first": "mask by positions or by a window that is data",
     "q_last": "mask by positions or by a window that is data",
+    "block_shape": "block_mask",
     "alibi_slopes": "ALiBi",
     "dropout_keys": "dropout of this package, which cuDNN would draw otherwise",
     "dropout_rate": "dropout of this package, which cuDNN would draw otherwise",

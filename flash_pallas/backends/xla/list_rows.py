@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...core import mesh_axes
+from ...core import block_lists, mesh_axes
 from ...core.problem import Cotangents, Grads, Operands, Outputs
 from ...core.shards import PLACES
 
@@ -69,7 +69,8 @@ class ListRows:
         if lists is None:
             return cls(operands, 1, 1)
         others = (x for x in (operands.bias, operands.mask) if x is not None)
-        if any(len(x) % len(lists) and len(lists) % len(x) for x in others):
+        own = any(getattr(operands, name) is not None for name in block_lists.OF_ENTRIES)
+        if own or any(len(x) % len(lists) and len(lists) % len(x) for x in others):
             lists = jnp.repeat(lists, operands.q.shape[0] // len(lists), axis=0)
             operands = operands._replace(block_lists=lists)
         return cls(operands, *lists.shape[:2])

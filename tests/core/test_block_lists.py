@@ -1,0 +1,238 @@
+"""Lists of tiles, for queries and for keys, against what numpy says of every pair of positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flash_pallas.core import block_lists
+from flash_pallas.core.block_lists import EMPTY, PARTIAL, WHOLE
+from flash_pallas.core.mask import Mask
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
+
+from .test_mask import visible as band
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+BATCH, HEADS, Q_LEN, KV_LEN, BLOCK = 3, 4, 43, 50, (8, 12)
+Q_BLOCKS, KV_BLOCKS = 6, 5
+TILES = {"blocks": BLOCK, "half of the queries": (4, 12), "parts of both": (2, 4)}
+
+
+def states(*leading, seed=0):
+    return np.random.default_rng(seed).integers(0, 3, (*leading, Q_BLOCKS, KV_BLOCKS))
+
+
+def compiled(function, problem, operands, *static):
+    return jax.jit(lambda operands: function(problem, operands, *static))(operands)
+
+
+def spread(x, tile):
+    """Repeats what is said of tiles for every pair of positions in them."""
+    return np.repeat(np.repeat(x, tile[0], -2), tile[1], -1)[..., :Q_LEN, :KV_LEN]
+
+
+@dataclasses.dataclass
+class Hidden:
+    """Masks of a call besides its lists.
+
+    Attributes:
+        mask: band of visible keys.
+        offset: position of query 0, one number or one per entry.
+        arrays: operands by name.
+    """
+
+    mask: Mask = Mask()
+    offset: object = 0
+    arrays: dict = dataclasses.field(default_factory=dict)
+
+    def call(self, lists):
+        """Returns (Problem, Operands) of a call with these lists."""
+        q, k = jnp.zeros((BATCH, Q_LEN, HEADS, 8)), jnp.zeros((BATCH, KV_LEN, 2, 8))
+        given = {name: jnp.asarray(x, jnp.int32) for name, x in self.arrays.items()}
+        known = isinstance(self.offset, int)
+        if not known:
+            given["q_offset"] = jnp.asarray(self.offset, jnp.int32)
+        spec = AttentionSpec(
+            1.0, self.mask, q_offset=self.offset if known else 0, block_shape=BLOCK
+        )
+        operands = Operands(q, k, k, block_lists=lists, **given)
+        return describe(operands, spec), operands
+
+    def visible(self, padding: bool = False):
+        """Returns bool[B, 1, T, S]: the pairs that nothing here hides.
+
+        Queries beyond their length see nothing, or, with `padding`, what others would see: no
+        backend looks at their lengths in a tile that has other queries too.
+        """
+        x = self.arrays
+        offsets = np.broadcast_to(self.offset, (BATCH,))
+        table = np.stack([band(self.mask, Q_LEN, KV_LEN, int(o)) for o in offsets])
+        if "q_segments" in x:
+            same = x["q_segments"][:, :, None] == x["kv_segments"][:, None]
+            table &= same & (x["q_segments"] >= 0)[:, :, None]
+        position = x.get("kv_positions", np.arange(KV_LEN)[None])[:, None]
+        if "q_first" in x:
+            table &= position >= x["q_first"][:, :, None]
+        if "q_last" in x:
+            table &= position <= x["q_last"][:, :, None]
+        if "kv_lengths" in x:
+            table &= np.arange(KV_LEN) < x["kv_lengths"][:, None, None]
+        if "q_lengths" in x and not padding:
+            table &= (np.arange(Q_LEN) < x["q_lengths"][:, None])[:, :, None]
+        return table[:, None]
+
+
+RNG = np.random.default_rng(1)
+IDS = {
+    "q_segments": np.sort(RNG.integers(-1, 4, (BATCH, Q_LEN)), axis=1),
+    "kv_segments": np.sort(RNG.integers(0, 4, (BATCH, KV_LEN)), axis=1),
+}
+RANDOM_IDS = {name: RNG.integers(0, 2, x.shape) for name, x in IDS.items()}
+LENGTHS = {"q_lengths": np.array([43, 0, 17]), "kv_lengths": np.array([50, 7, 24])}
+FIRST = RNG.integers(0, 30, (BATCH, Q_LEN))
+PLACES = {"q_first": FIRST, "q_last": FIRST + 20}
+HIDDEN = {
+    "nothing": Hidden(),
+    "causal": Hidden(Mask(right=0)),
+    "window": Hidden(Mask(left=9, right=4), offset=5),
+    "window with offsets": Hidden(Mask(left=9, right=0), offset=np.array([7, -20, 30])),
+    "lengths": Hidden(arrays=LENGTHS),
+    "lengths and causal": Hidden(Mask(right=0), arrays=LENGTHS),
+    "documents": Hidden(arrays=IDS),
+    "ids in any order": Hidden(Mask(right=0), arrays=RANDOM_IDS),
+    "positions": Hidden(
+        arrays=PLACES
+        | {"kv_positions": RNG.permuted(np.tile(np.arange(KV_LEN), (BATCH, 1)), axis=1)}
+    ),
+    "intervals and lengths": Hidden(arrays=PLACES | LENGTHS),
+}
+
+
+@pytest.mark.thorough(
+    always=[
+        "nothing-shared-parts of both",
+        "window-own-parts of both",
+        "window with offsets-shared-blocks",
+        "lengths and causal-shared-parts of both",
+        "documents-own-half of the queries",
+        "ids in any order-shared-blocks",
+        "positions-shared-blocks",
+        "intervals and lengths-own-parts of both",
+    ]
+)
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("leading", [(1, 1), (BATCH, HEADS)], ids=["shared", "own"])
+@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
+def test_whole_tiles_are_visible_and_left_out_ones_hidden(hidden, leading, tile):
+    given = states(*leading)
+    problem, operands = hidden.call(block_lists.of_states(jnp.asarray(given)))
+    lists = compiled(block_lists.planned, problem, operands, tile)
+    assert lists.dtype == jnp.int32
+    found = np.asarray(block_lists.states_of(lists, -(-KV_LEN // tile[1])))
+    # Of partial blocks it is not known here what is visible: perhaps all, perhaps nothing.
+    shown = spread(given, BLOCK)
+    other = hidden.visible()
+    whole, left_out = (spread(found == state, tile) for state in (WHOLE, EMPTY))
+    assert (((shown == WHOLE) & hidden.visible(padding=True)) | ~whole).all()
+    assert not ((shown != EMPTY) & other & left_out).any()
+    # Keys of a whole tile are all there.
+    assert not (found[..., -1] == WHOLE).any()
+    if hidden.arrays.keys() <= LENGTHS.keys():  # Of the others, some stay that nothing is seen of.
+        seen = (shown != EMPTY) & other
+        # Nor is it asked in the last tiles which of their queries and keys there are.
+        queries, keys = Q_LEN // tile[0] * tile[0], KV_LEN // tile[1] * tile[1]
+        assert (left_out | blocks_with(seen, tile))[:, :, :queries, :keys].all()
+
+
+def blocks_with(seen, tile):
+    """Returns True for every pair in a tile that has a visible one."""
+    pads = [(0, 0), (0, 0), *((0, -n % size) for n, size in zip(seen.shape[2:], tile, strict=True))]
+    x = np.pad(seen, pads)
+    rows, columns = (n // size for n, size in zip(x.shape[2:], tile, strict=True))
+    x = x.reshape(*x.shape[:2], rows, tile[0], columns, tile[1])
+    return spread(x.any((3, 5)), tile)
+
+
+def listed(lists, entry, head, block):
+    """Returns (partial, whole) numbers in a block's list."""
+    start, whole, end = np.asarray(lists.bounds)[entry, head, block]
+    index = np.asarray(lists.index)[entry, head]
+    assert 0 <= start <= whole <= end < len(index)
+    return list(index[start:whole]), list(index[whole:end])
+
+
+@pytest.mark.thorough(always=["window-parts of both"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("name", ["nothing", "window", "documents"])
+def test_tiles_of_a_query_tile_come_partial_first(name, tile):
+    given = block_lists.of_states(jnp.asarray(states(1, HEADS)))
+    problem, operands = HIDDEN[name].call(given)
+    planned = compiled(block_lists.planned, problem, operands, tile)
+    found = compiled(block_lists.of_queries, problem, operands, tile)
+    state = np.asarray(block_lists.states_of(planned, -(-KV_LEN // tile[1])))
+    for place in np.ndindex(*state.shape[:3]):
+        expected = [list(np.flatnonzero(state[place] == kind)) for kind in (PARTIAL, WHOLE)]
+        assert listed(found, *place) == tuple(expected)
+
+
+@pytest.mark.thorough(always=["(3, 4)-2-parts of both", "(1, 1)-4-blocks", "(3, 4)-1-blocks"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("leading", [(1, 1), (1, HEADS), (BATCH, 1), (BATCH, HEADS)], ids=str)
+def test_tiles_of_a_kv_tile_are_those_of_all_its_query_heads(leading, group, tile):
+    problem, operands = HIDDEN["window"].call(block_lists.of_states(jnp.asarray(states(*leading))))
+    planned = compiled(block_lists.planned, problem, operands, tile)
+    found = compiled(block_lists.of_keys, problem, operands, tile, group)
+    kv_tiles = -(-KV_LEN // tile[1])
+    state = np.asarray(block_lists.states_of(planned, kv_tiles))
+    q_tiles, heads = state.shape[2], max(leading[1] // group, 1)
+    assert found.bounds.shape == (leading[0], heads, kv_tiles, 3)
+    for entry, head, kv_tile in np.ndindex(leading[0], heads, kv_tiles):
+        members = range(head * group, head * group + group) if leading[1] > 1 else (0,) * group
+        column = np.concatenate([state[entry, member, :, kv_tile] for member in members])
+        assert len(column) == group * q_tiles
+        expected = [list(np.flatnonzero(column == kind)) for kind in (PARTIAL, WHOLE)]
+        assert listed(found, entry, head, kv_tile) == tuple(expected)
+
+
+def test_states_and_lists_are_each_other():
+    given = states(2, 3)
+    lists = block_lists.of_states(jnp.asarray(given, jnp.int8))
+    np.testing.assert_array_equal(block_lists.states_of(lists, KV_BLOCKS), given)
+    np.testing.assert_array_equal(lists[..., 0], (given == PARTIAL).sum(-1))
+    np.testing.assert_array_equal(lists[..., 1], (given != EMPTY).sum(-1))
+
+
+def test_numbers_that_are_no_blocks_are_left_out():
+    index = jnp.array([3, -1, 5, 3, 0, -7, 2**31 - 1, -(2**31), 0, 4], jnp.int32)
+    lists = block_lists.of_indices(index[None, None, None], WHOLE, KV_BLOCKS)
+    np.testing.assert_array_equal(lists[0, 0, 0], [0, 3, 0, 3, 4, *[0] * 7])
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_lists_without_entries(group):
+    lists = block_lists.of_indices(jnp.zeros((1, 1, Q_BLOCKS, 0), jnp.int32), WHOLE, KV_BLOCKS)
+    problem, operands = HIDDEN["nothing"].call(lists)
+    for found in (
+        block_lists.of_queries(problem, operands, BLOCK),
+        block_lists.of_keys(problem, operands, BLOCK, group),
+    ):
+        assert (found.bounds == 0).all() and found.index.size
+
+
+def test_more_tiles_than_int32_can_number():
+    lists = jnp.zeros((1, 1, 1, 2), jnp.int32)
+    problem, operands = HIDDEN["nothing"].call(lists)
+    # 2**16 - 1 kinds of KV tiles and the one for what is empty, of 2**15 members of one Q tile.
+    for length, group in ((2**15 - 1) * 12, 2**15), (2**15 * 12, 2**15):
+        many = dataclasses.replace(problem, kv_len=length)
+        if length % 2**15:
+            block_lists.of_keys(many, operands, BLOCK, group)
+        else:
+            with pytest.raises(ValueError, match="numbered in int32"):
+                block_lists.of_keys(many, operands, BLOCK, group)
