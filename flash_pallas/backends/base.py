@@ -22,6 +22,11 @@ class Backend(Protocol):
         """True if XLA's partitioner may cut batch and heads of it: transforms/sharding.py."""
         ...
 
+    @property
+    def reads_output(self) -> bool:
+        """True if `backward` reads `o` and `dlse`, and computes delta itself; else it gets delta."""
+        ...
+
     def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
         """Returns None if "auto" may take this backend here; else one sentence saying why not."""
         ...
@@ -94,11 +99,3 @@ class Backend(Protocol):
         q's dtype and lse_log2 f32[B, N, T], the same bits in every run.
         """
         ...
-
-
-def reads_output(backend: Backend) -> bool:
-    """Returns whether `backward` reads `o` and `dlse` of its cotangents, and computes delta itself.
-
-    A backend says so by a class attribute of this name. Without one it is given delta alone.
-    """
-    return getattr(backend, "reads_output", False)

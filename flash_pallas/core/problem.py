@@ -221,7 +221,7 @@ class Cotangents(NamedTuple):
     do: Any  # [B, T, N, Hv]
     delta: Any  # f32[B, N, T], rowsum(o * do) - dlse; maybe None for backends that read o
     shift: Any = None  # f32[B, N, T], of the forward
-    # None but for backends that read them: reads_output in backends/base.py.
+    # None but for backends that read them: Backend.reads_output.
     o: Any = None  # [B, T, N, Hv], of the forward
     dlse: Any = None  # f32[B, N, T], cotangent of the natural log-sum-exp; None is 0
 

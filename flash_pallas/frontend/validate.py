@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +135,8 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     rate = checks.dropout_rate(a.dropout_rate)
     block_lists = None if a.block_mask is None else checks.block_lists(a, sizes)
     score_mod = checks.mod("score_mod", a.score_mod, sizes)
-    mask, offsets, positions = _positions(a, sizes)
-    mask_mod = checks.mod("mask_mod", a.mask_mod, sizes, positions.of_all)
+    mask, offsets, vectors, positions = _positions(a, sizes)
+    mask_mod = checks.mod("mask_mod", a.mask_mod, sizes, positions)
     mask_mod = checks.with_block_mod(a, mask_mod, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
     slopes = checks.slopes(a.alibi_slopes, sizes)
@@ -159,7 +159,8 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         max_logit=checks.flag("max_logit", a.max_logit),
     )
     q_lengths = checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes)
-    first, last = checks.without_padding(positions.first, positions.last, q_lengths)
+    first, last = checks.without_padding(vectors["q_first"], vectors["q_last"], q_lengths)
+    hide = first is not None or last is not None
     return spec, operands._replace(
         q_offset=traced_offset,
         q_lengths=q_lengths,
@@ -168,8 +169,8 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         kv_segments=kv_segments,
         q_first=first,
         q_last=last,
-        q_positions=positions.q if reads else None,
-        kv_positions=positions.kv if reads or positions.hide else None,
+        q_positions=vectors["q_positions"] if reads else None,
+        kv_positions=vectors["kv_positions"] if reads or hide else None,
         bias=checks.bias(a.bias, sizes),
         mask=checks.mask(a.mask, sizes, a.block_mask),
         block_lists=block_lists,
@@ -182,26 +183,16 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     )
 
 
-class _Positions(NamedTuple):
-    """Positions that arrays give, int32[B, length] each, or None."""
-
-    q: Any
-    kv: Any
-    first: Any  # of the first key that each query sees
-    last: Any
-    of_all: Callable  # returns those of queries and of keys, int32[B or 1, length], given or not
-
-    @property
-    def hide(self) -> bool:
-        """True if they hide keys."""
-        return self.first is not None or self.last is not None
-
-
 def _positions(a: Arguments, sizes: checks.Sizes):
-    """Returns (the static part of the mask, (static, traced) q_offset, _Positions).
+    """Returns where queries and keys are.
 
     Where positions are arrays, or a side of the window is one, each query sees an interval of
     positions that XLA computes: [B, T] integers, from which backends tell which blocks they read.
+
+    Returns:
+        (the static part of the mask, (static, traced) q_offset, positions that arrays give and the
+        intervals by the names of Operands, a function that returns the positions of queries and of
+        keys, given or not, int32 [B or 1, length]).
     """
     checks.check_positions(a)
     sides = checks.band(a.causal, a.window)
@@ -222,8 +213,8 @@ def _positions(a: Arguments, sizes: checks.Sizes):
     given = q is not None or kv is not None
     mask, first, last = checks.visible_keys(sides, of_queries, given, a.within, sizes)
     of_keys = lambda: jnp.arange(sizes.kv_len, dtype=jnp.int32)[None] if kv is None else kv
-    of_all = lambda: (of_queries(), of_keys())
-    return mask, offsets, _Positions(q, kv, first, last, of_all)
+    vectors = {"q_positions": q, "kv_positions": kv, "q_first": first, "q_last": last}
+    return mask, offsets, vectors, lambda: (of_queries(), of_keys())
 
 
 def _precision(value, dtype) -> str:

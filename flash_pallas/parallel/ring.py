@@ -18,7 +18,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from ..backends.base import reads_output
 from ..core import mesh_axes, softmax
 from ..core.problem import AttentionSpec, Cotangents, Operands, describe
 from ..frontend import dispatch
@@ -206,7 +205,7 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
         chosen, blocks = _chosen(ring, spec, part)
         half = _halves(operands.q.shape[1], piece.rows)
         of_rows = _of_rows(cotangents, half)
-        if not reads_output(chosen):
+        if not chosen.reads_output:
             of_rows = of_rows._replace(o=None, dlse=None)
         grads = derivatives.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
         cols = _halves(keys.k.shape[1], piece.cols)

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AxisType
 
-from ..backends.base import Backend, reads_output
+from ..backends.base import Backend
 from ..core import mesh_axes, padding, softmax, undifferentiable
 from ..core.decode import DecodeOperands
 from ..core.problem import (
@@ -95,7 +95,7 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     do, dlse, _ = cotangents
     do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    if reads_output(backend):
+    if backend.reads_output:
         given = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
     else:
         delta = delta_of(operands, out.o, do, dlse, out.lse_log2)

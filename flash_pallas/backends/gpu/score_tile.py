@@ -91,22 +91,12 @@ def logits(
 ) -> Logits:
     """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     found = scores.logits(spec, tile, s, inputs)
-    return found._replace(x=hide(spec, tile, found.x, inputs, limits, hidden))
-
-
-def hide(
-    spec: AttentionSpec,
-    tile: RegisterTile,
-    x,
-    inputs: TileInputs,
-    limits: Limits,
-    hidden: float = -math.inf,
-):
-    """Returns the logits x of a tile, `hidden` where anything hides them."""
-    x = inline.hide(x, limits, tile.interpret, hidden)
+    x = inline.hide(found.x, limits, tile.interpret, hidden)
     x, inputs = _within_interval(tile, x, inputs, hidden)
     visible = scores.visible(spec, tile, inputs)
-    return x if visible is None else jnp.where(visible, x, hidden)
+    if visible is not None:
+        x = jnp.where(visible, x, hidden)
+    return found._replace(x=x)
 
 
 def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):

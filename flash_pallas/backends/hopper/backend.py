@@ -61,6 +61,7 @@ class HopperBackend:
     capability: str | None = None
     name = "hopper"
     note = None
+    reads_output = False
 
     @property
     def producer(self) -> bool:

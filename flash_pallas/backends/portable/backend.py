@@ -44,6 +44,7 @@ class PortableBackend:
     num_sms: int | None = None
     name = "portable"
     note = None
+    reads_output = False
 
     @property
     def partitionable(self) -> bool:

@@ -38,6 +38,7 @@ class XlaBackend:
 
     name = "xla"
     note = None
+    reads_output = False
     partitionable = True
 
     def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:

@@ -316,7 +316,7 @@ def of_list(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits:
     spec = cta.problem.spec
     if spec.score_modifiers or {"bias", "alibi_slopes"} & cta.problem.features:
         return cta, s, inputs, limits
-    hide = lambda: score_tile.hide(spec, tile, s, inputs, limits)
+    hide = lambda: score_tile.logits(spec, tile, s, inputs, limits).x  # S, where it is not hidden
     s = lax.cond(n < cta.q_tiles.listed.masked_steps, hide, lambda: s)
     nothing = dict.fromkeys(("mask", *HIDING), None)
     return cta.of_whole_tiles, s, inputs._replace(**nothing), Limits()
