@@ -20,7 +20,7 @@ from flash_pallas.core import block_mask as module
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
-from . import checks
+from . import block_masks, checks
 from .cases import Case
 from .test_sharding import ATOL, TYPES, mesh_of
 
@@ -657,3 +657,9 @@ def test_memory_of_a_gradient_is_linear_in_the_length():
 
     length = 1 << 16
     assert temporary(length) < 40 * length * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("recipe", block_masks.RECIPES)
+def test_every_recipe_on_xla(recipe):
+    case = Case(recipe, T=260, S=300, B=2, N=4, K=2, H=16, block_mask=recipe)
+    checks.assert_matches_oracle(checks.bind("xla"), case)

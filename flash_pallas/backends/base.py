@@ -24,7 +24,7 @@ class Backend(Protocol):
 
     @property
     def reads_output(self) -> bool:
-        """True if `backward` reads `o` and `dlse`, and computes delta itself; else it gets delta."""
+        """True if `backward` reads `o` and `dlse` and computes delta itself, which others get."""
         ...
 
     def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
