@@ -115,10 +115,10 @@ def video(q, k, v, grid: tuple[int, int, int], *, reach: int = 1):
 def main():
     """Runs each once and prints what it sees."""
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(x, (1, 768, n, 32)) for x, n in zip(keys, (4, 2, 2), strict=True))
+    q, k, v = (jax.random.normal(x, (1, 384, n, 32)) for x, n in zip(keys, (4, 2, 2), strict=True))
     print("MoBA:", jax.jit(moba)(q, k, v).shape)
     print("NSA:", jax.jit(native_sparse)(q, k, v, jnp.zeros((3, 4))).shape)
-    print("video:", video(q, k, v, (3, 2, 2)).shape)
+    print("video:", video(q, k, v, (3, 2, 1)).shape)
 
 
 if __name__ == "__main__":

@@ -108,4 +108,4 @@ def test_video(arrays):
 
 def test_it_runs(capsys):
     sparse.main()
-    assert "NSA: (1, 768, 4, 32)" in capsys.readouterr().out
+    assert "NSA: (1, 384, 4, 32)" in capsys.readouterr().out

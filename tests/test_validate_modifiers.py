@@ -180,7 +180,7 @@ BAD = {
         "score_mod cannot be traced into a kernel.*bias=",
     ),
     "mod takes a whole array": (
-        {"mask_mod": lambda b, n, i, j: jnp.any(IDS[0] > i)},
+        {"mask_mod": lambda b, n, i, j: jnp.any(IDS[0] > i + j)},
         ValueError,
         "mask_mod cannot be traced into a kernel.*indexed by b and n only.*mask=",
     ),
