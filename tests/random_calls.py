@@ -35,8 +35,9 @@ class RandomCall:
 
     Attributes:
         function: function of the package.
-        arrays: jax.ShapeDtypeStruct by name of the argument; q, k and v among them.
-        options: all other arguments.
+        arrays: jax.ShapeDtypeStruct by name of the argument; q, k and v among them, and perhaps
+            kv_indices, of which a block mask is made.
+        options: all other arguments, and the block of a block mask.
         captured: (recipe, shape) of each function argument and of the array that it captures.
         wanted: names of arrays whose gradients are computed; empty: the forward alone.
     """
@@ -74,6 +75,10 @@ class RandomCall:
             if any(x is not None for x in sides):
                 options["window"] = tuple(sides)
             q, k, v = (given.pop(name) for name in "qkv")
+            if "kv_indices" in given:
+                sizes = {"q_len": q.shape[1], "kv_len": k.shape[1], "block": options.pop("block")}
+                index = given.pop("kv_indices")
+                options["block_mask"] = fp.BlockMask.from_indices(index, **sizes)
             return self.function(q, k, v, **options, **given, backend=backend)
 
         def total(wanted, others):
@@ -111,7 +116,9 @@ def random_call(seed: int, number: int) -> RandomCall:
     draw = Draw(seed, number)
     if draw.chance(0.125):
         return _decode(draw)
-    return _packed(draw) if draw.chance(0.11) else _attention(draw)
+    if draw.chance(0.11):
+        return _packed(draw)
+    return _with_block_mask(Draw(seed + 2, number), _attention(draw))
 
 
 def random_blocks(seed: int, number: int, chosen: dict[str, Any]) -> dict[str, Any] | None:
@@ -180,6 +187,18 @@ def _attention(draw: Draw) -> RandomCall:
     sides += [name for name in captured if name == "score_mod"]
     wanted = tuple("qkv") + tuple(name for name in sides if draw.chance(0.7))
     return RandomCall(function, arrays, options, captured, wanted if draw.chance(0.85) else ())
+
+
+def _with_block_mask(draw: Draw, call: RandomCall) -> RandomCall:
+    """Adds lists of visible blocks to one call of five."""
+    if not draw.chance(0.2):
+        return call
+    (batch, q_len, heads, _), (_, kv_len, kv_heads, _) = (call.arrays[x].shape for x in "qk")
+    block = draw.one_of((64, 128, 128, 192, 256, 1024)), draw.one_of((64, 128, 128))
+    leading = draw.one_of((1, batch)), draw.one_of((1, kv_heads, heads))
+    index = (*leading, -(-q_len // block[0]), draw.one_of((1, 3, -(-kv_len // block[1]))))
+    arrays = call.arrays | {"kv_indices": jax.ShapeDtypeStruct(index, "int32")}
+    return dataclasses.replace(call, arrays=arrays, options=call.options | {"block": block})
 
 
 def _side(draw: Draw, batch: int, heads: int, q_len: int, kv_len: int, dtype: str):
