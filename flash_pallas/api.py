@@ -390,7 +390,8 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     if call.is_empty:
         dispatch.check_name(backend)
         return call.empty_result()
-    dispatch.tell_of_cost(call.problem)
+    if arguments.within is None:  # flash_attention_varlen has no block_mask
+        dispatch.tell_of_cost(call.problem)
     chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
     tiles = dispatch.tiles(chosen, call.problem, override)
     try:

@@ -542,7 +542,7 @@ SHARED_AND_HOPPER = (
              "n < cta.q_tiles.listed.masked_steps", "n < 0",
              "test_hopper_interpreted.py::test_kernels[blocks_window_128]"),
     Mutation("block lists, gradient of a bias", "backends/hopper/backward/dbias/kernel.py",
-             "jnp.int32(columns))] > 0", "jnp.int32(columns))] >= 0",
+             "jnp.int32(columns)))] > 0", "jnp.int32(columns)))] >= 0",
              "test_hopper_interpreted.py::test_kernels[blocks_listed_64]"),
     Mutation("mask_mod, values looked up", "core/scores.py",
              "spread = tile.per_q, tile.per_kv", "spread = tile.per_kv, tile.per_q",

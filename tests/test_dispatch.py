@@ -89,11 +89,12 @@ def test_a_mask_mod_that_skips_nothing_is_logged_once(caplog):
     mask = fp.BlockMask.from_indices(jnp.zeros((1, 1, 32, 1), int), q_len=4096, kv_len=4096)
     call(short, mask_mod=prefix)
     call(x, mask_mod=prefix, block_mask=mask)
+    call(x, mask_mod=prefix, q_offset=3)  # with which from_mask_mod would be refused
     assert not caplog.records
     for _ in range(3):
         call(x, mask_mod=prefix)
     (record,) = caplog.records
-    assert record.levelno == logging.INFO and "all 4096 x 4096 pairs" in record.message
+    assert record.levelno == logging.INFO and "of 4096 x 4096 pairs" in record.message
     assert "BlockMask.from_mask_mod(mask_mod, 1, 1, 4096, 4096)" in record.message
 
 

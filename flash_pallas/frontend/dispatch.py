@@ -318,15 +318,18 @@ _MANY_PAIRS = 2048 * 2048
 
 def tell_of_cost(problem: Problem) -> None:
     """Says once, at INFO, that a mask_mod without a block mask skips nothing."""
-    if problem.spec.mask_mod is None or problem.is_listed:
-        return
+    moved = problem.traced_offset or problem.spec.q_offset != 0
+    places = {"q_positions", "kv_positions"} & problem.features
+    if problem.spec.mask_mod is None or problem.is_listed or moved or places:
+        return  # a block mask of a function counts from 0
     q_len, kv_len = problem.q_len, problem.kv_len
     if q_len * kv_len >= _MANY_PAIRS:
         _log_once(
-            f"mask_mod skips nothing: all {q_len} x {kv_len} pairs of a query and a key are "
-            f"computed. Pass block_mask=BlockMask.from_mask_mod(mask_mod, 1, 1, {q_len}, {kv_len}) "
-            "in its place (with the batch and the heads where it depends on b or n), and blocks "
-            "that it hides cost nothing"
+            f"mask_mod skips nothing: what it hides of {q_len} x {kv_len} pairs of a query and a "
+            "key is computed. Pass "
+            f"block_mask=BlockMask.from_mask_mod(mask_mod, 1, 1, {q_len}, {kv_len}) in its place "
+            "(with the batch and the heads where it depends on b or n), and blocks that it hides "
+            "cost nothing"
         )
 
 

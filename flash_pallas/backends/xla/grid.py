@@ -151,7 +151,7 @@ class Steps(NamedTuple):
 
 
 def _listed(lists: BlockLists) -> Steps:
-    """Returns the steps of a call whose batch and heads have one list; see rows.py."""
+    """Returns the steps of a call whose batch and heads have one list; see list_rows.py."""
     return Steps(lists.bounds[0, 0][:, ::2], lists.index[0, 0])
 
 

@@ -234,9 +234,8 @@ class KvTileList(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, arrays: BackwardArrays, at, block_kv: int) -> KvTileList:
         """Makes the list of a CTA's queries; `at`: (batch entry, head, Q block)."""
-        batch, head, block = at
-        listed = TileList.of(arrays.lists, (batch, problem.batch), head, block)
-        return cls(listed, _keys_seen(problem, arrays, batch, listed, block_kv))
+        listed = TileList.of(problem, arrays.lists, at)
+        return cls(listed, _keys_seen(problem, arrays, at[0], listed, block_kv))
 
     @property
     def total(self):
@@ -492,8 +491,7 @@ class QTileList:
         mask_all: bool,
     ) -> QTileList:
         """Makes the list of a CTA; `at`: (batch entry, KV head, KV tile)."""
-        batch, kv_head, block = at
-        listed = TileList.of(arrays.lists, (batch, problem.batch), kv_head, block)
+        batch, listed = at[0], TileList.of(problem, arrays.lists, at)
         kv_len = _keys_seen(problem, arrays, batch, listed, kv_rows)
         per_head, offset = -(-problem.q_len // block_q), arrays.offset(problem, batch)
         return cls(listed, per_head, offset, kv_len, problem.group, mask_all)

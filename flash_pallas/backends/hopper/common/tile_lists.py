@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core.block_lists import BlockLists
+from ....core.problem import Problem
+from ...gpu import auxiliary_arrays
 
 
 class TileList(NamedTuple):
@@ -26,22 +28,17 @@ class TileList(NamedTuple):
     count: Any
 
     @classmethod
-    def of(cls, lists: BlockLists, batch: tuple[Any, int], head, tile) -> TileList:
+    def of(cls, problem: Problem, lists: BlockLists, at) -> TileList:
         """Returns the list of a tile.
 
         Args:
+            problem: what is computed.
             lists: `BlockLists.in_one` of a call, in device memory.
-            batch: the batch entry, and how many there are.
-            head: the head; those of keys for lists of `block_lists.of_keys`.
-            tile: number of the tile.
+            at: (batch entry, head, tile); the head of keys for lists of `block_lists.of_keys`.
         """
-        entries, heads = lists.bounds.shape[:2]
-        (entry, entries_of_call), zero = batch, jnp.int32(0)
-        shared = entries_of_call // entries
-        if shared > 1:
-            entry = zero if entries == 1 else lax.div(entry, jnp.int32(shared))
-        at = entry, zero if heads == 1 else head, tile
-        start, whole, stop = (lists.bounds[(*at, end)] for end in range(3))
+        batch, head, tile = at
+        of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
+        start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
         return cls(lists.index, start, whole - start, stop - start)
 
     @property

@@ -562,8 +562,7 @@ class ForwardCta:
             offset = self.gmem.q_offset[batch]
         position, listed = block * plan.blocks.tile_rows + offset, None
         if plan.problem.is_listed:
-            of_call = batch, plan.problem.batch
-            listed = TileList.of(self.gmem.lists, of_call, head, block)
+            listed = TileList.of(plan.problem, self.gmem.lists, (batch, head, block))
             start, count = 0, listed.steps
         elif plan.dynamic:
             start, stop = (self.gmem.kv_bounds[batch, block, end] for end in (0, 1))

@@ -29,7 +29,7 @@ from .....core import scores
 from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from ....gpu import inline, score_tile
+from ....gpu import auxiliary_arrays, inline, score_tile
 from ....gpu.bias_tiles import BiasTile, BiasTiles, Members, bias_place, divide, members_of
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch, term
 from ....gpu.score_tile import RegisterTile, row_shift
@@ -253,13 +253,11 @@ class DbiasKernel:
     def kept_by_lists(self, cta: DbiasCta, step: DbiasStep, where: RegisterTile):
         """Returns whether lists name the blocks that a tile of this warpgroup lies in."""
         states, (rows, columns) = cta.gmem.states, self.problem.list_block
-        shared, zero = self.problem.batch // states.shape[0], jnp.int32(0)
-        entry = zero if states.shape[0] == 1 else lax.div(step.batch, jnp.int32(shared))
-        head = zero if states.shape[1] == 1 else step.head
+        of_list = auxiliary_arrays.entry(self.problem, states.shape, step.batch, step.head)
         query = step.q_block * self.blocks.block_q + cta.wg * WARPGROUP_ROWS
         # Rows past the last query have a block of their own in the last tile only.
         row = lax.min(lax.div(query, jnp.int32(rows)), jnp.int32(states.shape[2] - 1))
-        return states[entry, head, row, lax.div(where.kv_start, jnp.int32(columns))] > 0
+        return states[(*of_list, row, lax.div(where.kv_start, jnp.int32(columns)))] > 0
 
     def store_tile(self, cta: DbiasCta, total):
         """Writes this warpgroup's rows of one tile of the bias's gradient."""

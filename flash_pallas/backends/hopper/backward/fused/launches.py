@@ -466,7 +466,7 @@ class FusedCta:
 
     @property
     def blocks(self) -> FusedBlocks:
-        """Tile sizes."""
+        """Tile sizes of the launch."""
         return self.launch.blocks
 
     @property
