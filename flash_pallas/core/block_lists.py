@@ -24,6 +24,8 @@ EMPTY, PARTIAL, WHOLE = 0, 1, 2  # states of a block
 # Operands by which tiles of one list may be hidden in one batch entry and visible in another.
 OF_ENTRIES = ("q_offset", "q_lengths", "kv_lengths", "q_segments", "q_first", "q_last")
 COUNTS = 2  # columns of `block_lists` in front of the numbers
+# Base 2, of the lengths that `longest_first` tells apart, relative to their mean.
+SHORTEST, LONGEST = -3, 12
 
 
 class BlockLists(NamedTuple):
@@ -33,17 +35,19 @@ class BlockLists(NamedTuple):
         bounds: int32[Bb, N1, blocks, 3]: where a block's list begins in `index`, where its whole
             blocks begin, and where it ends.
         index: int32[Bb, N1, entries], numbers of blocks, one more than all lists have.
+        order: what `longest_first` returns, or None.
     """
 
     bounds: Any
     index: Any
+    order: Any = None
 
     @property
     def in_one(self) -> BlockLists:
         """The same with all lists in one: `index` int32[entries], and places counted in it."""
         entries, heads, each = self.index.shape
         first = jnp.arange(entries * heads, dtype=jnp.int32).reshape(entries, heads, 1, 1) * each
-        return BlockLists(self.bounds + first, self.index.reshape(-1))
+        return self._replace(bounds=self.bounds + first, index=self.index.reshape(-1))
 
 
 def of_states(states):
@@ -129,6 +133,46 @@ def of_keys(
     ends = jnp.cumsum(sizes, axis=-1).reshape(*leading[:2], kv_tiles, 2)
     starts = ends[..., :1] - sizes.reshape(ends.shape)[..., :1]
     return BlockLists(jnp.concatenate([starts, ends], axis=-1), _readable(key % (group * q_tiles)))
+
+
+def longest_first(lists: BlockLists, batch: int, heads: int):
+    """Returns the tiles of a call in the order in which they begin, those with long lists first.
+
+    A tile that begins last and takes long leaves other SMs idle: one whose keys every query reads
+    takes as long as fifty of a window. Of tiles whose lists are about as long, up to a factor of
+    two, those of a head stay together and ascend: neighbours read the same keys.
+
+    Args:
+        lists: of all tiles.
+        batch: number of batch entries, of which several may share a list.
+        heads: number of heads, which may share a list.
+
+    Returns:
+        int32[batch * heads * tiles], numbers of tiles: (entry * heads + head) * tiles + tile.
+    """
+    size = lists.bounds[..., 2] - lists.bounds[..., 0]
+    (entries, own, tiles), total = size.shape, size.size
+    relative = size.astype(jnp.float32).reshape(-1)
+    relative /= jnp.maximum(jnp.mean(relative), 1.0)
+    octaves = jnp.clip(jnp.round(jnp.log2(relative)), SHORTEST, LONGEST)
+    rank = LONGEST - octaves.astype(jnp.int32)
+    number = jnp.sort(rank * total + jnp.arange(total, dtype=jnp.int32)) % total
+    shared = batch // entries, heads // own
+    copies = shared[0] * shared[1]
+    if copies == 1:
+        return number
+    # All tiles of one rank that one head has, then those of the next head, then the next rank.
+    ranks = jnp.arange(LONGEST - SHORTEST + 1, dtype=jnp.int32)[:, None]
+    of_rank = jnp.sum(rank[None] == ranks, axis=-1, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(ranks.T <= ranks, of_rank[None], 0), axis=-1, dtype=jnp.int32)
+    place = jnp.arange(total * copies, dtype=jnp.int32)
+    found = jnp.sum(place[None] >= ends[:, None] * copies, axis=0, dtype=jnp.int32)
+    each, first = of_rank[found], (ends - of_rank)[found]
+    copy, within = jnp.divmod(place - first * copies, each)
+    of_list, tile = jnp.divmod(number[first + within], tiles)
+    entry, head = jnp.divmod(of_list, own)
+    entry = entry * shared[0] + copy // shared[1]
+    return (entry * heads + head * shared[1] + copy % shared[1]) * tiles + tile
 
 
 def planned(problem: Problem, operands: Operands, tile: tuple[int, int]):

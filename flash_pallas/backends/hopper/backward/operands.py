@@ -19,6 +19,7 @@ from ....core.padding import pad_axis
 from ....core.problem import Cotangents, Operands, Problem
 from ....core.softmax import EMPTY_ROW
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, with_shift
+from ..common import tile_lists
 from ..common.auxiliary_inputs import AuxiliaryInputs
 from ..common.pipeline import Padding
 from ..common.tile_lists import TileList
@@ -93,11 +94,14 @@ class BackwardArrays(NamedTuple):
             tile: (queries, keys) of one step of a CTA.
         """
         if problem.is_listed:
-            lists = block_lists.of_queries(problem, operands, tile)
             if q_axis:
                 lists = block_lists.of_keys(problem, operands, tile, problem.group)
+                lists = tile_lists.ordered(lists, problem.batch, problem.kv_heads)
+            else:
+                lists = block_lists.of_queries(problem, operands, tile)
+                lists = tile_lists.ordered(lists, problem.batch, problem.q_heads)
             return self._replace(
-                lists=lists.in_one, auxiliary=self.auxiliary_of(problem, operands, q_axis)
+                lists=lists, auxiliary=self.auxiliary_of(problem, operands, q_axis)
             )
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
         hides = q_axis == 1 and problem.hides_by_arrays
@@ -136,6 +140,24 @@ class BackwardArrays(NamedTuple):
         if self.auxiliary.kv_lengths is not None:
             return self.auxiliary.kv_lengths[batch]
         return problem.kv_len if problem.kv_len % block_kv else None
+
+
+# --- Which tile a CTA of backward/split owns ------------------------------------------------------
+
+
+def own_grid(problem: Problem, axes: dict[str, int]) -> dict[str, int]:
+    """Returns the grid of CTAs that each own a block, of axes "batch", "head" and "block".
+
+    Where blocks have lists it has one axis, and CTAs follow the order of the lists.
+    """
+    return {"cta": math.prod(axes.values())} if problem.is_listed else axes
+
+
+def own_place(problem: Problem, arrays: BackwardArrays, heads: int) -> tuple[Any, Any, Any]:
+    """Returns (batch entry, head, block) of this CTA in an `own_grid` with so many heads."""
+    if problem.is_listed:
+        return tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
+    return tuple(lax.axis_index(name) for name in ("batch", "head", "block"))
 
 
 # --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----

@@ -7,9 +7,22 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ....core import block_lists
 from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
+
+
+def ordered(lists: BlockLists, batch: int, heads: int) -> BlockLists:
+    """Returns the lists of all tiles of so many entries and heads, in one, and the tiles' order."""
+    return lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
+
+
+def place(lists: BlockLists, n, heads: int):
+    """Returns (batch entry, head, tile) of the n-th tile in the order of the lists."""
+    number, tiles = lists.order[n], jnp.int32(lists.bounds.shape[2])
+    head, heads = lax.div(number, tiles), jnp.int32(heads)
+    return lax.div(head, heads), lax.rem(head, heads), lax.rem(number, tiles)
 
 
 class TileList(NamedTuple):

@@ -89,10 +89,11 @@ def forward(
     blocks = blocks.possible(problem)
     rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
     num_ctas = num_sms if blocks.persistent else None
+    scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
     lists = None
     if problem.is_listed:
-        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv)).in_one
-    scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
+        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
+        lists = scheduler.ordered(lists)
     first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
     offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None

@@ -2,12 +2,14 @@
 
 A CTA that is not persistent has one tile. A persistent one has every `num_ctas`-th tile; if causal,
 the tiles of a table that is computed at trace time; where arrays decide what a tile costs, those
-that it claims from a counter in device memory.
+that it claims from a counter in device memory. Where lists of keys say what a tile costs, tiles
+with long lists come first: see longest_first in core/block_lists.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +25,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
 from ....core import integers as ints
+from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu.inline import i32_constant
+from ..common import tile_lists
 from ..common.pipeline import WARPGROUP
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
@@ -49,6 +53,7 @@ class TileScheduler:
         num_ctas: number of CTAs.
         uses_table: CTAs go through the lists of `table`.
         dynamic: CTAs claim tiles instead of going through a list.
+        has_lists: the tiles have lists of keys, with an order that is followed.
         interpret: run by the interpreter, where every CTA claims every `num_ctas`-th tile.
     """
 
@@ -61,6 +66,7 @@ class TileScheduler:
     uses_table: bool
     dynamic: bool
     interpret: bool
+    has_lists: bool = False
 
     @classmethod
     def of(
@@ -82,7 +88,8 @@ class TileScheduler:
         num_tiles, mask = heads * q_tiles, problem.spec.mask
         # Neighbouring tiles of a window read the same keys, and all but the first as many.
         windowed = mask.left is not None and 2 * mask.left < problem.kv_len
-        longest_first, swizzle_heads = not (mask.right is None or windowed), 1
+        longest_first = not (mask.right is None or windowed or problem.is_listed)
+        swizzle_heads = 1
         if longest_first:
             kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
             swizzle_heads = max(problem.group, min(heads, SWIZZLE_BYTES // max(kv_bytes, 1)))
@@ -98,6 +105,7 @@ class TileScheduler:
             uses_table=num_sms is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
             dynamic=dynamic,
             interpret=interpret,
+            has_lists=problem.is_listed,
         )
 
     @property
@@ -123,6 +131,12 @@ class TileScheduler:
         costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
         return list_schedule(np.array(costs), self.num_ctas)
 
+    def ordered(self, lists: BlockLists) -> BlockLists:
+        """Returns the lists of all tiles, with their order; one past the last can be claimed."""
+        lists = tile_lists.ordered(lists, self.batch, self.heads)
+        past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)
+        return lists._replace(order=jnp.concatenate([lists.order, past]))
+
     # --- in the kernel: `cta` is a ForwardCta, and its n-th tile is counted from 0 ----------------
 
     def count(self, cta):
@@ -136,7 +150,8 @@ class TileScheduler:
         """Returns the number of the CTA's n-th tile, for a number past its last one any."""
         if self.uses_table:
             return cta.gmem.table[cta.index, n + 1]
-        return lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))
+        number = lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))
+        return cta.gmem.lists.order[number] if self.has_lists else number
 
     def after(self, cta, n):
         """Returns (number of the tile after the n-th of the list, whether there is one)."""
@@ -145,7 +160,9 @@ class TileScheduler:
 
     def first(self, cta):
         """Returns the number of the CTA's first tile."""
-        return jnp.int32(cta.index) if self.dynamic else self.listed(cta, jnp.int32(0))
+        if self.dynamic and not self.has_lists:
+            return jnp.int32(cta.index)
+        return self.listed(cta, jnp.int32(0))
 
     def claim(self, cta, n):
         """Claims (producer) the tile after the n-th; returns (its number, whether it exists)."""
@@ -155,13 +172,18 @@ class TileScheduler:
         place = cta.smem.tile_numbers.at[slot]
         if self.interpret:
             number = jnp.int32((n + 1) * self.num_ctas + cta.index)
+            if self.has_lists:
+                number = cta.gmem.lists.order[number]
             cta.smem.tile_numbers[slot] = jnp.full((1,), number)
         else:
+            refs = (cta.counter, place, *((cta.gmem.lists.order,) if self.has_lists else ()))
             run = plgpu.inline_mgpu(
-                arg_types=(plgpu.RefType(), plgpu.RefType()),
+                arg_types=(plgpu.RefType(),) * len(refs),
                 return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
             )
-            number = run(_claim_body)(cta.counter, place) + jnp.int32(self.num_ctas)
+            number = run(functools.partial(_claim_body, self.num_ctas))(*refs)
+            if not self.has_lists:
+                number = number + jnp.int32(self.num_ctas)
         plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
         return number, number < self.num_tiles
 
@@ -172,7 +194,7 @@ class TileScheduler:
         slot = lax.rem(n + 1, jnp.int32(SLOTS))
         plgpu.barrier_wait(cta.smem.tile_full.at[slot])
         number = cta.smem.tile_numbers[slot, 0]
-        if not self.interpret:
+        if not self.interpret and not self.has_lists:
             number = number + jnp.int32(self.num_ctas)
         return number, number < self.num_tiles
 
@@ -233,18 +255,26 @@ def with_counter(kernel: Callable, results):
     return pl.run_state(run)((jnp.zeros((1,), jnp.int32), zeros))[1]
 
 
-def _claim_body(_, counter, place):
-    """Adds 1 to the counter and returns what it was, to all threads and in shared memory."""
+def _claim_body(num_ctas: int, _, counter, place, order=None):
+    """Adds 1 to the counter and returns what it was, to all threads and in shared memory.
+
+    With an order it returns the number of the tile that this is in it, `num_ctas` further on.
+    """
     index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
     zero = arith.constant(index, 0)
     thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
     branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, thread, i32_constant(0)))
     with ir.InsertionPoint(branch.then_block):
         pointer = mgpu.utils.memref_ptr(counter)
-        old = llvm.inline_asm(
+        found = llvm.inline_asm(
             i32, [pointer], "atom.global.add.u32 $0, [$1], 1;", "=r,l", has_side_effects=True
         )
-        memref.store(old, place, [zero])
+        if order is not None:
+            place_in_order = arith.addi(
+                arith.index_cast(index, found), arith.constant(index, num_ctas)
+            )
+            found = memref.load(order, [place_in_order])
+        memref.store(found, place, [zero])
         scf.yield_([])
     mgpu.utils.warpgroup_barrier()
     number = memref.load(place, [zero])

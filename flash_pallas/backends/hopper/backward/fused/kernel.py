@@ -81,11 +81,12 @@ def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *
     if launch.blocks.persistent:
         run_roles(persistent_cta(launch, *refs))
         return
-    pair = launch.pair()
-    if launch.pairs % launch.at_once == 0:
-        run_kv_tile(launch, *refs, pair)
+    pair, block = launch.place(gmem)
+    run = functools.partial(run_kv_tile, launch, *refs, pair, block)
+    if launch.in_order or launch.pairs % launch.at_once == 0:
+        run()
     else:  # the last section is smaller
-        pl.when(pair < launch.pairs)(functools.partial(run_kv_tile, launch, *refs, pair))
+        pl.when(pair < launch.pairs)(run)
 
 
 def run_kv_tile(
@@ -94,9 +95,10 @@ def run_kv_tile(
     gmem: BackwardArrays,
     smem: FusedSmem,
     pair,
+    block,
 ):
-    """Runs a CTA that has one KV tile."""
-    block, parts = lax.axis_index("kv") + launch.first_block, launch.blocks.split_q
+    """Runs a CTA that has one KV tile: of a pair, the block counted from the first key."""
+    parts = launch.blocks.split_q
     tile = launch.kv_tile(gmem, pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
     if parts > 1 and isinstance(q_tiles, QTileRange):

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core import integers as ints
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, float32
-from ...common import pipeline
+from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
@@ -39,7 +39,8 @@ from .tiles import (
 #
 # Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
 # together then add to different tiles of dQ (KV tiles fastest: 0.94x if causal), the longest
-# causal loops start first, and no more is in use than L2 keeps.
+# causal loops start first, and no more is in use than L2 keeps. Where lists say how long loops are,
+# CTAs follow their order instead.
 #
 # A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
 # copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
@@ -102,6 +103,8 @@ class Launch:
         """The grid of the launch, in clusters."""
         if self.part is Part.FAR:
             return {"first": self.pairs}
+        if self.in_order:
+            return {"first": self.total}
         blocks, sections = self.blocks, -(-self.pairs // self.at_once)
         if blocks.persistent:
             return {"first": self.clusters}
@@ -113,11 +116,24 @@ class Launch:
             "pair": self.at_once // blocks.bias_cluster,
         }
 
-    def pair(self):
-        """Returns the pair of this CTA; the last section of the grid may have some too many."""
+    @property
+    def in_order(self) -> bool:
+        """True if CTAs follow the order of the lists, instead of sections."""
+        blocks = self.blocks
+        alone = blocks.num_launches == blocks.kv_launches == blocks.bias_cluster == 1
+        return self.problem.is_listed and alone and not blocks.persistent
+
+    def place(self, gmem: BackwardArrays) -> tuple[Any, Any]:
+        """Returns (pair, KV block) of this CTA; the last section may have some pairs too many."""
+        if self.in_order:
+            batch, kv_head, block = tile_lists.place(
+                gmem.lists, lax.axis_index("first"), self.heads
+            )
+            return kv_head * self.entries + batch, block
         size = self.blocks.bias_cluster
         within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
-        return lax.axis_index("section") * self.at_once + within
+        pair = lax.axis_index("section") * self.at_once + within
+        return pair, lax.axis_index("kv") + self.first_block
 
     def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
         """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""

@@ -39,7 +39,14 @@ from ....gpu.score_tile import RegisterTile, Weights, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of
 from ...common.wgmma import Matmuls
-from ..operands import BackwardArrays, QTileList, QTileRange, mask_everywhere
+from ..operands import (
+    BackwardArrays,
+    QTileList,
+    QTileRange,
+    mask_everywhere,
+    own_grid,
+    own_place,
+)
 from .tiles import DkvBarriers, DkvBlocks, DkvSmem, dkv_scratch
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = 0, 1, 2
@@ -69,7 +76,7 @@ class DkvKernel:
         return self.loads.auxiliary
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: DkvSmem, bars: DkvBarriers):
-        batch, block = lax.axis_index("batch"), lax.axis_index("kv")
+        batch, kv_head, block = own_place(self.problem, gmem, self.problem.kv_heads)
         cta = DkvCta(
             gmem=gmem,
             dk=dk,
@@ -80,9 +87,9 @@ class DkvKernel:
             do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
             p=Ring(bars.p_full, bars.p_empty, self.blocks.p_stages),
             batch=batch,
-            kv_head=lax.axis_index("head"),
+            kv_head=kv_head,
             kv_start=block * WARPGROUP_ROWS,
-            q_tiles=self.q_tiles(gmem, batch, block),
+            q_tiles=self.q_tiles(gmem, (batch, kv_head, block)),
         )
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
@@ -90,14 +97,13 @@ class DkvKernel:
         if self.blocks.producer:
             pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
-    def q_tiles(self, gmem: BackwardArrays, batch, block) -> QTileRange | QTileList:
-        """Returns the Q tiles of this CTA."""
+    def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange | QTileList:
+        """Returns the Q tiles of a CTA; `at`: (batch entry, KV head, KV tile)."""
         size = WARPGROUP_ROWS, self.blocks.block_q
         loops = {"mask_all": mask_everywhere(self.problem)}
         if self.problem.is_listed:
-            at = batch, lax.axis_index("head"), block
             return QTileList.of(self.problem, gmem, at, *size, **loops)
-        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
+        return QTileRange.of(self.problem, gmem, (at[0], at[2]), *size, **loops)
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
@@ -320,11 +326,14 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
         out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)),
         scratch=dkv_scratch(problem, blocks, arrays),
         # Heads slowest: 1.05 (1.09 causal) of keys slowest, both kernels together, head dim 256.
-        grid={
-            "head": problem.kv_heads,
-            "kv": pl.cdiv(problem.kv_len, WARPGROUP_ROWS),
-            "batch": problem.batch,
-        },
+        grid=own_grid(
+            problem,
+            {
+                "head": problem.kv_heads,
+                "block": pl.cdiv(problem.kv_len, WARPGROUP_ROWS),
+                "batch": problem.batch,
+            },
+        ),
         threads=2 + blocks.producer,
         name="flash_pallas_backward_dkv",
         interpret=interpret,

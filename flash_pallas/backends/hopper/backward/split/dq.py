@@ -34,7 +34,14 @@ from ....gpu.score_tile import RegisterTile, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
-from ..operands import BackwardArrays, KvTileList, KvTileRange, mask_everywhere
+from ..operands import (
+    BackwardArrays,
+    KvTileList,
+    KvTileRange,
+    mask_everywhere,
+    own_grid,
+    own_place,
+)
 from .tiles import DqBarriers, DqBlocks, DqSmem, dq_scratch
 
 KvTiles = KvTileRange | KvTileList
@@ -72,8 +79,9 @@ class DqKernel:
         return self.loads.auxiliary
 
     def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem, bars: DqBarriers):
-        batch, block, spec = lax.axis_index("batch"), lax.axis_index("q"), self.problem.spec
-        if spec.mask.right is not None:  # the longest rows first
+        batch, head, block = own_place(self.problem, gmem, self.problem.q_heads)
+        causal = self.problem.spec.mask.right is not None
+        if causal and not self.problem.is_listed:  # the longest rows first
             block = pl.cdiv(self.problem.q_len, self.blocks.block_q) - 1 - block
         q_start = block * self.blocks.block_q
         position = q_start + gmem.offset(self.problem, batch)
@@ -85,7 +93,7 @@ class DqKernel:
             k=Ring(bars.k_full, bars.k_empty, self.blocks.k_stages),
             v=Ring(bars.v_full, bars.v_empty, self.blocks.v_stages),
             batch=batch,
-            head=lax.axis_index("head"),
+            head=head,
             q_start=q_start,
             position=position,
             block=block,
@@ -216,11 +224,14 @@ def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardA
         out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
         scratch=dq_scratch(problem, blocks, arrays),
         # Queries slowest: 1.03 to 1.05 of heads slowest (head dim 256).
-        grid={
-            "q": pl.cdiv(problem.q_len, block_q),
-            "head": problem.q_heads,
-            "batch": problem.batch,
-        },
+        grid=own_grid(
+            problem,
+            {
+                "block": pl.cdiv(problem.q_len, block_q),
+                "head": problem.q_heads,
+                "batch": problem.batch,
+            },
+        ),
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_backward_dq",
         interpret=interpret,
