@@ -16,7 +16,7 @@ import pytest
 import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
 from . import checks, cudnn_cases, hopper_decode_cases
 from .cases import Case
@@ -24,6 +24,7 @@ from .hopper_cases import (
     FAR_ON_DEVICE,
     FORWARD_BLOCKS,
     FUSED_BLOCKS,
+    IN_TURN,
     LARGE_ON_DEVICE,
     ON_DEVICE,
 )
@@ -39,6 +40,13 @@ def test_kernels(case):
 @pytest.mark.parametrize("case", FAR_ON_DEVICE, ids=str)
 def test_rows_that_are_left_to_another_launch(case, monkeypatch):
     monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
+
+
+@pytest.mark.parametrize("case", IN_TURN, ids=str)
+def test_lists_that_begin_in_the_middle(case, monkeypatch):
+    monkeypatch.setattr(tile_lists, "STREAMED_BYTES", 0)
+    monkeypatch.setattr(tile_lists, "AT_ONCE", 2)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 

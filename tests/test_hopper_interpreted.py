@@ -9,12 +9,14 @@ from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.dbias import tiles as dbias_tiles
 from flash_pallas.backends.hopper.backward.fused import kernel, tiles
+from flash_pallas.backends.hopper.common import tile_lists
 
 from . import checks
 from .hopper_cases import (
     FLOAT32,
     FORWARD_BLOCKS,
     FUSED_BLOCKS,
+    IN_TURN,
     INTERPRETED,
     MAXIMA,
     MODIFIERS,
@@ -94,6 +96,16 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
     monkeypatch.setattr(bias_tiles, "SECTION_TILES", 2)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case)
+
+
+@pytest.mark.thorough(always=["blocks_listed"])
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", IN_TURN, ids=str)
+def test_lists_that_begin_in_the_middle(monkeypatch, case):
+    monkeypatch.setattr(tile_lists, "STREAMED_BYTES", 0)
+    monkeypatch.setattr(tile_lists, "AT_ONCE", 2)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
 
 
 @pytest.mark.interpret

@@ -36,11 +36,13 @@ class BlockLists(NamedTuple):
             blocks begin, and where it ends.
         index: int32[Bb, N1, entries], numbers of blocks, one more than all lists have.
         order: what `longest_first` returns, or None.
+        turn: what `turns` returns, or None.
     """
 
     bounds: Any
     index: Any
     order: Any = None
+    turn: Any = None
 
     @property
     def in_one(self) -> BlockLists:
@@ -164,7 +166,7 @@ def longest_first(lists: BlockLists, batch: int, heads: int):
     # All tiles of one rank that one head has, then those of the next head, then the next rank.
     ranks = jnp.arange(LONGEST - SHORTEST + 1, dtype=jnp.int32)[:, None]
     of_rank = jnp.sum(rank[None] == ranks, axis=-1, dtype=jnp.int32)
-    ends = jnp.sum(jnp.where(ranks.T <= ranks, of_rank[None], 0), axis=-1, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(ranks >= ranks.T, of_rank[None], 0), axis=-1, dtype=jnp.int32)
     place = jnp.arange(total * copies, dtype=jnp.int32)
     found = jnp.sum(place[None] >= ends[:, None] * copies, axis=0, dtype=jnp.int32)
     each, first = of_rank[found], (ends - of_rank)[found]
@@ -173,6 +175,43 @@ def longest_first(lists: BlockLists, batch: int, heads: int):
     entry, head = jnp.divmod(of_list, own)
     entry = entry * shared[0] + copy // shared[1]
     return (entry * heads + head * shared[1] + copy % shared[1]) * tiles + tile
+
+
+def turns(lists: BlockLists, heads: int, blocks: int, at_once: int):
+    """Returns where in its list of whole blocks each tile begins; it goes on from the first one.
+
+    Tiles that are worked on at one time should read the same blocks, or else L2 must hold all of
+    them. All lists ascend, but tiles do not begin together. So a hand goes round the blocks, like
+    that of a clock, once while a list of mean length is read. A tile begins at the block where the
+    hand is when the tile does, which is known from the lengths of the lists before it.
+
+    Args:
+        lists: `in_one`, with their order.
+        heads: number of heads.
+        blocks: number of blocks of the other sequence, for all heads of a list.
+        at_once: number of tiles that are worked on at one time.
+
+    Returns:
+        int32[batch * heads * tiles], by number of the tile.
+    """
+    entries, own, tiles = lists.bounds.shape[:3]
+    number = lists.order
+    head, tile = jnp.divmod(number, tiles)
+    entry, head = jnp.divmod(head, heads)
+    entry, head = entry // (number.size // (heads * tiles * entries)), head // (heads // own)
+    start, whole, stop = (lists.bounds[entry, head, tile, end] for end in range(3))
+    size = stop - start
+    before = jnp.cumsum(size, dtype=jnp.int32) - size
+    round_ = jnp.maximum(jnp.sum(size, dtype=jnp.int32) // number.size, 1) * at_once
+    share = (before % round_).astype(jnp.float32) / round_.astype(jnp.float32)
+    hand = (share * blocks).astype(jnp.int32)
+    low, high = whole, stop
+    for _ in range(int(blocks).bit_length()):
+        middle = (low + high) // 2
+        left = (low < high) & (lists.index[middle] < hand)
+        low, high = jnp.where(left, middle + 1, low), jnp.where(left, high, middle)
+    turn = jnp.where(low < stop, low, whole) - whole
+    return jnp.zeros_like(turn).at[number].set(turn, unique_indices=True)
 
 
 def planned(problem: Problem, operands: Operands, tile: tuple[int, int]):

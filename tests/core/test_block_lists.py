@@ -272,3 +272,29 @@ def test_the_order_of_lists_that_are_all_empty():
     bounds = jnp.zeros((1, 1, 7, 3), jnp.int32)
     order = block_lists.longest_first(block_lists.BlockLists(bounds, None), 2, 3)
     np.testing.assert_array_equal(order, np.arange(42))
+
+
+@pytest.mark.parametrize("own", [(1, 1), (2, 3)], ids=str)
+def test_tiles_begin_where_the_hand_is(own):
+    batch, heads, tiles, blocks, at_once = 2, 3, 40, 64, 5
+    rng = np.random.default_rng(1)
+    shown = jnp.asarray(rng.choice(3, (*own, tiles, blocks), p=[0.6, 0.1, 0.3]))
+    given = block_lists.of_states(shown.at[..., 3, :].set(EMPTY))
+    spec = AttentionSpec(1.0, block_shape=BLOCK)
+    sizes = tiles * BLOCK[0], blocks * BLOCK[1]
+    q, k = (jnp.zeros((batch, n, heads, 8)) for n in sizes)
+    operands = Operands(q, k, k, block_lists=given)
+    lists = compiled(block_lists.of_queries, describe(operands, spec), operands, BLOCK).in_one
+    lists = lists._replace(order=block_lists.longest_first(lists, batch, heads))
+    found = np.asarray(block_lists.turns(lists, heads, blocks, at_once))
+    assert found.shape == (batch * heads * tiles,) and len(np.unique(found)) > 5
+    start, whole, stop = np.moveaxis(np.broadcast_to(lists.bounds, (batch, heads, tiles, 3)), -1, 0)
+    size, before = (stop - start).reshape(-1), 0
+    each = max(size.sum() // size.size, 1) * at_once
+    for number in np.asarray(lists.order):
+        place = np.unravel_index(number, start.shape)
+        listed = np.asarray(lists.index)[whole[place] : stop[place]]
+        hand = int(np.float32(before % each) / np.float32(each) * np.float32(blocks))
+        later = np.flatnonzero(listed >= hand)
+        assert found[number] == (later[0] if later.size else 0)
+        before += size[number]

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from ....core import block_lists, bounds, padding
 from ....core import integers as ints
+from ....core.block_lists import BlockLists
 from ....core.integers import round_up
 from ....core.padding import pad_axis
 from ....core.problem import Cotangents, Operands, Problem
@@ -94,15 +95,9 @@ class BackwardArrays(NamedTuple):
             tile: (queries, keys) of one step of a CTA.
         """
         if problem.is_listed:
-            if q_axis:
-                lists = block_lists.of_keys(problem, operands, tile, problem.group)
-                lists = tile_lists.ordered(lists, problem.batch, problem.kv_heads)
-            else:
-                lists = block_lists.of_queries(problem, operands, tile)
-                lists = tile_lists.ordered(lists, problem.batch, problem.q_heads)
-            return self._replace(
-                lists=lists, auxiliary=self.auxiliary_of(problem, operands, q_axis)
-            )
+            lists = self.lists_of(problem, operands, q_axis, tile)
+            auxiliary = self.auxiliary_of(problem, operands, q_axis)
+            return self._replace(lists=lists, auxiliary=auxiliary)
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
         hides = q_axis == 1 and problem.hides_by_arrays
         return self._replace(
@@ -110,6 +105,17 @@ class BackwardArrays(NamedTuple):
             bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
+
+    def lists_of(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BlockLists:
+        """Returns the lists of tiles, in their order, for `for_rows`."""
+        queries, keys = pl.cdiv(problem.q_len, tile[0]), pl.cdiv(problem.kv_len, tile[1])
+        if not q_axis:
+            lists = block_lists.of_queries(problem, operands, tile)
+            streamed = tile_lists.bytes_of_keys(problem)
+            return tile_lists.ordered(lists, problem.batch, problem.q_heads, (keys, streamed))
+        lists = block_lists.of_keys(problem, operands, tile, problem.group)
+        other = queries * problem.group, tile_lists.bytes_of_queries(problem)
+        return tile_lists.ordered(lists, problem.batch, problem.kv_heads, other)
 
     def for_any_tile(self, problem: Problem, operands: Operands) -> BackwardArrays:
         """Adds what a kernel reads that goes through all tiles, whether lists name them or not."""
@@ -532,8 +538,8 @@ class QTileList:
 
     def apart(self, opaque: Callable) -> QTileList:
         """Returns this list with numbers from which nothing is shared with another loop."""
-        names = ("start", "partial", "count")
-        listed = self.listed._replace(**{n: opaque(getattr(self.listed, n)) for n in names})
+        own = {n: x for n, x in self.listed._asdict().items() if n != "index" and x is not None}
+        listed = self.listed._replace(**{n: opaque(x) for n, x in own.items()})
         kv_len, offset = opaque(self.kv_len), opaque(self.q_offset)
         return dataclasses.replace(self, listed=listed, kv_len=kv_len, q_offset=offset)
 

@@ -12,10 +12,38 @@ from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
 
+# Of what a head reads of the other sequence: more does not stay in the 50 MB L2, of which each half
+# keeps a copy of what its SMs read. H100, 64 blocks of 128 of 109,632 tokens for each block of
+# queries: without turns the backward reads all of dQ, dO and Q from device memory.
+STREAMED_BYTES = 24 << 20
+AT_ONCE = 132  # CTAs: as many SMs as an H100 or H200 has
 
-def ordered(lists: BlockLists, batch: int, heads: int) -> BlockLists:
-    """Returns the lists of all tiles of so many entries and heads, in one, and the tiles' order."""
-    return lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
+
+def ordered(lists: BlockLists, batch: int, heads: int, other: tuple[int, int]) -> BlockLists:
+    """Returns the lists of all tiles in one, with the tiles' order, and turns where they pay.
+
+    Args:
+        lists: of all tiles.
+        batch: number of batch entries.
+        heads: number of heads.
+        other: (number of tiles of the other sequence that a list may name, bytes of a head's).
+    """
+    found = lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
+    blocks, streamed = other
+    if streamed < STREAMED_BYTES:
+        return found
+    return found._replace(turn=block_lists.turns(found, heads, blocks, AT_ONCE))
+
+
+def bytes_of_keys(problem: Problem) -> int:
+    """Returns the bytes of a head's keys and values."""
+    return problem.kv_len * (problem.head_dim + problem.v_head_dim) * problem.dtype.itemsize
+
+
+def bytes_of_queries(problem: Problem) -> int:
+    """Returns the bytes of Q, dO and the float32 dQ of a head."""
+    each = (problem.head_dim + problem.v_head_dim) * problem.dtype.itemsize + 4 * problem.head_dim
+    return problem.q_len * each
 
 
 def place(lists: BlockLists, n, heads: int):
@@ -33,12 +61,14 @@ class TileList(NamedTuple):
         start: place of the first in `index`.
         partial: number of partial tiles.
         count: number of tiles.
+        turn: which of the whole tiles comes first, the others following in turn; None: the first.
     """
 
     index: Any
     start: Any
     partial: Any
     count: Any
+    turn: Any = None
 
     @classmethod
     def of(cls, problem: Problem, lists: BlockLists, at) -> TileList:
@@ -52,7 +82,12 @@ class TileList(NamedTuple):
         batch, head, tile = at
         of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
         start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
-        return cls(lists.index, start, whole - start, stop - start)
+        turn = None
+        if lists.turn is not None:
+            tiles = lists.bounds.shape[2]
+            heads = lists.turn.shape[0] // (problem.batch * tiles)
+            turn = lists.turn[(batch * heads + head) * tiles + tile]
+        return cls(lists.index, start, whole - start, stop - start, turn)
 
     @property
     def steps(self):
@@ -70,6 +105,10 @@ class TileList(NamedTuple):
 
     def __getitem__(self, n):
         """Returns the number of the n-th tile."""
+        if self.turn is not None:
+            later = n + self.turn
+            later = lax.select(later < self.count, later, later - (self.count - self.partial))
+            n = lax.select(n < self.partial, jnp.int32(n), later)
         return self.index[self.start + n]
 
 
