@@ -100,6 +100,11 @@ class Group:
     peers: tuple[str, ...] = ()
     whole: bool = False
 
+    def has(self, text: str) -> bool:
+        """Says whether the name with the sizes, or the name of a variant, contains a text."""
+        names = (f"{self.name} {self.sizes.label}", *(v.name for v in self.variants))
+        return any(text in name for name in names)
+
 
 DOCUMENTS = 16
 

@@ -177,7 +177,9 @@ def main() -> None:
     """Parses the command line, times the chosen groups and writes the file after each of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="groups whose name and shape contain this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="groups that have one of these texts"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ahead", type=int, default=4, help="groups compiled side by side")
     parser.add_argument("--time-limit", type=float, default=3600)
@@ -194,7 +196,7 @@ def main() -> None:
     found = results.header("features", method) | {"rows": []}
     earlier = results.load(arguments.refresh) if arguments.refresh else {"rows": []}
     begin = time.monotonic()
-    chosen = [g for g in GROUPS if arguments.only in f"{g.name} {g.sizes.label}"]
+    chosen = [group for group in GROUPS if any(map(group.has, arguments.only))]
     for chunk in itertools.batched(chosen, arguments.ahead):
         if time.monotonic() - begin > arguments.time_limit:
             print(f"time is up before {chunk[0].name} {chunk[0].sizes.label}")
