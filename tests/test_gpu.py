@@ -46,7 +46,7 @@ def test_rows_that_are_left_to_another_launch(case, monkeypatch):
 @pytest.mark.parametrize("case", IN_TURN, ids=str)
 def test_lists_that_begin_in_the_middle(case, monkeypatch):
     monkeypatch.setattr(tile_lists, "STREAMED_BYTES", 0)
-    monkeypatch.setattr(tile_lists, "NUM_SMS", 2)
+    monkeypatch.setattr(tile_lists, "AT_ONCE", 2)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 

@@ -103,7 +103,7 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
 @pytest.mark.parametrize("case", IN_TURN, ids=str)
 def test_lists_that_begin_in_the_middle(monkeypatch, case):
     monkeypatch.setattr(tile_lists, "STREAMED_BYTES", 0)
-    monkeypatch.setattr(tile_lists, "NUM_SMS", 2)
+    monkeypatch.setattr(tile_lists, "AT_ONCE", 2)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
 

@@ -306,11 +306,6 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
     """Returns why the fused backward cannot run with these blocks, or None."""
     if not blocks.runs(size.head_dim):
         return "'block_q' must be 128 for head dims up to 16"
-    if blocks.warpgroups > 2 or (blocks.warpgroups == 1 and not blocks.may_be_alone):
-        return (
-            f"'warpgroups' is {blocks.warpgroups}: 2, or 1 with 'block_q' 64 and without "
-            "'producer', 'ping_pong', 'split_q' and 'bias_cluster'"
-        )
     if blocks.ping_pong and not blocks.may_ping_pong:
         return (
             "'ping_pong' needs at least two 'stages', 'do_stages' and 'ds_stages', and no "

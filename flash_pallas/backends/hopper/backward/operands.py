@@ -85,9 +85,7 @@ class BackwardArrays(NamedTuple):
         auxiliary = AuxiliaryInputs(problem, q_axis).arrays(operands)
         return with_shift(auxiliary, self.shift, problem.kv_heads)
 
-    def for_rows(
-        self, problem: Problem, operands: Operands, q_axis: int, tile, ctas_per_sm: int = 1
-    ) -> BackwardArrays:
+    def for_rows(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BackwardArrays:
         """Adds what a kernel reads whose rows are queries (q_axis 0) or keys (1).
 
         Args:
@@ -95,10 +93,9 @@ class BackwardArrays(NamedTuple):
             operands: operands as the backend got them.
             q_axis: axis of the kernel's tiles that runs over queries.
             tile: (queries, keys) of one step of a CTA.
-            ctas_per_sm: number of CTAs that an SM holds.
         """
         if problem.is_listed:
-            lists = lists_of(problem, operands, q_axis, tile, ctas_per_sm)
+            lists = self.lists_of(problem, operands, q_axis, tile)
             auxiliary = self.auxiliary_of(problem, operands, q_axis)
             return self._replace(lists=lists, auxiliary=auxiliary)
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
@@ -108,6 +105,17 @@ class BackwardArrays(NamedTuple):
             bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
+
+    def lists_of(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BlockLists:
+        """Returns the lists of tiles, in their order, for `for_rows`."""
+        queries, keys = pl.cdiv(problem.q_len, tile[0]), pl.cdiv(problem.kv_len, tile[1])
+        if not q_axis:
+            lists = block_lists.of_queries(problem, operands, tile)
+            streamed = tile_lists.bytes_of_keys(problem)
+            return tile_lists.ordered(lists, problem.batch, problem.q_heads, (keys, streamed))
+        lists = block_lists.of_keys(problem, operands, tile, problem.group)
+        other = queries * problem.group, tile_lists.bytes_of_queries(problem)
+        return tile_lists.ordered(lists, problem.batch, problem.kv_heads, other)
 
     def for_any_tile(self, problem: Problem, operands: Operands) -> BackwardArrays:
         """Adds what a kernel reads that goes through all tiles, whether lists name them or not."""
@@ -140,20 +148,6 @@ class BackwardArrays(NamedTuple):
         return problem.kv_len if problem.kv_len % block_kv else None
 
 
-def lists_of(
-    problem: Problem, operands: Operands, q_axis: int, tile, ctas_per_sm: int
-) -> BlockLists:
-    """Returns the lists of tiles, in their order, for `BackwardArrays.for_rows`."""
-    queries, keys = pl.cdiv(problem.q_len, tile[0]), pl.cdiv(problem.kv_len, tile[1])
-    if q_axis:
-        lists = block_lists.of_keys(problem, operands, tile, problem.group)
-        other = queries * problem.group, tile_lists.bytes_of_queries(problem)
-        return tile_lists.ordered(lists, problem.batch, problem.kv_heads, other, ctas_per_sm)
-    lists = block_lists.of_queries(problem, operands, tile)
-    other = keys, tile_lists.bytes_of_keys(problem)
-    return tile_lists.ordered(lists, problem.batch, problem.q_heads, other, ctas_per_sm)
-
-
 # --- Which tile a CTA of backward/split owns ------------------------------------------------------
 
 
@@ -169,7 +163,7 @@ def own_place(problem: Problem, arrays: BackwardArrays, heads: int) -> tuple[Any
     """Returns (batch entry, head, block) of this CTA in an `own_grid` with so many heads."""
     if problem.is_listed:
         return tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
-    return lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("block")
+    return tuple(lax.axis_index(name) for name in ("batch", "head", "block"))
 
 
 # --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----

@@ -24,7 +24,6 @@ from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 # --- Shared memory and rings ----------------------------------------------------------------------
 
 SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
-SMEM_OF_SM, SMEM_RESERVED = 233_472, 1024  # bytes of an SM, and of each CTA for the system
 SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
 
 
@@ -116,11 +115,6 @@ def tile_transforms(swizzle: int, dtype) -> tuple:
 def fits(scratch) -> bool:
     """Says whether a CTA that allocates this finds room for it."""
     return shared_memory(scratch) <= SMEM_LIMIT
-
-
-def fit_twice(scratch) -> bool:
-    """Says whether an SM has shared memory for two CTAs that allocate this."""
-    return 2 * (shared_memory(scratch) + SMEM_RESERVED) <= SMEM_OF_SM
 
 
 def row_buffer(shape):

@@ -16,12 +16,10 @@ from ...gpu import auxiliary_arrays
 # keeps a copy of what its SMs read. H100, 64 blocks of 128 of 109,632 tokens for each block of
 # queries: without turns the backward reads all of dQ, dO and Q from device memory.
 STREAMED_BYTES = 24 << 20
-NUM_SMS = 132  # of an H100 and an H200
+AT_ONCE = 132  # CTAs: as many SMs as an H100 or H200 has
 
 
-def ordered(
-    lists: BlockLists, batch: int, heads: int, other: tuple[int, int], ctas_per_sm: int
-) -> BlockLists:
+def ordered(lists: BlockLists, batch: int, heads: int, other: tuple[int, int]) -> BlockLists:
     """Returns the lists of all tiles in one, with the tiles' order, and turns where they pay.
 
     Args:
@@ -29,13 +27,12 @@ def ordered(
         batch: number of batch entries.
         heads: number of heads.
         other: (number of tiles of the other sequence that a list may name, bytes of a head's).
-        ctas_per_sm: number of tiles that an SM works on at one time.
     """
     found = lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
     blocks, streamed = other
     if streamed < STREAMED_BYTES:
         return found
-    return found._replace(turn=block_lists.turns(found, heads, blocks, NUM_SMS * ctas_per_sm))
+    return found._replace(turn=block_lists.turns(found, heads, blocks, AT_ONCE))
 
 
 def bytes_of_keys(problem: Problem) -> int:

@@ -89,14 +89,13 @@ def forward(
     several = blocks.persistent and blocks.producer and bool(blocks.speculates)
     blocks = blocks.possible(problem)
     rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
-    ctas_per_sm = blocks.ctas_per_sm(problem)
-    num_ctas = num_sms * ctas_per_sm if blocks.persistent else None
+    num_ctas = num_sms if blocks.persistent else None
     scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
     lists = None
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
         keys = pl.cdiv(problem.kv_len, blocks.block_kv)
-        lists = scheduler.ordered(lists, (keys, bytes_of_keys(problem)), ctas_per_sm)
+        lists = scheduler.ordered(lists, (keys, bytes_of_keys(problem)))
     first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
     offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None

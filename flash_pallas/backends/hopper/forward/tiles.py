@@ -26,7 +26,7 @@ from ..common.auxiliary_inputs import (
     wants_narrow_tiles,
 )
 from ..common.far_rows import Part
-from ..common.pipeline import Padding, Ring, fit_twice, fits, row_buffer
+from ..common.pipeline import Padding, Ring, fits, row_buffer
 from ..common.tile_lists import TileList, largest
 from ..common.wgmma import Matmuls
 from .scheduler import SLOTS, TileScheduler
@@ -96,15 +96,6 @@ class ForwardBlocks:
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for a problem with native head dims."""
         return shared_memory(scratch(problem, self))
-
-    def ctas_per_sm(self, problem: Problem) -> int:
-        """Returns how many CTAs an SM holds, for a problem with native head dims.
-
-        Two of one warpgroup that loads for itself share the registers, of which a thread has 255 at
-        most. With a producer, ptxas gives both warpgroups of a CTA as many.
-        """
-        alone = self.warpgroups == 1 and not self.producer
-        return 2 if alone and fit_twice(scratch(problem, self)) else 1
 
     def speculation(self, problem: Problem) -> float:
         """Returns `speculates` where speculation is possible, else 0; float16 limits it to 14.

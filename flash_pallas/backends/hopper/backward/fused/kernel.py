@@ -56,6 +56,7 @@ from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
 from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
+    WARPGROUPS,
     FusedBlocks,
     FusedSmem,
     scratch,
@@ -112,7 +113,7 @@ def run_kv_tile(
         run_roles(cta)
     else:
         pl.when(q_tiles.total > 0)(run)
-        nothing = (q_tiles.total == 0) & (cta.wg < cta.blocks.warpgroups)
+        nothing = (q_tiles.total == 0) & (cta.wg < WARPGROUPS)
         pl.when(nothing)(functools.partial(write_zeros, cta))
 
 
@@ -154,12 +155,11 @@ def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> Fused
 
 def run_roles(cta: FusedCta):
     """Sends each warpgroup to its role: compute, producer, or sums of the bias's gradient."""
-    compute = cta.blocks.warpgroups
-    pl.when(cta.wg < compute)(functools.partial(consume, cta))
+    pl.when(cta.wg < WARPGROUPS)(functools.partial(consume, cta))
     if cta.blocks.producer:
-        pl.when(cta.wg == compute)(functools.partial(produce, cta))
+        pl.when(cta.wg == WARPGROUPS)(functools.partial(produce, cta))
     if cta.blocks.sums_bias:
-        pl.when(cta.wg == compute + 1)(functools.partial(sum_dbias, cta))
+        pl.when(cta.wg == WARPGROUPS + 1)(functools.partial(sum_dbias, cta))
 
 
 # --- A compute warpgroup --------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def write_zeros(cta: FusedCta):
 
 
 class GradientGemms(abc.ABC):
-    """Base class of the orders in which the warpgroups run dV, dK and dQ of a step."""
+    """Base class of the two orders in which the warpgroups run dV, dK and dQ of a step."""
 
     @abc.abstractmethod
     def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
@@ -452,37 +452,6 @@ class Lockstep(GradientGemms):
 
     def end(self, cta: FusedCta):
         """Does nothing after the last tile: every step has finished its own dQ."""
-
-
-class Alone(Lockstep):
-    """Runs a single warpgroup, whose dQ has two halves: there is no room for both at one time.
-
-    Another CTA of the SM has the tensor cores while this one waits.
-    """
-
-    def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
-        """Computes dV, dQ and dK of the n-th tile."""
-        cta.smem.ds[0] = ds
-        plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
-        plgpu.commit_smem()
-        tile, accumulator = cta.query_tile(n), plgpu.ACC(cta.dq_shape, jnp.float32)
-
-        def half(which: int, dq_acc):
-            plgpu.wgmma(dq_acc, *dq_operands(cta, 0, which))  # (5) dQ = dS K
-            if which == 0:
-                plgpu.wgmma_wait(1)
-                cta.do.release(n)
-                plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 - which)
-
-        for which in range(2):
-            dq = pl.run_scoped(functools.partial(half, which), accumulator)
-            if which == 1:
-                release_q(cta, n)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            cta.smem.dq[0] = dq
-            plgpu.commit_smem()
-            cta.add_dq(tile, which, cta.smem.dq.at[0])
 
 
 class PingPong(GradientGemms):
@@ -544,7 +513,7 @@ class PingPong(GradientGemms):
 
         It is n for warpgroup 1 and n - 1 for warpgroup 0: -1 in the first turn of a KV tile.
         """
-        return n - (1 - cta.wg)
+        return n - (WARPGROUPS - 1 - cta.wg)
 
     def hand_over(self, cta: FusedCta, of_dq):
         """Hands this warpgroup's part of dQ of that tile, in shared memory, over to be added."""
@@ -591,36 +560,33 @@ class PingPong(GradientGemms):
         if cta.interpret:
             plgpu.barrier_wait(cta.smem.turn.at[cta.wg])
         else:
-            inline.named_barrier("sync", cta.wg + inline.FIRST_NAMED_BARRIER, 256)
+            inline.named_barrier("sync", cta.wg + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
 
     def pass_turn(self, cta: FusedCta):
         """Passes the tensor cores to the other warpgroup."""
-        other = 1 - cta.wg
+        other = WARPGROUPS - 1 - cta.wg
         if cta.interpret:
             plgpu.barrier_arrive(cta.smem.turn.at[other])
         else:
-            inline.named_barrier("arrive", other + inline.FIRST_NAMED_BARRIER, 256)
+            inline.named_barrier("arrive", other + inline.FIRST_NAMED_BARRIER, 128 * WARPGROUPS)
 
 
 def mma_schedule(blocks: FusedBlocks) -> GradientGemms:
     """Returns the schedule that the blocks ask for."""
-    if blocks.warpgroups == 1:
-        return Alone()
     return PingPong() if blocks.ping_pong else Lockstep()
 
 
-def dq_operands(cta: FusedCta, ds_slot, part=None):
-    """Returns the operands (dS, K) of a part of dQ = dS K, by default this warpgroup's.
+def dq_operands(cta: FusedCta, ds_slot):
+    """Returns the operands (dS, K) of this warpgroup's part of dQ = dS K.
 
     The part is half of the columns, or half of the query rows.
     """
-    part = cta.wg if part is None else part
     rows, columns = cta.dq_shape
     ds = cta.smem.ds.at[ds_slot]
     if cta.blocks.dq_by_rows:
-        ds = cta.smem.ds.at[ds_slot, :, pl.ds(part * rows, rows)]
+        ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * rows, rows)]
         return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot]
-    own = pl.ds(part * columns, columns)
+    own = pl.ds(cta.wg * columns, columns)
     return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot, :, own]
 
 
@@ -885,7 +851,7 @@ def give_back(cta: FusedCta, n, wg: int, in_flight: int):
 
 def start_inline_loads(cta: FusedCta) -> FusedCta:
     """Loads what the Q tiles start with; returns the CTA with rings that refill on release."""
-    loads = cta.wg == cta.blocks.warpgroups - 1
+    loads = cta.wg == WARPGROUPS - 1
     rings = (cta.q, load_q), (cta.do, load_do)
 
     def fill(load_tile: Callable, n):
@@ -910,7 +876,7 @@ def start_inline_loads(cta: FusedCta) -> FusedCta:
 def end_inline_loads(cta: FusedCta):
     """Observes the releases that no later fill waited for."""
 
-    @pl.when(cta.wg == cta.blocks.warpgroups - 1)
+    @pl.when(cta.wg == WARPGROUPS - 1)
     def _():
         cta.q.drain(cta.q_tiles.total)
         cta.do.drain(cta.q_tiles.total)
@@ -989,7 +955,7 @@ def backward_fused(
         runs it; dbias has the dtype and shape of the bias, or is None without blocks.bias_cluster.
     """
     tile = (blocks.block_q, blocks.block_kv)
-    given = arrays.for_rows(problem, operands, 1, tile, blocks.ctas_per_sm)
+    given = arrays.for_rows(problem, operands, 1, tile)
     factor = softmax_of(problem, blocks).factor(problem)
     if factor != 1.0:
         given = given.scaled(factor)
@@ -1067,7 +1033,7 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
         scratch=(scratch(launch.problem, launch.blocks, like, launch.interpret),),
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
-        threads=launch.blocks.warpgroups + launch.blocks.producer + launch.blocks.sums_bias,
+        threads=WARPGROUPS + launch.blocks.producer + launch.blocks.sums_bias,
         name="flash_pallas_backward_fused" + "_far" * (launch.part is Part.FAR),
         interpret=launch.interpret,
     )

@@ -603,12 +603,8 @@ class FusedCta:
         rows = pl.ds(self.kv_start + self.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         return self.batch, rows, self.kv_head
 
-    def add_dq(self, tile, wg, buffer=None):
-        """Starts to add a part of a dQ tile, a `query_tile`, to device memory.
-
-        It is the wg-th part, of that warpgroup, in `buffer` if not where the warpgroup has it.
-        """
-        buffer = self.smem.dq.at[wg] if buffer is None else buffer
+    def add_dq(self, tile, wg):
+        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
         (head, rows), part, batch = tile, self.dq_shape, self.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.problem.group
@@ -617,7 +613,7 @@ class FusedCta:
         else:
             at = batch, rows, head, pl.ds(wg * part[1], part[1])
         target = self.results["dq"].at[at]
-        plgpu.copy_smem_to_gmem(buffer, target, reduction_op="add")
+        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op="add")
 
     @property
     def dq_shape(self) -> tuple[int, int]:

@@ -21,12 +21,10 @@ from ..operands import BackwardArrays
 
 @dataclasses.dataclass(frozen=True)
 class FusedBlocks:
-    """Tile sizes and options of the fused backward.
+    """Tile sizes and options of the fused backward: 128 keys and two compute warpgroups per CTA.
 
     Attributes:
         block_q: number of queries per step.
-        warpgroups: number of compute warpgroups, 64 keys each: 2, or 1 for lists of 64 keys. One
-            loads for itself, so that an SM holds two CTAs, and computes dQ in two halves.
         stages, do_stages: number of tiles of Q and of dO in flight.
         ds_stages: number of slots for dS; with one, the warpgroups meet twice per step.
         mask_all: one loop masks every tile (if the mask hides anything), instead of a loop for the
@@ -57,7 +55,6 @@ class FusedBlocks:
     """
 
     block_q: int = 64
-    warpgroups: int = 2
     stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
@@ -77,12 +74,8 @@ class FusedBlocks:
     persistent_clusters: int = 1
     kv_stages: int = 1
 
+    block_kv = 2 * WARPGROUP_ROWS
     producer_registers, summing_registers = 24, 40
-
-    @property
-    def block_kv(self) -> int:
-        """Number of keys of a CTA's tile."""
-        return self.warpgroups * WARPGROUP_ROWS
 
     @property
     def compute_registers(self) -> int:
@@ -110,7 +103,7 @@ class FusedBlocks:
         return self.block_q == 2 * WARPGROUP_ROWS
 
     def dq_tile(self, head_dim: int) -> tuple[int, int]:
-        """Returns the shape (rows, columns) of the part of dQ that is computed at one time."""
+        """Returns the shape (rows, columns) of the part of dQ that one warpgroup computes."""
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
@@ -126,17 +119,6 @@ class FusedBlocks:
         With one slot for dO, a warpgroup would wait in its turn for what the other has yet to read.
         """
         return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not self.late_dp
-
-    @property
-    def may_be_alone(self) -> bool:
-        """True if a single warpgroup can run the steps: see `Alone` in kernel.py."""
-        others = self.producer or self.ping_pong or self.sums_bias or self.split_q > 1
-        return self.block_q == WARPGROUP_ROWS and not others
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """Number of CTAs that an SM holds, where shared memory suffices."""
-        return 1 if self.producer else 2 // self.warpgroups
 
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for the head dim that the kernel runs."""
@@ -248,9 +230,6 @@ DROPPING = MODIFIED | {64: dataclasses.replace(MASKED[64], signs=True)}
 # A cap and as little else (with documents 64 bytes): exponentials wait for dP^T, and 128 queries
 # fit. 1.18 of 64 queries with four stages; handing over late 0.97. At 128 1.00.
 CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
-NARROW = FusedBlocks(
-    block_q=64, warpgroups=1, do_stages=1, ds_stages=1, mask_all=True, producer=False
-)
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
@@ -269,9 +248,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
         first = dataclasses.replace(first, late_dp=True)
     alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
-    candidates = [first, dataclasses.replace(first, block_q=64), fewer, SMALLEST]
-    if problem.is_listed:
-        candidates.append(NARROW)
+    candidates = (first, dataclasses.replace(first, block_q=64), fewer, SMALLEST)
     listed = lambda b: problem.takes_tiles(b.block_q, b.block_kv)
     runs = lambda b: b.runs(problem.head_dim) and listed(b) and fits(scratch(problem, b))
     return next(filter(runs, candidates), None)
@@ -308,7 +285,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
         return MODIFIED
     if problem.is_listed:
         return LISTED
-    ragged = problem.kv_len % FusedBlocks().block_kv != 0
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
     if problem.is_packed:
         return PACKED
     if problem.is_dynamic:
@@ -346,6 +323,9 @@ def _together(blocks: FusedBlocks) -> FusedBlocks:
     Those do not pay then (0.93 to 0.97 at head dim 64).
     """
     return dataclasses.replace(blocks, ping_pong=False, late_handover=False, polynomials=0.0)
+
+
+WARPGROUPS = 2  # that compute, 64 keys each
 
 
 class FusedSmem(NamedTuple):
@@ -396,7 +376,7 @@ def scratch(
         interpret: run by the interpreter.
     """
     head_dim, dtype = problem.head_dim, problem.dtype
-    block_q, block_kv, wgs = blocks.block_q, blocks.block_kv, blocks.warpgroups
+    block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
     of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
     received = None
@@ -412,7 +392,7 @@ def scratch(
         k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
         v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
-        dq=tile_buffer((wgs, *blocks.dq_tile(head_dim)), jnp.float32),
+        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
@@ -420,22 +400,26 @@ def scratch(
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
         kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
         kv_empty=(
-            bar(num_arrivals=wgs, num_barriers=blocks.kv_stages) if blocks.persistent else None
+            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
+            if blocks.persistent
+            else None
         ),
         q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
-        q_empty=pipeline.empty_barrier(blocks.bias_cluster, wgs, blocks.stages),
+        q_empty=pipeline.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
         do_full=bar(num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=wgs, num_barriers=blocks.do_stages),
+        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         delta_full=bar(num_barriers=blocks.do_stages),
-        met=bar(num_arrivals=wgs),
+        met=bar(num_arrivals=WARPGROUPS),
         ds_ready=(
-            bar(num_arrivals=wgs, num_barriers=blocks.ds_stages) if blocks.ping_pong else None
+            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
+            if blocks.ping_pong
+            else None
         ),
-        turn=bar(num_barriers=wgs) if blocks.ping_pong and interpret else None,
-        dq_full=bar(num_barriers=wgs) if blocks.producer else None,
-        dq_empty=bar(num_barriers=wgs) if blocks.producer else None,
+        turn=bar(num_barriers=WARPGROUPS) if blocks.ping_pong and interpret else None,
+        dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
+        dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         padded_full=bar() if may_pad else None,
-        summed_full=bar(num_arrivals=wgs, num_barriers=blocks.ds_stages) if sums else None,
+        summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
         summed_empty=of_cluster(1, blocks.ds_stages) if sums else None,
         receives=of_cluster(1, 1) if sums else None,
     )
