@@ -239,33 +239,37 @@ def test_more_tiles_than_int32_can_number():
 
 
 @pytest.mark.parametrize("own", [(1, 1), (1, 3), (2, 1), (2, 3), (4, 3)], ids=str)
-def test_tiles_with_long_lists_come_first_and_others_keep_their_order(own):
+def test_very_long_lists_come_first_and_the_others_head_by_head(own):
     batch, heads, tiles = 4, 3, 50
     rng = np.random.default_rng(0)
-    sizes = rng.choice([0, 1, 20, 21, 22], (*own, tiles), p=[0.05, 0.05, 0.3, 0.3, 0.3])
+    sizes = rng.choice([0, 1, 20, 21, 22, 40], (*own, tiles), p=[0.05, 0.05, 0.2, 0.2, 0.3, 0.2])
     sizes[..., rng.integers(tiles)] = 400
     start = jnp.zeros((*own, tiles), jnp.int32)
     bounds = jnp.stack([start, start, jnp.asarray(sizes, jnp.int32)], axis=-1)
-    order = block_lists.longest_first(block_lists.BlockLists(bounds, None), batch, heads)
+    lists = block_lists.BlockLists(bounds, None)
+    order = np.asarray(block_lists.longest_first(lists, batch, heads))
+    np.testing.assert_array_equal(np.sort(order), np.arange(batch * heads * tiles))
     of_tile = np.repeat(sizes, batch // own[0], axis=0)
     of_tile = np.repeat(of_tile, heads // own[1], axis=1).reshape(-1)
-    np.testing.assert_array_equal(np.sort(order), np.arange(batch * heads * tiles))
-    long, similar = of_tile[order] == 400, np.isin(of_tile[order], [20, 21, 22])
-    assert long[: long.sum()].all()
-    pair, tile = np.divmod(np.asarray(order)[similar], tiles)
+    long = of_tile[order] == 400
+    assert long[: batch * heads].all() and long.sum() == batch * heads
+    pair = order[~long] // tiles
     assert (np.diff(pair) != 0).sum() == batch * heads - 1
-    assert (np.diff(tile)[np.diff(pair) == 0] > 0).all()
-    short = np.flatnonzero(of_tile[order] <= 1)
-    assert short.min() > np.flatnonzero(similar).max()
+    # Those of a head: 40, then 20 to 22, then 0 and 1, in octaves of the mean, which is 30.
+    kinds = np.digitize(of_tile[order[~long]], [10, 30])
+    same = np.diff(pair) == 0
+    assert (np.diff(kinds)[same] <= 0).all()
+    assert (np.diff(order[~long])[same & (np.diff(kinds) == 0)] > 0).all()
 
 
 def test_causal_tiles_are_ordered_by_octaves_of_their_length():
     sizes = jnp.arange(1, 257, dtype=jnp.int32)
     bounds = jnp.stack([sizes * 0, sizes * 0, sizes], axis=-1)[None, None]
-    order = block_lists.longest_first(block_lists.BlockLists(bounds, None), 1, 1)
+    order = block_lists.longest_first(block_lists.BlockLists(bounds, None), 1, 2)
     # The mean is 128.5; octaves end at sqrt(2) times as much, and so on.
     octaves = (182, 257), (91, 182), (46, 91), (23, 46), (1, 23)
-    np.testing.assert_array_equal(sizes[order], np.concatenate([np.arange(*x) for x in octaves]))
+    of_head = np.concatenate([np.arange(*x) for x in octaves])
+    np.testing.assert_array_equal(order, np.concatenate([of_head, of_head + 256]) - 1)
 
 
 def test_the_order_of_lists_that_are_all_empty():

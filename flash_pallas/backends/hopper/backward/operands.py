@@ -95,7 +95,7 @@ class BackwardArrays(NamedTuple):
             tile: (queries, keys) of one step of a CTA.
         """
         if problem.is_listed:
-            lists = self.lists_of(problem, operands, q_axis, tile)
+            lists = lists_of(problem, operands, q_axis, tile)
             auxiliary = self.auxiliary_of(problem, operands, q_axis)
             return self._replace(lists=lists, auxiliary=auxiliary)
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
@@ -105,17 +105,6 @@ class BackwardArrays(NamedTuple):
             bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
-
-    def lists_of(self, problem: Problem, operands: Operands, q_axis: int, tile) -> BlockLists:
-        """Returns the lists of tiles, in their order, for `for_rows`."""
-        queries, keys = pl.cdiv(problem.q_len, tile[0]), pl.cdiv(problem.kv_len, tile[1])
-        if not q_axis:
-            lists = block_lists.of_queries(problem, operands, tile)
-            streamed = tile_lists.bytes_of_keys(problem)
-            return tile_lists.ordered(lists, problem.batch, problem.q_heads, (keys, streamed))
-        lists = block_lists.of_keys(problem, operands, tile, problem.group)
-        other = queries * problem.group, tile_lists.bytes_of_queries(problem)
-        return tile_lists.ordered(lists, problem.batch, problem.kv_heads, other)
 
     def for_any_tile(self, problem: Problem, operands: Operands) -> BackwardArrays:
         """Adds what a kernel reads that goes through all tiles, whether lists name them or not."""
@@ -148,6 +137,21 @@ class BackwardArrays(NamedTuple):
         return problem.kv_len if problem.kv_len % block_kv else None
 
 
+def lists_of(problem: Problem, operands: Operands, q_axis: int, tile) -> BlockLists:
+    """Returns the lists of tiles, in their order, for `BackwardArrays.for_rows`."""
+    size, widths = problem.dtype.itemsize, problem.head_dim + problem.v_head_dim
+    if q_axis:
+        lists = block_lists.of_keys(problem, operands, tile, problem.group)
+        blocks = pl.cdiv(problem.q_len, tile[0]) * problem.group
+        heads, streamed = problem.kv_heads, problem.q_len * (size * widths + 4 * problem.head_dim)
+    else:
+        lists = block_lists.of_queries(problem, operands, tile)
+        blocks = pl.cdiv(problem.kv_len, tile[1])
+        heads, streamed = problem.q_heads, problem.kv_len * size * widths
+    lists = tile_lists.ordered(lists, problem.batch, heads)
+    return tile_lists.in_turn(lists, heads, blocks, streamed)
+
+
 # --- Which tile a CTA of backward/split owns ------------------------------------------------------
 
 
@@ -163,7 +167,7 @@ def own_place(problem: Problem, arrays: BackwardArrays, heads: int) -> tuple[Any
     """Returns (batch entry, head, block) of this CTA in an `own_grid` with so many heads."""
     if problem.is_listed:
         return tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
-    return tuple(lax.axis_index(name) for name in ("batch", "head", "block"))
+    return lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("block")
 
 
 # --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----

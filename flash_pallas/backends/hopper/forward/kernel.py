@@ -42,7 +42,6 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.auxiliary_inputs import Place
 from ..common.far_rows import Part, forward_gains, parts
 from ..common.pipeline import Padding, Ring, loader, rows_of
-from ..common.tile_lists import bytes_of_keys
 from .scheduler import TileScheduler, with_counter
 from .softmax import (
     bounded_softmax,
@@ -94,8 +93,7 @@ def forward(
     lists = None
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
-        keys = pl.cdiv(problem.kv_len, blocks.block_kv)
-        lists = scheduler.ordered(lists, (keys, bytes_of_keys(problem)))
+        lists = scheduler.ordered(lists)
     first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
     offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None

@@ -131,9 +131,9 @@ class TileScheduler:
         costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
         return list_schedule(np.array(costs), self.num_ctas)
 
-    def ordered(self, lists: BlockLists, other: tuple[int, int]) -> BlockLists:
-        """Returns `tile_lists.ordered`, with an order in which one past the last can be claimed."""
-        lists = tile_lists.ordered(lists, self.batch, self.heads, other)
+    def ordered(self, lists: BlockLists) -> BlockLists:
+        """Returns the lists of all tiles, with their order; one past the last can be claimed."""
+        lists = tile_lists.ordered(lists, self.batch, self.heads)
         past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)
         return lists._replace(order=jnp.concatenate([lists.order, past]))
 
