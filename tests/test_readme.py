@@ -31,6 +31,7 @@ TABLES = {
     "h200": "h200",
     "portable": "portable",
     "modifiers": "features",
+    "blocks": "features_blocks",
     "memory": "h200_memory",
     "decode": "decode",
     "parallel": "parallel",
