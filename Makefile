@@ -127,7 +127,7 @@ sanitize-gpu:
 bench:
 	@$(SETUP) dev cuda13 bench
 	$(PY) -m benchmarks.run --suite h200 --out benchmarks/results/h200.json
-	$(PY) -m benchmarks.run_features --out benchmarks/results/features.json
+	$(PY) -m benchmarks.run_features --processes 8 --out benchmarks/results/features.json
 	$(PY) -m benchmarks.run_decode --out benchmarks/results/decode.json
 
 docs:

@@ -14,11 +14,15 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import itertools
 import json
+import multiprocessing
+import os
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,6 +76,26 @@ def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
     return used
 
 
+def gate_of(group: int, variant: int, backend: str) -> dict[str, Any]:
+    """Returns `gate` of a variant of GROUPS, by number: another process has the same."""
+    found = GROUPS[group]
+    return gate(found.variants[variant], found.sizes, backend)
+
+
+def gates_apart(workers: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Makes processes for gates.
+
+    Half of the time that a group takes is the tracing and lowering of its gates, which threads of
+    one process do in turn. The processes are idle while anything is timed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(workers, spawn, initializer=_share_the_gpu)
+
+
+def _share_the_gpu() -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
 def _f32(arrays):
     return [x.astype(jnp.float32) for x in arrays]
 
@@ -83,19 +107,30 @@ def _rms(x) -> float:
 Prepared = tuple[dict[str, Program], dict[str, str], dict]
 
 
-def prepare(group: Group, backend: str = "hopper") -> Prepared:
-    """Compiles a group in parallel; returns (programs, refusals, gates) by variant or peer."""
+def prepare(group: Group, backend: str = "hopper", processes: Any = None) -> Prepared:
+    """Compiles a group in parallel; returns (programs, refusals, gates) by variant or peer.
+
+    `processes` are those of `gates_apart`, for a group of GROUPS; None: gates run here.
+    """
     *qkv, do = group.sizes.arrays()
     gates: dict[str, dict[str, float]] = {}
 
+    def checked(variant: Variant) -> Callable[[], dict[str, float]]:
+        if processes is None:
+            return functools.partial(gate, variant, group.sizes, backend)
+        place = GROUPS.index(group), group.variants.index(variant)
+        return processes.submit(gate_of, *place, backend).result
+
     def ours(variant: Variant) -> Program:
-        gates[variant.name] = gate(variant, group.sizes, backend)
+        used = checked(variant)
+        extra = variant.make(group.sizes, jax.random.key(1))
+        call = variant.attention(backend)
+        program = compile_jax(call, (*qkv, extra), do, variant.differentiated, group.whole)
+        gates[variant.name] = used()
         worst = max(gates[variant.name].values())
         if not worst <= 1.0:
             raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
-        extra = variant.make(group.sizes, jax.random.key(1))
-        call = variant.attention(backend)
-        return compile_jax(call, (*qkv, extra), do, variant.differentiated, group.whole)
+        return program
 
     def peers(name: str) -> Program:
         last = group.variants[-1]
@@ -182,6 +217,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ahead", type=int, default=4, help="groups compiled side by side")
+    parser.add_argument(
+        "--processes", type=int, default=0, help="that run gates; 0: none of their own"
+    )
     parser.add_argument("--time-limit", type=float, default=3600)
     parser.add_argument("--refresh", type=pathlib.Path, help="results whose other groups are kept")
     arguments = parser.parse_args()
@@ -197,18 +235,23 @@ def main() -> None:
     earlier = results.load(arguments.refresh) if arguments.refresh else {"rows": []}
     begin = time.monotonic()
     chosen = [group for group in GROUPS if any(map(group.has, arguments.only))]
+    processes = gates_apart(arguments.processes) if arguments.processes else None
+    prepared_by = functools.partial(prepare, processes=processes)
     for chunk in itertools.batched(chosen, arguments.ahead):
         if time.monotonic() - begin > arguments.time_limit:
             print(f"time is up before {chunk[0].name} {chunk[0].sizes.label}")
             break
         with concurrent.futures.ThreadPoolExecutor(len(chunk)) as pool:
-            prepared = list(pool.map(prepare, chunk))
+            prepared = list(pool.map(prepared_by, chunk))
+        print(f"{time.monotonic() - begin:.0f} s: prepared {len(chunk)} groups", flush=True)
         for group in chunk:
             rows = run_group(group, prepared.pop(0), timer, arguments.rounds)
             found["rows"] += rows
             print("\n".join(map(line, rows)), flush=True)
             arguments.out.write_text(json.dumps(refreshed(earlier, found), indent=1) + "\n")
             gc.collect()
+    if processes is not None:
+        processes.shutdown()
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ VARIANTS = {v.name: v for group in features.GROUPS for v in group.variants}
 @pytest.mark.thorough(always=["full", "causal, kv_lengths"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_runs_and_passes_its_gate(variant):
-    used = run_features.gate(variant, SMALL, "xla")
+    one_sequence = dataclasses.replace(SMALL, batch=1)
+    used = run_features.gate(variant, one_sequence if variant is features.VARLEN else SMALL, "xla")
     assert 0.1 < used["forward"] <= 1.0 and 0.1 < used["backward"] <= 1.0
 
 
@@ -74,6 +75,16 @@ def test_the_gate_of_float32_is_as_much_stricter(monkeypatch):
     monkeypatch.setattr(features.Variant, "attention", attention)
     assert run_features.gate(features.CAUSAL, sizes, "wrong")["forward"] > 1.0
     assert run_features.gate(features.CAUSAL, SMALL, "wrong")["forward"] < 1.0
+
+
+@pytest.mark.thorough
+def test_gates_of_processes_are_those_of_this_one(monkeypatch):
+    """A group of GROUPS, cut to the gate's length, as its whole arrays would take minutes here."""
+    group = next(g for g in features.GROUPS if g.name == "block masks")
+    expected = run_features.gate(group.variants[-1], group.sizes, "xla")
+    place = features.GROUPS.index(group), len(group.variants) - 1
+    with run_features.gates_apart(1) as processes:
+        assert processes.submit(run_features.gate_of, *place, "xla").result() == expected
 
 
 def test_the_gate_fails_what_is_wrong(monkeypatch):
