@@ -11,7 +11,8 @@ from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
 from .core import decode, mesh_axes, softmax, undifferentiable
-from .core.decode import DecodeOperands, DecodeSpec
+from .core import kv_blocks as kv_blocks_
+from .core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from .core.problem import Outputs
 from .frontend import arguments as checks
 from .frontend import dispatch, validate, validate_decode
@@ -42,6 +43,8 @@ def flash_decode(
     scale: float | None = None,
     num_splits: int | str = "auto",
     page_table: Int[Array, "B max_pages"] | None = None,
+    kv_blocks: Int[Array, "B heads M"] | None = None,
+    kv_block_size: int | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
@@ -89,6 +92,13 @@ def flash_decode(
             page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
             beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
             is read that does not belong to the cache; `check_pages` finds them.
+        kv_blocks: int32 [B, 1 or K, M]: the blocks of keys that the query of each sequence reads,
+            one list for all KV heads or one for each. Block i has kv_block_size keys from key
+            i * kv_block_size on. No other is loaded. Numbers may be in any order and repeated; -1,
+            or a block beyond the length, is nothing. For T = 1, without `q_offset`, `window`,
+            `kv_starts` and `alibi_slopes`. Sparse attention chooses them: MoBA, NSA, Quest.
+        kv_block_size: keys of a block of `kv_blocks`, a multiple of 16 from 16 to 256 that divides
+            S; with `page_table` a multiple of page_size, which is the default.
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
             head [K], or per sequence and head [B, K], or with `page_table` per page and head
             [P, K]; None is 1. `append_kv` divides by the same numbers.
@@ -127,12 +137,14 @@ def flash_decode(
         scale=scale,
         num_splits=num_splits,
         page_table=page_table,
+        kv_blocks=kv_blocks,
+        kv_block_size=kv_block_size,
         k_scale=k_scale,
         v_scale=v_scale,
     )
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
-    problem = decode.describe(operands, spec)
+    problem = _described(spec, operands)
     chosen = dispatch.select(problem, backend, platform=dispatch.platform_of((q, k, v)))
     o, lse = _decode(chosen, spec, operands)
     return (o, lse) if with_lse else o
@@ -154,6 +166,8 @@ def explain_decode(
     scale: float | None = None,
     num_splits: int | str = "auto",
     page_table: Shaped | None = None,
+    kv_blocks: Shaped | None = None,
+    kv_block_size: int | None = None,
     k_scale: Shaped | None = None,
     v_scale: Shaped | None = None,
     backend: str = "auto",
@@ -178,6 +192,8 @@ def explain_decode(
         scale: multiplies the scores.
         num_splits: number of ranges in which the keys are read.
         page_table: pages of every sequence [B, max_pages].
+        kv_blocks: blocks of keys that are read.
+        kv_block_size: keys of such a block.
         k_scale: scale of the keys of a quantized cache.
         v_scale: scale of its values.
         backend: name of the implementation.
@@ -207,17 +223,33 @@ def explain_decode(
         "scale": scale,
         "num_splits": num_splits,
         "page_table": page_table,
+        "kv_blocks": kv_blocks,
+        "kv_block_size": kv_block_size,
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
 
     def shapes(q, k, v, given):
-        spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**given))
-        return decode.describe(operands, spec)
+        return _described(*validate_decode.canonicalize(q, k, v, DecodeArguments(**given)))
 
     problem = validate.of_shapes(shapes, q, k, v, given)
     platform = dispatch.platform_of((q, k, v))
     return dispatch.explanation(problem, backend, gpu=gpu, platform=platform)
+
+
+def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:
+    """Returns the problem that a backend gets: with pages in place of `kv_blocks`."""
+    if operands.kv_blocks is None:
+        return decode.describe(operands, spec)
+    found = {}
+
+    def shapes(operands):
+        found["spec"], operands = kv_blocks_.as_pages(spec, operands)
+        return operands
+
+    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # however it is sharded
+    operands = jax.eval_shape(shapes, jax.tree.map(plain, operands))
+    return decode.describe(operands, found["spec"])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -227,12 +259,13 @@ def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     if mesh_axes.mesh_of(operands[:3]) is not None:
         call = sharding.OnShards(call, Outputs)
     out = call(operands)
-    unit = decode.describe(operands, spec).unit
+    unit = spec.attention.unit(operands.alibi_slopes is not None)
     return out.o, softmax.natural(out.lse_log2, out.shift, unit)
 
 
 def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
+    spec, operands = kv_blocks_.as_pages(spec, operands)
     blocks = backend.decode_blocks(decode.describe(operands, spec))
     return _foldable(backend, spec, blocks)(operands)
 

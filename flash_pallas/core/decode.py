@@ -37,6 +37,7 @@ class DecodeSpec:
         softcap: logits become softcap * tanh(logits / softcap).
         num_splits: number of ranges in which the keys are read; None leaves it to the backend.
         page_size: keys per page; None for a contiguous cache.
+        block_size: keys per block of DecodeOperands.kv_blocks; None without them.
     """
 
     scale: float
@@ -44,6 +45,7 @@ class DecodeSpec:
     softcap: float | None = None
     num_splits: int | None = None
     page_size: int | None = None
+    block_size: int | None = None
 
     @property
     def mask(self) -> Mask:
@@ -62,7 +64,8 @@ class DecodeOperands(NamedTuple):
     Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
     i - window_left <= j <= i and kv_starts[b] <= j < kv_lengths[b]; a query at a negative position
     sees none.
-    Key j of a paged cache is row j % page_size of page page_table[b, j // page_size].
+    Key j of a paged cache is row j % page_size of page page_table[b, j // page_size]. Heads may
+    have tables and lengths of their own: backends get them for `kv_blocks`, see kv_blocks.py.
 
     Backends clip: a kernel does so in passing, where XLA would launch another for it, about 1 us.
     """
@@ -70,9 +73,9 @@ class DecodeOperands(NamedTuple):
     q: Any  # [B, T, N, H], 1 <= T <= MAX_TOKENS
     k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]
-    kv_lengths: Any  # int32[B]; keys from there on may hold NaN. Clipped to [0, kv_len]
+    kv_lengths: Any  # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, kv_len]
     q_offset: Any  # int32[B]; None: the last query is the last key
-    page_table: Any = None  # int32[B, max_pages]. Clipped to [0, num_pages)
+    page_table: Any = None  # int32[B, max_pages] or [B, K, max_pages]. Clipped to [0, num_pages)
     sinks: Any = None  # f32[B, N], natural logits
     alibi_slopes: Any = None  # f32[B, N]
     # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
@@ -80,6 +83,7 @@ class DecodeOperands(NamedTuple):
     v_scale: Any = None  # likewise, of v
     kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
     window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
+    kv_blocks: Any = None  # int32[B, 1 or K, M], blocks that the only query of an entry reads
 
 
 class LowerBound(NamedTuple):
@@ -94,12 +98,14 @@ class DecodeProblem:
     """Shapes, dtypes and spec of a decode call, from which a backend tells support and tile sizes.
 
     Attributes:
-        kv_len: number of keys that a sequence has room for: S, or max_pages * page_size.
+        kv_len: number of keys that a sequence has room for: S, or max_pages * page_size. With
+            kv_blocks, number of keys that may be chosen.
         num_pages: number of pages of the cache; None for a contiguous cache.
         dtype: dtype of q and o.
         kv_dtype: dtype of the cache.
         features: those that are present of "page_table", "sinks", "alibi_slopes", "kv_starts",
-            "window_left" and "page_scales" (the pages of a cache have scales of their own).
+            "window_left", "kv_blocks" (heads have page tables of their own) and "page_scales" (the
+            pages of a cache have scales of their own).
     """
 
     batch: int
@@ -151,6 +157,11 @@ class DecodeProblem:
         return LowerBound(mask, jnp.where(start < length, start, jnp.int32(UNBOUNDED)))
 
     @property
+    def of_heads(self) -> bool:
+        """True if KV heads have page tables and lengths of their own."""
+        return "kv_blocks" in self.features
+
+    @property
     def quantised(self) -> bool:
         """True if the cache has one of the dtypes in QUANTISED."""
         return self.kv_dtype != self.dtype
@@ -161,15 +172,17 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     batch, q_len, q_heads, head_dim = operands.q.shape
     rows, length, kv_heads, v_head_dim = operands.v.shape
     table = operands.page_table
-    optional = ("page_table", "sinks", "alibi_slopes", "kv_starts", "window_left")
+    optional = ("page_table", "sinks", "alibi_slopes", "kv_starts", "window_left", "kv_blocks")
     features = {name for name in optional if getattr(operands, name) is not None}
+    if table is not None and table.ndim == 3:
+        features.add("kv_blocks")
     scales = (x for x in (operands.k_scale, operands.v_scale) if x is not None)
     if table is not None and any(len(x) > 1 for x in scales):
         features.add("page_scales")
     return DecodeProblem(
         batch=batch,
         q_len=q_len,
-        kv_len=length if table is None else table.shape[1] * length,
+        kv_len=length if table is None else table.shape[-1] * length,
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

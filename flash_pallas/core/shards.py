@@ -27,6 +27,7 @@ PLACES = {
     **dict.fromkeys(("q", "o", "do"), "b.n."),
     **dict.fromkeys(("k", "v"), "b.k."),
     **dict.fromkeys(("bias", "mask", "block_lists"), "BN.."),
+    "kv_blocks": "bN.",
     **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths", "kv_starts", "window_left"), "b"),
     **dict.fromkeys(
         ("q_segments", "q_first", "q_last", "q_positions", "q_places", *MARKS[0]), "b."

@@ -33,6 +33,8 @@ class DecodeArguments:
     k_scale: Any = None
     v_scale: Any = None
     kv_starts: Any = None
+    kv_blocks: Any = None
+    kv_block_size: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -61,6 +63,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
     left, window_left = _window(a.window, sizes)
+    chosen, block_size = _kv_blocks(a, q, k, page_size)
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
@@ -68,6 +71,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         softcap=checks.valid_softcap(a.softcap),
         num_splits=_num_splits(a.num_splits),
         page_size=page_size,
+        block_size=block_size,
     )
     return spec, DecodeOperands(
         q,
@@ -82,6 +86,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         v_scale=cache_scale("v_scale", a.v_scale, v),
         kv_starts=checks.lengths("kv_starts", a.kv_starts, None, sizes),
         window_left=window_left,
+        kv_blocks=chosen,
     )
 
 
@@ -162,6 +167,54 @@ def _page_size(k) -> int:
             "head_dim]"
         )
     return size
+
+
+def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
+    """Checks kv_blocks; returns (int32[B, 1 or K, M], keys of a block), or (None, None)."""
+    if a.kv_blocks is None:
+        if a.kv_block_size is not None:
+            raise ValueError(
+                f"kv_block_size is {a.kv_block_size} and kv_blocks is None: it is the size of the "
+                "blocks that kv_blocks names"
+            )
+        return None, None
+    value, heads = as_int32("kv_blocks", a.kv_blocks), (1, k.shape[2])
+    if value.ndim != 3 or len(value) != len(q) or value.shape[1] not in heads or 0 in value.shape:
+        raise ValueError(
+            f"kv_blocks has shape {value.shape}: it must be [batch, heads, blocks], {len(q)} "
+            f"sequences with one row for all KV heads or {k.shape[2]}, and at least one block"
+        )
+    others = ("q_offset", "window", "kv_starts", "alibi_slopes")
+    if given := [name for name in others if getattr(a, name) is not None]:
+        raise ValueError(
+            f"kv_blocks is given and so is {given[0]}: it depends on the places of keys, of which "
+            "the chosen blocks keep only the order; leave it out, or choose blocks by it"
+        )
+    if q.shape[1] != 1:
+        raise ValueError(
+            f"kv_blocks is given and q has {q.shape[1]} tokens: it must be 1; for more, call "
+            "flash_attention with a block_mask, or flash_decode once for each"
+        )
+    return value, _block_size(a.kv_block_size, k.shape[1], page_size)
+
+
+def _block_size(value, length: int, page_size: int | None) -> int:
+    size = page_size if value is None else value
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise TypeError(
+            f"kv_block_size is {value!r}: it must be an int, the keys of a block of kv_blocks"
+        )
+    if page_size is not None and (size < page_size or size % page_size):
+        raise ValueError(
+            f"kv_block_size is {size}: it must be a multiple of the page size, {page_size}"
+        )
+    if page_size is None and (size not in PAGE_SIZES or length % size):
+        raise ValueError(
+            f"kv_block_size is {size}: it must be a multiple of {PAGE_SIZES.step} from "
+            f"{PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, and divide the {length} keys that the cache "
+            "has room for"
+        )
+    return int(size)
 
 
 def _num_splits(value) -> int | None:

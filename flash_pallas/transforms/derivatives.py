@@ -368,5 +368,5 @@ def fold_decode(size: int, is_batched: DecodeOperands, operands: DecodeOperands)
     if operands.page_table is not None and own_cache:
         table = jnp.clip(found["page_table"], 0, rows - 1)
         first = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * rows, len(found["q"]) // size)
-        found["page_table"] = table + first[:, None]
+        found["page_table"] = table + first.reshape(-1, *[1] * (table.ndim - 1))
     return DecodeOperands(**found)

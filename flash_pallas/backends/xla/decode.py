@@ -52,6 +52,8 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
         operands = operands._replace(q=operands.q.astype(jnp.float32))
     problem = decode.describe(operands, spec)
+    if problem.of_heads:
+        problem, operands = _by_heads(problem, operands)
     operands = _in_range(problem, operands)
     grid = Grid(_as_attention(problem), XlaBlocks(problem.q_len, blocks.block_kv))
     sides = Operands(
@@ -68,7 +70,31 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     o, lse_log2, shift = lax.map(partial(_range, tiles, operands, q), ranges)
     sinks = online.per_row(operands.sinks, shift[0])
     o, *rows = softmax.merge(o, lse_log2, shift, sinks, problem.unit)
-    return Outputs(grid.join_q(o[None]).astype(dtype), *(grid.join_rows(x[None]) for x in rows))
+    o, rows = grid.join_q(o[None]).astype(dtype), [grid.join_rows(x[None]) for x in rows]
+    if problem.of_heads:
+        entries = len(o) // operands.k.shape[2]
+        o = jnp.moveaxis(o.reshape(entries, -1, *o.shape[1:]), 1, 2)
+        o = o.reshape(*o.shape[:2], -1, o.shape[-1])
+        rows = [x.reshape(entries, -1, x.shape[-1]) for x in rows]
+    return Outputs(o, *rows)
+
+
+def _by_heads(problem: DecodeProblem, operands: DecodeOperands):
+    """Returns (problem, operands) with every KV head as a sequence of its own.
+
+    Pages stay as they are: that sequence reads its head of them.
+    """
+    heads, group = problem.kv_heads, problem.group
+    q = operands.q.reshape(*operands.q.shape[:2], heads, group, -1)
+    entries = problem.batch * heads
+    sinks = operands.sinks
+    operands = operands._replace(
+        q=jnp.moveaxis(q, 2, 1).reshape(entries, problem.q_len, group, -1),
+        kv_lengths=operands.kv_lengths.reshape(entries),
+        page_table=operands.page_table.reshape(entries, -1),
+        sinks=None if sinks is None else sinks.reshape(entries, group),
+    )
+    return dataclasses.replace(problem, batch=entries, q_heads=group, kv_heads=1), operands
 
 
 def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
@@ -107,12 +133,12 @@ def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
 
 def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
     """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
-    grid = tiles.grid
+    grid, heads = tiles.grid, tiles.grid.problem.kv_heads
 
     def step(kv_block, seen):
         place = kv_block * grid.blocks.block_kv + jnp.arange(grid.blocks.block_kv, dtype=jnp.int32)
         k, v = (
-            _scaled(_gather(x, operands.page_table, place), scale, operands, place)
+            _scaled(_gather(x, operands.page_table, place, heads), scale, operands, place, heads)
             for x, scale in ((operands.k, operands.k_scale), (operands.v, operands.v_scale))
         )
         # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
@@ -128,12 +154,17 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
     return rows.acc * inverse[..., None], *found
 
 
-def _scaled(found, scale, operands: DecodeOperands, place):
+def _scaled(found, scale, operands: DecodeOperands, place, heads: int):
     """Dequantizes keys or values of the cache to q's dtype, [B, K, block_kv, H]."""
     found = found.astype(operands.q.dtype)
     if scale is None:
         return found
-    if operands.page_table is None or len(scale) == 1:
+    if heads < operands.k.shape[2]:
+        pages = _pages(operands.page_table, operands.k.shape[1], place)
+        rows = pages if len(scale) > 1 else jnp.zeros_like(pages)
+        scale = scale.at[rows, _own_head(pages, operands.k)[:, None]].get(mode="clip")
+        scale = jnp.repeat(scale, operands.k.shape[1], axis=1)[:, None, :, None]
+    elif operands.page_table is None or len(scale) == 1:
         scale = scale[:, :, None, None]
     else:
         page_size = operands.k.shape[1]
@@ -142,16 +173,29 @@ def _scaled(found, scale, operands: DecodeOperands, place):
     return found * scale.astype(found.dtype)
 
 
-def _gather(cache, page_table, place):
-    """Gathers keys or values at these positions, [B, K, block_kv, H]; anything beyond the cache."""
+def _gather(cache, page_table, place, heads: int):
+    """Gathers keys or values at these positions, [B, K, block_kv, H]; anything beyond the cache.
+
+    `heads` is the number of KV heads of a sequence: 1 for those of `_by_heads`.
+    """
     if page_table is None:
         found = jnp.take(cache, place, axis=1, mode="clip")
     else:
         page_size = cache.shape[1]
         pages = _pages(page_table, page_size, place)
+        if heads == 1 < cache.shape[2]:
+            own = _own_head(pages, cache)[:, None, None]
+            rows = jnp.arange(page_size, dtype=jnp.int32)[None, None]
+            found = cache.at[pages[:, :, None], rows, own].get(mode="clip")
+            return found.reshape(len(pages), 1, len(place), -1)
         found = jnp.take(cache, pages, axis=0, mode="clip")
         found = found.reshape(len(pages), len(place), *cache.shape[2:])
     return found.transpose(0, 2, 1, 3)
+
+
+def _own_head(pages, cache):
+    """Returns int32[B]: the head that each sequence of `_by_heads` reads of a page."""
+    return jnp.arange(len(pages), dtype=jnp.int32) % cache.shape[-2]
 
 
 def _pages(page_table, page_size: int, place):

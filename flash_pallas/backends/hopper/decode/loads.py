@@ -24,8 +24,9 @@ class Pages:
         table = cta.gmem.page_table
         if table is None:
             return (cta.batch,)
-        most, pages = jnp.int32(table.shape[1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
-        found = (table[cta.batch, lax.min(self.page(j, i), most)] for i in range(self.plan.pieces))
+        most, pages = jnp.int32(table.shape[-1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
+        own = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
+        found = (table[(*own, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces))
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
         return tuple(lax.clamp(jnp.int32(0), page, pages) for page in found)
 

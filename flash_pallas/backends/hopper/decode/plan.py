@@ -27,9 +27,9 @@ class DecodeGmem(NamedTuple):
     q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
-    kv_lengths: Any  # int32[B]
+    kv_lengths: Any  # int32[B], or int32[B, K] where heads have page tables
     q_offset: Any  # int32[B], or None: the last query is the last key
-    page_table: Any = None  # int32[B, max_pages], or None: the cache is contiguous
+    page_table: Any = None  # int32[B, max_pages] or [B, K, max_pages]; None: a contiguous cache
     slopes: Any = None  # f32[B, K, group]
     sinks: Any = None  # f32[B, K, group], natural; where there is one split
     k_scale: Any = None  # f32[1, K], f32[B, K] or f32[num_pages, K], of a cache in eight bits
@@ -179,7 +179,8 @@ class DecodePlan(DecodeLayout):
         That way all CTAs read neighbouring blocks at one time.
         """
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
-        length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[cta.batch], room)
+        own = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
+        length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[own], room)
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
         bounds = cta.gmem.kv_starts, cta.gmem.window_left

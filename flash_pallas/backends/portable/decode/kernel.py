@@ -47,7 +47,7 @@ class DecodeArrays(NamedTuple):
     q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H], or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv], or [num_pages, page_size, K, Hv]
-    kv_lengths: Any  # int32[B]
+    kv_lengths: Any  # int32[B], or int32[B, K] where heads have page tables
     q_offset: Any  # int32[B], or None: the last query is the last key
     page_table: Any  # int32[B, max_pages], or None: the cache is contiguous
     slopes: Any  # f32[B, K, R], or None
@@ -132,7 +132,8 @@ class DecodeKernel(Kernel):
         """Returns where this CTA is: its batch entry, split, KV head, rows and sequence length."""
         batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
         room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
-        length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
+        own = (batch, head) if self.problem.of_heads else batch
+        length = lax.clamp(jnp.int32(0), gmem.kv_lengths[own], room)
         bounds = gmem.kv_starts, gmem.window_left
         mask, start = self.problem.lower_bound(*bounds, batch, length)
         return DecodeCta(
@@ -190,7 +191,8 @@ class DecodeKernel(Kernel):
             key = jnp.int32(first + below)
             entry = lax.div(key, jnp.int32(page_size))
             # What lies beyond the table's end, or in an entry that was never set, is not read.
-            page = table[cta.batch, lax.min(entry, jnp.int32(table.shape[1] - 1))]
+            own = (cta.batch, cta.head) if self.problem.of_heads else (cta.batch,)
+            page = table[(*own, lax.min(entry, jnp.int32(table.shape[-1] - 1)))]
             page = lax.clamp(jnp.int32(0), page, jnp.int32(source.shape[0] - 1))
             row = key - entry * page_size
             piece = tile if rows == self.blocks.columns else tile.at[pl.ds(below, rows)]
