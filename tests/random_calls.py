@@ -115,7 +115,7 @@ def random_call(seed: int, number: int) -> RandomCall:
     """Draws a call, the same for the same numbers; one in eight decodes, one in ten is packed."""
     draw = Draw(seed, number)
     if draw.chance(0.125):
-        return _decode(draw)
+        return _with_kv_blocks(Draw(seed + 3, number), _decode(draw))
     if draw.chance(0.11):
         return _packed(draw)
     return _with_block_mask(Draw(seed + 2, number), _attention(draw))
@@ -229,6 +229,24 @@ def _side(draw: Draw, batch: int, heads: int, q_len: int, kv_len: int, dtype: st
         shape = draw.one_of(((), (batch,)))
         found |= {f"window_{side}": of(shape, "int32") for side in sides}
     return found
+
+
+def _with_kv_blocks(draw: Draw, call: RandomCall) -> RandomCall:
+    """Adds chosen blocks to half of the decode calls that may have them."""
+    arrays, others = call.arrays, ("window", "kv_starts", "alibi_slopes", "q_offset")
+    given = {*arrays, *(name for name, x in call.options.items() if x is not None)}
+    length, kv_heads = arrays["k"].shape[1:3]
+    if arrays["q"].shape[1] > 1 or given & {*others} or draw.chance(0.5):
+        return call
+    sizes = [n for n in (16, 64, 128) if length % n == 0]
+    if "page_table" in arrays:
+        sizes = [length, 2 * length]
+    if not sizes:
+        return call
+    shape = len(arrays["q"]), draw.one_of((1, kv_heads)), draw.one_of((1, 9, 200))
+    blocks = {"kv_blocks": jax.ShapeDtypeStruct(shape, "int32")}
+    size = {"kv_block_size": draw.one_of(sizes)}
+    return dataclasses.replace(call, arrays=arrays | blocks, options=call.options | size)
 
 
 def _packed(draw: Draw) -> RandomCall:

@@ -79,7 +79,7 @@ def test_the_gate_of_float32_is_as_much_stricter(monkeypatch):
 
 @pytest.mark.thorough
 def test_gates_of_processes_are_those_of_this_one(monkeypatch):
-    """A group of GROUPS, cut to the gate's length, as its whole arrays would take minutes here."""
+    """Takes a group of GROUPS, which the gate cuts to its own length."""
     group = next(g for g in features.GROUPS if g.name == "block masks")
     expected = run_features.gate(group.variants[-1], group.sizes, "xla")
     place = features.GROUPS.index(group), len(group.variants) - 1

@@ -177,3 +177,24 @@ def test_bad_arguments(name):
     q, k = given.pop("q"), given.pop("k")
     with pytest.raises(error, match=message):
         fp.flash_decode(q, k, k, **given)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_choices(seed):
+    rng = np.random.default_rng(seed)
+    one = lambda *values: values[rng.integers(len(values))]
+    kv_heads, block, page = one(1, 2, 3), one(16, 48, 64), one(None, 16)
+    room = block * int(rng.integers(1, 9))
+    case = Chosen(
+        "drawn",
+        lengths=(room, *map(int, rng.integers(0, room + 9, 3))),
+        block=block,
+        heads=one(1, kv_heads),
+        page=page,
+        N=kv_heads * one(1, 2, 5),
+        K=kv_heads,
+        H=one(8, 40, 64),
+        S=room,
+        options=(("num_splits", one(1, 2, 5)), ("softcap", one(None, 2.0))),
+    )
+    assert_right(case, on_xla)

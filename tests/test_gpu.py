@@ -18,7 +18,7 @@ from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
-from . import checks, cudnn_cases, hopper_decode_cases
+from . import checks, chosen_blocks, cudnn_cases, hopper_decode_cases
 from .cases import Case
 from .hopper_cases import (
     FAR_ON_DEVICE,
@@ -267,6 +267,22 @@ def test_lse_of_hidden_rows_is_minus_infinity():
 def test_decode_kernels(step):
     found, whole = hopper_decode_cases.run(HopperBackend(), step, stages=3)
     hopper_decode_cases.assert_matches_oracle(step, whole, found)
+
+
+CHOSEN = [
+    pytest.param(backend, case, id=f"{backend}-{case}")
+    for backend in ("hopper", "portable")
+    for case in chosen_blocks.CASES
+    if case.dtype != "float32" and (backend == "hopper" or case.cache is None)
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), CHOSEN)
+def test_decode_of_chosen_blocks(backend, case):
+    decode = lambda q, k, v, options: flash_decode(
+        q, k, v, **options, backend=backend, return_lse=True
+    )
+    chosen_blocks.assert_right(case, decode)
 
 
 def test_decode_is_bit_identical():

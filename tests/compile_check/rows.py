@@ -147,7 +147,9 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_dkv", 256, "window_array_256"): 12,
     ("flash_pallas_forward", 64, "bias_1NTS"): 20,
     ("flash_pallas_backward_fused", 64, "q_lengths"): 40,
-    ("flash_pallas_backward_fused", 64, "blocks_listed"): 20,
+    # 12 and 8 as a tile's place is read from the order of the lists, not from the CTA's number.
+    ("flash_pallas_backward_fused", 64, "blocks_listed"): 32,
+    ("flash_pallas_forward", 128, "blocks_documents_128"): 8,
     ("flash_pallas_backward_fused", 128, "blocks_listed_causal_128"): 4,
     ("flash_pallas_backward_fused", 64, "many_entries"): 28,
     ("flash_pallas_backward_fused", 128, "small"): 16,  # with three tiles in flight
