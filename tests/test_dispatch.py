@@ -83,7 +83,7 @@ def test_passing_over_is_logged_once_and_only_on_a_gpu(registry, monkeypatch, ca
 
 def test_a_mask_mod_that_skips_nothing_is_logged_once(caplog):
     caplog.set_level(logging.INFO, logger="flash_pallas")
-    prefix = lambda b, n, i, j: (j <= i) | (j < 100)
+    prefix = lambda b, n, i, j: (j <= i) | (j < 100 * n)
     call = lambda x, **options: jax.eval_shape(lambda x: fp.flash_attention(x, x, x, **options), x)
     x, short = (jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float32) for n in (4096, 512))
     mask = fp.BlockMask.from_indices(jnp.zeros((1, 1, 32, 1), int), q_len=4096, kv_len=4096)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     AnyArray = Array | np.ndarray
 
 SMALLEST_BLOCK = 64
+# Of the lists that a call without a block mask makes of its mask_mod. It looks at so many pairs at
+# least, and at most so many on each platform, which take seconds on two cores of a CPU; and it uses
+# lists that leave out so many of the blocks.
+AUTOMATIC_BLOCK, LEAST_EMPTY = (128, 128), 0.125
+PAIRS, MOST_PAIRS = 2048 * 2048, {"cpu": 1 << 30, "gpu": 1 << 34}
 # What is evaluated of a mask at one time, in pairs of a query and a key.
 PAIRS_AT_ONCE = 1 << 24
 
@@ -412,6 +418,39 @@ def _lists_of_mod(leading: tuple[int, int], sizes, traced: mods.Traced):
     at_once = max(1, PAIRS_AT_ONCE // (shape[0] * shape[1]))
     found = lax.map(states, (number // q_blocks, number % q_blocks), batch_size=at_once)
     return block_lists.of_states(found.reshape(*leading, q_blocks, kv_blocks))
+
+
+class OwnLists(NamedTuple):
+    """Lists of blocks of a call without a block mask; `AUTOMATIC_BLOCK` is the size of a block.
+
+    Attributes:
+        lists: as of a BlockMask, a numpy array.
+        empty: share of the blocks that are empty.
+    """
+
+    lists: Any
+    empty: float
+
+
+def is_looked_at(q_len: int, kv_len: int) -> bool:
+    """Says whether a call of these lengths makes lists of its mask_mod."""
+    return PAIRS <= q_len * kv_len <= MOST_PAIRS.get(jax.default_backend(), 0)
+
+
+@functools.lru_cache(maxsize=64)
+def lists_of_positions(mod: mods.Mod, q_len: int, kv_len: int) -> OwnLists:
+    """Returns the lists of a mask_mod that reads nothing but i and j.
+
+    They are evaluated once, in a thread of their own: what is traced, mapped or sharded around the
+    call is not there.
+    """
+    leading, sizes = (1, 1), (q_len, kv_len, AUTOMATIC_BLOCK)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        evaluate = lambda: np.asarray(_lists_of_mod(leading, sizes, mods.Traced(mod, ())))
+        lists = pool.submit(evaluate).result()
+    counts, kv_blocks = lists[..., 1], _blocks(*sizes)[1]
+    longest = block_lists.COUNTS + max(int(counts.max()), 1)
+    return OwnLists(lists[..., :longest], 1.0 - counts.sum() / (counts.size * kv_blocks))
 
 
 def _states_of_dense(mask, block: tuple[int, int]):

@@ -12,6 +12,7 @@ before the two meet is evaluated outside as well, one int32 for every query or k
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
@@ -113,6 +115,13 @@ def trace(
         else:
             tiled.update(results)
             rest.append(equation)
+    known, literals = _constants(known)
+    put = lambda x: x if isinstance(x, Literal) else literals.get(x, x)
+    with_literals = lambda equations: [
+        (primitive, params, [*map(put, operands)], results)
+        for primitive, params, operands, results in equations
+    ]
+    known, rest, result = with_literals(known), with_literals(rest), put(result)
     vectors = []
     if positions is not None:
         vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
@@ -132,6 +141,37 @@ def trace(
     sides = tuple(vector.side for _, vector in vectors)
     mod = _mod(rest, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
     return Traced(mod, tuple(map(_storable, arrays)), tuple(x.astype(jnp.int32) for x in found))
+
+
+def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
+    """Evaluates the equations that depend on numbers in the source alone, such as those of i % 3.
+
+    In a thread of their own, where nothing is traced and there is no mesh.
+
+    Returns:
+        (the equations that are left, Literals of the values).
+    """
+    left, constant, found = [], [], {}
+    for equation in known:
+        _, _, operands, results = equation
+        of_numbers = all(isinstance(x, Literal) or x in found for x in operands)
+        if of_numbers and operands and equation[0].name in ELEMENTWISE:
+            constant.append(equation)
+            found.update(dict.fromkeys(results))
+        else:
+            left.append(equation)
+    if not constant:
+        return known, {}
+
+    def evaluate():
+        for primitive, params, operands, results in constant:
+            given = [x.val if isinstance(x, Literal) else found[x].val for x in operands]
+            value = np.asarray(primitive.bind(*given, **params))
+            found.update(dict.fromkeys(results, Literal(value, jax.typeof(value))))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(evaluate).result()
+    return left, found
 
 
 class _Vector(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import dropout, mesh_axes, mods, scores
+from ..core import block_mask, dropout, mesh_axes, mods, scores
 from ..core.block_mask import BlockMask
 from ..core.mask import Mask
 
@@ -505,6 +505,25 @@ def block_lists(a: Arguments, sizes: Sizes):
     if a.mask is None and a.mask_mod is None:
         return lists
     return lists.at[..., 0].set(lists[..., 1])
+
+
+def lists_of_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes):
+    """Returns the lists of a mask_mod that reads positions alone, where they pay; or None.
+
+    A block mask of a function counts from 0, so there is none where positions do not.
+    """
+    moved = [x for x in (a.q_offset, a.q_positions, a.kv_positions, a.within) if x is not None]
+    if traced is None or a.block_mask is not None or any(not _is_zero(x) for x in moved):
+        return None
+    lengths = sizes.q_len, sizes.kv_len
+    if traced.params or traced.vectors or not block_mask.is_looked_at(*lengths):
+        return None
+    lists, empty = block_mask.lists_of_positions(traced.mod, *lengths)
+    if empty < block_mask.LEAST_EMPTY:
+        return None
+    if a.mask is not None:  # which may hide keys of any block
+        lists = np.concatenate([lists[..., 1:2], lists[..., 1:]], axis=-1)
+    return jnp.asarray(lists)
 
 
 def with_block_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes) -> mods.Traced | None:

@@ -24,6 +24,7 @@ from ..backends.cudnn import CudnnBackend
 from ..backends.hopper import HopperBackend
 from ..backends.portable import PortableBackend
 from ..backends.xla import XlaBackend
+from ..core import block_mask
 from ..core.decode import DecodeProblem
 from ..core.problem import Problem
 
@@ -312,18 +313,20 @@ def _passed_over(
     return _refusal(backend, problem, platform) or backend.not_automatic(problem)
 
 
-# From so many pairs on, a mask_mod that skips nothing costs time that somebody would miss.
-_MANY_PAIRS = 2048 * 2048
-
-
 def tell_of_cost(problem: Problem) -> None:
-    """Says once, at INFO, that a mask_mod without a block mask skips nothing."""
+    """Says once, at INFO, that a mask_mod without a block mask skips nothing.
+
+    One that reads positions alone has been looked at: what it hides is skipped, or is little.
+    """
     moved = problem.traced_offset or problem.spec.q_offset != 0
     places = {"q_positions", "kv_positions"} & problem.features
     if problem.spec.mask_mod is None or problem.is_listed or moved or places:
         return  # a block mask of a function counts from 0
     q_len, kv_len = problem.q_len, problem.kv_len
-    if q_len * kv_len >= _MANY_PAIRS:
+    alone = not problem.spec.mask_mod.vectors and "mask_params" not in problem.features
+    if alone and block_mask.is_looked_at(q_len, kv_len):
+        return
+    if q_len * kv_len >= block_mask.PAIRS:
         _log_once(
             f"mask_mod skips nothing: what it hides of {q_len} x {kv_len} pairs of a query and a "
             "key is computed. Pass "

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import mesh_axes, padding
+from ..core.block_mask import AUTOMATIC_BLOCK
 from ..core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
 from ..transforms import sharding
 from . import arguments as checks
@@ -134,9 +135,12 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     """Returns (spec, operands) with everything optional in them."""
     rate = checks.dropout_rate(a.dropout_rate)
     block_lists = None if a.block_mask is None else checks.block_lists(a, sizes)
+    block_shape = None if a.block_mask is None else a.block_mask.block
     score_mod = checks.mod("score_mod", a.score_mod, sizes)
     mask, offsets, vectors, positions = _positions(a, sizes)
     mask_mod = checks.mod("mask_mod", a.mask_mod, sizes, positions)
+    if (own_lists := checks.lists_of_mod(a, mask_mod, sizes)) is not None:
+        block_lists, block_shape = own_lists, AUTOMATIC_BLOCK
     mask_mod = checks.with_block_mod(a, mask_mod, sizes)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
     slopes = checks.slopes(a.alibi_slopes, sizes)
@@ -153,7 +157,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         dropout_rate=rate,
         score_mod=None if score_mod is None else score_mod.mod,
         mask_mod=None if mask_mod is None else mask_mod.mod,
-        block_shape=None if a.block_mask is None else a.block_mask.block,
+        block_shape=block_shape,
         deterministic=checks.flag("deterministic", a.deterministic),
         precision=_precision(a.precision, sizes.dtype),
         max_logit=checks.flag("max_logit", a.max_logit),

@@ -58,7 +58,9 @@ MORE_MODIFIERS = (
 # or at head dim 256 dQ as many, and ptxas fetches fragments ahead with the rest.
 ALLOWED_SPILLS = {
     ("flash_pallas_portable_fused", 64, "packed_causal"): 4,
-    ("flash_pallas_portable_fused", 128, "long_score_mod"): 60,
+    ("flash_pallas_portable_fused", 128, "long_score_mod"): 8,
+    ("flash_pallas_portable_dq", 128, "long_score_mod"): 4,
+    ("flash_pallas_portable_dq", 64, "positions_mods"): 4,
     ("flash_pallas_portable_fused", 192, "ragged"): 12,
     ("flash_pallas_portable_fused", 256, "ragged"): 4,
     ("flash_pallas_portable_fused", 256, "window"): 12,
