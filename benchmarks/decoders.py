@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import flash_pallas
-from flash_pallas.core import decode
+from flash_pallas.core import decode, kv_blocks
 from flash_pallas.frontend import dispatch, validate_decode
 
-from .decoding import CUDNN, OURS, STEP, TRITON, Call, Sizes
+from .decoding import CHOSEN_KEYS, CUDNN, OURS, STEP, TRITON, Call, Sizes
 
 TRITON_RANGES = 512  # CTAs of its grid to aim at: fewer leave SMs idle, more gain nothing
 
@@ -54,7 +54,7 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
 
     Pages of eight bits have scales of their own, all alike. Padding holds NaN.
     """
-    size = call.page_size
+    size, static = call.page_size, {"kv_block_size": CHOSEN_KEYS} if call.chosen else {}
     splits = "auto" if call.num_splits is None else call.num_splits
     columns = 0 if size is None else sizes.length // size
     pages = sizes.batch * columns
@@ -79,18 +79,22 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
             given["kv_starts"] = jnp.full((sizes.batch,), call.padding, jnp.int32)
         if call.traced_window:
             given["window"] = jnp.int32(sizes.length)
+        if call.chosen:
+            given["kv_blocks"] = jnp.asarray(sizes.chosen(call.chosen))
         return q, k, v, given
 
     def problem(q, k, v, given):
-        arguments = validate_decode.DecodeArguments(num_splits=splits, **given)
-        spec, operands = validate_decode.canonicalize(q, k, v, arguments)
+        arguments = validate_decode.DecodeArguments(num_splits=splits, **given, **static)
+        found = validate_decode.canonicalize(q, k, v, arguments)
+        spec, operands = kv_blocks.as_pages(*found)
         blocks = dispatch.BACKENDS[backend].decode_blocks(decode.describe(operands, spec))
         return spec, dataclasses.replace(blocks, **dict(call.blocks)), operands
 
     def run(q, k, v, given):
         if call.blocks:  # The public function has no argument for them.
             return dispatch.BACKENDS[backend].decode(*problem(q, k, v, given)).o
-        return flash_pallas.flash_decode(q, k, v, num_splits=splits, backend=backend, **given)
+        options = {"num_splits": splits, "backend": backend, **static}
+        return flash_pallas.flash_decode(q, k, v, **options, **given)
 
     found = []
     describe = lambda *x: found.append(problem(*arrange(*x))[1])
@@ -138,7 +142,8 @@ def _by_head(x):
 
 
 def _only_plain(call: Call) -> None:
-    if call.queries != 1 or call.page_size is not None or call.blocks or call.cache:
+    others = call.page_size is not None or call.blocks or call.cache or call.chosen
+    if call.queries != 1 or others:
         raise Unsupported(f"takes one query and a contiguous cache, not {call.label}")
 
 
@@ -149,12 +154,18 @@ PROVIDERS: dict[str, Callable[[Sizes, Call, str], Decoder]] = {
 }
 
 
-def reference(q, k, v):
-    """Computes (o in float32, o of plain jnp in q's dtype): the truth, and a measure of error."""
-    seen = jnp.arange(k.shape[1])[None] <= jnp.arange(q.shape[1])[:, None] + (
-        k.shape[1] - q.shape[1]
-    )
-    attend = functools.partial(jax.nn.dot_product_attention, mask=seen[None, None])
+def reference(q, k, v, chosen=None):
+    """Computes (o in float32, o of plain jnp in q's dtype): the truth, and a measure of error.
+
+    `chosen`: blocks that each KV head reads, int32[B, K, M]; None: all keys.
+    """
+    key = jnp.arange(k.shape[1])
+    seen = key[None] <= jnp.arange(q.shape[1])[:, None] + (k.shape[1] - q.shape[1])
+    seen = seen[None, None]
+    if chosen is not None:
+        some = jnp.any(chosen[..., None] == key[None, None, None] // CHOSEN_KEYS, axis=2)
+        seen = seen & jnp.repeat(some, q.shape[2] // k.shape[2], axis=1)[:, :, None]
+    attend = functools.partial(jax.nn.dot_product_attention, mask=seen)
     with jax.default_matmul_precision("highest"):
         exact = attend(*(x.astype(jnp.float32) for x in (q, k, v)))
     with jax.numpy_dtype_promotion("standard"):  # jax.nn adds float32 to bfloat16

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 STEP = 1 / 16  # of coarse numbers, and so the scale of a cache of int8
+CHOSEN_KEYS = 64  # of a block, where blocks are chosen
 OURS, CUDNN, TRITON = "flash_pallas", "jax_cudnn", "pallas_triton"
 
 
@@ -49,6 +51,17 @@ class Sizes:
             for i in range(pairs)
         ]
 
+    def chosen(self, number: int) -> np.ndarray:
+        """Draws different blocks of CHOSEN_KEYS keys for every sequence and KV head, [B, K, M]."""
+        shape = self.batch, self.kv_heads, self.length // CHOSEN_KEYS
+        order = np.random.default_rng(0).random(shape).argsort(axis=-1)
+        return order[..., :number].astype(np.int32)
+
+    def read_bytes(self, call: Call) -> int:
+        """Bytes of k and v that a call has to read."""
+        share = call.chosen * CHOSEN_KEYS / self.length if call.chosen else 1.0
+        return round(self.kv_bytes * share) // (1 if call.cache is None else 2)
+
     def queries(self, number: int) -> jax.Array:
         """Returns q [B, T, N, H], standard normal, for `number` query tokens."""
         return _normal(jax.random.key(999), self.shapes(number)[0].shape)
@@ -76,6 +89,7 @@ class Call:
         num_splits: number of ranges that the keys are read in; None leaves it to the provider.
         padding: number of keys of a contiguous cache before the sequence, hidden by kv_starts.
         traced_window: True if a window, given as an array, is as long as the sequence.
+        chosen: number of blocks of CHOSEN_KEYS keys that each KV head reads, drawn; 0: all keys.
         blocks: fields of the backend's tile sizes to replace, for tuning.
     """
 
@@ -86,6 +100,7 @@ class Call:
     num_splits: int | None = None
     padding: int = 0
     traced_window: bool = False
+    chosen: int = 0
     blocks: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -98,6 +113,7 @@ class Call:
         parts += [f"{self.num_splits} splits"] * (self.num_splits is not None)
         parts += [f"{self.padding} keys of padding"] * bool(self.padding)
         parts += ["traced window"] * self.traced_window
+        parts += [f"{self.chosen} blocks of {CHOSEN_KEYS}"] * bool(self.chosen)
         return ", ".join([*parts, *(f"{name}={value}" for name, value in self.blocks)])
 
 
@@ -125,6 +141,7 @@ _EIGHT_BITS = (
 )
 # The padding is as long as the sequence: what is not read must not cost anything.
 _bounded = lambda length: (_ONE, Call(padding=length), Call(traced_window=True))
+_chosen = (_ONE, *(Call(chosen=n) for n in (16, 64, 256)))
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
 
 GROUPS: tuple[Group, ...] = (
@@ -137,6 +154,8 @@ GROUPS: tuple[Group, ...] = (
     Group("pages", Sizes(128, 8192), (_ONE, Call(page_size=64))),
     Group("lower bounds", Sizes(1, 32768), _bounded(32768)),
     Group("lower bounds", Sizes(16, 8192), _bounded(8192)),
+    Group("chosen blocks", Sizes(1, 131072), _chosen),
+    Group("chosen blocks", Sizes(16, 32768), _chosen),
     Group("head dims", Sizes(16, 8192, head_dim=64), (_ONE,)),
     Group("head dims", Sizes(16, 8192, head_dim=256), (_ONE,)),
     Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),

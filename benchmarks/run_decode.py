@@ -56,14 +56,14 @@ class Workshop:
         lower = lambda: (None, jax.jit(function).lower(*shapes))
         return self._make((function, *shapes), lower)
 
-    def reference(self, sizes: Sizes, queries: int) -> concurrent.futures.Future:
+    def reference(self, sizes: Sizes, call: Call) -> concurrent.futures.Future:
         """Returns the future (None, executable) of decoders.reference."""
-        return self.other(reference, *sizes.shapes(queries))
+        return self.other(reference, *sizes.shapes(call.queries), *chosen_shapes(sizes, call))
 
     def announce(self, group: Group) -> None:
         """Starts compiling everything that a group needs."""
         for call in group.calls:
-            self.reference(group.sizes, call.queries)
+            self.reference(group.sizes, call)
             self.call(group.sizes, call)
 
     def _make(self, key, lower) -> concurrent.futures.Future:
@@ -79,6 +79,13 @@ class Workshop:
             failed.set_exception(error)
             return failed
         return self._pool.submit(lambda: (decoder, lowered.compile()))
+
+
+def chosen_shapes(sizes: Sizes, call: Call) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shape of the chosen blocks, if the call has some."""
+    if not call.chosen:
+        return []
+    return [jax.ShapeDtypeStruct((sizes.batch, sizes.kv_heads, call.chosen), jnp.int32)]
 
 
 def start_ceiling(shop: Workshop, size: int) -> tuple[Any, dict[str, concurrent.futures.Future]]:
@@ -130,10 +137,11 @@ def admit(shop: Workshop, sizes: Sizes, call: Call, caches) -> tuple[timing.Laun
         ValueError: a wrong result.
     """
     decoder, executable = shop.call(sizes, call).result()
-    _, both = shop.reference(sizes, call.queries).result()
+    _, both = shop.reference(sizes, call).result()
     q = sizes.queries(call.queries)
+    chosen = [jnp.asarray(sizes.chosen(call.chosen))] if call.chosen else []
     inputs = [decoder.arrange(q, *kv) for kv in caches]
-    used = float(gate(executable(*inputs[0]), *both(q, *caches[0])))
+    used = float(gate(executable(*inputs[0]), *both(q, *caches[0], *chosen)))
     if not used <= 1.0:
         raise ValueError(f"wrong result: {used:.3g} times the allowed error")
     turns = itertools.cycle(inputs)
@@ -162,8 +170,7 @@ def run_group(
         row |= {"queries": call.queries, "page_size": call.page_size, "cache": call.cache}
         row |= {"gate": None, "chosen": {}} | said.get(name, {})
         own = samples.get(name)
-        size = sizes.kv_bytes if call.cache is None else sizes.kv_bytes // 2
-        row |= timed(own, size, refused.get(name) or failures.get(name))
+        row |= timed(own, sizes.read_bytes(call), refused.get(name) or failures.get(name))
         if own is not None:
             row["of_ceiling"] = row["gb_per_s"] / best
             row["speed"] = None if first is None else timing.speed_ratio(first, own)

@@ -36,6 +36,7 @@ CALLS = (
     CALL(num_splits=3),
     CALL(padding=100),
     CALL(traced_window=True),
+    CALL(chosen=3),
     CALL(num_splits=2, blocks=(("block_kv", 64),)),
 )
 
@@ -56,11 +57,12 @@ def rows_of(*calls, backend="xla", sizes=SMALL):
 def test_rows_of_a_group(few_bytes):
     rows = rows_of(*CALLS)
     assert [row["refused"] for row in rows] == [None] * len(CALLS)
-    assert [row["chosen"]["num_splits"] for row in rows] == [1, 1, 3, 1, 1, 2]
+    assert [row["chosen"]["num_splits"] for row in rows] == [1, 1, 3, 1, 1, 1, 2]
     assert rows[-1]["chosen"]["block_kv"] == 64
-    for row in rows:
+    for row, call in zip(rows, CALLS, strict=True):
         assert 0.1 < row["gate"] <= 1.0
-        assert row["gb_per_s"] == pytest.approx(SMALL.kv_bytes / row["ms"] / 1e6)
+        size = SMALL.kv_bytes * (3 * 64 / 512 if call.chosen else 1)
+        assert row["gb_per_s"] == pytest.approx(size / row["ms"] / 1e6)
         assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / 100.0)
     assert rows[0]["speed"] == 1.0
 
