@@ -177,3 +177,17 @@ def test_numbers_of_the_source_are_positions_alone():
     )
     found = fp.flash_attention(*inputs(), mask_mod=lambda b, n, i, j: i // 512 >= j // 512)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_wide_numbers_of_the_source():
+    """Computes in float64 where the function does, with lists that are made in another thread."""
+    wave = lambda b, n, i, j: jnp.cos((i - j).astype(float) / 1024) > 0.8
+    block_mask.lists_of_positions.cache_clear()
+    with jax.enable_x64(True):
+        q, k, v = (np.asarray(x, np.float64) for x in inputs())
+        found = fp.flash_attention(q, k, v, mask_mod=wave)
+        place = np.arange(T)
+        mask = np.cos((place[:, None] - place[None]) / 1024) > 0.8
+        expected = fp.flash_attention(q, k, v, mask=mask[None, None])
+    assert found.dtype == np.float64 and block_mask.lists_of_positions.cache_info().currsize == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import operator
@@ -16,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import block_lists, mesh_axes, mods
+from .apart import apart
 from .block_lists import EMPTY, PARTIAL, WHOLE
 from .mask import Tile
 
@@ -439,15 +439,9 @@ def is_looked_at(q_len: int, kv_len: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def lists_of_positions(mod: mods.Mod, q_len: int, kv_len: int) -> OwnLists:
-    """Returns the lists of a mask_mod that reads nothing but i and j.
-
-    They are evaluated once, in a thread of their own: what is traced, mapped or sharded around the
-    call is not there.
-    """
-    leading, sizes = (1, 1), (q_len, kv_len, AUTOMATIC_BLOCK)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        evaluate = lambda: np.asarray(_lists_of_mod(leading, sizes, mods.Traced(mod, ())))
-        lists = pool.submit(evaluate).result()
+    """Returns the lists of a mask_mod that reads nothing but i and j; they are evaluated once."""
+    sizes = q_len, kv_len, AUTOMATIC_BLOCK
+    lists = apart(lambda: np.asarray(_lists_of_mod((1, 1), sizes, mods.Traced(mod, ()))))
     counts, kv_blocks = lists[..., 1], _blocks(*sizes)[1]
     longest = block_lists.COUNTS + max(int(counts.max()), 1)
     return OwnLists(lists[..., :longest], 1.0 - counts.sum() / (counts.size * kv_blocks))

@@ -12,7 +12,6 @@ before the two meet is evaluated outside as well, one int32 for every query or k
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from . import mesh_axes
+from .apart import apart
 from .elementwise import CONTROL_FLOW, ELEMENTWISE, Tape, fill
 
 
@@ -146,8 +146,6 @@ def trace(
 def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
     """Evaluates the equations that depend on numbers in the source alone, such as those of i % 3.
 
-    In a thread of their own, where nothing is traced and there is no mesh.
-
     Returns:
         (the equations that are left, Literals of the values).
     """
@@ -169,8 +167,7 @@ def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
             value = np.asarray(primitive.bind(*given, **params))
             found.update(dict.fromkeys(results, Literal(value, jax.typeof(value))))
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pool.submit(evaluate).result()
+    apart(evaluate)
     return left, found
 
 
