@@ -149,9 +149,9 @@ def test_blocks_of_padding_are_not_read(monkeypatch):
     read = []
     gather = xla_decode._gather
 
-    def noted(cache, table, place):
+    def noted(cache, table, place, heads):
         jax.debug.callback(lambda first: read.append(int(first)), place[0])
-        return gather(cache, table, place)
+        return gather(cache, table, place, heads)
 
     monkeypatch.setattr(xla_decode, "_gather", noted)
     q, k, v, lengths, starts = (x[:2] for x in arrays(tokens=1))
