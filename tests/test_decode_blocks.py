@@ -179,6 +179,7 @@ def test_bad_arguments(name):
         fp.flash_decode(q, k, k, **given)
 
 
+@pytest.mark.thorough(always=["0", "1"])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_choices(seed):
     rng = np.random.default_rng(seed)

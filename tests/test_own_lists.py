@@ -69,6 +69,7 @@ def unlisted(monkeypatch):
     return run
 
 
+@pytest.mark.thorough(always=["alone-prefix", "causal-window_and_global"])
 @pytest.mark.parametrize("mod", [window_and_global, prefix])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 5.0}], ids=["alone", "causal"])
 def test_outputs_and_gradients_are_those_without_lists(mod, options, unlisted):
