@@ -283,10 +283,20 @@ def _chosen(block: int, most: int) -> Variant:
     )
 
 
+# Whose lists flash_attention makes by itself.
+OWN_LISTS = Variant(
+    "mask_mod, window 1024 and 64 global keys",
+    (("mask_mod", block_masks.window_and_global),),
+    visible=lambda sizes: block_masks.share(block_masks.window_and_global, sizes.length),
+)
 _BLOCKS = (
     (CAUSAL, _of_mod("causal", block_masks.causal)),
     (WINDOW, _of_mod("window 1024", block_masks.window)),
-    (CAUSAL, _of_mod("window 1024 and 64 global keys", block_masks.window_and_global)),
+    (
+        CAUSAL,
+        OWN_LISTS,
+        _of_mod("window 1024 and 64 global keys", block_masks.window_and_global),
+    ),
     (CAUSAL, _of_mod("prefix of 4096", block_masks.prefix)),
     (PACKED, BLOCKS_DOCUMENTS),
     (FULL, BLOCKS_RANDOM),

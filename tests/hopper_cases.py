@@ -282,8 +282,8 @@ FUSED_BLOCKS = (
 PERSISTENT_SECTIONS = _small("sections_of_a_persistent_grid", T=104, S=150, N=3, K=3, B=3, H=32)
 SECTIONS = _small("sections", T=104, S=104, N=3, K=3, B=3, H=32, causal=True)
 
-# Of lists that begin in the middle, as those of long sequences do.
-IN_TURN = tuple(
+# Of lists that are rotated, as those of long sequences are.
+ROTATED = tuple(
     case
     for case in MODIFIERS
     if case.name in ("blocks_prefix", "blocks_listed", "blocks_listed_split", "blocks_dense_256")

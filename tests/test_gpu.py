@@ -24,9 +24,9 @@ from .hopper_cases import (
     FAR_ON_DEVICE,
     FORWARD_BLOCKS,
     FUSED_BLOCKS,
-    IN_TURN,
     LARGE_ON_DEVICE,
     ON_DEVICE,
+    ROTATED,
 )
 
 pytestmark = pytest.mark.gpu
@@ -43,8 +43,8 @@ def test_rows_that_are_left_to_another_launch(case, monkeypatch):
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
-@pytest.mark.parametrize("case", IN_TURN, ids=str)
-def test_lists_that_begin_in_the_middle(case, monkeypatch):
+@pytest.mark.parametrize("case", ROTATED, ids=str)
+def test_rotated_lists(case, monkeypatch):
     monkeypatch.setattr(tile_lists, "STREAMED_BYTES", 0)
     monkeypatch.setattr(tile_lists, "AT_ONCE", 2)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)

@@ -16,12 +16,12 @@ from .hopper_cases import (
     FLOAT32,
     FORWARD_BLOCKS,
     FUSED_BLOCKS,
-    IN_TURN,
     INTERPRETED,
     MAXIMA,
     MODIFIERS,
     PAIRS,
     PERSISTENT_SECTIONS,
+    ROTATED,
     SECTIONS,
     WITHOUT_PRODUCER,
 )
@@ -100,8 +100,8 @@ def test_pairs_of_ctas_sum_gradients_of_a_bias(monkeypatch, case):
 
 @pytest.mark.thorough(always=["blocks_listed"])
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", IN_TURN, ids=str)
-def test_lists_that_begin_in_the_middle(monkeypatch, case):
+@pytest.mark.parametrize("case", ROTATED, ids=str)
+def test_rotated_lists(monkeypatch, case):
     monkeypatch.setattr(tile_lists, "STREAMED_BYTES", 0)
     monkeypatch.setattr(tile_lists, "AT_ONCE", 2)
     with race_checked():

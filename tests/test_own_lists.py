@@ -117,6 +117,13 @@ def test_lists_are_as_long_as_they_must_be_and_made_once():
     assert empty == pytest.approx(made.sparsity)
 
 
+def test_explain_says_that_blocks_are_skipped():
+    q, k, v = inputs()
+    says = "skips blocks of 128 queries and 128 keys"
+    assert says in str(fp.explain(q, k, v, mask_mod=prefix))
+    assert says not in str(fp.explain(q, k, v, mask_mod=stripes))
+
+
 def test_inside_of_transformations(unlisted):
     """Maps over a batch axis, inside of jit, of a scan and of checkpoint."""
 

@@ -213,6 +213,8 @@ class Explanation:
             + (f", on {self.gpu}" if self.gpu else ""),
             f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
         ]
+        if isinstance(p, Problem) and p.is_listed:
+            lines.append("  skips blocks of {} queries and {} keys".format(*p.list_block))
         if self.note:
             lines.append(f"  which is {self.note}")
         if self.sources:

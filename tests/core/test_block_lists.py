@@ -290,7 +290,7 @@ def test_tiles_begin_where_the_hand_is(own):
     operands = Operands(q, k, k, block_lists=given)
     lists = compiled(block_lists.of_queries, describe(operands, spec), operands, BLOCK).in_one
     lists = lists._replace(order=block_lists.longest_first(lists, batch, heads))
-    found = np.asarray(block_lists.turns(lists, heads, blocks, at_once))
+    found = np.asarray(block_lists.rotations(lists, heads, blocks, at_once))
     assert found.shape == (batch * heads * tiles,) and len(np.unique(found)) > 5
     start, whole, stop = np.moveaxis(np.broadcast_to(lists.bounds, (batch, heads, tiles, 3)), -1, 0)
     size, before = (stop - start).reshape(-1), 0

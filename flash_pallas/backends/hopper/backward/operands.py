@@ -149,7 +149,7 @@ def lists_of(problem: Problem, operands: Operands, q_axis: int, tile) -> BlockLi
         blocks = pl.cdiv(problem.kv_len, tile[1])
         heads, streamed = problem.q_heads, problem.kv_len * size * widths
     lists = tile_lists.ordered(lists, problem.batch, heads)
-    return tile_lists.in_turn(lists, heads, blocks, streamed)
+    return tile_lists.rotated(lists, heads, blocks, streamed)
 
 
 # --- Which tile a CTA of backward/split owns ------------------------------------------------------

@@ -14,9 +14,9 @@ from ...gpu import auxiliary_arrays
 
 # Of what a head of the backward reads of the other sequence, and adds to it: more does not stay in
 # the 50 MB L2, of which each half keeps a copy of what its SMs read. bf16, H100, 109,632 tokens, 7
-# heads, each block of queries with 64 blocks of keys: with turns 1.50 times as fast with blocks of
-# 128, whose dQ, dO and Q were all read from device memory, and 1.08 with blocks of 64, in two
-# kernels. The forward is 0.97 to 0.98 times as fast with turns and has none.
+# heads, each block of queries with 64 blocks of keys: with rotated lists 1.50 times as fast with
+# blocks of 128, whose dQ, dO and Q were all read from device memory, and 1.06 with blocks of 64, in
+# two kernels. The forward is 0.97 to 0.98 times as fast and has none.
 STREAMED_BYTES = 24 << 20
 AT_ONCE = 132  # CTAs: as many SMs as an H100 or H200 has
 
@@ -26,8 +26,8 @@ def ordered(lists: BlockLists, batch: int, heads: int) -> BlockLists:
     return lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
 
 
-def in_turn(lists: BlockLists, heads: int, blocks: int, streamed: int) -> BlockLists:
-    """Returns `ordered` lists, with turns where they pay.
+def rotated(lists: BlockLists, heads: int, blocks: int, streamed: int) -> BlockLists:
+    """Returns `ordered` lists, with rotations where they pay.
 
     Args:
         lists: of all tiles, in their order.
@@ -37,7 +37,7 @@ def in_turn(lists: BlockLists, heads: int, blocks: int, streamed: int) -> BlockL
     """
     if streamed < STREAMED_BYTES:
         return lists
-    return lists._replace(turn=block_lists.turns(lists, heads, blocks, AT_ONCE))
+    return lists._replace(rotation=block_lists.rotations(lists, heads, blocks, AT_ONCE))
 
 
 def place(lists: BlockLists, n, heads: int):
@@ -55,14 +55,14 @@ class TileList(NamedTuple):
         start: place of the first in `index`.
         partial: number of partial tiles.
         count: number of tiles.
-        turn: which of the whole tiles comes first, the others following in turn; None: the first.
+        rotation: which whole tile comes first; after the last one the first follows. None: 0.
     """
 
     index: Any
     start: Any
     partial: Any
     count: Any
-    turn: Any = None
+    rotation: Any = None
 
     @classmethod
     def of(cls, problem: Problem, lists: BlockLists, at) -> TileList:
@@ -76,12 +76,12 @@ class TileList(NamedTuple):
         batch, head, tile = at
         of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
         start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
-        turn = None
-        if lists.turn is not None:
+        rotation = None
+        if lists.rotation is not None:
             tiles = lists.bounds.shape[2]
-            heads = lists.turn.shape[0] // (problem.batch * tiles)
-            turn = lists.turn[(batch * heads + head) * tiles + tile]
-        return cls(lists.index, start, whole - start, stop - start, turn)
+            heads = lists.rotation.shape[0] // (problem.batch * tiles)
+            rotation = lists.rotation[(batch * heads + head) * tiles + tile]
+        return cls(lists.index, start, whole - start, stop - start, rotation)
 
     @property
     def steps(self):
@@ -99,8 +99,8 @@ class TileList(NamedTuple):
 
     def __getitem__(self, n):
         """Returns the number of the n-th tile."""
-        if self.turn is not None:
-            later = n + self.turn
+        if self.rotation is not None:
+            later = n + self.rotation
             later = lax.select(later < self.count, later, later - (self.count - self.partial))
             n = lax.select(n < self.partial, jnp.int32(n), later)
         return self.index[self.start + n]
