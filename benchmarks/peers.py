@@ -75,8 +75,11 @@ def _flex(variant, arrays, do):
     torch = timing.torch_or_none()
     if torch is None:
         raise Unsupported("torch with a GPU is not installed")
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # A backward that is timed runs more than once, and may not reuse the buffers it was given.
+    torch._functorch.config.donated_buffer = False
     if variant.mod is None:
         raise Unsupported("the mask is no function of positions")
     to_torch = lambda x: torch.from_dlpack(x).transpose(1, 2).contiguous()

@@ -69,6 +69,7 @@ RECIPES = {
     "listed by heads": _listed((128, 128), True, 0),
     "listed by KV heads": _listed((128, 128), False, 1),
     "small blocks by heads": _listed((64, 64), True, 0),
+    "small blocks": _listed((64, 64), False, None),
     "tall blocks": _listed((192, 64), True, None),
 }
 

@@ -580,6 +580,8 @@ LARGE = (
          causal=True),
     Case("far_entries_128", T=130, S=200, B=2, N=2, K=1, H=128, magnitude=(15, 0),
          dtype="bfloat16", causal=True),
+    Case("far_entries_of_blocks", T=200, S=140, B=2, N=2, K=1, magnitude=(0, 15), dtype="bfloat16",
+         block_mask="small blocks"),
     Case("far_entries_float16", T=130, S=300, B=2, magnitude=(6, 0), dtype="float16"),
     Case("scores_of_2^30_float32", T=70, S=83, magnitude=15),
     Case("scores_of_2^12_float16", T=70, S=83, magnitude=6, dtype="float16"),

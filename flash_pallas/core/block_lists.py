@@ -23,6 +23,7 @@ from .problem import Operands, Problem
 EMPTY, PARTIAL, WHOLE = 0, 1, 2  # states of a block
 # Operands by which tiles of one list may be hidden in one batch entry and visible in another.
 OF_ENTRIES = ("q_offset", "q_lengths", "kv_lengths", "q_segments", "q_first", "q_last")
+MOST_KEYS = 2**31  # of int32, by which entries are sorted
 COUNTS = 2  # columns of `block_lists` in front of the numbers
 # Logarithms to base 2 of the lengths that `longest_first` tells apart, relative to their mean. The
 # longest of a causal mask are twice as long as the mean, and not to be torn from their heads: with
@@ -116,7 +117,8 @@ def of_keys(
     index, state = _entries(planned(problem, operands, tile))
     entries, heads, q_tiles, width = index.shape
     kv_tiles = -(-problem.kv_len // tile[1])
-    if (2 * kv_tiles + 1) * group * q_tiles > 2**31:
+    span = (2 * kv_tiles + 1) * group * q_tiles
+    if span > MOST_KEYS:
         raise ValueError(
             f"the mask has {q_tiles} x {kv_tiles} tiles of {group} query heads, and these are "
             "numbered in int32, up to 2**30: take larger blocks"
@@ -131,12 +133,25 @@ def of_keys(
     kinds = jnp.where(state == EMPTY, 2 * kv_tiles, index * 2 + jnp.where(state == WHOLE, 1, 0))
     number = _places(members, 2) * q_tiles + _places(members, 3)
     leading = (*members[:2], -1)
-    key = jnp.sort((kinds * (group * q_tiles) + number).reshape(leading), axis=-1)
+    key = _rows_sorted((kinds * (group * q_tiles) + number).reshape(leading), span)
     count = lambda kinds: jnp.zeros(2 * kv_tiles, jnp.int32).at[kinds].add(1, mode="drop")
     sizes = jax.vmap(jax.vmap(count))(kinds.reshape(leading))
     ends = jnp.cumsum(sizes, axis=-1).reshape(*leading[:2], kv_tiles, 2)
     starts = ends[..., :1] - sizes.reshape(ends.shape)[..., :1]
     return BlockLists(jnp.concatenate([starts, ends], axis=-1), _readable(key % (group * q_tiles)))
+
+
+def _rows_sorted(keys, span: int):
+    """Returns int32[Bb, N1, entries], each row sorted; keys are from 0 to `span`.
+
+    As one array where its keys can be numbered: XLA sorts several with kernels of its own, one long
+    one by radix.
+    """
+    rows = keys.shape[0] * keys.shape[1]
+    if rows == 1 or rows * span > MOST_KEYS:
+        return jnp.sort(keys, axis=-1)
+    first = jnp.arange(rows, dtype=jnp.int32).reshape(*keys.shape[:2], 1) * span
+    return jnp.sort((keys + first).reshape(-1)).reshape(keys.shape) - first
 
 
 def longest_first(lists: BlockLists, batch: int, heads: int):

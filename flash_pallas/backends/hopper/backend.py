@@ -30,6 +30,7 @@ from .forward.kernel import forward
 from .forward.tiles import (
     MOST_HALF,
     NATIVE_HEAD_DIMS,
+    TEAMS,
     ForwardBlocks,
     choose_forward,
     may_pack,
@@ -248,7 +249,8 @@ def _without_producer(blocks, problem: Problem):
 
 # The most that a field may be: registers for as many warpgroups, exponents of two whose squares
 # float32 holds (of a lazy rescale float16 too), and the barriers of one array.
-_MOST = {"warpgroups": 3, "speculates": 60.0, "lazy_rescale": MOST_HALF, "polynomials": 1.0}
+_MOST = {"warpgroups": 3, "teams": TEAMS, "polynomials": 1.0}
+_MOST |= {"speculates": 60.0, "lazy_rescale": MOST_HALF}
 _MOST |= {
     name: MOST_BARRIERS
     for blocks in (ForwardBlocks, FusedBlocks, DkvBlocks, DqBlocks)
@@ -273,7 +275,8 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
             "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"
         )
     rows = replaced.tile_rows if isinstance(replaced, ForwardBlocks) else replaced.block_q
-    if not size.takes_tiles(rows, replaced.block_kv):
+    takes = size.takes_tiles(rows, replaced.block_kv)
+    if not (replaced.suits(size) if isinstance(replaced, DkvBlocks) else takes):
         raise ValueError(
             f"blocks[{kernel!r}] is {fields!r}: tiles of {rows} queries and {replaced.block_kv} "
             f"keys do not divide the blocks of block_mask, {size.spec.block_shape}"

@@ -121,6 +121,15 @@ class BackwardArrays(NamedTuple):
             kv_padding=Padding.of(padding.valid_keys(operands), block_kv),
         )
 
+    def with_rows_past(self, rows: int) -> BackwardArrays:
+        """Adds so many rows past the last query to what has one value a row; they see no key."""
+        longer = self.lse_log2.shape[2] + rows
+        return self._replace(
+            lse_log2=pad_axis(self.lse_log2, 2, longer, EMPTY_ROW),
+            delta=pad_axis(self.delta, 2, longer),
+            shift=None if self.shift is None else pad_axis(self.shift, 2, longer),
+        )
+
     def scaled(self, factor: float) -> BackwardArrays:
         """Rescales the LSE so that kernels make factor * P of it, and delta to go with such a P."""
         lse_log2 = self.lse_log2 - math.log2(factor)
@@ -138,18 +147,19 @@ class BackwardArrays(NamedTuple):
 
 
 def lists_of(problem: Problem, operands: Operands, q_axis: int, tile) -> BlockLists:
-    """Returns the lists of tiles, in their order, for `BackwardArrays.for_rows`."""
-    size, widths = problem.dtype.itemsize, problem.head_dim + problem.v_head_dim
-    if q_axis:
-        lists = block_lists.of_keys(problem, operands, tile, problem.group)
-        blocks = pl.cdiv(problem.q_len, tile[0]) * problem.group
-        heads, streamed = problem.kv_heads, problem.q_len * (size * widths + 4 * problem.head_dim)
-    else:
+    """Returns the lists of tiles, in their order, for `BackwardArrays.for_rows`.
+
+    Those of queries are not rotated: see STREAMED_BYTES.
+    """
+    if not q_axis:
         lists = block_lists.of_queries(problem, operands, tile)
-        blocks = pl.cdiv(problem.kv_len, tile[1])
-        heads, streamed = problem.q_heads, problem.kv_len * size * widths
-    lists = tile_lists.ordered(lists, problem.batch, heads)
-    return tile_lists.rotated(lists, heads, blocks, streamed)
+        return tile_lists.ordered(lists, problem.batch, problem.q_heads)
+    size, widths = problem.dtype.itemsize, problem.head_dim + problem.v_head_dim
+    lists = block_lists.of_keys(problem, operands, tile, problem.group)
+    lists = tile_lists.ordered(lists, problem.batch, problem.kv_heads)
+    blocks = pl.cdiv(problem.q_len, tile[0]) * problem.group
+    streamed = problem.q_len * (size * widths + 4 * problem.head_dim)
+    return tile_lists.rotated(lists, problem.kv_heads, blocks, streamed)
 
 
 # --- Which tile a CTA of backward/split owns ------------------------------------------------------
@@ -564,3 +574,57 @@ class QTileList:
         if far is not None:
             ends = hide((zero, lax.select(far > 0, self.total, zero)))
             pl.loop(*ends)(functools.partial(far_step, block_of, masked=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class QTilePairs:
+    """The Q tiles of a list, two of them side by side in every step, in place of a QTileList.
+
+    The second tile of a step may be missing. Its scores are then those of the first one, with a
+    log-sum-exp from past the last row, so that their weights are 0. No tile is masked.
+
+    Attributes:
+        tiles: the list.
+        each: i32, number of tiles in a step, 2; 1 where rows may have a shift, which is loaded for
+            one tile.
+        past: number of a tile of rows that do not exist.
+    """
+
+    tiles: QTileList
+    each: Any
+    past: int
+
+    q_offset, kv_len = 0, None
+
+    @classmethod
+    def of(cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, far) -> QTilePairs:
+        """Makes the list of a CTA; `at`: (batch entry, KV head, KV tile); `far`: as of a group."""
+        rows = problem.list_block[0]
+        tiles = QTileList.of(problem, arrays, at, kv_rows, rows, mask_all=False)
+        each = jnp.int32(2) if far is None else lax.select(far > 0, jnp.int32(1), jnp.int32(2))
+        return cls(tiles, each, arrays.lse_log2.shape[2] // rows - 1)
+
+    @property
+    def total(self):
+        """Number of steps, at least one."""
+        return lax.div(self.tiles.total + self.each - 1, self.each)
+
+    def __getitem__(self, n):
+        """Returns (head of the group, Q block) of the first tile of the n-th step."""
+        return self.tiles[n * self.each]
+
+    def both(self, n):
+        """Returns (head of the group, Q block, Q block of its log-sum-exp) of both tiles."""
+        first, count = n * self.each, self.tiles.listed.count
+        second = first + 1
+        there = (self.each == 2) & (second < count)
+        pair = self.tiles[first], self.tiles[lax.select(there, second, first)]
+        row_of = lambda seen, block: lax.select(seen, block, jnp.int32(self.past))
+        seen = first < count, there
+        return [(*x, row_of(s, x[1])) for x, s in zip(pair, seen, strict=True)]
+
+    def visit(self, step, *, in_one_loop: bool = False):
+        """Calls step(block_of, n, masked=False) for every step, as QTileRange.visit does."""
+        del in_one_loop
+        run = functools.partial(step, lambda n: self[n][1], masked=False)
+        pl.loop(jnp.int32(0), self.total)(run)

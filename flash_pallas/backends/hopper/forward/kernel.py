@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +65,7 @@ from .tiles import (
     ForwardSmem,
     QTile,
     claims_tiles,
-    scratch,
+    team_scratch,
 )
 
 # --- The launch -----------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def forward(
     several = blocks.persistent and blocks.producer and bool(blocks.speculates)
     blocks = blocks.possible(problem)
     rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
-    num_ctas = num_sms if blocks.persistent else None
+    num_ctas = num_sms * blocks.teams if blocks.persistent else None
     scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
     lists = None
     if problem.is_listed:
@@ -123,17 +124,17 @@ def forward(
     results = out, left if rest else None
     run = functools.partial(
         launch,
-        scratch=(scratch(problem, blocks, gmem.q, gmem.v, out.o),),
-        grid={"cta": scheduler.num_ctas},
-        threads=blocks.warpgroups + blocks.producer,
+        scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
+        grid={"cta": pl.cdiv(scheduler.num_ctas, blocks.teams)},
+        threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
         interpret=interpret,
     )
     call = functools.partial(run, out=results, name="flash_pallas_forward")
     if claims:
-        kernel = lambda counter: call(functools.partial(forward_cta, plan, counter))(gmem)
+        kernel = lambda counter: call(functools.partial(forward_teams, plan, counter))(gmem)
         found = with_counter(kernel, results)
     else:
-        found = call(functools.partial(forward_cta, plan, None))(gmem)
+        found = call(functools.partial(forward_teams, plan, None))(gmem)
     for part in rest:
         found = launch_for_rest(dataclasses.replace(plan, part=part), run, gmem, found)
     return found[0]
@@ -149,23 +150,49 @@ def launch_for_rest(plan: ForwardPlan, run, gmem: ForwardGmem, results):
     return pl.run_state(write)(results)
 
 
-def cta_for_rest(plan: ForwardPlan, results, gmem: ForwardGmem, smem: ForwardSmem):
-    """Runs a CTA, if one of its warpgroups has left rows; `results` are the refs (out, left)."""
-    (out, left), at = results, (lax.axis_index("cta"), lax.axis_index("wg"))
-    some = [left[at[0], wg, 0] for wg in range(plan.blocks.warpgroups)]
-    run = functools.partial(forward_cta, plan, None, gmem, out, left, smem, at)
-    pl.when(functools.reduce(lax.max, some) > 0)(run)
+def cta_for_rest(plan: ForwardPlan, results, gmem: ForwardGmem, *smem: ForwardSmem):
+    """Runs the teams of a CTA that have left rows; `results` are the refs (out, left)."""
+    out, left = results
+
+    def run(index, wg, smem):
+        some = [left[index, each, 0] for each in range(plan.blocks.warpgroups)]
+        team = functools.partial(forward_cta, plan, None, gmem, out, left, smem, (index, wg))
+        pl.when(functools.reduce(lax.max, some) > 0)(team)
+
+    each_team(plan, smem, run)
+
+
+def forward_teams(
+    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, *smem: ForwardSmem
+):
+    """Runs the teams of a CTA; see ForwardCta for the arguments."""
+    team = functools.partial(forward_cta, plan, counter, gmem, out, left)
+    each_team(plan, smem, lambda index, wg, own: team(own, (index, wg)))
+
+
+def each_team(plan: ForwardPlan, smem: tuple[ForwardSmem, ...], run: Callable):
+    """Calls run(index of the team, warpgroup of the team, shared memory) for this one's team.
+
+    Each has code of its own, so that the addresses of its shared memory are constants.
+    """
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    if len(smem) == 1:
+        return run(cta, wg, smem[0])
+    size = plan.blocks.warpgroups + plan.blocks.producer
+    for team, own in enumerate(smem):
+        index, within = cta * len(smem) + team, wg - size * team
+        mine = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
+        pl.when(mine)(functools.partial(run, index, within, own))
 
 
 def forward_cta(
-    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem, at=None
+    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem, at
 ):
-    """Runs a CTA: gives each of its warpgroups its role, consumer or producer.
+    """Runs a team of a CTA: gives each of its warpgroups its role, consumer or producer.
 
-    `at` is (index of the CTA, index of the warpgroup) where they are known; see ForwardCta for the
-    others.
+    `at` is (index of the team, index of the warpgroup); see ForwardCta for the others.
     """
-    blocks, (index, wg) = plan.blocks, at or (lax.axis_index("cta"), lax.axis_index("wg"))
+    blocks, (index, wg) = plan.blocks, at
     cta = ForwardCta(
         plan=plan,
         gmem=gmem,

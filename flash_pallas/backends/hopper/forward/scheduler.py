@@ -70,7 +70,7 @@ class TileScheduler:
 
     @classmethod
     def of(
-        cls, problem: Problem, tile_rows: int, num_sms: int | None, dynamic: bool, interpret: bool
+        cls, problem: Problem, tile_rows: int, num_ctas: int | None, dynamic: bool, interpret: bool
     ) -> TileScheduler:
         """Chooses the schedule of a problem's tiles.
 
@@ -80,7 +80,8 @@ class TileScheduler:
         Args:
             problem: a problem with native head dims.
             tile_rows: number of query rows in a tile.
-            num_sms: number of SMs, each of which has a persistent CTA; None: a CTA for each tile.
+            num_ctas: number of persistent CTAs, of which some may be teams of one; None: a CTA for
+                each tile.
             dynamic: CTAs claim tiles.
             interpret: run by the interpreter.
         """
@@ -101,8 +102,8 @@ class TileScheduler:
             q_tiles=q_tiles,
             swizzle_heads=swizzle_heads,
             longest_first=longest_first,
-            num_ctas=num_tiles if num_sms is None else min(num_sms, num_tiles),
-            uses_table=num_sms is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
+            num_ctas=num_tiles if num_ctas is None else min(num_ctas, num_tiles),
+            uses_table=num_ctas is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
             dynamic=dynamic,
             interpret=interpret,
             has_lists=problem.is_listed,

@@ -51,6 +51,8 @@ class ForwardBlocks:
             with new ones only where a partial sum of a row's weights exceeds 2 to this power; 0:
             never. See `speculation` for where that is possible.
         producer: a warpgroup of its own loads; otherwise the last compute warpgroup does.
+        teams: number of teams of a persistent CTA: compute warpgroups with a producer and with
+            shared memory of their own, which go through tiles of their own.
         packed: the decode kernels run instead, with their own tiles; see decode/packed_forward.py
             for the calls that they take.
     """
@@ -63,11 +65,21 @@ class ForwardBlocks:
     polynomials: float = 0.0
     speculates: float = 0.0
     producer: bool = True
+    teams: int = 1
     packed: bool = False
+
+    def __post_init__(self):
+        if self.teams > 1 and (self.warpgroups > 1 or not (self.persistent and self.producer)):
+            raise ValueError(
+                f"teams of the forward kernel is {self.teams}: 1, or 2 of one warpgroup each in a "
+                "persistent kernel with producers"
+            )
 
     @property
     def compute_registers(self) -> int:
         """Registers per thread of a compute warpgroup."""
+        if self.teams > 1:
+            return 224
         return 160 if self.warpgroups == 3 else 240
 
     @property
@@ -95,7 +107,7 @@ class ForwardBlocks:
 
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for a problem with native head dims."""
-        return shared_memory(scratch(problem, self))
+        return shared_memory(team_scratch(problem, self))
 
     def speculation(self, problem: Problem) -> float:
         """Returns `speculates` where speculation is possible, else 0; float16 limits it to 14.
@@ -117,16 +129,27 @@ class ForwardBlocks:
         speculates = self.speculation(problem)
         return dataclasses.replace(self, lazy_rescale=lazy_rescale, speculates=speculates)
 
-    def listed(self, problem: Problem) -> ForwardBlocks:
-        """Returns the blocks with tiles that divide those of a problem's lists, if it has any."""
+    def listed(self, problem: Problem, num_sms: int) -> ForwardBlocks:
+        """Returns the blocks with tiles that divide those of a problem's lists, if it has any.
+
+        A tile of one warpgroup has a team to itself if there are more tiles than SMs.
+        """
         if not problem.is_listed:
             return self
         rows, columns = problem.list_block
         wgs = range(self.warpgroups, 0, -1)
         warpgroups = next(n for n in wgs if rows % (n * WARPGROUP_ROWS) == 0)
         block_kv = largest(columns, self.block_kv, 64, 32)
-        return dataclasses.replace(self, warpgroups=warpgroups, block_kv=block_kv)
+        blocks = dataclasses.replace(self, warpgroups=warpgroups, block_kv=block_kv, teams=1)
+        few = _tiles(problem) <= num_sms
+        if few or warpgroups > 1 or not (blocks.persistent and blocks.producer):
+            return blocks
+        both = dataclasses.replace(blocks, teams=TEAMS)
+        return both if fits(team_scratch(problem, both)) else blocks
 
+
+# One warpgroup alone leaves the tensor cores idle during its softmax.
+TEAMS = 2
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
 # that data seldom reaches and whose square float32 holds.
@@ -182,10 +205,10 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
         blocks = dataclasses.replace(blocks, warpgroups=2)
     if native.dtype == np.float32 and many(asked):
         blocks = dataclasses.replace(blocks, block_kv=32 if wants_narrow_tiles(native) else 64)
-    blocks = blocks.possible(native).listed(native)
+    blocks = blocks.possible(native).listed(native, num_sms)
     for smaller in _SMALLER:
-        smaller = dataclasses.replace(blocks, **smaller).listed(native)
-        if fits(scratch(native, smaller)):
+        smaller = dataclasses.replace(blocks, **smaller).listed(native, num_sms)
+        if fits(team_scratch(native, smaller)):
             return smaller
     raise AssertionError(f"no tiles of the forward kernel fit {problem}")
 
@@ -201,7 +224,8 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     dims = native.head_dim, native.v_head_dim
     if most < blocks.warpgroups and blocks == TUNED_LONG.get(dims):
         blocks = TUNED[dims]
-    return dataclasses.replace(blocks, producer=False, warpgroups=min(blocks.warpgroups, most))
+    warpgroups = min(blocks.warpgroups, most)
+    return dataclasses.replace(blocks, producer=False, warpgroups=warpgroups, teams=1)
 
 
 # What to give up, in this order, until shared memory suffices.
@@ -262,12 +286,16 @@ def _for_lengths(blocks: ForwardBlocks, problem: Problem, num_sms: int) -> Forwa
     if not measured or not _is_plain(problem) or problem.spec.max_logit:
         return blocks
     fewer = lambda n: dataclasses.replace(blocks, warpgroups=n)
-    tiles = problem.batch * problem.q_heads * -(-problem.q_len // WARPGROUP_ROWS)
-    if problem.q_len <= WARPGROUP_ROWS or tiles <= num_sms:
+    if problem.q_len <= WARPGROUP_ROWS or _tiles(problem) <= num_sms:
         return fewer(1)
     if blocks.warpgroups == 3 and _pairs(problem, blocks) > THIRD_GAINS * _pairs(problem, fewer(2)):
         return fewer(2)
     return blocks
+
+
+def _tiles(problem: Problem) -> int:
+    """Returns the number of tiles of one warpgroup's rows."""
+    return problem.batch * problem.q_heads * -(-problem.q_len // WARPGROUP_ROWS)
 
 
 # Where the decode kernels were faster: not below so many keys, or so many for each query.
@@ -298,7 +326,7 @@ def _pairs(problem: Problem, blocks: ForwardBlocks) -> int:
 
 
 class ForwardSmem(NamedTuple):
-    """Shared memory of one CTA and its mbarriers: of q one per warpgroup, of k and v per stage."""
+    """Shared memory of one team and its mbarriers: of q one per warpgroup, of k and v per stage."""
 
     q: Any  # [warpgroups, 64, H]
     k: Any  # [stages, block_kv, H]
@@ -338,7 +366,7 @@ def keeps_shift(problem: Problem, blocks: ForwardBlocks) -> bool:
 def scratch(
     problem: Problem, blocks: ForwardBlocks, q: Any = None, v: Any = None, o: Any = None
 ) -> ForwardSmem:
-    """Returns the shared memory and the barriers that a CTA allocates.
+    """Returns the shared memory and the barriers of one team of a CTA.
 
     Args:
         problem: a problem with native head dims.
@@ -375,6 +403,11 @@ def scratch(
         v_arrived=bar() if problem.is_dynamic else None,
         tile_full=bar(num_barriers=SLOTS) if claims else None,
     )
+
+
+def team_scratch(problem: Problem, blocks: ForwardBlocks, *arrays) -> tuple[ForwardSmem, ...]:
+    """Returns what a CTA allocates, `scratch` for each of its teams."""
+    return (scratch(problem, blocks, *arrays),) * blocks.teams
 
 
 # --- The plan of a launch, the refs of a CTA, its Q tiles and the KV blocks they read -------------
@@ -519,6 +552,8 @@ class ForwardRows(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class ForwardCta:
     """One CTA, as one of its warpgroups sees it: the plan and all refs.
+
+    Of several teams each is a CTA of its own here.
 
     Attributes:
         plan: the plan of the launch.

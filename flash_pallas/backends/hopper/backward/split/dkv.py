@@ -42,6 +42,7 @@ from ...common.wgmma import Matmuls
 from ..operands import (
     BackwardArrays,
     QTileList,
+    QTilePairs,
     QTileRange,
     mask_everywhere,
     own_grid,
@@ -97,9 +98,12 @@ class DkvKernel:
         if self.blocks.producer:
             pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
-    def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange | QTileList:
+    def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange | QTileList | QTilePairs:
         """Returns the Q tiles of a CTA; `at`: (batch entry, KV head, KV tile)."""
         size = WARPGROUP_ROWS, self.blocks.block_q
+        if self.blocks.joined(self.problem) == 2:
+            far = self.auxiliary.far(gmem.auxiliary, at[0], at[1] * self.problem.group)
+            return QTilePairs.of(self.problem, gmem, at, WARPGROUP_ROWS, far)
         loops = {"mask_all": mask_everywhere(self.problem)}
         if self.problem.is_listed:
             return QTileList.of(self.problem, gmem, at, *size, **loops)
@@ -174,7 +178,7 @@ class DkvKernel:
         if whole:
             problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
         if far is not None:
-            query = block * self.blocks.block_q
+            query = block * self.loads.rows
             shift = row_shift(self.problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
             inputs = inputs._replace(shift=shift)
         cta.q.release(n)
@@ -217,7 +221,7 @@ class DkvKernel:
     def tile(self, cta: DkvCta, block) -> RegisterTile:
         """Describes the tile of a Q block: where it lies, and its shape."""
         return RegisterTile(
-            q_start=block * self.blocks.block_q + cta.q_tiles.q_offset,
+            q_start=block * self.loads.rows + cta.q_tiles.q_offset,
             kv_start=cta.kv_start,
             shape=(WARPGROUP_ROWS, self.blocks.block_q),
             q_axis=1,
@@ -338,7 +342,10 @@ def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: Backwar
         name="flash_pallas_backward_dkv",
         interpret=interpret,
     )
-    return run(arrays.for_rows(problem, operands, 1, (blocks.block_q, WARPGROUP_ROWS)))
+    rows = DkvLoads(problem, blocks).rows
+    if rows < blocks.block_q:
+        arrays = arrays.with_rows_past(rows)
+    return run(arrays.for_rows(problem, operands, 1, (rows, WARPGROUP_ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +363,7 @@ class DkvCta:
     batch: Any
     kv_head: Any
     kv_start: Any
-    q_tiles: QTileRange | QTileList
+    q_tiles: QTileRange | QTileList | QTilePairs
 
     @property
     def keys(self):
@@ -376,10 +383,15 @@ class DkvLoads:
         """Auxiliary inputs, which modifiers read."""
         return AuxiliaryInputs(self.problem, q_axis=1)
 
+    @property
+    def rows(self) -> int:
+        """Number of queries of a block, of which `DkvBlocks.joined` make a tile."""
+        return self.blocks.block_q // self.blocks.joined(self.problem)
+
     def place(self, cta: DkvCta, member, block) -> Place:
         """Returns the place of the tile of a Q block of one head of the group."""
         head, columns = cta.kv_head * self.problem.group + member, self.blocks.block_q
-        start = block * columns
+        start = block * self.rows
         return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
 
     def __call__(self, cta: DkvCta):
@@ -426,20 +438,28 @@ class DkvLoads:
         wanted = (n > 0) & (following < cta.q_tiles.total)
         pl.when(wanted)(lambda: self.load_do(cta, following))
 
-    def at(self, cta: DkvCta, n):
-        """Returns (head in the group, Q block, index of the row vectors) of the n-th tile."""
-        member, block = cta.q_tiles[n]
-        head, rows = cta.kv_head * self.problem.group + member, self.blocks.block_q
-        return member, block, (cta.batch, head, pl.ds(block * rows, rows))
+    def parts(self, cta: DkvCta, n):
+        """Returns (place in a slot, head, rows, rows of lse) of the blocks of the n-th tile."""
+        at = lambda block: pl.ds(block * self.rows, self.rows)
+        head_of = lambda member: cta.kv_head * self.problem.group + member
+        if not isinstance(cta.q_tiles, QTilePairs):
+            member, block = cta.q_tiles[n]
+            return [((), head_of(member), at(block), at(block))]
+        both = enumerate(cta.q_tiles.both(n))
+        place = lambda i: (pl.ds(i * self.rows, self.rows),)
+        return [(place(i), head_of(m), at(block), at(of_lse)) for i, (m, block, of_lse) in both]
 
     def load_q(self, cta: DkvCta, n):
         """Loads Q of the n-th tile, its lse and its streamed auxiliary inputs."""
-        member, block, row = self.at(cta, n)
-        batch, head, rows = row
+        parts = self.parts(cta, n)
         cta.q.wait_empty(n)
-        self.load(cta.q, n, rows_of(cta.gmem.q, (batch, rows, head), cta.smem.q), cta.smem.q)
-        self.load(cta.q, n, cta.gmem.lse_log2.at[row], cta.smem.lse)
+        for part, head, rows, of_lse in parts:
+            q = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.q)
+            self.load(cta.q, n, q, cta.smem.q, part)
+            lse = cta.gmem.lse_log2.at[cta.batch, head, of_lse]
+            self.load(cta.q, n, lse, cta.smem.lse, part)
         if self.auxiliary.copies:
+            member, block = cta.q_tiles[n]
             slot = cta.q.slot(n)
             place = self.place(cta, member, block)
             self.auxiliary.load(
@@ -448,11 +468,13 @@ class DkvLoads:
 
     def load_do(self, cta: DkvCta, n):
         """Loads dO and delta of the n-th tile."""
-        _, _, row = self.at(cta, n)
-        batch, head, rows = row
+        parts = self.parts(cta, n)
         cta.do.wait_empty(n)
-        self.load(cta.do, n, rows_of(cta.gmem.do, (batch, rows, head), cta.smem.do), cta.smem.do)
-        self.load(cta.do, n, cta.gmem.delta.at[row], cta.smem.delta)
+        for part, head, rows, _ in parts:
+            do = rows_of(cta.gmem.do, (cta.batch, rows, head), cta.smem.do)
+            self.load(cta.do, n, do, cta.smem.do, part)
+            delta = cta.gmem.delta.at[cta.batch, head, rows]
+            self.load(cta.do, n, delta, cta.smem.delta, part)
 
     def load_k(self, cta: DkvCta):
         """Loads the CTA's K tile by TMA, which arrives at `k_full`."""
@@ -464,7 +486,7 @@ class DkvLoads:
         v = rows_of(cta.gmem.v, cta.keys, cta.smem.v)
         plgpu.copy_gmem_to_smem(v, cta.smem.v, cta.bars.v_full)
 
-    def load(self, ring: Ring, n, source, buffer):
-        """Issues one of the copies of the n-th fill of a ring."""
+    def load(self, ring: Ring, n, source, buffer, part=()):
+        """Issues one of the copies of the n-th fill of a ring, into a part of its slot."""
         slot = ring.slot(n)
-        plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
+        plgpu.copy_gmem_to_smem(source, buffer.at[(slot, *part)], ring.full.at[slot])
