@@ -40,9 +40,9 @@ def documents(ids) -> Mod:
     return lambda b, n, i, j: (ids[i] == ids[j]) & (i >= j)
 
 
-def of_mod(mod: Mod, length: int) -> BlockMask:
-    """Returns the block mask of a function of positions, in blocks of 128."""
-    return BlockMask.from_mask_mod(mod, 1, 1, length, length)
+def of_mod(mod: Mod, length: int, rows: int = 128) -> BlockMask:
+    """Returns the block mask of a function of positions, in blocks of so many queries."""
+    return BlockMask.from_mask_mod(mod, 1, 1, length, length, block=(rows, 128))
 
 
 def share(mod: Mod, length: int) -> float:

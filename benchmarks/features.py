@@ -237,11 +237,12 @@ FLOAT32_PEERS = ("torch_efficient", "jax_xla")
 _MODIFIED = (CAUSAL, SOFTCAP, SOFTCAP_LARGE, DROPOUT, ALIBI, SINKS, LENGTHS, SCORE_MOD)
 
 
-def _of_mod(name: str, mod: block_masks.Mod) -> Variant:
+def _of_mod(name: str, mod: block_masks.Mod, rows: int = 128) -> Variant:
     """Returns the variant of a block mask made from a function of positions."""
+    wide = f", blocks of {rows}" if rows != 128 else ""
     return Variant(
-        f"block mask, {name}",
-        make=lambda sizes, key: {"block_mask": block_masks.of_mod(mod, sizes.length)},
+        f"block mask, {name}{wide}",
+        make=lambda sizes, key: {"block_mask": block_masks.of_mod(mod, sizes.length, rows)},
         visible=lambda sizes: block_masks.share(mod, sizes.length),
         mod=lambda sizes, array: mod,
     )
@@ -290,14 +291,18 @@ OWN_LISTS = Variant(
     visible=lambda sizes: block_masks.share(block_masks.window_and_global, sizes.length),
 )
 _BLOCKS = (
-    (CAUSAL, _of_mod("causal", block_masks.causal)),
+    (CAUSAL, _of_mod("causal", block_masks.causal), _of_mod("causal", block_masks.causal, 192)),
     (WINDOW, _of_mod("window 1024", block_masks.window)),
     (
         CAUSAL,
         OWN_LISTS,
         _of_mod("window 1024 and 64 global keys", block_masks.window_and_global),
     ),
-    (CAUSAL, _of_mod("prefix of 4096", block_masks.prefix)),
+    (
+        CAUSAL,
+        _of_mod("prefix of 4096", block_masks.prefix),
+        _of_mod("prefix of 4096", block_masks.prefix, 192),
+    ),
     (PACKED, BLOCKS_DOCUMENTS),
     (FULL, BLOCKS_RANDOM),
 )

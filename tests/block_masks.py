@@ -17,6 +17,12 @@ def _window_and_global(batch, heads, q_len, kv_len, rng):
     return BlockMask.from_mask_mod(near, 1, 1, q_len, kv_len)
 
 
+def _tall(batch, heads, q_len, kv_len, rng):
+    """Shows a prefix and a causal mask by blocks of 192 queries."""
+    prefix = lambda b, n, i, j: (j <= i) | (j < 40)
+    return BlockMask.from_mask_mod(prefix, 1, 1, q_len, kv_len, block=(192, 128))
+
+
 def _prefix_of_heads(batch, heads, q_len, kv_len, rng):
     """Shows a prefix whose length is an array's, for each entry and head."""
     prefix = jnp.asarray(rng.integers(0, kv_len, (batch, heads[0])), jnp.int32)
@@ -70,6 +76,7 @@ RECIPES = {
     "listed by KV heads": _listed((128, 128), False, 1),
     "small blocks by heads": _listed((64, 64), True, 0),
     "small blocks": _listed((64, 64), False, None),
+    "tall blocks of a mask_mod": _tall,
     "tall blocks": _listed((192, 64), True, None),
 }
 

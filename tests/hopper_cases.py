@@ -155,6 +155,7 @@ MODIFIERS = (
     _small("blocks_pairs_64", block_mask="small blocks by heads", N=4, K=2, T=300, S=260, B=2),
     _small("blocks_pairs_of_one_list_128", block_mask="small blocks", H=128, N=2, T=260, S=200,
            softcap=4.0, sinks=True),
+    _small("blocks_tall_128", block_mask="tall blocks of a mask_mod", H=128, N=2, T=400, S=300),
     _small("blocks_tall", block_mask="tall blocks", T=300, S=180, B=2, window=(120, 60),
            empty_rows="mean", mask_mod="stripes"),
     _small("max_logit", max_logit=True, causal=True, q_offset=-30, N=1),
@@ -215,6 +216,8 @@ FORWARD_BLOCKS = (
 WITHOUT_PRODUCER = (
     _case("one_block", T=500, S=100, N=2, K=1),
     _case("whole_tiles_128", T=200, S=256, N=2, K=1, H=128),
+    _case("tall_blocks_64", T=400, S=200, N=2, K=1, block_mask="tall blocks"),
+    _case("tall_blocks_128", T=400, S=200, N=1, K=1, H=128, block_mask="tall blocks"),
     _case("several_blocks_causal_128", T=260, S=260, N=2, K=1, H=128, causal=True),
     _case("short_256", T=136, S=72, N=1, K=1, H=256, causal=True, q_offset=-40),
     _small("documents_128", segments="long", causal=True, poison=True, H=128, N=1, T=512, S=512),
@@ -347,6 +350,9 @@ ON_DEVICE = (
     # Of an SM's worth of tiles and more; what is smaller has tiles of its own.
     _case("many_tiles", T=700, S=700, B=4, N=8, K=2, H=128),
     _case("many_tiles_d64", T=700, S=700, B=4, N=8, K=2, causal=True),
+    # More tiles than SMs: two teams in a CTA of the forward.
+    _case("long_blocks_64", T=1200, S=1100, N=4, K=2, B=2, block_mask="small blocks by heads"),
+    _case("long_blocks_128", T=1200, S=1100, N=4, K=2, B=2, H=128, block_mask="small blocks"),
     _case("few_queries", T=16, S=4000, N=8, K=2, H=128, causal=True, q_offset=3984),
     _case("few_queries_in_tiles", T=150, S=3000, B=2, N=4, K=2, causal=True, q_offset=2850),
     _case("tall", T=1999, S=130, H=128, causal=True, q_offset=-300),

@@ -24,6 +24,8 @@ EMPTY, PARTIAL, WHOLE = 0, 1, 2  # states of a block
 # Operands by which tiles of one list may be hidden in one batch entry and visible in another.
 OF_ENTRIES = ("q_offset", "q_lengths", "kv_lengths", "q_segments", "q_first", "q_last")
 MOST_KEYS = 2**31  # of int32, by which entries are sorted
+HALF = 15  # bits in which `_counted` counts tiles
+MOST_COUNTED = 2**HALF - 1
 COUNTS = 2  # columns of `block_lists` in front of the numbers
 # Logarithms to base 2 of the lengths that `longest_first` tells apart, relative to their mean. The
 # longest of a causal mask are twice as long as the mean, and not to be torn from their heads: with
@@ -79,7 +81,8 @@ def states_of(lists, kv_blocks: int):
     """Returns int8[Bb, N1, Q blocks, KV blocks], the states that `of_states` made lists of."""
     index, state = _entries(lists)
     found = jnp.zeros((*lists.shape[:-1], kv_blocks), jnp.int8)
-    put = lambda found, index, state: found.at[index].max(state)
+    index = jnp.where(state == EMPTY, kv_blocks + _places(index.shape, 3), index)  # nowhere
+    put = lambda found, *entry: found.at[entry[0]].set(entry[1], mode="drop", unique_indices=True)
     for _ in range(3):
         put = jax.vmap(put)
     return put(found, index, state.astype(jnp.int8))
@@ -114,9 +117,12 @@ def of_keys(
             tiles of all of them, that of member m of the group and of Q tile i as m * Q tiles + i,
             and there is one for each KV head, or one for all.
     """
-    index, state = _entries(planned(problem, operands, tile))
+    lists = planned(problem, operands, tile)
+    index, state = _entries(lists)
     entries, heads, q_tiles, width = index.shape
     kv_tiles = -(-problem.kv_len // tile[1])
+    if width >= kv_tiles and group * q_tiles < MOST_COUNTED:
+        return _counted(states_of(lists, kv_tiles), group, width)
     span = (2 * kv_tiles + 1) * group * q_tiles
     if span > MOST_KEYS:
         raise ValueError(
@@ -139,6 +145,40 @@ def of_keys(
     ends = jnp.cumsum(sizes, axis=-1).reshape(*leading[:2], kv_tiles, 2)
     starts = ends[..., :1] - sizes.reshape(ends.shape)[..., :1]
     return BlockLists(jnp.concatenate([starts, ends], axis=-1), _readable(key % (group * q_tiles)))
+
+
+def _counted(states, group: int, width: int) -> BlockLists:
+    """Returns `of_keys` for int8[Bb, N1, Q tiles, KV tiles], no larger than the lists.
+
+    Without a sort: a tile's place is the number of those before it.
+
+    Args:
+        states: of all tiles, EMPTY, PARTIAL or WHOLE.
+        group: as of `of_keys`.
+        width: number of entries that each list of KV tiles has room for.
+    """
+    entries, heads, q_tiles, kv_tiles = states.shape
+    own = group if heads > 1 else 1
+    shape = entries, max(heads // group, 1), group, q_tiles, kv_tiles
+    states = jnp.broadcast_to(states.reshape(*shape[:2], own, *shape[3:]), shape)
+    states = states.reshape(*shape[:2], group * q_tiles, kv_tiles)
+    # Both kinds in one sum: partial ones in the lower half of the bits, whole ones in the upper.
+    kinds = jnp.where(states == WHOLE, 1 << HALF, jnp.where(states == PARTIAL, 1, 0))
+    sums = jnp.cumsum(kinds, axis=2, dtype=jnp.int32)
+    partial, whole = sums & MOST_COUNTED, sums >> HALF
+    last = lambda x: x[:, :, -1]
+    stop = jnp.cumsum(last(partial) + last(whole), axis=-1, dtype=jnp.int32)
+    middle = stop - last(whole)
+    start = middle - last(partial)
+    before = jnp.where(states == WHOLE, middle[:, :, None] + whole, start[:, :, None] + partial)
+    room = group * q_tiles * width + 1  # an empty list at the end can be read too
+    nowhere = room + _places(states.shape, 2) * kv_tiles + _places(states.shape, 3)
+    place = jnp.where(states == EMPTY, nowhere, before - 1).reshape(*shape[:2], -1)
+    number = _places(states.shape, 2).reshape(place.shape)
+    zeros = jnp.zeros(room, jnp.int32)
+    put = lambda place, number: zeros.at[place].set(number, mode="drop", unique_indices=True)
+    index = jax.vmap(jax.vmap(put))(place, number)
+    return BlockLists(jnp.stack([start, middle, stop], axis=-1), index)
 
 
 def _rows_sorted(keys, span: int):

@@ -73,6 +73,9 @@ MODIFIERS = (
     "blocks_listed_causal_128",
     "blocks_listed_64",
     "blocks_tall",
+    "blocks_tall_128",
+    "long_blocks_64",
+    "long_blocks_128",
     "bias_1NTS",
     "bias_shared_32",
     "bias_shared_16",
@@ -150,6 +153,7 @@ ALLOWED_SPILLS = {
     # 12 and 8 as a tile's place is read from the order of the lists, not from the CTA's number.
     ("flash_pallas_backward_fused", 64, "blocks_listed"): 32,
     ("flash_pallas_forward", 128, "blocks_documents_128"): 8,
+    ("flash_pallas_forward", 128, "blocks_tall_128"): 8,  # three warpgroups
     ("flash_pallas_backward_fused", 128, "blocks_listed_causal_128"): 4,
     ("flash_pallas_backward_fused", 64, "many_entries"): 28,
     ("flash_pallas_backward_fused", 128, "small"): 16,  # with three tiles in flight

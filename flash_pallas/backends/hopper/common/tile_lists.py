@@ -12,12 +12,13 @@ from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
 
-# Of what a head of the backward reads of the other sequence, and adds to it: more does not stay in
-# the 50 MB L2, of which each half keeps a copy of what its SMs read. bf16, H100, 109,632 tokens, 7
-# heads, each block of queries with 64 blocks of keys: with rotated lists 1.50 times as fast with
-# blocks of 128, whose dQ, dO and Q were all read from device memory, and 1.06 with blocks of 64, in
-# two kernels. The forward is 0.97 to 0.98 times as fast and has none.
-STREAMED_BYTES = 24 << 20
+# Of what a head of the backward reads of the queries, and adds to them: more does not stay in L2.
+# bf16, 109,632 tokens (112 MB), 7 heads, each block of queries with 64 blocks of keys: with rotated
+# lists 1.50 times as fast with blocks of 128, whose dQ, dO and Q were all read from device memory
+# (H100), and dK/dV 1.03 with blocks of 64 (H200). 32k tokens (34 MB): 0.98 to 1.00. Lists of keys
+# have none: dQ is 0.98 and the forward 0.97 to 0.98 times as fast. They are equally long there, so
+# that CTAs which begin together stay together without.
+STREAMED_BYTES = 50 << 20
 AT_ONCE = 132  # CTAs: as many SMs as an H100 or H200 has
 
 
