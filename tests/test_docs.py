@@ -126,6 +126,22 @@ def test_a_picture_shows_the_call_in_its_code(script):
     assert "flash_attention(" in code and flash_pallas.flash_attention.__name__ == "flash_attention"
 
 
+def test_a_picture_of_blocks_shows_those_of_a_mask_made_under_jit(script):
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from flash_pallas import BlockMask, flash_attention\n"
+        "def call(x, width):\n"
+        "    seen = lambda b, n, i, j: (j <= i) & (j < width[n])\n"
+        "    mask = BlockMask.from_mask_mod(seen, 1, 2, 192, 192, block=(64, 64))\n"
+        "    return flash_attention(x, x, x, block_mask=mask)\n"
+        "jax.jit(call)(jnp.ones((1, 192, 2, 8)), jnp.array([192, 64]))\n"
+    )
+    drawn = script("pictures").picture("blocks", code, {"heads": "0,1"})
+    shades = re.findall('class="high"[^>]*fill-opacity="([^"]*)"', drawn)
+    causal, first = ["0.50", "1.00", "0.50", "1.00", "1.00", "0.50"], ["0.50", "1.00", "1.00"]
+    assert shades == causal + first and drawn.count("blocks of keys") == 2
+
+
 def test_a_picture_above_other_code_is_refused(script):
     with pytest.raises(ValueError, match="never calls attention"):
         script("pictures").picture("visible", "1 + 1\n", {})

@@ -6,8 +6,9 @@ A page has a marker above a block of Python:
 
 The block runs up to its first call of a `flash_attention` function. The picture shows what
 `flash_pallas.reference` makes of the arguments of that call, so it cannot differ from the code.
-KIND is `visible` (the mask), `weights` (the softmax), `logits` or `max_logit` (logits with the
-largest of every query marked). `without=NAME` draws the same call without that argument first.
+KIND is `visible` (the mask), `blocks` (those of its block mask), `weights` (the softmax), `logits`
+or `max_logit` (logits with the largest of every query marked). `without=NAME` draws the same call
+without that argument first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flash_pallas
+from flash_pallas.core import block_lists
 from flash_pallas.reference import Modifiers
 
 MARKER = re.compile(
@@ -55,7 +57,8 @@ def recorded(code: str) -> _Recorded:
     try:
         for name in RECORDED:
             setattr(flash_pallas, name, record)
-        exec(compile(code, "documentation", "exec"), {"__name__": "__main__"})
+        with jax.disable_jit():  # a block mask may be made under jit, and is to be looked at
+            exec(compile(code, "documentation", "exec"), {"__name__": "__main__"})
     except _Recorded as call:
         return call
     finally:
@@ -105,6 +108,15 @@ def matrices(call: _Recorded) -> Matrices:
     return Matrices(*map(np.asarray, (keep, logits, weights, kept)), sink, first)
 
 
+def blocks(call: _Recorded) -> Matrices:
+    """Returns the blocks of a call's block mask: half a weight for a partial one."""
+    mask = call.arguments["block_mask"]
+    states = np.asarray(block_lists.states_of(mask.lists, -(-mask.kv_len // mask.block[1])))
+    states = np.broadcast_to(states, (len(call.q), call.q.shape[2], *states.shape[2:]))
+    shares, first = states / block_lists.WHOLE, np.zeros(len(states), int)
+    return Matrices(states != block_lists.EMPTY, shares, shares, states >= 0, None, first)
+
+
 @dataclasses.dataclass(frozen=True)
 class Panel:
     """One grid of a picture: queries from top to bottom, keys from left to right.
@@ -117,6 +129,7 @@ class Panel:
         marked: bool [T, S]: framed.
         sink: [T], drawn as one more column, or None.
         first: position of the first query.
+        unit: what a row is, if not one query: "blocks of ".
     """
 
     title: str
@@ -126,6 +139,7 @@ class Panel:
     marked: np.ndarray
     sink: np.ndarray | None
     first: int
+    unit: str = ""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -146,7 +160,9 @@ def panels(kind: str, found: Matrices, places: list[tuple[int, int]], note: str)
         visible = found.visible[b, n]
         nothing = np.zeros_like(visible)
         values, dropped, marked, sink = visible.astype(float), nothing, nothing, None
-        if kind == "weights":
+        if kind == "blocks":
+            values = found.weights[b, n]
+        elif kind == "weights":
             sink = None if found.sink is None else found.sink[b, n]
             most = max(found.weights[b, n].max(), 0 if sink is None else sink.max())
             # The square root keeps small weights apart from none.
@@ -163,7 +179,9 @@ def panels(kind: str, found: Matrices, places: list[tuple[int, int]], note: str)
             raise ValueError(f"no picture of {kind!r}")
         named = (note, f"entry {b}" if entries else "", f"head {n}" if heads else "")
         title = ", ".join(filter(None, named))
-        drawn.append(Panel(title, values, visible, dropped, marked, sink, int(found.first[b])))
+        unit = "blocks of " if kind == "blocks" else ""
+        first = int(found.first[b])
+        drawn.append(Panel(title, values, visible, dropped, marked, sink, first, unit))
     return drawn
 
 
@@ -185,7 +203,7 @@ def _grid(panel: Panel):
     rows, columns = panel.visible.shape
     end = LEFT + columns * CELL
     yield f'<text class="title" x="{LEFT}" y="10">{html.escape(panel.title)}</text>'
-    yield f'<text x="{LEFT}" y="25">keys →</text>'
+    yield f'<text x="{LEFT}" y="25">{panel.unit}keys →</text>'
     yield from (
         f'<text class="mid" x="{LEFT + j * CELL + CELL // 2 - 1}" y="{TOP - 5}">{j}</text>'
         for j in range(0, columns, 4)
@@ -201,7 +219,8 @@ def _grid(panel: Panel):
         if panel.sink is not None:
             yield _square(end + CELL, y, "sink", panel.sink[i])
     middle = TOP + rows * CELL // 2
-    yield f'<text class="mid" transform="translate(9 {middle}) rotate(-90)">← queries</text>'
+    turned = f"translate(9 {middle}) rotate(-90)"
+    yield f'<text class="mid" transform="{turned}">← {panel.unit}queries</text>'
 
 
 def _cell(panel: Panel, i: int, j: int, x: int, y: int):
@@ -224,6 +243,7 @@ def _square(x: int, y: int, kind: str, value: float) -> str:
 
 LEGENDS = {
     "visible": "Blue: the query sees the key.",
+    "blocks": "Blue: whole blocks. Lighter: partial ones. What has no colour costs nothing.",
     "weights": "Darker: more weight. Without colour: hidden.",
     "logits": "Blue: positive. Orange: negative. Full colour: 4 or more.",
     "max_logit": "Blue: positive. Orange: negative. Framed: the largest of its query.",
@@ -250,7 +270,8 @@ def picture(kind: str, code: str, options: dict[str, str]) -> str:
         before = matrices(_Recorded(call.q, call.k, call.v, **others))
         drawn += panels(kind, before, places, f"without {without}")
     note = "" if without is None else f"with {without}"
-    drawn += panels(kind, matrices(call), places, note)
+    found = blocks(call) if kind == "blocks" else matrices(call)
+    drawn += panels(kind, found, places, note)
     below = legend(kind, call.arguments)
     label = f"{kind.replace('_', ' ')} of the call below. {below}"
     return (

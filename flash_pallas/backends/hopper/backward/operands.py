@@ -177,7 +177,8 @@ def own_place(problem: Problem, arrays: BackwardArrays, heads: int) -> tuple[Any
     """Returns (batch entry, head, block) of this CTA in an `own_grid` with so many heads."""
     if problem.is_listed:
         return tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
-    return lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("block")
+    batch, block = lax.axis_index("batch"), lax.axis_index("block")
+    return batch, lax.axis_index("head"), block
 
 
 # --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----
