@@ -173,12 +173,18 @@ def own_grid(problem: Problem, axes: dict[str, int]) -> dict[str, int]:
     return {"cta": math.prod(axes.values())} if problem.is_listed else axes
 
 
-def own_place(problem: Problem, arrays: BackwardArrays, heads: int) -> tuple[Any, Any, Any]:
-    """Returns (batch entry, head, block) of this CTA in an `own_grid` with so many heads."""
+def own_place(
+    problem: Problem, arrays: BackwardArrays, heads: int
+) -> tuple[Any, Any, Callable[[], Any]]:
+    """Returns (batch entry, block, function that returns the head) of this CTA in an `own_grid`.
+
+    ptxas orders other instructions by when the head is read: callers read it where it is needed.
+    """
     if problem.is_listed:
-        return tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
+        batch, head, block = tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
+        return batch, block, lambda: head
     batch, block = lax.axis_index("batch"), lax.axis_index("block")
-    return batch, lax.axis_index("head"), block
+    return batch, block, lambda: lax.axis_index("head")
 
 
 # --- KV tiles that a query-stationary CTA of the backward reads, and which of them it masks -----

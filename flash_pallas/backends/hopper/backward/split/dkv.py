@@ -77,7 +77,8 @@ class DkvKernel:
         return self.loads.auxiliary
 
     def __call__(self, gmem: BackwardArrays, dk, dv, smem: DkvSmem, bars: DkvBarriers):
-        batch, kv_head, block = own_place(self.problem, gmem, self.problem.kv_heads)
+        batch, block, head = own_place(self.problem, gmem, self.problem.kv_heads)
+        kv_head = head()
         cta = DkvCta(
             gmem=gmem,
             dk=dk,

@@ -79,7 +79,7 @@ class DqKernel:
         return self.loads.auxiliary
 
     def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem, bars: DqBarriers):
-        batch, head, block = own_place(self.problem, gmem, self.problem.q_heads)
+        batch, block, head = own_place(self.problem, gmem, self.problem.q_heads)
         causal = self.problem.spec.mask.right is not None
         if causal and not self.problem.is_listed:  # the longest rows first
             block = pl.cdiv(self.problem.q_len, self.blocks.block_q) - 1 - block
@@ -93,7 +93,7 @@ class DqKernel:
             k=Ring(bars.k_full, bars.k_empty, self.blocks.k_stages),
             v=Ring(bars.v_full, bars.v_empty, self.blocks.v_stages),
             batch=batch,
-            head=head,
+            head=head(),
             q_start=q_start,
             position=position,
             block=block,
