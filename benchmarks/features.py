@@ -218,6 +218,7 @@ SOFTCAP_LARGE = Variant(
 )
 DROPOUT = Variant("causal, dropout 0.1", (*_CAUSAL, ("dropout_rate", 0.1), ("dropout_seed", 0)))
 ALIBI = Variant("causal, ALiBi", _CAUSAL, _slopes)
+ANY_ORDER = Variant("causal, differentiable to any order", (*_CAUSAL, ("differentiable", "any")))
 SINKS = Variant("causal, sinks", _CAUSAL, _sinks, ("sinks",))
 LENGTHS = Variant("causal, kv_lengths", _CAUSAL, _lengths)
 SCORE_MOD = Variant("causal, score_mod", (*_CAUSAL, ("score_mod", squashed)))
@@ -318,6 +319,7 @@ GROUPS: tuple[Group, ...] = (
         Group("window", _sizes(1, length, 16, 128), (CAUSAL, WINDOW, WINDOW_ARRAY))
         for length in (8192, 32768, 131072)
     ),
+    Group("derivatives", _sizes(4, 4096, 16, 128), (CAUSAL, ANY_ORDER)),
     Group("packed", _sizes(1, 32768, 16, 128), (CAUSAL, IN_BATCH, PACKED, VARLEN, POSITIONS)),
     Group("packed", _sizes(1, 131072, 16, 128), (IN_BATCH, PACKED, VARLEN)),
     *(

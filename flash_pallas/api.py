@@ -13,7 +13,7 @@ from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
 from .frontend.validate import same_arguments, suggested
-from .transforms import derivatives
+from .transforms import any_order, derivatives
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     Shaped = AnyArray | jax.ShapeDtypeStruct
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
-_attend = jax.jit(derivatives.attend, static_argnums=(0, 1, 2))
+_ATTEND = {
+    "reverse": jax.jit(derivatives.attend, static_argnums=(0, 1, 2)),
+    "any": jax.jit(any_order.attend, static_argnums=(0, 1, 2)),
+}
 
 
 @suggested
@@ -58,14 +61,15 @@ def flash_attention(
     empty_rows: str = "zero",
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
+    differentiable: str = "reverse",
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
 ) -> Float[Array, "*B T N Hv"]:
     """Computes exact attention, softmax(scale * q @ k^T) @ v, in memory linear in T and S.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differentiable once, in reverse mode; works
-    under jit, vmap, scan, checkpoint (see `save_attention`) and shard_map, and on arrays that are
-    sharded over batch and heads, each shard where it lies.
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differentiable once, in reverse mode, or as
+    `differentiable` says; works under jit, vmap, scan, checkpoint (see `save_attention`) and
+    shard_map, and on arrays that are sharded over batch and heads, each shard where it lies.
 
     The order on a score: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
     A query that sees no key returns zeros, has zero gradients and never makes a NaN; for the mean
@@ -140,6 +144,11 @@ def flash_attention(
             parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
             on xla. "default" is the same as "high" on hopper, and what XLA does (TF32 on GPUs) on
             xla.
+        differentiable: "reverse", once, as jax.grad and jax.vjp do; or "any", which has forward
+            mode (jax.jvp, jax.jacfwd) and derivatives of every order (jax.hessian, gradients of
+            gradients) besides. With "any" the gradient runs the same kernels. Tangents, and what is
+            differentiated again, are blockwise jnp on every backend: slower, in memory linear in T
+            and S.
         backend: "auto" takes the fastest that can run the call; "hopper", "cudnn", "portable" or
             "xla" takes this one or raises. "auto" chooses for the device that the arrays were put
             on, or `jax.default_device`; for other devices than the default ones, under jit say
@@ -189,6 +198,7 @@ def flash_attention(
         empty_rows=empty_rows,
         deterministic=deterministic,
         precision=precision,
+        differentiable=differentiable,
     )
     return run(q, k, v, backend, blocks, arguments)[0]
 
@@ -293,6 +303,7 @@ def explain(
     empty_rows: str = "zero",
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
+    differentiable: str = "reverse",
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
     gpu: str | None = None,
@@ -331,6 +342,7 @@ def explain(
         empty_rows: "zero" or "mean".
         deterministic: gradients are bit-identical.
         precision: precision of float32 matmuls.
+        differentiable: "reverse" or "any".
         backend: name of the implementation.
         blocks: tile sizes.
         gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "H100", "H200",
@@ -375,6 +387,7 @@ def explain(
         empty_rows=empty_rows,
         deterministic=deterministic,
         precision=precision,
+        differentiable=differentiable,
     )
     override = validate.check_blocks(blocks)
     shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
@@ -395,15 +408,15 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
     tiles = dispatch.tiles(chosen, call.problem, override)
     try:
-        found = _attend(chosen, call.spec, tiles, call.operands)
+        found = _ATTEND[call.spec.differentiable](chosen, call.spec, tiles, call.operands)
     except TypeError as error:
         if "forward-mode autodiff" not in str(error):
             raise
         # JAX's own words do not say whose custom_vjp it is, nor what to do.
         raise TypeError(
-            "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian): its "
-            "kernels compute the gradient alone. Use jax.grad, jax.vjp or jax.jacrev, or "
-            "differentiate flash_pallas.reference.attention, which is plain jnp"
+            "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian) where "
+            "differentiable is 'reverse': pass differentiable='any'. Or use jax.grad, jax.vjp or "
+            "jax.jacrev, or flash_pallas.reference.attention, which is plain jnp"
         ) from error
     o, *others = found
     return call.unfold(call.with_empty_rows(o, others[0]), *others)
@@ -431,7 +444,8 @@ def dot_product_attention(
 
     - a query that sees no key has a log-sum-exp of -inf, not of about -2.4e38. It returns the mean
       of `value` as in `jax.nn`, and beyond `query_seq_lengths` zeros;
-    - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders;
+    - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders, as
+      `flash_attention` has with `differentiable="any"`;
     - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
     - matmuls of float32 arrays are not TF32, see `precision` of `flash_attention`;
     - lengths are known while tracing: there is no export with symbolic shapes;

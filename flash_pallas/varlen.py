@@ -49,6 +49,7 @@ def flash_attention_varlen(
     mask_mod: Callable | None = None,
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
+    differentiable: str = "reverse",
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
     return_lse: bool = False,
@@ -89,6 +90,7 @@ def flash_attention_varlen(
         mask_mod: (b, n, i, j) -> bool, likewise.
         deterministic: as in `flash_attention`.
         precision: as in `flash_attention`.
+        differentiable: as in `flash_attention`.
         backend: as in `flash_attention`.
         blocks: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
@@ -127,6 +129,7 @@ def flash_attention_varlen(
         "mask_mod": mask_mod,
         "deterministic": deterministic,
         "precision": precision,
+        "differentiable": differentiable,
     }
     arrays, arguments = _as_one(q, k, v, (cu_seqlens_q, cu_seqlens_kv, alignment), options)
     with_lse = checks.flag("return_lse", return_lse)
@@ -158,6 +161,7 @@ def explain_varlen(
     mask_mod: Callable | None = None,
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
+    differentiable: str = "reverse",
     backend: str = "auto",
     blocks: Mapping[str, Any] | None = None,
     gpu: str | None = None,
@@ -190,6 +194,7 @@ def explain_varlen(
         mask_mod: function that hides keys.
         deterministic: bit-identical gradients.
         precision: of float32 matmuls.
+        differentiable: "reverse" or "any".
         backend: name of the implementation.
         blocks: tile sizes.
         gpu: a GPU to answer for that need not be here, as in `explain`.
@@ -224,6 +229,7 @@ def explain_varlen(
         "mask_mod": mask_mod,
         "deterministic": deterministic,
         "precision": precision,
+        "differentiable": differentiable,
     }
     override = validate.check_blocks(blocks)
 

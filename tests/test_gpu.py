@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flash_pallas
-from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
+from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode, reference
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
@@ -28,6 +28,7 @@ from .hopper_cases import (
     ON_DEVICE,
     ROTATED,
 )
+from .test_any_order import TRANSFORMED
 
 pytestmark = pytest.mark.gpu
 
@@ -283,6 +284,35 @@ def test_decode_of_chosen_blocks(backend, case):
         q, k, v, **options, backend=backend, return_lse=True
     )
     chosen_blocks.assert_right(case, decode)
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp", "jvp of grad", "MeanFlow", "grad of grad"])
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_derivatives_of_every_order(backend, name):
+    """Holds them to three times the error of plain jnp in bfloat16, by the root mean square."""
+    arrays = jax.random.normal(jax.random.key(1), (6, 2, 300, 4, 64), jnp.bfloat16)
+    attend = functools.partial(flash_attention_with_lse, backend=backend, differentiable="any")
+    run = lambda f, dtype: jax.jit(
+        functools.partial(TRANSFORMED[name], functools.partial(f, causal=True))
+    )(*arrays.astype(dtype))
+    exact, plain = run(reference.attention, jnp.float32), run(checks.plain, jnp.bfloat16)
+    wide = lambda tree: [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    found, exact, plain = map(wide, (run(attend, jnp.bfloat16), exact, plain))
+    size = lambda x: np.sqrt(np.mean(np.square(x)))
+    for a, b, c in zip(found, exact, plain, strict=True):
+        assert size(a - b) <= 3 * size(c - b) + 1e-3 * size(b)
+
+
+def test_the_gradient_of_every_order_is_that_of_the_default():
+    q, k, v, do = _inputs(2, 512, 8, 2, 128)
+
+    def gradients(differentiable):
+        options = {"causal": True, "deterministic": True, "differentiable": differentiable}
+        o, pull = jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)
+        return o, pull(do)
+
+    pair = gradients("reverse"), gradients("any")
+    jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
 def test_decode_is_bit_identical():

@@ -13,9 +13,11 @@ from .mask import Mask
 from .mods import Mod
 
 PRECISIONS = ("default", "high", "highest")  # see flash_attention
+DERIVATIVES = ("reverse", "any")  # likewise
 # Fields of AttentionSpec that are no modifiers of scores; every other one counts as one by itself.
 NO_MODIFIERS = {
-    "scale", "mask", "q_offset", "block_shape", "deterministic", "precision", "max_logit",
+    "scale", "mask", "q_offset", "block_shape", "deterministic", "precision", "differentiable",
+    "max_logit",
 }  # fmt: skip
 
 
@@ -36,6 +38,7 @@ class AttentionSpec:
         block_shape: (queries, keys) of a block of `block_lists`; None without them.
         deterministic: True if the gradients must be bit-identical from run to run.
         precision: precision of float32 matmuls, one of PRECISIONS; other dtypes always have "high".
+        differentiable: one of DERIVATIVES: what a caller may differentiate, and how often.
         max_logit: True if the largest logit of every query is wanted too.
     """
 
@@ -49,6 +52,7 @@ class AttentionSpec:
     block_shape: tuple[int, int] | None = None
     deterministic: bool = False
     precision: str = "high"
+    differentiable: str = "reverse"
     max_logit: bool = False
 
     @functools.cached_property

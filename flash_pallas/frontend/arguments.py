@@ -61,6 +61,7 @@ class Arguments:
     empty_rows: str = "zero"
     deterministic: bool = False
     precision: Any = None
+    differentiable: Any = "reverse"
     max_logit: bool = False
     within: Any = None
 

@@ -215,6 +215,8 @@ class Explanation:
         ]
         if isinstance(p, Problem) and p.is_listed:
             lines.append("  skips blocks of {} queries and {} keys".format(*p.list_block))
+        if isinstance(p, Problem) and p.spec.differentiable == "any":
+            lines.append("  tangents and second derivatives: blockwise jnp")
         if self.note:
             lines.append(f"  which is {self.note}")
         if self.sources:

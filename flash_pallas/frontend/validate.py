@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import mesh_axes, padding
 from ..core.block_mask import AUTOMATIC_BLOCK
-from ..core.problem import PRECISIONS, AttentionSpec, Operands, Problem, describe
+from ..core.problem import DERIVATIVES, PRECISIONS, AttentionSpec, Operands, Problem, describe
 from ..transforms import sharding
 from . import arguments as checks
 from .arguments import Arguments
@@ -160,6 +160,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         block_shape=block_shape,
         deterministic=checks.flag("deterministic", a.deterministic),
         precision=_precision(a.precision, sizes.dtype),
+        differentiable=_differentiable(a.differentiable),
         max_logit=checks.flag("max_logit", a.max_logit),
     )
     q_lengths = checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes)
@@ -219,6 +220,15 @@ def _positions(a: Arguments, sizes: checks.Sizes):
     of_keys = lambda: jnp.arange(sizes.kv_len, dtype=jnp.int32)[None] if kv is None else kv
     vectors = {"q_positions": q, "kv_positions": kv, "q_first": first, "q_last": last}
     return mask, offsets, vectors, lambda: (of_queries(), of_keys())
+
+
+def _differentiable(value) -> str:
+    if not isinstance(value, str) or value not in DERIVATIVES:
+        raise ValueError(
+            f"differentiable is {value!r}: 'reverse' has the gradient, 'any' has forward mode and "
+            "every order too"
+        )
+    return value
 
 
 def _precision(value, dtype) -> str:

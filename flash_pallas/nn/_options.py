@@ -59,7 +59,7 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
 
     Args:
         layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout, precision,
-            deterministic_backward and backend.
+            deterministic_backward, differentiable and backend.
         given: arguments of this call, complete.
         rank: rank of the queries [*batch, length, heads, head_dim].
         slopes: ALiBi slopes, from `alibi`.
@@ -70,6 +70,7 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
         "window": layer.window,
         "softcap": layer.softcap,
         "precision": layer.precision,
+        "differentiable": None if layer.differentiable == "reverse" else layer.differentiable,
         "alibi_slopes": None if slopes is None else jnp.asarray(slopes, jnp.float32),
         "sinks": sinks,
         "q_segment_ids": given.segment_ids,

@@ -64,6 +64,7 @@ class FlashAttention(nnx.Module):
         precision: str | jax.lax.Precision | None = None,
         backend: str = "auto",
         deterministic_backward: bool = False,
+        differentiable: str = "reverse",
         num_splits: int | str = "auto",
         context_parallel: ContextParallel | None = None,
         attention: Callable[..., jax.Array] = flash_attention,
@@ -100,6 +101,7 @@ class FlashAttention(nnx.Module):
             precision: precision of float32 matmuls in attention, as in flash_attention.
             backend: as in flash_attention.
             deterministic_backward: gradients are bit-identical from run to run.
+            differentiable: "reverse" or "any", as in flash_attention; without a cache.
             num_splits: with a cache, number of ranges in which keys are read, as in flash_decode.
             context_parallel: a `flash_pallas.parallel.ContextParallel`, which names the mesh axis
                 that shards the sequences; None where they are whole.
@@ -119,6 +121,7 @@ class FlashAttention(nnx.Module):
         self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
         self.deterministic, self.precision = deterministic, precision
         self.backend, self.deterministic_backward = backend, deterministic_backward
+        self.differentiable = differentiable
         self.attention, self.num_splits = attention, num_splits
         self.context_parallel = context_parallel
 

@@ -95,12 +95,31 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
     do, dlse, _ = cotangents
     do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    return (gradients(backend, spec, blocks, operands, out, do, dlse, frozenset(wanted)),)
+
+
+def gradients(backend, spec, blocks, operands, out: Outputs, do, dlse, wanted) -> Operands:
+    """Computes the gradients of one call.
+
+    Args:
+        backend: the backend that runs it, as are `spec` and `blocks` of `attend`.
+        spec: static parameters.
+        blocks: tile sizes.
+        operands: the arrays of the call.
+        out: results of the forward.
+        do: cotangent of o.
+        dlse: cotangent of the natural log-sum-exp; None is 0.
+        wanted: those of EXTRA_GRADS that are asked for.
+
+    Returns:
+        Operands: gradients of those that have one, None for all others.
+    """
     if backend.reads_output:
         given = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
     else:
         delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
         given = Cotangents(out.lse_log2, do, delta, out.shift)
-    grads = backward_of(backend, spec, blocks, frozenset(wanted))(operands, given)
+    grads = backward_of(backend, spec, blocks, wanted)(operands, given)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
         grads = padding.cleared(operands, grads)
@@ -109,17 +128,15 @@ def _attend_bwd(backend, spec, blocks, residuals, cotangents):
         sinks = sink_gradient(operands.sinks, given, describe(operands, spec).unit)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
-    return (
-        none._replace(
-            q=grads.q,
-            k=grads.k,
-            v=grads.v,
-            bias=grads.bias,
-            alibi_slopes=grads.alibi_slopes,
-            sinks=sinks,
-            score_params=params,
-            mask_params=(None,) * len(operands.mask_params),
-        ),
+    return none._replace(
+        q=grads.q,
+        k=grads.k,
+        v=grads.v,
+        bias=grads.bias,
+        alibi_slopes=grads.alibi_slopes,
+        sinks=sinks,
+        score_params=params,
+        mask_params=(None,) * len(operands.mask_params),
     )
 
 
@@ -214,11 +231,10 @@ def _second_order(call, results, primals, given):
 
 
 NO_SECOND_ORDER = (
-    "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad): its "
-    "kernels compute the first gradient only. Differentiate flash_pallas.reference.attention "
-    "instead, which is plain jnp and differentiable to any order, at O(T * S) memory; or, where "
-    "none are needed, as in first-order meta-learning, put jax.lax.stop_gradient around the "
-    "gradient"
+    "flash_attention has no second-order derivatives (grad of grad, hessian, jvp of grad) where "
+    "differentiable is 'reverse': pass differentiable='any', or differentiate "
+    "flash_pallas.reference.attention, which is plain jnp, at O(T * S) memory. Where none are "
+    "needed, as in first-order meta-learning, put jax.lax.stop_gradient around the gradient"
 )
 
 

@@ -48,11 +48,13 @@ class Tiles:
         grid: the tiles that the call is cut into.
         sides: its operands, padded to whole tiles and in the dtype of the scores.
         wanted: the operands whose gradients are asked for.
+        clears: what is hidden is scored as 0, so that JAX finds derivatives of 0 there.
     """
 
     grid: Grid
     sides: Operands
     wanted: frozenset[str] = frozenset()
+    clears: bool = False
 
     @classmethod
     def of(cls, grid: Grid, operands: Operands, wanted: frozenset[str] = frozenset()) -> Tiles:
@@ -75,6 +77,10 @@ class Tiles:
         if operands.alibi_slopes is not None:
             changes["alibi_slopes"] = operands.alibi_slopes.astype(grid.dtype)
         return cls(grid, operands._replace(**changes), wanted)
+
+    def constant(self) -> Tiles:
+        """Returns the same tiles, of operands that are not differentiated."""
+        return dataclasses.replace(self, sides=lax.stop_gradient(self.sides))
 
     @property
     def spec(self) -> AttentionSpec:
@@ -170,6 +176,9 @@ class Tiles:
         if not limits.is_trivial:
             near = limits.keep(tile.shape)
             keep = near if keep is None else keep & near
+        if self.clears and keep is not None:
+            seen = lambda x: None if x is None else jnp.where(keep, x, 0.0)
+            qk, inputs = seen(qk), inputs._replace(bias=seen(inputs.bias))
         return scores.logits(self.spec, tile, qk, inputs), keep
 
     def _with_rows(self, tile: Tile, keep, lse_log2):

@@ -1,0 +1,338 @@
+"""Attention with derivatives of every order, forward and reverse.
+
+    attend        custom_jvp: O, log-sum-exp; their tangents are a linear equation
+    tangents      the linear equation: tangents of the operands -> those of O and log-sum-exp
+    gradients     its transpose: the first backward, that of `derivatives`
+
+`jax.grad` transposes the equation, so that it saves the residuals of `derivatives.attend`, and runs
+the kernels that it runs. `jax.jvp` runs the equation itself. Both are linear in what they are given
+and depend on the operands besides. What they depend on those by is differentiated in jnp, by
+`backends.xla.any_order`, which has every order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from ..backends.base import Backend
+from ..backends.xla import XlaBackend, any_order
+from ..core import mesh_axes, padding, softmax
+from ..core.problem import AttentionSpec, Operands, Outputs, describe
+from . import derivatives, sharding
+
+# The operands that have derivatives; score_params only where they are floats.
+MOVING = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "score_params")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call.
+
+    Attributes:
+        backend: the backend that runs it.
+        spec: static parameters.
+        blocks: tile sizes, from `backend.blocks`.
+    """
+
+    backend: Backend
+    spec: AttentionSpec
+    blocks: Any
+
+    def forward(self, operands: Operands) -> Outputs:
+        """Computes the backend's forward."""
+        return derivatives.forward_of(self.backend, self.spec, self.blocks)(operands)
+
+    def smooth(self, operands: Operands) -> tuple[Any, Any]:
+        """Computes (o, natural log-sum-exp) in jnp that JAX differentiates."""
+        problem = describe(operands, self.spec)
+        blocks = XlaBackend().blocks(problem, None)
+        out = any_order.attention(self.spec, blocks, operands)
+        return out.o, softmax.natural(out.lse_log2, None, problem.unit)
+
+
+def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operands):
+    """Computes what `derivatives.attend` does; differentiable to any order, in either mode.
+
+    Raises:
+        NotImplementedError: arrays are on mesh axes of type Explicit.
+    """
+    if mesh_axes.mesh_of(operands[:3]) is not None:
+        raise NotImplementedError(
+            "differentiable is 'any' and the arrays are on mesh axes of type Explicit: use Auto "
+            "axes, or call it in jax.shard_map"
+        )
+    operands = sharding.placed(mesh_axes.spread(operands, mesh_axes.varying(operands)))
+    found: Any = _attend(Call(backend, spec, blocks), *apart(operands))
+    return found[:3]
+
+
+def apart(operands: Operands) -> tuple[Operands, Operands]:
+    """Splits operands into those that have derivatives and those that have none."""
+    none = operands._replace(**dict.fromkeys(Operands._fields))
+    floats = lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None
+    moving = {name: jax.tree.map(floats, getattr(operands, name)) for name in MOVING}
+    moving = none._replace(**moving, mask_params=(None,) * len(operands.mask_params))
+    rest = lambda m, x: x if m is None else None
+    return moving, jax.tree.map(rest, moving, operands, is_leaf=_is_none)
+
+
+def joined(moving: Operands, fixed: Operands) -> Operands:
+    """Returns the operands of which `apart` has made two parts."""
+    return jax.tree.map(lambda a, b: b if a is None else a, moving, fixed, is_leaf=_is_none)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(call: Call, moving: Operands, fixed: Operands):
+    """Returns (o, lse, max_logit, what the backward needs of the forward's own lse)."""
+    operands = joined(moving, fixed)
+    out = call.forward(operands)
+    names = derivatives.SAVED_NAMES
+    out = out._replace(
+        o=checkpoint_name(out.o, names[0]),
+        lse_log2=checkpoint_name(out.lse_log2, names[1]),
+        shift=None if out.shift is None else checkpoint_name(out.shift, names[1]),
+    )
+    lse = softmax.natural(out.lse_log2, out.shift, describe(operands, call.spec).unit)
+    return out.o, lse, out.max_logit, (out.lse_log2, out.shift)
+
+
+def _attend_jvp(call: Call, primals, given):
+    moving, fixed = primals
+    found: Any = _attend(call, moving, fixed)
+    o, _, max_logit, rows = found
+    is_zero = lambda x: isinstance(x, SymbolicZero)
+    given = jax.tree.map(lambda t: None if is_zero(t) else t, given[0], is_leaf=is_zero)
+    if not jax.tree.leaves(given):
+        return found, jax.tree.map(jnp.zeros_like, found)
+    saved = Saved(moving, fixed, o, *rows)
+    do, dlse = linear(call, saved, given)
+    # Nothing depends on the other two by its tangent: `Call.smooth` does not read them.
+    return found, (do, dlse, *jax.tree.map(jnp.zeros_like, (max_logit, rows)))
+
+
+_attend.defjvp(_attend_jvp, symbolic_zeros=True)
+
+
+# --- The linear equation and its transpose --------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The residuals: all that the two equations depend on besides what they are linear in.
+
+    Attributes:
+        moving, fixed: the operands, `apart`.
+        o, lse_log2, shift: results of the forward.
+    """
+
+    moving: Operands
+    fixed: Operands
+    o: Any
+    lse_log2: Any
+    shift: Any
+
+    @property
+    def operands(self) -> Operands:
+        """All operands."""
+        return joined(self.moving, self.fixed)
+
+
+def tangents(call: Call, saved: Saved, given: Operands) -> list[Any]:
+    """Computes the tangents of o and lse; `given`: those of the operands, None where they are 0."""
+    return list(_smooth_tangents(call, saved.fixed, saved.moving, given))
+
+
+def gradients(call: Call, saved: Saved, given, wanted: Operands) -> list[Any]:
+    """Computes the gradients of the operands that are not None in `wanted`, as a list.
+
+    Args:
+        call: what is static.
+        saved: the residuals.
+        given: (do, dlse); dlse may be None, for 0.
+        wanted: the operands that are asked for.
+    """
+    names = frozenset(n for n in derivatives.EXTRA_GRADS if jax.tree.leaves(getattr(wanted, n)))
+    out = Outputs(saved.o, saved.lse_log2, saved.shift)
+    do, dlse = given
+    found = derivatives.gradients(
+        call.backend, call.spec, call.blocks, saved.operands, out, do, dlse, names
+    )
+    return jax.tree.leaves(_only(wanted, found))
+
+
+def _smooth_tangents(call: Call, fixed: Operands, moving: Operands, given: Operands):
+    """Computes the tangents of (o, lse) in jnp, which JAX differentiates."""
+    zeros = lambda x, t: jnp.zeros_like(x) if x is not None and t is None else t
+    full = jax.tree.map(zeros, moving, given, is_leaf=_is_none)
+    return jax.jvp(lambda moving: call.smooth(joined(moving, fixed)), (moving,), (full,))[1]
+
+
+def _smooth_gradients(call: Call, fixed: Operands, moving: Operands, given, wanted: Operands):
+    """Computes the gradients of the wanted operands likewise, as a list."""
+    operands = joined(moving, fixed)
+    (o, lse), pull = jax.vjp(lambda moving: call.smooth(joined(moving, fixed)), moving)
+    do, dlse = given
+    # The output of padding is constant, whatever its cotangent holds.
+    do = padding.cleared_queries(operands, do.astype(o.dtype))
+    dlse = jnp.zeros_like(lse) if dlse is None else padding.cleared_rows(operands, dlse)
+    (found,) = pull((do, dlse))
+    return jax.tree.leaves(_only(wanted, found))
+
+
+def _only(wanted: Operands, found: Operands) -> Operands:
+    """Returns `found` with None wherever `wanted` has None."""
+    return jax.tree.map(lambda w, x: None if w is None else x, wanted, found, is_leaf=_is_none)
+
+
+def _is_none(x) -> bool:
+    return x is None
+
+
+# --- The primitive of both ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """The static part of an equation, whose arguments are the leaves of `saved` and of `given`.
+
+    Attributes:
+        call: what is static of the call.
+        saved: structure of the `Saved`.
+        given: structure of what the equation is linear in.
+        wanted: structure of the operands whose gradients are computed; None: the equation computes
+            the tangents of o and lse.
+    """
+
+    call: Call
+    saved: Any
+    given: Any
+    wanted: Any = None
+
+    def parts(self, args) -> tuple[Any, Any]:
+        """Returns (saved, given) of a list of arguments, which may be arrays or anything else."""
+        count = self.saved.num_leaves
+        return self.saved.unflatten(args[:count]), self.given.unflatten(args[count:])
+
+    @property
+    def asked(self) -> Operands:
+        """The wanted operands, True in the place of an array."""
+        return self.wanted.unflatten([True] * self.wanted.num_leaves)
+
+    def __call__(self, *args) -> list[Any]:
+        """Computes the results."""
+        saved, given = self.parts(args)
+        if self.wanted is None:
+            return tangents(self.call, saved, given)
+        return gradients(self.call, saved, given, self.asked)
+
+    def smooth(self, moving: Operands, saved: Saved, given) -> list[Any]:
+        """Computes the results in jnp, which JAX differentiates, for other values of `moving`."""
+        if self.wanted is None:
+            return list(_smooth_tangents(self.call, saved.fixed, moving, given))
+        return _smooth_gradients(self.call, saved.fixed, moving, given, self.asked)
+
+
+def linear(call: Call, saved: Saved, given, wanted: Operands | None = None) -> list[Any]:
+    """Returns the results of the equation that is linear in `given`."""
+    structure = jax.tree.structure
+    asked = None if wanted is None else structure(wanted)
+    return _bind(Equation(call, structure(saved), structure(given), asked), (saved, given))
+
+
+def _bind(equation: Equation, args) -> list[Any]:
+    # JAX looks into jaxprs for what needs the devices while it is lowered (custom_partitioning) and
+    # for effects (the interpreter's). Tangents have neither, and are often transposed, not run.
+    args, jaxpr = jax.tree.leaves(args), None
+    if equation.wanted is not None:
+        jaxpr = jax.make_jaxpr(equation)(*args)
+    return _linear.bind(*args, equation=equation, jaxpr=jaxpr)
+
+
+_linear = Primitive("flash_attention_linear")
+_linear.multiple_results = True
+
+
+def _run(*args, equation: Equation, jaxpr):
+    return equation(*args) if jaxpr is None else jaxpr_as_fun(jaxpr)(*args)
+
+
+@lru_cache(maxsize=1024)
+def _jitted(equation: Equation):
+    return jax.jit(equation)
+
+
+def _avals(*avals, equation: Equation, jaxpr):
+    if jaxpr is not None:
+        return jaxpr.out_avals, jaxpr.effects
+    saved, _ = equation.parts(avals)
+    return [saved.o, saved.lse_log2], set()
+
+
+def _jvp(args, given, *, equation: Equation, jaxpr):
+    out = _linear.bind(*args, equation=equation, jaxpr=jaxpr)
+    count, parts = equation.saved.num_leaves, []
+    if any(type(t) is not ad.Zero for t in given[count:]):
+        inputs = [*args[:count], *map(ad.instantiate_zeros, given[count:])]
+        parts.append(_linear.bind(*inputs, equation=equation, jaxpr=jaxpr))
+    # Its results o, lse_log2 and shift follow from the operands, and are not read by `smooth`.
+    (saved, values), (moves, _) = map(
+        equation.parts, (args, [type(t) is not ad.Zero for t in given])
+    )
+    if any(jax.tree.leaves(moves.moving)):
+        dots = equation.parts([ad.instantiate_zeros(t) for t in given])[0].moving
+        function = lambda moving: equation.smooth(moving, saved, values)
+        parts.append(jax.jvp(function, (saved.moving,), (dots,))[1])
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    return out, [sum(x[1:], x[0]) for x in zip(*parts, strict=True)] if parts else zeros
+
+
+def _transpose(cotangents, *args, equation: Equation, jaxpr):
+    del jaxpr
+    saved, given = equation.parts(args)
+    is_zero = lambda x: type(x) is ad.Zero
+    if all(map(is_zero, cotangents)):
+        return [None] * len(args)
+    if equation.wanted is None:
+        do, dlse = cotangents
+        pair = ad.instantiate_zeros(do), None if is_zero(dlse) else dlse
+        unknown = ad.is_undefined_primal
+        asked = jax.tree.map(lambda x: unknown(x) or None, given, is_leaf=unknown)
+        found = linear(equation.call, saved, pair, asked)
+    else:
+        moved = equation.wanted.unflatten([None if is_zero(x) else x for x in cotangents])
+        found = linear(equation.call, saved, moved)[: equation.given.num_leaves]
+    results, undefined = iter(found), [ad.is_undefined_primal(x) for x in args]
+    return [next(results) if u else None for u in undefined]
+
+
+def _batch(args, axes, *, equation: Equation, jaxpr):
+    """Folds the vmapped axis into the batch, as the outer one; what is shared is repeated."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    args = [batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True)]
+    folded = [x.reshape(size * x.shape[1], *x.shape[2:]) for x in args]
+    if size:
+        out = _bind(equation, folded)
+        out = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out]
+    else:
+        members = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in args]
+        shapes, _ = _avals(*members, equation=equation, jaxpr=jaxpr)
+        out = [jnp.zeros((0, *x.shape), x.dtype) for x in shapes]
+    return out, [0] * len(out)
+
+
+_linear.def_impl(lambda *args, equation, jaxpr: _jitted(equation)(*args))
+_linear.def_effectful_abstract_eval(_avals)
+ad.primitive_jvps[_linear] = _jvp
+ad.primitive_transposes[_linear] = _transpose
+batching.primitive_batchers[_linear] = _batch
+mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=True))
