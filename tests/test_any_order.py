@@ -119,7 +119,7 @@ TRANSFORMED = {
         loss(jax.checkpoint(f, policy=fp.save_attention)), (0, 1, 2)
     )(q, k, v),
 }
-ALWAYS = ["MeanFlow", "grad of grad", "third", "vmap of jvp"]
+ALWAYS = ["MeanFlow", "grad of grad"]
 
 
 @pytest.mark.thorough(always=ALWAYS)
@@ -129,7 +129,7 @@ def test_transformations(name):
     close(run(ANY), run(DENSE))
 
 
-@pytest.mark.thorough(always=["alibi_bias_softcap", "dropout_sinks", "sinks_hidden_rows"])
+@pytest.mark.thorough(always=["alibi_bias_softcap"])
 @pytest.mark.parametrize("case", (*CASES, *FEATURES), ids=str)
 def test_tangents_and_hessian_vector_products(case):
     """Compares them by all operands that have a gradient, where O and LSE are finite."""
@@ -165,11 +165,13 @@ def test_tangents_and_hessian_vector_products(case):
     close(*pairs, rtol=1e-7, atol=1e-7)
 
 
-def test_check_grads_with_its_defaults_and_a_third_order():
-    check_grads(ANY, tuple(arrays(3, (1, 5, 1, 2))), order=3, modes=("fwd", "rev"))
-    check_grads(jax.jit(ANY), tuple(arrays(3, (1, 5, 1, 2))), order=2)
+@pytest.mark.thorough(always=["2"])
+@pytest.mark.parametrize("order", [2, 3])
+def test_check_grads(order):
+    check_grads(ANY, tuple(arrays(3, (1, 5, 1, 2))), order=order, modes=("fwd", "rev"))
 
 
+@pytest.mark.thorough(always=["64"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("width", [64, 128])
 def test_hopper_runs_the_same_kernels_for_a_gradient(width):
@@ -193,6 +195,7 @@ def test_hopper_runs_the_same_kernels_for_a_gradient(width):
     jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_tangents_of_hopper():
     backend = HopperBackend(interpret=True, num_sms=2)
@@ -212,6 +215,7 @@ def test_tangents_of_hopper():
         assert error <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.sqrt(np.mean(b**2))
 
 
+@pytest.mark.thorough(always=["jvp of grad"])
 @pytest.mark.parametrize("order", ["jvp", "jvp of grad", "grad of grad"])
 def test_memory_is_linear_in_the_length(order):
     attend = functools.partial(
@@ -230,6 +234,7 @@ def test_memory_is_linear_in_the_length(order):
     assert large <= 4.5 * small and large < 8192 * 8192  # of 4 bytes each would be four times that
 
 
+@pytest.mark.thorough(always=["shard_map"])
 @pytest.mark.parametrize("how", ["Auto", "shard_map"])
 def test_sharded_over_batch_and_heads(how, eight_devices):
     mesh = jax.make_mesh(
@@ -242,7 +247,7 @@ def test_sharded_over_batch_and_heads(how, eight_devices):
         out = (spec, P("data", "model"))
         attend = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=out)
     put = lambda x: jax.device_put(x, NamedSharding(mesh, spec))
-    for name in ("jvp", "jvp of grad", "MeanFlow"):
+    for name in ("jvp of grad", "MeanFlow"):
         run = lambda f, x, name=name: jax.jit(functools.partial(TRANSFORMED[name], f))(*x)
         given = (q, k, v, dq, dk, dv)
         close(run(attend, [*map(put, given)]), run(DENSE, given))
@@ -282,6 +287,6 @@ def test_other_functions_and_layers():
     module = layers.FlashAttention(**options)
     assert isinstance(module, linen.Module)
     params = module.init(jax.random.key(0), x)
-    check_grads(lambda x: module.apply(params, x), (x,), order=2, rtol=2e-2, atol=2e-2)
+    check_grads(lambda x: module.apply(params, x), (x,), order=1, rtol=2e-2, atol=2e-2)
     layer = nnx_layers.FlashAttention(in_features=16, rngs=nnx.Rngs(0), **options)
-    check_grads(layer, (x,), order=2, rtol=2e-2, atol=2e-2)
+    check_grads(layer, (x,), order=1, rtol=2e-2, atol=2e-2)

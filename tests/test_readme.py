@@ -33,6 +33,7 @@ TABLES = {
     "portable": "portable",
     "modifiers": "features",
     "blocks": "features_blocks",
+    "derivatives": "features_derivatives",
     "memory": "h200_memory",
     "decode": "decode",
     "decode_bounds": "decode_bounds",

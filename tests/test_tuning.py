@@ -96,7 +96,8 @@ def test_a_call_takes_what_was_chosen(clock, monkeypatch):
     clock(prefer_64_keys)
     fp.autotune(Q, Q, Q)
     ran = []
-    monkeypatch.setattr(fp.api, "_attend", lambda _, __, blocks, ___: ran.append(blocks) or (Q, Q))
+    attend = lambda _, __, blocks, ___: ran.append(blocks) or (Q, Q)
+    monkeypatch.setitem(fp.api._ATTEND, "reverse", attend)
     fp.flash_attention(Q, Q, Q, backend="hopper")
     assert ran == [explained().blocks]
     assert ran[0].forward.block_kv == 64
