@@ -61,6 +61,14 @@ def loss(f):
     return lambda *args: sum(jnp.sum(jnp.sin(wide(x)) ** 2) for x in f(*args))
 
 
+def of_lse(outputs):
+    return outputs[0].sum() + (outputs[1] ** 2).sum()
+
+
+def of_o(outputs):
+    return outputs[1].sum() + (outputs[0] ** 2).sum()
+
+
 def through_a_loop(f):
     def run(q, k, v):
         step = lambda x, _: (jax.checkpoint(f)(x, k, v)[0], None)
@@ -94,6 +102,13 @@ TRANSFORMED = {
     )(x[0]),
     "grad of grad": lambda f, q, k, v, *_: jax.grad(
         lambda q: jnp.sum(jax.grad(loss(f))(q, k, v) ** 2)
+    )(q),
+    # The cotangent of O is a constant here, that of the log-sum-exp is not.
+    "grad of grad by lse": lambda f, q, k, v, *_: jax.grad(
+        lambda q: jnp.sum(jax.grad(lambda q: of_lse(f(q, k, v)))(q) ** 2)
+    )(q),
+    "grad of grad by o": lambda f, q, k, v, *_: jax.grad(
+        lambda q: jnp.sum(jax.grad(lambda q: of_o(f(q, k, v)))(q) ** 2)
     )(q),
     "jvp of jvp": lambda f, *x: jax.jvp(
         lambda q: jax.jvp(f, (q, *x[1:3]), x[3:])[1], (x[0],), (x[3],)

@@ -143,7 +143,7 @@ class Saved:
 
     @property
     def operands(self) -> Operands:
-        """All operands."""
+        """Operands of the call, whole."""
         return joined(self.moving, self.fixed)
 
 
@@ -310,7 +310,10 @@ def _transpose(cotangents, *args, equation: Equation, jaxpr):
         found = linear(equation.call, saved, pair, asked)
     else:
         moved = equation.wanted.unflatten([None if is_zero(x) else x for x in cotangents])
-        found = linear(equation.call, saved, moved)[: equation.given.num_leaves]
+        both = linear(equation.call, saved, moved)
+        # Of (do, dlse) one may be known while the other is transposed.
+        values = args[equation.saved.num_leaves :]
+        found = [x for x, t in zip(both, values, strict=False) if ad.is_undefined_primal(t)]
     results, undefined = iter(found), [ad.is_undefined_primal(x) for x in args]
     return [next(results) if u else None for u in undefined]
 
