@@ -216,13 +216,13 @@ def choose_blocks(
     Raises:
         ValueError: an unknown kernel or field, or tiles that do not fit.
     """
-    chosen: dict[str, Any] = {"forward": choose_forward(problem, num_sms)}
     packed = may_pack(problem) and packs(problem, num_sms)
-    chosen["forward"] = dataclasses.replace(chosen["forward"], packed=packed)
-    chosen |= choose_backward(problem, num_sms)
+    forward = dataclasses.replace(choose_forward(problem, num_sms), packed=packed)
+    backward = choose_backward(problem, num_sms)
     if not producer:
-        chosen = {name: _without_producer(b, problem) for name, b in chosen.items()}
-        chosen["forward"] = without_producer(chosen["forward"], problem)
+        forward = without_producer(forward, problem)
+        backward = {name: _without_producer(b, problem) for name, b in backward.items()}
+    chosen: dict[str, Any] = {"forward": forward, **backward}
     for kernel, fields in (override or {}).items():
         if kernel not in chosen:
             raise ValueError(
