@@ -218,6 +218,16 @@ class Outputs(NamedTuple):
     max_logit: Any = None  # f32[B, N, T], natural, -inf without keys; where spec.max_logit
 
 
+class Tangents(NamedTuple):
+    """Results of a backend's forward mode, and of its forward unless that was run before."""
+
+    o: Any  # as of Outputs, as are the next two; None where they were known
+    lse_log2: Any
+    shift: Any
+    do: Any  # [B, T, N, Hv], tangent of o
+    dlse: Any  # f32[B, N, T], tangent of the natural log-sum-exp
+
+
 class Cotangents(NamedTuple):
     """Inputs of a backend's backward, besides the operands."""
 

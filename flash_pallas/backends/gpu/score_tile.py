@@ -268,6 +268,38 @@ def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 
     return p, p * (1.0 - t * t) * (dp - delta)
 
 
+# --- Tangents, forward mode: how logits move with what they are made of ---------------------------
+
+
+def pushed(problem: Problem, tile: RegisterTile, held: tuple[Any, Any], dqk, moved: TileInputs):
+    """Computes P times the tangents of the natural logits of a tile, f32.
+
+    Args:
+        problem: what is computed.
+        tile: position of the tile, as `core.scores.placed` returns it.
+        held: (P without dropout, `pull` of core.scores.Logits).
+        dqk: tangent of q @ k^T, f32.
+        moved: tangents of the tile's inputs; None is 0.
+    """
+    p, pull = held
+    spread = lambda scalar: lax.broadcast_in_dim(scalar, tile.shape, ())
+    dz = dqk * problem.spec.scale
+    if moved.bias is not None:  # that of padding may be anything
+        dz = dz + jnp.where(p == 0.0, 0.0, moved.bias)
+    if moved.slope is not None:
+        dz = dz - tile.distance(dz.dtype) * spread(moved.slope)
+    if not problem.spec.score_modifiers:
+        return p * dz
+    if problem.bias_shape is not None:
+        pull = _zero_where_hidden(p, pull)
+    dx, dparams = pull(p)
+    found = dx * dz
+    for by_param, tangent in zip(dparams, moved.score_params, strict=False):
+        if tangent is not None:
+            found = found + by_param * spread(tangent)
+    return found
+
+
 def _zero_where_hidden(p, pull):
     clear = lambda x: None if x is None else jnp.where(p == 0.0, 0.0, x)
 

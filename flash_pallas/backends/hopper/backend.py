@@ -37,6 +37,7 @@ from .forward.tiles import (
     native_problem,
     without_producer,
 )
+from .tangent import launch as tangent_launch
 
 # --- Problems and padding -------------------------------------------------------------------------
 

@@ -517,8 +517,8 @@ def load_q_rows(cta: ForwardCta, tile: QTile, wg):
     """Issues the copy of the 64 Q rows of one warpgroup."""
     smem, first_row = cta.smem, tile.block * cta.plan.blocks.tile_rows + wg * WARPGROUP_ROWS
     rows = (tile.batch, pl.ds(first_row, WARPGROUP_ROWS), tile.head)
-    source = rows_of(cta.gmem.q, rows, smem.q)
-    plgpu.copy_gmem_to_smem(source, smem.q.at[wg], smem.q_full.at[wg])
+    for source, target in cta.moving("q"):
+        plgpu.copy_gmem_to_smem(rows_of(source, rows, target), target.at[wg], smem.q_full.at[wg])
 
 
 def load_k(cta: ForwardCta, tile: QTile, j, use):
@@ -527,11 +527,14 @@ def load_k(cta: ForwardCta, tile: QTile, j, use):
     keys, slot = keys_at(cta, tile, block), cta.k.slot(use)
     full = cta.k.full.at[slot]
     cta.k.wait_empty(use)
-    source = rows_of(cta.gmem.k, keys, cta.smem.k)
-    plgpu.copy_gmem_to_smem(source, cta.smem.k.at[slot], full)
+    for source, target in cta.moving("k"):
+        plgpu.copy_gmem_to_smem(rows_of(source, keys, target), target.at[slot], full)
     rows, block_kv = plan.blocks.tile_rows, plan.blocks.block_kv
     place = Place(tile.batch, tile.head, tile.block * rows, keys[1].start, rows, block_kv)
     plan.aux.load(cta.gmem.aux, cta.smem.aux, slot, full, place)
+    if plan.tangent_aux is not None:
+        tangents = cta.gmem.tangents.aux, cta.smem.tangents.aux
+        plan.tangent_aux.load(*tangents, slot, full, place)
 
 
 def load_v(cta: ForwardCta, tile: QTile, j, use):
@@ -543,11 +546,11 @@ def load_v(cta: ForwardCta, tile: QTile, j, use):
     keys, slot = keys_at(cta, tile, block), cta.v.slot(use)
     full = cta.v.full.at[slot]
     cta.v.wait_empty(use)
-    source = rows_of(cta.gmem.v, keys, cta.smem.v)
     width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
     swizzle = plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=rows)
     load = loader(cta.gmem.padding, cta.smem.v_arrived, swizzle, plan.interpret)
-    load(source, cta.smem.v.at[slot], full, tile.batch, block)
+    for source, target in cta.moving("v"):
+        load(rows_of(source, keys, target), target.at[slot], full, tile.batch, block)
 
 
 def keys_at(cta: ForwardCta, tile: QTile, block):
@@ -585,8 +588,11 @@ def load_inline_first(cta: ForwardCta, number) -> ForwardCta:
     return refilling(cta, ahead)
 
 
-def load_inline(cta: ForwardCta, n, number, tile: QTile) -> tuple[ForwardCta, Any]:
+def load_inline(cta: ForwardCta, n, number, tile: QTile, read: int = 1) -> tuple[ForwardCta, Any]:
     """Returns the CTA as the steps of its n-th tile see it, and what the scheduler says is next.
+
+    Of the tile's K blocks, `read` have been read: here, the softmax of the first was part of the
+    tile before.
 
     The latter is (number, whether it exists), or None where the kernel is not persistent. Slots
     that were released before this tile, for blocks that were not known then, are filled now;
@@ -607,9 +613,8 @@ def load_inline(cta: ForwardCta, n, number, tile: QTile) -> tuple[ForwardCta, An
 
         @pl.when(loads_inline(cta))
         def _():
-            # The softmax of the tile's first block was part of the tile before.
             released = tile.used + cta.plan.blocks.stages
-            for load, stop in ((load_k, released + 1), (load_v, released)):
+            for load, stop in ((load_k, released + read), (load_v, released)):
                 known, wanted = lax.min(stop, ahead.end), lax.min(stop, ahead.limit)
                 pl.loop(known, wanted)(functools.partial(fill_inline, cta, load, ahead))
 

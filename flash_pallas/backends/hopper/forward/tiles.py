@@ -356,6 +356,7 @@ class ForwardSmem(NamedTuple):
     running_shift: Any  # f32[warpgroups, 64], see online_softmax.Maxima; or None
     aux: Streamed | None  # auxiliary inputs, one slot for each of k's
     tile_numbers: Any  # int32[SLOTS, 1] of claimed tiles, or None
+    tangents: Any  # TangentTiles of q, k, v and auxiliary inputs, in slots alike; or None
 
     q_full: Any
     q_empty: Any
@@ -412,6 +413,7 @@ def scratch(
         running_shift=row_buffer(rows) if keeps_shift(problem, blocks) else None,
         aux=aux.buffers(stages, blocks.tile_rows, block_kv),
         tile_numbers=plgpu.SMEM((SLOTS, 1), jnp.int32) if claims else None,
+        tangents=None,
         q_full=bar(num_barriers=wgs),
         q_empty=bar(num_barriers=wgs) if blocks.persistent else None,
         k_full=bar(num_arrivals=1 + aux.copies, num_barriers=stages),
@@ -453,6 +455,11 @@ class ForwardPlan:
     def aux(self) -> AuxiliaryInputs:
         """The auxiliary inputs: what modifiers read besides Q, K and V."""
         return AuxiliaryInputs(self.problem, q_axis=0)
+
+    @functools.cached_property
+    def tangent_aux(self) -> AuxiliaryInputs | None:
+        """Those of `aux` that have tangents; None but in tangent/kernel.py."""
+        return None
 
     @functools.cached_property
     def matmuls(self) -> Matmuls:
@@ -530,6 +537,16 @@ class ForwardGmem(NamedTuple):
     lists: Any = None  # BlockLists of Q tiles, in place of both; None unless problem.is_listed
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
+    tangents: TangentTiles | None = None  # of these operands; None but in tangent/kernel.py
+
+
+class TangentTiles(NamedTuple):
+    """Tangents of a call's operands, which are loaded with them; in device or in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    aux: Any  # AuxiliaryGmem or Streamed; what of it has no tangent is None
 
 
 class QTile(NamedTuple):
@@ -710,6 +727,11 @@ class ForwardCta:
         if "kv_lengths" in self.plan.problem.features:
             return lax.min(self.gmem.aux.kv_lengths[tile.batch], jnp.int32(kv_len))
         return kv_len if kv_len % self.plan.blocks.block_kv else None
+
+    def moving(self, name: str) -> list[tuple[Any, Any]]:
+        """Returns the refs (device memory, shared memory) of q, k or v, and of its tangent."""
+        pairs = [(self.gmem, self.smem), (self.gmem.tangents, self.smem.tangents)]
+        return [(getattr(g, name), getattr(s, name)) for g, s in pairs if g is not None]
 
     def wait_pv(self, o_acc, use):
         """Waits for PV of the block before ring position `use`, releases its V, and returns O."""

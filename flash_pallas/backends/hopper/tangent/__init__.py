@@ -1,0 +1,1 @@
+"""Forward mode: the tangents of O and of the log-sum-exp."""

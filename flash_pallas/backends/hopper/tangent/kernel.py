@@ -1,0 +1,454 @@
+"""The tangents of O and of the log-sum-exp, with O itself or after it.
+
+With S = scale Q K^T, P = softmax(S) and mu = rowsum(P o dS), where o is elementwise,
+
+    dS   = scale (dQ K^T + Q dK^T)
+    dO   = (P o dS) V + P dV - mu o O
+    dlse = mu
+
+so that one pass over the keys finds all, as the forward does: (P o dS) V + P dV and mu are sums
+over keys like O and l, and are rescaled with them. That is `primal`: six matmuls a block of keys.
+Where O and the log-sum-exp are known, as after `jax.linearize`, P needs no row maxima and O no
+matmul: five.
+
+The CTA, its tiles and its loads are those of the forward (forward/kernel.py). dQ, dK and dV travel
+with Q, K and V, in slots of their own. A step is
+
+    S = Q K^T                           while (3) of the block before finishes
+    dS = dQ K^T, + Q dK^T               P from S while they run
+    (3) G V, P dV, and P V of `primal`  G = P o dS; their registers are free in the next step
+
+There is no ping-pong: 1,500 cycles of matmuls of a step of two warpgroups stand against 300 of
+other work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core import block_lists, bounds, dropout, scores
+from ....core.padding import pad_axis
+from ....core.problem import Operands, Outputs, Problem, Tangents
+from ....core.scores import TileInputs
+from ....core.softmax import EMPTY_ROW
+from ...gpu import inline, online_softmax, score_tile
+from ...gpu.launch import WARPGROUP_ROWS, float32, launch
+from ...gpu.online_softmax import Maxima
+from ..common.auxiliary_inputs import Place
+from ..common.pipeline import Ring, rows_of, warpgroup_rows
+from ..forward.kernel import drain_inline, load_inline, load_inline_first, load_q_inline, produce
+from ..forward.scheduler import TileScheduler, with_counter
+from ..forward.softmax import finish, finite, per_row, row_fragments, unseen
+from ..forward.tiles import (
+    ForwardBlocks,
+    ForwardCta,
+    ForwardGmem,
+    ForwardRows,
+    QTile,
+    TangentTiles,
+    claims_tiles,
+)
+from .tiles import RowsGmem, TangentPlan, moves_of, tangent_scratch, whole_rows
+
+# --- The launch -----------------------------------------------------------------------------------
+
+
+def tangents(
+    problem: Problem,
+    blocks: ForwardBlocks,
+    operands: Operands,
+    given: Operands,
+    found: Outputs | None,
+    num_sms: int,
+    interpret: bool,
+) -> Tangents:
+    """Launches the kernel.
+
+    Args:
+        problem: a problem with native head dims.
+        blocks: tile sizes.
+        operands: operands of the call without padding; q, k and v as operands of common/wgmma.py.
+        given: their tangents likewise, all of q, k and v among them.
+        found: o, lse_log2 and shift, if a forward has found them; None: they are computed too.
+        num_sms: number of SMs, for a persistent kernel.
+        interpret: run by the interpreter.
+
+    Returns:
+        Tangents: with rows of whole tiles.
+    """
+    rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
+    num_ctas = num_sms if blocks.persistent else None
+    scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
+    lists = None
+    if problem.is_listed:
+        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
+        lists = scheduler.ordered(lists)
+    moves, primal = moves_of(given), found is None
+    plan = TangentPlan(problem, blocks, scheduler, interpret, moves=moves, primal=primal)
+    gmem = _gmem(plan, operands, given, lists)
+    before = None if found is None else _rows_gmem(plan, found)
+    per_row = float32((problem.batch, problem.q_heads, whole_rows(problem, blocks)))
+    o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
+    shift = per_row if plan.limit else None
+    of_primal = (o, per_row, shift) if primal else (None, None, None)
+    results = Tangents(*of_primal, do=o, dlse=per_row)
+    call = functools.partial(
+        launch,
+        out=(results,),
+        scratch=(tangent_scratch(problem, blocks, moves, gmem.q, gmem.v, o),),
+        grid={"cta": scheduler.num_ctas},
+        threads=blocks.warpgroups + blocks.producer,
+        name="flash_pallas_jvp" if primal else "flash_pallas_tangents",
+        interpret=interpret,
+    )
+    if claims:
+        kernel = lambda counter: call(functools.partial(run_cta, plan, counter))(gmem, before)
+        return with_counter(kernel, (results,))[0]
+    return call(functools.partial(run_cta, plan, None))(gmem, before)[0]
+
+
+def _gmem(plan: TangentPlan, operands: Operands, given: Operands, lists) -> ForwardGmem:
+    problem, (rows, block_kv) = plan.problem, (plan.blocks.tile_rows, plan.blocks.block_kv)
+    by_arrays, offset = lists is None and plan.dynamic, problem.spec.q_offset
+    hides = lists is None and problem.hides_by_arrays
+    table = plan.scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
+    moving = plan.tangent_aux
+    return ForwardGmem(
+        *(operands.q, operands.k, operands.v),
+        table=jnp.asarray(table),
+        q_offset=operands.q_offset,
+        kv_bounds=bounds.kv_bounds(problem, operands, rows, block_kv) if by_arrays else None,
+        whole=bounds.kv_whole(operands, WARPGROUP_ROWS, block_kv) if hides else None,
+        lists=lists,
+        aux=plan.aux.arrays(operands),
+        tangents=TangentTiles(given.q, given.k, given.v, moving.arrays(_only(given, plan.moves))),
+    )
+
+
+def _only(given: Operands, moves: frozenset[str]) -> Operands:
+    """Returns the tangents of `moves` as the operands of a call that has no others."""
+    none = given._replace(**dict.fromkeys(Operands._fields))
+    kept = {name: getattr(given, name) for name in moves}
+    return none._replace(score_params=(), mask_params=())._replace(**kept)
+
+
+def _rows_gmem(plan: TangentPlan, found: Outputs) -> RowsGmem:
+    rows = whole_rows(plan.problem, plan.blocks)
+    shift = found.shift if plan.limit else None
+    return RowsGmem(
+        pad_axis(pad_axis(found.o, 1, rows), 3, plan.problem.v_head_dim),
+        pad_axis(found.lse_log2, 2, rows, EMPTY_ROW),
+        None if shift is None else pad_axis(shift, 2, rows),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TangentCta(ForwardCta):
+    """One CTA, as one of its warpgroups sees it; `out` are the Tangents.
+
+    Attributes:
+        before: RowsGmem in device memory; None if the plan is `primal`.
+    """
+
+    before: Any = None
+
+
+def run_cta(plan: TangentPlan, counter, gmem: ForwardGmem, before, out: Tangents, smem):
+    """Runs a CTA: gives each warpgroup its role, consumer or producer."""
+    blocks, results = plan.blocks, cast(Any, out)
+    cta = TangentCta(
+        plan=plan,
+        gmem=gmem,
+        out=results,
+        left=None,
+        smem=smem,
+        k=Ring(smem.k_full, smem.k_empty, blocks.stages),
+        v=Ring(smem.v_full, smem.v_empty, blocks.stages),
+        index=lax.axis_index("cta"),
+        wg=lax.axis_index("wg"),
+        counter=counter,
+        before=before,
+    )
+    pl.when(cta.wg < blocks.warpgroups)(functools.partial(consume, cta))
+    if blocks.producer:
+        pl.when(cta.wg == blocks.warpgroups)(functools.partial(produce, cta))
+
+
+# --- A consumer warpgroup -------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """State of its rows that a warpgroup carries from step to step."""
+
+    mu: Any  # f32[64, 8], sums of P o dS over each thread's own columns
+    l: Any = None  # likewise of P; None where the log-sum-exp is known, as are the maxima
+    maxima: Maxima | None = None
+
+
+class Known(NamedTuple):
+    """What a forward has found of a warpgroup's rows, f32[64] each."""
+
+    lse_log2: Any
+    shift: Any  # or None
+
+
+class Fixed(NamedTuple):
+    """What a Q tile's steps have in common.
+
+    Attributes:
+        tile: the Q tile.
+        moved: tangents of its auxiliary inputs that registers keep.
+        known: where a forward has been; else None.
+        t_acc: accumulator of (P o dS) V + P dV, f32[64, Hv].
+        o_acc: accumulator of O; None where it is known.
+    """
+
+    tile: QTile
+    moved: TileInputs
+    known: Known | None
+    t_acc: Any
+    o_acc: Any
+
+
+def consume(cta: TangentCta):
+    """Runs a consumer warpgroup: folds the KV blocks of each tile into its 64 rows."""
+    plan = cta.plan
+    if plan.blocks.producer:
+        plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
+    else:
+        load_inline_first(cta, plan.scheduler.first(cta))
+    used = plan.scheduler.each(cta, functools.partial(run_tile, cta), jnp.int32(0))
+    if not plan.blocks.producer:
+        drain_inline(cta, used)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def run_tile(cta: TangentCta, n, number, used):
+    """Computes the CTA's n-th Q tile, which has this number; `used` is its first ring position.
+
+    Returns (ring position after it, following): the next tile's (number, whether there is one), or
+    None where the kernel is not persistent.
+    """
+    plan = cta.plan
+    tile, following, seen = cta.q_tile(number)._replace(used=used), None, cta
+    if not plan.blocks.producer:
+        seen, following = load_inline(cta, n, number, tile, read=0)
+    accumulator = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
+    plgpu.barrier_wait(cta.smem.q_full.at[cta.wg])
+    accumulators = (accumulator,) * (1 + plan.primal)
+    rows, t, o = pl.run_scoped(functools.partial(steps, seen, tile), *accumulators)
+    after = used + tile.kv_blocks
+    if plan.blocks.persistent:
+        following = following or plan.scheduler.following(seen, n)
+        plgpu.barrier_arrive(cta.smem.q_empty.at[cta.wg])
+        if not plan.blocks.producer:
+            load_q_inline(cta, *following)
+    store(cta, tile, rows, t, o)
+    return after, following
+
+
+def steps(cta: TangentCta, tile: QTile, t_acc, o_acc=None):
+    """Runs the steps of a Q tile; returns (Rows, sums of T, sums of O or None)."""
+    fixed = start(cta, tile, t_acc, o_acc)
+    rows = step(cta, fixed, jnp.int32(0), None, edges="last")
+    for edges, low, high in cta.zones(tile):
+        rows = lax.fori_loop(low, high, functools.partial(step, cta, fixed, edges=edges), rows)
+    t = plgpu.wgmma_accumulator_load(t_acc, wait_n=0)
+    o = None if o_acc is None else plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+    cta.v.release(tile.used + tile.kv_blocks - 1)
+    return rows, t, o
+
+
+def start(cta: TangentCta, tile: QTile, t_acc, o_acc) -> Fixed:
+    """Loads what registers keep of a Q tile."""
+    plan, known = cta.plan, None
+    row = tile.block * plan.blocks.tile_rows + cta.wg * WARPGROUP_ROWS
+    place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, plan.blocks.block_kv)
+    moved = plan.tangent_aux.fragments(cta.gmem.tangents.aux, place)
+    if cta.before is not None:
+        at = tile.batch, tile.head, pl.ds(row, WARPGROUP_ROWS)
+        load = lambda ref: plgpu.load(ref.at[at], layout=inline.ROWS, optimized=False)
+        shift = cta.before.shift
+        known = Known(load(cta.before.lse_log2), None if shift is None else load(shift))
+    tile = tile._replace(fragments=row_fragments(cta, tile))
+    return Fixed(tile, moved, known, t_acc, o_acc)
+
+
+def step(cta: TangentCta, fixed: Fixed, j, rows: Rows | None, *, edges: str) -> Rows:
+    """Folds the j-th KV block into the rows; `rows` is None for the first."""
+    tile, multiply = fixed.tile, cta.plan.matmuls.multiply
+    use = tile.used + j
+    if tile.listed is not None:
+        fixed = fixed._replace(tile=tile._replace(found=tile.kv_block(j)))
+    cta.k.wait_full(use)
+    run = functools.partial(score_tangents, cta, fixed, (j, use, edges), rows)
+    p, g, rows = pl.run_scoped(run, *(score_accumulator(cta),) * 2)
+    slot = cta.v.slot(use)
+    cta.v.wait_full(use)
+    v, dv = cta.smem.v.at[slot], cta.smem.tangents.v.at[slot]
+    multiply(fixed.t_acc, g, v)
+    multiply(fixed.t_acc, p, dv)
+    if fixed.o_acc is not None:
+        multiply(fixed.o_acc, p, v)
+    return rows
+
+
+def score_accumulator(cta: TangentCta):
+    """Returns the accumulator of a tile of scores, or of their tangents."""
+    return plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
+
+
+def score_tangents(cta: TangentCta, fixed: Fixed, at, rows: Rows | None, s_acc, ds_acc):
+    """Computes P and G = P o dS of a step as operands; returns (P, G, Rows after the step).
+
+    Args:
+        cta: the CTA.
+        fixed: what the tile's steps have in common.
+        at: (number of the block, its ring position, edges as for ForwardCta.limits).
+        rows: Rows before the step; None in the first.
+        s_acc: accumulator of S.
+        ds_acc: accumulator of dS.
+    """
+    plan, (_, use, edges), matmuls = cta.plan, at, cta.plan.matmuls
+    slot, tangent = cta.k.slot(use), cta.smem.tangents
+    q, dq, k, dk = (
+        *(ref.at[cta.wg] for ref in (cta.smem.q, tangent.q)),
+        *(ref.at[slot] for ref in (cta.smem.k, tangent.k)),
+    )
+    matmuls.multiply(s_acc, q, k, transposed=True)
+    if rows is not None:  # matmuls with V of the block before have ended
+        plgpu.wgmma_wait(matmuls.count)
+        cta.v.release(use - 1)
+    matmuls.multiply(ds_acc, dq, k, transposed=True)
+    matmuls.multiply(ds_acc, q, dk, transposed=True)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 * matmuls.count)
+    tile, z, (inputs, moved) = logits(cta, fixed, s, at)
+    if fixed.known is None:
+        p, alpha, rows_ = weights(cta, z, rows, edges)
+    else:
+        p, alpha, rows_ = known_weights(z, fixed.known), None, rows
+    p = lax.optimization_barrier(p)  # above the wait for dS
+    ds = plgpu.wgmma_accumulator_load(ds_acc, wait_n=0)
+    cta.k.release(use)
+    if alpha is not None:
+        rescale(fixed, alpha)
+    g = score_tile.pushed(plan.problem, tile, (p, z.pull), ds, moved)
+    mu = inline.lane_sums(g, plan.interpret)
+    if rows is not None:
+        before = rows.mu if alpha is None else rows.mu * per_row(alpha[0], rows.mu.shape)
+        mu = before + mu
+    kept = None
+    if plan.problem.spec.dropout_rate:
+        kept = scores.kept(plan.problem.spec, tile, inputs)
+    drop = lambda x: x if kept is None else jnp.where(kept, x, 0.0)
+    rows = Rows(mu) if rows_ is None else rows_._replace(mu=mu)
+    return matmuls.split(drop(p)), matmuls.split(drop(g)), rows
+
+
+def logits(cta: TangentCta, fixed: Fixed, s, at):
+    """Returns (place of the scores, core.scores.Logits, (inputs, tangents of the inputs))."""
+    plan, tile, (j, use, edges) = cta.plan, fixed.tile, at
+    slot, own, shape = cta.k.slot(use), warpgroup_rows(cta.wg), s.shape
+    inputs = plan.aux.inputs(
+        tile.fragments, cta.smem.aux, slot, shape, own, ids=edges != "none"
+    )
+    moved = plan.tangent_aux.inputs(fixed.moved, cta.smem.tangents.aux, slot, shape, own)
+    kv_block = tile.kv_block(j)
+    place, limits = cta.score_tile(tile, kv_block), cta.limits(tile, kv_block, edges)
+    spec = plan.problem.spec
+    if edges == "none" and tile.listed is not None:
+        spec, inputs = plan.problem.of_whole_tiles.spec, inputs._replace(mask=None)
+    z = score_tile.logits(spec, place, s, inputs, limits)
+    return scores.placed(place, inputs), z, (inputs, moved)
+
+
+def known_weights(z: scores.Logits, known: Known):
+    """Computes P of a tile whose rows' log-sum-exp is known."""
+    x = z.x if known.shift is None else z.x - per_row(known.shift, z.x.shape)
+    return jnp.exp2(x * z.log2_scale - per_row(known.lse_log2, x.shape))
+
+
+def weights(cta: TangentCta, z: scores.Logits, rows: Rows | None, edges: str):
+    """Computes the weights of a tile relative to row maxima that include it.
+
+    Returns (weights, (alpha, grew) by which sums are to be rescaled, Rows without mu); alpha is
+    None in the first step, which has nothing to rescale.
+    """
+    plan, first = cta.plan, rows is None
+    slack = None if first else plan.blocks.lazy_rescale or None
+    old = unseen(plan, z) if first else rows.maxima
+    found = online_softmax.compared(old, z.x, z.log2_scale, plan.far, slack, plan.interpret)
+    m = finite(plan, found.m, edges)
+    x = found.x * z.log2_scale
+    p = jnp.exp2(x - per_row(m, x.shape))
+    sums = inline.lane_sums(p, plan.interpret)
+    if first:
+        return p, None, Rows(None, sums, found.maxima)
+    alpha = jnp.exp2(found.before - m)
+    l = rows.l * per_row(alpha, sums.shape) + sums
+    return p, (alpha, found.grew), Rows(None, l, found.maxima)
+
+
+def rescale(fixed: Fixed, by):
+    """Rescales the sums of T and of O, if a row has a new maximum."""
+    alpha, grew = by
+    for acc in (fixed.t_acc, fixed.o_acc):
+        old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+        scaled = lambda old=old: old * per_row(alpha, old.shape)
+        acc[...] = scaled() if grew is None else lax.cond(grew > 0, scaled, lambda old=old: old)
+
+
+# --- The epilogue ---------------------------------------------------------------------------------
+
+
+def store(cta: TangentCta, tile: QTile, rows: Rows, t, o):
+    """Finishes a Q tile and issues the copies of its results."""
+    plan, spec, out = cta.plan, cta.plan.problem.spec, cta.out
+    wg = lax.optimization_barrier(cta.wg)  # addresses made from it are not to be held over loops
+    first_row = tile.block * plan.blocks.tile_rows + wg * WARPGROUP_ROWS
+    at = tile.batch, tile.head, pl.ds(first_row, WARPGROUP_ROWS)
+    mu, gain = rows.mu.sum(axis=1), dropout.gain(spec.dropout_rate)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if o is None:
+        source = cta.before.o.at[tile.batch, at[2], tile.head]
+        o = plgpu.load(source, layout=inline.WGMMA, optimized=False).astype(jnp.float32)
+        t = t * gain if spec.dropout_rate else t
+    else:
+        inverse, found = finish(cta, tile, ForwardRows(None, rows.maxima, rows.l))
+        o, t = (x * per_row(inverse, x.shape) for x in (o, t))
+        mu = mu * inverse
+        mu = mu / gain if spec.dropout_rate else mu
+        store_rows(cta, out.lse_log2, cta.smem.lse_log2, found.lse_log2, at)
+        if out.shift is not None:
+            store_rows(cta, out.shift, cta.smem.shift, found.shift, at)
+        store_tile(cta, out.o, o, at)
+    store_tile(cta, out.do, t - per_row(mu, t.shape) * o, at)
+    # The wait of the tile's store was for the log-sum-exp too, which has been copied from there.
+    store_rows(cta, out.dlse, cta.smem.lse_log2, mu, at)
+
+
+def store_tile(cta: TangentCta, out, x, at):
+    """Stages f32[64, Hv] in shared memory and issues its copy to `out`."""
+    batch, head, rows = at
+    staging = cta.smem.q if cta.smem.o is None else cta.smem.o
+    own = staging.at[lax.optimization_barrier(cta.wg)]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    cta.plan.matmuls.store(own, x)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(own, rows_of(out, (batch, rows, head), staging))
+
+
+def store_rows(cta: TangentCta, out, buffer, x, at):
+    """Stages f32[64] in shared memory, from which nothing is copied, and issues its copy to `out`."""
+    own = buffer.at[lax.optimization_barrier(cta.wg)]
+    own[...] = plgpu.layout_cast(x, inline.ROWS)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(own, out.at[at])

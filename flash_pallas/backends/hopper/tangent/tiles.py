@@ -1,0 +1,149 @@
+"""The tangent kernels outside their loop: tile sizes, shared memory, and the plan of a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core.problem import Operands, Problem
+from ...gpu.launch import WARPGROUP_ROWS
+from ..common.auxiliary_inputs import AuxiliaryInputs, wants_narrow_tiles
+from ..common.pipeline import fits
+from ..forward.tiles import ForwardBlocks, ForwardPlan, ForwardSmem, TangentTiles, scratch
+
+# --- Tile sizes -----------------------------------------------------------------------------------
+
+# What is tried, in this order, until registers and shared memory suffice. A 64x64 wgmma with both
+# operands in shared memory needs all of its bandwidth, 64x128 three quarters.
+TILES = tuple(
+    ForwardBlocks(warpgroups, block_kv, stages, persistent)
+    for persistent in (True, False)
+    for warpgroups, block_kv, stages in (
+        (2, 128, 2),
+        (2, 64, 2),
+        (2, 64, 1),
+        (1, 64, 2),
+        (1, 64, 1),
+        (2, 32, 1),
+        (1, 32, 1),
+    )
+)
+# Of the 240 registers of a thread, those for the sums of tiles of 64 rows and for two score tiles.
+MOST_REGISTERS = 192
+# Weights may be up to 2**8 times as large as relative to the largest logit. In float16, whose
+# largest number is 65,504, weights times tangents must find room too.
+LAZY_RESCALE = 8.0
+
+
+def choose_tangent(problem: Problem, moves: frozenset[str], *, primal: bool) -> ForwardBlocks | None:
+    """Returns the first of TILES that suits a problem; None where there is none.
+
+    Args:
+        problem: a problem with native head dims.
+        moves: names of the operands besides q, k and v that have tangents.
+        primal: O and the log-sum-exp are computed too.
+    """
+    tiles = "tile" in map(AuxiliaryInputs(problem, 0).kind, (problem.bias_shape, problem.mask_shape))
+    widest = 64 if problem.dtype == np.float32 or tiles else 128
+    widest = 32 if wants_narrow_tiles(problem) or "bias" in moves else widest
+    lazy = 0.0 if problem.dtype == np.float16 or not primal else LAZY_RESCALE
+    for blocks in TILES:
+        if blocks.block_kv > widest or registers(problem, blocks, primal=primal) > MOST_REGISTERS:
+            continue
+        if not problem.takes_tiles(blocks.tile_rows, blocks.block_kv):
+            continue
+        if fits(tangent_scratch(problem, blocks, moves)):
+            return dataclasses.replace(blocks, lazy_rescale=lazy)
+    return None
+
+
+def registers(problem: Problem, blocks: ForwardBlocks, *, primal: bool) -> int:
+    """Returns the registers of a thread for the sums of 64 rows and for two tiles of scores."""
+    sums = (1 + primal) * problem.v_head_dim // 2
+    scores = blocks.block_kv if problem.dtype != np.float32 else blocks.block_kv * 2
+    return sums + scores
+
+
+# --- The launch -----------------------------------------------------------------------------------
+
+
+class RowsGmem(NamedTuple):
+    """What a forward has found, in device memory; its rows are those of whole tiles."""
+
+    o: Any  # [B, rows, N, Hv] in the call's dtype
+    lse_log2: Any  # f32[B, N, rows]
+    shift: Any  # f32[B, N, rows], or None
+
+
+@dataclasses.dataclass(frozen=True)
+class TangentPlan(ForwardPlan):
+    """The plan of a launch.
+
+    Attributes:
+        moves: names of the operands besides q, k and v that have tangents.
+        primal: O and the log-sum-exp are computed too.
+    """
+
+    moves: frozenset[str] = frozenset()
+    primal: bool = True
+
+    @functools.cached_property
+    def tangent_aux(self) -> AuxiliaryInputs | None:
+        """The auxiliary inputs that have tangents."""
+        return tangent_aux(self.problem, self.moves)
+
+
+def moves_of(given: Operands) -> frozenset[str]:
+    """Returns the names of the operands besides q, k and v that have tangents, but the sinks.
+
+    Sinks are no matter of the kernel.
+    """
+    names = ("bias", "alibi_slopes", "score_params")
+    some = lambda x: any(y is not None for y in (x if isinstance(x, tuple) else (x,)))
+    return frozenset(name for name in names if some(getattr(given, name)))
+
+
+def tangent_aux(problem: Problem, moves: frozenset[str]) -> AuxiliaryInputs:
+    """Returns the auxiliary inputs of a kernel whose operands are the tangents of `moves`."""
+    shape, dtype = problem.bias_shape, problem.bias_dtype
+    if "bias" not in moves:
+        shape = dtype = None
+    moving = dataclasses.replace(
+        problem, features=moves, bias_shape=shape, bias_dtype=dtype, mask_shape=None
+    )
+    return AuxiliaryInputs(moving, q_axis=0)
+
+
+def tangent_scratch(
+    problem: Problem, blocks: ForwardBlocks, moves: frozenset[str], *arrays
+) -> ForwardSmem:
+    """Returns the shared memory and the barriers of a CTA.
+
+    Args:
+        problem: a problem with native head dims.
+        blocks: tile sizes.
+        moves: names of the operands besides q, k and v that have tangents.
+        *arrays: q, v and o in device memory, as `forward.tiles.scratch` takes them.
+    """
+    smem, stages, bar = scratch(problem, blocks, *arrays), blocks.stages, plgpu.Barrier
+    aux, moving = AuxiliaryInputs(problem, q_axis=0), tangent_aux(problem, moves)
+    copies = 2 + aux.copies + moving.copies
+    streamed = moving.buffers(stages, blocks.tile_rows, blocks.block_kv)
+    return smem._replace(
+        tangents=TangentTiles(smem.q, smem.k, smem.v, streamed),
+        q_full=bar(num_arrivals=2, num_barriers=blocks.warpgroups),
+        k_full=bar(num_arrivals=copies, num_barriers=stages),
+        v_full=bar(num_arrivals=2, num_barriers=stages),
+        v_arrived=None,
+    )
+
+
+def whole_rows(problem: Problem, blocks: ForwardBlocks) -> int:
+    """Returns the number of rows of whole Q tiles."""
+    return -(-problem.q_len // blocks.tile_rows) * blocks.tile_rows
+
+
