@@ -263,7 +263,6 @@ def steps(cta: TangentCta, tile: QTile, t_acc, o_acc=None):
         rows = lax.fori_loop(low, high, functools.partial(step, cta, fixed, edges=edges), rows)
     t = plgpu.wgmma_accumulator_load(t_acc, wait_n=0)
     o = None if o_acc is None else plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-    cta.v.release(tile.used + tile.kv_blocks - 1)
     return rows, t, o
 
 
@@ -291,14 +290,27 @@ def step(cta: TangentCta, fixed: Fixed, j, rows: Rows | None, *, edges: str) -> 
     cta.k.wait_full(use)
     run = functools.partial(score_tangents, cta, fixed, (j, use, edges), rows)
     p, g, rows = pl.run_scoped(run, *(score_accumulator(cta),) * 2)
-    slot = cta.v.slot(use)
+    slot = hidden(cta, cta.v.slot(use))
     cta.v.wait_full(use)
     v, dv = cta.smem.v.at[slot], cta.smem.tangents.v.at[slot]
     multiply(fixed.t_acc, g, v)
     multiply(fixed.t_acc, p, dv)
     if fixed.o_acc is not None:
         multiply(fixed.o_acc, p, v)
+    plgpu.wgmma_wait(0)
+    cta.v.release(use)
     return rows
+
+
+def hidden(cta: TangentCta, index):
+    """Returns an index of shared memory that is found anew in every step of wide tiles.
+
+    Descriptors of operands, one a wgmma, are then not held over the loop: 140 to 250 bytes of
+    spills at head dim 256 and in float32. At 128 in 16 bits they are better held.
+    """
+    problem = cta.plan.problem
+    wide = problem.head_dim + problem.v_head_dim > 256 or problem.dtype == jnp.float32
+    return lax.optimization_barrier(jnp.int32(index)) if wide else index
 
 
 def score_accumulator(cta: TangentCta):
@@ -319,14 +331,12 @@ def score_tangents(cta: TangentCta, fixed: Fixed, at, rows: Rows | None, s_acc, 
     """
     plan, (_, use, edges), matmuls = cta.plan, at, cta.plan.matmuls
     slot, tangent = cta.k.slot(use), cta.smem.tangents
+    own, slot = hidden(cta, cta.wg), hidden(cta, slot)
     q, dq, k, dk = (
-        *(ref.at[cta.wg] for ref in (cta.smem.q, tangent.q)),
+        *(ref.at[own] for ref in (cta.smem.q, tangent.q)),
         *(ref.at[slot] for ref in (cta.smem.k, tangent.k)),
     )
     matmuls.multiply(s_acc, q, k, transposed=True)
-    if rows is not None:  # matmuls with V of the block before have ended
-        plgpu.wgmma_wait(matmuls.count)
-        cta.v.release(use - 1)
     matmuls.multiply(ds_acc, dq, k, transposed=True)
     matmuls.multiply(ds_acc, q, dk, transposed=True)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 * matmuls.count)
@@ -337,6 +347,7 @@ def score_tangents(cta: TangentCta, fixed: Fixed, at, rows: Rows | None, s_acc, 
         p, alpha, rows_ = known_weights(z, fixed.known), None, rows
     p = lax.optimization_barrier(p)  # above the wait for dS
     ds = plgpu.wgmma_accumulator_load(ds_acc, wait_n=0)
+    p, ds = lax.optimization_barrier((p, ds))
     cta.k.release(use)
     if alpha is not None:
         rescale(fixed, alpha)
@@ -408,47 +419,68 @@ def rescale(fixed: Fixed, by):
 
 # --- The epilogue ---------------------------------------------------------------------------------
 
+COLUMNS = 64  # of O and its tangent that are finished at a time: at head dim 256 all take 256 registers
+
 
 def store(cta: TangentCta, tile: QTile, rows: Rows, t, o):
     """Finishes a Q tile and issues the copies of its results."""
-    plan, spec, out = cta.plan, cta.plan.problem.spec, cta.out
-    wg = lax.optimization_barrier(cta.wg)  # addresses made from it are not to be held over loops
+    plan, spec, out, smem = cta.plan, cta.plan.problem.spec, cta.out, cta.smem
+    # Addresses made from it are not to be held over the loops.
+    wg = lax.optimization_barrier(cta.wg)
     first_row = tile.block * plan.blocks.tile_rows + wg * WARPGROUP_ROWS
     at = tile.batch, tile.head, pl.ds(first_row, WARPGROUP_ROWS)
-    mu, gain = rows.mu.sum(axis=1), dropout.gain(spec.dropout_rate)
+    mu, gain, inverse = rows.mu.sum(axis=1), dropout.gain(spec.dropout_rate), None
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if o is None:
-        source = cta.before.o.at[tile.batch, at[2], tile.head]
-        o = plgpu.load(source, layout=inline.WGMMA, optimized=False).astype(jnp.float32)
-        t = t * gain if spec.dropout_rate else t
-    else:
+    if o is not None:
         inverse, found = finish(cta, tile, ForwardRows(None, rows.maxima, rows.l))
-        o, t = (x * per_row(inverse, x.shape) for x in (o, t))
-        mu = mu * inverse
-        mu = mu / gain if spec.dropout_rate else mu
-        store_rows(cta, out.lse_log2, cta.smem.lse_log2, found.lse_log2, at)
+        mu = mu * inverse * (1.0 / gain)
+        store_rows(out.lse_log2, smem.lse_log2, found.lse_log2, at, wg)
         if out.shift is not None:
-            store_rows(cta, out.shift, cta.smem.shift, found.shift, at)
-        store_tile(cta, out.o, o, at)
-    store_tile(cta, out.do, t - per_row(mu, t.shape) * o, at)
+            store_rows(out.shift, smem.shift, found.shift, at, wg)
+        scaled = lambda x: x * per_row(inverse, x.shape)
+        store_tile(cta, out.o, lambda columns: scaled(o[:, columns]), at)
+
+    def of_o(columns):
+        if o is not None:
+            return scaled(o[:, columns])
+        source = cta.before.o.at[tile.batch, at[2], tile.head, columns]
+        return plgpu.load(source, layout=inline.WGMMA, optimized=False).astype(jnp.float32)
+
+    def tangent(columns):
+        x = t[:, columns]
+        x = x * gain if inverse is None else scaled(x)
+        return x - per_row(mu, x.shape) * of_o(columns)
+
+    store_tile(cta, out.do, tangent, at)
     # The wait of the tile's store was for the log-sum-exp too, which has been copied from there.
-    store_rows(cta, out.dlse, cta.smem.lse_log2, mu, at)
+    store_rows(out.dlse, smem.lse_log2, mu, at, wg)
 
 
-def store_tile(cta: TangentCta, out, x, at):
-    """Stages f32[64, Hv] in shared memory and issues its copy to `out`."""
-    batch, head, rows = at
-    staging = cta.smem.q if cta.smem.o is None else cta.smem.o
+def store_tile(cta: TangentCta, out, piece, at):
+    """Stages a tile in shared memory and issues its copy to `out`.
+
+    Args:
+        cta: the CTA.
+        out: the result in device memory.
+        piece: function of a slice of columns that returns them, f32[64, columns].
+        at: (batch entry, head, rows).
+    """
+    (batch, head, rows), width = at, cta.plan.problem.v_head_dim
+    staging, matmuls = cta.smem.q if cta.smem.o is None else cta.smem.o, cta.plan.matmuls
     own = staging.at[lax.optimization_barrier(cta.wg)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    cta.plan.matmuls.store(own, x)
+    step = COLUMNS if width % COLUMNS == 0 else width
+    for start in range(0, width, step):
+        columns = slice(start, start + step)
+        parts = zip(matmuls.refs(own), matmuls.split(piece(columns)), strict=True)
+        for target, part in parts:
+            target.at[:, columns][...] = part
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(own, rows_of(out, (batch, rows, head), staging))
 
 
-def store_rows(cta: TangentCta, out, buffer, x, at):
-    """Stages f32[64] in shared memory, from which nothing is copied, and issues its copy to `out`."""
-    own = buffer.at[lax.optimization_barrier(cta.wg)]
-    own[...] = plgpu.layout_cast(x, inline.ROWS)
+def store_rows(out, buffer, x, at, wg):
+    """Stages f32[64] in shared memory that nothing is copied from, and issues its copy to `out`."""
+    buffer[wg] = plgpu.layout_cast(x, inline.ROWS)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(own, out.at[at])
+    plgpu.copy_smem_to_gmem(buffer.at[wg], out.at[at])

@@ -20,8 +20,7 @@ from ..forward.tiles import ForwardBlocks, ForwardPlan, ForwardSmem, TangentTile
 # What is tried, in this order, until registers and shared memory suffice. A 64x64 wgmma with both
 # operands in shared memory needs all of its bandwidth, 64x128 three quarters.
 TILES = tuple(
-    ForwardBlocks(warpgroups, block_kv, stages, persistent)
-    for persistent in (True, False)
+    ForwardBlocks(warpgroups, block_kv, stages, persistent=False)
     for warpgroups, block_kv, stages in (
         (2, 128, 2),
         (2, 64, 2),
