@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..core.decode import DecodeOperands, DecodeProblem, DecodeSpec
-from ..core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem
+from ..core.problem import (
+    AttentionSpec,
+    Cotangents,
+    Grads,
+    Operands,
+    Outputs,
+    Problem,
+    Tangents,
+)
 
 
 class UnsupportedByBackend(NotImplementedError):
@@ -78,6 +86,33 @@ class Backend(Protocol):
         Queries whose outputs were discarded (beyond a length, padding) have EMPTY_ROW in lse_log2
         and 0 in delta. Their q and do may hold NaN, as may k and v of padding, and none of it must
         spread: the gradients of padding are 0, unless score_mod's derivative is not finite.
+        """
+        ...
+
+    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
+        """Returns whether `push` runs this problem; if not, forward mode is jnp.
+
+        Args:
+            problem: a problem that this backend runs.
+            blocks: from `blocks`.
+            moves: names of the operands that have tangents.
+            primal: the forward is to be computed too.
+        """
+        ...
+
+    def push(
+        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    ) -> Tangents:
+        """Computes the tangents of O and of the log-sum-exp.
+
+        Those of q, k and v are all given, and those of sinks are ignored. What is padding may hold
+        NaN as in `forward`; the tangents of padding may be anything.
+
+        Args:
+            spec: static parameters.
+            operands: the arrays of the call.
+            given: their tangents; None is 0.
+            found: o, lse_log2 and shift of the forward; None: they are computed too.
         """
         ...
 

@@ -93,7 +93,8 @@ class Shards:
 
     def run(self, call, *mine):
         """Calls `call` on one shard's arguments; if it returns Grads, sums them over shards."""
-        given = self.selected(mine[0]), *mine[1:]
+        select = lambda x: self.selected(x) if isinstance(x, type(mine[0])) else x
+        given = tuple(map(select, mine))
         found = call(*mesh_axes.spread(given, mesh_axes.varying(given)))
         return self.summed(mine[0], found) if isinstance(found, Grads) else found
 

@@ -1,13 +1,12 @@
 """Attention with derivatives of every order, forward and reverse.
 
-    attend        custom_jvp: O, log-sum-exp; their tangents are a linear equation
-    tangents      the linear equation: tangents of the operands -> those of O and log-sum-exp
-    gradients     its transpose: the first backward, that of `derivatives`
+    attend      custom_jvp: O, log-sum-exp; their tangents are a linear equation of `equations`
+    _together   where the backend can: both in one kernel, for `jax.jvp`
 
 `jax.grad` transposes the equation, so that it saves the residuals of `derivatives.attend`, and runs
-the kernels that it runs. `jax.jvp` runs the equation itself. Both are linear in what they are given
-and depend on the operands besides. What they depend on those by is differentiated in jnp, by
-`backends.xla.any_order`, which has every order.
+the kernels that it runs. `jax.jvp` runs the equation itself, or one kernel for O and its tangent.
+`jax.linearize` and `jax.grad` take that apart again: O belongs to what is known, the equation to
+what is linear.
 """
 
 from __future__ import annotations
@@ -20,43 +19,27 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import Primitive, Var, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from ..backends.base import Backend
-from ..backends.xla import XlaBackend, any_order
-from ..core import mesh_axes, padding, softmax
-from ..core.problem import AttentionSpec, Operands, Outputs, describe
+from ..core import mesh_axes
+from ..core.problem import AttentionSpec, Operands, Outputs
 from . import derivatives, sharding
-
-# The operands that have derivatives; score_params only where they are floats.
-MOVING = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "score_params")
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The static part of a call.
-
-    Attributes:
-        backend: the backend that runs it.
-        spec: static parameters.
-        blocks: tile sizes, from `backend.blocks`.
-    """
-
-    backend: Backend
-    spec: AttentionSpec
-    blocks: Any
-
-    def forward(self, operands: Operands) -> Outputs:
-        """Computes the backend's forward."""
-        return derivatives.forward_of(self.backend, self.spec, self.blocks)(operands)
-
-    def smooth(self, operands: Operands) -> tuple[Any, Any]:
-        """Computes (o, natural log-sum-exp) in jnp that JAX differentiates."""
-        problem = describe(operands, self.spec)
-        blocks = XlaBackend().blocks(problem, None)
-        out = any_order.attention(self.spec, blocks, operands)
-        return out.o, softmax.natural(out.lse_log2, None, problem.unit)
+from .equations import (
+    Call,
+    Equation,
+    Saved,
+    apart,
+    fold,
+    joined,
+    linear,
+    linear_p,
+    params_of,
+    smooth_tangents,
+    traced,
+    unfold,
+)
 
 
 def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operands):
@@ -75,21 +58,6 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     return found[:3]
 
 
-def apart(operands: Operands) -> tuple[Operands, Operands]:
-    """Splits operands into those that have derivatives and those that have none."""
-    none = operands._replace(**dict.fromkeys(Operands._fields))
-    floats = lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None
-    moving = {name: jax.tree.map(floats, getattr(operands, name)) for name in MOVING}
-    moving = none._replace(**moving, mask_params=(None,) * len(operands.mask_params))
-    rest = lambda m, x: x if m is None else None
-    return moving, jax.tree.map(rest, moving, operands, is_leaf=_is_none)
-
-
-def joined(moving: Operands, fixed: Operands) -> Operands:
-    """Returns the operands of which `apart` has made two parts."""
-    return jax.tree.map(lambda a, b: b if a is None else a, moving, fixed, is_leaf=_is_none)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: Call, moving: Operands, fixed: Operands):
     """Returns (o, lse, max_logit, what the backward needs of the forward's own lse)."""
@@ -101,241 +69,177 @@ def _attend(call: Call, moving: Operands, fixed: Operands):
         lse_log2=checkpoint_name(out.lse_log2, names[1]),
         shift=None if out.shift is None else checkpoint_name(out.shift, names[1]),
     )
-    lse = softmax.natural(out.lse_log2, out.shift, describe(operands, call.spec).unit)
-    return out.o, lse, out.max_logit, (out.lse_log2, out.shift)
+    return call.public(operands, out)
 
 
 def _attend_jvp(call: Call, primals, given):
     moving, fixed = primals
-    found: Any = _attend(call, moving, fixed)
-    o, _, max_logit, rows = found
     is_zero = lambda x: isinstance(x, SymbolicZero)
     given = jax.tree.map(lambda t: None if is_zero(t) else t, given[0], is_leaf=is_zero)
     if not jax.tree.leaves(given):
+        found: Any = _attend(call, moving, fixed)
         return found, jax.tree.map(jnp.zeros_like, found)
-    saved = Saved(moving, fixed, o, *rows)
-    do, dlse = linear(call, saved, given)
+    if call.pushes(joined(moving, fixed), given, primal=True):
+        found, do, dlse = together(call, moving, fixed, given)
+    else:
+        found, do, dlse = one_by_one(call, moving, fixed, given)
     # Nothing depends on the other two by its tangent: `Call.smooth` does not read them.
-    return found, (do, dlse, *jax.tree.map(jnp.zeros_like, (max_logit, rows)))
+    return found, (do, dlse, *jax.tree.map(jnp.zeros_like, found[2:]))
 
 
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
 
 
-# --- The linear equation and its transpose --------------------------------------------------------
+def one_by_one(call: Call, moving: Operands, fixed: Operands, given: Operands):
+    """Computes (what `_attend` does, tangents of o and of lse), by two equations."""
+    found: Any = _attend(call, moving, fixed)
+    do, dlse = linear(call, Saved(moving, fixed, found[0], *found[3]), given)
+    return found, do, dlse
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """The residuals: all that the two equations depend on besides what they are linear in.
-
-    Attributes:
-        moving, fixed: the operands, `apart`.
-        o, lse_log2, shift: results of the forward.
-    """
-
-    moving: Operands
-    fixed: Operands
-    o: Any
-    lse_log2: Any
-    shift: Any
-
-    @property
-    def operands(self) -> Operands:
-        """Operands of the call, whole."""
-        return joined(self.moving, self.fixed)
-
-
-def tangents(call: Call, saved: Saved, given: Operands) -> list[Any]:
-    """Computes the tangents of o and lse; `given`: those of the operands, None where they are 0."""
-    return list(_smooth_tangents(call, saved.fixed, saved.moving, given))
-
-
-def gradients(call: Call, saved: Saved, given, wanted: Operands) -> list[Any]:
-    """Computes the gradients of the operands that are not None in `wanted`, as a list.
-
-    Args:
-        call: what is static.
-        saved: the residuals.
-        given: (do, dlse); dlse may be None, for 0.
-        wanted: the operands that are asked for.
-    """
-    names = frozenset(n for n in derivatives.EXTRA_GRADS if jax.tree.leaves(getattr(wanted, n)))
-    out = Outputs(saved.o, saved.lse_log2, saved.shift)
-    do, dlse = given
-    found = derivatives.gradients(
-        call.backend, call.spec, call.blocks, saved.operands, out, do, dlse, names
-    )
-    return jax.tree.leaves(_only(wanted, found))
-
-
-def _smooth_tangents(call: Call, fixed: Operands, moving: Operands, given: Operands):
-    """Computes the tangents of (o, lse) in jnp, which JAX differentiates."""
-    zeros = lambda x, t: jnp.zeros_like(x) if x is not None and t is None else t
-    full = jax.tree.map(zeros, moving, given, is_leaf=_is_none)
-    return jax.jvp(lambda moving: call.smooth(joined(moving, fixed)), (moving,), (full,))[1]
-
-
-def _smooth_gradients(call: Call, fixed: Operands, moving: Operands, given, wanted: Operands):
-    """Computes the gradients of the wanted operands likewise, as a list."""
-    operands = joined(moving, fixed)
-    (o, lse), pull = jax.vjp(lambda moving: call.smooth(joined(moving, fixed)), moving)
-    do, dlse = given
-    # The output of padding is constant, whatever its cotangent holds.
-    do = padding.cleared_queries(operands, do.astype(o.dtype))
-    dlse = jnp.zeros_like(lse) if dlse is None else padding.cleared_rows(operands, dlse)
-    (found,) = pull((do, dlse))
-    return jax.tree.leaves(_only(wanted, found))
-
-
-def _only(wanted: Operands, found: Operands) -> Operands:
-    """Returns `found` with None wherever `wanted` has None."""
-    return jax.tree.map(lambda w, x: None if w is None else x, wanted, found, is_leaf=_is_none)
-
-
-def _is_none(x) -> bool:
-    return x is None
-
-
-# --- The primitive of both ------------------------------------------------------------------------
+# --- O and its tangent in one kernel --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Equation:
-    """The static part of an equation, whose arguments are the leaves of `saved` and of `given`.
+class Pair:
+    """The static part of a call whose arguments are the leaves of (moving, fixed) and of `given`.
 
     Attributes:
         call: what is static of the call.
-        saved: structure of the `Saved`.
-        given: structure of what the equation is linear in.
-        wanted: structure of the operands whose gradients are computed; None: the equation computes
-            the tangents of o and lse.
+        operands: structure of (moving, fixed).
+        given: structure of the tangents of `moving`.
     """
 
     call: Call
-    saved: Any
+    operands: Any
     given: Any
-    wanted: Any = None
 
-    def parts(self, args) -> tuple[Any, Any]:
-        """Returns (saved, given) of a list of arguments, which may be arrays or anything else."""
-        count = self.saved.num_leaves
-        return self.saved.unflatten(args[:count]), self.given.unflatten(args[count:])
-
-    @property
-    def asked(self) -> Operands:
-        """The wanted operands, True in the place of an array."""
-        return self.wanted.unflatten([True] * self.wanted.num_leaves)
+    def parts(self, args):
+        """Returns (moving, fixed, given) of a list of arguments: arrays or anything else."""
+        count = self.operands.num_leaves
+        return *self.operands.unflatten(args[:count]), self.given.unflatten(args[count:])
 
     def __call__(self, *args) -> list[Any]:
-        """Computes the results."""
-        saved, given = self.parts(args)
-        if self.wanted is None:
-            return tangents(self.call, saved, given)
-        return gradients(self.call, saved, given, self.asked)
-
-    def smooth(self, moving: Operands, saved: Saved, given) -> list[Any]:
-        """Computes the results in jnp, which JAX differentiates, for other values of `moving`."""
-        if self.wanted is None:
-            return list(_smooth_tangents(self.call, saved.fixed, moving, given))
-        return _smooth_gradients(self.call, saved.fixed, moving, given, self.asked)
+        """Computes the leaves of the results of `one_by_one`."""
+        moving, fixed, given = self.parts(args)
+        operands = joined(moving, fixed)
+        found = self.call.push(operands, given, None)
+        out = Outputs(found.o, found.lse_log2, found.shift)
+        return jax.tree.leaves((self.call.public(operands, out), found.do, found.dlse))
 
 
-def linear(call: Call, saved: Saved, given, wanted: Operands | None = None) -> list[Any]:
-    """Returns the results of the equation that is linear in `given`."""
-    structure = jax.tree.structure
-    asked = None if wanted is None else structure(wanted)
-    return _bind(Equation(call, structure(saved), structure(given), asked), (saved, given))
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The function of a Pair's arguments that computes its results by two equations."""
+
+    pair: Pair
+
+    def __call__(self, *args) -> list[Any]:
+        return jax.tree.leaves(one_by_one(self.pair.call, *self.pair.parts(args)))
 
 
-def _bind(equation: Equation, args) -> list[Any]:
-    # JAX looks into jaxprs for what needs the devices while it is lowered (custom_partitioning) and
-    # for effects (the interpreter's). Tangents have neither, and are often transposed, not run.
-    args, jaxpr = jax.tree.leaves(args), None
-    if equation.wanted is not None:
-        jaxpr = jax.make_jaxpr(equation)(*args)
-    return _linear.bind(*args, equation=equation, jaxpr=jaxpr)
+def together(call: Call, moving: Operands, fixed: Operands, given: Operands):
+    """Computes what `one_by_one` does in one kernel."""
+    structure, args = jax.tree.structure, jax.tree.leaves((moving, fixed, given))
+    pair = Pair(call, structure((moving, fixed)), structure(given))
+    leaves = iter(_together.bind(*args, pair=pair, jaxpr=traced(pair)(*args)))
+    o, lse, *rows, do, dlse = leaves
+    rows = (*rows, None)[:2]
+    return (o, lse, None, rows), do, dlse
 
 
-_linear = Primitive("flash_attention_linear")
-_linear.multiple_results = True
-
-
-def _run(*args, equation: Equation, jaxpr):
-    return equation(*args) if jaxpr is None else jaxpr_as_fun(jaxpr)(*args)
+_together = Primitive("flash_attention_jvp")
+_together.multiple_results = True
 
 
 @lru_cache(maxsize=1024)
-def _jitted(equation: Equation):
-    return jax.jit(equation)
+def _jitted(pair: Pair):
+    return jax.jit(pair)
 
 
-def _avals(*avals, equation: Equation, jaxpr):
-    if jaxpr is not None:
-        return jaxpr.out_avals, jaxpr.effects
-    saved, _ = equation.parts(avals)
-    return [saved.o, saved.lse_log2], set()
+def _jvp(args, dots, *, pair: Pair, jaxpr):
+    """Returns the results, and what they move by with the operands and with their tangents."""
+    out = _together.bind(*args, pair=pair, jaxpr=jaxpr)
+    call, (moving, fixed, given) = pair.call, pair.parts(args)
+    o, _, *rows, _, _ = out
+    saved = Saved(moving, fixed, o, *(*rows, None)[:2])
+    moves, _, given_moves = pair.parts([type(t) is not ad.Zero for t in dots])
+    dmoving, _, dgiven = pair.parts([ad.instantiate_zeros(t) for t in dots])
+    first = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    second = []
+    if any(jax.tree.leaves(moves)):
+        kept = jax.tree.map(lambda moves, t: t if moves else None, moves, dmoving)
+        first[0], first[1] = linear(call, saved, kept)
+        function = lambda moving: smooth_tangents(call, fixed, moving, given)
+        second.append(jax.jvp(function, (moving,), (dmoving,))[1])
+    if any(jax.tree.leaves(given_moves)):
+        kept = jax.tree.map(lambda moves, t: t if moves else None, given_moves, dgiven)
+        second.append(linear(call, saved, kept))
+    if second:
+        first[-2:] = [sum(x[1:], x[0]) for x in zip(*second, strict=True)]
+    return out, first
 
 
-def _jvp(args, given, *, equation: Equation, jaxpr):
-    out = _linear.bind(*args, equation=equation, jaxpr=jaxpr)
-    count, parts = equation.saved.num_leaves, []
-    if any(type(t) is not ad.Zero for t in given[count:]):
-        inputs = [*args[:count], *map(ad.instantiate_zeros, given[count:])]
-        parts.append(_linear.bind(*inputs, equation=equation, jaxpr=jaxpr))
-    # Its results o, lse_log2 and shift follow from the operands, and are not read by `smooth`.
-    (saved, values), (moves, _) = map(
-        equation.parts, (args, [type(t) is not ad.Zero for t in given])
-    )
-    if any(jax.tree.leaves(moves.moving)):
-        dots = equation.parts([ad.instantiate_zeros(t) for t in given])[0].moving
-        function = lambda moving: equation.smooth(moving, saved, values)
-        parts.append(jax.jvp(function, (saved.moving,), (dots,))[1])
-    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-    return out, [sum(x[1:], x[0]) for x in zip(*parts, strict=True)] if parts else zeros
+def _batch(args, axes, *, pair: Pair, jaxpr):
+    """Folds the vmapped axis into the batch; O of operands without it is computed once."""
+    count = pair.operands.num_leaves
+    if any(axis is not None for axis in axes[:count]):
+        size, folded = fold(args, axes)
+        if size:
+            out = unfold(size, _together.bind(*folded, pair=pair, jaxpr=traced(pair)(*folded)))
+            return out, [0] * len(out)
+    # Results but for the last two are those of all members alike, if they are of operands alike.
+    alike = all(axis is None for axis in axes[:count])
+    out_axes = (None if alike else 0,) * (len(jaxpr.out_avals) - 2) + (0, 0)
+    split = lambda *args: tuple(Split(pair)(*args))
+    out = jax.vmap(split, in_axes=tuple(axes), out_axes=out_axes)(*args)
+    return list(out), list(out_axes)
 
 
-def _transpose(cotangents, *args, equation: Equation, jaxpr):
-    del jaxpr
-    saved, given = equation.parts(args)
-    is_zero = lambda x: type(x) is ad.Zero
-    if all(map(is_zero, cotangents)):
-        return [None] * len(args)
-    if equation.wanted is None:
-        do, dlse = cotangents
-        pair = ad.instantiate_zeros(do), None if is_zero(dlse) else dlse
-        unknown = ad.is_undefined_primal
-        asked = jax.tree.map(lambda x: unknown(x) or None, given, is_leaf=unknown)
-        found = linear(equation.call, saved, pair, asked)
-    else:
-        moved = equation.wanted.unflatten([None if is_zero(x) else x for x in cotangents])
-        both = linear(equation.call, saved, moved)
-        # Of (do, dlse) one may be known while the other is transposed.
-        values = args[equation.saved.num_leaves :]
-        found = [x for x, t in zip(both, values, strict=False) if ad.is_undefined_primal(t)]
-    results, undefined = iter(found), [ad.is_undefined_primal(x) for x in args]
-    return [next(results) if u else None for u in undefined]
+def _partial_eval(trace, *tracers, pair: Pair, jaxpr):
+    """Takes the pair apart where only the tangents are unknown."""
+    count = pair.operands.num_leaves
+    known = [t.is_known() for t in tracers]
+    if all(known) or not all(known[:count]):
+        params = {"pair": pair, "jaxpr": jaxpr}
+        return trace.default_process_primitive(_together, tracers, params)
+    moving, fixed = pair.operands.unflatten([t.pval.get_known() for t in tracers[:count]])
+    found: Any = _attend(pair.call, moving, fixed)
+    saved = Saved(moving, fixed, found[0], *found[3])
+    args = [*jax.tree.leaves(saved), *tracers[count:]]
+    params = params_of(Equation(pair.call, jax.tree.structure(saved), pair.given), args)
+    unknown = trace.default_process_primitive(linear_p, args, params)
+    return [*jax.tree.leaves(found), *unknown]
 
 
-def _batch(args, axes, *, equation: Equation, jaxpr):
-    """Folds the vmapped axis into the batch, as the outer one; what is shared is repeated."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    args = [batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True)]
-    folded = [x.reshape(size * x.shape[1], *x.shape[2:]) for x in args]
-    if size:
-        out = _bind(equation, folded)
-        out = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out]
-    else:
-        members = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in args]
-        shapes, _ = _avals(*members, equation=equation, jaxpr=jaxpr)
-        out = [jnp.zeros((0, *x.shape), x.dtype) for x in shapes]
-    return out, [0] * len(out)
+def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
+    """Does likewise with an equation of a jaxpr, as `jax.checkpoint` wants it."""
+    pair, count = eqn.params["pair"], eqn.params["pair"].operands.num_leaves
+    if any(unknown) and not any(unknown[:count]):
+        split = jax.make_jaxpr(jax.jit(Split(pair)))(*(x.aval for x in eqn.invars)).eqns[0]
+        rule = partial_eval.partial_eval_jaxpr_custom_rules[split.primitive]
+        split = split.replace(invars=eqn.invars, outvars=eqn.outvars)
+        return rule(saveable, unknown, instantiated, split)
+    several = [any(unknown)] * len(eqn.outvars)
+    residuals = [
+        x for x, own in zip(eqn.invars, instantiated, strict=True) if isinstance(x, Var) and not own
+    ]
+    known = None if any(unknown) else eqn
+    return known, eqn, several, [True] * len(several), residuals
 
 
-_linear.def_impl(lambda *args, equation, jaxpr: _jitted(equation)(*args))
-_linear.def_effectful_abstract_eval(_avals)
-ad.primitive_jvps[_linear] = _jvp
-ad.primitive_transposes[_linear] = _transpose
-batching.primitive_batchers[_linear] = _batch
-mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=True))
+def _avals(*avals, pair: Pair, jaxpr):
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _run(*args, pair: Pair, jaxpr):
+    return jaxpr_as_fun(jaxpr)(*args)
+
+
+_together.def_impl(lambda *args, pair, jaxpr: _jitted(pair)(*args))
+_together.def_effectful_abstract_eval(_avals)
+ad.primitive_jvps[_together] = _jvp
+batching.primitive_batchers[_together] = _batch
+partial_eval.custom_partial_eval_rules[_together] = _partial_eval
+partial_eval.partial_eval_jaxpr_custom_rules[_together] = _partial_eval_jaxpr
+mlir.register_lowering(_together, mlir.lower_fun(_run, multiple_results=True))

@@ -210,6 +210,24 @@ def backward_of(backend, spec, blocks, wanted):
     return partial(_first_order_only, call, Grads)
 
 
+@lru_cache(maxsize=1024)
+def push_of(backend, spec):
+    """Returns (operands, their tangents, Outputs) -> Tangents: the backend's forward mode.
+
+    Without Outputs, those are computed too; both are as `Backend.push` has them. Of the wraps of
+    `forward_of` it has that of the partitioner alone.
+    """
+
+    def push(operands, given, found=None):
+        result = backend.push(spec, operands, given, found)
+        if found is None:
+            out = padding.discarded(operands, Outputs(*result[:3]))
+            result = result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
+        return mesh_axes.spread(result, mesh_axes.varying(operands))
+
+    return sharding.per_shard(push, backend.partitionable)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _first_order_only(call, results, *args):
     """Runs `call` on each shard where types say how arrays are sharded; else on the whole.

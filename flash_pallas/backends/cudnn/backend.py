@@ -20,7 +20,16 @@ from jax import lax
 
 from ...core import padding, softmax
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
-from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from ...core.problem import (
+    AttentionSpec,
+    Cotangents,
+    Grads,
+    Operands,
+    Outputs,
+    Problem,
+    Tangents,
+    describe,
+)
 from . import empty_rows, residuals
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -167,6 +176,16 @@ class CudnnBackend:
         # cuDNN need not write what lies beyond a length.
         found: Any = padding.cleared(operands, Grads(dq, dk, dv, bias=bias))
         return found
+
+    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
+        """Returns False: forward mode is that of transforms/equations.py, in jnp."""
+        return False
+
+    def push(
+        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    ) -> Tangents:
+        """Raises: there is none, as `pushes` says."""
+        raise AssertionError("this backend has no forward mode of its own")
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why cuDNN does not decode: jax.nn has no caches."""

@@ -14,7 +14,16 @@ import numpy as np
 
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
-from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from ...core.problem import (
+    AttentionSpec,
+    Cotangents,
+    Grads,
+    Operands,
+    Outputs,
+    Problem,
+    Tangents,
+    describe,
+)
 from ..gpu.launch import MOST_BARRIERS, refusal
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
@@ -147,6 +156,26 @@ class HopperBackend:
         """Computes gradients; the kernels sum dK and dV over each group of query heads."""
         problem = describe(operands, spec)
         return backward(problem, blocks.backward, operands, cotangents, wanted, self.interpret)
+
+    def pushes(
+        self, problem: Problem, blocks: HopperBlocks, moves: frozenset[str], *, primal: bool
+    ) -> bool:
+        """Returns whether the tangent kernels run a problem; see Backend.pushes.
+
+        Where the decode kernels run the forward, tangents have a kernel of their own.
+        """
+        if primal and (blocks.forward.packed or problem.spec.max_logit):
+            return False
+        return tangent_launch.blocks_of(problem, moves, primal, self.producer) is not None
+
+    def push(
+        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    ) -> Tangents:
+        """Computes the tangents of O and of the log-sum-exp; see tangent/kernel.py."""
+        problem = describe(operands, spec)
+        return tangent_launch.push(
+            problem, operands, given, found, self.producer, self.sms, self.interpret
+        )
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""

@@ -12,7 +12,16 @@ from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.decode import describe as describe_decode
 from ...core.integers import round_up
 from ...core.padding import pad_axis
-from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from ...core.problem import (
+    AttentionSpec,
+    Cotangents,
+    Grads,
+    Operands,
+    Outputs,
+    Problem,
+    Tangents,
+    describe,
+)
 from ..gpu.launch import refusal
 from . import tiling
 from . import tiling as tiles
@@ -107,6 +116,16 @@ class PortableBackend:
             dv[..., : problem.v_head_dim],
             **scores(padded, blocks.scores, operands, arrays, wanted, self.interpret),
         )
+
+    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
+        """Returns False: forward mode is that of transforms/equations.py, in jnp."""
+        return False
+
+    def push(
+        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    ) -> Tangents:
+        """Raises: there is none, as `pushes` says."""
+        raise AssertionError("this backend has no forward mode of its own")
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""

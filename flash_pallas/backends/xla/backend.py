@@ -17,7 +17,16 @@ from jax import lax
 
 from ...core import dropout, padding, softmax
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
-from ...core.problem import AttentionSpec, Cotangents, Grads, Operands, Outputs, Problem, describe
+from ...core.problem import (
+    AttentionSpec,
+    Cotangents,
+    Grads,
+    Operands,
+    Outputs,
+    Problem,
+    Tangents,
+    describe,
+)
 from . import decode, list_rows, online
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
@@ -97,6 +106,16 @@ class XlaBackend:
         params = map(cast, found.score_params, operands.score_params)
         grads = {name: cast(getattr(found, name), getattr(operands, name)) for name in _GRADS}
         return Grads(**grads, score_params=tuple(params))
+
+    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
+        """Returns False: forward mode is that of transforms/equations.py, in jnp."""
+        return False
+
+    def push(
+        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    ) -> Tangents:
+        """Raises: there is none, as `pushes` says."""
+        raise AssertionError("this backend has no forward mode of its own")
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns None: it takes every problem."""

@@ -368,9 +368,7 @@ def logits(cta: TangentCta, fixed: Fixed, s, at):
     """Returns (place of the scores, core.scores.Logits, (inputs, tangents of the inputs))."""
     plan, tile, (j, use, edges) = cta.plan, fixed.tile, at
     slot, own, shape = cta.k.slot(use), warpgroup_rows(cta.wg), s.shape
-    inputs = plan.aux.inputs(
-        tile.fragments, cta.smem.aux, slot, shape, own, ids=edges != "none"
-    )
+    inputs = plan.aux.inputs(tile.fragments, cta.smem.aux, slot, shape, own, ids=edges != "none")
     moved = plan.tangent_aux.inputs(fixed.moved, cta.smem.tangents.aux, slot, shape, own)
     kv_block = tile.kv_block(j)
     place, limits = cta.score_tile(tile, kv_block), cta.limits(tile, kv_block, edges)
@@ -419,7 +417,9 @@ def rescale(fixed: Fixed, by):
 
 # --- The epilogue ---------------------------------------------------------------------------------
 
-COLUMNS = 64  # of O and its tangent that are finished at a time: at head dim 256 all take 256 registers
+COLUMNS = (
+    64  # of O and its tangent that are finished at a time: at head dim 256 all take 256 registers
+)
 
 
 def store(cta: TangentCta, tile: QTile, rows: Rows, t, o):

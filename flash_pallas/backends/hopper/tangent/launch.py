@@ -7,32 +7,50 @@ import dataclasses
 import jax
 
 from ....core import padding
-from ....core.problem import Operands, Outputs, Problem, Tangents
+from ....core.problem import EXTRA_GRADS, Operands, Outputs, Problem, Tangents
 from ..common.wgmma import Matmuls
 from ..forward.tiles import ForwardBlocks, native_problem
 from .kernel import tangents
 from .tiles import choose_tangent, moves_of
 
 
-def blocks_of(problem: Problem, given: Operands, *, primal: bool, producer: bool):
-    """Returns the tile sizes of the kernel that runs, ForwardBlocks; None if there is none."""
-    found = choose_tangent(native_problem(problem), moves_of(given), primal=primal)
+def blocks_of(
+    problem: Problem, moves: frozenset[str], primal: bool, producer: bool
+) -> ForwardBlocks | None:
+    """Returns the tile sizes of the kernel that runs; None if there is none.
+
+    Args:
+        problem: the problem of the call.
+        moves: names of the operands that have tangents.
+        primal: the forward is to be computed too.
+        producer: a warpgroup of its own loads.
+    """
+    found = choose_tangent(native_problem(problem), moves & set(EXTRA_GRADS), primal=primal)
     return found if found is None else dataclasses.replace(found, producer=producer)
 
 
 def push(
     problem: Problem,
-    blocks: ForwardBlocks,
     operands: Operands,
     given: Operands,
     found: Outputs | None,
+    producer: bool,
     num_sms: int,
     interpret: bool,
 ) -> Tangents:
-    """Computes what `Backend.tangents` does; see `kernel.tangents` for the arguments.
+    """Computes what `Backend.push` does.
 
-    Here operands, tangents and `found` are those of the call.
+    Args:
+        problem: the problem of the operands.
+        operands: operands of the call.
+        given: their tangents.
+        found: as of `Backend.push`.
+        producer: a warpgroup of its own loads.
+        num_sms: number of SMs that a kernel has.
+        interpret: run under the interpreter.
     """
+    blocks = blocks_of(problem, moves_of(given), found is None, producer)
+    assert blocks is not None
     native = native_problem(problem)
     matmuls = Matmuls(problem.dtype, interpret)
     widths = {"q": (native.head_dim,), "k": (native.head_dim,)}

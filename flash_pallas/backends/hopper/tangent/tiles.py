@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.problem import Operands, Problem
-from ...gpu.launch import WARPGROUP_ROWS
 from ..common.auxiliary_inputs import AuxiliaryInputs, wants_narrow_tiles
 from ..common.pipeline import fits
 from ..forward.tiles import ForwardBlocks, ForwardPlan, ForwardSmem, TangentTiles, scratch
@@ -38,7 +37,9 @@ MOST_REGISTERS = 192
 LAZY_RESCALE = 8.0
 
 
-def choose_tangent(problem: Problem, moves: frozenset[str], *, primal: bool) -> ForwardBlocks | None:
+def choose_tangent(
+    problem: Problem, moves: frozenset[str], *, primal: bool
+) -> ForwardBlocks | None:
     """Returns the first of TILES that suits a problem; None where there is none.
 
     Args:
@@ -46,7 +47,9 @@ def choose_tangent(problem: Problem, moves: frozenset[str], *, primal: bool) -> 
         moves: names of the operands besides q, k and v that have tangents.
         primal: O and the log-sum-exp are computed too.
     """
-    tiles = "tile" in map(AuxiliaryInputs(problem, 0).kind, (problem.bias_shape, problem.mask_shape))
+    tiles = "tile" in map(
+        AuxiliaryInputs(problem, 0).kind, (problem.bias_shape, problem.mask_shape)
+    )
     widest = 64 if problem.dtype == np.float32 or tiles else 128
     widest = 32 if wants_narrow_tiles(problem) or "bias" in moves else widest
     lazy = 0.0 if problem.dtype == np.float16 or not primal else LAZY_RESCALE
@@ -63,7 +66,8 @@ def choose_tangent(problem: Problem, moves: frozenset[str], *, primal: bool) -> 
 def registers(problem: Problem, blocks: ForwardBlocks, *, primal: bool) -> int:
     """Returns the registers of a thread for the sums of 64 rows and for two tiles of scores."""
     sums = (1 + primal) * problem.v_head_dim // 2
-    scores = blocks.block_kv if problem.dtype != np.float32 else blocks.block_kv * 2
+    # As operands P and G take half of that; in float32, where they have two parts, all of it.
+    scores = blocks.block_kv if problem.dtype != np.float32 else blocks.block_kv * 5 // 2
     return sums + scores
 
 
@@ -144,5 +148,3 @@ def tangent_scratch(
 def whole_rows(problem: Problem, blocks: ForwardBlocks) -> int:
     """Returns the number of rows of whole Q tiles."""
     return -(-problem.q_len // blocks.tile_rows) * blocks.tile_rows
-
-
