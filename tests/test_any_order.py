@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,10 @@ from jax.test_util import check_grads
 import flash_pallas as fp
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.backends.xla import any_order as smooth
+from flash_pallas.core import softmax
+from flash_pallas.core.problem import Tangents, describe
 from flash_pallas.core.softmax import sum_dtype
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
@@ -134,14 +139,44 @@ TRANSFORMED = {
         loss(jax.checkpoint(f, policy=fp.save_attention)), (0, 1, 2)
     )(q, k, v),
 }
-ALWAYS = ["MeanFlow", "grad of grad"]
+ALWAYS = ["MeanFlow-pushing", "grad of grad-jnp", "loop-pushing"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushing(XlaBackend):
+    """A backend with a forward mode of its own, which has O and its tangent in one call."""
+
+    def pushes(self, problem, blocks, moves, *, primal):
+        return True
+
+    def push(self, spec, operands, given, found):
+        given = given._replace(sinks=None)
+        moving = operands._replace(**{n: None for n, t in given._asdict().items() if t is None})
+        problem = describe(operands, spec)
+
+        def outputs(moving):
+            own = {n: x for n, x in moving._asdict().items() if x is not None}
+            out = smooth.attention(spec, self.blocks(problem, None), operands._replace(**own))
+            return out.o, out.lse_log2, softmax.natural(out.lse_log2)
+
+        (o, lse_log2, _), (do, _, dlse) = jax.jvp(outputs, (moving,), (given,))
+        own = (o, lse_log2, jnp.zeros_like(lse_log2)) if found is None else (None,) * 3
+        return Tangents(*own, do, dlse)
+
+
+def pushing(q, k, v):
+    backend = Pushing()
+    call = validate.canonicalize(q, k, v, Arguments(causal=True, differentiable="any"))
+    blocks = backend.blocks(call.problem, None)
+    return any_order.attend(backend, call.spec, blocks, call.operands)[:2]
 
 
 @pytest.mark.thorough(always=ALWAYS)
+@pytest.mark.parametrize("attend", [ANY, pushing], ids=["jnp", "pushing"])
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_transformations(name):
+def test_transformations(name, attend):
     run = lambda f: jax.jit(functools.partial(TRANSFORMED[name], f))(*arrays(6))
-    close(run(ANY), run(DENSE))
+    close(run(attend), run(DENSE))
 
 
 @pytest.mark.thorough(always=["alibi_bias_softcap"])

@@ -112,7 +112,8 @@ class Backend(Protocol):
             spec: static parameters.
             operands: the arrays of the call.
             given: their tangents; None is 0.
-            found: o, lse_log2 and shift of the forward; None: they are computed too.
+            found: o, lse_log2 and shift of the forward; None: they are computed too, a shift where
+                the forward has one.
         """
         ...
 
