@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...core import dropout, scores
 from ...core.integers import round_up
 from ...core.padding import pad_axis
-from ...core.problem import Operands, Problem
+from ...core.problem import EXTRA_GRADS, Operands, Problem
 from ...core.scores import TileInputs
 
 LONGEST_TILE = 256  # rows or columns of any kernel's tile, at most
@@ -64,6 +66,31 @@ def gmem(problem: Problem, q_axis: int, operands: Operands) -> AuxiliaryGmem:
         score_params=operands.score_params,
         mask_params=operands.mask_params,
     )
+
+
+# --- Tangents of these inputs, which a kernel reads as it does the inputs of another call ---------
+
+
+def moves_of(given: Operands) -> frozenset[str]:
+    """Returns the names of the inputs that have tangents, but the sinks: they move no score."""
+    return frozenset(name for name in EXTRA_GRADS if jax.tree.leaves(getattr(given, name)))
+
+
+def of_tangents(problem: Problem, moves: frozenset[str]) -> Problem:
+    """Returns the problem whose inputs are the tangents of `moves`, and no others."""
+    shape, dtype = problem.bias_shape, problem.bias_dtype
+    if "bias" not in moves:
+        shape = dtype = None
+    return dataclasses.replace(
+        problem, features=moves, bias_shape=shape, bias_dtype=dtype, mask_shape=None
+    )
+
+
+def only(given: Operands, moves: frozenset[str]) -> Operands:
+    """Returns the tangents of `moves` as operands of a call that has no others."""
+    none = given._replace(**dict.fromkeys(Operands._fields))
+    kept = {name: getattr(given, name) for name in moves}
+    return none._replace(score_params=(), mask_params=())._replace(**kept)
 
 
 def with_shift(arrays: AuxiliaryGmem, shift, kv_heads: int) -> AuxiliaryGmem:

@@ -33,6 +33,7 @@ from .backward.split.dq import dq
 from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE
 from .decode.kernel import decode
 from .forward.kernel import forward
+from .tangent.kernel import tangents
 from .tiling import FusedSizes, PortableBlocks, PortableDecodeBlocks, choose_blocks
 
 NUM_SMS = 108  # of an A100, where the device does not say
@@ -118,14 +119,23 @@ class PortableBackend:
         )
 
     def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
-        """Returns False: forward mode is that of transforms/equations.py, in jnp."""
-        return False
+        """Returns whether `push` runs this problem: after the forward, any."""
+        return not primal
 
     def push(
         self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
     ) -> Tangents:
-        """Raises: there is none, as `pushes` says."""
-        raise AssertionError("this backend has no forward mode of its own")
+        """Computes the tangents of O and of the log-sum-exp; see tangent/kernel.py."""
+        assert found is not None
+        problem = describe(operands, spec)
+        padded, (operands, given) = (
+            describe_padded(problem),
+            (_padded(operands, x) for x in (operands, given)),
+        )
+        o = pad_axis(found.o, 3, padded.v_head_dim)
+        tile = tiling.choose_tangent(padded)
+        result = tangents(padded, tile, operands, given, found._replace(o=o), self.interpret)
+        return result._replace(do=result.do[..., : problem.v_head_dim])
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""
@@ -157,18 +167,23 @@ def describe_padded(problem: Problem) -> Problem:
     )
 
 
-def _padded(operands: Operands) -> Operands:
+def _padded(operands: Operands, arrays: Operands | None = None) -> Operands:
     """Pads head dims as in `describe_padded` and zeros what segment ids mark as padding.
 
     Kernels read nothing beyond the lengths.
+
+    Args:
+        operands: operands of the call.
+        arrays: what is padded: the operands, or their tangents; None: the operands.
     """
+    arrays = operands if arrays is None else arrays
     if operands.q_segments is not None:
-        operands = padding.cleared(operands)
-    width, v_width = (_head_dim(x.shape[3]) for x in (operands.q, operands.v))
-    return operands._replace(
-        q=pad_axis(operands.q, 3, width),
-        k=pad_axis(operands.k, 3, width),
-        v=pad_axis(operands.v, 3, v_width),
+        arrays = padding.cleared(operands, arrays)
+    width, v_width = (_head_dim(x.shape[3]) for x in (arrays.q, arrays.v))
+    return arrays._replace(
+        q=pad_axis(arrays.q, 3, width),
+        k=pad_axis(arrays.k, 3, width),
+        v=pad_axis(arrays.v, 3, v_width),
     )
 
 

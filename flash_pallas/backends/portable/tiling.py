@@ -66,6 +66,17 @@ class DqSmem(NamedTuple):
     v: Any  # [columns, Hv]
 
 
+class TangentSmem(NamedTuple):
+    """Shared memory of the tangent kernel; in the end q has dO."""
+
+    q: Any  # [rows, the wider head dim]
+    dq: Any  # likewise
+    k: Any  # [columns, H]
+    dk: Any
+    v: Any  # [columns, Hv]
+    dv: Any
+
+
 class Slot(NamedTuple):
     """Shared memory of one Q tile of the fused backward, or of several."""
 
@@ -157,6 +168,14 @@ def dkv_layout(problem: Problem, tile: TileSizes) -> DkvSmem:
 def dq_layout(problem: Problem, tile: TileSizes) -> DqSmem:
     """Returns the shared memory to allocate for a CTA of the dQ kernel."""
     return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
+
+
+def tangent_layout(problem: Problem, tile: TileSizes) -> TangentSmem:
+    """Returns the shared memory to allocate for a CTA of the tangent kernel."""
+    width, v_width = widths(problem)
+    of = lambda rows, columns: buffer((rows, columns), problem.dtype)
+    q, k, v = of(tile.rows, max(width, v_width)), of(tile.columns, width), of(tile.columns, v_width)
+    return TangentSmem(q, q, k, k, v, v)
 
 
 def fused_width(problem: Problem) -> int:
@@ -593,6 +612,18 @@ _TILES = {
     128: {"forward": TileSizes(128, 32), "dkv": TileSizes(64, 32), "dq": TileSizes(64, 32)},
     WIDEST: {"forward": TileSizes(64, 32), "dkv": TileSizes(64, 16), "dq": TileSizes(64, 16)},
 }
+# Those of forward mode, likewise: sums of 64 rows and two tiles of scores take registers.
+_TANGENT_TILES = {64: TileSizes(64, 64), 128: TileSizes(64, 32), WIDEST: TileSizes(64, 16)}
+
+
+def choose_tangent(problem: Problem) -> TileSizes:
+    """Chooses the tile sizes of the tangent kernel."""
+    tile = _for_width(_TANGENT_TILES, max(widths(problem)))
+    if _crowded(problem):
+        tile = dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
+    return _dividing("tangent", tile, problem)
+
+
 # The forward's where nothing but a causal mask changes scores: 3 to 9 % faster on an H200 than
 # those above (benchmarks/NOTES.md). The first of which an SM holds two blocks, else the
 # first that fits: four warps alone are one for each scheduler, and nothing runs while it waits.

@@ -40,6 +40,7 @@ from ....core.problem import Operands, Outputs, Problem, Tangents
 from ....core.scores import TileInputs
 from ....core.softmax import EMPTY_ROW
 from ...gpu import inline, online_softmax, score_tile
+from ...gpu.auxiliary_arrays import moves_of, only
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
@@ -56,7 +57,7 @@ from ..forward.tiles import (
     TangentTiles,
     claims_tiles,
 )
-from .tiles import RowsGmem, TangentPlan, moves_of, tangent_scratch, whole_rows
+from .tiles import RowsGmem, TangentPlan, tangent_scratch, whole_rows
 
 # --- The launch -----------------------------------------------------------------------------------
 
@@ -129,15 +130,8 @@ def _gmem(plan: TangentPlan, operands: Operands, given: Operands, lists) -> Forw
         whole=bounds.kv_whole(operands, WARPGROUP_ROWS, block_kv) if hides else None,
         lists=lists,
         aux=plan.aux.arrays(operands),
-        tangents=TangentTiles(given.q, given.k, given.v, moving.arrays(_only(given, plan.moves))),
+        tangents=TangentTiles(given.q, given.k, given.v, moving.arrays(only(given, plan.moves))),
     )
-
-
-def _only(given: Operands, moves: frozenset[str]) -> Operands:
-    """Returns the tangents of `moves` as the operands of a call that has no others."""
-    none = given._replace(**dict.fromkeys(Operands._fields))
-    kept = {name: getattr(given, name) for name in moves}
-    return none._replace(score_params=(), mask_params=())._replace(**kept)
 
 
 def _rows_gmem(plan: TangentPlan, found: Outputs) -> RowsGmem:

@@ -8,10 +8,11 @@ import jax
 
 from ....core import padding
 from ....core.problem import EXTRA_GRADS, Operands, Outputs, Problem, Tangents
+from ...gpu.auxiliary_arrays import moves_of
 from ..common.wgmma import Matmuls
 from ..forward.tiles import ForwardBlocks, native_problem
 from .kernel import tangents
-from .tiles import choose_tangent, moves_of
+from .tiles import choose_tangent
 
 
 def blocks_of(

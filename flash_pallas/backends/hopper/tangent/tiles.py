@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core.problem import Operands, Problem
+from ....core.problem import Problem
+from ...gpu import auxiliary_arrays
 from ..common.auxiliary_inputs import AuxiliaryInputs, wants_narrow_tiles
 from ..common.pipeline import fits
 from ..forward.tiles import ForwardBlocks, ForwardPlan, ForwardSmem, TangentTiles, scratch
@@ -100,25 +101,9 @@ class TangentPlan(ForwardPlan):
         return tangent_aux(self.problem, self.moves)
 
 
-def moves_of(given: Operands) -> frozenset[str]:
-    """Returns the names of the operands besides q, k and v that have tangents, but the sinks.
-
-    Sinks are no matter of the kernel.
-    """
-    names = ("bias", "alibi_slopes", "score_params")
-    some = lambda x: any(y is not None for y in (x if isinstance(x, tuple) else (x,)))
-    return frozenset(name for name in names if some(getattr(given, name)))
-
-
 def tangent_aux(problem: Problem, moves: frozenset[str]) -> AuxiliaryInputs:
     """Returns the auxiliary inputs of a kernel whose operands are the tangents of `moves`."""
-    shape, dtype = problem.bias_shape, problem.bias_dtype
-    if "bias" not in moves:
-        shape = dtype = None
-    moving = dataclasses.replace(
-        problem, features=moves, bias_shape=shape, bias_dtype=dtype, mask_shape=None
-    )
-    return AuxiliaryInputs(moving, q_axis=0)
+    return AuxiliaryInputs(auxiliary_arrays.of_tangents(problem, moves), q_axis=0)
 
 
 def tangent_scratch(

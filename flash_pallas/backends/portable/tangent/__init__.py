@@ -1,0 +1,1 @@
+"""Forward mode of the portable kernels."""
