@@ -225,7 +225,7 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     the loops over masked keys and with a bias, so that only plain problems get them.
     """
     native = native_problem(problem)
-    most = blocks.warpgroups if _is_plain(native) else 2
+    most = blocks.warpgroups if is_plain(native) else 2
     dims = native.head_dim, native.v_head_dim
     if most < blocks.warpgroups and blocks == TUNED_LONG.get(dims):
         blocks = TUNED[dims]
@@ -250,7 +250,7 @@ def _dividing(most: int, problem: Problem) -> int:
     return next(n for n in numbers if problem.takes_tiles(n * WARPGROUP_ROWS, 1))
 
 
-def _is_plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """Returns whether nothing but a causal mask affects the loops over keys."""
     others = problem.features - {"sinks", "q_lengths"}
     return not others and not modifiers(problem) and problem.spec.mask.left is None
@@ -269,7 +269,7 @@ def _is_long(problem: Problem) -> bool:
     Nothing else was measured with the tiles of TUNED_LONG.
     """
     packed = problem.is_packed and not problem.spec.modifiers
-    if not (packed or _is_plain(problem)) or problem.spec.max_logit:
+    if not (packed or is_plain(problem)) or problem.spec.max_logit:
         return False
     least = 4096 if problem.spec.mask.is_trivial and not packed else 8192
     return min(problem.q_len, problem.kv_len) >= least
@@ -301,7 +301,7 @@ def _for_lengths(blocks: ForwardBlocks, problem: Problem, num_sms: int) -> Forwa
     1.54 and 1.39 over the usual.
     """
     measured = blocks in (TUNED[64, 64], TUNED[128, 128])
-    if not measured or not _is_plain(problem) or problem.spec.max_logit:
+    if not measured or not is_plain(problem) or problem.spec.max_logit:
         return blocks
     fewer = lambda n: dataclasses.replace(blocks, warpgroups=n)
     if problem.q_len <= WARPGROUP_ROWS or _tiles(problem) <= num_sms:

@@ -254,6 +254,7 @@ def steps(cta: TangentCta, tile: QTile, t_acc, o_acc=None):
     fixed = start(cta, tile, t_acc, o_acc)
     rows = step(cta, fixed, jnp.int32(0), None, edges="last")
     for edges, low, high in cta.zones(tile):
+        high = lax.optimization_barrier(jnp.int32(high))  # 296 bytes of spills where it is known
         rows = lax.fori_loop(low, high, functools.partial(step, cta, fixed, edges=edges), rows)
     t = plgpu.wgmma_accumulator_load(t_acc, wait_n=0)
     o = None if o_acc is None else plgpu.wgmma_accumulator_load(o_acc, wait_n=0)

@@ -11,9 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
-from ..common.auxiliary_inputs import AuxiliaryInputs, wants_narrow_tiles
+from ..common.auxiliary_inputs import AuxiliaryInputs, many, modifiers, wants_narrow_tiles
 from ..common.pipeline import fits
-from ..forward.tiles import ForwardBlocks, ForwardPlan, ForwardSmem, TangentTiles, scratch
+from ..forward.tiles import (
+    ForwardBlocks,
+    ForwardPlan,
+    ForwardSmem,
+    TangentTiles,
+    is_plain,
+    scratch,
+)
 
 # --- Tile sizes -----------------------------------------------------------------------------------
 
@@ -48,11 +55,12 @@ def choose_tangent(
         moves: names of the operands besides q, k and v that have tangents.
         primal: O and the log-sum-exp are computed too.
     """
-    tiles = "tile" in map(
-        AuxiliaryInputs(problem, 0).kind, (problem.bias_shape, problem.mask_shape)
-    )
-    widest = 64 if problem.dtype == np.float32 or tiles else 128
-    widest = 32 if wants_narrow_tiles(problem) or "bias" in moves else widest
+    plain = is_plain(problem) and "sinks" not in problem.features and not moves
+    if primal and not plain and problem.v_head_dim > 64:
+        return None  # 16 to 124 bytes of spills; two kernels have none
+    widest = 128 if plain and (problem.head_dim, problem.v_head_dim) == (64, 64) else 64
+    if many(modifiers(problem)) or wants_narrow_tiles(problem) or "bias" in moves:
+        widest = 32
     lazy = 0.0 if problem.dtype == np.float16 or not primal else LAZY_RESCALE
     for blocks in TILES:
         if blocks.block_kv > widest or registers(problem, blocks, primal=primal) > MOST_REGISTERS:
