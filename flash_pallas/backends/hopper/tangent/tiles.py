@@ -59,7 +59,10 @@ def choose_tangent(
     if primal and not plain and problem.v_head_dim > 64:
         return None  # 16 to 124 bytes of spills; two kernels have none
     widest = 128 if plain and (problem.head_dim, problem.v_head_dim) == (64, 64) else 64
-    if many(modifiers(problem)) or wants_narrow_tiles(problem) or "bias" in moves:
+    # Sums of 256 columns leave registers for 64 keys only where all of them are seen: else 130 to
+    # 250 bytes of spills.
+    full = problem.v_head_dim > 192 and not (plain and problem.kv_len % widest == 0)
+    if full or many(modifiers(problem)) or wants_narrow_tiles(problem) or "bias" in moves:
         widest = 32
     lazy = 0.0 if problem.dtype == np.float16 or not primal else LAZY_RESCALE
     for blocks in TILES:
