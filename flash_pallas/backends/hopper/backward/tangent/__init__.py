@@ -1,0 +1,1 @@
+"""Forward mode of the backward: the tangents of dQ, dK and dV."""

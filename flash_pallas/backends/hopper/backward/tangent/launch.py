@@ -1,0 +1,73 @@
+"""Forward mode of the backward of one call: the launches, and what they read."""
+
+from __future__ import annotations
+
+from .....core import padding
+from .....core.problem import Cotangents, Grads, Operands, Problem
+from ...common.wgmma import Matmuls
+from ..launch import native_backward_problem
+from ..operands import BackwardArrays
+from .kernel import FIRST, SECOND, PushArrays, push_launch
+from .tiles import choose, is_possible
+
+# (axis of queries, results) of each launch where registers have room for both results of keys, and
+# where they have not.
+TOGETHER = ((0, (FIRST,)), (1, (FIRST, SECOND)))
+APART = ((0, (FIRST,)), (1, (FIRST,)), (1, (SECOND,)))
+
+
+def launches(problem: Problem):
+    """Returns [(axis of queries, results, PushBlocks)] of the launches; None if there are none."""
+    if not is_possible(problem):
+        return None
+    native = native_backward_problem(problem, fused=False)
+    widths = native.head_dim, native.v_head_dim
+    for plan in (TOGETHER, APART):
+        found = [
+            (q_axis, results, choose(native, q_axis, tuple(widths[i] for i in results)))
+            for q_axis, results in plan
+        ]
+        if all(blocks is not None for _, _, blocks in found):
+            return found
+    return None
+
+
+def push_backward(
+    problem: Problem,
+    operands: Operands,
+    cotangents: Cotangents,
+    given: Operands,
+    moved: Cotangents,
+    interpret: bool,
+) -> Grads:
+    """Computes the tangents of the gradients of q, k and v.
+
+    Args:
+        problem: problem of the operands.
+        operands: operands of the call.
+        cotangents: what the backward starts from: LSE, dO, delta and shifts.
+        given: tangents of q, k and v.
+        moved: tangents of the cotangents; that of the log-sum-exp is of the natural one.
+        interpret: run under the interpreter.
+    """
+    native, plan = native_backward_problem(problem, fused=False), launches(problem)
+    assert plan is not None
+    clear = lambda x: padding.cleared_queries(operands, x)
+    summed = (tuple(sorted({blocks.columns for _, _, blocks in plan})),) * 2
+    arrays = PushArrays(
+        *(
+            BackwardArrays.of(
+                native, padding.cleared(operands, x), c._replace(do=clear(c.do)), summed
+            )
+            for x, c in ((operands, cotangents), (given, moved))
+        )
+    )
+    found = {}
+    for q_axis, results, blocks in plan:
+        run = push_launch(native, blocks, q_axis, results, interpret)
+        of_rows = ("k", "v") if q_axis else ("q",)
+        out = run(padding.cleared(operands), arrays)
+        found |= {of_rows[i]: x for i, x in zip(results, out, strict=True)}
+    joined = Matmuls(problem.dtype).joined
+    whole = lambda name, like: joined(found[name])[:, : like.shape[1], :, : like.shape[3]]
+    return Grads(*(whole(n, getattr(operands, n)) for n in ("q", "k", "v")))

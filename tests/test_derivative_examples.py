@@ -1,0 +1,277 @@
+"""The examples of higher derivatives, against dense attention and against formulas by hand."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from examples import hessian, laplacian, maml, mean_flow
+from flash_pallas import reference
+
+from .test_examples import run
+
+
+@pytest.fixture(autouse=True)
+def _float64(quickly):
+    with jax.enable_x64(True):
+        yield
+
+
+def dense(q, k, v, *, causal=False, scale=None, **_):
+    """Computes dense attention, with a batch dimension or without."""
+    batched = [x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)]
+    return reference.attention(*batched, causal=causal, scale=scale)[0].reshape(q.shape)
+
+
+def assert_near(found, expected):
+    """Compares trees, the expected one in float64, by the norm of what they differ by.
+
+    A thousand units of rounding are allowed: sums have some hundred terms, through some ten
+    matmuls. That the same number holds in float64 says that nothing else is behind it in float32.
+    """
+    found, expected = (ravel_pytree(x)[0] for x in (found, expected))
+    error = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+    assert error < 1000 * np.finfo(found.dtype).eps
+
+
+def cast(tree, dtype):
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if floating(x) else x, tree)
+
+
+def parameters(model, *inputs, seed=0):
+    """Returns float64 parameters of which none is zero, as some are before training."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *cast(inputs, jnp.float32))
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(scale=0.4, size=x.shape)), shapes)
+
+
+def computed(compute, inputs, dtype="float64"):
+    """Returns what `compute` makes of the inputs in a dtype."""
+    # Flax's norms promote their input with float32, which strict promotion refuses in float64.
+    promotion = "standard" if dtype == "float64" else "strict"
+    with jax.numpy_dtype_promotion(promotion):
+        found = jax.jit(compute)(*cast(inputs, dtype))
+    assert ravel_pytree(found)[0].dtype == dtype
+    return found
+
+
+def compare(compute, models, *inputs, dtype):
+    """Compares what `compute` makes of the models, of dense attention in float64."""
+    ours, theirs = (functools.partial(compute, model) for model in models)
+    assert_near(computed(ours, inputs, dtype), computed(theirs, inputs))
+
+
+def pair(model, **sizes):
+    return model(**sizes), model(**sizes, attention=dense)
+
+
+# In float64 always: there a formula that is wrong by little shows.
+DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32"])
+thorough = pytest.mark.thorough(always=["float64"])
+
+
+@thorough
+@DTYPES
+def test_mean_flow_step(dtype):
+    models = pair(mean_flow.MeanVelocity, layers=1, width=16)
+    x, noise = jax.random.normal(jax.random.key(2), (2, 3, 8, 2))
+    times = jnp.array([0.1, 0.2, 0.5]), jnp.array([0.7, 0.9, 0.5])
+    params = parameters(models[0], x, *times)
+
+    def step(model, *arguments):
+        of = functools.partial(mean_flow.loss, model.apply)
+        return jax.value_and_grad(of, has_aux=True)(*arguments)
+
+    compare(step, models, params, x, noise, times, dtype=dtype)
+
+
+def test_mean_flow_loss_by_hand():
+    x, noise = jax.random.normal(jax.random.key(0), (2, 4, 5, 2))
+    r, t = jnp.array([0.1, 0.2, 0.3, 0.4]), jnp.array([0.9, 0.2, 0.8, 0.5])
+    spread = lambda time: time[:, None, None]
+    basis = lambda z, r, t: z * spread(t) ** 2 + spread(r)
+    of = functools.partial(mean_flow.loss, lambda scale, *at: scale * basis(*at))
+    found, gradient = jax.value_and_grad(of, has_aux=True)(1.7, x, noise, (r, t))
+
+    z, v = (1 - spread(t)) * x + spread(t) * noise, noise - x
+    slope = 1.7 * (v * spread(t) ** 2 + 2 * z * spread(t))
+    error = 1.7 * basis(z, r, t) - (v - spread(t - r) * slope)
+    squares = (error**2).mean(axis=(1, 2))
+    weights = 1 / (squares + 1e-3)
+    expected = (weights * squares).mean(), squares.mean()
+    by_scale = (spread(weights) * 2 * error * basis(z, r, t)).mean()
+    np.testing.assert_allclose([*found, gradient], [*expected, by_scale], rtol=1e-12)
+
+
+LANGUAGE = {"vocabulary": 7, "layers": 1, "width": 4}
+TOKENS = jax.random.randint(jax.random.key(3), (4, 9), 0, 7, jnp.int32)
+
+
+@thorough
+@DTYPES
+def test_hessian_product(dtype):
+    models = pair(hessian.LanguageModel, **LANGUAGE)
+    params, vector = (parameters(models[0], TOKENS, seed=seed) for seed in (0, 1))
+
+    def product(model, params, vector):
+        return hessian.hessian_product(functools.partial(hessian.loss, model, TOKENS), params, vector)
+
+    compare(product, models, params, vector, dtype=dtype)
+
+
+def test_largest_eigenvalues():
+    ours, theirs = pair(hessian.LanguageModel, **LANGUAGE)
+    params = parameters(ours, TOKENS)
+    loss = functools.partial(hessian.loss, ours, TOKENS)
+    find = functools.partial(hessian.spectrum, loss, iterations=60)
+    values, bounds = computed(find, (params,))
+    flat, unravel = ravel_pytree(params)
+    full = jax.hessian(lambda flat: hessian.loss(theirs, TOKENS, unravel(flat)))
+    expected = np.linalg.eigvalsh(computed(full, (flat,)))
+    print(len(flat), values, bounds, expected)
+    for i in (-1, -2, -3, 0):
+        assert bounds[i] < 1e-6 * abs(expected[-1])
+        # The error of a Ritz value is at most its bound, and quadratic in it near convergence.
+        np.testing.assert_allclose(values[i], expected[i], rtol=1e-10)
+
+
+def test_bounds_of_eigenvalues():
+    """Stops Lanczos early, where bounds are large and still hold."""
+    matrix = jax.random.normal(jax.random.key(0), (40, 40))
+    matrix = matrix + matrix.T
+    exact = np.linalg.eigvalsh(matrix)
+    values, bounds = hessian.lanczos(lambda x: matrix @ x, jnp.ones(40), 8)
+    nearest = np.abs(exact[:, None] - np.asarray(values)).min(axis=0)
+    assert np.all(nearest <= bounds) and np.all(bounds > 1e-3)
+    values, _ = hessian.lanczos(lambda x: matrix @ x, jnp.ones(40), 40)
+    np.testing.assert_allclose(values, exact, atol=1e-10)
+
+
+@thorough
+@DTYPES
+def test_kinetic_energy(dtype):
+    models = pair(laplacian.PsiFormer, layers=1, width=8, heads=2)
+    positions = jax.random.normal(jax.random.key(4), (4, 3))
+    params = parameters(models[0], positions)
+
+    def energy(params, positions):
+        log_psi = functools.partial(models[0].apply, params)
+        return laplacian.kinetic_energy(log_psi, positions, chunk=5)  # of 12: the last is smaller
+
+    def whole(params, positions):
+        log_psi = lambda flat: models[1].apply(params, flat.reshape(positions.shape))
+        flat = positions.ravel()
+        slope = jax.grad(log_psi)(flat)
+        return -(jnp.trace(jax.hessian(log_psi)(flat)) + slope @ slope) / 2
+
+    given = params, positions
+    assert_near(computed(energy, given, dtype), computed(whole, given))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_kinetic_energy_of_hydrogen(chunk):
+    position = jnp.array([[0.3, -0.4, 1.2]])
+    found = laplacian.kinetic_energy(lambda x: -2.0 * jnp.linalg.norm(x), position, chunk)
+    np.testing.assert_allclose(found, -(2.0**2) / 2 + 2.0 / 1.3, rtol=1e-12)
+
+
+def test_potential_energy():
+    positions = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [1.0, 0.0, 4.0]])
+    apart = 5**-0.5 + 1 / 4 + 5**-0.5
+    expected = apart - laplacian.CHARGE * (1 + 1 / 2 + 17**-0.5)
+    np.testing.assert_allclose(laplacian.potential_energy(positions), expected, rtol=1e-12)
+
+
+def test_electrons_of_equal_spin_can_be_exchanged():
+    model = laplacian.PsiFormer(layers=1, width=8, heads=2)
+    positions = jax.random.normal(jax.random.key(5), (3, 3))
+    log_psi = jax.jit(functools.partial(model.apply, parameters(model, positions)))
+    exchanged = [log_psi(positions[jnp.array(order)]) for order in ([1, 0, 2], [0, 2, 1])]
+    np.testing.assert_allclose(exchanged[0], log_psi(positions), rtol=1e-12)
+    assert abs(exchanged[1] - log_psi(positions)) > 1e-3
+
+
+def test_walkers_of_a_normal_distribution():
+    walkers = jnp.zeros((4000, 1, 3))
+    log_psi = lambda x: -jnp.sum(x**2) / 4
+    move = functools.partial(laplacian.metropolis, log_psi, moves=60, width=1.0)
+    moved = jax.jit(move)(walkers, jax.random.key(6))
+    # Four standard deviations of means of 12,000 numbers and of their squares.
+    assert abs(moved.mean()) < 4 / 12_000**0.5
+    assert abs((moved**2).mean() - 1) < 4 * (2 / 12_000) ** 0.5
+
+
+@thorough
+@DTYPES
+def test_meta_gradient(dtype):
+    """Compares it with (I - rate * Hessian) times a gradient, the Hessian of dense attention."""
+    rate, (ours, theirs) = 0.1, pair(maml.Regressor, layers=1, width=8)
+    tasks = cast(maml.sines(jax.random.key(7), tasks=2, prompts=2, points=6), jnp.float64)
+    params = parameters(ours, *jax.tree.map(lambda x: x[0], tasks[0]))
+
+    def gradients(params, tasks):
+        meta = functools.partial(maml.meta_loss, functools.partial(maml.loss, ours))
+        return [jax.grad(meta)(params, tasks, rate, first_order) for first_order in (True, False)]
+
+    def by_hand(params, tasks):
+        gradient = jax.grad(functools.partial(maml.loss, theirs))
+
+        def of_task(support, query):
+            of_support = lambda params: gradient(params, support)
+            step = lambda param, grad: param - rate * grad
+            after = gradient(jax.tree.map(step, params, of_support(params)), query)
+            return [after, jax.tree.map(step, after, jax.jvp(of_support, (params,), (after,))[1])]
+
+        mean = lambda x: x.mean(axis=0)
+        return jax.tree.map(mean, jax.vmap(of_task)(*tasks))
+
+    given = params, tasks
+    expected = computed(by_hand, given)
+    assert_near(computed(gradients, given, dtype), expected)
+    first_order, exact = (ravel_pytree(x)[0] for x in expected)
+    assert jnp.linalg.norm(first_order - exact) > 0.05 * jnp.linalg.norm(exact)
+
+
+def numbers(pattern, output):
+    return [float(x) for x in re.findall(pattern, output)]
+
+
+@pytest.mark.thorough
+def test_mean_flow_runs(tmp_path):
+    output = run("mean_flow.py", "--steps", 60, "--batch", 32, "--points", 8, cwd=tmp_path)
+    errors = numbers(r"squared error ([\d.]+)", output)
+    assert len(errors) == 11 and errors[-1] < errors[0] / 2
+    noise, samples = numbers(r"(?:noise|samples) ([\d.]+)", output)
+    assert samples < noise
+
+
+@pytest.mark.thorough
+def test_hessian_runs(tmp_path):
+    sizes = ("--layers", 1, "--width", 8, "--length", 32, "--iterations", 20, "--steps", 3)
+    output = run("hessian.py", *sizes, cwd=tmp_path)
+    losses = numbers(r"loss ([\d.]+) nats", output)
+    assert len(losses) == 2 and losses[1] < losses[0]
+    largest, limits = numbers(r"to ([\d.]+)", output), numbers(r"beyond ([\d.]+)", output)
+    np.testing.assert_allclose(np.multiply(largest, limits), 2, rtol=1e-2)  # as printed
+
+
+@pytest.mark.thorough
+def test_laplacian_runs(tmp_path):
+    output = run("laplacian.py", "--steps", 30, "--walkers", 64, "--chunk", 4, cwd=tmp_path)
+    energies = numbers(r"energy (-[\d.]+) hartree", output)
+    assert len(energies) == 11 and laplacian.EXACT < energies[-1] < energies[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [(), ("--first-order",)], ids=["exact", "first order"])
+def test_maml_runs(flags, tmp_path):
+    sizes = ("--steps", 40, "--tasks", 8, "--points", 8)
+    losses = numbers(r"after the inner step ([\d.]+)", run("maml.py", *sizes, *flags, cwd=tmp_path))
+    assert len(losses) == 10 and losses[-1] < losses[0]
