@@ -5,8 +5,7 @@
 The Hessian is never formed. Its product with a vector is forward mode over reverse mode, the
 tangent of the gradient along the vector, and costs a few gradients. Lanczos needs nothing else
 (https://arxiv.org/abs/1901.10159). The largest eigenvalue, the sharpness, limits the step size of
-gradient descent: beyond 2 / sharpness it diverges, and training moves towards that limit
-(https://arxiv.org/abs/2103.00065).
+gradient descent: beyond 2 / sharpness it is unstable (https://arxiv.org/abs/2103.00065).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from flash_pallas.nn.linen import FlashAttention
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer that maps tokens [B, T] to the logits of the next one."""
+    """A causal transformer over tokens."""
 
     vocabulary: int
     layers: int
@@ -38,23 +37,18 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Returns logits [B, T, vocabulary]."""
+        """Returns the logits [B, T, vocabulary] of the tokens after tokens [B, T]."""
+        options = {"causal": True, "rope_theta": 10_000.0, "attention": self.attention}
         x = nn.Embed(self.vocabulary, self.width)(tokens)
         for _ in range(self.layers):
-            attention = FlashAttention(
-                self.heads,
-                causal=True,
-                rope_theta=10_000.0,
-                differentiable="any",
-                attention=self.attention,
-            )
-            x = x + attention(nn.RMSNorm()(x))
-            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.RMSNorm()(x)))
-            x = x + nn.Dense(self.width)(hidden)
+            attend = FlashAttention(self.heads, differentiable="any", **options)
+            x = x + attend(nn.RMSNorm()(x))
+            mlp = nn.Sequential([nn.Dense(4 * self.width), nn.gelu, nn.Dense(self.width)])
+            x = x + mlp(nn.RMSNorm()(x))
         return nn.Dense(self.vocabulary)(nn.RMSNorm()(x))
 
 
-def loss(model, tokens, params):
+def cross_entropy(model, tokens, params):
     """Returns the mean cross-entropy, in nats, of tokens [B, T] after the first."""
     logits = model.apply(params, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -74,8 +68,8 @@ def lanczos(product, start, iterations: int):
         iterations: number of products; at most n.
 
     Returns:
-        Ritz values [iterations] in ascending order, and how far each is at most from an eigenvalue.
-        The outer ones converge first.
+        Ritz values [iterations] in ascending order, of which the outer ones converge first, and
+        bounds of their distances from the nearest eigenvalue.
     """
 
     def step(carry, i):
@@ -83,8 +77,8 @@ def lanczos(product, start, iterations: int):
         basis = basis.at[i].set(vector)
         found = product(vector)
         diagonal = jnp.vdot(vector, found, precision="highest")
-        # Against all vectors: rounding would bring back those that have converged, and with them
-        # copies of their eigenvalues. What the first pass leaves by rounding, the second removes.
+        # Full reorthogonalisation: without it, rounding brings converged vectors back, and copies
+        # of their eigenvalues. Twice, as the first pass leaves rounding errors of its own.
         for _ in range(2):
             shares = jnp.matmul(basis, found, precision="highest")
             found = found - jnp.matmul(shares, basis, precision="highest")
@@ -93,57 +87,46 @@ def lanczos(product, start, iterations: int):
 
     empty = jnp.zeros((iterations, start.size), start.dtype)
     first = start / jnp.linalg.norm(start)
-    _, entries = jax.lax.scan(step, (empty, first), jnp.arange(iterations))
-    diagonal, sizes = entries
+    _, (diagonal, sizes) = jax.lax.scan(step, (empty, first), jnp.arange(iterations))
     inner = jnp.diag(sizes[:-1], 1)
     values, vectors = jnp.linalg.eigh(jnp.diag(diagonal) + inner + inner.T)
     return values, jnp.abs(sizes[-1] * vectors[-1])
 
 
-def spectrum(loss, params, iterations: int, seed: int = 0):
-    """Returns the Ritz values of the Hessian of loss(params), and their bounds."""
+def spectrum(loss, params, iterations: int):
+    """Returns Ritz values of the Hessian of loss(params), and their bounds, as `lanczos` does."""
     flat, unravel = ravel_pytree(params)
-    along = lambda vector: ravel_pytree(hessian_product(loss, params, unravel(vector)))[0]
-    return lanczos(along, jax.random.normal(jax.random.key(seed), flat.shape, flat.dtype), iterations)
-
-
-def windows(length: int):
-    """Returns the bytes of this file in rows, int32 [rows, length]."""
-    text = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(np.int32)
-    return jnp.asarray(text[: text.size // length * length].reshape(-1, length))
+    product = lambda vector: ravel_pytree(hessian_product(loss, params, unravel(vector)))[0]
+    start = jax.random.normal(jax.random.key(0), flat.shape, flat.dtype)
+    return lanczos(product, start, iterations)
 
 
 def main():
-    """Prints the extreme eigenvalues before and after training on this file."""
+    """Prints the extreme eigenvalues before and after training on the bytes of this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = {"layers": 2, "width": 32, "length": 64, "iterations": 30, "steps": 100}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
     flags = parser.parse_args()
-    tokens = windows(flags.length)
-    model = LanguageModel(128, flags.layers, flags.width)
+    text = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(np.int32)
+    tokens = text[: text.size // flags.length * flags.length].reshape(-1, flags.length)
+    model, optimizer = LanguageModel(128, flags.layers, flags.width), optax.adam(3e-3)
     params = jax.jit(model.init)(jax.random.key(0), tokens)
-    objective, optimizer = functools.partial(loss, model, tokens), optax.adam(3e-3)
-    state = optimizer.init(params)
+    state, loss = optimizer.init(params), functools.partial(cross_entropy, model, tokens)
+    find = jax.jit(functools.partial(spectrum, loss, iterations=flags.iterations))
 
     @jax.jit
     def step(params, state):
-        updates, state = optimizer.update(jax.grad(objective)(params), state)
+        updates, state = optimizer.update(jax.grad(loss)(params), state)
         return optax.apply_updates(params, updates), state
 
-    extremes = jax.jit(functools.partial(spectrum, objective, iterations=flags.iterations))
-
-    def report(taken):
-        values, bounds = extremes(params)
-        ends = " to ".join(f"{values[i]:.3f} +- {bounds[i]:.3f}" for i in (0, -1))
-        print(f"step {taken}: loss {objective(params):.3f} nats, eigenvalues {ends};")
-        print(f"  gradient descent diverges with steps beyond {2 / values[-1]:.4f}")
-
-    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters")
-    report(0)
-    for _ in range(flags.steps):
+    for i in range(flags.steps + 1):
+        if i in (0, flags.steps):
+            values, bounds = find(params)
+            ends = " to ".join(f"{values[j]:.3f} +- {bounds[j]:.3f}" for j in (0, -1))
+            print(f"step {i}: loss {loss(params):.3f} nats, eigenvalues {ends}")
+            print(f"  gradient descent is unstable with steps beyond {2 / values[-1]:.4f}")
         params, state = step(params, state)
-    report(flags.steps)
 
 
 if __name__ == "__main__":

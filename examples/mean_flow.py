@@ -3,9 +3,8 @@
     python examples/mean_flow.py
 
 MeanFlow (https://arxiv.org/abs/2505.13447) learns u(z, r, t), the mean velocity of a flow between
-the times r and t. Its target contains the derivative of u along the flow, so the training step is
-forward mode inside of reverse mode: `jax.jvp` of the network in `jax.grad` of the loss. That is what
-`differentiable="any"` is for.
+the times r and t. Its target contains the derivative of u along the flow, so a training step is
+forward mode inside reverse mode: `jax.jvp` of the network in `jax.grad` of the loss.
 
 The toy data are circles: the tokens of a sample are points at fixed angles, center and radius are
 random. Tokens must agree about both, which they can only do by attention.
@@ -24,6 +23,7 @@ import optax
 from flax import linen as nn
 
 from flash_pallas import flash_attention
+from flash_pallas.nn.linen import FlashAttention
 
 
 class Block(nn.Module):
@@ -35,18 +35,15 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, condition):
         """Applies the block to x [B, T, D]."""
-        width = x.shape[-1]
-        # A block begins as the identity, as in DiT (https://arxiv.org/abs/2212.09748).
-        zero = nn.initializers.zeros
-        changes = nn.Dense(6 * width, kernel_init=zero)(nn.silu(condition))[:, None]
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = jnp.split(changes, 6, axis=-1)
-        norm = nn.LayerNorm(use_bias=False, use_scale=False)
-        y = norm(x) * (1 + scale) + shift
-        qkv = nn.DenseGeneral((3, self.heads, width // self.heads))(y)
-        o = self.attention(*jnp.unstack(qkv, axis=2))
-        x = x + gate * nn.DenseGeneral(width, axis=(-2, -1))(o)
-        y = norm(x) * (1 + mlp_scale) + mlp_shift
-        return x + mlp_gate * nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(y)))
+        width, norm = x.shape[-1], nn.LayerNorm(use_bias=False, use_scale=False)
+        # Gates of 0: a block begins as the identity, as in DiT (https://arxiv.org/abs/2212.09748).
+        modulate = nn.Dense(6 * width, kernel_init=nn.initializers.zeros)
+        changes = jnp.split(modulate(nn.silu(condition))[:, None], 6, axis=-1)
+        attend = FlashAttention(self.heads, differentiable="any", attention=self.attention)
+        mlp = nn.Sequential([nn.Dense(4 * width), nn.gelu, nn.Dense(width)])
+        for layer, (shift, scale, gate) in ((attend, changes[:3]), (mlp, changes[3:])):
+            x = x + gate * layer(norm(x) * (1 + scale) + shift)
+        return x
 
 
 class MeanVelocity(nn.Module):
@@ -55,7 +52,7 @@ class MeanVelocity(nn.Module):
     layers: int = 2
     width: int = 64
     heads: int = 2
-    attention: Callable = functools.partial(flash_attention, differentiable="any")
+    attention: Callable = flash_attention
 
     @nn.compact
     def __call__(self, z, r, t):
@@ -71,7 +68,7 @@ class MeanVelocity(nn.Module):
         return nn.Dense(z.shape[-1])(nn.LayerNorm()(x))
 
 
-def loss(velocity, params, x, noise, times):
+def mean_flow_loss(velocity, params, x, noise, times):
     """Computes the loss of MeanFlow, and the mean squared error that it weights.
 
     Args:
@@ -82,32 +79,29 @@ def loss(velocity, params, x, noise, times):
         times: (r, t), each [B]; r is at most t.
     """
     r, t = times
-    spread = lambda time: time[:, None, None]
-    z, v = (1 - spread(t)) * x + spread(t) * noise, noise - x
+    wide = lambda time: time[:, None, None]
+    z, v = (1 - wide(t)) * x + wide(t) * noise, noise - x
     along = v, jnp.zeros_like(r), jnp.ones_like(t)
     u, du = jax.jvp(functools.partial(velocity, params), (z, r, t), along)
-    target = jax.lax.stop_gradient(v - spread(t - r) * du)
+    target = jax.lax.stop_gradient(v - wide(t - r) * du)
     squares = jnp.mean((u - target) ** 2, axis=(1, 2))
-    # Targets with a large derivative are noisy: each sample has a weight that bounds its part.
+    # Targets with a large derivative are noisy. The weights give all samples the same influence.
     weights = jax.lax.stop_gradient(1 / (squares + 1e-3))
     return jnp.mean(weights * squares), jnp.mean(squares)
 
 
-def circles(key, batch: int, points: int):
-    """Draws circles with random centers and radii, [batch, points, 2]."""
-    keys = jax.random.split(key)
+def draw(key, batch: int, points: int):
+    """Draws circles [batch, points, 2], noise of that shape, and times r <= t [batch]."""
+    keys = jax.random.split(key, 5)
     center = jax.random.normal(keys[0], (batch, 1, 2))
     radius = jax.random.uniform(keys[1], (batch, 1, 1), minval=0.5, maxval=1.5)
     angles = jnp.linspace(0.0, 2 * math.pi, points, endpoint=False)
-    return center + radius * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)[None]
-
-
-def draw_times(key, batch: int):
-    """Draws r and t, each [batch]; in three quarters of the samples they are equal, as in the paper."""
-    keys = jax.random.split(key)
-    pair = jax.nn.sigmoid(jax.random.normal(keys[0], (2, batch)) - 0.4)
+    circles = center + radius * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)[None]
+    pair = jax.nn.sigmoid(jax.random.normal(keys[2], (2, batch)) - 0.4)
     r, t = pair.min(axis=0), pair.max(axis=0)
-    return jnp.where(jax.random.bernoulli(keys[1], 0.75, (batch,)), t, r), t
+    # For three quarters of the samples r = t, which is plain flow matching, as in the paper.
+    r = jnp.where(jax.random.bernoulli(keys[3], 0.75, (batch,)), t, r)
+    return circles, jax.random.normal(keys[4], circles.shape), (r, t)
 
 
 def roughness(points):
@@ -122,29 +116,24 @@ def main():
     for name, default in {"steps": 1000, "batch": 64, "points": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
     flags = parser.parse_args()
-    key = jax.random.key(0)
-    noise = jax.random.normal(key, (flags.batch, flags.points, 2))
-    zeros, ones = jnp.zeros(flags.batch), jnp.ones(flags.batch)
     model, optimizer = MeanVelocity(), optax.adam(2e-3)
-    params = jax.jit(model.init)(key, noise, zeros, ones)
-    state = optimizer.init(params)
+    _, noise, _ = draw(jax.random.key(0), flags.batch, flags.points)
+    whole = noise, jnp.zeros(flags.batch), jnp.ones(flags.batch)  # all the way, from t=1 to r=0
+    params = jax.jit(model.init)(jax.random.key(1), *whole)
+    state, loss = optimizer.init(params), functools.partial(mean_flow_loss, model.apply)
 
     @jax.jit
     def step(params, state, key):
-        keys = jax.random.split(key, 3)
-        x, fresh = circles(keys[0], *noise.shape[:2]), jax.random.normal(keys[1], noise.shape)
-        of = functools.partial(loss, model.apply)
-        (_, error), grads = jax.value_and_grad(of, has_aux=True)(
-            params, x, fresh, draw_times(keys[2], flags.batch)
-        )
+        batch = draw(key, flags.batch, flags.points)
+        (_, error), grads = jax.value_and_grad(loss, has_aux=True)(params, *batch)
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, error
 
-    for i in range(flags.steps):
-        params, state, error = step(params, state, jax.random.fold_in(key, i))
-        if i % max(1, flags.steps // 10) == 0 or i == flags.steps - 1:
-            print(f"step {i + 1}: squared error {error:.4f}")
-    samples = noise - model.apply(params, noise, zeros, ones)
+    for i, key in enumerate(jax.random.split(jax.random.key(2), flags.steps), 1):
+        params, state, error = step(params, state, key)
+        if i % max(1, flags.steps // 10) == 0:
+            print(f"step {i}: squared error {error:.4f}")
+    samples = noise - model.apply(params, *whole)
     print(f"deviation from circles: noise {roughness(noise):.3f}, samples {roughness(samples):.3f}")
 
 

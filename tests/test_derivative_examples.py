@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 
@@ -18,8 +19,14 @@ from .test_examples import run
 
 
 @pytest.fixture(autouse=True)
-def _float64(quickly):
-    with jax.enable_x64(True):
+def _quickly(quickly):
+    pass
+
+
+@contextlib.contextmanager
+def exactly():
+    """Switches float64 on, and strict promotion off: Flax's norms promote with float32."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -29,36 +36,45 @@ def dense(q, k, v, *, causal=False, scale=None, **_):
     return reference.attention(*batched, causal=causal, scale=scale)[0].reshape(q.shape)
 
 
+def flat(tree):
+    """Returns the leaves of a tree as one vector."""
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
 def assert_near(found, expected):
     """Compares trees, the expected one in float64, by the norm of what they differ by.
 
     A thousand units of rounding are allowed: sums have some hundred terms, through some ten
     matmuls. That the same number holds in float64 says that nothing else is behind it in float32.
     """
-    found, expected = (ravel_pytree(x)[0] for x in (found, expected))
-    error = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+    found, expected = flat(found), flat(expected)
+    error = np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected)
     assert error < 1000 * np.finfo(found.dtype).eps
 
 
 def cast(tree, dtype):
-    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(lambda x: x.astype(dtype) if floating(x) else x, tree)
+    return jax.tree.map(lambda x: np.asarray(x, dtype), tree)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    """Draws float64 numbers that are float32 ones too."""
+    return cast(cast(np.random.default_rng(seed).normal(scale=scale, size=shape), "f4"), "f8")
 
 
 def parameters(model, *inputs, seed=0):
     """Returns float64 parameters of which none is zero, as some are before training."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), *cast(inputs, jnp.float32))
-    draw = np.random.default_rng(seed).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(scale=0.4, size=x.shape)), shapes)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    leaves, tree = jax.tree.flatten(shapes)
+    return tree.unflatten(
+        [normal(*x.shape, seed=[seed, i], scale=0.4) for i, x in enumerate(leaves)]
+    )
 
 
 def computed(compute, inputs, dtype="float64"):
     """Returns what `compute` makes of the inputs in a dtype."""
-    # Flax's norms promote their input with float32, which strict promotion refuses in float64.
-    promotion = "standard" if dtype == "float64" else "strict"
-    with jax.numpy_dtype_promotion(promotion):
-        found = jax.jit(compute)(*cast(inputs, dtype))
-    assert ravel_pytree(found)[0].dtype == dtype
+    with exactly() if dtype == "float64" else contextlib.nullcontext():
+        found = jax.tree.map(np.asarray, jax.jit(compute)(*cast(inputs, dtype)))
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {dtype}
     return found
 
 
@@ -81,9 +97,9 @@ thorough = pytest.mark.thorough(always=["float64"])
 @DTYPES
 def test_mean_flow_step(dtype):
     models = pair(mean_flow.MeanVelocity, layers=1, width=16)
-    x, noise = jax.random.normal(jax.random.key(2), (2, 3, 8, 2))
-    times = jnp.array([0.1, 0.2, 0.5]), jnp.array([0.7, 0.9, 0.5])
-    params = parameters(models[0], x, *times)
+    x, noise = normal(2, 3, 8, 2)
+    times = np.array([0.125, 0.25, 0.5]), np.array([0.75, 0.875, 0.5])
+    params = parameters(models[0], *cast((x, *times), np.float32))
 
     def step(model, *arguments):
         of = functools.partial(mean_flow.loss, model.apply)
@@ -93,12 +109,13 @@ def test_mean_flow_step(dtype):
 
 
 def test_mean_flow_loss_by_hand():
-    x, noise = jax.random.normal(jax.random.key(0), (2, 4, 5, 2))
-    r, t = jnp.array([0.1, 0.2, 0.3, 0.4]), jnp.array([0.9, 0.2, 0.8, 0.5])
+    x, noise = normal(2, 4, 5, 2)
+    r, t = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.9, 0.2, 0.8, 0.5])
     spread = lambda time: time[:, None, None]
     basis = lambda z, r, t: z * spread(t) ** 2 + spread(r)
     of = functools.partial(mean_flow.loss, lambda scale, *at: scale * basis(*at))
-    found, gradient = jax.value_and_grad(of, has_aux=True)(1.7, x, noise, (r, t))
+    inputs = 1.7, x, noise, (r, t)
+    found, gradient = computed(jax.value_and_grad(of, has_aux=True), inputs)
 
     z, v = (1 - spread(t)) * x + spread(t) * noise, noise - x
     slope = 1.7 * (v * spread(t) ** 2 + 2 * z * spread(t))
@@ -111,7 +128,7 @@ def test_mean_flow_loss_by_hand():
 
 
 LANGUAGE = {"vocabulary": 7, "layers": 1, "width": 4}
-TOKENS = jax.random.randint(jax.random.key(3), (4, 9), 0, 7, jnp.int32)
+TOKENS = np.random.default_rng(3).integers(7, size=(4, 9), dtype=np.int32)
 
 
 @thorough
@@ -121,21 +138,26 @@ def test_hessian_product(dtype):
     params, vector = (parameters(models[0], TOKENS, seed=seed) for seed in (0, 1))
 
     def product(model, params, vector):
-        return hessian.hessian_product(functools.partial(hessian.loss, model, TOKENS), params, vector)
+        return hessian.hessian_product(
+            functools.partial(hessian.loss, model, TOKENS), params, vector
+        )
 
     compare(product, models, params, vector, dtype=dtype)
 
 
+@pytest.mark.thorough
 def test_largest_eigenvalues():
     ours, theirs = pair(hessian.LanguageModel, **LANGUAGE)
     params = parameters(ours, TOKENS)
     loss = functools.partial(hessian.loss, ours, TOKENS)
     find = functools.partial(hessian.spectrum, loss, iterations=60)
     values, bounds = computed(find, (params,))
-    flat, unravel = ravel_pytree(params)
-    full = jax.hessian(lambda flat: hessian.loss(theirs, TOKENS, unravel(flat)))
-    expected = np.linalg.eigvalsh(computed(full, (flat,)))
-    print(len(flat), values, bounds, expected)
+
+    def full(params):
+        flat, unravel = ravel_pytree(params)
+        return jax.hessian(lambda flat: hessian.loss(theirs, TOKENS, unravel(flat)))(flat)
+
+    expected = np.linalg.eigvalsh(computed(full, (params,)))
     for i in (-1, -2, -3, 0):
         assert bounds[i] < 1e-6 * abs(expected[-1])
         # The error of a Ritz value is at most its bound, and quadratic in it near convergence.
@@ -144,22 +166,24 @@ def test_largest_eigenvalues():
 
 def test_bounds_of_eigenvalues():
     """Stops Lanczos early, where bounds are large and still hold."""
-    matrix = jax.random.normal(jax.random.key(0), (40, 40))
+    matrix = normal(40, 40)
     matrix = matrix + matrix.T
     exact = np.linalg.eigvalsh(matrix)
-    values, bounds = hessian.lanczos(lambda x: matrix @ x, jnp.ones(40), 8)
-    nearest = np.abs(exact[:, None] - np.asarray(values)).min(axis=0)
+    find = lambda count: computed(
+        lambda matrix: hessian.lanczos(lambda x: matrix @ x, normal(40), count), (matrix,)
+    )
+    values, bounds = find(8)
+    nearest = np.abs(exact[:, None] - values).min(axis=0)
     assert np.all(nearest <= bounds) and np.all(bounds > 1e-3)
-    values, _ = hessian.lanczos(lambda x: matrix @ x, jnp.ones(40), 40)
-    np.testing.assert_allclose(values, exact, atol=1e-10)
+    np.testing.assert_allclose(find(40)[0], exact, atol=1e-10)
 
 
 @thorough
 @DTYPES
 def test_kinetic_energy(dtype):
     models = pair(laplacian.PsiFormer, layers=1, width=8, heads=2)
-    positions = jax.random.normal(jax.random.key(4), (4, 3))
-    params = parameters(models[0], positions)
+    positions = normal(4, 3)
+    params = parameters(models[0], positions.astype(np.float32))
 
     def energy(params, positions):
         log_psi = functools.partial(models[0].apply, params)
@@ -177,25 +201,29 @@ def test_kinetic_energy(dtype):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_kinetic_energy_of_hydrogen(chunk):
-    position = jnp.array([[0.3, -0.4, 1.2]])
-    found = laplacian.kinetic_energy(lambda x: -2.0 * jnp.linalg.norm(x), position, chunk)
+    energy = lambda x: laplacian.kinetic_energy(lambda x: -2.0 * jnp.linalg.norm(x), x, chunk)
+    found = computed(energy, (np.array([[0.3, -0.4, 1.2]]),))
     np.testing.assert_allclose(found, -(2.0**2) / 2 + 2.0 / 1.3, rtol=1e-12)
 
 
 def test_potential_energy():
-    positions = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [1.0, 0.0, 4.0]])
+    positions = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [1.0, 0.0, 4.0]])
     apart = 5**-0.5 + 1 / 4 + 5**-0.5
     expected = apart - laplacian.CHARGE * (1 + 1 / 2 + 17**-0.5)
-    np.testing.assert_allclose(laplacian.potential_energy(positions), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        computed(laplacian.potential_energy, (positions,)), expected, rtol=1e-12
+    )
 
 
 def test_electrons_of_equal_spin_can_be_exchanged():
     model = laplacian.PsiFormer(layers=1, width=8, heads=2)
-    positions = jax.random.normal(jax.random.key(5), (3, 3))
-    log_psi = jax.jit(functools.partial(model.apply, parameters(model, positions)))
-    exchanged = [log_psi(positions[jnp.array(order)]) for order in ([1, 0, 2], [0, 2, 1])]
-    np.testing.assert_allclose(exchanged[0], log_psi(positions), rtol=1e-12)
-    assert abs(exchanged[1] - log_psi(positions)) > 1e-3
+    positions = normal(3, 3)
+    params = parameters(model, positions.astype(np.float32))
+    log_psi = jax.vmap(model.apply, (None, 0))
+    orders = [[0, 1, 2], [1, 0, 2], [0, 2, 1]]
+    one, same, other = computed(log_psi, (params, positions[np.array(orders)]))
+    np.testing.assert_allclose(same, one, rtol=1e-12)
+    assert abs(other - one) > 1e-3
 
 
 def test_walkers_of_a_normal_distribution():
@@ -213,7 +241,7 @@ def test_walkers_of_a_normal_distribution():
 def test_meta_gradient(dtype):
     """Compares it with (I - rate * Hessian) times a gradient, the Hessian of dense attention."""
     rate, (ours, theirs) = 0.1, pair(maml.Regressor, layers=1, width=8)
-    tasks = cast(maml.sines(jax.random.key(7), tasks=2, prompts=2, points=6), jnp.float64)
+    tasks = maml.sines(jax.random.key(7), tasks=2, prompts=2, points=6)
     params = parameters(ours, *jax.tree.map(lambda x: x[0], tasks[0]))
 
     def gradients(params, tasks):
@@ -235,8 +263,8 @@ def test_meta_gradient(dtype):
     given = params, tasks
     expected = computed(by_hand, given)
     assert_near(computed(gradients, given, dtype), expected)
-    first_order, exact = (ravel_pytree(x)[0] for x in expected)
-    assert jnp.linalg.norm(first_order - exact) > 0.05 * jnp.linalg.norm(exact)
+    first_order, exact = map(flat, expected)
+    assert np.linalg.norm(first_order - exact) > 0.05 * np.linalg.norm(exact)
 
 
 def numbers(pattern, output):

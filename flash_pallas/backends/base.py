@@ -117,6 +117,37 @@ class Backend(Protocol):
         """
         ...
 
+    def pushes_backward(
+        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
+    ) -> bool:
+        """Returns whether `push_backward` runs this problem; if not, second order is jnp.
+
+        Args:
+            problem: a problem that this backend runs.
+            moves: names of the operands that have tangents.
+            wanted: names of the operands whose gradients have tangents.
+        """
+        ...
+
+    def push_backward(
+        self,
+        spec: AttentionSpec,
+        operands: Operands,
+        cotangents: Cotangents,
+        given: Operands,
+        moved: Cotangents,
+    ) -> Grads:
+        """Computes the tangents of the gradients of q, k and v.
+
+        Args:
+            spec: static parameters.
+            operands: the arrays of the call.
+            cotangents: what `backward` starts from.
+            given: tangents of q, k and v.
+            moved: tangents of the cotangents; that of the log-sum-exp is of the natural one.
+        """
+        ...
+
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns None if this backend decodes `problem` here; else one sentence saying why not."""
         ...

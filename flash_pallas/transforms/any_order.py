@@ -28,15 +28,15 @@ from ..core.problem import AttentionSpec, Operands, Outputs
 from . import derivatives, sharding
 from .equations import (
     Call,
-    Equation,
     Saved,
+    Tangents,
     apart,
     fold,
     joined,
-    linear,
     linear_p,
     params_of,
     smooth_tangents,
+    tangents,
     traced,
     unfold,
 )
@@ -93,7 +93,7 @@ _attend.defjvp(_attend_jvp, symbolic_zeros=True)
 def one_by_one(call: Call, moving: Operands, fixed: Operands, given: Operands):
     """Computes (what `_attend` does, tangents of o and of lse), by two equations."""
     found: Any = _attend(call, moving, fixed)
-    do, dlse = linear(call, Saved(moving, fixed, found[0], *found[3]), given)
+    do, dlse = tangents(call, Saved(moving, fixed, found[0], *found[3]), given)
     return found, do, dlse
 
 
@@ -169,12 +169,12 @@ def _jvp(args, dots, *, pair: Pair, jaxpr):
     second = []
     if any(jax.tree.leaves(moves)):
         kept = jax.tree.map(lambda moves, t: t if moves else None, moves, dmoving)
-        first[0], first[1] = linear(call, saved, kept)
+        first[0], first[1] = tangents(call, saved, kept)
         function = lambda moving: smooth_tangents(call, fixed, moving, given)
         second.append(jax.jvp(function, (moving,), (dmoving,))[1])
     if any(jax.tree.leaves(given_moves)):
         kept = jax.tree.map(lambda moves, t: t if moves else None, given_moves, dgiven)
-        second.append(linear(call, saved, kept))
+        second.append(tangents(call, saved, kept))
     if second:
         first[-2:] = [sum(x[1:], x[0]) for x in zip(*second, strict=True)]
     return out, first
@@ -207,7 +207,7 @@ def _partial_eval(trace, *tracers, pair: Pair, jaxpr):
     found: Any = _attend(pair.call, moving, fixed)
     saved = Saved(moving, fixed, found[0], *found[3])
     args = [*jax.tree.leaves(saved), *tracers[count:]]
-    params = params_of(Equation(pair.call, jax.tree.structure(saved), pair.given), args)
+    params = params_of(Tangents(pair.call, jax.tree.structure(saved), pair.given), args)
     unknown = trace.default_process_primitive(linear_p, args, params)
     return [*jax.tree.leaves(found), *unknown]
 

@@ -228,6 +228,20 @@ def push_of(backend, spec):
     return sharding.per_shard(push, backend.partitionable)
 
 
+@lru_cache(maxsize=1024)
+def push_backward_of(backend, spec):
+    """Returns (operands, Cotangents, their tangents) -> Grads: forward mode of the backward.
+
+    Arguments are those of `Backend.push_backward`; the wrap is that of `push_of`.
+    """
+
+    def push(operands, cotangents, given, moved):
+        grads = backend.push_backward(spec, operands, cotangents, given, moved)
+        return mesh_axes.spread(grads, mesh_axes.varying(operands))
+
+    return sharding.per_shard(push, backend.partitionable)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _first_order_only(call, results, *args):
     """Runs `call` on each shard where types say how arrays are sharded; else on the whole.

@@ -1,17 +1,18 @@
-"""The two linear equations of attention's derivatives, each the transpose of the other.
+"""The linear equations of attention's derivatives, all of them one primitive.
 
-    tangents      tangents of the operands -> those of O and of the log-sum-exp
-    gradients     its transpose: the first backward, that of `derivatives`
+    Tangents    tangents of the operands -> those of O and of the log-sum-exp
+    Gradients   its transpose: the first backward, that of `derivatives`
+    Pushed      tangents of the operands and cotangents of Gradients -> those of its results
 
-Both are one primitive. They are linear in what they are given and depend on the operands besides,
-by the forward's results. What they depend on those by is differentiated in jnp, by
-`backends.xla.any_order`, which has every order.
+They are linear in what they are given, and depend on the operands besides, by the forward's
+results. What they depend on those by is differentiated in jnp, by `backends.xla.any_order`, which
+has every order; where the backend has a kernel for it, Gradients is differentiated by Pushed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from jax.interpreters import ad, batching, mlir
 from ..backends.base import Backend
 from ..backends.xla import XlaBackend, any_order
 from ..core import padding, softmax
-from ..core.problem import AttentionSpec, Operands, Outputs, Tangents, describe
+from ..core.problem import AttentionSpec, Cotangents, Operands, Outputs, describe
+from ..core.problem import Tangents as Results
 from . import derivatives
 
 # The operands that have derivatives; score_params only where they are floats.
@@ -57,10 +59,10 @@ class Call:
         problem, moves = describe(operands, self.spec), moves_of(given)
         return self.backend.pushes(problem, self.blocks, moves, primal=primal)
 
-    def push(self, operands: Operands, given: Operands, found: Outputs | None) -> Tangents:
+    def push(self, operands: Operands, given: Operands, found: Outputs | None) -> Results:
         """Computes the backend's forward mode, and the share of the sinks; see Backend.push."""
         rows = () if found is None else (found._replace(max_logit=None),)
-        full = given._replace(**{name: _zeros(operands, given, name) for name in ("q", "k", "v")})
+        full = with_zeros(operands, given)
         found_ = derivatives.push_of(self.backend, self.spec)(operands, full, *rows)
         out = found_ if found is None else found_._replace(**dict(zip(SHARED, found, strict=False)))
         do, dlse = with_sinks(operands, given.sinks, out, describe(operands, self.spec).unit)
@@ -89,12 +91,14 @@ def moves_of(given: Operands) -> frozenset[str]:
     return frozenset(name for name in MOVING if jax.tree.leaves(getattr(given, name)))
 
 
-def _zeros(operands: Operands, given: Operands, name: str):
-    tangent = getattr(given, name)
-    return jnp.zeros_like(getattr(operands, name)) if tangent is None else tangent
+def with_zeros(operands: Operands, given: Operands) -> Operands:
+    """Returns tangents of which those of q, k and v are arrays, of zeros where they were None."""
+    return given._replace(
+        **{n: _zero_for_none(getattr(operands, n), getattr(given, n)) for n in ("q", "k", "v")}
+    )
 
 
-def with_sinks(operands: Operands, dsinks, out: Tangents, unit: float):
+def with_sinks(operands: Operands, dsinks, out: Results, unit: float):
     """Returns the tangents (of o, of the log-sum-exp) with those of sinks, [B, N], added.
 
     A sink is a logit without a value: its weight takes its tangent into the log-sum-exp, from
@@ -125,13 +129,13 @@ def joined(moving: Operands, fixed: Operands) -> Operands:
     return jax.tree.map(lambda a, b: b if a is None else a, moving, fixed, is_leaf=_is_none)
 
 
-# --- The two equations ----------------------------------------------------------------------------
+# --- The equations --------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The residuals: all that the two equations depend on besides what they are linear in.
+    """The residuals: all that Tangents and Gradients depend on besides what they are linear in.
 
     Attributes:
         moving, fixed: the operands, `apart`.
@@ -149,18 +153,205 @@ class Saved:
         """Operands of the call, whole."""
         return joined(self.moving, self.fixed)
 
+    @property
+    def outputs(self) -> Outputs:
+        """Results of the forward."""
+        return Outputs(self.o, self.lse_log2, self.shift)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SavedBoth:
+    """What Pushed depends on besides: the residuals, and the cotangents (do, dlse)."""
+
+    residuals: Saved
+    cotangents: Any
+
+    @property
+    def moving(self) -> tuple[Operands, Any]:
+        """All that has derivatives."""
+        return self.residuals.moving, self.cotangents
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """The static part of an equation, whose arguments are the leaves of `saved` and of `given`.
+
+    Attributes:
+        call: what is static of the call.
+        saved: structure of the residuals.
+        given: structure of what the equation is linear in.
+    """
+
+    call: Call
+    saved: Any
+    given: Any
+
+    def parts(self, args) -> tuple[Any, Any]:
+        """Returns (saved, given) of a list of arguments, which may be arrays or anything else."""
+        count = self.saved.num_leaves
+        return self.saved.unflatten(args[:count]), self.given.unflatten(args[count:])
+
+    def __call__(self, *args) -> list[Any]:
+        """Computes the results."""
+        return self.run(*self.parts(args))
+
+    def run(self, saved, given) -> list[Any]:
+        """Computes the results."""
+        raise NotImplementedError
+
+    def smooth(self, moving, saved, given) -> list[Any]:
+        """Computes the results in jnp, which JAX differentiates, for other `saved.moving`."""
+        raise NotImplementedError
+
+    def transposed(self, cotangents, saved, given) -> list[Any]:
+        """Returns the cotangents of those leaves of `given` that are ad.UndefinedPrimal."""
+        raise NotImplementedError
+
+    def pushed(self, saved, given, dsaved, dgiven) -> list[Any] | None:
+        """Returns the tangents of the results, or None where they are those of `smooth`.
+
+        Args:
+            saved: the residuals.
+            given: what the equation is linear in.
+            dsaved: tangents of `saved.moving`; None is 0.
+            dgiven: tangents of `given`, likewise.
+        """
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangents(Equation):
+    """Tangents of the operands, None where they are 0 -> those of o and lse."""
+
+    def run(self, saved: Saved, given: Operands) -> list[Any]:
+        """Computes the tangents of o and lse."""
+        if self.call.pushes(saved.operands, given, primal=False):
+            found = self.call.push(saved.operands, given, saved.outputs)
+            return [found.do, found.dlse]
+        return self.smooth(saved.moving, saved, given)
+
+    def smooth(self, moving, saved: Saved, given: Operands) -> list[Any]:
+        """Computes them in jnp."""
+        return list(smooth_tangents(self.call, saved.fixed, moving, given))
+
+    def transposed(self, cotangents, saved: Saved, given: Operands) -> list[Any]:
+        """Returns the gradients of the operands whose tangents are wanted."""
+        do, dlse = cotangents
+        pair = ad.instantiate_zeros(do), None if type(dlse) is ad.Zero else dlse
+        unknown = ad.is_undefined_primal
+        asked = jax.tree.map(lambda x: unknown(x) or None, given, is_leaf=unknown)
+        return gradients(self.call, saved, pair, asked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients(Equation):
+    """(do, dlse) -> the gradients of operands; dlse may be None, for 0.
+
+    Attributes:
+        wanted: structure of the operands whose gradients are computed.
+    """
+
+    wanted: Any
+
+    @property
+    def asked(self) -> Operands:
+        """The wanted operands, True in the place of an array."""
+        return self.wanted.unflatten([True] * self.wanted.num_leaves)
+
+    def run(self, saved: Saved, given) -> list[Any]:
+        """Computes the gradients."""
+        of_extra = moves_of(self.asked) & set(derivatives.EXTRA_GRADS)
+        given = saved.operands, saved.outputs, *given, of_extra
+        call = self.call
+        found = derivatives.gradients(call.backend, call.spec, call.blocks, *given)
+        return jax.tree.leaves(_only(self.asked, found))
+
+    def smooth(self, moving, saved: Saved, given) -> list[Any]:
+        """Computes them in jnp."""
+        return _smooth_gradients(self.call, saved.fixed, moving, given, self.asked)
+
+    def transposed(self, cotangents, saved: Saved, given) -> list[Any]:
+        """Returns the tangents of o and lse that are wanted."""
+        is_zero = lambda x: type(x) is ad.Zero
+        moved = self.wanted.unflatten([None if is_zero(x) else x for x in cotangents])
+        both = tangents(self.call, saved, moved)
+        # Of (do, dlse) one may be known while the other is transposed.
+        values = jax.tree.leaves(given, is_leaf=ad.is_undefined_primal)
+        return [x for x, t in zip(both, values, strict=False) if ad.is_undefined_primal(t)]
+
+    def pushed(self, saved: Saved, given, dsaved: Operands, dgiven) -> list[Any] | None:
+        """Returns the tangents of the gradients, where the backend has a kernel for them."""
+        problem = describe(saved.operands, self.call.spec)
+        moves = moves_of(dsaved), moves_of(self.asked)
+        if not self.call.backend.pushes_backward(problem, *moves):
+            return None
+        both, structure = SavedBoth(saved, given), jax.tree.structure
+        equation = Pushed(self.call, structure(both), structure((dsaved, dgiven)), self.wanted)
+        return _bind(equation, (both, (dsaved, dgiven)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushed(Equation):
+    """(tangents of the operands, of (do, dlse)) -> the tangents of the gradients of operands.
+
+    Attributes:
+        wanted: structure of the operands whose gradients are computed.
+    """
+
+    wanted: Any
+
+    @property
+    def asked(self) -> Operands:
+        """The wanted operands, True in the place of an array."""
+        return self.wanted.unflatten([True] * self.wanted.num_leaves)
+
+    def run(self, saved: SavedBoth, given) -> list[Any]:
+        """Computes the tangents by kernels: those of O and of the log-sum-exp first."""
+        call, residuals, (do, dlse) = self.call, saved.residuals, saved.cotangents
+        operands, out = residuals.operands, residuals.outputs
+        moved, (ddo, ddlse) = given
+        moved = with_zeros(operands, moved)
+        ddo = jnp.zeros_like(do) if ddo is None else ddo
+        found = call.push(operands, moved, out)
+        delta = functools.partial(derivatives.delta_of, operands)
+        rows = Cotangents(out.lse_log2, do, delta(out.o, do, dlse, out.lse_log2), out.shift)
+        of_o = delta(found.do, do, None, out.lse_log2)
+        of_do = delta(out.o, ddo, ddlse, out.lse_log2)
+        run = derivatives.push_backward_of(call.backend, call.spec)
+        grads = run(operands, rows, moved, Cotangents(found.dlse, ddo, of_o + of_do))
+        named = {name: getattr(grads, name) for name in ("q", "k", "v")}
+        return jax.tree.leaves(_only(self.asked, residuals.moving._replace(**named)))
+
+    def smooth(self, moving, saved: SavedBoth, given) -> list[Any]:
+        """Computes them in jnp."""
+        fixed = saved.residuals.fixed
+        function = lambda *x: _smooth_gradients(self.call, fixed, *x, self.asked)
+        full = jax.tree.map(_zero_for_none, moving, given, is_leaf=_is_none)
+        return jax.jvp(function, moving, full)[1]
+
+    def transposed(self, cotangents, saved: SavedBoth, given) -> list[Any]:
+        """Returns the cotangents of what is wanted, by jnp."""
+        unknown = ad.is_undefined_primal
+        leaves, structure = jax.tree.flatten(given, is_leaf=unknown)
+        wanted = [jnp.zeros(x.aval.shape, x.aval.dtype) for x in leaves if unknown(x)]
+
+        def results(*wanted):
+            found = iter(wanted)
+            values = [next(found) if unknown(x) else jnp.zeros_like(x) for x in leaves]
+            return self.smooth(saved.moving, saved, structure.unflatten(values))
+
+        pull = jax.vjp(results, *wanted)[1]
+        return list(pull([ad.instantiate_zeros(x) for x in cotangents]))
+
 
 def tangents(call: Call, saved: Saved, given: Operands) -> list[Any]:
-    """Computes the tangents of o and lse; `given`: those of the operands, None where they are 0."""
-    if call.pushes(saved.operands, given, primal=False):
-        out = Outputs(saved.o, saved.lse_log2, saved.shift)
-        found = call.push(saved.operands, given, out)
-        return [found.do, found.dlse]
-    return list(smooth_tangents(call, saved.fixed, saved.moving, given))
+    """Returns the tangents of o and lse; `given`: those of the operands, None where they are 0."""
+    return _bind(Tangents(call, *map(jax.tree.structure, (saved, given))), (saved, given))
 
 
 def gradients(call: Call, saved: Saved, given, wanted: Operands) -> list[Any]:
-    """Computes the gradients of the operands that are not None in `wanted`, as a list.
+    """Returns the gradients of the operands that are not None in `wanted`, as a list.
 
     Args:
         call: what is static.
@@ -168,19 +359,13 @@ def gradients(call: Call, saved: Saved, given, wanted: Operands) -> list[Any]:
         given: (do, dlse); dlse may be None, for 0.
         wanted: the operands that are asked for.
     """
-    names = frozenset(n for n in derivatives.EXTRA_GRADS if jax.tree.leaves(getattr(wanted, n)))
-    out = Outputs(saved.o, saved.lse_log2, saved.shift)
-    do, dlse = given
-    found = derivatives.gradients(
-        call.backend, call.spec, call.blocks, saved.operands, out, do, dlse, names
-    )
-    return jax.tree.leaves(_only(wanted, found))
+    structures = map(jax.tree.structure, (saved, given, wanted))
+    return _bind(Gradients(call, *structures), (saved, given))
 
 
 def smooth_tangents(call: Call, fixed: Operands, moving: Operands, given: Operands):
     """Computes the tangents of (o, lse) in jnp, which JAX differentiates."""
-    zeros = lambda x, t: jnp.zeros_like(x) if x is not None and t is None else t
-    full = jax.tree.map(zeros, moving, given, is_leaf=_is_none)
+    full = jax.tree.map(_zero_for_none, moving, given, is_leaf=_is_none)
     return jax.jvp(lambda moving: call.smooth(joined(moving, fixed)), (moving,), (full,))[1]
 
 
@@ -201,59 +386,15 @@ def _only(wanted: Operands, found: Operands) -> Operands:
     return jax.tree.map(lambda w, x: None if w is None else x, wanted, found, is_leaf=_is_none)
 
 
+def _zero_for_none(x, tangent):
+    return jnp.zeros_like(x) if x is not None and tangent is None else tangent
+
+
 def _is_none(x) -> bool:
     return x is None
 
 
-# --- The primitive of both ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Equation:
-    """The static part of an equation, whose arguments are the leaves of `saved` and of `given`.
-
-    Attributes:
-        call: what is static of the call.
-        saved: structure of the `Saved`.
-        given: structure of what the equation is linear in.
-        wanted: structure of the operands whose gradients are computed; None: the equation computes
-            the tangents of o and lse.
-    """
-
-    call: Call
-    saved: Any
-    given: Any
-    wanted: Any = None
-
-    def parts(self, args) -> tuple[Any, Any]:
-        """Returns (saved, given) of a list of arguments, which may be arrays or anything else."""
-        count = self.saved.num_leaves
-        return self.saved.unflatten(args[:count]), self.given.unflatten(args[count:])
-
-    @property
-    def asked(self) -> Operands:
-        """The wanted operands, True in the place of an array."""
-        return self.wanted.unflatten([True] * self.wanted.num_leaves)
-
-    def __call__(self, *args) -> list[Any]:
-        """Computes the results."""
-        saved, given = self.parts(args)
-        if self.wanted is None:
-            return tangents(self.call, saved, given)
-        return gradients(self.call, saved, given, self.asked)
-
-    def smooth(self, moving: Operands, saved: Saved, given) -> list[Any]:
-        """Computes the results in jnp, which JAX differentiates, for other values of `moving`."""
-        if self.wanted is None:
-            return list(smooth_tangents(self.call, saved.fixed, moving, given))
-        return _smooth_gradients(self.call, saved.fixed, moving, given, self.asked)
-
-
-def linear(call: Call, saved: Saved, given, wanted: Operands | None = None) -> list[Any]:
-    """Returns the results of the equation that is linear in `given`."""
-    structure = jax.tree.structure
-    asked = None if wanted is None else structure(wanted)
-    return _bind(Equation(call, structure(saved), structure(given), asked), (saved, given))
+# --- The primitive of all -------------------------------------------------------------------------
 
 
 def _bind(equation: Equation, args) -> list[Any]:
@@ -264,11 +405,11 @@ def _bind(equation: Equation, args) -> list[Any]:
 def params_of(equation: Equation, args) -> dict[str, Any]:
     """Returns the parameters of the primitive `linear_p`, for such arguments."""
     # Tangents that one device computes are often transposed, and not run.
-    some = equation.wanted is not None or jax.device_count() > 1 or not equation.call.is_pure
-    return {"equation": equation, "jaxpr": traced(equation)(*args) if some else None}
+    lazy = isinstance(equation, Tangents) and jax.device_count() == 1 and equation.call.is_pure
+    return {"equation": equation, "jaxpr": None if lazy else traced(equation)(*args)}
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def traced(function):
     """Returns the function that makes jaxprs of a hashable one, for parameters of primitives.
 
@@ -286,7 +427,7 @@ def _run(*args, equation: Equation, jaxpr):
     return equation(*args) if jaxpr is None else jaxpr_as_fun(jaxpr)(*args)
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _jitted(equation: Equation):
     return jax.jit(equation)
 
@@ -298,44 +439,37 @@ def _avals(*avals, equation: Equation, jaxpr):
     return [saved.o, saved.lse_log2], set()
 
 
-def _jvp(args, given, *, equation: Equation, jaxpr):
-    out = linear_p.bind(*args, equation=equation, jaxpr=jaxpr)
-    count, parts = equation.saved.num_leaves, []
-    if any(type(t) is not ad.Zero for t in given[count:]):
-        inputs = [*args[:count], *map(ad.instantiate_zeros, given[count:])]
-        parts.append(linear_p.bind(*inputs, equation=equation, jaxpr=jaxpr))
-    # Its results o, lse_log2 and shift follow from the operands, and are not read by `smooth`.
-    (saved, values), (moves, _) = map(
-        equation.parts, (args, [type(t) is not ad.Zero for t in given])
-    )
+def _jvp(args, dots, *, equation: Equation, jaxpr):
+    out, count = linear_p.bind(*args, equation=equation, jaxpr=jaxpr), equation.saved.num_leaves
+    saved, given = equation.parts(args)
+    moves, given_moves = equation.parts([type(t) is not ad.Zero for t in dots])
+    dsaved, dgiven = equation.parts([ad.instantiate_zeros(t) for t in dots])
+    kept = lambda moves, t: t if moves else None
+    # Results of the forward follow from the operands, and are not read by `smooth`.
     if any(jax.tree.leaves(moves.moving)):
-        dots = equation.parts([ad.instantiate_zeros(t) for t in given])[0].moving
-        function = lambda moving: equation.smooth(moving, saved, values)
-        parts.append(jax.jvp(function, (saved.moving,), (dots,))[1])
+        some = [
+            jax.tree.map(kept, *x) for x in ((moves.moving, dsaved.moving), (given_moves, dgiven))
+        ]
+        found = equation.pushed(saved, given, *some)
+        if found is not None:
+            return out, found
+    parts = []
+    if any(jax.tree.leaves(given_moves)):
+        inputs = [*args[:count], *jax.tree.leaves(dgiven)]
+        parts.append(linear_p.bind(*inputs, equation=equation, jaxpr=jaxpr))
+    if any(jax.tree.leaves(moves.moving)):
+        function = lambda moving: equation.smooth(moving, saved, given)
+        parts.append(jax.jvp(function, (saved.moving,), (dsaved.moving,))[1])
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
     return out, [sum(x[1:], x[0]) for x in zip(*parts, strict=True)] if parts else zeros
 
 
 def _transpose(cotangents, *args, equation: Equation, jaxpr):
     del jaxpr
-    saved, given = equation.parts(args)
-    is_zero = lambda x: type(x) is ad.Zero
-    if all(map(is_zero, cotangents)):
+    if all(type(x) is ad.Zero for x in cotangents):
         return [None] * len(args)
-    if equation.wanted is None:
-        do, dlse = cotangents
-        pair = ad.instantiate_zeros(do), None if is_zero(dlse) else dlse
-        unknown = ad.is_undefined_primal
-        asked = jax.tree.map(lambda x: unknown(x) or None, given, is_leaf=unknown)
-        found = linear(equation.call, saved, pair, asked)
-    else:
-        moved = equation.wanted.unflatten([None if is_zero(x) else x for x in cotangents])
-        both = linear(equation.call, saved, moved)
-        # Of (do, dlse) one may be known while the other is transposed.
-        values = args[equation.saved.num_leaves :]
-        found = [x for x, t in zip(both, values, strict=False) if ad.is_undefined_primal(t)]
-    results, undefined = iter(found), [ad.is_undefined_primal(x) for x in args]
-    return [next(results) if u else None for u in undefined]
+    results = iter(equation.transposed(cotangents, *equation.parts(args)))
+    return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
 
 def _batch(args, axes, *, equation: Equation, jaxpr):

@@ -29,6 +29,7 @@ from .backward.fused.launches import may_be_persistent, may_launch_keys, may_lau
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
 from .backward.split.tiles import DkvBlocks, DqBlocks
+from .backward.tangent.launch import launches, push_backward
 from .common.pipeline import SMEM_LIMIT
 from .common.wgmma import Matmuls
 from .decode.kernel import decode
@@ -176,6 +177,24 @@ class HopperBackend:
         return tangent_launch.push(
             problem, operands, given, found, self.producer, self.sms, self.interpret
         )
+
+    def pushes_backward(
+        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
+    ) -> bool:
+        """Returns whether the tangent kernel of the backward runs a problem."""
+        return moves | wanted <= {"q", "k", "v"} and launches(problem) is not None
+
+    def push_backward(
+        self,
+        spec: AttentionSpec,
+        operands: Operands,
+        cotangents: Cotangents,
+        given: Operands,
+        moved: Cotangents,
+    ) -> Grads:
+        """Computes the tangents of the gradients of q, k, v; see backward/tangent/kernel.py."""
+        problem = describe(operands, spec)
+        return push_backward(problem, operands, cotangents, given, moved, self.interpret)
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""

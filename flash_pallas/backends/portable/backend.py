@@ -119,8 +119,8 @@ class PortableBackend:
         )
 
     def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
-        """Returns whether `push` runs this problem: after the forward, any."""
-        return not primal
+        """Returns whether `push` runs this problem: after the forward, where its tiles fit."""
+        return not primal and self._tangent_tile(describe_padded(problem)) is not None
 
     def push(
         self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
@@ -133,9 +133,30 @@ class PortableBackend:
             (_padded(operands, x) for x in (operands, given)),
         )
         o = pad_axis(found.o, 3, padded.v_head_dim)
-        tile = tiling.choose_tangent(padded)
+        tile = self._tangent_tile(padded)
+        assert tile is not None
         result = tangents(padded, tile, operands, given, found._replace(o=o), self.interpret)
         return result._replace(do=result.do[..., : problem.v_head_dim])
+
+    def pushes_backward(
+        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
+    ) -> bool:
+        """Returns False: second order is that of transforms/equations.py, in jnp."""
+        return False
+
+    def push_backward(
+        self,
+        spec: AttentionSpec,
+        operands: Operands,
+        cotangents: Cotangents,
+        given: Operands,
+        moved: Cotangents,
+    ) -> Grads:
+        """Raises: there is none, as `pushes_backward` says."""
+        raise AssertionError("this backend has no forward mode of its backward")
+
+    def _tangent_tile(self, problem: Problem) -> tiling.TileSizes | None:
+        return tiling.choose_tangent(problem, self.capability or _capability())
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""

@@ -616,12 +616,17 @@ _TILES = {
 _TANGENT_TILES = {64: TileSizes(64, 64), 128: TileSizes(64, 32), WIDEST: TileSizes(64, 16)}
 
 
-def choose_tangent(problem: Problem) -> TileSizes:
-    """Chooses the tile sizes of the tangent kernel."""
+def choose_tangent(problem: Problem, capability: str) -> TileSizes | None:
+    """Chooses the tile sizes of the tangent kernel; None where no tile fits into shared memory.
+
+    At head dim 256 tiles of Q and of its tangent take 68 KB of 99.
+    """
     tile = _for_width(_TANGENT_TILES, max(widths(problem)))
     if _crowded(problem):
         tile = dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
-    return _dividing("tangent", tile, problem)
+    tile = _dividing("tangent", tile, problem)
+    taken = shared_memory(tangent_layout(problem, tile))
+    return tile if taken <= memory_of(capability) - RESERVED else None
 
 
 # The forward's where nothing but a causal mask changes scores: 3 to 9 % faster on an H200 than

@@ -117,6 +117,23 @@ class XlaBackend:
         """Raises: there is none, as `pushes` says."""
         raise AssertionError("this backend has no forward mode of its own")
 
+    def pushes_backward(
+        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
+    ) -> bool:
+        """Returns False: second order is that of transforms/equations.py, in jnp."""
+        return False
+
+    def push_backward(
+        self,
+        spec: AttentionSpec,
+        operands: Operands,
+        cotangents: Cotangents,
+        given: Operands,
+        moved: Cotangents,
+    ) -> Grads:
+        """Raises: there is none, as `pushes_backward` says."""
+        raise AssertionError("this backend has no forward mode of its backward")
+
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns None: it takes every problem."""
         return None
