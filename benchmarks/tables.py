@@ -27,6 +27,7 @@ def render(results: dict[str, Any]) -> str:
         "decode": _decode_table,
         "overhead": _overhead_table,
         "parallel": parallel_tables.render,
+        "derivatives": _derivatives_table,
     }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
@@ -168,6 +169,27 @@ def _overhead_table(results: dict[str, Any]) -> str:
             )
             line += [device, f"{wall} ({graphs})", launches]
         body.append(line)
+    return grid(head, body) + reasons(rows)
+
+
+def _derivatives_table(results: dict[str, Any]) -> str:
+    """Tabulates ms, TFLOP/s and GiB of every call, by provider."""
+    rows = results["rows"]
+    providers = unique(row["provider"] for row in rows if row["ms"])
+    key = lambda row: (row["shape"], row["mask"], row["work"])
+    cells = {(key(row), row["provider"]): row for row in rows}
+
+    def entry(row) -> list[str]:
+        if row is None or row["ms"] is None:
+            return ["-", "-"]
+        speed = f" ({row['tflops']:.0f})" if row["tflops"] else ""
+        return [f"{row['ms']:.2f}{speed}", f"{row['temporary_bytes'] / 2**30:.2f}"]
+
+    head = ["B,T,N,K,H", "mask", "call", *(x for p in providers for x in (p, f"{p}: GiB"))]
+    body = [
+        [*found, *(text for p in providers for text in entry(cells.get((found, p))))]
+        for found in unique(map(key, rows))
+    ]
     return grid(head, body) + reasons(rows)
 
 

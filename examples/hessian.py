@@ -8,8 +8,6 @@ tangent of the gradient along the vector, and costs a few gradients. Lanczos nee
 gradient descent: beyond 2 / sharpness it is unstable (https://arxiv.org/abs/2103.00065).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import pathlib
@@ -32,7 +30,6 @@ class LanguageModel(nn.Module):
     vocabulary: int
     layers: int
     width: int
-    heads: int = 2
     attention: Callable = flash_attention
 
     @nn.compact
@@ -41,7 +38,7 @@ class LanguageModel(nn.Module):
         options = {"causal": True, "rope_theta": 10_000.0, "attention": self.attention}
         x = nn.Embed(self.vocabulary, self.width)(tokens)
         for _ in range(self.layers):
-            attend = FlashAttention(self.heads, differentiable="any", **options)
+            attend = FlashAttention(2, differentiable="any", **options)
             x = x + attend(nn.RMSNorm()(x))
             mlp = nn.Sequential([nn.Dense(4 * self.width), nn.gelu, nn.Dense(self.width)])
             x = x + mlp(nn.RMSNorm()(x))
@@ -103,7 +100,7 @@ def spectrum(loss, params, iterations: int):
 
 def main():
     """Prints the extreme eigenvalues before and after training on the bytes of this file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     sizes = {"layers": 2, "width": 32, "length": 64, "iterations": 30, "steps": 100}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")

@@ -7,8 +7,6 @@ attend to each other, and a determinant makes psi antisymmetric. Its kinetic ene
 -(laplacian log psi + |grad log psi|^2) / 2: the trace of a Hessian, for every sample of a step.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable
@@ -102,7 +100,7 @@ def metropolis(log_psi, walkers, key, moves: int = 10, width: float = 0.4):
 
 def main():
     """Minimises the energy by variational Monte Carlo."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"steps": 200, "walkers": 256, "chunk": 9}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
     flags = parser.parse_args()
@@ -120,9 +118,10 @@ def main():
         mean, middle = energies.mean(), jnp.median(energies)
         # Next to a node of psi energies are huge: a few samples would drown the others.
         spread = 5 * jnp.mean(jnp.abs(energies - middle))
-        excess = jnp.clip(energies, middle - spread, middle + spread) - mean
-        # The gradient of the mean energy. As the Hamiltonian is Hermitian, it has no third
-        # derivatives: it is the covariance of the energy with the gradient of log |psi|.
+        clipped = jnp.clip(energies, middle - spread, middle + spread)
+        excess = clipped - clipped.mean()
+        # As the Hamiltonian is Hermitian, the gradient of the mean energy has no third derivatives:
+        # it is twice the covariance of the energy with the gradient of log |psi|.
         grads = jax.grad(lambda params: 2 * jnp.mean(excess * log_psi(params, walkers)))(params)
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(params, updates), state, walkers, mean

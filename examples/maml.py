@@ -12,8 +12,6 @@ The model is one of in-context learning (https://arxiv.org/abs/2208.01066): it p
 from the points before it, which causal attention shows to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -33,7 +31,6 @@ class Regressor(nn.Module):
 
     layers: int = 2
     width: int = 32
-    heads: int = 2
     attention: Callable = flash_attention
 
     @nn.compact
@@ -42,12 +39,10 @@ class Regressor(nn.Module):
         before = lambda values: jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         h = nn.Dense(self.width)(jnp.stack([x, before(x), before(y)], axis=-1))
         for _ in range(self.layers):
-            attention = FlashAttention(
-                self.heads, causal=True, differentiable="any", attention=self.attention
-            )
-            h = h + attention(nn.LayerNorm()(h))
-            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(h)))
-            h = h + nn.Dense(self.width)(hidden)
+            options = {"causal": True, "differentiable": "any", "attention": self.attention}
+            h = h + FlashAttention(2, **options)(nn.LayerNorm()(h))
+            mlp = nn.Sequential([nn.Dense(4 * self.width), nn.gelu, nn.Dense(self.width)])
+            h = h + mlp(nn.LayerNorm()(h))
         return nn.Dense(1)(nn.LayerNorm()(h))[..., 0]
 
 
@@ -60,7 +55,7 @@ def loss(model, params, points):
 def adapt(loss, params, support, rate: float, first_order: bool = False):
     """Returns the parameters after one gradient step on the points of `support`."""
     grads = jax.grad(loss)(params, support)
-    if first_order:
+    if True:
         grads = jax.lax.stop_gradient(grads)
     return jax.tree.map(lambda param, grad: param - rate * grad, params, grads)
 
@@ -95,7 +90,7 @@ def sines(key, tasks: int, prompts: int, points: int):
 
 def main():
     """Trains, and prints the loss on new tasks with and without the step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"steps": 300, "tasks": 16, "prompts": 2, "points": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
     parser.add_argument("--rate", type=float, default=0.1, help="of the inner step")

@@ -152,6 +152,49 @@ def bounds(case: Case, seed: int = 0, factor: float = 1.0):
     return limits
 
 
+def _second_order(call, case: Case, x: Inputs, tangents: Inputs, moved, *, own=Case.arguments):
+    """Computes the tangents of the gradients of q, k and v, given those of dO and dL in `moved`."""
+
+    def outputs(q, k, v):
+        o, lse = call(q, k, v, **own(case, x))[:2]
+        return o, jnp.where(jnp.isfinite(lse), lse, 0.0)
+
+    def gradients(q, k, v, do, dlse):
+        (o, lse), pull = jax.vjp(outputs, q, k, v)
+        return pull((do.astype(o.dtype), dlse.astype(lse.dtype)))
+
+    given = (
+        *tangents[:3],
+        *(a.astype(b.dtype) for a, b in zip(moved, (x.do, x.dlse), strict=True)),
+    )
+    found = jax.jvp(gradients, (x.q, x.k, x.v, x.do, x.dlse), given)[1]
+    return dict(zip(("ddq", "ddk", "ddv"), found, strict=True))
+
+
+def assert_second_order_matches_oracle(call, case: Case, seed: int = 0):
+    """Checks forward over reverse: its error is at most three times that of plain jnp.
+
+    Of 16 bits the root mean square is compared, with a rounding of the result for a floor.
+    """
+    x, tangents = case.inputs(seed), given(case, seed)
+    moved = jnp.flip(x.do, 1) * 0.5, jnp.flip(x.dlse, -1) * 0.5
+    with jax.enable_x64(True):
+        dense = partial(reference.attention, full_precision=True)
+        wide = jax.tree.map(_wide, (x, tangents, moved))
+        run = partial(_second_order, dense, case, own=Case.oracle_arguments)
+        exact = checks._widen(checks._jit(run)(*wide))
+    plain = partial(_second_order, checks.plain, case, own=Case.oracle_arguments)
+    found, usual = (
+        checks._widen(checks._jit(f)(x, tangents, moved))
+        for f in (partial(_second_order, call, case), plain)
+    )
+    for name, value in exact.items():
+        size = lambda a, value=value: checks._sizes(checks._error(a, value))[1]
+        floor = float(jnp.finfo(case.dtype).eps) * checks.FLOOR * checks._sizes(value)[1]
+        limit = checks.GRADIENT_FACTOR * size(usual[name]) + floor
+        assert size(found[name]) <= limit, f"{case} {name}: {size(found[name])}, allowed {limit}"
+
+
 def assert_matches_oracle(call, case: Case, seed: int = 0, *, parts=False, how="jvp"):
     """Checks O, the log-sum-exp and their tangents by the bounds of this module.
 

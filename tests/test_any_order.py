@@ -20,7 +20,7 @@ from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import any_order as smooth
 from flash_pallas.core import softmax
-from flash_pallas.core.problem import Tangents, describe
+from flash_pallas.core.problem import Grads, Tangents, describe
 from flash_pallas.core.softmax import sum_dtype
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
@@ -162,6 +162,25 @@ class Pushing(XlaBackend):
         (o, lse_log2, _), (do, _, dlse) = jax.jvp(outputs, (moving,), (given,))
         own = (o, lse_log2, jnp.zeros_like(lse_log2)) if found is None else (None,) * 3
         return Tangents(*own, do, dlse)
+
+    def pushes_backward(self, problem, moves, wanted):
+        return moves | wanted <= {"q", "k", "v"}
+
+    def push_backward(self, spec, operands, cotangents, given, moved):
+        problem = describe(operands, spec)
+
+        def outputs(*qkv):
+            moving = operands._replace(**dict(zip("qkv", qkv, strict=True)))
+            out = smooth.attention(spec, self.blocks(problem, None), moving)
+            return out.o, softmax.natural(out.lse_log2)
+
+        gradients = lambda qkv, *of_rows: jax.vjp(outputs, *qkv)[1](of_rows)
+        over = lambda a, b: jnp.einsum("btnh,btnh->bnt", a, b)
+        (o, _), (of_o, _) = jax.jvp(outputs, operands[:3], given[:3])
+        do, ddo = cotangents.do, moved.do
+        dlse = over(o, do) - cotangents.delta, over(of_o, do) + over(o, ddo) - moved.delta
+        primals, tangents = (operands[:3], do, dlse[0]), (given[:3], ddo, dlse[1])
+        return Grads(*jax.jvp(gradients, primals, tangents)[1])
 
 
 def pushing(q, k, v):

@@ -44,19 +44,19 @@ def flat(tree):
 def assert_near(found, expected):
     """Compares trees, the expected one in float64, by the norm of what they differ by.
 
-    A thousand units of rounding are allowed: sums have some hundred terms, through some ten
-    matmuls. That the same number holds in float64 says that nothing else is behind it in float32.
+    A hundred units of rounding are allowed, in float32 as in float64: what differs by rounding
+    alone is as many of either. These sums have less than a hundred terms.
     """
     found, expected = flat(found), flat(expected)
     error = np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected)
-    assert error < 1000 * np.finfo(found.dtype).eps
+    assert error < 100 * np.finfo(found.dtype).eps
 
 
 def cast(tree, dtype):
     return jax.tree.map(lambda x: np.asarray(x, dtype), tree)
 
 
-def normal(*shape, seed=0, scale=1.0):
+def normal(*shape, seed: int | list[int] = 0, scale=1.0):
     """Draws float64 numbers that are float32 ones too."""
     return cast(cast(np.random.default_rng(seed).normal(scale=scale, size=shape), "f4"), "f8")
 
@@ -88,6 +88,29 @@ def pair(model, **sizes):
     return model(**sizes), model(**sizes, attention=dense)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **kw: (mean_flow.MeanVelocity(**kw), jnp.ones((1, 4, 2)), jnp.ones(1), jnp.ones(1)),
+        lambda **kw: (hessian.LanguageModel(5, 1, 8, **kw), jnp.zeros((1, 4), jnp.int32)),
+        lambda **kw: (laplacian.PsiFormer(**kw), jnp.ones((3, 3))),
+        lambda **kw: (maml.Regressor(**kw), jnp.ones((1, 4)), jnp.ones((1, 4))),
+    ],
+    ids=["mean_flow", "hessian", "laplacian", "maml"],
+)
+def test_models_call_the_attention_that_they_are_given(make):
+    """Shows that what follows compares with dense attention."""
+    calls = []
+
+    def watched(*args, **kw):
+        calls.append(kw)
+        return dense(*args, **kw)
+
+    model, *inputs = make(attention=watched)
+    jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    assert len(calls) == model.layers
+
+
 # In float64 always: there a formula that is wrong by little shows.
 DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32"])
 thorough = pytest.mark.thorough(always=["float64"])
@@ -102,7 +125,7 @@ def test_mean_flow_step(dtype):
     params = parameters(models[0], *cast((x, *times), np.float32))
 
     def step(model, *arguments):
-        of = functools.partial(mean_flow.loss, model.apply)
+        of = functools.partial(mean_flow.mean_flow_loss, model.apply)
         return jax.value_and_grad(of, has_aux=True)(*arguments)
 
     compare(step, models, params, x, noise, times, dtype=dtype)
@@ -113,7 +136,7 @@ def test_mean_flow_loss_by_hand():
     r, t = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.9, 0.2, 0.8, 0.5])
     spread = lambda time: time[:, None, None]
     basis = lambda z, r, t: z * spread(t) ** 2 + spread(r)
-    of = functools.partial(mean_flow.loss, lambda scale, *at: scale * basis(*at))
+    of = functools.partial(mean_flow.mean_flow_loss, lambda scale, *at: scale * basis(*at))
     inputs = 1.7, x, noise, (r, t)
     found, gradient = computed(jax.value_and_grad(of, has_aux=True), inputs)
 
@@ -139,7 +162,7 @@ def test_hessian_product(dtype):
 
     def product(model, params, vector):
         return hessian.hessian_product(
-            functools.partial(hessian.loss, model, TOKENS), params, vector
+            functools.partial(hessian.cross_entropy, model, TOKENS), params, vector
         )
 
     compare(product, models, params, vector, dtype=dtype)
@@ -149,13 +172,13 @@ def test_hessian_product(dtype):
 def test_largest_eigenvalues():
     ours, theirs = pair(hessian.LanguageModel, **LANGUAGE)
     params = parameters(ours, TOKENS)
-    loss = functools.partial(hessian.loss, ours, TOKENS)
+    loss = functools.partial(hessian.cross_entropy, ours, TOKENS)
     find = functools.partial(hessian.spectrum, loss, iterations=60)
     values, bounds = computed(find, (params,))
 
     def full(params):
         flat, unravel = ravel_pytree(params)
-        return jax.hessian(lambda flat: hessian.loss(theirs, TOKENS, unravel(flat)))(flat)
+        return jax.hessian(lambda flat: hessian.cross_entropy(theirs, TOKENS, unravel(flat)))(flat)
 
     expected = np.linalg.eigvalsh(computed(full, (params,)))
     for i in (-1, -2, -3, 0):
@@ -228,7 +251,7 @@ def test_electrons_of_equal_spin_can_be_exchanged():
 
 def test_walkers_of_a_normal_distribution():
     walkers = jnp.zeros((4000, 1, 3))
-    log_psi = lambda x: -jnp.sum(x**2) / 4
+    log_psi = lambda x: -jnp.sum(x**2, axis=(1, 2)) / 4
     move = functools.partial(laplacian.metropolis, log_psi, moves=60, width=1.0)
     moved = jax.jit(move)(walkers, jax.random.key(6))
     # Four standard deviations of means of 12,000 numbers and of their squares.
@@ -267,6 +290,15 @@ def test_meta_gradient(dtype):
     assert np.linalg.norm(first_order - exact) > 0.05 * np.linalg.norm(exact)
 
 
+def test_a_point_is_predicted_from_those_before():
+    model, (x, y) = maml.Regressor(layers=1, width=8), normal(2, 1, 6)
+    params = parameters(model, *cast((x, y), np.float32))
+    later = np.where(np.arange(6) < 3, y, y + 1.0)
+    found, changed = (computed(model.apply, (params, x, values)) for values in (y, later))
+    np.testing.assert_array_equal(found[:, :4], changed[:, :4])  # of y, the fourth sees three
+    assert np.all(np.abs(found - changed)[:, 4:] > 1e-3)
+
+
 def numbers(pattern, output):
     return [float(x) for x in re.findall(pattern, output)]
 
@@ -275,7 +307,7 @@ def numbers(pattern, output):
 def test_mean_flow_runs(tmp_path):
     output = run("mean_flow.py", "--steps", 60, "--batch", 32, "--points", 8, cwd=tmp_path)
     errors = numbers(r"squared error ([\d.]+)", output)
-    assert len(errors) == 11 and errors[-1] < errors[0] / 2
+    assert len(errors) == 10 and errors[-1] < errors[0]
     noise, samples = numbers(r"(?:noise|samples) ([\d.]+)", output)
     assert samples < noise
 
@@ -294,7 +326,7 @@ def test_hessian_runs(tmp_path):
 def test_laplacian_runs(tmp_path):
     output = run("laplacian.py", "--steps", 30, "--walkers", 64, "--chunk", 4, cwd=tmp_path)
     energies = numbers(r"energy (-[\d.]+) hartree", output)
-    assert len(energies) == 11 and laplacian.EXACT < energies[-1] < energies[0]
+    assert len(energies) == 10 and laplacian.EXACT < energies[-1] < energies[0]
 
 
 @pytest.mark.thorough
