@@ -55,7 +55,7 @@ def loss(model, params, points):
 def adapt(loss, params, support, rate: float, first_order: bool = False):
     """Returns the parameters after one gradient step on the points of `support`."""
     grads = jax.grad(loss)(params, support)
-    if True:
+    if first_order:
         grads = jax.lax.stop_gradient(grads)
     return jax.tree.map(lambda param, grad: param - rate * grad, params, grads)
 

@@ -146,9 +146,9 @@ def flash_attention(
             xla.
         differentiable: "reverse", once, as jax.grad and jax.vjp do; or "any", which has forward
             mode (jax.jvp, jax.jacfwd) and derivatives of every order (jax.hessian, gradients of
-            gradients) besides. With "any" the gradient runs the same kernels. Tangents, and what is
-            differentiated again, are blockwise jnp on every backend: slower, in memory linear in T
-            and S.
+            gradients) besides. With "any" the gradient runs the same kernels. hopper and portable
+            have kernels for tangents too, and hopper for most Hessian-vector products; the rest is
+            blockwise jnp: slower, in memory linear in T and S. `explain` says which.
         backend: "auto" takes the fastest that can run the call; "hopper", "cudnn", "portable" or
             "xla" takes this one or raises. "auto" chooses for the device that the arrays were put
             on, or `jax.default_device`; for other devices than the default ones, under jit say

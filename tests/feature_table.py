@@ -84,6 +84,11 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("float32 in full", '`precision="highest"`', "", {"dtype": jnp.float32, **_HIGHEST}),
     ("float64", "", "", {"dtype": jnp.float64}),
 ]
+# Derivatives beyond the gradient are jnp where a backend has no kernel for them.
+BEYOND = (
+    ("tangents in a kernel", '`differentiable="any"`'),
+    ("Hessian-vector products in a kernel", "likewise"),
+)
 # By row: what a backend may run that does not run the example; then it is said to run "some".
 SOME: dict[str, dict[str, Any]] = {
     "sliding window": {"window": (3, 0)},
@@ -113,6 +118,21 @@ def _runs(backend, what: str, example: dict[str, Any]) -> str:
     return "some" if what in SOME and _takes(backend, SOME[what]) else "no"
 
 
+def _beyond(backend) -> list[str]:
+    """Returns what a backend answers to the rows of BEYOND."""
+    found, qkv = [], frozenset("qkv")
+    for example in ({}, {"softcap": 2.0}):
+        q, kv = (jnp.zeros((B, x, N, 64), jnp.bfloat16) for x in (T, S))
+        problem = validate.canonicalize(q, kv, kv, Arguments(**example)).problem
+        blocks = None if backend.unsupported(problem) else backend.blocks(problem, None)
+        first = blocks is not None and backend.pushes(problem, blocks, qkv, primal=False)
+        found.append((first, backend.pushes_backward(problem, qkv, qkv)))
+    return [
+        {0: "no", 1: "some", 2: "yes"}[plain + modified]
+        for plain, modified in zip(*found, strict=True)
+    ]
+
+
 def table() -> str:
     """Returns the lines between the markers. GPU backends answer as if there were a GPU."""
     backends = (
@@ -127,6 +147,8 @@ def table() -> str:
     for what, argument, gradient, example in ROWS:
         runs = [_runs(backend, what, example) for backend in backends]
         lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")
+    for row, runs in zip(BEYOND, zip(*map(_beyond, backends), strict=True), strict=True):
+        lines.append(f"| {' | '.join([*row, '', *runs])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,7 +26,7 @@ from ..backends.portable import PortableBackend
 from ..backends.xla import XlaBackend
 from ..core import block_mask
 from ..core.decode import DecodeProblem
-from ..core.problem import Problem
+from ..core.problem import EXTRA_GRADS, Problem
 
 # --- Choice of the backend that runs a call. Every UnsupportedByBackend is raised here ------------
 
@@ -189,6 +189,7 @@ class Explanation:
             the heuristic's were the fastest of those timed.
         gpu: the kind of the GPU that was asked about; None is what is here.
         note: what runs, where it is no kernel of this package; None where it is.
+        orders: what runs for tangents and for second derivatives, where differentiable is "any".
     """
 
     problem: Problem | DecodeProblem
@@ -198,6 +199,7 @@ class Explanation:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
     gpu: str | None = None
     note: str | None = None
+    orders: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -215,8 +217,8 @@ class Explanation:
         ]
         if isinstance(p, Problem) and p.is_listed:
             lines.append("  skips blocks of {} queries and {} keys".format(*p.list_block))
-        if isinstance(p, Problem) and p.spec.differentiable == "any":
-            lines.append("  tangents and second derivatives: blockwise jnp")
+        if self.orders:
+            lines.append(f"  {self.orders}")
         if self.note:
             lines.append(f"  which is {self.note}")
         if self.sources:
@@ -270,7 +272,20 @@ def explanation(
         return Explanation(problem, chosen.name, tile, reasons, gpu=kind)
     tile = tiles(chosen, problem, override, kind)
     sources = {} if tile is None else _sources(chosen, problem, override, kind)
-    return Explanation(problem, chosen.name, tile, reasons, sources, kind, chosen.note)
+    orders = _orders(chosen, problem, tile) if problem.spec.differentiable == "any" else None
+    return Explanation(problem, chosen.name, tile, reasons, sources, kind, chosen.note, orders)
+
+
+def _orders(chosen: Backend, problem: Problem, tile: Any) -> str:
+    """Says what runs for tangents in all operands and for Hessian-vector products in q, k and v."""
+    qkv = frozenset("qkv")
+    moves = qkv | (problem.features & {*EXTRA_GRADS, "sinks"})
+    by_kernels = (
+        chosen.pushes(problem, tile, moves, primal=False),
+        chosen.pushes_backward(problem, qkv, qkv),
+    )
+    first, second = ("kernels" if there else "blockwise jnp" for there in by_kernels)
+    return f"tangents: {first}; Hessian-vector products: {second}; other orders: blockwise jnp"
 
 
 def _sources(

@@ -53,7 +53,7 @@ def context_parallel_attention(
 
     Ring attention (https://arxiv.org/abs/2310.01889) or another strategy, by `jax.shard_map`, with
     the result of `flash_attention` on whole arrays up to rounding. Differentiable once, in reverse
-    mode.
+    mode; with `differentiable="any"` in both modes, to any order.
 
     Args:
         q: queries [B, T, N, H], whole. If the devices of `axis` do not divide T, the arrays are
@@ -199,6 +199,7 @@ def sharded_attention(
     shard_axes: tuple[Any, Any] | None = None,
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
+    differentiable: str = "reverse",
     backend: str = "auto",
     return_lse: bool = False,
 ):
@@ -226,6 +227,8 @@ def sharded_attention(
         shard_axes: as in `flash_attention`.
         deterministic: as in `flash_attention`.
         precision: as in `flash_attention`.
+        differentiable: as in `flash_attention`. With "any" the gradient of a ring keeps the keys of
+            all devices, each of which has them all then, as with "all_gather".
         backend: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
 
@@ -267,6 +270,7 @@ def sharded_attention(
         "shard_axes": shard_axes,
         "deterministic": deterministic,
         "precision": precision,
+        "differentiable": differentiable,
     }
     if strategy == "ring":
         o, lse = _ring(q, k, v, axis, zigzag, backend, Arguments(**options))
