@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -26,6 +27,7 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.nn import linen as layers
 from flash_pallas.nn import nnx as nnx_layers
+from flash_pallas.parallel import context_parallel_attention
 from flash_pallas.transforms import any_order, derivatives
 
 from . import checks
@@ -303,12 +305,11 @@ def test_memory_is_linear_in_the_length(order):
     assert large <= 4.5 * small and large < 8192 * 8192  # of 4 bytes each would be four times that
 
 
-@pytest.mark.thorough(always=["shard_map"])
-@pytest.mark.parametrize("how", ["Auto", "shard_map"])
+@pytest.mark.thorough(always=["shard_map", "Explicit"])
+@pytest.mark.parametrize("how", ["Auto", "Explicit", "shard_map"])
 def test_sharded_over_batch_and_heads(how, eight_devices):
-    mesh = jax.make_mesh(
-        (4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=eight_devices
-    )
+    kind = AxisType.Explicit if how == "Explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=eight_devices)
     spec = P("data", None, "model")
     q, k, v, dq, dk, dv = arrays(6, (4, 24, 4, 8))
     attend = ANY
@@ -319,20 +320,50 @@ def test_sharded_over_batch_and_heads(how, eight_devices):
     for name in ("jvp of grad", "MeanFlow"):
         run = lambda f, x, name=name: jax.jit(functools.partial(TRANSFORMED[name], f))(*x)
         given = (q, k, v, dq, dk, dv)
-        close(run(attend, [*map(put, given)]), run(DENSE, given))
+        expected = run(DENSE, given)
+        with jax.set_mesh(mesh) if how == "Explicit" else contextlib.nullcontext():
+            close(run(attend, [*map(put, given)]), expected)
 
 
-def test_refusals(eight_devices):
+@pytest.mark.thorough(always=["False-ring"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("modified", [False, True])
+def test_context_parallel(strategy, modified, eight_devices):
+    """Differentiates attention to a sequence on four devices, with sinks and rows without keys."""
+    mesh = jax.make_mesh((4,), ("sequence",), devices=eight_devices[:4])
+    ids = jnp.asarray(np.repeat([0, 1, -1], [10, 12, 10])[None], jnp.int32)
+    options = {"causal": True}
+    if modified:
+        options = {"sinks": jnp.arange(4.0), "q_segment_ids": ids, "kv_segment_ids": ids}
+
+    def outputs(f):
+        def run(*args):
+            o, lse = f(*args)[:2]
+            return o, jnp.where(jnp.isfinite(lse), lse, 0.0)
+
+        return run
+
+    parallel = functools.partial(
+        context_parallel_attention,
+        mesh=mesh,
+        axis="sequence",
+        strategy=strategy,
+        differentiable="any",
+        return_lse=True,
+        **options,
+    )
+    given, dense = arrays(6, (1, 32, 4, 8)), functools.partial(reference.attention, **options)
+    for name in ("jvp of grad", "grad of grad", "MeanFlow"):
+        run = lambda f, name=name: jax.jit(functools.partial(TRANSFORMED[name], outputs(f)))(*given)
+        close(run(parallel), run(dense))
+
+
+def test_refusals():
     x = arrays(1)[0]
     with pytest.raises(ValueError, match="differentiable is 'forward': 'reverse' has the gradient"):
         fp.flash_attention(x, x, x, differentiable="forward")
     with pytest.raises(ValueError, match="differentiable is True"):
         fp.flash_attention(x, x, x, differentiable=True)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=eight_devices)
-    with jax.set_mesh(mesh):
-        x = jax.reshard(jnp.ones((8, 16, 2, 8)), P("data"))
-        with pytest.raises(NotImplementedError, match=r"Explicit.*shard_map"):
-            fp.flash_attention(x, x, x, differentiable="any")
     y = arrays(1)[0]
     for function in (jax.jvp, lambda f, *x: jax.jvp(jax.grad(lambda y: f(y).sum()), *x)):
         with pytest.raises((TypeError, NotImplementedError), match="differentiable='any'"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,19 +43,19 @@ from .equations import (
 
 
 def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operands):
-    """Computes what `derivatives.attend` does; differentiable to any order, in either mode.
-
-    Raises:
-        NotImplementedError: arrays are on mesh axes of type Explicit.
-    """
-    if mesh_axes.mesh_of(operands[:3]) is not None:
-        raise NotImplementedError(
-            "differentiable is 'any' and the arrays are on mesh axes of type Explicit: use Auto "
-            "axes, or call it in jax.shard_map"
-        )
+    """Computes what `derivatives.attend` does; differentiable to any order, in either mode."""
+    call = Call(backend, spec, blocks)
     operands = sharding.placed(mesh_axes.spread(operands, mesh_axes.varying(operands)))
-    found: Any = _attend(Call(backend, spec, blocks), *apart(operands))
-    return found[:3]
+    if mesh_axes.mesh_of(operands[:3]) is None:
+        found: Any = _attend(call, *apart(operands))
+        return found[:3]
+
+    def of_shard(operands: Operands) -> Outputs:
+        o, lse, max_logit, _ = cast(Any, _attend(call, *apart(operands)))
+        return Outputs(o, lse, None, max_logit)
+
+    out = sharding.on_shards(of_shard, operands, Outputs)
+    return out.o, out.lse_log2, out.max_logit
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

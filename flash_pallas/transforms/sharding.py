@@ -79,6 +79,35 @@ def placed(operands):
     return _resharded(operands, Shards.of(operands, cuts, dict(mesh.shape)).specs(operands), mesh)
 
 
+def on_shards(function, operands, results):
+    """Runs function(Operands) -> a record on every shard of Explicit axes; JAX differentiates it.
+
+    Args:
+        function: of one shard's operands.
+        operands: whole arrays, `placed`.
+        results: type of the record, whose specs `Shards.result_specs` knows.
+    """
+    mesh: Any = mesh_axes.mesh_of(operands[:3])
+    cuts = [mesh_axes.names_of(x) for x in operands[:3]]
+    shards = Shards.of(operands, cuts, dict(mesh.shape))
+    cut = jax.shard_map(
+        partial(shards.run, function),
+        mesh=mesh,
+        in_specs=(shards.specs(operands),),
+        out_specs=shards.result_specs(results),
+        axis_names=_axes_of(mesh),
+    )
+    return cut(operands)
+
+
+def _axes_of(mesh) -> set[str]:
+    """Returns `axis_names` of a shard_map over all Explicit axes.
+
+    An empty set is all axes but those that a vmap around has taken, which types hide.
+    """
+    return set() if mesh.are_all_axes_explicit else set(mesh.explicit_axes)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class OnShards:
     """A call by `jax.shard_map` over all Explicit axes, where types say how arrays are sharded.
@@ -127,8 +156,7 @@ class OnShards:
             mesh=mesh,
             in_specs=specs,
             out_specs=out_specs,
-            # An empty set is all axes but those that a vmap around has taken, which types hide.
-            axis_names=set() if mesh.are_all_axes_explicit else set(mesh.explicit_axes),
+            axis_names=_axes_of(mesh),
         )
         return cut(*_resharded(args, specs, mesh))
 
