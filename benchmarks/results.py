@@ -28,7 +28,16 @@ ROW_FIELDS = (
 # other provider, by name.
 LATER_FIELDS = ("share_of_gemm", "mhz", "relative")
 # Suites whose rows have fields of their own.
-OWN_ROWS = ("memory", "features", "decode", "overhead", "parallel", "client", "derivatives")
+OWN_ROWS = (
+    "memory",
+    "features",
+    "decode",
+    "overhead",
+    "parallel",
+    "client",
+    "derivatives",
+    "mean_flow",
+)
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 
 

@@ -28,6 +28,7 @@ def render(results: dict[str, Any]) -> str:
         "overhead": _overhead_table,
         "parallel": parallel_tables.render,
         "derivatives": _derivatives_table,
+        "mean_flow": _mean_flow_table,
     }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
@@ -190,6 +191,17 @@ def _derivatives_table(results: dict[str, Any]) -> str:
         [*found, *(text for p in providers for text in entry(cells.get((found, p))))]
         for found in unique(map(key, rows))
     ]
+    return grid(head, body) + reasons(rows)
+
+
+def _mean_flow_table(results: dict[str, Any]) -> str:
+    """Tabulates ms, the ratio to a step without the derivative, and GiB."""
+    rows, body = results["rows"], []
+    for row in (row for row in rows if row["ms"] is not None):
+        gibibytes = f"{row['temporary_bytes'] / 2**30:.2f}"
+        ratio = f"{row['times_flow_matching']:.2f}"
+        body.append([row["shape"], row["step"], f"{row['ms']:.1f}", ratio, gibibytes])
+    head = ["B,T,C", "step", "ms", "times flow matching", "GiB"]
     return grid(head, body) + reasons(rows)
 
 

@@ -28,6 +28,7 @@ class Block(nn.Module):
     """Attention and an MLP, scaled, shifted and gated by a condition [B, D] (adaLN-zero)."""
 
     attention: Callable
+    heads: int
 
     @nn.compact
     def __call__(self, x, condition):
@@ -36,7 +37,7 @@ class Block(nn.Module):
         # Gates of 0: a block begins as the identity, as in DiT (https://arxiv.org/abs/2212.09748).
         modulate = nn.Dense(6 * width, kernel_init=nn.initializers.zeros)
         changes = jnp.split(modulate(nn.silu(condition))[:, None], 6, axis=-1)
-        attend = FlashAttention(2, differentiable="any", attention=self.attention)
+        attend = FlashAttention(self.heads, differentiable="any", attention=self.attention)
         mlp = nn.Sequential([nn.Dense(4 * width), nn.gelu, nn.Dense(width)])
         for layer, (shift, scale, gate) in ((attend, changes[:3]), (mlp, changes[3:])):
             x = x + gate * layer(norm(x) * (1 + scale) + shift)
@@ -48,6 +49,7 @@ class MeanVelocity(nn.Module):
 
     layers: int = 2
     width: int = 64
+    heads: int = 2
     attention: Callable = flash_attention
 
     @nn.compact
@@ -61,7 +63,7 @@ class MeanVelocity(nn.Module):
         place = self.param("place", nn.initializers.normal(0.5), (1, z.shape[1], self.width))
         x = nn.Dense(self.width)(z) + place
         for _ in range(self.layers):
-            x = Block(self.attention)(x, condition)
+            x = Block(self.attention, self.heads)(x, condition)
         return nn.Dense(z.shape[-1])(nn.LayerNorm()(x))
 
 

@@ -18,7 +18,15 @@ from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
-from . import checks, chosen_blocks, cudnn_cases, hopper_decode_cases
+from . import (
+    checks,
+    chosen_blocks,
+    cudnn_cases,
+    hopper_decode_cases,
+    tangent_checks,
+    test_portable_interpreted,
+    test_tangent_kernels,
+)
 from .cases import Case
 from .hopper_cases import (
     FAR_ON_DEVICE,
@@ -286,11 +294,16 @@ def test_decode_of_chosen_blocks(backend, case):
     chosen_blocks.assert_right(case, decode)
 
 
-@pytest.mark.parametrize("name", ["grad", "jvp", "jvp of grad", "MeanFlow", "grad of grad"])
+# Of whole Jacobians: a tangent for each element.
+FEW = {"jacfwd", "jacrev", "hessian"}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 def test_derivatives_of_every_order(backend, name):
     """Holds them to three times the error of plain jnp in bfloat16, by the root mean square."""
-    arrays = jax.random.normal(jax.random.key(1), (6, 2, 300, 4, 64), jnp.bfloat16)
+    shape = (1, 20, 2, 16) if name in FEW else (2, 300, 4, 64)
+    arrays = jax.random.normal(jax.random.key(1), (6, *shape), jnp.bfloat16)
     attend = functools.partial(flash_attention_with_lse, backend=backend, differentiable="any")
     run = lambda f, dtype: jax.jit(
         functools.partial(TRANSFORMED[name], functools.partial(f, causal=True))
@@ -301,6 +314,31 @@ def test_derivatives_of_every_order(backend, name):
     size = lambda x: np.sqrt(np.mean(np.square(x)))
     for a, b, c in zip(found, exact, plain, strict=True):
         assert size(a - b) <= 3 * size(c - b) + 1e-3 * size(b)
+
+
+@pytest.mark.parametrize("case", test_tangent_kernels.CASES, ids=str)
+def test_tangents_of_hopper(case):
+    call = tangent_checks.bind("hopper")
+    tangent_checks.assert_matches_oracle(call, case, parts=True)
+
+
+@pytest.mark.parametrize("case", test_tangent_kernels.named(*test_tangent_kernels.AFTER_O), ids=str)
+def test_tangents_of_hopper_after_the_forward(case):
+    call = tangent_checks.bind("hopper")
+    tangent_checks.assert_matches_oracle(call, case, parts=True, how="linearize")
+
+
+@pytest.mark.parametrize("case", test_portable_interpreted.CASES, ids=str)
+def test_tangents_of_portable(case):
+    tangent_checks.assert_matches_oracle(tangent_checks.bind("portable"), case)
+
+
+@pytest.mark.parametrize(
+    "case", test_tangent_kernels.named(*test_tangent_kernels.SECOND_ORDER), ids=str
+)
+def test_hessian_vector_products_of_hopper(case):
+    call = tangent_checks.bind("hopper")
+    tangent_checks.assert_second_order_matches_oracle(call, case)
 
 
 def test_the_gradient_of_every_order_is_that_of_the_default():

@@ -26,6 +26,7 @@ from flash_pallas.frontend.arguments import Arguments
 from ..cases import Case
 from ..hopper_cases import ON_DEVICE
 from .report import MOST_REGISTERS
+from .tangent_rows import tangent_rows
 
 BATCH, LENGTH, Q_HEADS, KV_HEADS = 3, 2048, 8, 4  # a GPU's SMs are all busy
 
@@ -158,6 +159,10 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "many_entries"): 28,
     ("flash_pallas_backward_fused", 128, "small"): 16,  # with three tiles in flight
     ("flash_pallas_backward_fused", 64, "packed_causal"): 48,
+    # Sums of two results of 64 columns, or of one of 256, and four tiles of scores.
+    ("flash_pallas_backward_push_kv", 64, "causal"): 20,
+    ("flash_pallas_backward_push_kv", 256, "full"): 80,
+    ("flash_pallas_backward_push_kv", 256, "causal"): 32,
     ("flash_pallas_backward_fused", 16, "pair bias 1024"): 84,  # addresses of barriers
     ("flash_pallas_backward_fused", 16, "pair bias 2048"): 80,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
@@ -190,6 +195,9 @@ ALLOWED_SPILLS = {
 
 # The same without a producer warpgroup: the most of ptxas and of nvJitLink.
 ALLOWED_WITHOUT_PRODUCER = {
+    ("flash_pallas_backward_push_kv", 64, "causal"): 4,
+    ("flash_pallas_backward_push_kv", 256, "full"): 28,
+    ("flash_pallas_backward_push_kv", 256, "causal"): 20,
     ("flash_pallas_forward", 64, "full"): 152,
     ("flash_pallas_forward", 64, "causal"): 32,
     ("flash_pallas_forward", 64, "ragged"): 4,
@@ -433,6 +441,7 @@ def rows() -> Iterator[Row]:
             if path == "backward" and head_dim < 256:
                 yield _row("deterministic backward", head_dim, dtype, mask)
     yield from _rows_of_other_lengths()
+    yield from (Row(*row) for row in tangent_rows(HopperBackend(capability="9.0")))
     if trades_registers():
         yield from _rows_without_producer()
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):

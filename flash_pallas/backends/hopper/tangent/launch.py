@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 
 from ....core import padding
@@ -26,8 +24,8 @@ def blocks_of(
         primal: the forward is to be computed too.
         producer: a warpgroup of its own loads.
     """
-    found = choose_tangent(native_problem(problem), moves & set(EXTRA_GRADS), primal=primal)
-    return found if found is None else dataclasses.replace(found, producer=producer)
+    moves &= set(EXTRA_GRADS)
+    return choose_tangent(native_problem(problem), moves, primal=primal, producer=producer)
 
 
 def push(

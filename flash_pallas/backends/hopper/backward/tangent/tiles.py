@@ -74,8 +74,8 @@ class PushBarriers(NamedTuple):
 
 def registers(problem: Problem, columns: int, widths: tuple[int, ...]) -> int:
     """Returns the registers of a thread for sums of these widths and for four tiles of scores."""
-    del problem
-    return sum(widths) // 2 + 2 * columns
+    dropped = columns if problem.spec.dropout_rate else 0  # two of them once more, in part dropped
+    return sum(widths) // 2 + 2 * columns + dropped
 
 
 def choose(problem: Problem, q_axis: int, widths: tuple[int, ...]) -> PushBlocks | None:
