@@ -31,7 +31,7 @@ DENSE_UP_TO = 4096  # queries: of dense jnp, whose scores take 4 bytes each
 
 
 class Work(NamedTuple):
-    """What is computed, in units of the forward: `products` of one matmul of scores each, or 0."""
+    """Transformation that is timed, and how many matmuls of scores it counts as; 0: no TFLOP/s."""
 
     name: str
     products: int

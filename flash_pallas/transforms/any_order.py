@@ -93,8 +93,13 @@ _attend.defjvp(_attend_jvp, symbolic_zeros=True)
 def one_by_one(call: Call, moving: Operands, fixed: Operands, given: Operands):
     """Computes (what `_attend` does, tangents of o and of lse), by two equations."""
     found: Any = _attend(call, moving, fixed)
-    do, dlse = tangents(call, Saved(moving, fixed, found[0], *found[3]), given)
+    do, dlse = tangents(call, _saved(moving, fixed, found), given)
     return found, do, dlse
+
+
+def _saved(moving: Operands, fixed: Operands, found) -> Saved:
+    o, _, _, (lse_log2, shift) = found
+    return Saved(moving, fixed, o, lse_log2, shift)
 
 
 # --- O and its tangent in one kernel --------------------------------------------------------------
@@ -135,17 +140,22 @@ class Split:
     pair: Pair
 
     def __call__(self, *args) -> list[Any]:
-        return jax.tree.leaves(one_by_one(self.pair.call, *self.pair.parts(args)))
+        moving, fixed, given = self.pair.parts(args)
+        return jax.tree.leaves(one_by_one(self.pair.call, moving, fixed, given))
 
 
 def together(call: Call, moving: Operands, fixed: Operands, given: Operands):
     """Computes what `one_by_one` does in one kernel."""
     structure, args = jax.tree.structure, jax.tree.leaves((moving, fixed, given))
     pair = Pair(call, structure((moving, fixed)), structure(given))
-    leaves = iter(_together.bind(*args, pair=pair, jaxpr=traced(pair)(*args)))
-    o, lse, *rows, do, dlse = leaves
-    rows = (*rows, None)[:2]
-    return (o, lse, None, rows), do, dlse
+    out = _together.bind(*args, pair=pair, jaxpr=traced(pair)(*args))
+    return _found(out), *out[-2:]
+
+
+def _found(leaves):
+    """Returns what `_attend` does from the leaves that a Pair returns; there is no max_logit."""
+    o, lse, lse_log2, *shift = leaves[:-2]
+    return o, lse, None, (lse_log2, shift[0] if shift else None)
 
 
 _together = Primitive("flash_attention_jvp")
@@ -161,11 +171,10 @@ def _jvp(args, dots, *, pair: Pair, jaxpr):
     """Returns the results, and what they move by with the operands and with their tangents."""
     out = _together.bind(*args, pair=pair, jaxpr=jaxpr)
     call, (moving, fixed, given) = pair.call, pair.parts(args)
-    o, _, *rows, _, _ = out
-    saved = Saved(moving, fixed, o, *(*rows, None)[:2])
+    saved = _saved(moving, fixed, _found(out))
     moves, _, given_moves = pair.parts([type(t) is not ad.Zero for t in dots])
     dmoving, _, dgiven = pair.parts([ad.instantiate_zeros(t) for t in dots])
-    first = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    first: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
     second = []
     if any(jax.tree.leaves(moves)):
         kept = jax.tree.map(lambda moves, t: t if moves else None, moves, dmoving)
@@ -205,7 +214,7 @@ def _partial_eval(trace, *tracers, pair: Pair, jaxpr):
         return trace.default_process_primitive(_together, tracers, params)
     moving, fixed = pair.operands.unflatten([t.pval.get_known() for t in tracers[:count]])
     found: Any = _attend(pair.call, moving, fixed)
-    saved = Saved(moving, fixed, found[0], *found[3])
+    saved = _saved(moving, fixed, found)
     args = [*jax.tree.leaves(saved), *tracers[count:]]
     params = params_of(Tangents(pair.call, jax.tree.structure(saved), pair.given), args)
     unknown = trace.default_process_primitive(linear_p, args, params)

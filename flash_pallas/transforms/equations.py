@@ -162,7 +162,7 @@ class Saved:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedBoth:
-    """What Pushed depends on besides: the residuals, and the cotangents (do, dlse)."""
+    """Residuals of Pushed: those of the others, and the cotangents (do, dlse)."""
 
     residuals: Saved
     cotangents: Any
@@ -261,10 +261,10 @@ class Gradients(Equation):
 
     def run(self, saved: Saved, given) -> list[Any]:
         """Computes the gradients."""
-        of_extra = moves_of(self.asked) & set(derivatives.EXTRA_GRADS)
-        given = saved.operands, saved.outputs, *given, of_extra
-        call = self.call
-        found = derivatives.gradients(call.backend, call.spec, call.blocks, *given)
+        of_extra, call = moves_of(self.asked) & set(derivatives.EXTRA_GRADS), self.call
+        run = functools.partial(derivatives.gradients, call.backend, call.spec, call.blocks)
+        do, dlse = given
+        found = run(saved.operands, saved.outputs, do, dlse, of_extra)
         return jax.tree.leaves(_only(self.asked, found))
 
     def smooth(self, moving, saved: Saved, given) -> list[Any]:
@@ -326,7 +326,7 @@ class Pushed(Equation):
     def smooth(self, moving, saved: SavedBoth, given) -> list[Any]:
         """Computes them in jnp."""
         fixed = saved.residuals.fixed
-        function = lambda *x: _smooth_gradients(self.call, fixed, *x, self.asked)
+        function = lambda x, given: _smooth_gradients(self.call, fixed, x, given, self.asked)
         full = jax.tree.map(_zero_for_none, moving, given, is_leaf=_is_none)
         return jax.jvp(function, moving, full)[1]
 

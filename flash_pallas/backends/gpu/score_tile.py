@@ -293,9 +293,9 @@ def pushed(problem: Problem, tile: RegisterTile, held: tuple[Any, Any], dqk, mov
     if problem.bias_shape is not None:
         pull = _zero_where_hidden(p, pull)
     dx, dparams = pull(p)
-    found = dx * dz
+    found: Any = dx * dz
     for by_param, tangent in zip(dparams, moved.score_params, strict=False):
-        if tangent is not None:
+        if tangent is not None and by_param is not None:
             found = found + by_param * spread(tangent)
     return found
 

@@ -174,9 +174,7 @@ class HopperBackend:
     ) -> Tangents:
         """Computes the tangents of O and of the log-sum-exp; see tangent/kernel.py."""
         problem = describe(operands, spec)
-        return tangent_launch.push(
-            problem, operands, given, found, self.producer, self.sms, self.interpret
-        )
+        return tangent_launch.push(problem, operands, given, found, self.producer, self.interpret)
 
     def pushes_backward(
         self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]

@@ -588,11 +588,8 @@ def load_inline_first(cta: ForwardCta, number) -> ForwardCta:
     return refilling(cta, ahead)
 
 
-def load_inline(cta: ForwardCta, n, number, tile: QTile, read: int = 1) -> tuple[ForwardCta, Any]:
+def load_inline(cta: ForwardCta, n, number, tile: QTile) -> tuple[ForwardCta, Any]:
     """Returns the CTA as the steps of its n-th tile see it, and what the scheduler says is next.
-
-    Of the tile's K blocks, `read` have been read: here, the softmax of the first was part of the
-    tile before.
 
     The latter is (number, whether it exists), or None where the kernel is not persistent. Slots
     that were released before this tile, for blocks that were not known then, are filled now;
@@ -613,8 +610,9 @@ def load_inline(cta: ForwardCta, n, number, tile: QTile, read: int = 1) -> tuple
 
         @pl.when(loads_inline(cta))
         def _():
+            # The softmax of the tile's first block was part of the tile before.
             released = tile.used + cta.plan.blocks.stages
-            for load, stop in ((load_k, released + read), (load_v, released)):
+            for load, stop in ((load_k, released + 1), (load_v, released)):
                 known, wanted = lax.min(stop, ahead.end), lax.min(stop, ahead.limit)
                 pl.loop(known, wanted)(functools.partial(fill_inline, cta, load, ahead))
 

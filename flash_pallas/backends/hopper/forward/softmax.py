@@ -45,7 +45,7 @@ def first_softmax(cta: ForwardCta, tile: QTile, s, use, exists=None) -> ForwardR
     m = maxima = None
     if not is_bounded(plan):
         given = z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
-        found = online_softmax.compared(unseen(plan, z), *given)
+        found = online_softmax.compared(unseen(plan, z.x), *given)
         z, m, maxima = z._replace(x=found.x), found.m, found.maxima
     p, sums = exponentials(plan, z, finite(plan, m, "last"))
     return ForwardRows(dropped(cta, tile, z, p), maxima, sums)
@@ -250,14 +250,14 @@ def finite(plan: ForwardPlan, m, edges: str):
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def unseen(plan: ForwardPlan, z: Logits) -> Maxima:
+def unseen(plan: ForwardPlan, x) -> Maxima:
     """Returns the row maxima before the first KV block of a Q tile.
 
     Where a step speculates, rows that have seen no key are taken to see no logit below -2**127.
     Only a bias, such as the lowest float32, and the user's function produce such logits: with one
     of them, a speculating step looks twice at these rows.
     """
-    zero = jnp.zeros_like(z.x.max(axis=1))
+    zero = jnp.zeros_like(x.max(axis=1))
     spec = plan.problem.spec
     added = "bias" in plan.problem.features or spec.score_modifiers - {"softcap"}
     if plan.blocks.speculates and plan.far and added:

@@ -458,7 +458,7 @@ class ForwardPlan:
 
     @functools.cached_property
     def tangent_aux(self) -> AuxiliaryInputs | None:
-        """Those of `aux` that have tangents; None but in tangent/kernel.py."""
+        """Tangents of `aux`, as the inputs of another call; None but in tangent/kernel.py."""
         return None
 
     @functools.cached_property
@@ -537,7 +537,7 @@ class ForwardGmem(NamedTuple):
     lists: Any = None  # BlockLists of Q tiles, in place of both; None unless problem.is_listed
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
-    tangents: TangentTiles | None = None  # of these operands; None but in tangent/kernel.py
+    tangents: Any = None  # TangentTiles of these operands; None but in tangent/kernel.py
 
 
 class TangentTiles(NamedTuple):

@@ -45,8 +45,8 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
 from ..common.pipeline import Ring, rows_of, warpgroup_rows
-from ..forward.kernel import drain_inline, load_inline, load_inline_first, load_q_inline, produce
-from ..forward.scheduler import TileScheduler, with_counter
+from ..forward.kernel import drain_inline, load_inline_first, produce
+from ..forward.scheduler import TileScheduler
 from ..forward.softmax import finish, finite, per_row, row_fragments, unseen
 from ..forward.tiles import (
     ForwardBlocks,
@@ -55,7 +55,6 @@ from ..forward.tiles import (
     ForwardRows,
     QTile,
     TangentTiles,
-    claims_tiles,
 )
 from .tiles import RowsGmem, TangentPlan, tangent_scratch, whole_rows
 
@@ -68,7 +67,6 @@ def tangents(
     operands: Operands,
     given: Operands,
     found: Outputs | None,
-    num_sms: int,
     interpret: bool,
 ) -> Tangents:
     """Launches the kernel.
@@ -79,15 +77,13 @@ def tangents(
         operands: operands of the call without padding; q, k and v as operands of common/wgmma.py.
         given: their tangents likewise, all of q, k and v among them.
         found: o, lse_log2 and shift, if a forward has found them; None: they are computed too.
-        num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
 
     Returns:
         Tangents: with rows of whole tiles.
     """
-    rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
-    num_ctas = num_sms if blocks.persistent else None
-    scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
+    rows = blocks.tile_rows
+    scheduler = TileScheduler.of(problem, rows, None, False, interpret)
     lists = None
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
@@ -101,8 +97,8 @@ def tangents(
     shift = per_row if plan.limit else None
     of_primal = (o, per_row, shift) if primal else (None, None, None)
     results = Tangents(*of_primal, do=o, dlse=per_row)
-    call = functools.partial(
-        launch,
+    run = launch(
+        functools.partial(run_cta, plan),
         out=(results,),
         scratch=(tangent_scratch(problem, blocks, moves, gmem.q, gmem.v, o),),
         grid={"cta": scheduler.num_ctas},
@@ -110,10 +106,7 @@ def tangents(
         name="flash_pallas_jvp" if primal else "flash_pallas_tangents",
         interpret=interpret,
     )
-    if claims:
-        kernel = lambda counter: call(functools.partial(run_cta, plan, counter))(gmem, before)
-        return with_counter(kernel, (results,))[0]
-    return call(functools.partial(run_cta, plan, None))(gmem, before)[0]
+    return run(gmem, before)[0]
 
 
 def _gmem(plan: TangentPlan, operands: Operands, given: Operands, lists) -> ForwardGmem:
@@ -149,13 +142,15 @@ class TangentCta(ForwardCta):
     """One CTA, as one of its warpgroups sees it; `out` are the Tangents.
 
     Attributes:
+        plan: the plan of the launch.
         before: RowsGmem in device memory; None if the plan is `primal`.
     """
 
+    plan: TangentPlan
     before: Any = None
 
 
-def run_cta(plan: TangentPlan, counter, gmem: ForwardGmem, before, out: Tangents, smem):
+def run_cta(plan: TangentPlan, gmem: ForwardGmem, before, out: Tangents, smem):
     """Runs a CTA: gives each warpgroup its role, consumer or producer."""
     blocks, results = plan.blocks, cast(Any, out)
     cta = TangentCta(
@@ -168,7 +163,7 @@ def run_cta(plan: TangentPlan, counter, gmem: ForwardGmem, before, out: Tangents
         v=Ring(smem.v_full, smem.v_empty, blocks.stages),
         index=lax.axis_index("cta"),
         wg=lax.axis_index("wg"),
-        counter=counter,
+        counter=None,
         before=before,
     )
     pl.when(cta.wg < blocks.warpgroups)(functools.partial(consume, cta))
@@ -188,14 +183,14 @@ class Rows(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a forward has found of a warpgroup's rows, f32[64] each."""
+    """Results of a forward for a warpgroup's rows, f32[64] each."""
 
     lse_log2: Any
     shift: Any  # or None
 
 
 class Fixed(NamedTuple):
-    """What a Q tile's steps have in common.
+    """Arguments that all steps of a Q tile share.
 
     Attributes:
         tile: the Q tile.
@@ -213,40 +208,23 @@ class Fixed(NamedTuple):
 
 
 def consume(cta: TangentCta):
-    """Runs a consumer warpgroup: folds the KV blocks of each tile into its 64 rows."""
+    """Runs a consumer warpgroup: folds the KV blocks of its tile into its 64 rows."""
     plan = cta.plan
     if plan.blocks.producer:
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
-    else:
-        load_inline_first(cta, plan.scheduler.first(cta))
-    used = plan.scheduler.each(cta, functools.partial(run_tile, cta), jnp.int32(0))
+    number = plan.scheduler.first(cta)
+    seen: Any = cta
+    tile = cta.q_tile(number)._replace(used=jnp.int32(0))
     if not plan.blocks.producer:
-        drain_inline(cta, used)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def run_tile(cta: TangentCta, n, number, used):
-    """Computes the CTA's n-th Q tile, which has this number; `used` is its first ring position.
-
-    Returns (ring position after it, following): the next tile's (number, whether there is one), or
-    None where the kernel is not persistent.
-    """
-    plan = cta.plan
-    tile, following, seen = cta.q_tile(number)._replace(used=used), None, cta
-    if not plan.blocks.producer:
-        seen, following = load_inline(cta, n, number, tile, read=0)
+        seen = load_inline_first(cta, number)
     accumulator = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
     plgpu.barrier_wait(cta.smem.q_full.at[cta.wg])
     accumulators = (accumulator,) * (1 + plan.primal)
-    rows, t, o = pl.run_scoped(functools.partial(steps, seen, tile), *accumulators)
-    after = used + tile.kv_blocks
-    if plan.blocks.persistent:
-        following = following or plan.scheduler.following(seen, n)
-        plgpu.barrier_arrive(cta.smem.q_empty.at[cta.wg])
-        if not plan.blocks.producer:
-            load_q_inline(cta, *following)
+    rows, t, o = pl.run_scoped(lambda *accs: steps(seen, tile, *accs), *accumulators)
+    if not plan.blocks.producer:
+        drain_inline(cta, tile.kv_blocks)
     store(cta, tile, rows, t, o)
-    return after, following
+    plgpu.wait_smem_to_gmem(0)
 
 
 def steps(cta: TangentCta, tile: QTile, t_acc, o_acc=None):
@@ -276,8 +254,8 @@ def start(cta: TangentCta, tile: QTile, t_acc, o_acc) -> Fixed:
     return Fixed(tile, moved, known, t_acc, o_acc)
 
 
-def step(cta: TangentCta, fixed: Fixed, j, rows: Rows | None, *, edges: str) -> Rows:
-    """Folds the j-th KV block into the rows; `rows` is None for the first."""
+def step(cta: TangentCta, fixed: Fixed, j, rows: Any, *, edges: str) -> Rows:
+    """Folds the j-th KV block into the Rows, which are None before the first."""
     tile, multiply = fixed.tile, cta.plan.matmuls.multiply
     use = tile.used + j
     if tile.listed is not None:
@@ -380,7 +358,7 @@ def known_weights(z: scores.Logits, known: Known):
     return jnp.exp2(x * z.log2_scale - per_row(known.lse_log2, x.shape))
 
 
-def weights(cta: TangentCta, z: scores.Logits, rows: Rows | None, edges: str):
+def weights(cta: TangentCta, z: scores.Logits, rows: Any, edges: str):
     """Computes the weights of a tile relative to row maxima that include it.
 
     Returns (weights, (alpha, grew) by which sums are to be rescaled, Rows without mu); alpha is
@@ -388,7 +366,7 @@ def weights(cta: TangentCta, z: scores.Logits, rows: Rows | None, edges: str):
     """
     plan, first = cta.plan, rows is None
     slack = None if first else plan.blocks.lazy_rescale or None
-    old = unseen(plan, z) if first else rows.maxima
+    old = unseen(plan, z.x) if first else rows.maxima
     found = online_softmax.compared(old, z.x, z.log2_scale, plan.far, slack, plan.interpret)
     m = finite(plan, found.m, edges)
     x = found.x * z.log2_scale

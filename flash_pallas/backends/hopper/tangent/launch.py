@@ -34,7 +34,6 @@ def push(
     given: Operands,
     found: Outputs | None,
     producer: bool,
-    num_sms: int,
     interpret: bool,
 ) -> Tangents:
     """Computes what `Backend.push` does.
@@ -45,7 +44,6 @@ def push(
         given: their tangents.
         found: as of `Backend.push`.
         producer: a warpgroup of its own loads.
-        num_sms: number of SMs that a kernel has.
         interpret: run under the interpreter.
     """
     blocks = blocks_of(problem, moves_of(given), found is None, producer)
@@ -55,12 +53,11 @@ def push(
     widths = {"q": (native.head_dim,), "k": (native.head_dim,)}
     widths |= {"v": (native.v_head_dim, blocks.block_kv)}
     # A weight of 0 times the tangent of a score of padding is 0 only if that is finite.
-    both = padding.cleared(operands), padding.cleared(operands, given)
-    both = [
-        x._replace(**{n: matmuls.operand(getattr(x, n), *w) for n, w in widths.items()})
-        for x in both
-    ]
-    results = tangents(native, blocks, *both, found, num_sms, interpret)
+    laid = lambda x: x._replace(
+        **{name: matmuls.operand(getattr(x, name), *w) for name, w in widths.items()}
+    )
+    cleared, moved = (laid(padding.cleared(operands, x)) for x in (operands, given))
+    results = tangents(native, blocks, cleared, moved, found, interpret)
     queries = slice(problem.q_len)
     whole = lambda x: None if x is None else matmuls.joined(x)[:, queries, :, : problem.v_head_dim]
     rows = jax.tree.map(lambda x: x[:, :, queries], results._replace(o=None, do=None))

@@ -93,7 +93,7 @@ def registers(problem: Problem, blocks: ForwardBlocks, *, primal: bool) -> int:
 
 
 class RowsGmem(NamedTuple):
-    """What a forward has found, in device memory; its rows are those of whole tiles."""
+    """Results of a forward in device memory; their rows are those of whole tiles."""
 
     o: Any  # [B, rows, N, Hv] in the call's dtype
     lse_log2: Any  # f32[B, N, rows]
@@ -113,7 +113,7 @@ class TangentPlan(ForwardPlan):
     primal: bool = True
 
     @functools.cached_property
-    def tangent_aux(self) -> AuxiliaryInputs | None:
+    def tangent_aux(self) -> AuxiliaryInputs:
         """The auxiliary inputs that have tangents."""
         return tangent_aux(self.problem, self.moves)
 

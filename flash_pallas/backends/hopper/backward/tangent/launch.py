@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .....core import padding
 from .....core.problem import Cotangents, Grads, Operands, Problem
 from ...common.wgmma import Matmuls
@@ -16,7 +18,7 @@ TOGETHER = ((0, (FIRST,)), (1, (FIRST, SECOND)))
 APART = ((0, (FIRST,)), (1, (FIRST,)), (1, (SECOND,)))
 
 
-def launches(problem: Problem):
+def launches(problem: Problem) -> list[tuple[int, tuple[int, ...], Any]] | None:
     """Returns [(axis of queries, results, PushBlocks)] of the launches; None if there are none."""
     if not is_possible(problem):
         return None
@@ -70,4 +72,5 @@ def push_backward(
         found |= {of_rows[i]: x for i, x in zip(results, out, strict=True)}
     joined = Matmuls(problem.dtype).joined
     whole = lambda name, like: joined(found[name])[:, : like.shape[1], :, : like.shape[3]]
-    return Grads(*(whole(n, getattr(operands, n)) for n in ("q", "k", "v")))
+    q, k, v = (whole(name, getattr(operands, name)) for name in ("q", "k", "v"))
+    return Grads(q, k, v)
