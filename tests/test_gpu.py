@@ -294,15 +294,11 @@ def test_decode_of_chosen_blocks(backend, case):
     chosen_blocks.assert_right(case, decode)
 
 
-# Of whole Jacobians: a tangent for each element.
-FEW = {"jacfwd", "jacrev", "hessian"}
-
-
 @pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize("backend", ["hopper", "portable"])
 def test_derivatives_of_every_order(backend, name):
     """Holds them to three times the error of plain jnp in bfloat16, by the root mean square."""
-    shape = (1, 20, 2, 16) if name in FEW else (2, 300, 4, 64)
+    shape = (1, 20, 2, 16) if name in test_tangent_kernels.FEW else (2, 300, 4, 64)
     arrays = jax.random.normal(jax.random.key(1), (6, *shape), jnp.bfloat16)
     attend = functools.partial(flash_attention_with_lse, backend=backend, differentiable="any")
     run = lambda f, dtype: jax.jit(

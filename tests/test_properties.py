@@ -19,7 +19,7 @@ from jax import lax
 
 import flash_pallas as fp
 
-from . import checks
+from . import checks, tangent_checks
 from .random_cases import Sizes, packed, random_case, random_packed_case
 
 PARTS = 10  # tests that may run side by side
@@ -73,6 +73,18 @@ def test_any_combination_matches_the_oracle(part):
         hypothesis.note(repr(case))
         blocks = None if case.block_mask else {"block_q": block_q, "block_kv": block_kv}
         checks.assert_matches_oracle(checks.bind("xla", blocks), case)
+
+    check()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(PARTS))
+def test_tangents_of_any_combination_match_the_oracle(part):
+    @examples(-(-EXAMPLES // PARTS), part)
+    @hypothesis.given(cases(Sizes()))
+    def check(case):
+        hypothesis.note(repr(case))
+        tangent_checks.assert_matches_oracle(tangent_checks.bind("xla"), case)
 
     check()
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 
 from . import tangent_checks, test_portable_interpreted
 from .hopper_cases import FLOAT32, INTERPRETED, MAXIMA, MODIFIERS
 from .interpreter import race_checked
+from .test_any_order import TRANSFORMED
 
 HOPPER = HopperBackend(interpret=True, num_sms=2)
 CASES = (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA)
@@ -61,6 +67,27 @@ def test_hopper_without_a_producer(case):
 @pytest.mark.parametrize("case", test_portable_interpreted.CASES, ids=str)
 def test_portable(case):
     assert_right(PortableBackend(interpret=True, capability="8.0"), case)
+
+
+# Whole Jacobians have a tangent for each element. JAX differentiates no `jax.checkpoint` around
+# kernels that have effects, as they have under the interpreter: GPUs run those two.
+FEW, CHECKPOINTED = {"jacfwd", "jacrev", "hessian"}, {"loop", "saved"}
+
+
+@pytest.mark.thorough(always=["MeanFlow"])
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", [name for name in TRANSFORMED if name not in CHECKPOINTED])
+def test_transformations_of_hopper(name):
+    """Compares with dense jnp in float32, of which a product is right to 2^-15 of its terms."""
+    shape = (1, 4, 1, 2) if name in FEW else (1, 24, 2, 16)
+    given = jax.random.normal(jax.random.key(0), (6, *shape), jnp.float32)
+    dense = functools.partial(reference.attention, causal=True)
+    attend = functools.partial(tangent_checks.bind(HOPPER), causal=True)
+    run = lambda f: jax.tree.leaves(jax.jit(functools.partial(TRANSFORMED[name], f))(*given))
+    with race_checked():
+        found = run(attend)
+    for a, b in zip(found, run(dense), strict=True):
+        assert jnp.abs(a - b).max() <= 2**-13 * jnp.abs(b).max()
 
 
 @pytest.mark.thorough(always=["d64_causal"])
