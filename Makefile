@@ -95,9 +95,9 @@ package:
 # What depends on the version of jax most, with 0.12: tracing, transformations, Flax, kernels.
 ON_0.12 := tests/core tests/test_public_api.py tests/test_dispatch.py tests/test_vjp.py \
 	tests/test_transforms.py tests/test_nn.py tests/test_nn_layer.py tests/test_validate.py \
-	tests/test_xla.py tests/test_sharding.py tests/test_portable.py
+	tests/test_xla.py tests/test_sharding.py tests/test_portable.py tests/test_any_order.py
 INTERPRETED_0.12 := tests/test_hopper_interpreted.py tests/test_hopper_decode.py \
-	tests/test_portable_interpreted.py
+	tests/test_portable_interpreted.py tests/test_tangent_kernels.py
 
 test-0.12:
 	@VENV=$(VENV)-0.12 CONSTRAINTS=.ci/constraints-0.12.txt bash .ci/setup compile dev

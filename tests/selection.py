@@ -1,7 +1,7 @@
 """The choice of cases for `make test`: all that are not thorough, and some of those that are.
 
 A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
-those that the mark names, those that a mutation names, and a thirtieth, another one every day.
+those that the mark names, those that a mutation names, and a sixtieth, another one every day.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from .mutation_list import SHARED_AND_HOPPER
 from .portable_mutations import PORTABLE
 
-DAYS = 30  # after which every case has had its turn
+DAYS = 60  # after which every case has had its turn
 NAMED = frozenset(f"tests/{mutation.test}" for mutation in (*SHARED_AND_HOPPER, *PORTABLE))
 
 

@@ -325,10 +325,11 @@ def test_sharded_over_batch_and_heads(how, eight_devices):
             close(run(attend, [*map(put, given)]), expected)
 
 
-@pytest.mark.thorough(always=["False-ring"])
+@pytest.mark.thorough(always=["MeanFlow-True-ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("modified", [False, True])
-def test_context_parallel(strategy, modified, eight_devices):
+@pytest.mark.parametrize("name", ["jvp of grad", "grad of grad", "MeanFlow"])
+def test_context_parallel(strategy, modified, name, eight_devices):
     """Differentiates attention to a sequence on four devices, with sinks and rows without keys."""
     mesh = jax.make_mesh((4,), ("sequence",), devices=eight_devices[:4])
     ids = jnp.asarray(np.repeat([0, 1, -1], [10, 12, 10])[None], jnp.int32)
@@ -353,9 +354,8 @@ def test_context_parallel(strategy, modified, eight_devices):
         **options,
     )
     given, dense = arrays(6, (1, 32, 4, 8)), functools.partial(reference.attention, **options)
-    for name in ("jvp of grad", "grad of grad", "MeanFlow"):
-        run = lambda f, name=name: jax.jit(functools.partial(TRANSFORMED[name], outputs(f)))(*given)
-        close(run(parallel), run(dense))
+    run = lambda f: jax.jit(functools.partial(TRANSFORMED[name], outputs(f)))(*given)
+    close(run(parallel), run(dense))
 
 
 def test_refusals():

@@ -30,7 +30,7 @@ from .interpreter import race_checked
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
-@pytest.mark.thorough(always=["d64_split", "everything_128", "float32_32_window_dropout"])
+@pytest.mark.thorough(always=["d64_split", "everything", "float32_32_window_dropout"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):
