@@ -131,7 +131,7 @@ def test_one_array_says_what_queries_and_keys_have(name):
             np.testing.assert_allclose(x, y, rtol=0, atol=bound)
 
 
-@pytest.mark.thorough(always=["portable-True"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernels", ["hopper", "hopper split", "portable"])
