@@ -41,7 +41,7 @@ FORWARD, JVP, HVP = Work("forward", 2), Work("jvp", 6), Work("Hessian-vector pro
 
 
 class Cell(NamedTuple):
-    """One call."""
+    """Sizes, mask and transformation of the calls that a row of each provider times."""
 
     shape: suites.Shape
     causal: bool

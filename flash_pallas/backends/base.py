@@ -20,6 +20,41 @@ class UnsupportedByBackend(NotImplementedError):
     """Error: a backend that was asked for by name cannot run this call; the message says why."""
 
 
+class NoTangents:
+    """Mixin of a backend without forward mode, which is jnp then (transforms/equations.py)."""
+
+    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
+        """Returns False; see Backend.pushes."""
+        return False
+
+    def push(
+        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    ) -> Tangents:
+        """Raises, as `pushes` says that nobody may call it."""
+        raise AssertionError("this backend has no forward mode")
+
+
+class NoSecondOrder:
+    """Mixin of a backend without forward mode of its backward, which is jnp then."""
+
+    def pushes_backward(
+        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
+    ) -> bool:
+        """Returns False; see Backend.pushes_backward."""
+        return False
+
+    def push_backward(
+        self,
+        spec: AttentionSpec,
+        operands: Operands,
+        cotangents: Cotangents,
+        given: Operands,
+        moved: Cotangents,
+    ) -> Grads:
+        """Raises, as `pushes_backward` says that nobody may call it."""
+        raise AssertionError("this backend has no forward mode of its backward")
+
+
 class Backend(Protocol):
     """One implementation of attention and its gradient."""
 

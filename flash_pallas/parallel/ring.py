@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from ..core import mesh_axes, softmax
-from ..core.problem import AttentionSpec, Cotangents, Operands, describe
+from ..core.problem import AttentionSpec, Cotangents, Operands, Outputs, describe
 from ..frontend import dispatch
 from ..transforms import any_order, derivatives
 from .layout import local_positions, names_of
@@ -77,7 +77,10 @@ def attend(ring: Ring, operands: Operands):
     # Outside shard_map's check of types no value has axes, and none must be given one.
     axes = axes | frozenset(names_of(ring.axis)) if axes else axes
     operands = mesh_axes.spread(operands, axes)
-    return (_every_order if ring.spec.differentiable == "any" else _jitted)(ring, operands)
+    if ring.spec.differentiable == "any":
+        # JAX differentiates the merging and the ring, and keeps the keys of every step.
+        return _public(ring, _forward(ring, operands))
+    return _jitted(ring, operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -154,8 +157,7 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
     """Merges what one step adds into `sums`."""
     for piece in ring.plan.pieces(step, wrapped):
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
-        chosen, blocks = _chosen(ring, spec, part)
-        out = derivatives.forward_of(chosen, spec, blocks)(part)
+        out = _outputs(ring, spec, part)
         half = _halves(operands.q.shape[1], piece.rows)
         mine = _Sums(sums.o[:, half], sums.lse_log2[:, :, half], sums.shift[:, :, half])
         shift = jnp.zeros_like(mine.shift) if out.shift is None else out.shift
@@ -166,6 +168,17 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
     return sums
 
 
+def _outputs(ring: Ring, spec: AttentionSpec, part: Operands) -> Outputs:
+    """Computes attention of one piece, as the call is to be differentiated."""
+    chosen, blocks = _chosen(ring, spec, part)
+    if spec.differentiable != "any":
+        return derivatives.forward_of(chosen, spec, blocks)(part)
+    o, lse, _ = any_order.attend(chosen, spec, blocks, part)
+    seen = lse > -jnp.inf
+    lse_log2 = jnp.where(seen, jnp.where(seen, lse, 0.0) * softmax.LOG2E, softmax.EMPTY_ROW)
+    return Outputs(o, lse_log2)
+
+
 def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
     """Merges stacked results of attention to parts of the keys into that to all of them."""
     last = lambda x: jnp.swapaxes(x, -1, -2)  # [.., N, T] to [.., T, N]
@@ -173,74 +186,6 @@ def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
     given = parts.o, last(parts.lse_log2), last(parts.shift)
     o, *rows = softmax.merge(*given, sinks, ring.unit)
     return _Sums(o, *map(last, rows))
-
-
-# --- Derivatives of every order: JAX differentiates the merging and the ring ----------------------
-
-
-class _Found(NamedTuple):
-    """Results of attention to the keys so far, for JAX to differentiate."""
-
-    o: Any  # f32[B, T, N, Hv]
-    lse: Any  # f32[B, N, T], natural
-
-
-def _every_order(ring: Ring, operands: Operands):
-    """Computes what `attend` does by pieces that have derivatives of every order."""
-    q, v = operands.q, operands.v
-    dtype = softmax.sum_dtype(q.dtype)
-    rows = (q.shape[0], q.shape[2], q.shape[1])
-    sums = _Found(jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(rows, -jnp.inf, dtype))
-    sums, keys = _like(operands, sums), _keys(operands)
-    for step in range(ring.plan.last_step + 1):
-        arriving = _rotated(ring, keys) if step < ring.plan.last_step else None
-        fold = lambda wrapped, sums, keys, step=step: _fold_again(
-            ring, step, wrapped, operands, sums, keys
-        )
-        sums = _either(ring, step, fold, sums, keys)
-        keys = arriving
-    if operands.sinks is not None:
-        sinks = jnp.broadcast_to(operands.sinks.astype(dtype)[..., None], rows)
-        sums = _joined(sums, _Found(jnp.zeros_like(sums.o), sinks))
-    return sums.o.astype(q.dtype), sums.lse
-
-
-def _fold_again(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Found, keys):
-    """Merges what one step adds into `sums`, as `_fold` does."""
-    for piece in ring.plan.pieces(step, wrapped):
-        spec, part = _part(ring, step, wrapped, piece, operands, keys)
-        o, lse, _ = any_order.attend(*_with_spec(ring, spec, part), part)
-        half = _halves(operands.q.shape[1], piece.rows)
-        mine = _Found(sums.o[:, half], sums.lse[:, :, half])
-        found = _joined(mine, _Found(o.astype(mine.o.dtype), lse))
-        put = lambda x, part, axis, rows=piece.rows: _replaced(x, part, axis, rows)
-        sums = jax.tree.map(put, sums, found, _Found(1, 2))
-    return sums
-
-
-def _with_spec(ring: Ring, spec: AttentionSpec, part: Operands):
-    """Returns (backend, spec, tile sizes) of one piece."""
-    chosen, blocks = _chosen(ring, spec, part)
-    return chosen, spec, blocks
-
-
-def _joined(mine: _Found, theirs: _Found) -> _Found:
-    """Merges results of attention to disjoint keys; nothing is made of the -inf of empty rows."""
-    parts = mine, theirs
-    seen = [x.lse > -jnp.inf for x in parts]
-    known = [jnp.where(s, x.lse, 0.0) for s, x in zip(seen, parts, strict=True)]
-    finite = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, known, strict=True)]
-    most = lax.stop_gradient(jnp.maximum(*finite))
-    some = seen[0] | seen[1]
-    most = jnp.where(some, most, 0.0)
-    weights = [
-        jnp.where(s, jnp.exp(jnp.where(s, x - most, 0.0)), 0.0)
-        for s, x in zip(seen, known, strict=True)
-    ]
-    total = jnp.where(some, weights[0] + weights[1], 1.0)
-    last = lambda x: jnp.swapaxes(x, 1, 2)[..., None]
-    o = sum(last(w / total) * x.o for w, x in zip(weights, parts, strict=True))
-    return _Found(o, jnp.where(some, most + jnp.log(total), -jnp.inf))
 
 
 def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):

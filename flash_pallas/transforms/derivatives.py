@@ -177,10 +177,15 @@ def sink_gradient(sinks, rows: Cotangents, unit: float):
 
     A sink is a logit without a value, so its dP is 0; `unit` is that of softmax.finish.
     """
-    sink = sinks.astype(rows.lse_log2.dtype)[..., None]
-    above = sink if rows.shift is None else sink - rows.shift * unit
-    weight = jnp.exp2(above * softmax.LOG2E - rows.lse_log2)
+    weight = sink_weight(sinks, rows.lse_log2, rows.shift, unit)
     return -jnp.sum(weight * rows.delta, axis=-1).astype(sinks.dtype)
+
+
+def sink_weight(sinks, lse_log2, shift, unit: float):
+    """Computes the weight of the sinks in every row, [B, N, T]; arguments as of sink_gradient."""
+    sink = sinks.astype(lse_log2.dtype)[..., None]
+    above = sink if shift is None else sink - shift * unit
+    return jnp.exp2(above * softmax.LOG2E - lse_log2)
 
 
 @lru_cache(maxsize=1024)

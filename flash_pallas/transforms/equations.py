@@ -106,9 +106,7 @@ def with_sinks(operands: Operands, dsinks, out: Results, unit: float):
     """
     if dsinks is None:
         return out.do, out.dlse
-    sink = operands.sinks.astype(out.lse_log2.dtype)[..., None]
-    above = sink if out.shift is None else sink - out.shift * unit
-    weight = jnp.exp2(above * softmax.LOG2E - out.lse_log2)
+    weight = derivatives.sink_weight(operands.sinks, out.lse_log2, out.shift, unit)
     moved = weight * dsinks.astype(weight.dtype)[..., None]
     less = jnp.swapaxes(moved, 1, 2)[..., None] * out.o.astype(moved.dtype)
     return (out.do.astype(moved.dtype) - less).astype(out.do.dtype), out.dlse + moved

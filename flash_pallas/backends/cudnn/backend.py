@@ -27,9 +27,9 @@ from ...core.problem import (
     Operands,
     Outputs,
     Problem,
-    Tangents,
     describe,
 )
+from ..base import NoSecondOrder, NoTangents
 from . import empty_rows, residuals
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -66,7 +66,7 @@ _SPELLED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class CudnnBackend:
+class CudnnBackend(NoTangents, NoSecondOrder):
     """Backend that calls cuDNN through jax.nn.
 
     Attributes:
@@ -176,33 +176,6 @@ class CudnnBackend:
         # cuDNN need not write what lies beyond a length.
         found: Any = padding.cleared(operands, Grads(dq, dk, dv, bias=bias))
         return found
-
-    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
-        """Returns False: forward mode is that of transforms/equations.py, in jnp."""
-        return False
-
-    def push(
-        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
-    ) -> Tangents:
-        """Raises: there is none, as `pushes` says."""
-        raise AssertionError("this backend has no forward mode of its own")
-
-    def pushes_backward(
-        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
-    ) -> bool:
-        """Returns False: second order is that of transforms/equations.py, in jnp."""
-        return False
-
-    def push_backward(
-        self,
-        spec: AttentionSpec,
-        operands: Operands,
-        cotangents: Cotangents,
-        given: Operands,
-        moved: Cotangents,
-    ) -> Grads:
-        """Raises: there is none, as `pushes_backward` says."""
-        raise AssertionError("this backend has no forward mode of its backward")
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why cuDNN does not decode: jax.nn has no caches."""

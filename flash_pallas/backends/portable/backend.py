@@ -22,6 +22,7 @@ from ...core.problem import (
     Tangents,
     describe,
 )
+from ..base import NoSecondOrder
 from ..gpu.launch import refusal
 from . import tiling
 from . import tiling as tiles
@@ -40,7 +41,7 @@ NUM_SMS = 108  # of an A100, where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableBackend:
+class PortableBackend(NoSecondOrder):
     """Backend of the kernels for compute capability 8.0 and above.
 
     Attributes:
@@ -137,23 +138,6 @@ class PortableBackend:
         assert tile is not None
         result = tangents(padded, tile, operands, given, found._replace(o=o), self.interpret)
         return result._replace(do=result.do[..., : problem.v_head_dim])
-
-    def pushes_backward(
-        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
-    ) -> bool:
-        """Returns False: second order is that of transforms/equations.py, in jnp."""
-        return False
-
-    def push_backward(
-        self,
-        spec: AttentionSpec,
-        operands: Operands,
-        cotangents: Cotangents,
-        given: Operands,
-        moved: Cotangents,
-    ) -> Grads:
-        """Raises: there is none, as `pushes_backward` says."""
-        raise AssertionError("this backend has no forward mode of its backward")
 
     def _tangent_tile(self, problem: Problem) -> tiling.TileSizes | None:
         return tiling.choose_tangent(problem, self.capability or _capability())

@@ -24,9 +24,9 @@ from ...core.problem import (
     Operands,
     Outputs,
     Problem,
-    Tangents,
     describe,
 )
+from ..base import NoSecondOrder, NoTangents
 from . import decode, list_rows, online
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
@@ -42,7 +42,7 @@ _GRADS = tuple(name for name in Grads._fields if name != "score_params")
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaBackend:
+class XlaBackend(NoTangents, NoSecondOrder):
     """The fallback that runs everywhere."""
 
     name = "xla"
@@ -106,33 +106,6 @@ class XlaBackend:
         params = map(cast, found.score_params, operands.score_params)
         grads = {name: cast(getattr(found, name), getattr(operands, name)) for name in _GRADS}
         return Grads(**grads, score_params=tuple(params))
-
-    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
-        """Returns False: forward mode is that of transforms/equations.py, in jnp."""
-        return False
-
-    def push(
-        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
-    ) -> Tangents:
-        """Raises: there is none, as `pushes` says."""
-        raise AssertionError("this backend has no forward mode of its own")
-
-    def pushes_backward(
-        self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
-    ) -> bool:
-        """Returns False: second order is that of transforms/equations.py, in jnp."""
-        return False
-
-    def push_backward(
-        self,
-        spec: AttentionSpec,
-        operands: Operands,
-        cotangents: Cotangents,
-        given: Operands,
-        moved: Cotangents,
-    ) -> Grads:
-        """Raises: there is none, as `pushes_backward` says."""
-        raise AssertionError("this backend has no forward mode of its backward")
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns None: it takes every problem."""

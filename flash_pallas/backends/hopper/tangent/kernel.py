@@ -14,12 +14,12 @@ matmul: five.
 The CTA, its tiles and its loads are those of the forward (forward/kernel.py). dQ, dK and dV travel
 with Q, K and V, in slots of their own. A step is
 
-    S = Q K^T                           while (3) of the block before finishes
-    dS = dQ K^T, + Q dK^T               P from S while they run
-    (3) G V, P dV, and P V of `primal`  G = P o dS; their registers are free in the next step
+    S = Q K^T, dS = dQ K^T + Q dK^T     P from S, while dS is on its way
+    G V, P dV, and P V of `primal`      with G = P o dS; the step waits for them
 
-There is no ping-pong: 1,500 cycles of matmuls of a step of two warpgroups stand against 300 of
-other work.
+So a warpgroup waits, and leaves the tensor cores to the other one: its matmuls of a step take about
+five times as long as its other work, and no ping-pong barrier orders the two. Matmuls that stay in
+flight until the next step make ptxas serialise all of them (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
