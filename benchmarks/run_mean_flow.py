@@ -78,7 +78,9 @@ def rows(arguments, timer) -> list[dict[str, Any]]:
                 functools.partial(program, params, x, noise, times), "jax"
             )
         except Exception as error:  # Dense jnp may not fit.
-            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            refused[name] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0].split(' [')[0][:200]}"
+            )
     samples, failures = timing.interleave(timer, launches, arguments.rounds)
     refused |= failures
     usual = "flow matching, flash_attention"

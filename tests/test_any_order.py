@@ -63,17 +63,20 @@ def close(found, expected, rtol=1e-9, atol=1e-9):
     )
 
 
+def wide(x):
+    return x.astype(sum_dtype(x.dtype))
+
+
 def loss(f):
-    wide = lambda x: x.astype(sum_dtype(x.dtype))
     return lambda *args: sum(jnp.sum(jnp.sin(wide(x)) ** 2) for x in f(*args))
 
 
 def of_lse(outputs):
-    return outputs[0].sum() + (outputs[1] ** 2).sum()
+    return wide(outputs[0]).sum() + (outputs[1] ** 2).sum()
 
 
 def of_o(outputs):
-    return outputs[1].sum() + (outputs[0] ** 2).sum()
+    return outputs[1].sum() + (wide(outputs[0]) ** 2).sum()
 
 
 def through_a_loop(f):
@@ -101,7 +104,10 @@ TRANSFORMED = {
     "jvp": lambda f, *x: jax.jvp(f, x[:3], x[3:]),
     "jvp of q": lambda f, q, k, v, dq, *_: jax.jvp(lambda q: f(q, k, v), (q,), (dq,)),
     "jacfwd": lambda f, q, k, v, *_: jax.jacfwd(f, (0, 1, 2))(q, k, v),
-    "jacrev": lambda f, q, k, v, *_: jax.jacrev(f, (0, 1, 2))(q, k, v),
+    # One for each output: JAX has no common dtype for O in bfloat16 and the log-sum-exp.
+    "jacrev": lambda f, q, k, v, *_: [
+        jax.jacrev(lambda *x, i=i: f(*x)[i], (0, 1, 2))(q, k, v) for i in (0, 1)
+    ],
     "hessian": lambda f, q, k, v, *_: jax.hessian(loss(f))(q, k, v),
     "jvp of grad": lambda f, *x: jax.jvp(jax.grad(loss(f), (0, 1, 2)), x[:3], x[3:]),
     "grad of jvp": lambda f, *x: jax.grad(
@@ -133,7 +139,7 @@ TRANSFORMED = {
     ),
     "vmap of grad": lambda f, q, k, v, dq, *_: members(jax.grad(loss(f)), q, dq, (k, v)),
     "grad of vmap": lambda f, q, k, v, dq, *_: jax.grad(
-        lambda dq: sum(jnp.sum(x**2) for x in members(f, q, dq, (k, v)))
+        lambda dq: sum(jnp.sum(wide(x) ** 2) for x in members(f, q, dq, (k, v)))
     )(dq),
     "jvp of checkpoint": lambda f, *x: jax.jvp(jax.checkpoint(f), x[:3], x[3:]),
     "loop": lambda f, q, k, v, *_: jax.grad(loss(lambda *x: [through_a_loop(f)(*x)]))(q, k, v),
