@@ -140,7 +140,14 @@ class Compared(NamedTuple):
 
 
 def compared(
-    old: Maxima, x, log2_scale: float, far: float, slack: float | None, interpret: bool, kept=None
+    old: Maxima,
+    x,
+    log2_scale: float,
+    far: float,
+    slack: float | None,
+    interpret: bool,
+    kept=None,
+    top=None,
 ) -> Compared:
     """Compares a tile with the maxima so far.
 
@@ -153,8 +160,9 @@ def compared(
             once.
         interpret: run by the interpreter.
         kept: f32[rows] in shared memory where the shift is; None: it is among the maxima.
+        top: f32[rows], maxima of x, where they are those of more columns; None: x has them all.
     """
-    top = x.max(axis=1)
+    top = x.max(axis=1) if top is None else top
     most = jnp.maximum(old.m, top * log2_scale)
 
     def plain():

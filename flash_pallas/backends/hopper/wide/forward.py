@@ -1,0 +1,195 @@
+"""The forward for wide heads: the online softmax over columns that two warpgroups share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core import dropout, scores, softmax
+from ....core.mask import Limits
+from ....core.problem import Operands, Outputs, Problem
+from ....core.scores import TileInputs
+from ...gpu import inline, online_softmax, score_tile
+from ...gpu.launch import WARPGROUP_ROWS, float32, launch
+from ...gpu.online_softmax import Maxima, far_of
+from ..backward.operands import BackwardArrays, KvTileRange, mask_everywhere
+from ..common.pipeline import Ring
+from .kernel import WideCta, WideKernel
+from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
+from .launches import grid_of
+
+class Rows(NamedTuple):
+    """State of the rows of a CTA. The warpgroups have the same maxima, and sums of their own."""
+
+    maxima: Maxima
+    l: Any  # f32[64, 8], sums of each thread's own columns
+
+
+class ForwardKernel(WideKernel):
+    """The forward; see WideKernel."""
+
+    @property
+    def far(self) -> float:
+        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
+        return far_of(self.problem.spec, self.problem.dtype)
+
+    def fold(self, cta: WideCta, *accumulators):
+        rows = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
+        rows = plgpu.layout_cast(rows, inline.ROWS)
+        shift = rows if self.far else None
+        sums = jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32)
+        state = Rows(Maxima(rows - jnp.inf, shift), plgpu.layout_cast(sums, inline.WGMMA))
+        place = self.place(cta, cta.head, 0, 0)
+        fragments = self.auxiliary.fragments(cta.gmem.auxiliary, place)
+        for low, high, masked in self.loops(cta):
+            step = functools.partial(self.step, cta, fragments, accumulators, masked=masked)
+            state = lax.fori_loop(low, high, step, state)
+        return state, [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
+
+    def loops(self, cta: WideCta):
+        """Returns [(first step, one past the last, whether the steps mask)] of a CTA's loops."""
+        tiles, zero = cta.tiles, jnp.int32(0)
+        if not isinstance(tiles, KvTileRange):
+            partial = tiles.listed.masked_steps
+            return [(zero, partial, True), (partial, tiles.total, False)]
+        if tiles.everywhere:
+            return [(zero, tiles.total, True)]
+        whole = jnp.int32(tiles.masked_from - tiles.start)
+        loops = [(zero, whole, False)]
+        if not self.problem.spec.mask.is_trivial or tiles.kv_len is not None:
+            loops.append((whole, lax.optimization_barrier(tiles.total), True))
+        return loops
+
+    def step(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, *, masked):
+        """Folds the n-th tile of keys into the rows."""
+        run = functools.partial(self.weights, cta, fragments, n, masked, rows)
+        p, alpha, rows = pl.run_scoped(run, self.accumulator)
+        other = self.exchange(cta, n, p)
+        scale, grew = alpha
+        for acc in accumulators:
+            old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            scaled = lambda old=old: old * per_row(scale, old.shape)
+            acc[...] = scaled() if grew is None else lax.cond(grew > 0, scaled, lambda old=old: old)
+        self.multiply_weights(cta, n, (p, other), accumulators)
+        return rows
+
+    def weights(self, cta: WideCta, fragments: TileInputs, n, masked: bool, rows: Rows, s_acc):
+        """Returns (weights as an operand, (factor of the sums, whether it is not 1), Rows)."""
+        problem = self.problem
+        self.multiply_scores(cta, n, (s_acc,))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+        self.release_scores(cta, n)
+        tile, limits, whole = self.tile(cta, cta.tiles[n]), Limits(), problem.is_listed and not masked
+        if masked:
+            limits = tile.limits(problem.spec.mask, cta.tiles.kv_len)
+        inputs = self.inputs(cta, fragments, n, ids=not whole)
+        spec = problem.spec
+        if whole:
+            spec, inputs = problem.of_whole_tiles.spec, inputs._replace(mask=None)
+        z = score_tile.logits(spec, tile, s, inputs, limits)
+        slack = None if spec.max_logit else self.blocks.lazy_rescale or None
+        top = self.most(cta, n, z.x.max(axis=1))
+        given = z.log2_scale, self.far, slack, self.interpret
+        found = online_softmax.compared(rows.maxima, z.x, *given, top=top)
+        m = jnp.where(found.m == -jnp.inf, jnp.zeros_like(found.m), found.m)
+        p = jnp.exp2(found.x * z.log2_scale - per_row(m, s.shape))
+        alpha = jnp.exp2(found.before - m)
+        sums = inline.lane_sums(p, self.interpret)
+        if spec.dropout_rate:
+            p = jnp.where(scores.kept(spec, tile, inputs), p, 0.0)
+        self.release_auxiliary(cta, n)
+        rows = Rows(found.maxima, rows.l * per_row(alpha, sums.shape) + sums)
+        return self.matmuls.split(p), (alpha, found.grew), rows
+
+    def most(self, cta: WideCta, n, own):
+        """Returns the row maxima of both warpgroups' scores, f32[64]."""
+        return jnp.maximum(own, self.of_other(cta, n, own))
+
+    def of_other(self, cta: WideCta, n, own):
+        """Returns what the other warpgroup passes as `own`, f32[64]; n counts these calls."""
+        full, empty, rows = cta.bars.rows_full, cta.bars.rows_empty, cta.smem.rows
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(empty))
+        rows[cta.wg] = plgpu.layout_cast(own, inline.ROWS)
+        plgpu.barrier_arrive(full)
+        plgpu.barrier_wait(full)
+        found = plgpu.load(rows.at[1 - cta.wg], layout=inline.ROWS)
+        plgpu.barrier_arrive(empty)
+        return found
+
+    def store(self, cta: WideCta, state: Rows, found):
+        spec, problem = self.problem.spec, self.problem
+        l = plgpu.layout_cast(state.l.sum(axis=1), inline.ROWS)
+        l = l + self.of_other(cta, cta.tiles.total, l)
+        plgpu.barrier_wait(cta.bars.rows_empty)
+        m, shift = online_softmax.settled(state.maxima)
+        sink, sinks = None, cta.gmem.auxiliary.sinks
+        if sinks is not None:
+            sink = lax.broadcast_in_dim(sinks[cta.batch, cta.head], l.shape, ())
+            sink = plgpu.layout_cast(sink, inline.ROWS)
+        inverse, lse, shift_ = softmax.finish(m, l, shift, sink, problem.unit)
+        gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
+        o, *others = cta.out
+        values = [lse, *([shift_] if self.far else [])]
+        if spec.max_logit:
+            values.append(shift * problem.unit + m * softmax.LN2)
+        at = cta.batch, cta.head, pl.ds(cta.start, WARPGROUP_ROWS)
+
+        @pl.when(cta.wg == 0)
+        def _():
+            for out, x in zip(others, values, strict=True):
+                self.write_rows(cta, out.at[at], x)
+
+        scale = inverse * gain
+        self.store_chunks(cta, o, [x * per_row(scale, x.shape) for x in found])
+
+    def write_rows(self, cta: WideCta, out, x):
+        """Writes f32[64] through shared memory that the other warpgroup no longer reads."""
+        staging = cta.smem.rows.at[0]
+        plgpu.wait_smem_to_gmem(0)
+        staging[...] = plgpu.layout_cast(x, inline.ROWS)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, out)
+
+
+def forward(
+    problem: Problem, blocks: WideBlocks, operands: Operands, arrays: BackwardArrays, interpret: bool
+) -> Outputs:
+    """Launches the kernel; results have the rows of whole tiles, but for O.
+
+    Args:
+        problem: a problem with the head dims of `wide_problem`.
+        blocks: options.
+        operands: operands of the call.
+        arrays: q, k and v as the kernel reads them.
+        interpret: run by the interpreter.
+    """
+    rows = -(-problem.q_len // WARPGROUP_ROWS) * WARPGROUP_ROWS
+    per_row = float32((problem.batch, problem.q_heads, rows))
+    kernel = ForwardKernel(problem, blocks, FORWARD, interpret)
+    shape = *arrays.q.shape[:3], arrays.v.shape[3]
+    out = [jax.ShapeDtypeStruct(shape, arrays.v.dtype), per_row]
+    out += [per_row] * (bool(kernel.far) + problem.spec.max_logit)
+    run = launch(
+        kernel,
+        out=tuple(out),
+        scratch=scratch(problem, FORWARD, blocks.chunks),
+        grid=grid_of(problem, FORWARD),
+        threads=WARPGROUPS,
+        name="flash_pallas_forward_wide",
+        interpret=interpret,
+    )
+    tile = WARPGROUP_ROWS, COLUMNS
+    o, lse, *others = run(arrays.for_rows(problem, operands, 0, tile))
+    shift = others.pop(0) if kernel.far else None
+    return Outputs(o, lse, shift, others.pop(0) if problem.spec.max_logit else None)
+
+
+def per_row(x, shape):
+    """Broadcasts one value per row over a tile."""
+    return lax.broadcast_in_dim(x, shape, (0,))

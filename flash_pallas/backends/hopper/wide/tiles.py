@@ -1,0 +1,175 @@
+"""The kernels for wide heads outside their loop: roles, tile sizes, and shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core.integers import round_up
+from ....core.problem import Problem
+from ...gpu.launch import WARPGROUP_ROWS, shared_memory
+from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed
+from ..common.pipeline import SMEM_LIMIT, row_buffer, tile_buffer
+
+WIDEST = 512  # head dim
+WARPGROUPS = 2
+CHUNK = 64  # columns of a chunk: one swizzle of 128 bytes
+COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
+LEAST_CHUNKS, MOST_CHUNKS = 3, 16  # in flight
+AUX_STAGES = 2
+
+
+class Role(NamedTuple):
+    """Which operands a kernel reads, by their names in BackwardArrays.
+
+    Attributes:
+        name: of the kernel.
+        q_axis: axis of its tiles of scores that runs over queries; 0: rows are queries.
+        scores: pairs (own, streamed), each of which is multiplied to a tile of scores.
+        summed: what weights are multiplied with, one of the streamed operands.
+    """
+
+    name: str
+    q_axis: int
+    scores: tuple[tuple[str, str], ...]
+    summed: str
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Operands of which a CTA has 64 rows."""
+        return tuple(own for own, _ in self.scores)
+
+    def width(self, problem: Problem, name: str) -> int:
+        """Returns the head dim of an operand."""
+        return problem.head_dim if name in ("q", "k") else problem.v_head_dim
+
+    def chunks(self, problem: Problem, name: str) -> int:
+        """Returns the number of chunks of an operand's columns."""
+        return -(-self.width(problem, name) // CHUNK)
+
+    def results(self, problem: Problem) -> int:
+        """Returns the number of chunks of the result's columns that each warpgroup has."""
+        return -(-self.chunks(problem, self.summed) // WARPGROUPS)
+
+    def reads(self, problem: Problem) -> list[tuple[str, int]]:
+        """Returns the chunks of a step in the order in which they are read: (operand, number).
+
+        Of the summed operand the warpgroups take turns: the first one has the first half.
+        """
+        found = [(b, c) for _, b in self.scores for c in range(self.chunks(problem, b))]
+        half = self.results(problem)
+        pairs = [(i, i + half) for i in range(half)]
+        return found + [(self.summed, c) for pair in pairs for c in pair]
+
+
+FORWARD = Role("forward", 0, (("q", "k"),), "v")
+DQ = Role("dq", 0, (("q", "k"), ("do", "v")), "k")
+DK = Role("dk", 1, (("k", "q"), ("v", "do")), "q")
+DV = Role("dv", 1, (("k", "q"),), "do")
+
+
+@dataclasses.dataclass(frozen=True)
+class WideBlocks:
+    """Options of one kernel; its tiles are 64 rows by 128 columns.
+
+    Attributes:
+        chunks: how many chunks of 128 rows and 64 columns are in flight.
+        lazy_rescale: as of ForwardBlocks.
+    """
+
+    chunks: int
+    lazy_rescale: float = 0.0
+
+
+class WideSmem(NamedTuple):
+    """Shared memory of one CTA.
+
+    Attributes:
+        own: the CTA's rows of its own operands, [chunks, 64, 64] each.
+        ring: chunks of streamed operands, [slots, 128, 64]; results in the end.
+        weights: operands that the warpgroups hand to each other, [2, 64, 64].
+        rows: f32[2, 64], values of rows that they exchange; of the forward.
+        auxiliary: of 64 columns each, in slots 2 stage + warpgroup.
+    """
+
+    own: tuple
+    ring: Any
+    weights: Any
+    rows: Any
+    auxiliary: Streamed | None
+
+
+class WideBarriers(NamedTuple):
+    """The mbarriers of one CTA."""
+
+    own: Any
+    full: Any  # of ring, as is the next
+    empty: Any
+    weights_full: Any
+    weights_empty: Any
+    rows_full: Any
+    rows_empty: Any
+    auxiliary_full: Any
+    auxiliary_empty: Any
+    done: Any  # nothing is read from ring any more
+
+
+def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBarriers]:
+    """Returns the shared memory and the barriers of a CTA with so many chunks in flight."""
+    bar, aux = plgpu.Barrier, AuxiliaryInputs(problem, role.q_axis)
+    tile = lambda *shape: tile_buffer((*shape, CHUNK), jnp.dtype(problem.dtype))
+    own = tuple(tile(role.chunks(problem, name), WARPGROUP_ROWS) for name in role.own)
+    slots = AUX_STAGES * WARPGROUPS
+    forward, streams = role == FORWARD, bool(aux.copies)
+    smem = WideSmem(
+        own=own,
+        ring=tile(chunks, COLUMNS),
+        weights=tile(WARPGROUPS, WARPGROUP_ROWS),
+        rows=row_buffer((WARPGROUPS, WARPGROUP_ROWS)) if forward else None,
+        auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
+    )
+    both = bar(num_arrivals=WARPGROUPS)
+    bars = WideBarriers(
+        own=bar(num_arrivals=sum(x.shape[0] for x in own)),
+        full=bar(num_barriers=chunks),
+        empty=bar(num_arrivals=WARPGROUPS, num_barriers=chunks),
+        weights_full=both,
+        weights_empty=both,
+        rows_full=both if forward else None,
+        rows_empty=both if forward else None,
+        auxiliary_full=bar(num_arrivals=aux.copies, num_barriers=slots) if streams else None,
+        auxiliary_empty=bar(num_barriers=slots) if streams else None,
+        done=both,
+    )
+    return smem, bars
+
+
+def choose(problem: Problem, role: Role) -> WideBlocks | None:
+    """Returns the options of a kernel, with as many chunks in flight as there is room for.
+
+    Returns None where there is not room enough.
+    """
+    room = SMEM_LIMIT - shared_memory(scratch(problem, role, 0 + LEAST_CHUNKS))
+    each = COLUMNS * CHUNK * jnp.dtype(problem.dtype).itemsize + 16
+    most = min(LEAST_CHUNKS + room // each, MOST_CHUNKS)
+    if room < 0:
+        return None
+    # With a number that divides those of a step, every chunk has a slot of its own.
+    whole = [n for n in range(4, most + 1) if len(role.reads(problem)) % n == 0 and n % 2 == 0]
+    return WideBlocks(max([n for n in whole if n >= most - 2], default=most))
+
+
+def wide_problem(problem: Problem) -> Problem:
+    """Returns the problem with the head dims that the kernels run: multiples of a chunk."""
+    wide = lambda x: round_up(x, CHUNK)
+    return dataclasses.replace(
+        problem, head_dim=wide(problem.head_dim), v_head_dim=wide(problem.v_head_dim)
+    )
+
+
+def is_wide(problem: Problem) -> bool:
+    """Returns whether a problem's head dims are above those of the other kernels."""
+    return max(problem.head_dim, problem.v_head_dim) > 256
