@@ -14,7 +14,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -39,7 +39,7 @@ class Values(NamedTuple):
 class GradientKernel(WideKernel):
     """The kernel of one gradient; see WideKernel."""
 
-    def fold(self, cta: WideCta, *accumulators):
+    def fold(self, cta: WideCta, accumulators):
         place = self.place(cta, cta.head, 0, 0)
         fragments, values = self.auxiliary.fragments_of_rows(cta.gmem.auxiliary, place), None
         if not self.role.q_axis:
@@ -51,7 +51,6 @@ class GradientKernel(WideKernel):
         else:
             masks = not self.problem.spec.mask.is_trivial or cta.tiles.kv_len is not None
             cta.tiles.visit(step, masks=masks or mask_everywhere(self.problem))
-        return None, [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
 
     def values(self, cta: WideCta, head, start, layout) -> Values:
         """Loads the values of 64 queries."""
@@ -60,22 +59,23 @@ class GradientKernel(WideKernel):
         return Values(load(cta.gmem.lse_log2), load(cta.gmem.delta))
 
     def step(self, cta: WideCta, fragments, values, accumulators, n, *, masked: bool):
-        """Adds the n-th tile of columns to the results."""
-        run = functools.partial(self.weights, cta, fragments, values, n, masked)
-        w = pl.run_scoped(run, *(self.accumulator,) * len(self.role.scores))
-        self.multiply_weights(cta, n, (w, self.exchange(cta, n, w)), accumulators)
+        """Makes the weights of the n-th tile of columns, and sums those of the one before."""
+        run = functools.partial(self.weights, cta, fragments, values, accumulators, n, masked)
+        self.replace_weights(cta, pl.run_scoped(run, self.accumulator))
 
-    def weights(self, cta: WideCta, fragments, values, n, masked: bool, s_acc, dp_acc=None):
+    def weights(self, cta: WideCta, fragments, values, accumulators, n, masked: bool, s_acc):
         """Computes P^T or dS of a tile as an operand."""
-        problem, accumulators = self.problem, (s_acc, *([] if dp_acc is None else [dp_acc]))
-        head, block = self.column_tile(cta, n)
+        problem, (head, block) = self.problem, self.column_tile(cta, n)
         if self.role.q_axis:
             place = self.place(cta, head, block, cta.wg)
             fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
             values = self.values(cta, head, place.column_start, inline.COLS)
-        self.multiply_scores(cta, n, accumulators)
-        s, *dp = [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
-        self.release_scores(cta, n)
+        reload = self.multiply_scores(cta, n, 0, s_acc)
+        sums = self.sums(cta, n, accumulators)
+        next(sums)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        reload()
+        next(sums, None)
         tile, limits, whole = self.tile(cta, block), Limits(), problem.is_listed and not masked
         if masked:
             limits = tile.limits(problem.spec.mask, cta.tiles.kv_len)
@@ -83,14 +83,29 @@ class GradientKernel(WideKernel):
         if whole:
             problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
         inputs = self.with_shift(cta, inputs, head, block)
+        next(sums, None)
         w = score_tile.weights(problem, tile, s, values.lse, inputs, limits)
+        next(sums, None)
         if self.role == DV:
-            found = score_tile.dropped(problem, w)
+            found, kept = score_tile.dropped(problem, w), None
         else:
-            delta = tile.per_q(values.delta)
-            found = score_tile.pulled(w) * score_tile.centred(problem, w.kept, dp[0], delta)
-        self.release_auxiliary(cta, n)
-        return self.matmuls.split(found)
+            found, kept = score_tile.pulled(w), w.kept
+        self.reload_auxiliary(cta, n)
+        found = lax.optimization_barrier(found)
+        for _ in sums:
+            pass
+        if self.role == DV:
+            return self.matmuls.split(found)
+        run = functools.partial(self.score_gradients, cta, n, (tile, kept, values.delta))
+        return self.matmuls.split(found * pl.run_scoped(run, self.accumulator))
+
+    def score_gradients(self, cta: WideCta, n, at, dp_acc):
+        """Computes what P is to be multiplied by, keep * gain * dP - delta, f32[64, 64]."""
+        tile, kept, delta = at
+        reload = self.multiply_scores(cta, n, 1, dp_acc)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        reload()
+        return score_tile.centred(self.problem, kept, dp, tile.per_q(delta))
 
     def with_shift(self, cta: WideCta, inputs, head, block):
         """Returns the inputs with the shift of the queries, where some may have one."""

@@ -39,7 +39,7 @@ class ForwardKernel(WideKernel):
         """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
         return far_of(self.problem.spec, self.problem.dtype)
 
-    def fold(self, cta: WideCta, *accumulators):
+    def fold(self, cta: WideCta, accumulators):
         rows = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
         rows = plgpu.layout_cast(rows, inline.ROWS)
         shift = rows if self.far else None
@@ -50,7 +50,7 @@ class ForwardKernel(WideKernel):
         for low, high, masked in self.loops(cta):
             step = functools.partial(self.step, cta, fragments, accumulators, masked=masked)
             state = lax.fori_loop(low, high, step, state)
-        return state, [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
+        return state
 
     def loops(self, cta: WideCta):
         """Returns [(first step, one past the last, whether the steps mask)] of a CTA's loops."""
@@ -67,24 +67,24 @@ class ForwardKernel(WideKernel):
         return loops
 
     def step(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, *, masked):
-        """Folds the n-th tile of keys into the rows."""
-        run = functools.partial(self.weights, cta, fragments, n, masked, rows)
-        p, alpha, rows = pl.run_scoped(run, self.accumulator)
-        other = self.exchange(cta, n, p)
-        scale, grew = alpha
+        """Folds the n-th tile of keys into the rows, and sums the weights of the one before."""
+        run = functools.partial(self.weights, cta, fragments, accumulators, n, masked, rows)
+        p, (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
+        self.replace_weights(cta, p)
         for acc in accumulators:
             old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-            scaled = lambda old=old: old * per_row(scale, old.shape)
+            scaled = lambda old=old: old * per_row(alpha, old.shape)
             acc[...] = scaled() if grew is None else lax.cond(grew > 0, scaled, lambda old=old: old)
-        self.multiply_weights(cta, n, (p, other), accumulators)
         return rows
 
-    def weights(self, cta: WideCta, fragments: TileInputs, n, masked: bool, rows: Rows, s_acc):
+    def weights(self, cta, fragments: TileInputs, accumulators, n, masked, rows: Rows, s_acc):
         """Returns (weights as an operand, (factor of the sums, whether it is not 1), Rows)."""
-        problem = self.problem
-        self.multiply_scores(cta, n, (s_acc,))
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-        self.release_scores(cta, n)
+        problem, reload = self.problem, self.multiply_scores(cta, n, 0, s_acc)
+        sums = self.sums(cta, n, accumulators)
+        next(sums)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        reload()
+        next(sums, None)
         tile, limits, whole = self.tile(cta, cta.tiles[n]), Limits(), problem.is_listed and not masked
         if masked:
             limits = tile.limits(problem.spec.mask, cta.tiles.kv_len)
@@ -93,19 +93,26 @@ class ForwardKernel(WideKernel):
         if whole:
             spec, inputs = problem.of_whole_tiles.spec, inputs._replace(mask=None)
         z = score_tile.logits(spec, tile, s, inputs, limits)
+        next(sums, None)
         slack = None if spec.max_logit else self.blocks.lazy_rescale or None
         top = self.most(cta, n, z.x.max(axis=1))
+        next(sums, None)
         given = z.log2_scale, self.far, slack, self.interpret
         found = online_softmax.compared(rows.maxima, z.x, *given, top=top)
+        next(sums, None)
         m = jnp.where(found.m == -jnp.inf, jnp.zeros_like(found.m), found.m)
         p = jnp.exp2(found.x * z.log2_scale - per_row(m, s.shape))
         alpha = jnp.exp2(found.before - m)
-        sums = inline.lane_sums(p, self.interpret)
+        next(sums, None)
+        of_rows = inline.lane_sums(p, self.interpret)
         if spec.dropout_rate:
             p = jnp.where(scores.kept(spec, tile, inputs), p, 0.0)
-        self.release_auxiliary(cta, n)
-        rows = Rows(found.maxima, rows.l * per_row(alpha, sums.shape) + sums)
-        return self.matmuls.split(p), (alpha, found.grew), rows
+        self.reload_auxiliary(cta, n)
+        rows = Rows(found.maxima, rows.l * per_row(alpha, of_rows.shape) + of_rows)
+        p, alpha, rows = lax.optimization_barrier((self.matmuls.split(p), alpha, rows))
+        for _ in sums:
+            pass
+        return p, (alpha, found.grew), rows
 
     def most(self, cta: WideCta, n, own):
         """Returns the row maxima of both warpgroups' scores, f32[64]."""

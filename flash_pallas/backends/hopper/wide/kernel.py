@@ -4,23 +4,24 @@
 rows of a CTA, and each has half of the columns of the result. Scores are computed once. In a step of
 128 columns of scores
 
-    each warpgroup has the scores of 64 of them, and makes weights of them
-    the warpgroups hand their weights to each other through shared memory
-    each multiplies all weights with its half of the columns of the summed operand
+    (1) S of this step: each warpgroup has 64 of the columns
+    (2) sums += weights of the step before, those of both warpgroups, times half of the columns of
+        the summed operand
+        weights of this step are made of S while (2) is under way, and handed over in shared memory
 
-Whatever streams comes in chunks of 128 rows and 64 columns, through one ring: those of the operands
-that scores are made of, then those of the summed one. The same operand may stream twice in a step:
-it comes from L2. A 64 x 64 wgmma with both operands in shared memory reads 128 bytes a cycle, all
-there is, and so does this kernel in half of its matmuls (benchmarks/NOTES.md).
-
-The last warpgroup loads. There is no producer: two warpgroups have 255 registers a thread.
+Whatever streams comes in chunks of 64 rows and 64 columns. A warpgroup reads its own chunks alone,
+and loads them itself, into a ring of its own, as soon as a matmul has ended: there is no producer,
+two warpgroups have 255 registers a thread, and only weights tie them to each other. An operand may
+stream twice, for scores and for sums: it comes from L2. A 64 x 64 wgmma with both operands in shared
+memory reads 128 bytes a cycle, all there is, and so does this kernel in half of its matmuls
+(benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +42,6 @@ from ..backward.operands import (
     own_place,
 )
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.pipeline import Ring
 from ..common.wgmma import Matmuls
 from .tiles import (
     AUX_STAGES,
@@ -54,22 +54,12 @@ from .tiles import (
     WideSmem,
 )
 
-LOADER = WARPGROUPS - 1  # the warpgroup that loads
-
-
 def hidden(index):
     """Returns an index of shared memory that is found anew in every step.
 
     Descriptors of operands, one a wgmma, are then not held over the loop.
     """
     return lax.optimization_barrier(jnp.int32(index))
-
-
-class At(NamedTuple):
-    """Place of a chunk."""
-
-    use: Any  # number of the chunk among all of the CTA
-    slot: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +121,14 @@ class WideKernel:
         return AuxiliaryInputs(self.problem, self.role.q_axis)
 
     @functools.cached_property
-    def reads(self) -> list[tuple[str, int]]:
-        """The chunks of a step, (operand, number)."""
-        return self.role.reads(self.problem)
+    def steps(self) -> int:
+        """Number of chunks that a warpgroup reads in a step."""
+        return self.role.steps(self.problem)
+
+    @functools.cached_property
+    def summed_at(self) -> range:
+        """Positions of the summed operand's chunks among those of a step."""
+        return self.role.summed_at(self.problem)
 
     def __call__(self, gmem: BackwardArrays, *refs):
         out, (smem, bars) = refs[:-2], refs[-2:]
@@ -155,13 +150,19 @@ class WideKernel:
             wg=lax.axis_index("wg"),
         )
         self.load_first(cta)
+        self.store_weights(cta, (jnp.zeros((WARPGROUP_ROWS, CHUNK), self.problem.dtype),))
         accumulators = (self.accumulator,) * self.role.results(self.problem)
         plgpu.barrier_wait(bars.own)
-        state, found = pl.run_scoped(functools.partial(self.fold, cta), *accumulators)
-        plgpu.barrier_arrive(bars.done)
-        plgpu.barrier_wait(bars.done)
+        state, found = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
         self.drain(cta)
         self.store(cta, state, found)
+
+    def sum(self, cta: WideCta, *accumulators):
+        """Sums the results over all tiles; returns (state, results), f32[64, 64] each."""
+        state = self.fold(cta, accumulators)
+        for _ in self.sums(cta, cta.tiles.total, accumulators):
+            pass
+        return state, [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
 
     def tiles(self, gmem: BackwardArrays, at):
         """Returns the tiles of columns of a CTA; `at`: (batch entry, head, block of rows)."""
@@ -183,84 +184,91 @@ class WideKernel:
 
     # --- what the kernels do with a tile of scores -----------------------------------------------
 
-    def fold(self, cta: WideCta, *accumulators):
-        """Sums the results over all tiles of columns; returns (state, results), f32[64, 64] each."""
+    def fold(self, cta: WideCta, accumulators):
+        """Runs the steps; returns what `store` needs. The weights of the last are not summed yet."""
         raise NotImplementedError
 
     def store(self, cta: WideCta, state, found):
         """Finishes the results and writes them."""
         raise NotImplementedError
 
-    # --- loads, by the last warpgroup ------------------------------------------------------------
+    # --- loads -----------------------------------------------------------------------------------
 
     def load_first(self, cta: WideCta):
         """Loads the CTA's own rows, and as many chunks as there are slots."""
 
-        @pl.when(cta.wg == LOADER)
+        @pl.when(cta.wg == 0)
         def _():
             for name, target in zip(self.role.own, cta.smem.own, strict=True):
                 for chunk in range(target.shape[0]):
-                    rows = pl.ds(cta.start, WARPGROUP_ROWS)
-                    source = self.chunk_of(getattr(cta.gmem, name), cta, (rows, cta.head), chunk)
+                    source = self.chunk_of(cta, name, cta.head, cta.start, chunk)
                     plgpu.copy_gmem_to_smem(source, target.at[chunk], cta.bars.own)
-            if self.auxiliary.copies:
-                for n in range(AUX_STAGES):
-                    self.load_auxiliary(cta, jnp.int32(n))
-            for position in range(self.blocks.chunks):
-                self.load(cta, jnp.int32(0), position)
 
-    def chunk_of(self, ref, cta: WideCta, at, chunk: int):
-        """Returns the ref of a chunk of an array; `at`: (rows, head)."""
-        rows, head = at
+        for position in range(self.blocks.chunks):
+            self.copy(cta, jnp.int32(0), position)
+        for n in range(AUX_STAGES if self.auxiliary.copies else 0):
+            self.load_auxiliary(cta, jnp.int32(n))
+
+    def chunk_of(self, cta: WideCta, name: str, head, row, chunk):
+        """Returns the ref of a chunk of an operand in device memory."""
         # Traced: JAX refuses a static slice past the array's end, where TMA reads 0.
-        start = cta.batch * 0 + chunk * CHUNK
-        return ref.at[cta.batch, rows, head, pl.ds(start, CHUNK)]
+        column = (cta.batch * 0 + chunk) * CHUNK
+        rows, columns = pl.ds(row, CHUNK), pl.ds(column, CHUNK)
+        return getattr(cta.gmem, name).at[cta.batch, rows, head, columns]
 
     def load(self, cta: WideCta, n, position: int):
-        """Loads the chunk at a position of the n-th step, which may be of a later step."""
-        later, place = divmod(position, len(self.reads))
-        step, (name, chunk) = n + later, self.reads[place]
+        """Loads the chunk at a position of the n-th step, which may be of a later step.
 
-        @pl.when(step < cta.tiles.total)
-        def _():
-            at, (head, block) = self.at(step, place), self.column_tile(cta, step)
-            again = at.use >= self.blocks.chunks
-            pl.when(again)(lambda: plgpu.barrier_wait(cta.bars.empty.at[at.slot]))
-            rows = pl.ds(block * COLUMNS, COLUMNS)
-            source = self.chunk_of(getattr(cta.gmem, name), cta, (rows, head), chunk)
-            target = cta.smem.ring.at[at.slot]
-            plgpu.copy_gmem_to_smem(source, target, cta.bars.full.at[at.slot])
-
-    def at(self, n, position: int, more=None) -> At:
-        """Returns the place of a chunk of the n-th step.
-
-        Args:
-            cta: the CTA.
-            n: the step.
-            position: of the chunk among those of the step.
-            more: int32, 0 or 1, to add to the position; None: 0.
+        After the last step there is a block of the summed operand alone.
         """
-        chunks, use = self.blocks.chunks, n * len(self.reads) + position
-        use = use if more is None else use + more
-        static = len(self.reads) % chunks == 0
-        if more is not None:
-            static = static and position % 2 == 0 and chunks % 2 == 0
-        if not static:
-            return At(use, lax.rem(hidden(use), jnp.int32(chunks)))
-        slot = jnp.int32(position % chunks)
-        return At(use, slot if more is None else slot + more)
+        inline.warpgroup_barrier(self.interpret)  # every warp has read what was in the slot
+        later, place = divmod(position, self.steps)
+        block, total = n + later, cta.tiles.total
+        if place in self.summed_at:
+            pl.when(block <= total)(lambda: self.copy(cta, block, place))
+            return
+        pl.when(block < total)(lambda: self.copy(cta, block, place))
+        following = range(place, self.summed_at.stop, self.blocks.chunks)
+        after = [p for p in following if p in self.summed_at]
+        if after:  # the next that the slot has in that block
+            pl.when(block == total)(lambda: self.copy(cta, block, after[0]))
 
-    def release(self, cta: WideCta, n, position: int, at: At):
-        """Releases a chunk; the last warpgroup loads another one into its slot.
+    def copy(self, cta: WideCta, block, place: int):
+        """Starts the copy of a chunk of a step into its slot, which is free."""
+        slot, chunk = self.slot(block, place), place - self.summed_at.start
+        if place in self.summed_at:
+            head, tile = self.column_tile(cta, lax.max(block - 1, jnp.int32(0)))
+            part, i = divmod(chunk, self.role.results(self.problem))
+            name, chunk = self.role.summed, cta.wg * self.role.results(self.problem) + i
+            row = tile * COLUMNS + part * CHUNK
+        else:
+            head, tile = self.column_tile(cta, block)
+            pair, chunk = (0, place) if chunk < 0 else (1, place - self.summed_at.stop)
+            name, row = self.role.scores[pair][1], tile * COLUMNS + cta.wg * CHUNK
+        source = self.chunk_of(cta, name, head, row, chunk)
+        target, full = cta.smem.ring.at[cta.wg, slot], self.full(cta, slot)
+        plgpu.copy_gmem_to_smem(source, target, full)
 
-        Args:
-            cta: the CTA.
-            n: the step.
-            position: that of the chunk, where this is the last warpgroup.
-            at: place of the chunk.
-        """
-        plgpu.barrier_arrive(cta.bars.empty.at[at.slot])
-        pl.when(cta.wg == LOADER)(lambda: self.load(cta, n, position + self.blocks.chunks))
+    def slot(self, n, position: int):
+        """Returns the slot of a chunk of the n-th step."""
+        chunks = self.blocks.chunks
+        if self.steps % chunks == 0:
+            return jnp.int32(position % chunks)
+        return lax.rem(hidden(n * self.steps + position), jnp.int32(chunks))
+
+    def full(self, cta: WideCta, slot):
+        """Returns the barrier of a slot of this warpgroup's ring."""
+        return cta.bars.full.at[cta.wg * self.blocks.chunks + slot]
+
+    def arrived(self, cta: WideCta, n, position: int):
+        """Waits for a chunk of the n-th step; returns its ref in shared memory."""
+        slot = self.slot(n, position)
+        plgpu.barrier_wait(self.full(cta, slot))
+        return cta.smem.ring.at[cta.wg, hidden(slot)]
+
+    def reload(self, cta: WideCta, n, position: int):
+        """Loads another chunk in place of one of the n-th step, which has been read."""
+        self.load(cta, n, position + self.blocks.chunks)
 
     def column_tile(self, cta: WideCta, n):
         """Returns (head, block) of the n-th tile of columns."""
@@ -275,26 +283,17 @@ class WideKernel:
         @pl.when(n < cta.tiles.total)
         def _():
             head, block = self.column_tile(cta, n)
-            for wg in range(WARPGROUPS):
-                slot = lax.rem(n, jnp.int32(AUX_STAGES)) * WARPGROUPS + wg
-                again = n >= AUX_STAGES
-                pl.when(again)(lambda slot=slot: plgpu.barrier_wait(cta.bars.auxiliary_empty.at[slot]))
-                place = self.place(cta, head, block, wg)
-                full = cta.bars.auxiliary_full.at[slot]
-                self.auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, place)
+            slot, place = self.auxiliary_slot(cta, n), self.place(cta, head, block, cta.wg)
+            full = cta.bars.auxiliary_full.at[slot]
+            self.auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, place)
+
+    def auxiliary_slot(self, cta: WideCta, n):
+        """Returns the slot of what streams besides chunks."""
+        return cta.wg * AUX_STAGES + lax.rem(n, jnp.int32(AUX_STAGES))
 
     def drain(self, cta: WideCta):
-        """Observes the releases that nobody waited for."""
+        """Waits until the other warpgroup has read this one's last weights."""
         plgpu.barrier_wait(cta.bars.weights_empty)
-
-        @pl.when(cta.wg == LOADER)
-        def _():
-            ring = Ring(cta.bars.full, cta.bars.empty, self.blocks.chunks)
-            ring.drain(cta.tiles.total * len(self.reads))
-            for n in range(AUX_STAGES if self.auxiliary.copies else 0):
-                for wg in range(WARPGROUPS):
-                    empty = cta.bars.auxiliary_empty.at[n * WARPGROUPS + wg]
-                    pl.when(n < cta.tiles.total)(lambda empty=empty: plgpu.barrier_wait(empty))
 
     def place(self, cta: WideCta, head, block, wg) -> Place:
         """Returns the place of a warpgroup's tile of scores; `head` is that of its columns."""
@@ -304,66 +303,53 @@ class WideKernel:
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def multiply_scores(self, cta: WideCta, n, accumulators):
-        """Issues the matmuls of the n-th step's scores; those of the last chunk are in flight."""
-        position, own_columns = 0, pl.ds(cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        for own, accumulator in zip(cta.smem.own, accumulators, strict=True):
-            for chunk in range(own.shape[0]):
-                at = self.at(n, position)
-                plgpu.barrier_wait(cta.bars.full.at[at.slot])
-                right = cta.smem.ring.at[hidden(at.slot), own_columns]
-                self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)
-                if position:
-                    plgpu.wgmma_wait(1)
-                    self.release(cta, n, position - 1, self.at(n, position - 1))
-                position += 1
+    def multiply_scores(self, cta: WideCta, n, pair: int, accumulator):
+        """Issues the matmuls of one pair of the n-th step; that of the last chunk is in flight.
 
-    def release_scores(self, cta: WideCta, n):
-        """Releases the last chunk of scores, whose matmul is over."""
-        last = sum(own.shape[0] for own in cta.smem.own) - 1
-        self.release(cta, n, last, self.at(n, last))
-
-    def exchange(self, cta: WideCta, n, weights):
-        """Hands a warpgroup's weights, an operand, to the other one; returns that one's."""
-        ring = Ring(cta.bars.weights_full, cta.bars.weights_empty, 1)
-        pl.when(n > 0)(lambda: plgpu.barrier_wait(ring.empty))
-        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], weights)
-        plgpu.barrier_arrive(ring.full)
-        plgpu.barrier_wait(ring.full)
-        found = self.matmuls.load_parts(cta.smem.weights.at[1 - cta.wg], inline.WGMMA)
-        plgpu.barrier_arrive(ring.empty)
-        return found
-
-    def multiply_weights(self, cta: WideCta, n, weights, accumulators):
-        """Adds weights times the summed operand to the results.
-
-        Args:
-            cta: the CTA.
-            n: the step.
-            weights: operands: those of this warpgroup, and of the other one.
-            accumulators: of the results.
+        Returns the function that loads another chunk in place of that one.
         """
-        first = sum(own.shape[0] for own in cta.smem.own)
-        halves = [pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS) for wg in (cta.wg, 1 - cta.wg)]
-        for i, accumulator in enumerate(accumulators):
-            mine = self.at(n, first + WARPGROUPS * i, cta.wg)
-            plgpu.barrier_wait(cta.bars.full.at[mine.slot])
-            for part, rows in zip(weights, halves, strict=True):
-                right = cta.smem.ring.at[hidden(mine.slot), rows]
-                self.matmuls.multiply(accumulator, part, right)
-            if i:
+        own, first = cta.smem.own[pair], self.summed_at.stop if pair else 0
+        for chunk in range(own.shape[0]):
+            right = self.arrived(cta, n, first + chunk)
+            self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)
+            if chunk:
                 plgpu.wgmma_wait(1)
-                self.release_pair(cta, n, first + WARPGROUPS * (i - 1))
-        plgpu.wgmma_wait(0)
-        self.release_pair(cta, n, first + WARPGROUPS * (len(accumulators) - 1))
+                self.reload(cta, n, first + chunk - 1)
+        return functools.partial(self.reload, cta, n, first + own.shape[0] - 1)
 
-    def release_pair(self, cta: WideCta, n, position: int):
-        """Releases a chunk that this warpgroup has read, and that of the other one beside it."""
-        mine, other = (self.at(n, position, wg) for wg in (cta.wg, 1 - cta.wg))
-        # What has not arrived is not to be released: the other warpgroup may be a round behind.
-        plgpu.barrier_wait(cta.bars.full.at[other.slot])
-        self.release(cta, n, position, other)
-        self.release(cta, n, position + 1, mine)
+    def store_weights(self, cta: WideCta, weights):
+        """Hands a warpgroup's weights, an operand, to both."""
+        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], weights)
+        plgpu.barrier_arrive(cta.bars.weights_full)
+
+    def replace_weights(self, cta: WideCta, weights):
+        """Does so where weights have been read before."""
+        plgpu.barrier_wait(cta.bars.weights_empty)
+        self.store_weights(cta, weights)
+
+    def sums(self, cta: WideCta, n, accumulators):
+        """Adds the weights of the step before times the summed operand to the results.
+
+        Yields after each matmul that it issues, with at most two in flight: other work may be done
+        meanwhile. Until it has ended, accumulators are not to be touched.
+        """
+        plgpu.barrier_wait(cta.bars.weights_full)
+        pieces = [(part, acc) for part in range(WARPGROUPS) for acc in accumulators]
+        weights, places = None, list(self.summed_at)
+        for i, (part, accumulator) in enumerate(pieces):
+            if i > 1:
+                plgpu.wgmma_wait(1)
+                self.reload(cta, n, places[i - 2])
+            if i % len(accumulators) == 0:
+                weights = self.matmuls.load_parts(cta.smem.weights.at[part], inline.WGMMA)
+                if part == WARPGROUPS - 1:
+                    plgpu.barrier_arrive(cta.bars.weights_empty)
+            self.matmuls.multiply(accumulator, weights, self.arrived(cta, n, places[i]))
+            yield
+        plgpu.wgmma_wait(1)
+        self.reload(cta, n, places[-2])
+        plgpu.wgmma_wait(0)
+        self.reload(cta, n, places[-1])
 
     def tile(self, cta: WideCta, block) -> RegisterTile:
         """Describes a warpgroup's tile of scores: where it lies, and its shape."""
@@ -376,31 +362,28 @@ class WideKernel:
     def inputs(self, cta: WideCta, fragments, n, *, ids: bool):
         """Returns what modifiers read at the tile of the n-th step."""
         shape, rows = (WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, WARPGROUP_ROWS)
-        slot = lax.rem(n, jnp.int32(AUX_STAGES)) * WARPGROUPS + cta.wg
+        slot = self.auxiliary_slot(cta, n)
         if self.auxiliary.copies:
             plgpu.barrier_wait(cta.bars.auxiliary_full.at[slot])
         return self.auxiliary.inputs(fragments, cta.smem.auxiliary, slot, shape, rows, ids=ids)
 
-    def release_auxiliary(self, cta: WideCta, n):
-        """Releases what `inputs` has read, and loads that of a later step."""
-        if not self.auxiliary.copies:
-            return
-        slot = lax.rem(n, jnp.int32(AUX_STAGES)) * WARPGROUPS + cta.wg
-        plgpu.barrier_arrive(cta.bars.auxiliary_empty.at[slot])
-        pl.when(cta.wg == LOADER)(lambda: self.load_auxiliary(cta, n + AUX_STAGES))
+    def reload_auxiliary(self, cta: WideCta, n):
+        """Loads another step's in place of what `inputs` has read."""
+        if self.auxiliary.copies:
+            inline.warpgroup_barrier(self.interpret)
+            self.load_auxiliary(cta, n + AUX_STAGES)
 
     # --- results ---------------------------------------------------------------------------------
 
     def store_chunks(self, cta: WideCta, out, chunks):
         """Writes a warpgroup's chunks of the result, f32[64, 64] each, through the ring."""
-        half = len(chunks)
         for i, x in enumerate(chunks):
-            number = cta.wg * half + i
-            slot, rows = lax.div(number, jnp.int32(2)), lax.rem(number, jnp.int32(2))
-            staging = cta.smem.ring.at[slot, pl.ds(rows * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+            staging = cta.smem.ring.at[cta.wg, i % self.blocks.chunks]
+            if i >= self.blocks.chunks:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.matmuls.store(staging, x)
             plgpu.commit_smem()
-            rows = pl.ds(cta.start, WARPGROUP_ROWS)
-            columns = pl.ds(number * CHUNK, CHUNK)
+            number = cta.wg * len(chunks) + i
+            rows, columns = pl.ds(cta.start, WARPGROUP_ROWS), pl.ds(number * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(staging, out.at[cta.batch, rows, cta.head, columns])
         plgpu.wait_smem_to_gmem(0)

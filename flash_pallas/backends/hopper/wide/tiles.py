@@ -10,15 +10,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.integers import round_up
 from ....core.problem import Problem
-from ...gpu.launch import WARPGROUP_ROWS, shared_memory
+from ...gpu.launch import WARPGROUP_ROWS
 from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ..common.pipeline import SMEM_LIMIT, row_buffer, tile_buffer
+from ..common.pipeline import fits, row_buffer, tile_buffer
 
 WIDEST = 512  # head dim
 WARPGROUPS = 2
-CHUNK = 64  # columns of a chunk: one swizzle of 128 bytes
-COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
-LEAST_CHUNKS, MOST_CHUNKS = 3, 16  # in flight
+CHUNK = 64  # rows and columns of a chunk: a row is one swizzle of 128 bytes
+COLUMNS = WARPGROUPS * CHUNK  # scores of a step: each warpgroup has 64
+LEAST_CHUNKS, MOST_CHUNKS = 3, 16  # of a warpgroup, in flight
 AUX_STAGES = 2
 
 
@@ -54,15 +54,18 @@ class Role(NamedTuple):
         """Returns the number of chunks of the result's columns that each warpgroup has."""
         return -(-self.chunks(problem, self.summed) // WARPGROUPS)
 
-    def reads(self, problem: Problem) -> list[tuple[str, int]]:
-        """Returns the chunks of a step in the order in which they are read: (operand, number).
+    def summed_at(self, problem: Problem) -> range:
+        """Returns the positions of the summed operand's chunks among those of a step.
 
-        Of the summed operand the warpgroups take turns: the first one has the first half.
+        Before them are those of the first pair of scores, after them those of the second.
         """
-        found = [(b, c) for _, b in self.scores for c in range(self.chunks(problem, b))]
-        half = self.results(problem)
-        pairs = [(i, i + half) for i in range(half)]
-        return found + [(self.summed, c) for pair in pairs for c in pair]
+        first = self.chunks(problem, self.scores[0][1])
+        return range(first, first + WARPGROUPS * self.results(problem))
+
+    def steps(self, problem: Problem) -> int:
+        """Returns the number of chunks that a warpgroup reads in a step."""
+        scores = sum(self.chunks(problem, name) for _, name in self.scores)
+        return scores + len(self.summed_at(problem))
 
 
 FORWARD = Role("forward", 0, (("q", "k"),), "v")
@@ -76,7 +79,7 @@ class WideBlocks:
     """Options of one kernel; its tiles are 64 rows by 128 columns.
 
     Attributes:
-        chunks: how many chunks of 128 rows and 64 columns are in flight.
+        chunks: how many chunks of 64 rows and 64 columns each warpgroup has in flight.
         lazy_rescale: as of ForwardBlocks.
     """
 
@@ -89,7 +92,7 @@ class WideSmem(NamedTuple):
 
     Attributes:
         own: the CTA's rows of its own operands, [chunks, 64, 64] each.
-        ring: chunks of streamed operands, [slots, 128, 64]; results in the end.
+        ring: chunks of streamed operands, [2, slots, 64, 64]; results in the end.
         weights: operands that the warpgroups hand to each other, [2, 64, 64].
         rows: f32[2, 64], values of rows that they exchange; of the forward.
         auxiliary: of 64 columns each, in slots 2 stage + warpgroup.
@@ -106,15 +109,13 @@ class WideBarriers(NamedTuple):
     """The mbarriers of one CTA."""
 
     own: Any
-    full: Any  # of ring, as is the next
-    empty: Any
+    full: Any  # of ring, [2 * slots]
     weights_full: Any
     weights_empty: Any
     rows_full: Any
     rows_empty: Any
     auxiliary_full: Any
-    auxiliary_empty: Any
-    done: Any  # nothing is read from ring any more
+    
 
 
 def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBarriers]:
@@ -126,7 +127,7 @@ def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBa
     forward, streams = role == FORWARD, bool(aux.copies)
     smem = WideSmem(
         own=own,
-        ring=tile(chunks, COLUMNS),
+        ring=tile(WARPGROUPS, chunks, CHUNK),
         weights=tile(WARPGROUPS, WARPGROUP_ROWS),
         rows=row_buffer((WARPGROUPS, WARPGROUP_ROWS)) if forward else None,
         auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
@@ -134,15 +135,12 @@ def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBa
     both = bar(num_arrivals=WARPGROUPS)
     bars = WideBarriers(
         own=bar(num_arrivals=sum(x.shape[0] for x in own)),
-        full=bar(num_barriers=chunks),
-        empty=bar(num_arrivals=WARPGROUPS, num_barriers=chunks),
+        full=bar(num_barriers=WARPGROUPS * chunks),
         weights_full=both,
         weights_empty=both,
         rows_full=both if forward else None,
         rows_empty=both if forward else None,
         auxiliary_full=bar(num_arrivals=aux.copies, num_barriers=slots) if streams else None,
-        auxiliary_empty=bar(num_barriers=slots) if streams else None,
-        done=both,
     )
     return smem, bars
 
@@ -152,14 +150,10 @@ def choose(problem: Problem, role: Role) -> WideBlocks | None:
 
     Returns None where there is not room enough.
     """
-    room = SMEM_LIMIT - shared_memory(scratch(problem, role, 0 + LEAST_CHUNKS))
-    each = COLUMNS * CHUNK * jnp.dtype(problem.dtype).itemsize + 16
-    most = min(LEAST_CHUNKS + room // each, MOST_CHUNKS)
-    if room < 0:
-        return None
-    # With a number that divides those of a step, every chunk has a slot of its own.
-    whole = [n for n in range(4, most + 1) if len(role.reads(problem)) % n == 0 and n % 2 == 0]
-    return WideBlocks(max([n for n in whole if n >= most - 2], default=most))
+    for chunks in range(min(MOST_CHUNKS, role.steps(problem)), LEAST_CHUNKS - 1, -1):
+        if fits(scratch(problem, role, chunks)):
+            return WideBlocks(chunks)
+    return None
 
 
 def wide_problem(problem: Problem) -> Problem:
