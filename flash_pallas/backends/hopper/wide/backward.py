@@ -23,7 +23,8 @@ from ....core.problem import Operands, Problem
 from ...gpu import inline, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, launch
 from ...gpu.score_tile import row_shift
-from ..backward.operands import BackwardArrays, mask_everywhere
+from ..backward.operands import BackwardArrays
+from .column_tiles import loops
 from .kernel import WideCta, WideKernel
 from .launches import grid_of
 from .tiles import COLUMNS, DV, Role, WARPGROUPS, WideBlocks, scratch
@@ -46,11 +47,8 @@ class GradientKernel(WideKernel):
             fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
             values = self.values(cta, cta.head, cta.start, inline.ROWS)
         step = functools.partial(self.step, cta, fragments, values, accumulators)
-        if self.role.q_axis:
-            cta.tiles.visit(lambda _, n, *, masked: step(n, masked=masked))
-        else:
-            masks = not self.problem.spec.mask.is_trivial or cta.tiles.kv_len is not None
-            cta.tiles.visit(step, masks=masks or mask_everywhere(self.problem))
+        for low, high, masked in loops(self.problem, cta.tiles):
+            pl.loop(low, high)(functools.partial(step, masked=masked))
 
     def values(self, cta: WideCta, head, start, layout) -> Values:
         """Loads the values of 64 queries."""
@@ -60,6 +58,7 @@ class GradientKernel(WideKernel):
 
     def step(self, cta: WideCta, fragments, values, accumulators, n, *, masked: bool):
         """Makes the weights of the n-th tile of columns, and sums those of the one before."""
+        cta = self.at_step(cta, n)
         run = functools.partial(self.weights, cta, fragments, values, accumulators, n, masked)
         self.replace_weights(cta, pl.run_scoped(run, self.accumulator))
 

@@ -18,8 +18,8 @@ from ....core.scores import TileInputs
 from ...gpu import inline, online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima, far_of
-from ..backward.operands import BackwardArrays, KvTileRange, mask_everywhere
-from ..common.pipeline import Ring
+from ..backward.operands import BackwardArrays
+from .column_tiles import loops
 from .kernel import WideCta, WideKernel
 from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
 from .launches import grid_of
@@ -47,27 +47,14 @@ class ForwardKernel(WideKernel):
         state = Rows(Maxima(rows - jnp.inf, shift), plgpu.layout_cast(sums, inline.WGMMA))
         place = self.place(cta, cta.head, 0, 0)
         fragments = self.auxiliary.fragments(cta.gmem.auxiliary, place)
-        for low, high, masked in self.loops(cta):
+        for low, high, masked in loops(self.problem, cta.tiles):
             step = functools.partial(self.step, cta, fragments, accumulators, masked=masked)
             state = lax.fori_loop(low, high, step, state)
         return state
 
-    def loops(self, cta: WideCta):
-        """Returns [(first step, one past the last, whether the steps mask)] of a CTA's loops."""
-        tiles, zero = cta.tiles, jnp.int32(0)
-        if not isinstance(tiles, KvTileRange):
-            partial = tiles.listed.masked_steps
-            return [(zero, partial, True), (partial, tiles.total, False)]
-        if tiles.everywhere:
-            return [(zero, tiles.total, True)]
-        whole = jnp.int32(tiles.masked_from - tiles.start)
-        loops = [(zero, whole, False)]
-        if not self.problem.spec.mask.is_trivial or tiles.kv_len is not None:
-            loops.append((whole, lax.optimization_barrier(tiles.total), True))
-        return loops
-
     def step(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, *, masked):
         """Folds the n-th tile of keys into the rows, and sums the weights of the one before."""
+        cta = self.at_step(cta, n)
         run = functools.partial(self.weights, cta, fragments, accumulators, n, masked, rows)
         p, (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
         self.replace_weights(cta, p)

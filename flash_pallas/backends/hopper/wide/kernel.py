@@ -32,17 +32,10 @@ from ....core.problem import Problem
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.score_tile import RegisterTile
-from ..backward.operands import (
-    BackwardArrays,
-    KvTileList,
-    KvTileRange,
-    QTileList,
-    QTileRange,
-    mask_everywhere,
-    own_place,
-)
+from ..backward.operands import BackwardArrays, own_place
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.wgmma import Matmuls
+from .column_tiles import column_tiles
 from .tiles import (
     AUX_STAGES,
     CHUNK,
@@ -76,6 +69,7 @@ class WideCta:
         block: number of the block of rows.
         tiles: tiles of columns that the CTA goes through.
         wg: index of the warpgroup.
+        near: (head, first row) of the tiles of columns of the step before, of this and of the next.
     """
 
     gmem: BackwardArrays
@@ -87,6 +81,7 @@ class WideCta:
     block: Any
     tiles: Any
     wg: Any
+    near: tuple = ()
 
     @property
     def start(self):
@@ -146,7 +141,7 @@ class WideKernel:
             batch=batch,
             head=head,
             block=block,
-            tiles=self.tiles(gmem, (batch, head, block)),
+            tiles=column_tiles(self.problem, gmem, self.role.q_axis, (batch, head, block)),
             wg=lax.axis_index("wg"),
         )
         self.load_first(cta)
@@ -160,22 +155,10 @@ class WideKernel:
     def sum(self, cta: WideCta, *accumulators):
         """Sums the results over all tiles; returns (state, results), f32[64, 64] each."""
         state = self.fold(cta, accumulators)
-        for _ in self.sums(cta, cta.tiles.total, accumulators):
+        total = cta.tiles.total
+        for _ in self.sums(self.at_step(cta, total), total, accumulators):
             pass
         return state, [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
-
-    def tiles(self, gmem: BackwardArrays, at):
-        """Returns the tiles of columns of a CTA; `at`: (batch entry, head, block of rows)."""
-        (batch, _, block), size = at, (WARPGROUP_ROWS, COLUMNS)
-        if self.role.q_axis:
-            loops = {"mask_all": mask_everywhere(self.problem)}
-            if self.problem.is_listed:
-                return QTileList.of(self.problem, gmem, at, *size, **loops)
-            return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
-        if self.problem.is_listed:
-            return KvTileList.of(self.problem, gmem, at, COLUMNS)
-        position = block * WARPGROUP_ROWS + gmem.offset(self.problem, batch)
-        return KvTileRange.of(self.problem, gmem, (batch, block, position), *size)
 
     @property
     def accumulator(self):
@@ -204,8 +187,9 @@ class WideKernel:
                     source = self.chunk_of(cta, name, cta.head, cta.start, chunk)
                     plgpu.copy_gmem_to_smem(source, target.at[chunk], cta.bars.own)
 
+        cta = self.at_step(cta, jnp.int32(0))
         for position in range(self.blocks.chunks):
-            self.copy(cta, jnp.int32(0), position)
+            self.copy(cta, jnp.int32(0), 0, position)
         for n in range(AUX_STAGES if self.auxiliary.copies else 0):
             self.load_auxiliary(cta, jnp.int32(n))
 
@@ -225,29 +209,43 @@ class WideKernel:
         later, place = divmod(position, self.steps)
         block, total = n + later, cta.tiles.total
         if place in self.summed_at:
-            pl.when(block <= total)(lambda: self.copy(cta, block, place))
+            pl.when(block <= total)(lambda: self.copy(cta, n, later, place))
             return
-        pl.when(block < total)(lambda: self.copy(cta, block, place))
+        pl.when(block < total)(lambda: self.copy(cta, n, later, place))
         following = range(place, self.summed_at.stop, self.blocks.chunks)
         after = [p for p in following if p in self.summed_at]
         if after:  # the next that the slot has in that block
-            pl.when(block == total)(lambda: self.copy(cta, block, after[0]))
+            pl.when(block == total)(lambda: self.copy(cta, n, later, after[0]))
 
-    def copy(self, cta: WideCta, block, place: int):
-        """Starts the copy of a chunk of a step into its slot, which is free."""
-        slot, chunk = self.slot(block, place), place - self.summed_at.start
+    def copy(self, cta: WideCta, n, later: int, place: int):
+        """Starts the copy of a chunk into its slot, which is free.
+
+        Args:
+            cta: the CTA at the n-th step.
+            n: the step.
+            later: 0 or 1, how many steps later the chunk is read.
+            place: its position in that step.
+        """
+        slot, chunk = self.slot(n + later, place), place - self.summed_at.start
+        half = self.role.results(self.problem)
         if place in self.summed_at:
-            head, tile = self.column_tile(cta, lax.max(block - 1, jnp.int32(0)))
-            part, i = divmod(chunk, self.role.results(self.problem))
-            name, chunk = self.role.summed, cta.wg * self.role.results(self.problem) + i
-            row = tile * COLUMNS + part * CHUNK
+            (head, row), name = cta.near[later], self.role.summed
+            row, chunk = row + chunk // half * CHUNK, cta.wg * half + chunk % half
         else:
-            head, tile = self.column_tile(cta, block)
             pair, chunk = (0, place) if chunk < 0 else (1, place - self.summed_at.stop)
-            name, row = self.role.scores[pair][1], tile * COLUMNS + cta.wg * CHUNK
+            (head, row), name = cta.near[1 + later], self.role.scores[pair][1]
+            row = row + cta.wg * CHUNK
         source = self.chunk_of(cta, name, head, row, chunk)
         target, full = cta.smem.ring.at[cta.wg, slot], self.full(cta, slot)
         plgpu.copy_gmem_to_smem(source, target, full)
+
+    def at_step(self, cta: WideCta, n) -> WideCta:
+        """Returns the CTA at the n-th step."""
+        last = cta.tiles.total - 1
+        steps = lax.max(n - 1, jnp.int32(0)), lax.min(n, last), lax.min(n + 1, last)
+        found = (self.column_tile(cta, step) for step in steps)
+        near = tuple((head, block * COLUMNS) for head, block in found)
+        return dataclasses.replace(cta, near=near)
 
     def slot(self, n, position: int):
         """Returns the slot of a chunk of the n-th step."""
@@ -304,18 +302,24 @@ class WideKernel:
     # --- a step ----------------------------------------------------------------------------------
 
     def multiply_scores(self, cta: WideCta, n, pair: int, accumulator):
-        """Issues the matmuls of one pair of the n-th step; that of the last chunk is in flight.
+        """Issues the matmuls of one pair of the n-th step; those of the last chunks are in flight.
 
-        Returns the function that loads another chunk in place of that one.
+        Returns the function that loads others in place of these, once they have been read.
         """
         own, first = cta.smem.own[pair], self.summed_at.stop if pair else 0
+        flight = 2 if self.blocks.chunks >= 6 else 1
         for chunk in range(own.shape[0]):
             right = self.arrived(cta, n, first + chunk)
             self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)
-            if chunk:
-                plgpu.wgmma_wait(1)
-                self.reload(cta, n, first + chunk - 1)
-        return functools.partial(self.reload, cta, n, first + own.shape[0] - 1)
+            if chunk >= flight:
+                plgpu.wgmma_wait(flight)
+                self.reload(cta, n, first + chunk - flight)
+
+        def reload():
+            for chunk in range(max(own.shape[0] - flight, 0), own.shape[0]):
+                self.reload(cta, n, first + chunk)
+
+        return reload
 
     def store_weights(self, cta: WideCta, weights):
         """Hands a warpgroup's weights, an operand, to both."""
