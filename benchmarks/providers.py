@@ -180,7 +180,9 @@ def torch_runner(
 
     It runs on cuDNN, or on another `backend`. Torch wants [B, N, T, H]. It gets a transposed view
     of the [B, T, N, H] arrays, which is what a projection layer produces and which cuDNN reads as
-    it is; with contiguous_heads, it gets a copy in that order instead.
+    it is; with contiguous_heads, it gets a copy in that order instead. The efficient backend has no
+    GQA: it gets every head of keys as often as it is read, before it is timed, and is spared the
+    sums of their gradients.
     """
     torch = torch_or_none()
     if torch is None:
@@ -191,9 +193,13 @@ def torch_runner(
         x = torch.from_dlpack(x).transpose(1, 2)
         return (x.contiguous() if contiguous_heads else x).detach()
 
-    q, k, v = (to_torch(x).requires_grad_() for x in inputs[:3])
+    members = cell.shape.q_heads // cell.shape.kv_heads
+    repeated = members if backend == "EFFICIENT_ATTENTION" else 1
+    of_keys = lambda x: to_torch(x).repeat_interleave(repeated, 1) if repeated > 1 else to_torch(x)
+    sources = to_torch(inputs.q), of_keys(inputs.k), of_keys(inputs.v)
+    q, k, v = (x.requires_grad_() for x in sources)
     do = to_torch(inputs.do)
-    grouped = cell.shape.q_heads != cell.shape.kv_heads
+    grouped = members != 1 and repeated == 1
     attend = functools.partial(
         torch.nn.functional.scaled_dot_product_attention,
         is_causal=cell.causal,
@@ -215,7 +221,10 @@ def torch_runner(
         return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
     def results():
-        tensors = dict(zip(("o", "dq", "dk", "dv"), (forward(), *backward()), strict=True))
+        o, dq, *of_keys = forward(), *backward()
+        if repeated > 1:
+            of_keys = [x.unflatten(1, (-1, repeated)).sum(2) for x in of_keys]
+        tensors = dict(zip(("o", "dq", "dk", "dv"), (o, dq, *of_keys), strict=True))
         torch.cuda.synchronize()
         to_jax = lambda x: jnp.from_dlpack(x.detach().transpose(1, 2).contiguous())
         return {name: to_jax(x) for name, x in tensors.items()}
@@ -235,6 +244,10 @@ PROVIDERS: dict[str, Provider] = {
     "torch_flash": Provider(
         "PyTorch SDPA on its FlashAttention-2",
         runner=_partial(torch_runner, backend="FLASH_ATTENTION"),
+    ),
+    "torch_efficient": Provider(
+        "PyTorch SDPA on its memory-efficient attention, which takes any head dim",
+        runner=_partial(torch_runner, backend="EFFICIENT_ATTENTION"),
     ),
     "flash_pallas": Provider(
         "this package, Hopper kernels", _partial(flash_pallas_attention, backend="hopper")

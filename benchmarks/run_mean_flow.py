@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from examples import mean_flow
 from flash_pallas import flash_attention
 
-from . import results, tables, timing
+from . import results, steps, tables, timing
 from .run import prepare_process, probes
 
 # That of DiT-B (arXiv:2212.09748).
@@ -41,7 +41,7 @@ def flow_matching_loss(velocity, params, x, noise, times):
     return jnp.mean((u - (noise - x)) ** 2)
 
 
-def steps(layers: int, width: int, heads: int):
+def steps_of(layers: int, width: int, heads: int):
     """Returns the steps by name: functions of (params, x, noise, times), and the model."""
     model = functools.partial(mean_flow.MeanVelocity, layers=layers, width=width, heads=heads)
     half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
@@ -61,51 +61,23 @@ def steps(layers: int, width: int, heads: int):
 
 def rows(arguments, timer) -> list[dict[str, Any]]:
     """Returns the rows of one batch and length."""
-    found, model = steps(arguments.layers, arguments.width, arguments.heads)
+    found, model = steps_of(arguments.layers, arguments.width, arguments.heads)
     shape = arguments.batch, arguments.length, arguments.channels
     keys = jax.random.split(jax.random.key(0), 3)
     x, noise = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
     times = jnp.full(shape[0], 0.2, jnp.bfloat16), jnp.full(shape[0], 0.7, jnp.bfloat16)
     params = jax.jit(model.init)(keys[2], noise, *times)
     count = sum(p.size for p in jax.tree.leaves(params))
-    launches, memory, refused, losses = {}, {}, {}, {}
-    for name, step in found.items():
-        try:
-            program = jax.jit(step).lower(params, x, noise, times).compile()
-            memory[name] = program.memory_analysis().temp_size_in_bytes
-            losses[name] = float(program(params, x, noise, times)[0])
-            launches[name] = timing.Launch(
-                functools.partial(program, params, x, noise, times), "jax"
-            )
-        except Exception as error:  # Dense jnp may not fit.
-            refused[name] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0].split(' [')[0][:200]}"
-            )
-    samples, failures = timing.interleave(timer, launches, arguments.rounds)
-    refused |= failures
-    usual = "flow matching, flash_attention"
-    result = []
-    for name in found:
-        ms, spread, ratio = None, None, None
-        if name in samples:
-            ms, spread = timing.median_and_spread([s.ms for s in samples[name]])
-            ratio = timing.speed_ratio(samples[name], samples[usual]) if usual in samples else None
-        result.append(
-            {
-                "shape": ",".join(map(str, shape)),
-                "parameters": count,
-                "step": name,
-                "provider": name,
-                "refused": refused.get(name),
-                "ms": ms,
-                "spread": spread,
-                "times_flow_matching": ratio,
-                "temporary_bytes": memory.get(name),
-                "loss": losses.get(name),
-            }
-        )
-        print(result[-1], flush=True)
-    return result
+    found, samples = steps.compare(found, (params, x, noise, times), timer, arguments.rounds)
+    usual = samples.get("flow matching, flash_attention")
+    for row in found:
+        ratio, own = None, samples.get(row["step"])
+        if usual and own:
+            ratio = timing.speed_ratio(own, usual)
+        row["shape"], row["parameters"] = ",".join(map(str, shape)), count
+        row["times_flow_matching"] = ratio
+        print(row, flush=True)
+    return found
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -70,6 +70,15 @@ SUITES: dict[str, tuple[Cell, ...]] = {
         _HEAD_DIM_256,
         Shape(2, 8192, 32, 8, 128, "grouped queries: K and V are read by four query heads"),
     ),
+    # Head dims that neither cuDNN nor FlashAttention takes.
+    "wide": (
+        *_both(
+            Shape(1, 8192, 32, 4, 512, "global layers of a language model, grouped queries"),
+            Shape(2, 4096, 16, 16, 512, "the same work without groups"),
+            Shape(1, 8192, 32, 4, 384, "between the two"),
+        ),
+        Cell(Shape(1, 16384, 1, 1, 512, "a VAE's attention to an image of 128 x 128"), False),
+    ),
     "charts": _both(*_CHART_SHAPES),
     "smoke": _both(Shape(1, 128, 2, 1, 64, "seconds on a CPU: proves that the program runs")),
 }

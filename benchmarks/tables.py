@@ -29,6 +29,7 @@ def render(results: dict[str, Any]) -> str:
         "parallel": parallel_tables.render,
         "derivatives": _derivatives_table,
         "mean_flow": _mean_flow_table,
+        "stack": _stack_table,
     }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"
@@ -203,6 +204,16 @@ def _mean_flow_table(results: dict[str, Any]) -> str:
         body.append([row["shape"], row["step"], f"{row['ms']:.1f}", ratio, gibibytes])
     head = ["B,T,C", "step", "ms", "times flow matching", "GiB"]
     return grid(head, body) + reasons(rows)
+
+
+def _stack_table(results: dict[str, Any]) -> str:
+    """Tabulates tokens per second, ms and GiB of a step."""
+    rows, body = results["rows"], []
+    for row in (row for row in rows if row["ms"] is not None):
+        gibibytes = f"{row['temporary_bytes'] / 2**30:.2f}"
+        speed = f"{row['tokens_per_s']:,.0f}"
+        body.append([row["shape"], row["step"], speed, f"{row['ms']:.1f}", gibibytes])
+    return grid(["B,T", "attention", "tokens/s", "ms", "GiB"], body) + reasons(rows)
 
 
 def _of_other_commits(results: dict[str, Any]) -> str:

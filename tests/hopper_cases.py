@@ -179,6 +179,55 @@ MODIFIERS = (
 )  # fmt: skip
 
 
+def _wide(name: str, **fields) -> Case:
+    """Returns a case of wide heads, of 512 columns unless told."""
+    return _small(name, **({"H": 512} | fields))
+
+
+# Head dims above 256, which have kernels of their own: every feature, whole and partial chunks.
+WIDE = (
+    _wide("wide_512"),
+    _wide("wide_512_causal", causal=True, N=4, K=2, **_SQUARE),
+    _wide("wide_512_mqa_several_tiles", causal=True, N=2, K=1, T=200, S=300, q_offset=100),
+    _wide("wide_320_causal", H=320, causal=True, q_offset=36),
+    _wide("wide_384_float16", H=384, dtype="float16", N=1),
+    _wide("wide_384_float16_causal", H=384, dtype="float16", causal=True, B=2, **_SQUARE),
+    _wide("wide_288_272", H=288, Hv=272, causal=True, N=1, **_SQUARE),
+    _wide("wide_512_64", Hv=64, N=1, T=70),
+    _wide("wide_64_512", H=64, Hv=512, causal=True, N=1, T=70, S=70),
+    _wide("wide_512_one_query", T=1, S=150, causal=True, q_offset=149),
+    _wide("wide_512_one_key", T=70, S=1, N=1),
+    _wide("wide_512_hidden_rows", causal=True, q_offset=-30, sinks=True, N=1),
+    _wide("wide_512_window", window=(40, 10), T=200, S=300, N=1),
+    _wide("wide_448_window_causal", H=448, window=(50, 0), causal=True, **_SQUARE),
+    _wide("wide_512_window_array", window_arrays=((30, 90), (8, 0)), q_offset=20, B=2, N=1, T=72),
+    _wide("wide_512_offset_array", causal=True, q_offset=(33, -40), B=2, N=1, T=70, S=90),
+    _wide("wide_512_positions", causal=True, q_positions="random", kv_positions="gaps", N=1, T=70),
+    _wide("wide_512_packed", segments="packed", causal=True, N=1, T=200, S=200),
+    _wide("wide_512_padded", segments="padded", poison=True, N=1, T=70, S=70),
+    _wide("wide_512_lengths", q_lengths=(60, 100), kv_lengths=(100, 31), B=2, poison=True, N=1),
+    _wide("wide_512_bias", bias="BNTS", N=2, T=70),
+    _wide("wide_384_bias_of_keys", H=384, bias="1N1S", B=2, N=1, T=70),
+    _wide("wide_512_bias_of_queries", bias="B1T1", N=2, T=70),
+    _wide("wide_512_bias_shared_mask", bias="1NTS", mask="B1TS", B=2, N=1, T=70, S=70),
+    _wide("wide_512_softcap_dropout", softcap=3.0, dropout_rate=0.2, causal=True, N=1, **_SQUARE),
+    _wide("wide_512_alibi", alibi="BN", q_offset=13, B=2, N=1, T=70),
+    _wide("wide_512_dropout", dropout_rate=0.3, T=70, S=200, N=1),
+    _wide("wide_512_score_mod", score_mod="per_entry", mask_mod="stripes", N=1, T=70),
+    _wide("wide_512_max_logit", max_logit=True, causal=True, q_offset=-30, N=1, T=70),
+    _wide("wide_512_blocks", block_mask="listed by heads", N=2, K=1, T=300, S=300),
+    _wide("wide_320_blocks_of_keys", H=320, block_mask=("indices", "BK", (128, 256)), N=2, K=1,
+           T=300, S=520),
+    _wide("wide_512_everything", causal=True, window=(90, 0), bias="1NTS", mask="B11S",
+           softcap=4.0, alibi="N", sinks=True, dropout_rate=0.2, segments="padded",
+           kv_lengths=(110,), q_lengths=(120,), score_mod="relative", mask_mod="stripes",
+           max_logit=True, poison=True, N=1, **_SQUARE),
+    _wide("wide_512_rising", maxima="rising", S=392, N=1, T=70),
+    _wide("wide_384_jump", H=384, maxima="jump", S=392, N=1, T=70),
+    _wide("wide_512_scores_of_2^30", magnitude=15, causal=True, N=2, T=70, S=150),
+)  # fmt: skip
+
+
 # Maxima that a forward guesses wrong: in every step, in one, in some rows, and in rows that see no
 # key of the first block.
 MAXIMA = (
@@ -341,6 +390,7 @@ ON_DEVICE = (
     *MODIFIERS,
     *FLOAT32,
     *MAXIMA,
+    *WIDE,
     *_for_each_kernel("square", T=512, S=512, B=2, N=4, K=2),
     *_for_each_kernel("ragged", T=300, S=457, B=2, N=2, K=1),
     *_for_each_kernel("float16", T=640, S=640, N=2, K=2, dtype="float16"),
@@ -399,6 +449,11 @@ ON_DEVICE = (
     _case("head_dim_160", T=300, S=457, B=2, N=2, K=1, H=160, causal=True),
     _case("head_dim_256_224", T=300, S=457, B=2, N=2, K=1, H=256, Hv=224, causal=True),
     _case("head_dim_192", T=129, S=200, H=192),
+    _wide("long_512", T=700, S=900, B=2, N=4),
+    _wide("long_512_causal", T=1500, S=1500, N=8, K=2, causal=True),
+    _wide("long_384_window", H=384, T=1000, S=1000, causal=True, window=(300, 0)),
+    _wide("long_512_packed", T=1000, S=1000, causal=True, segments="packed"),
+    _wide("long_512_bias", T=300, S=400, B=2, bias="1NTS"),
     _float32("float32_square", T=512, S=512, B=2, N=4, K=2),
     _float32("float32_square_causal_128", T=512, S=512, B=2, N=4, K=2, H=128, causal=True),
     _float32("float32_long", T=3000, S=3000, H=128, causal=True, window=(500, 0)),

@@ -23,6 +23,7 @@ from .hopper_cases import (
     PERSISTENT_SECTIONS,
     ROTATED,
     SECTIONS,
+    WIDE,
     WITHOUT_PRODUCER,
 )
 from .interpreter import race_checked
@@ -34,6 +35,14 @@ BACKEND = HopperBackend(interpret=True, num_sms=2)
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
+
+
+@pytest.mark.thorough(always=["wide_320_causal", "wide_384_float16"])
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wide_heads(case):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
 

@@ -39,7 +39,6 @@ from .decode.tiles import unsupported as unsupported_decode
 from .forward.kernel import forward
 from .forward.tiles import (
     MOST_HALF,
-    NATIVE_HEAD_DIMS,
     TEAMS,
     ForwardBlocks,
     choose_forward,
@@ -48,6 +47,9 @@ from .forward.tiles import (
     without_producer,
 )
 from .tangent import launch as tangent_launch
+from .wide import launch as wide
+from .wide.launch import WideGradients
+from .wide.tiles import WideBlocks, is_wide
 
 # --- Problems and padding -------------------------------------------------------------------------
 
@@ -114,8 +116,8 @@ class HopperBackend:
                 f"takes float32 with head dims up to {WIDEST_FLOAT32}, not {widest}: cast q, k and "
                 "v to bfloat16"
             )
-        if widest > NATIVE_HEAD_DIMS[-1]:
-            return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
+        if is_wide(problem) and (reason := wide.unsupported(problem)):
+            return reason
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
@@ -129,6 +131,8 @@ class HopperBackend:
     def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Computes attention; see core.problem.Outputs."""
         problem = describe(operands, spec)
+        if isinstance(blocks.forward, WideBlocks):
+            return wide.forward(problem, blocks.forward, operands, self.interpret)
         if blocks.forward.packed:
             return forward_packed(problem, operands, self.sms, self.interpret)
         native = native_problem(problem)
@@ -155,16 +159,22 @@ class HopperBackend:
         wanted: frozenset[str],
     ) -> Grads:
         """Computes gradients; the kernels sum dK and dV over each group of query heads."""
-        problem = describe(operands, spec)
-        return backward(problem, blocks.backward, operands, cotangents, wanted, self.interpret)
+        problem, given = describe(operands, spec), (operands, cotangents, wanted)
+        if isinstance(blocks.backward, WideGradients):
+            how = self.producer, self.interpret
+            return wide.backward(problem, blocks.backward, *given, *how)
+        return backward(problem, blocks.backward, *given, self.interpret)
 
     def pushes(
         self, problem: Problem, blocks: HopperBlocks, moves: frozenset[str], *, primal: bool
     ) -> bool:
         """Returns whether the tangent kernels run a problem; see Backend.pushes.
 
-        Where the decode kernels run the forward, tangents have a kernel of their own.
+        Where the decode kernels run the forward, tangents have a kernel of their own. Heads above
+        256 have none.
         """
+        if isinstance(blocks.forward, WideBlocks):
+            return False
         if primal and (blocks.forward.packed or problem.spec.max_logit):
             return False
         return tangent_launch.blocks_of(problem, moves, primal, self.producer) is not None
@@ -180,7 +190,9 @@ class HopperBackend:
         self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
     ) -> bool:
         """Returns whether the tangent kernel of the backward runs a problem."""
-        return moves | wanted <= {"q", "k", "v"} and launches(problem) is not None
+        if is_wide(problem) or not moves | wanted <= {"q", "k", "v"}:
+            return False
+        return launches(problem) is not None
 
     def push_backward(
         self,
@@ -233,8 +245,8 @@ def _num_sms() -> int:
 class HopperBlocks:
     """Tile sizes of every kernel that a call and its gradient run."""
 
-    forward: ForwardBlocks
-    backward: FusedBlocks | SplitBlocks
+    forward: ForwardBlocks | WideBlocks
+    backward: FusedBlocks | SplitBlocks | WideGradients
 
 
 def trades_registers() -> bool:
@@ -263,6 +275,8 @@ def choose_blocks(
     Raises:
         ValueError: an unknown kernel or field, or tiles that do not fit.
     """
+    if is_wide(problem):
+        return _wide_blocks(problem, override)
     packed = may_pack(problem) and packs(problem, num_sms)
     forward = dataclasses.replace(choose_forward(problem, num_sms), packed=packed)
     backward = choose_backward(problem, num_sms)
@@ -284,6 +298,33 @@ def choose_blocks(
     if "fused" in chosen:
         return HopperBlocks(chosen["forward"], chosen["fused"])
     return HopperBlocks(chosen["forward"], SplitBlocks(chosen["dkv"], chosen["dq"]))
+
+
+def _wide_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
+    chosen: dict[str, Any] = wide.choose_wide(problem)
+    for kernel, fields in (override or {}).items():
+        if kernel not in chosen:
+            raise ValueError(
+                f"blocks has {kernel!r}: on the hopper backend this call runs the kernels "
+                f"{', '.join(map(repr, chosen))}; pass blocks={{'forward': {{'chunks': 6}}}}"
+            )
+        names = {field.name for field in dataclasses.fields(WideBlocks)}
+        if not isinstance(fields, dict) or not names.issuperset(fields):
+            raise ValueError(
+                f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}"
+            )
+        for name, value in fields.items():
+            if reason := _misfit(name, value, type(getattr(chosen[kernel], name)), kernel):
+                raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value!r}: {reason}")
+        most = chosen[kernel].chunks
+        chosen[kernel] = dataclasses.replace(chosen[kernel], **fields)
+        if not wide.LEAST_CHUNKS <= chosen[kernel].chunks <= most:
+            raise ValueError(
+                f"blocks[{kernel!r}]['chunks'] is {chosen[kernel].chunks}: from "
+                f"{wide.LEAST_CHUNKS} to {most}, for which shared memory has room"
+            )
+    forward = chosen.pop("forward")
+    return HopperBlocks(forward, WideGradients(**chosen))
 
 
 def _without_producer(blocks, problem: Problem):
@@ -431,6 +472,7 @@ _DQ = (
     {"warpgroups": 1, "block_kv": 64},
 )
 CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
+_WIDE = ({"chunks": 8}, {"chunks": 6}, {"chunks": 5}, {"chunks": 4})
 
 
 def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list[dict[str, Any]]]:
@@ -443,7 +485,7 @@ def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list
     found = {}
     for kernel, blocks in chosen.items():
         tried = [blocks]
-        for change in CHANGES[kernel]:
+        for change in _WIDE if is_wide(problem) else CHANGES[kernel]:
             try:
                 tried.append(by_kernel({kernel: change})[kernel])
             except ValueError:  # they do not fit, or the kernel cannot take them
@@ -455,6 +497,8 @@ def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list
 def _by_kernel(problem: Problem, producer: bool, num_sms: int, override: dict[str, Any] | None):
     blocks = choose_blocks(problem, override, producer, num_sms)
     backward = blocks.backward
+    if isinstance(backward, WideGradients):
+        return {"forward": blocks.forward, **vars(backward)}
     if isinstance(backward, SplitBlocks):
         return {"forward": blocks.forward, "dkv": backward.dkv, "dq": backward.dq}
     return {"forward": blocks.forward, "fused": backward}

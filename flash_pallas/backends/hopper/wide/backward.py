@@ -11,30 +11,21 @@ own, and eight matmuls a tile run where five are counted.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core.mask import Limits
 from ....core.problem import Operands, Problem
 from ...gpu import inline, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, launch
 from ...gpu.score_tile import row_shift
 from ..backward.operands import BackwardArrays
-from .column_tiles import loops
 from .kernel import WideCta, WideKernel
 from .launches import grid_of
-from .tiles import COLUMNS, DV, Role, WARPGROUPS, WideBlocks, scratch
-
-
-class Values(NamedTuple):
-    """Values of queries, f32[64] of rows or of a warpgroup's columns."""
-
-    lse: Any
-    delta: Any
+from .tiles import CHUNK, COLUMNS, DV, WARPGROUPS, Role, WideBlocks, scratch
 
 
 class GradientKernel(WideKernel):
@@ -45,45 +36,45 @@ class GradientKernel(WideKernel):
         fragments, values = self.auxiliary.fragments_of_rows(cta.gmem.auxiliary, place), None
         if not self.role.q_axis:
             fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
-            values = self.values(cta, cta.head, cta.start, inline.ROWS)
+            values = [
+                self.of_queries(cta, ref, cta.head, cta.start)
+                for ref in (cta.gmem.lse_log2, cta.gmem.delta)
+            ]
         step = functools.partial(self.step, cta, fragments, values, accumulators)
-        for low, high, masked in loops(self.problem, cta.tiles):
-            pl.loop(low, high)(functools.partial(step, masked=masked))
+        pl.loop(jnp.int32(0), cta.tiles.total)(step)
 
-    def values(self, cta: WideCta, head, start, layout) -> Values:
-        """Loads the values of 64 queries."""
-        at = cta.batch, head, pl.ds(start, WARPGROUP_ROWS)
-        load = lambda ref: plgpu.load(ref.at[at], layout=layout, optimized=False)
-        return Values(load(cta.gmem.lse_log2), load(cta.gmem.delta))
+    def of_queries(self, cta: WideCta, ref, head, start):
+        """Loads one value of each of 64 queries, of rows or of columns."""
+        layout, at = (
+            (inline.ROWS, inline.COLS)[self.role.q_axis],
+            (cta.batch, head, pl.ds(start, CHUNK)),
+        )
+        return plgpu.load(ref.at[at], layout=layout, optimized=False)
 
-    def step(self, cta: WideCta, fragments, values, accumulators, n, *, masked: bool):
+    def step(self, cta: WideCta, fragments, values, accumulators, n):
         """Makes the weights of the n-th tile of columns, and sums those of the one before."""
         cta = self.at_step(cta, n)
-        run = functools.partial(self.weights, cta, fragments, values, accumulators, n, masked)
+        run = functools.partial(self.weights, cta, fragments, values, accumulators, n)
         self.replace_weights(cta, pl.run_scoped(run, self.accumulator))
 
-    def weights(self, cta: WideCta, fragments, values, accumulators, n, masked: bool, s_acc):
+    def weights(self, cta: WideCta, fragments, values, accumulators, n, s_acc):
         """Computes P^T or dS of a tile as an operand."""
         problem, (head, block) = self.problem, self.column_tile(cta, n)
+        place = self.place(cta, head, block, cta.wg)
+        of_columns = lambda ref: self.of_queries(cta, ref, head, place.column_start)
         if self.role.q_axis:
-            place = self.place(cta, head, block, cta.wg)
             fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
-            values = self.values(cta, head, place.column_start, inline.COLS)
         reload = self.multiply_scores(cta, n, 0, s_acc)
         sums = self.sums(cta, n, accumulators)
         next(sums)
+        lse = of_columns(cta.gmem.lse_log2) if self.role.q_axis else values[0]
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         reload()
         next(sums, None)
-        tile, limits, whole = self.tile(cta, block), Limits(), problem.is_listed and not masked
-        if masked:
-            limits = tile.limits(problem.spec.mask, cta.tiles.kv_len)
-        inputs = self.inputs(cta, fragments, n, ids=not whole)
-        if whole:
-            problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
+        tile, inputs = self.tile(cta, block), self.inputs(cta, fragments, n)
         inputs = self.with_shift(cta, inputs, head, block)
         next(sums, None)
-        w = score_tile.weights(problem, tile, s, values.lse, inputs, limits)
+        w = score_tile.weights(problem, tile, s, lse, inputs, self.limits(cta, tile))
         next(sums, None)
         if self.role == DV:
             found, kept = score_tile.dropped(problem, w), None
@@ -95,16 +86,18 @@ class GradientKernel(WideKernel):
             pass
         if self.role == DV:
             return self.matmuls.split(found)
-        run = functools.partial(self.score_gradients, cta, n, (tile, kept, values.delta))
+        delta = functools.partial(of_columns, cta.gmem.delta)
+        given = tile, kept, delta if self.role.q_axis else lambda: values[1]
+        run = functools.partial(self.score_gradients, cta, n, given)
         return self.matmuls.split(found * pl.run_scoped(run, self.accumulator))
 
-    def score_gradients(self, cta: WideCta, n, at, dp_acc):
+    def score_gradients(self, cta: WideCta, n, given, dp_acc):
         """Computes what P is to be multiplied by, keep * gain * dP - delta, f32[64, 64]."""
-        tile, kept, delta = at
-        reload = self.multiply_scores(cta, n, 1, dp_acc)
+        (tile, kept, delta), reload = given, self.multiply_scores(cta, n, 1, dp_acc)
+        delta = tile.per_q(delta())  # under the wait
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         reload()
-        return score_tile.centred(self.problem, kept, dp, tile.per_q(delta))
+        return score_tile.centred(self.problem, kept, dp, delta)
 
     def with_shift(self, cta: WideCta, inputs, head, block):
         """Returns the inputs with the shift of the queries, where some may have one."""

@@ -61,25 +61,14 @@ def column_tiles(problem: Problem, arrays: BackwardArrays, q_axis: int, at):
     return KvTileRange.of(problem, arrays, (batch, block, position), *size)
 
 
-def loops(problem: Problem, tiles: Any) -> list[tuple[Any, Any, bool]]:
-    """Returns [(first step, one past the last, whether the steps mask)] of the loops of a CTA."""
-    zero, total = jnp.int32(0), tiles.total
+def masks(problem: Problem, tiles: Any) -> bool:
+    """Returns whether the steps of a CTA mask: all of them do or none.
+
+    A loop of its own for whole tiles spills 12 to 200 bytes, and masks are cheap next to matmuls of
+    such heads.
+    """
     if isinstance(tiles, KvTileList | QTileList):
-        if isinstance(tiles, QTileList) and tiles.mask_all:
-            return [(zero, total, True)]
-        partial = tiles.listed.masked_steps
-        return [(zero, partial, True), (partial, total, False)]
+        return True
     if isinstance(tiles, QueryTiles):
-        found = tiles.found
-        if found.masks != "some":
-            return [(zero, total, found.masks == "all")]
-        # Without a left edge a mask hides nothing of the last queries.
-        whole = jnp.int32((found.stop - found.full_start) * found.group)
-        return [(zero, whole, False), (whole, total, True)]
-    if tiles.everywhere:
-        return [(zero, total, True)]
-    whole = jnp.int32(tiles.masked_from - tiles.start)
-    if problem.spec.mask.is_trivial and tiles.kv_len is None:
-        return [(zero, whole, False)]
-    # Opaque: a masked step that is known to be one is peeled off, and its registers with it.
-    return [(zero, whole, False), (whole, lax.optimization_barrier(total), True)]
+        return tiles.found.masks != "none"
+    return tiles.everywhere or not problem.spec.mask.is_trivial or tiles.kv_len is not None

@@ -12,17 +12,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import dropout, scores, softmax
-from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
 from ....core.scores import TileInputs
 from ...gpu import inline, online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima, far_of
 from ..backward.operands import BackwardArrays
-from .column_tiles import loops
 from .kernel import WideCta, WideKernel
-from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
 from .launches import grid_of
+from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
+
 
 class Rows(NamedTuple):
     """State of the rows of a CTA. The warpgroups have the same maxima, and sums of their own."""
@@ -47,15 +46,13 @@ class ForwardKernel(WideKernel):
         state = Rows(Maxima(rows - jnp.inf, shift), plgpu.layout_cast(sums, inline.WGMMA))
         place = self.place(cta, cta.head, 0, 0)
         fragments = self.auxiliary.fragments(cta.gmem.auxiliary, place)
-        for low, high, masked in loops(self.problem, cta.tiles):
-            step = functools.partial(self.step, cta, fragments, accumulators, masked=masked)
-            state = lax.fori_loop(low, high, step, state)
-        return state
+        step = functools.partial(self.step, cta, fragments, accumulators)
+        return lax.fori_loop(jnp.int32(0), cta.tiles.total, step, state)
 
-    def step(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, *, masked):
+    def step(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows) -> Rows:
         """Folds the n-th tile of keys into the rows, and sums the weights of the one before."""
         cta = self.at_step(cta, n)
-        run = functools.partial(self.weights, cta, fragments, accumulators, n, masked, rows)
+        run = functools.partial(self.weights, cta, fragments, accumulators, n, rows)
         p, (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
         self.replace_weights(cta, p)
         for acc in accumulators:
@@ -64,7 +61,7 @@ class ForwardKernel(WideKernel):
             acc[...] = scaled() if grew is None else lax.cond(grew > 0, scaled, lambda old=old: old)
         return rows
 
-    def weights(self, cta, fragments: TileInputs, accumulators, n, masked, rows: Rows, s_acc):
+    def weights(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, s_acc):
         """Returns (weights as an operand, (factor of the sums, whether it is not 1), Rows)."""
         problem, reload = self.problem, self.multiply_scores(cta, n, 0, s_acc)
         sums = self.sums(cta, n, accumulators)
@@ -72,13 +69,8 @@ class ForwardKernel(WideKernel):
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         reload()
         next(sums, None)
-        tile, limits, whole = self.tile(cta, cta.tiles[n]), Limits(), problem.is_listed and not masked
-        if masked:
-            limits = tile.limits(problem.spec.mask, cta.tiles.kv_len)
-        inputs = self.inputs(cta, fragments, n, ids=not whole)
-        spec = problem.spec
-        if whole:
-            spec, inputs = problem.of_whole_tiles.spec, inputs._replace(mask=None)
+        tile, spec = self.tile(cta, cta.tiles[n]), problem.spec
+        inputs, limits = self.inputs(cta, fragments, n), self.limits(cta, tile)
         z = score_tile.logits(spec, tile, s, inputs, limits)
         next(sums, None)
         slack = None if spec.max_logit else self.blocks.lazy_rescale or None
@@ -152,7 +144,11 @@ class ForwardKernel(WideKernel):
 
 
 def forward(
-    problem: Problem, blocks: WideBlocks, operands: Operands, arrays: BackwardArrays, interpret: bool
+    problem: Problem,
+    blocks: WideBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    interpret: bool,
 ) -> Outputs:
     """Launches the kernel; results have the rows of whole tiles, but for O.
 

@@ -1,8 +1,8 @@
 """What the kernels for wide heads have in common: loads, scores, exchange, sums.
 
 64 rows of a result 512 wide take 256 registers a thread of one warpgroup: two warpgroups share the
-rows of a CTA, and each has half of the columns of the result. Scores are computed once. In a step of
-128 columns of scores
+rows of a CTA, and each has half of the columns of the result. Scores are computed once. In a step
+of 128 columns of scores
 
     (1) S of this step: each warpgroup has 64 of the columns
     (2) sums += weights of the step before, those of both warpgroups, times half of the columns of
@@ -12,8 +12,8 @@ rows of a CTA, and each has half of the columns of the result. Scores are comput
 Whatever streams comes in chunks of 64 rows and 64 columns. A warpgroup reads its own chunks alone,
 and loads them itself, into a ring of its own, as soon as a matmul has ended: there is no producer,
 two warpgroups have 255 registers a thread, and only weights tie them to each other. An operand may
-stream twice, for scores and for sums: it comes from L2. A 64 x 64 wgmma with both operands in shared
-memory reads 128 bytes a cycle, all there is, and so does this kernel in half of its matmuls
+stream twice, for scores and for sums: it comes from L2. A 64 x 64 wgmma with both operands in
+shared memory reads 128 bytes a cycle, all there is, and so does this kernel in half of its matmuls
 (benchmarks/NOTES.md).
 """
 
@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ....core.mask import Limits
 from ....core.problem import Problem
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS
@@ -35,7 +36,7 @@ from ...gpu.score_tile import RegisterTile
 from ..backward.operands import BackwardArrays, own_place
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.wgmma import Matmuls
-from .column_tiles import column_tiles
+from .column_tiles import column_tiles, masks
 from .tiles import (
     AUX_STAGES,
     CHUNK,
@@ -46,6 +47,7 @@ from .tiles import (
     WideBlocks,
     WideSmem,
 )
+
 
 def hidden(index):
     """Returns an index of shared memory that is found anew in every step.
@@ -168,7 +170,7 @@ class WideKernel:
     # --- what the kernels do with a tile of scores -----------------------------------------------
 
     def fold(self, cta: WideCta, accumulators):
-        """Runs the steps; returns what `store` needs. The weights of the last are not summed yet."""
+        """Runs the steps, which leave the weights of the last; returns what `store` needs."""
         raise NotImplementedError
 
     def store(self, cta: WideCta, state, found):
@@ -363,13 +365,19 @@ class WideKernel:
         shape = WARPGROUP_ROWS, WARPGROUP_ROWS
         return RegisterTile(*starts, shape, q_axis=self.role.q_axis, interpret=self.interpret)
 
-    def inputs(self, cta: WideCta, fragments, n, *, ids: bool):
+    def limits(self, cta: WideCta, tile: RegisterTile) -> Limits:
+        """Returns what positions leave visible of a tile."""
+        if not masks(self.problem, cta.tiles):
+            return Limits()
+        return tile.limits(self.problem.spec.mask, cta.tiles.kv_len)
+
+    def inputs(self, cta: WideCta, fragments, n):
         """Returns what modifiers read at the tile of the n-th step."""
         shape, rows = (WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, WARPGROUP_ROWS)
         slot = self.auxiliary_slot(cta, n)
         if self.auxiliary.copies:
             plgpu.barrier_wait(cta.bars.auxiliary_full.at[slot])
-        return self.auxiliary.inputs(fragments, cta.smem.auxiliary, slot, shape, rows, ids=ids)
+        return self.auxiliary.inputs(fragments, cta.smem.auxiliary, slot, shape, rows)
 
     def reload_auxiliary(self, cta: WideCta, n):
         """Loads another step's in place of what `inputs` has read."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-import numpy as np
-
 from ....core import padding
 from ....core.integers import round_up
 from ....core.padding import pad_axis
 from ....core.problem import Cotangents, Grads, Operands, Outputs, Problem
 from ....core.softmax import EMPTY_ROW
+from ...gpu.launch import score_grads
+from ..backward.dbias.kernel import score_sums
 from ..backward.operands import ROW_MULTIPLE, BackwardArrays
 from ..common.wgmma import LENGTH_MULTIPLE
 from .backward import gradient
@@ -22,13 +21,15 @@ from .tiles import (
     DQ,
     DV,
     FORWARD,
+    NARROW,
     WIDEST,
     WideBlocks,
     choose,
     wide_problem,
 )
-from ...gpu.launch import WARPGROUP_ROWS
 
+# Weights may be up to 2**8 times as large as relative to the largest logit.
+LAZY_RESCALE = 8.0
 ROLES = {"forward": FORWARD, "dq": DQ, "dk": DK, "dv": DV}
 
 
@@ -46,29 +47,31 @@ def unsupported(problem: Problem) -> str | None:
     widest = max(problem.head_dim, problem.v_head_dim)
     if widest > WIDEST:
         return f"takes head dims up to {WIDEST}, not {widest}"
-    if not (
-        problem.takes_tiles(WARPGROUP_ROWS, COLUMNS) and problem.takes_tiles(COLUMNS, WARPGROUP_ROWS)
-    ):
+    rows, columns = problem.list_block if problem.is_listed else (COLUMNS, COLUMNS)
+    if rows % COLUMNS or columns % COLUMNS:
         return (
-            f"takes block masks with blocks in multiples of {COLUMNS} at head dims above 256, not "
-            f"{problem.list_block}"
+            f"takes blocks of a block_mask in multiples of {COLUMNS} at head dims above "
+            f"{NARROW}, not {rows} x {columns}"
         )
     if any(choose(wide_problem(problem), role) is None for role in ROLES.values()):
         return f"has no room in shared memory for head dim {widest} next to this bias or mask"
     return None
 
 
-def blocks(problem: Problem) -> dict[str, WideBlocks]:
+def choose_wide(problem: Problem) -> dict[str, WideBlocks]:
     """Returns the options of each kernel that runs."""
     wide, found = wide_problem(problem), {}
     for name, role in ROLES.items():
-        found[name] = choose(wide, role)
-    lazy = 0.0 if problem.spec.max_logit else 8.0
-    found["forward"] = dataclasses.replace(found["forward"], lazy_rescale=lazy)
-    return found
+        chosen = choose(wide, role)
+        assert chosen is not None, "`unsupported` has refused it"
+        found[name] = chosen
+    lazy = 0.0 if problem.spec.max_logit else LAZY_RESCALE
+    return found | {"forward": dataclasses.replace(found["forward"], lazy_rescale=lazy)}
 
 
-def _arrays(problem: Problem, operands: Operands, cotangents: Cotangents | None) -> BackwardArrays:
+def arrays_of(
+    problem: Problem, operands: Operands, cotangents: Cotangents | None
+) -> BackwardArrays:
     """Returns the operands as the kernels read them: whole chunks, lengths in multiples of 8."""
 
     def tile(x, width: int):
@@ -77,29 +80,24 @@ def _arrays(problem: Problem, operands: Operands, cotangents: Cotangents | None)
         return pad_axis(pad_axis(x, 3, width), 1, round_up(x.shape[1], LENGTH_MULTIPLE))
 
     rows = round_up(problem.q_len, ROW_MULTIPLE)
-    do, lse, delta, shift = (None,) * 4 if cotangents is None else cotangents_of(cotangents)
+    given = cotangents or Cotangents(None, None, None)
     per_row = lambda x, fill=0.0: None if x is None else pad_axis(x, 2, rows, fill)
     return BackwardArrays(
         q=tile(operands.q, problem.head_dim),
         k=tile(operands.k, problem.head_dim),
         v=tile(operands.v, problem.v_head_dim),
-        do=tile(do, problem.v_head_dim),
-        lse_log2=per_row(lse, EMPTY_ROW),
-        delta=per_row(delta),
+        do=tile(given.do, problem.v_head_dim),
+        lse_log2=per_row(given.lse_log2, EMPTY_ROW),
+        delta=per_row(given.delta),
         q_offset=operands.q_offset,
-        shift=per_row(shift),
+        shift=per_row(given.shift),
     )
-
-
-def cotangents_of(x: Cotangents):
-    """Returns (do, lse_log2, delta, shift)."""
-    return x.do, x.lse_log2, x.delta, x.shift
 
 
 def forward(problem: Problem, blocks: WideBlocks, operands: Operands, interpret: bool) -> Outputs:
     """Computes attention; see core.problem.Outputs."""
     wide = wide_problem(problem)
-    arrays = _arrays(wide, padding.cleared(operands), None)
+    arrays = arrays_of(wide, padding.cleared(operands), None)
     found = run_forward(wide, blocks, operands, arrays, interpret)
     rows = lambda x: None if x is None else x[:, :, : problem.q_len]
     return Outputs(
@@ -115,19 +113,33 @@ def backward(
     blocks: WideGradients,
     operands: Operands,
     cotangents: Cotangents,
+    wanted: frozenset[str],
+    producer: bool,
     interpret: bool,
 ) -> Grads:
-    """Computes the gradients of q, k and v; dK and dV are summed over each group of heads."""
+    """Computes gradients; dK and dV are summed over each group of query heads.
+
+    Args:
+        problem: problem of the operands.
+        blocks: options of the kernels.
+        operands: operands of the call.
+        cotangents: what the backward starts from: LSE, dO, delta and shifts.
+        wanted: names of the operands besides q, k and v whose gradients are asked for.
+        producer: whether the kernel of these others has a warpgroup that loads.
+        interpret: run under the interpreter.
+    """
     wide = wide_problem(problem)
     do = padding.cleared_queries(operands, cotangents.do)
     operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
-    arrays = _arrays(wide, operands, cotangents)
+    arrays = arrays_of(wide, operands, cotangents)
     run = lambda name: gradient(
         wide, ROLES[name], getattr(blocks, name), operands, arrays, interpret
     )
     whole = lambda x, like: x[:, : like.shape[1], :, : like.shape[3]]
+    launch = lambda *sums: score_sums(wide, sums, operands, arrays, producer, interpret)
     return Grads(
         whole(run("dq"), operands.q),
         whole(run("dk"), operands.k),
         whole(run("dv"), operands.v),
+        **score_grads(wide, operands, wanted, launch),
     )

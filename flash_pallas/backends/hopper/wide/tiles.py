@@ -14,7 +14,7 @@ from ...gpu.launch import WARPGROUP_ROWS
 from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ..common.pipeline import fits, row_buffer, tile_buffer
 
-WIDEST = 512  # head dim
+NARROW, WIDEST = 256, 512  # head dims that the other kernels run, and these
 WARPGROUPS = 2
 CHUNK = 64  # rows and columns of a chunk: a row is one swizzle of 128 bytes
 COLUMNS = WARPGROUPS * CHUNK  # scores of a step: each warpgroup has 64
@@ -115,7 +115,6 @@ class WideBarriers(NamedTuple):
     rows_full: Any
     rows_empty: Any
     auxiliary_full: Any
-    
 
 
 def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBarriers]:
@@ -166,4 +165,4 @@ def wide_problem(problem: Problem) -> Problem:
 
 def is_wide(problem: Problem) -> bool:
     """Returns whether a problem's head dims are above those of the other kernels."""
-    return max(problem.head_dim, problem.v_head_dim) > 256
+    return max(problem.head_dim, problem.v_head_dim) > NARROW

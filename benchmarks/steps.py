@@ -1,0 +1,51 @@
+"""Whole training steps side by side: compiled, refused or timed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import timing
+
+
+def compare(
+    steps: dict[str, Callable], args: Sequence[Any], timer: timing.Timer, rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, list[timing.Sample]]]:
+    """Times steps on the same arguments, in turns.
+
+    A step that cannot be compiled or run is refused, and the others go on: dense attention may not
+    fit into memory.
+
+    Args:
+        steps: functions of `args` that return (loss, anything else), by name.
+        args: arguments.
+        timer: what takes the time.
+        rounds: how many readings of each.
+
+    Returns:
+        A row for each step, (step, provider, refused, ms, spread, temporary_bytes, loss), and the
+        readings by name.
+    """
+    launches, memory, refused, losses = {}, {}, {}, {}
+    for name, step in steps.items():
+        try:
+            program = jax.jit(step).lower(*args).compile()
+            memory[name] = program.memory_analysis().temp_size_in_bytes
+            losses[name] = float(program(*args)[0])
+            launches[name] = timing.Launch(functools.partial(program, *args), "jax")
+        except Exception as error:  # Whatever it is, the others go on.
+            first = str(error).splitlines()[0].split(" [")[0]
+            refused[name] = f"{type(error).__name__}: {first[:200]}"
+    samples, failures = timing.interleave(timer, launches, rounds)
+    refused |= failures
+    rows = []
+    for name in steps:
+        times = [sample.ms for sample in samples.get(name, ())]
+        ms, spread = timing.median_and_spread(times) if times else (None, None)
+        row = {"step": name, "provider": name, "refused": refused.get(name)}
+        row |= {"ms": ms, "spread": spread, "temporary_bytes": memory.get(name)}
+        rows.append(row | {"loss": losses.get(name)})
+    return rows, samples
