@@ -49,6 +49,9 @@ from .tiles import (
 )
 
 
+FLIGHT = 2  # matmuls of scores, where slots suffice
+
+
 def hidden(index):
     """Returns an index of shared memory that is found anew in every step.
 
@@ -309,7 +312,7 @@ class WideKernel:
         Returns the function that loads others in place of these, once they have been read.
         """
         own, first = cta.smem.own[pair], self.summed_at.stop if pair else 0
-        flight = 2 if self.blocks.chunks >= 6 else 1
+        flight = min(FLIGHT, self.blocks.chunks // 3)
         for chunk in range(own.shape[0]):
             right = self.arrived(cta, n, first + chunk)
             self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)
