@@ -55,10 +55,10 @@ class GradientKernel(WideKernel):
         """Makes the weights of the n-th tile of columns, and sums those of the one before."""
         cta = self.at_step(cta, n)
         run = functools.partial(self.weights, cta, fragments, values, accumulators, n)
-        self.replace_weights(cta, pl.run_scoped(run, self.accumulator))
+        pl.run_scoped(run, self.accumulator)
 
     def weights(self, cta: WideCta, fragments, values, accumulators, n, s_acc):
-        """Computes P^T or dS of a tile as an operand."""
+        """Makes and stores P^T or dS of a tile."""
         problem, (head, block) = self.problem, self.column_tile(cta, n)
         place = self.place(cta, head, block, cta.wg)
         of_columns = lambda ref: self.of_queries(cta, ref, head, place.column_start)
@@ -82,14 +82,18 @@ class GradientKernel(WideKernel):
             found, kept = score_tile.pulled(w), w.kept
         self.reload_auxiliary(cta, n)
         found = lax.optimization_barrier(found)
+        if self.role == DV:
+            next(sums, None)
+            self.replace_weights(cta, self.matmuls.split(found))  # those before are loaded
         for _ in sums:
             pass
         if self.role == DV:
-            return self.matmuls.split(found)
+            return
         delta = functools.partial(of_columns, cta.gmem.delta)
         given = tile, kept, delta if self.role.q_axis else lambda: values[1]
         run = functools.partial(self.score_gradients, cta, n, given)
-        return self.matmuls.split(found * pl.run_scoped(run, self.accumulator))
+        found = found * pl.run_scoped(run, self.accumulator)
+        self.replace_weights(cta, self.matmuls.split(found))
 
     def score_gradients(self, cta: WideCta, n, given, dp_acc):
         """Computes what P is to be multiplied by, keep * gain * dP - delta, f32[64, 64]."""

@@ -53,8 +53,7 @@ class ForwardKernel(WideKernel):
         """Folds the n-th tile of keys into the rows, and sums the weights of the one before."""
         cta = self.at_step(cta, n)
         run = functools.partial(self.weights, cta, fragments, accumulators, n, rows)
-        p, (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
-        self.replace_weights(cta, p)
+        (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
         for acc in accumulators:
             old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
             scaled = lambda old=old: old * per_row(alpha, old.shape)
@@ -62,7 +61,7 @@ class ForwardKernel(WideKernel):
         return rows
 
     def weights(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, s_acc):
-        """Returns (weights as an operand, (factor of the sums, whether it is not 1), Rows)."""
+        """Makes and stores the weights; returns ((factor of the sums, whether it is not 1), Rows)."""
         problem, reload = self.problem, self.multiply_scores(cta, n, 0, s_acc)
         sums = self.sums(cta, n, accumulators)
         next(sums)
@@ -88,10 +87,11 @@ class ForwardKernel(WideKernel):
             p = jnp.where(scores.kept(spec, tile, inputs), p, 0.0)
         self.reload_auxiliary(cta, n)
         rows = Rows(found.maxima, rows.l * per_row(alpha, of_rows.shape) + of_rows)
-        p, alpha, rows = lax.optimization_barrier((self.matmuls.split(p), alpha, rows))
+        self.replace_weights(cta, self.matmuls.split(p))  # both parts of those before are loaded
+        alpha, rows = lax.optimization_barrier((alpha, rows))
         for _ in sums:
             pass
-        return p, (alpha, found.grew), rows
+        return (alpha, found.grew), rows
 
     def most(self, cta: WideCta, n, own):
         """Returns the row maxima of both warpgroups' scores, f32[64]."""
@@ -99,20 +99,16 @@ class ForwardKernel(WideKernel):
 
     def of_other(self, cta: WideCta, n, own):
         """Returns what the other warpgroup passes as `own`, f32[64]; n counts these calls."""
-        full, empty, rows = cta.bars.rows_full, cta.bars.rows_empty, cta.smem.rows
-        pl.when(n > 0)(lambda: plgpu.barrier_wait(empty))
+        rows = cta.smem.rows.at[lax.rem(n, jnp.int32(2))]
         rows[cta.wg] = plgpu.layout_cast(own, inline.ROWS)
-        plgpu.barrier_arrive(full)
-        plgpu.barrier_wait(full)
-        found = plgpu.load(rows.at[1 - cta.wg], layout=inline.ROWS)
-        plgpu.barrier_arrive(empty)
-        return found
+        plgpu.barrier_arrive(cta.bars.rows)
+        plgpu.barrier_wait(cta.bars.rows)
+        return plgpu.load(rows.at[1 - cta.wg], layout=inline.ROWS)
 
     def store(self, cta: WideCta, state: Rows, found):
         spec, problem = self.problem.spec, self.problem
         l = plgpu.layout_cast(state.l.sum(axis=1), inline.ROWS)
         l = l + self.of_other(cta, cta.tiles.total, l)
-        plgpu.barrier_wait(cta.bars.rows_empty)
         m, shift = online_softmax.settled(state.maxima)
         sink, sinks = None, cta.gmem.auxiliary.sinks
         if sinks is not None:
@@ -136,7 +132,7 @@ class ForwardKernel(WideKernel):
 
     def write_rows(self, cta: WideCta, out, x):
         """Writes f32[64] through shared memory that the other warpgroup no longer reads."""
-        staging = cta.smem.rows.at[0]
+        staging = cta.smem.rows.at[lax.rem(cta.tiles.total + 1, jnp.int32(2)), 0]
         plgpu.wait_smem_to_gmem(0)
         staging[...] = plgpu.layout_cast(x, inline.ROWS)
         plgpu.commit_smem()

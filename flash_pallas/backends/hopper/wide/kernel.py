@@ -48,7 +48,6 @@ from .tiles import (
     WideSmem,
 )
 
-
 FLIGHT = 2  # matmuls of scores, where slots suffice
 
 

@@ -94,7 +94,7 @@ class WideSmem(NamedTuple):
         own: the CTA's rows of its own operands, [chunks, 64, 64] each.
         ring: chunks of streamed operands, [2, slots, 64, 64]; results in the end.
         weights: operands that the warpgroups hand to each other, [2, 64, 64].
-        rows: f32[2, 64], values of rows that they exchange; of the forward.
+        rows: f32[2, 2, 64], values of rows that they exchange, in turns; of the forward.
         auxiliary: of 64 columns each, in slots 2 stage + warpgroup.
     """
 
@@ -112,8 +112,7 @@ class WideBarriers(NamedTuple):
     full: Any  # of ring, [2 * slots]
     weights_full: Any
     weights_empty: Any
-    rows_full: Any
-    rows_empty: Any
+    rows: Any
     auxiliary_full: Any
 
 
@@ -128,7 +127,7 @@ def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBa
         own=own,
         ring=tile(WARPGROUPS, chunks, CHUNK),
         weights=tile(WARPGROUPS, WARPGROUP_ROWS),
-        rows=row_buffer((WARPGROUPS, WARPGROUP_ROWS)) if forward else None,
+        rows=row_buffer((2, WARPGROUPS, WARPGROUP_ROWS)) if forward else None,
         auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
     )
     both = bar(num_arrivals=WARPGROUPS)
@@ -137,8 +136,7 @@ def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBa
         full=bar(num_barriers=WARPGROUPS * chunks),
         weights_full=both,
         weights_empty=both,
-        rows_full=both if forward else None,
-        rows_empty=both if forward else None,
+        rows=both if forward else None,
         auxiliary_full=bar(num_arrivals=aux.copies, num_barriers=slots) if streams else None,
     )
     return smem, bars
