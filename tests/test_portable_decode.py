@@ -27,6 +27,7 @@ SHARED = (
     *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
     *("starts", "starts_at_the_end", "starts_as_rows", "starts_and_window", "windows"),
     *("starts_and_windows", "starts_of_pages_of_48", "starts_of_pages_of_64"),
+    *("wide_512", "latent", "latent_pages_of_16", "wide_modifiers", "wide_starts", "wide_values"),
 )
 CASES = (
     *(step for step in STEPS if step.name in SHARED),
@@ -82,8 +83,9 @@ def test_pages_that_sequences_share():
         ({"cache": "int8"}, "reads caches in the dtype of q, bfloat16, not in int8"),
         ({"cache": "float8_e4m3fn"}, "in the dtype of q, bfloat16, not in float8_e4m3fn"),
         ({"dtype": "float32"}, "decodes bfloat16 and float16, not float32"),
-        ({"H": 264}, "takes head dims up to 256, not 264"),
-        ({"Hv": 320}, "takes head dims up to 256, not 320"),
+        ({"H": 264}, "a cache with head dim 264: pad it to 272"),
+        ({"H": 592}, "decodes head dims of q and k up to 576, not 592"),
+        ({"Hv": 528}, "decodes head dims of v up to 512, not 528"),
         ({"H": 70}, "a cache with head dim 70: pad it to 72"),
     ],
 )
