@@ -10,7 +10,7 @@ import numpy as np
 
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks, takes_upright
+from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks, takes_upright, takes_wide
 from flash_pallas.core import decode, softmax
 
 from . import checks
@@ -271,6 +271,7 @@ ON_DEVICE = (
         step
         for step in STEPS
         if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values", "two_tiles_of_rows")
+        or step.block_kv == 32
         or step.starts is not None
         or step.windows is not None
         or step.cache is not None
@@ -283,6 +284,19 @@ ON_DEVICE = (
         num_splits=16,
     ),
     Step("odd_group", (200, 77), T=3, N=10, K=2, num_splits=1, sides=("sinks",)),
+    Step("long_wide", (0, 31, 8192), N=16, K=2, H=512, Hv=512, S=8192, block_kv=32, num_splits=33),
+    Step(
+        "long_latent",
+        (1, 33, 8191),
+        N=128,
+        H=576,
+        Hv=512,
+        S=8192,
+        block_kv=32,
+        page_size=64,
+        num_splits=16,
+        sides=("sinks",),
+    ),
     dataclasses.replace(LONG, name="long_int8", cache="int8", scaled="heads"),
     dataclasses.replace(LONG, name="long_pages_int8", page_size=64, cache="int8", scaled="rows"),
 )
@@ -294,6 +308,8 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
     problem = decode.describe(given, step.spec)
     assert backend.unsupported_decode(problem) is None
     upright = step.upright and takes_upright(problem)
+    if takes_wide(problem):
+        stages = min(stages, backend.decode_blocks(problem).stages)
     blocks = DecodeBlocks(step.block_kv, stages, step.num_splits, upright=upright)
     found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole

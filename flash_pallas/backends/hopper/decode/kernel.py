@@ -31,7 +31,13 @@ from .dequantize_loads import DequantizingProducer
 from .loads import DecodeProducer
 from .plan import DecodeCta, DecodeGmem, DecodePlan, DecodeResults
 from .rows import RowConsumer
-from .tiles import COMPUTE_REGISTERS, PRODUCER_REGISTERS, DecodeBlocks, row_tiles
+from .tiles import (
+    COMPUTE_REGISTERS,
+    PRODUCER_REGISTERS,
+    DecodeBlocks,
+    row_tiles,
+    trades_registers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +68,18 @@ class DecodeKernel:
             pl.when(wg == 0)(lambda: consumer(self.plan)(cta))
             pl.when(wg == 1)(lambda: producer(self.plan)(cta))
             return
+        trades = trades_registers(self.plan.problem)
 
         @pl.when(wg < parts)
         def _():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            if trades:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             consumer(self.plan)(dataclasses.replace(cta, part=wg))
 
         @pl.when(wg == parts)
         def _():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            if trades:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             producer(self.plan)(cta)
 
 

@@ -42,9 +42,11 @@ WIDE_START_BLOCKS = 1
 WIDE_UNIT = 64  # columns to a multiple of which tiles are filled up: a row of the widest swizzle
 WIDE_MULTIPLE = 16  # columns of an array that a tile with the narrowest swizzle reads in place
 PART_COLUMNS = NATIVE_HEAD_DIMS[-1]  # of O that a warpgroup holds: 128 registers of each thread
-# Of each thread, where three warpgroups share the 504 of a lane. With 168 each, as they start,
-# ptxas spills 580 to 1,010 bytes of O and serialises the matmuls.
+# Of three warpgroups, which start with 168 registers for each thread, 504 in all. With 256 columns
+# of O the compute warpgroups take 171 to 187; with 168 they would spill 128 to 200 bytes and have
+# their matmuls serialised. With 192 columns they take 139 to 156, and nothing is traded.
 COMPUTE_REGISTERS, PRODUCER_REGISTERS = 224, 56
+EVEN_COLUMNS = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,12 @@ def tile_head_dims(problem: DecodeProblem) -> tuple[int, int]:
     parts = value_parts(problem)
     part = round_up(-(-problem.v_head_dim // parts), WIDE_UNIT)
     return round_up(problem.head_dim, WIDE_UNIT), parts * part
+
+
+def trades_registers(problem: DecodeProblem) -> bool:
+    """Checks whether the producer gives registers to the compute warpgroups."""
+    parts = value_parts(problem)
+    return parts > 1 and tile_head_dims(problem)[1] > parts * EVEN_COLUMNS
 
 
 def takes_upright(problem: DecodeProblem) -> bool:
