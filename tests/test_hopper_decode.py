@@ -71,13 +71,15 @@ def test_hopper_takes_what_it_can(monkeypatch):
         (Step("whole", (1, 1), T=4, N=8, K=2, num_splits=1), 1),
         (Step("odd_groups", (1,), T=3, N=10, K=2, H=80, Hv=32, sides=("slopes", "sinks")), 2),
         (Step("one_row", (1,), N=2, K=2, page_size=16, num_splits=1, sides=("sinks",)), 1),
+        (Step("latent", (1,), N=16, H=576, Hv=512, block_kv=32), 2),
+        (Step("wide", (1,), N=8, K=2, T=2, H=304, Hv=272, block_kv=32, num_splits=1), 1),
     ],
     ids=str,
 )
 def test_nothing_is_launched_beside_the_kernels(step, launches):
     given = step.operands()[0]
     backend = HopperBackend()
-    blocks = DecodeBlocks(num_splits=step.num_splits)
+    blocks = DecodeBlocks(step.block_kv, stages=2, num_splits=step.num_splits)
     run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
     text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))

@@ -95,6 +95,15 @@ def test_what_is_refused(changes, reason):
     assert found is not None and reason in found
 
 
+@pytest.mark.parametrize(("capability", "taken"), [("8.0", True), ("8.6", False), ("9.0", True)])
+def test_what_shared_memory_has_no_room_for(capability, taken):
+    step = Step("any", (1,), H=576, Hv=512)
+    backend = PortableBackend(interpret=True, capability=capability)
+    found = backend.unsupported_decode(decode.describe(step.operands()[0], step.spec))
+    assert (found is None) == taken
+    assert taken or "takes 103424 bytes of shared memory for head dims 576 and 512" in str(found)
+
+
 def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
     backends = {"portable": BACKEND, "xla": XlaBackend()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
@@ -137,7 +146,10 @@ def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "columns"),
-    [("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("10.0", 256, 32)],
+    [
+        *(("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("10.0", 256, 32)),
+        *(("8.6", 304, 32), ("8.6", 512, 16), ("8.0", 512, 32), ("10.0", 512, 32)),
+    ],
 )
 def test_two_blocks_share_a_multiprocessor(capability, head_dim, columns):
     step = Step("any", (1,), H=head_dim, Hv=head_dim)

@@ -115,7 +115,7 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_dq", 256, "dropout_256"): 40,
     },
     # A forward of 64 x 64 spills nowhere at head dim 128, but reads K and V twice as often, and the
-    # other targets do without. Decoding with 16 keys per step in place of 32 spills more: 28 to 284.
+    # other targets do without. Decoding with 16 keys per step, not 32, spills more: 28 to 284.
     B200: {
         ("flash_pallas_portable_decode", 512, "modifiers, 512 32/4"): 12,
         ("flash_pallas_portable_decode", 512, "starts_windows, 512 32/4"): 32,

@@ -403,6 +403,14 @@ def _decode_row(head_dim: int, name: str, *others: int) -> Row:
     return Row("decode", head_dim, "bfloat16", said, run, (operands,), most)
 
 
+def _decode_rows() -> Iterator[Row]:
+    for head_dim, name in itertools.product((64, 128, 256), DECODES):
+        if head_dim == 128 or name == "contiguous" or name.endswith("modifiers"):
+            yield _decode_row(head_dim, name)
+    for (head_dim, *others), names in WIDE_DECODES.items():
+        yield from (_decode_row(head_dim, name, *others) for name in names)
+
+
 def _rows_without_producer() -> Iterator[Row]:
     paths, head_dims, masks = ("forward", "backward"), (64, 128, 256), ("full", "causal")
     for path, head_dim, mask in itertools.product(paths, head_dims, masks):
@@ -461,8 +469,4 @@ def rows() -> Iterator[Row]:
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):
         for mask in ("full", "causal"):
             yield _row(path, head_dim, "float32", mask)
-    for head_dim, name in itertools.product((64, 128, 256), DECODES):
-        if head_dim == 128 or name == "contiguous" or name.endswith("modifiers"):
-            yield _decode_row(head_dim, name)
-    for (head_dim, *others), names in WIDE_DECODES.items():
-        yield from (_decode_row(head_dim, name, *others) for name in names)
+    yield from _decode_rows()

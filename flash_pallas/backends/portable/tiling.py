@@ -842,13 +842,19 @@ def unsupported(problem: DecodeProblem, shared: int) -> str | None:
 def choose(problem: DecodeProblem, num_sms: int, shared: int) -> PortableDecodeBlocks:
     """Chooses tile sizes and a number of splits, with the aim of two CTAs per SM.
 
+    Above head dim 256 it may be one that has the shared memory of an SM for itself.
+
     Args:
         problem: what is computed.
         num_sms: number of SMs of the GPU.
         shared: bytes of shared memory that a CTA may have.
     """
-    splits = problem.spec.num_splits or _splits(problem, num_sms)
-    return PortableDecodeBlocks(_columns(problem, shared), splits)
+    columns = _columns(problem, shared)
+    together = CTAS_PER_SM
+    if max(widths(problem)) > WIDEST:
+        together = (shared + RESERVED) // (decode_bytes(problem, columns) + RESERVED)
+    splits = problem.spec.num_splits or _splits(problem, num_sms * min(together, CTAS_PER_SM))
+    return PortableDecodeBlocks(columns, splits)
 
 
 def decode_bytes(problem: DecodeProblem, columns: int) -> int:
@@ -872,8 +878,8 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
     return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
-def _splits(problem: DecodeProblem, num_sms: int) -> int:
-    """Returns enough splits for two CTAs per SM, of at least MIN_KEYS keys each.
+def _splits(problem: DecodeProblem, ctas: int) -> int:
+    """Returns enough splits for so many CTAs, of at least MIN_KEYS keys each.
 
     A sliding window shortens what is read.
     """
@@ -881,7 +887,5 @@ def _splits(problem: DecodeProblem, num_sms: int) -> int:
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)
     each = problem.batch * problem.kv_heads * row_tiles(problem) * value_parts(problem)
-    # Above head dim 256 a CTA has the shared memory of an SM for itself.
-    together = 1 if max(widths(problem)) > WIDEST else CTAS_PER_SM
-    wanted = -(-together * num_sms // each)
+    wanted = -(-ctas // each)
     return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))
