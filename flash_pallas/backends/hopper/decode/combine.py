@@ -88,7 +88,7 @@ class CombineKernel:
         """Number of CTAs that join a row, each 128 of its columns.
 
         Above head dim 256 the columns are shared, as 128 shares of 512 columns are 256 KB: 16 query
-        heads, a CTA each, would read them for about as long as the cache of 64 MB takes.
+        heads would read 4 MB with 16 of 132 SMs. Not timed.
         """
         width = self.plan.problem.v_head_dim
         shared = takes_wide(self.plan.problem) and width % JOINING_THREADS == 0

@@ -43,7 +43,7 @@ WIDE_UNIT = 64  # columns to a multiple of which tiles are filled up: a row of t
 WIDE_MULTIPLE = 16  # columns of an array that a tile with the narrowest swizzle reads in place
 PART_COLUMNS = NATIVE_HEAD_DIMS[-1]  # of O that a warpgroup holds: 128 registers of each thread
 # Of three warpgroups, which start with 168 registers for each thread, 504 in all. With 256 columns
-# of O the compute warpgroups take 171 to 187; with 168 they would spill 128 to 200 bytes and have
+# of O the compute warpgroups take 169 to 187; with 168 they would spill 128 to 200 bytes and have
 # their matmuls serialised. With 192 columns they take 139 to 156, and nothing is traded.
 COMPUTE_REGISTERS, PRODUCER_REGISTERS = 224, 56
 EVEN_COLUMNS = 192
