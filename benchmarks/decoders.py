@@ -165,7 +165,12 @@ def reference(q, k, v, chosen=None):
     if chosen is not None:
         some = jnp.any(chosen[..., None] == key[None, None, None] // CHOSEN_KEYS, axis=2)
         seen = seen & jnp.repeat(some, q.shape[2] // k.shape[2], axis=1)[:, :, None]
-    attend = functools.partial(jax.nn.dot_product_attention, mask=seen)
+
+    def attend(q, k, v):
+        width = v.shape[-1]  # jax.nn wants that of k
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))
+        return jax.nn.dot_product_attention(q, k, v, mask=seen)[..., :width]
+
     with jax.default_matmul_precision("highest"):
         exact = attend(*(x.astype(jnp.float32) for x in (q, k, v)))
     with jax.numpy_dtype_promotion("standard"):  # jax.nn adds float32 to bfloat16

@@ -17,7 +17,7 @@ OURS, CUDNN, TRITON = "flash_pallas", "jax_cudnn", "pallas_triton"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a bfloat16 cache, k and v [B, S, K, H], and how many query heads read it."""
+    """Sizes of a bfloat16 cache, k [B, S, K, H] and v [B, S, K, Hv], and its query heads."""
 
     batch: int
     length: int
@@ -25,29 +25,36 @@ class Sizes:
     kv_heads: int = 8
     head_dim: int = 128
     coarse: bool = False  # numbers that eight bits hold as well: multiples of STEP, 4 digits
+    v_head_dim: int | None = None  # None: head_dim
 
     @property
     def label(self) -> str:
-        """B,S,N,K,H in one short string."""
-        return f"{self.batch},{self.length},{self.heads},{self.kv_heads},{self.head_dim}"
+        """B,S,N,K,H in one short string, or B,S,N,K,H/Hv where they differ."""
+        dims = f"{self.head_dim}" + (f"/{self.v_head_dim}" if self.v_head_dim else "")
+        return f"{self.batch},{self.length},{self.heads},{self.kv_heads},{dims}"
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of k and v together, which a step has to read."""
-        return 4 * self.batch * self.length * self.kv_heads * self.head_dim
+        columns = self.head_dim + (self.v_head_dim or self.head_dim)
+        return 2 * self.batch * self.length * self.kv_heads * columns
 
     def shapes(self, queries: int) -> list[jax.ShapeDtypeStruct]:
         """Returns the bfloat16 shapes of q [B, T, N, H], k and v."""
         heads = (queries, self.heads), *((self.length, self.kv_heads),) * 2
-        dims = [(self.batch, *lead, self.head_dim) for lead in heads]
+        widths = self.head_dim, self.head_dim, self.v_head_dim or self.head_dim
+        dims = [(self.batch, *lead, width) for lead, width in zip(heads, widths, strict=True)]
         return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in dims]
 
     def caches(self, at_least: int) -> list[tuple[jax.Array, jax.Array]]:
         """Returns standard normal (k, v) pairs, as many as hold `at_least` bytes together."""
-        shape = self.shapes(1)[1].shape
+        shapes = [x.shape for x in self.shapes(1)[1:]]
         pairs = -(-at_least // self.kv_bytes)
         return [
-            tuple(_normal(jax.random.key(2 * i + j), shape, self.coarse) for j in range(2))
+            tuple(
+                _normal(jax.random.key(2 * i + j), shape, self.coarse)
+                for j, shape in enumerate(shapes)
+            )
             for i in range(pairs)
         ]
 
@@ -143,6 +150,7 @@ _EIGHT_BITS = (
 _bounded = lambda length: (_ONE, Call(padding=length), Call(traced_window=True))
 _chosen = (_ONE, *(Call(chosen=n) for n in (16, 64, 256)))
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
+_WIDE = (_ONE, Call(page_size=64))
 
 GROUPS: tuple[Group, ...] = (
     *(Group("lengths", Sizes(1, n << 10), _PEERS) for n in (8, 32, 128, 512)),
@@ -158,6 +166,10 @@ GROUPS: tuple[Group, ...] = (
     Group("chosen blocks", Sizes(16, 32768), _chosen),
     Group("head dims", Sizes(16, 8192, head_dim=64), (_ONE,)),
     Group("head dims", Sizes(16, 8192, head_dim=256), (_ONE,)),
+    # Above head dim 256; from 64 MiB on. The last are caches of multi-head latent attention.
+    *(Group("wide heads", Sizes(n, 8192, 32, 4, 512), _WIDE) for n in (1, 4, 16)),
+    *(Group("latent", Sizes(1, 32768, n, 1, 576, v_head_dim=512), _WIDE) for n in (16, 64, 128)),
+    *(Group("latent", Sizes(16, 32768, n, 1, 576, v_head_dim=512), _WIDE) for n in (16, 128)),
     Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),
     Group("splits", Sizes(16, 8192), _splits(1, 2, 3, 4, 6, 8, 16)),
     Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),

@@ -98,6 +98,9 @@ CASES = (
     Chosen("blocks_of_pages", page=16, block=32, heads=1),
     Chosen("small_blocks_128", block=16, H=128, dtype="bfloat16"),
     Chosen("one_head", N=4, K=1, heads=1, dtype="bfloat16", options=(("num_splits", 2),)),
+    Chosen(
+        "wide", (65, 128, 1), block=32, H=304, S=128, dtype="bfloat16", options=(("num_splits", 2),)
+    ),
     Chosen("int8", cache="int8", dtype="bfloat16"),
     Chosen("int8_pages", cache="int8", page=32, block=64, dtype="bfloat16", heads=1),
 )

@@ -110,13 +110,16 @@ def decodes(backend: str, step: Step) -> str | None:
     return None
 
 
+_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 128, 256, 304, 512, 576)  # of 16-bit caches
+
+
 def random_step(draw: Draw) -> Step:
     """Draws a call of flash_decode."""
     kv_heads, queries = draw.between(1, 3), draw.one_of((1, 1, 1, 2, 4, 16))
     page_size = draw.one_of((None, None, 16, 48, 64, 128))
     room = (page_size or 8) * draw.between(1, 9) * (1 if page_size else 8)
     cache = draw.one_of((None, None, None, "int8", "float8_e4m3fn"))
-    head_dim = draw.one_of((64, 128, 256) if cache else (16, 32, 64, 80, 96, 128, 128, 256))
+    head_dim = draw.one_of((64, 128, 256) if cache else _HEAD_DIMS)
     batch = draw.between(1, 4)
     numbers = lambda most: tuple(draw.between(0, most) for _ in range(batch))
     return Step(
@@ -126,7 +129,7 @@ def random_step(draw: Draw) -> Step:
         N=kv_heads * draw.one_of((1, 2, 3, 4, 8)),
         K=kv_heads,
         H=head_dim,
-        Hv=head_dim if draw.chance(0.8) else 64,
+        Hv=min(head_dim, 512) if draw.chance(0.8) else 64,
         S=room,
         dtype=draw.one_of(("bfloat16", "float16")),
         page_size=page_size,

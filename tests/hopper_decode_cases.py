@@ -10,7 +10,7 @@ import numpy as np
 
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks, takes_upright
+from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks, takes_upright, takes_wide
 from flash_pallas.core import decode, softmax
 
 from . import checks
@@ -144,6 +144,54 @@ STEPS = (
     Step("one_head_each", (130,), N=2, K=2, H=128, Hv=128, dtype="float16"),
     Step("wide", (70,), H=256, Hv=256, num_splits=2),
     Step("narrow_values", (130,), H=80, Hv=32),
+    # Above head dim 256: blocks of 32 keys; above 256 columns of V, two compute warpgroups.
+    Step("wide_512", (70, 0), H=512, Hv=512, S=96, block_kv=32, num_splits=2),
+    Step(
+        "latent", (95, 33), N=12, H=576, Hv=512, S=96, block_kv=32, num_splits=1, sides=("sinks",)
+    ),
+    Step(
+        "latent_pages_of_16",
+        (77, 90),
+        T=2,
+        N=40,
+        H=576,
+        Hv=512,
+        S=96,
+        block_kv=32,
+        page_size=16,
+        dtype="float16",
+        sides=("sinks",),
+    ),
+    Step(
+        "wide_modifiers",
+        (90, 61),
+        T=3,
+        N=8,
+        K=2,
+        H=272,
+        Hv=336,
+        S=96,
+        block_kv=32,
+        num_splits=2,
+        window=40,
+        softcap=3.0,
+        sides=("slopes", "sinks"),
+    ),
+    Step(
+        "wide_starts",
+        (96, 70),
+        H=320,
+        Hv=304,
+        K=2,
+        S=96,
+        block_kv=32,
+        page_size=48,
+        starts=(37, 64),
+        windows=(50, 300),
+        num_splits=2,
+    ),
+    Step("wide_keys", (70, 33), T=4, H=304, Hv=80, S=96, block_kv=32, num_splits=1),
+    Step("wide_values", (70,), H=64, Hv=352, S=96, block_kv=32, num_splits=2, dtype="float16"),
     Step("pages_of_16", (200, 77), page_size=16, sides=("sinks",)),
     Step("pages_of_48", (200, 133), T=4, S=240, page_size=48),
     Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
@@ -223,6 +271,7 @@ ON_DEVICE = (
         step
         for step in STEPS
         if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values", "two_tiles_of_rows")
+        or step.block_kv == 32
         or step.starts is not None
         or step.windows is not None
         or step.cache is not None
@@ -235,6 +284,19 @@ ON_DEVICE = (
         num_splits=16,
     ),
     Step("odd_group", (200, 77), T=3, N=10, K=2, num_splits=1, sides=("sinks",)),
+    Step("long_wide", (0, 31, 8192), N=16, K=2, H=512, Hv=512, S=8192, block_kv=32, num_splits=33),
+    Step(
+        "long_latent",
+        (1, 33, 8191),
+        N=128,
+        H=576,
+        Hv=512,
+        S=8192,
+        block_kv=32,
+        page_size=64,
+        num_splits=16,
+        sides=("sinks",),
+    ),
     dataclasses.replace(LONG, name="long_int8", cache="int8", scaled="heads"),
     dataclasses.replace(LONG, name="long_pages_int8", page_size=64, cache="int8", scaled="rows"),
 )
@@ -246,6 +308,8 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
     problem = decode.describe(given, step.spec)
     assert backend.unsupported_decode(problem) is None
     upright = step.upright and takes_upright(problem)
+    if takes_wide(problem):
+        stages = min(stages, backend.decode_blocks(problem).stages)
     blocks = DecodeBlocks(step.block_kv, stages, step.num_splits, upright=upright)
     found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole

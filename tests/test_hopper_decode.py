@@ -37,7 +37,8 @@ def test_decode_kernels(step):
     ("q", "k", "reason"),
     [
         ((1, 1, 2, 16, "float32"), (1, 64, 1, 16), "decodes bfloat16 and float16, not float32"),
-        ((1, 1, 2, 320, "bfloat16"), (1, 64, 1, 320), "takes head dims up to 256, not 320"),
+        ((1, 1, 2, 592, "bfloat16"), (1, 64, 1, 592), "head dims of q and k up to 576, not 592"),
+        ((1, 1, 2, 264, "bfloat16"), (1, 64, 1, 264), "head dim 264: pad it to 272"),
         ((1, 1, 2, 104, "bfloat16"), (1, 64, 1, 104), "head dim 104: pad it to 128"),
         ((1, 1, 2, 64, "bfloat16"), (1, 60, 1, 64), "caches of a multiple of 8 keys, not 60"),
     ],
@@ -70,13 +71,15 @@ def test_hopper_takes_what_it_can(monkeypatch):
         (Step("whole", (1, 1), T=4, N=8, K=2, num_splits=1), 1),
         (Step("odd_groups", (1,), T=3, N=10, K=2, H=80, Hv=32, sides=("slopes", "sinks")), 2),
         (Step("one_row", (1,), N=2, K=2, page_size=16, num_splits=1, sides=("sinks",)), 1),
+        (Step("latent", (1,), N=16, H=576, Hv=512, block_kv=32), 2),
+        (Step("wide", (1,), N=8, K=2, T=2, H=304, Hv=272, block_kv=32, num_splits=1), 1),
     ],
     ids=str,
 )
 def test_nothing_is_launched_beside_the_kernels(step, launches):
     given = step.operands()[0]
     backend = HopperBackend()
-    blocks = DecodeBlocks(num_splits=step.num_splits)
+    blocks = DecodeBlocks(step.block_kv, stages=2, num_splits=step.num_splits)
     run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
     text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
@@ -92,6 +95,9 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
         ({"H": 128, "Hv": 128, "T": 5}, False, 3),
         ({"H": 256, "Hv": 256}, True, 3),
         ({"Hv": 96}, False, 5),
+        ({"H": 512, "Hv": 512, "N": 8}, False, 2),
+        ({"H": 576, "Hv": 512, "N": 128}, False, 2),
+        ({"H": 320, "Hv": 256, "T": 2}, False, 5),
         ({"H": 128, "Hv": 128, "cache": "int8"}, True, 4),
         ({"H": 96, "Hv": 128, "cache": "int8"}, False, 4),
         ({"page_size": 64, "cache": "int8", "scaled": "rows"}, True, 8),
@@ -126,6 +132,42 @@ def test_caches_of_eight_bits_that_are_refused(changes, reason):
     assert BACKEND.unsupported_decode(describe(step)) is None
     found = BACKEND.unsupported_decode(describe(dataclasses.replace(step, **changes)))
     assert found is not None and reason in found
+
+
+def test_wide_heads_that_are_refused():
+    describe = lambda **x: decode.describe(
+        (step := Step("any", (1,), **x)).operands()[0], step.spec
+    )
+    refusal = BACKEND.unsupported_decode(describe(H=320, Hv=320, cache="int8"))
+    assert refusal == "decodes int8 with head dims up to 256, not 320: keep the cache in bfloat16"
+    assert BACKEND.unsupported_decode(describe(H=64, Hv=528)) == (
+        "decodes head dims of v up to 512, not 528"
+    )
+    later = HopperBackend(capability="9.0", trades_registers=False)
+    assert later.unsupported_decode(describe(H=576, Hv=384)) is None
+    refusal = later.unsupported_decode(describe(H=576, Hv=400))
+    assert refusal is not None and "head dims of v up to 384 with jaxlib 0.12" in refusal
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "head_dims", "splits"),
+    [
+        (1, 8192, 32, 4, (512, 512), 32),
+        (16, 8192, 32, 4, (512, 512), 2),
+        (1, 32768, 16, 1, (576, 512), 128),
+        (1, 32768, 128, 1, (576, 512), 64),
+        (128, 8192, 128, 1, (576, 512), 1),
+    ],
+)
+def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, splits):
+    step = Step("any", (1,))
+    problem = dataclasses.replace(
+        decode.describe(step.operands()[0], dataclasses.replace(step.spec, num_splits=None)),
+        **{"batch": batch, "kv_len": length, "q_heads": heads, "kv_heads": kv_heads},
+        **dict(zip(("head_dim", "v_head_dim"), head_dims, strict=True)),
+    )
+    blocks = HopperBackend(interpret=True, num_sms=132).decode_blocks(problem)
+    assert (blocks.block_kv, blocks.num_splits) == (32, splits)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ SHARED = (
     *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
     *("starts", "starts_at_the_end", "starts_as_rows", "starts_and_window", "windows"),
     *("starts_and_windows", "starts_of_pages_of_48", "starts_of_pages_of_64"),
+    *("wide_512", "latent", "latent_pages_of_16", "wide_modifiers", "wide_starts", "wide_values"),
 )
 CASES = (
     *(step for step in STEPS if step.name in SHARED),
@@ -82,8 +83,9 @@ def test_pages_that_sequences_share():
         ({"cache": "int8"}, "reads caches in the dtype of q, bfloat16, not in int8"),
         ({"cache": "float8_e4m3fn"}, "in the dtype of q, bfloat16, not in float8_e4m3fn"),
         ({"dtype": "float32"}, "decodes bfloat16 and float16, not float32"),
-        ({"H": 264}, "takes head dims up to 256, not 264"),
-        ({"Hv": 320}, "takes head dims up to 256, not 320"),
+        ({"H": 264}, "a cache with head dim 264: pad it to 272"),
+        ({"H": 592}, "decodes head dims of q and k up to 576, not 592"),
+        ({"Hv": 528}, "decodes head dims of v up to 512, not 528"),
         ({"H": 70}, "a cache with head dim 70: pad it to 72"),
     ],
 )
@@ -91,6 +93,15 @@ def test_what_is_refused(changes, reason):
     step = dataclasses.replace(Step("any", (1,)), **changes)
     found = BACKEND.unsupported_decode(decode.describe(step.operands()[0], step.spec))
     assert found is not None and reason in found
+
+
+@pytest.mark.parametrize(("capability", "taken"), [("8.0", True), ("8.6", False), ("9.0", True)])
+def test_what_shared_memory_has_no_room_for(capability, taken):
+    step = Step("any", (1,), H=576, Hv=512)
+    backend = PortableBackend(interpret=True, capability=capability)
+    found = backend.unsupported_decode(decode.describe(step.operands()[0], step.spec))
+    assert (found is None) == taken
+    assert taken or "takes 103424 bytes of shared memory for head dims 576 and 512" in str(found)
 
 
 def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
@@ -135,7 +146,10 @@ def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "columns"),
-    [("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("10.0", 256, 32)],
+    [
+        *(("8.6", 64, 64), ("8.6", 128, 32), ("8.0", 128, 64), ("8.0", 256, 32), ("10.0", 256, 32)),
+        *(("8.6", 304, 32), ("8.6", 512, 16), ("8.0", 512, 32), ("10.0", 512, 32)),
+    ],
 )
 def test_two_blocks_share_a_multiprocessor(capability, head_dim, columns):
     step = Step("any", (1,), H=head_dim, Hv=head_dim)

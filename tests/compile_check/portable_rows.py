@@ -19,7 +19,18 @@ from flash_pallas.frontend.arguments import Arguments
 
 from ..cases import Case
 from .device import A100, B200, H200, RTX_5090, Target
-from .rows import BATCH, CASES, KV_HEADS, LENGTH, MODIFIERS, Q_HEADS, Row, cotangents, decode_call
+from .rows import (
+    BATCH,
+    CASES,
+    KV_HEADS,
+    LENGTH,
+    MODIFIERS,
+    Q_HEADS,
+    WIDE_DECODES,
+    Row,
+    cotangents,
+    decode_call,
+)
 
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
 SQUARE = (16, 32, 64, 72, 96, 128, 256)
@@ -104,8 +115,14 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_dq", 256, "dropout_256"): 40,
     },
     # A forward of 64 x 64 spills nowhere at head dim 128, but reads K and V twice as often, and the
-    # other targets do without.
+    # other targets do without. Decoding with 16 keys per step, not 32, spills more: 28 to 284.
     B200: {
+        ("flash_pallas_portable_decode", 512, "modifiers, 512 32/4"): 12,
+        ("flash_pallas_portable_decode", 512, "starts_windows, 512 32/4"): 32,
+        ("flash_pallas_portable_decode", 576, "contiguous, 512 128/1"): 8,
+        ("flash_pallas_portable_decode", 576, "pages_64, 512 128/1"): 4,
+        ("flash_pallas_portable_decode", 576, "modifiers, 512 128/1"): 104,
+        ("flash_pallas_portable_decode", 320, "modifiers, 256 32/8"): 92,
         ("flash_pallas_portable_fused", 64, "bias_1NTS"): 80,
         ("flash_pallas_portable_fused", 64, "long_bias"): 80,
         ("flash_pallas_portable_fused", 64, "bias_padded"): 72,
@@ -164,13 +181,18 @@ def _rows(backend: PortableBackend) -> Iterator[Row]:
         if case.dtype != "float32":
             yield from _modified(backend, case)
     yield from (_decode(backend, 128, name) for name in DECODES)
+    for (head_dim, *others), names in WIDE_DECODES.items():
+        spec, operands = decode_call(head_dim, "contiguous", *others)
+        if backend.unsupported_decode(describe_decode(operands, spec)) is None:
+            yield from (_decode(backend, head_dim, name, *others) for name in names)
 
 
-def _decode(backend, head_dim: int, name: str) -> Row:
-    spec, operands = decode_call(head_dim, name)
+def _decode(backend, head_dim: int, name: str, *others: int) -> Row:
+    spec, operands = decode_call(head_dim, name, *others)
     blocks = backend.decode_blocks(describe_decode(operands, spec))
     run = lambda o: backend.decode(spec, blocks, o)
-    return Row("portable decode", head_dim, "bfloat16", name, run, (operands,))
+    said = f"{name}, {others[0]} {others[1]}/{others[2]}" if others else name
+    return Row("portable decode", head_dim, "bfloat16", said, run, (operands,))
 
 
 def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str) -> Row:

@@ -124,6 +124,15 @@ DECODES = {
     "float8_e4m3fn_starts_pages": {"page_size": 64},
     "int8_starts_pages": {"page_size": 64},
 }
+# Above head dim 256: (head dims of q and k, of v, query heads, KV heads). The second is multi-head
+# latent attention; the others have a narrow swizzle, one compute warpgroup, a narrow K.
+WIDE_DECODES = {
+    (512, 512, 32, 4): ("contiguous", "one_split", "pages_64", "modifiers", "starts_windows"),
+    (576, 512, 128, 1): ("contiguous", "one_split", "pages_16", "pages_64", "modifiers"),
+    (304, 272, 32, 8): ("contiguous", "modifiers"),
+    (320, 256, 32, 8): ("contiguous", "modifiers"),
+    (128, 512, 32, 8): ("contiguous",),
+}
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
 CASES = {case.name: case for case in ON_DEVICE}
@@ -351,24 +360,28 @@ def _pair_bias_row(length: int, head_dim: int) -> Row:
     return Row("backward", head_dim, "bfloat16", f"pair bias {length}", run, arguments)
 
 
-def decode_call(head_dim: int, name: str) -> tuple[decode.DecodeSpec, decode.DecodeOperands]:
+def decode_call(
+    head_dim: int, name: str, v_head_dim: int | None = None, heads: int = 32, kv_heads: int = 8
+) -> tuple[decode.DecodeSpec, decode.DecodeOperands]:
     """Returns (spec, shapes of the operands) of an entry of DECODES."""
     entries, cached = DECODE_BATCH, DECODE_LENGTH
+    columns = (head_dim, v_head_dim or head_dim)
     spec = decode.DecodeSpec(head_dim**-0.5, **DECODES[name])
     q_len = TOKENS.get(name, 1)
     shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
     page_size, per_entry = spec.page_size, shape(jnp.int32, entries)
     stored = next((dtype for dtype in decode.QUANTISED if name.startswith(dtype)), jnp.bfloat16)
-    kv, table = shape(stored, entries, cached, 8, head_dim), None
+    lead, table = (entries, cached), None
     if page_size is not None:
-        kv = shape(stored, entries * cached // page_size, page_size, 8, head_dim)
+        lead = (entries * cached // page_size, page_size)
         table = shape(jnp.int32, entries, cached // page_size)
-    side = shape(jnp.float32, entries, 32) if name.endswith("modifiers") else None
-    q = shape(jnp.bfloat16, entries, q_len, 32, head_dim)
+    k, v = (shape(stored, *lead, kv_heads, width) for width in columns)
+    side = shape(jnp.float32, entries, heads) if name.endswith("modifiers") else None
+    q = shape(jnp.bfloat16, entries, q_len, heads, head_dim)
     offset = None if spec.window_left is None else per_entry
-    operands = decode.DecodeOperands(q, kv, kv, per_entry, offset, table, side, side)
+    operands = decode.DecodeOperands(q, k, v, per_entry, offset, table, side, side)
     if stored != jnp.bfloat16:
-        scale = shape(jnp.float32, 1 if table is None else kv.shape[0], 8)
+        scale = shape(jnp.float32, 1 if table is None else lead[0], kv_heads)
         operands = operands._replace(k_scale=scale, v_scale=scale)
     if "starts" in name:
         operands = operands._replace(kv_starts=per_entry)
@@ -377,16 +390,25 @@ def decode_call(head_dim: int, name: str) -> tuple[decode.DecodeSpec, decode.Dec
     return spec, operands
 
 
-def _decode_row(head_dim: int, name: str) -> Row:
-    """Returns the row of an entry of DECODES."""
-    spec, operands = decode_call(head_dim, name)
+def _decode_row(head_dim: int, name: str, *others: int) -> Row:
+    """Returns the row of an entry of DECODES; see `decode_call` for the others."""
+    spec, operands = decode_call(head_dim, name, *others)
     backend = HopperBackend()
     problem = decode.describe(operands, spec)
     blocks = backend.decode_blocks(problem)
     run = lambda o: backend.decode(spec, blocks, o)
     # Two blocks of 256 threads have 128 registers each.
     most = 128 if blocks.ctas_per_sm(problem) > 1 else MOST_REGISTERS
-    return Row("decode", head_dim, "bfloat16", name, run, (operands,), most)
+    said = f"{name}, {others[0]} {others[1]}/{others[2]}" if others else name
+    return Row("decode", head_dim, "bfloat16", said, run, (operands,), most)
+
+
+def _decode_rows() -> Iterator[Row]:
+    for head_dim, name in itertools.product((64, 128, 256), DECODES):
+        if head_dim == 128 or name == "contiguous" or name.endswith("modifiers"):
+            yield _decode_row(head_dim, name)
+    for (head_dim, *others), names in WIDE_DECODES.items():
+        yield from (_decode_row(head_dim, name, *others) for name in names)
 
 
 def _rows_without_producer() -> Iterator[Row]:
@@ -447,6 +469,4 @@ def rows() -> Iterator[Row]:
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):
         for mask in ("full", "causal"):
             yield _row(path, head_dim, "float32", mask)
-    for head_dim, name in itertools.product((64, 128, 256), DECODES):
-        if head_dim == 128 or name == "contiguous" or name.endswith("modifiers"):
-            yield _decode_row(head_dim, name)
+    yield from _decode_rows()

@@ -34,7 +34,8 @@ from .common.pipeline import SMEM_LIMIT
 from .common.wgmma import Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
-from .decode.tiles import DecodeBlocks, choose_decode
+from .decode.tiles import EVEN_COLUMNS, DecodeBlocks, choose_decode
+from .decode.tiles import trades_registers as trades
 from .decode.tiles import unsupported as unsupported_decode
 from .forward.kernel import forward
 from .forward.tiles import (
@@ -210,7 +211,13 @@ class HopperBackend:
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
-        return unsupported_decode(problem)
+        reason = unsupported_decode(problem)
+        if reason is None and not (self.interpret or self.producer) and trades(problem):
+            reason = (
+                f"decodes head dims of v up to {2 * EVEN_COLUMNS} with jaxlib 0.12, whose compiler "
+                f"lets no warpgroups trade registers, not {problem.v_head_dim}: install jaxlib 0.11"
+            )
+        return reason
 
     def decode_blocks(self, problem: DecodeProblem) -> DecodeBlocks:
         """Returns the tile sizes and the number of splits; see decode/tiles.py."""

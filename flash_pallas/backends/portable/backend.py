@@ -146,7 +146,7 @@ class PortableBackend(NoSecondOrder):
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
-        return tiling.unsupported(problem)
+        return tiling.unsupported(problem, tiles.memory_of(self.capability or _capability()))
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Chooses tile sizes and the number of splits; see tiling.py."""

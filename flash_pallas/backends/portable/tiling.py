@@ -221,11 +221,11 @@ def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> 
 
 def decode_layout(problem: DecodeProblem, blocks: PortableDecodeBlocks) -> DecodeSmem:
     """Returns the shared memory to allocate for a CTA of the decode kernel."""
-    width, v_width = widths(problem)
+    width, _ = widths(problem)
     return DecodeSmem(
         q=buffer((blocks.rows, width), problem.dtype),
         k=buffer((blocks.columns, width), problem.dtype),
-        v=buffer((blocks.columns, v_width), problem.dtype),
+        v=buffer((blocks.columns, round_up(part_columns(problem), 16)), problem.dtype),
     )
 
 
@@ -772,6 +772,8 @@ MOST_DECODE_COLUMNS, LEAST_COLUMNS = (
     32,
 )  # keys of a step: a tile of K or of V is always on its way
 WIDE = 128  # above this head dim 64 columns spill: of head dim 256, 64 to 704 bytes on a B200
+WIDEST_DECODED = (576, 512)  # head dims of q and k, and of v: those of multi-head latent attention
+WIDEST_MULTIPLE = 16  # of a head dim above WIDEST, so that a half of V is copied in whole units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -779,7 +781,7 @@ class PortableDecodeBlocks:
     """Tile sizes and number of splits of a decode call.
 
     Attributes:
-        columns: keys per step, 32 or 64.
+        columns: keys per step, 32 or 64; 16 above head dim 256, where 32 do not fit.
         num_splits: number of splits in which the keys of a sequence are read.
         rows: rows of a CTA of four warps; a row is a (query, head of a group).
     """
@@ -794,17 +796,43 @@ def row_tiles(problem: DecodeProblem) -> int:
     return -(-problem.q_len * problem.group // WARPGROUP_ROWS)
 
 
-def unsupported(problem: DecodeProblem) -> str | None:
-    """Returns why the kernel does not take this problem on any GPU, or None."""
+def value_parts(problem: DecodeProblem) -> int:
+    """Returns into how many parts the columns of V and of O are split, each with CTAs of its own.
+
+    256 columns of O are 128 registers of each thread. CTAs of both parts compute the same scores
+    and run side by side, so that one of them finds K in L2.
+    """
+    return -(-problem.v_head_dim // WIDEST)
+
+
+def part_columns(problem: DecodeProblem) -> int:
+    """Returns the number of columns of one part of V."""
+    return problem.v_head_dim // value_parts(problem)
+
+
+def unsupported(problem: DecodeProblem, shared: int) -> str | None:
+    """Returns why the kernel does not take this problem, or None.
+
+    Args:
+        problem: what is computed.
+        shared: bytes of shared memory that a CTA may have.
+    """
     if problem.dtype not in DTYPES:
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
     if problem.quantised:
         return f"reads caches in the dtype of q, {problem.dtype}, not in {problem.kv_dtype}"
-    for width in (problem.head_dim, problem.v_head_dim):
-        if width > WIDEST:
-            return f"takes head dims up to {WIDEST}, not {width}"
-        if whole := -width % HEAD_DIM_MULTIPLE:
+    head_dims = problem.head_dim, problem.v_head_dim
+    for name, width, most in zip(("q and k", "v"), head_dims, WIDEST_DECODED, strict=True):
+        if width > most:
+            return f"decodes head dims of {name} up to {most}, not {width}"
+        if whole := -width % (HEAD_DIM_MULTIPLE if width <= WIDEST else WIDEST_MULTIPLE):
             return f"would have to copy a cache with head dim {width}: pad it to {width + whole}"
+    least = decode_bytes(problem, FEWEST_COLUMNS)
+    if least > shared - RESERVED:
+        return (
+            f"takes {least} bytes of shared memory for head dims {problem.head_dim} and "
+            f"{problem.v_head_dim}, and this GPU has {shared - RESERVED}"
+        )
     # Both are the third grid dimension.
     if problem.batch * (problem.spec.num_splits or 1) > MAX_GRID:
         return f"takes batches times num_splits up to {MAX_GRID}: split the batch"
@@ -814,35 +842,50 @@ def unsupported(problem: DecodeProblem) -> str | None:
 def choose(problem: DecodeProblem, num_sms: int, shared: int) -> PortableDecodeBlocks:
     """Chooses tile sizes and a number of splits, with the aim of two CTAs per SM.
 
+    Above head dim 256 it may be one that has the shared memory of an SM for itself.
+
     Args:
         problem: what is computed.
         num_sms: number of SMs of the GPU.
         shared: bytes of shared memory that a CTA may have.
     """
-    splits = problem.spec.num_splits or _splits(problem, num_sms)
-    return PortableDecodeBlocks(_columns(problem, shared), splits)
+    columns = _columns(problem, shared)
+    together = CTAS_PER_SM
+    if max(widths(problem)) > WIDEST:
+        together = (shared + RESERVED) // (decode_bytes(problem, columns) + RESERVED)
+    splits = problem.spec.num_splits or _splits(problem, num_sms * min(together, CTAS_PER_SM))
+    return PortableDecodeBlocks(columns, splits)
+
+
+def decode_bytes(problem: DecodeProblem, columns: int) -> int:
+    """Returns the bytes of shared memory that a CTA takes with so many keys per step."""
+    return shared_memory(decode_layout(problem, PortableDecodeBlocks(columns, 1)))
 
 
 def _columns(problem: DecodeProblem, shared: int) -> int:
     """Returns 64 where two CTAs then share an SM and head dims are at most WIDE, else 32.
 
-    At head dim 128 two CTAs with 64 columns take 104 KB.
+    At head dim 128 two CTAs with 64 columns take 104 KB. Q and 32 keys of head dims 576 and 512
+    take 130 KB, which GPUs with 99 KB do not have; they have 16 keys of 512 and 512 (93 KB).
     """
     width, v_width = widths(problem)
-    most = shared_memory(decode_layout(problem, PortableDecodeBlocks(MOST_DECODE_COLUMNS, 1)))
+    if max(width, v_width) > WIDEST:
+        fits = decode_bytes(problem, LEAST_COLUMNS) <= shared - RESERVED
+        return LEAST_COLUMNS if fits else FEWEST_COLUMNS
+    most = decode_bytes(problem, MOST_DECODE_COLUMNS)
     # An SM has what one block may have and what is kept for it.
     both = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
     return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
-def _splits(problem: DecodeProblem, num_sms: int) -> int:
-    """Returns enough splits for two CTAs per SM, of at least MIN_KEYS keys each.
+def _splits(problem: DecodeProblem, ctas: int) -> int:
+    """Returns enough splits for so many CTAs, of at least MIN_KEYS keys each.
 
     A sliding window shortens what is read.
     """
     visible = problem.kv_len
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)
-    each = problem.batch * problem.kv_heads * row_tiles(problem)
-    wanted = -(-CTAS_PER_SM * num_sms // each)
+    each = problem.batch * problem.kv_heads * row_tiles(problem) * value_parts(problem)
+    wanted = -(-ctas // each)
     return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))

@@ -127,15 +127,16 @@ def warpgroup_rows(warpgroup):
     return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
-def rows_of(ref, at, tile):
-    """Returns ref.at[at] in rows as long as those of `tile`.
+def rows_of(ref, at, tile, column: int | None = None):
+    """Returns ref.at[at] in rows as long as those of `tile`, from `column` on.
 
     The array's may be shorter: see `swizzles`.
     """
-    if ref.shape[-1] == tile.shape[-1]:
+    if column is None and ref.shape[-1] == tile.shape[-1]:
         return ref.at[at]
     zero = at[0] * 0  # traced: JAX refuses a static slice past the array's end
-    return ref.at[(*at, pl.ds(zero, tile.shape[-1]))]
+    first = zero if column is None else zero + column
+    return ref.at[(*at, pl.ds(first, tile.shape[-1]))]
 
 
 # --- Clusters of CTAs that load together what all of them read ------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf
@@ -21,6 +22,7 @@ from ....core.problem import Outputs
 from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
 from .plan import JOINING_THREADS, DecodePlan, DecodeResults
+from .tiles import takes_wide
 
 # Shares that are joined in straight-line code: their loads wait for one another no longer than one
 # does. A kernel of 128 of them took 20 s to compile.
@@ -53,7 +55,7 @@ class CombineKernel:
         query, q_head = lax.div(row, group), head * group + in_group
         at = lambda split: (batch, head, split)
         share = lambda n: DecodeResults(
-            o.at[(*at(n), query, in_group)],
+            self.own_columns(o.at[(*at(n), query, in_group)]),
             lse.at[(*at(n), in_group, query)],
             shift.at[(*at(n), in_group, query)],
         )
@@ -69,9 +71,34 @@ class CombineKernel:
         sums = jnp.where(empty, 1.0, found.sums)
         joined = found.most + jnp.log(sums) * softmax.LOG2E
         result = (found.o * (1.0 / sums)).astype(out_o.dtype)
-        _store(result, out_o.at[batch, query, q_head], self.plan.interpret)
-        out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
-        out_shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
+        target = self.own_columns(out_o.at[batch, query, q_head])
+        _store(result, target, self.plan.interpret)
+
+        def store_row():
+            out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
+            out_shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
+
+        if self.ctas == 1:
+            store_row()
+        else:
+            pl.when(lax.axis_index("columns") == 0)(store_row)
+
+    @property
+    def ctas(self) -> int:
+        """Number of CTAs that join a row, each 128 of its columns.
+
+        Above head dim 256 the columns are shared, as 128 shares of 512 columns are 256 KB: 16 query
+        heads would read 4 MB with 16 of 132 SMs. Not timed.
+        """
+        width = self.plan.problem.v_head_dim
+        shared = takes_wide(self.plan.problem) and width % JOINING_THREADS == 0
+        return width // JOINING_THREADS if shared else 1
+
+    def own_columns(self, row):
+        """Returns the columns of a row, the last axis of a ref, that this CTA joins."""
+        if self.ctas == 1:
+            return row
+        return row.at[pl.ds(lax.axis_index("columns") * JOINING_THREADS, JOINING_THREADS)]
 
     @property
     def unit(self) -> float:
@@ -168,11 +195,13 @@ def combine(plan: DecodePlan, parts: DecodeResults, sinks: Any) -> Outputs:
     problem = plan.problem
     heads = (problem.batch, problem.q_heads, problem.q_len)
     o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    kernel = CombineKernel(plan)
+    columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
     run = launch(
-        CombineKernel(plan),
+        kernel,
         out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
         scratch=(),
-        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows},
+        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
         threads=1,
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -67,8 +68,27 @@ class Consumer(abc.ABC):
     def load_q(self, cta: DecodeCta):
         """Loads the Q tile into shared memory, with zeros where it has more rows than there are."""
         source = cta.gmem.q.at[cta.batch, :, cta.head]
-        self.plan.packed(cta.tile).load(source, cta.smem.q, self.plan.q_swizzle(cta.gmem))
-        plgpu.commit_smem()
+        packed, swizzle = self.plan.packed(cta.tile), self.plan.q_swizzle(cta.gmem)
+
+        def load():
+            packed.load(source, cta.smem.q, swizzle)
+            plgpu.commit_smem()
+
+        self.by_first(cta, load)
+        self.meet(cta)
+
+    def by_first(self, cta: DecodeCta, run: Callable[[], None]):
+        """Calls `run` in the first of the compute warpgroups."""
+        if self.plan.parts == 1:
+            run()
+        else:
+            pl.when(cta.part == 0)(run)
+
+    def meet(self, cta: DecodeCta):
+        """Waits until all compute warpgroups have come here."""
+        if self.plan.parts > 1:
+            plgpu.barrier_arrive(cta.bars.met.at[0])
+            plgpu.barrier_wait(cta.bars.met.at[0])
 
     def hold(self, cta: DecodeCta, keys: Keys) -> QueryFragments:
         """Returns the positions, visible keys, slopes and scales of the rows."""
@@ -122,9 +142,25 @@ class Consumer(abc.ABC):
         """Writes the staged O (`swizzle` in bytes), LSE and shift to device memory."""
         plgpu.commit_smem()
         packed, target = self.plan.packed(cta.tile), self.plan.results(cta)
-        packed.store(cta.smem.o, target.o, swizzle)
-        packed.store_values(cta.smem.lse, target.lse)
-        packed.store_values(cta.smem.shift, target.shift)
+        if self.plan.parts == 1:
+            packed.store(cta.smem.o, target.o, swizzle)
+        else:
+            self.publish_part(cta, target.o, swizzle)
+
+        def of_rows():
+            packed.store_values(cta.smem.lse, target.lse)
+            packed.store_values(cta.smem.shift, target.shift)
+
+        self.by_first(cta, of_rows)
+
+    def publish_part(self, cta: DecodeCta, target, swizzle: int):
+        """Writes the warpgroup's part of the staged O to its columns of `target`."""
+        packed, columns = self.plan.packed(cta.tile), self.plan.part_columns
+        for part in range(self.plan.parts):
+            first = part * columns
+            own = target.at[..., pl.ds(first, min(columns, target.shape[-1] - first))]
+            store = functools.partial(packed.store, cta.smem.o.at[part], own, swizzle)
+            pl.when(cta.part == part)(store)
 
     @property
     @abc.abstractmethod

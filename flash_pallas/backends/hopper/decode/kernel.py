@@ -3,7 +3,7 @@
 A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
 KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
 of the matmuls, as many as needed (columns.py); otherwise they are the rows, always 64
-(rows.py).
+(rows.py). If V has more than 256 columns, two compute warpgroups have a half of them each.
 
     Q        compute warpgroup -> q, once
     K, V     producer -> rings, first to last; contiguous, or page by page
@@ -19,6 +19,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.decode import DecodeOperands, DecodeProblem
 from ....core.problem import Outputs
@@ -30,7 +31,13 @@ from .dequantize_loads import DequantizingProducer
 from .loads import DecodeProducer
 from .plan import DecodeCta, DecodeGmem, DecodePlan, DecodeResults
 from .rows import RowConsumer
-from .tiles import DecodeBlocks, row_tiles
+from .tiles import (
+    COMPUTE_REGISTERS,
+    PRODUCER_REGISTERS,
+    DecodeBlocks,
+    row_tiles,
+    trades_registers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +61,26 @@ class DecodeKernel:
             tile=lax.axis_index("tile"),
             split=lax.axis_index("split") if self.plan.several else jnp.int32(0),
         )
-        wg = lax.axis_index("wg")
+        wg, parts = lax.axis_index("wg"), self.plan.parts
         consumer = ColumnConsumer if self.plan.blocks.upright else RowConsumer
         producer = DequantizingProducer if self.plan.in_memory else DecodeProducer
-        pl.when(wg == 0)(lambda: consumer(self.plan)(cta))
-        pl.when(wg == 1)(lambda: producer(self.plan)(cta))
+        if parts == 1:
+            pl.when(wg == 0)(lambda: consumer(self.plan)(cta))
+            pl.when(wg == 1)(lambda: producer(self.plan)(cta))
+            return
+        trades = trades_registers(self.plan.problem)
+
+        @pl.when(wg < parts)
+        def _():
+            if trades:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            consumer(self.plan)(dataclasses.replace(cta, part=wg))
+
+        @pl.when(wg == parts)
+        def _():
+            if trades:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            producer(self.plan)(cta)
 
 
 def decode(
@@ -103,7 +125,7 @@ def decode(
             "head": problem.kv_heads,
             "tile": row_tiles(problem),
         },
-        threads=2,
+        threads=plan.parts + 1,
         name="flash_pallas_decode",
         interpret=interpret,
     )

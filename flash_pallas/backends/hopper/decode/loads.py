@@ -107,7 +107,17 @@ class DecodeProducer:
     def copy_v(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of V into the slot of the n-th."""
         slot = cta.v.slot(n)
-        self.copy(cta, cta.gmem.v, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
+        self.copy_values(cta, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
+
+    def copy_values(self, cta: DecodeCta, tile, barrier, block, places: tuple):
+        """Issues the copies of all parts of a block of V into `tile`."""
+        columns = self.plan.part_columns
+        if self.plan.parts == 1:
+            self.copy(cta, cta.gmem.v, tile, barrier, block, places)
+            return
+        for part in range(self.plan.parts):
+            column = part * columns
+            self.copy(cta, cta.gmem.v, tile.at[part], barrier, block, places, column)
 
     def load(self, cta: DecodeCta, keys: Keys, guessed, n, places: tuple):
         """Loads the n-th block of K and V, unless it was guessed."""
@@ -136,16 +146,20 @@ class DecodeProducer:
         def _():
             slot, arrived = cta.v.slot(n), cta.bars.v_arrived.at[0]
             v = cta.smem.v.at[slot]
-            self.copy(cta, cta.gmem.v, v, arrived, keys.block(n), places)
+            self.copy_values(cta, v, arrived, keys.block(n), places)
             plgpu.barrier_wait(arrived)
-            width = self.plan.head_dims[1]
+            width, parts = self.plan.part_columns, self.plan.parts
             swizzle = self.plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=block)
-            self.plan.clear_padding(v, keys, first, swizzle)
-            for _ in range(self.plan.pieces):
+            for tile in [v] if parts == 1 else [v.at[part] for part in range(parts)]:
+                self.plan.clear_padding(tile, keys, first, swizzle)
+            for _ in range(self.plan.pieces * parts):
                 plgpu.barrier_arrive(cta.bars.v_full.at[slot])
 
-    def copy(self, cta: DecodeCta, source, tile, barrier, j, places: tuple):
-        """Issues the copies of a block into `tile`, one for each of its pieces."""
+    def copy(self, cta: DecodeCta, source, tile, barrier, j, places: tuple, column=None):
+        """Issues the copies of a block into `tile`, one for each of its pieces.
+
+        `column` is the first of the columns that are copied, where the tile has a part of them.
+        """
         rows, page_size = self.plan.piece_rows, self.plan.problem.spec.page_size
         for i, place in enumerate(places):
             first = self.pages.first_key(j, i)
@@ -153,4 +167,4 @@ class DecodeProducer:
                 first = lax.rem(first, jnp.int32(page_size))
             piece = tile if len(places) == 1 else tile.at[pl.ds(i * rows, rows)]
             at = (place, pl.ds(first, rows), cta.head)
-            plgpu.copy_gmem_to_smem(rows_of(source, at, tile), piece, barrier)
+            plgpu.copy_gmem_to_smem(rows_of(source, at, tile, column), piece, barrier)

@@ -38,6 +38,8 @@ class PackedGqa:
         interpret: run by the interpreter.
         size: rows of the tile, padding included, in vectors of one value per row.
         layout: register layout of those vectors.
+        at_once: `load` issues all its copies before it waits for one. Through registers they come
+            one after the other: 36 times the latency of memory for 64 rows of 576 columns.
     """
 
     queries: int
@@ -46,6 +48,7 @@ class PackedGqa:
     interpret: bool
     size: int = WARPGROUP_ROWS
     layout: Any = inline.ROWS
+    at_once: bool = False
 
     @property
     def total(self) -> int:
@@ -77,7 +80,8 @@ class PackedGqa:
             return
         refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype))
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
-        run(functools.partial(_load_body, self))(source, tile, self.start)
+        body = _copy_body if self.at_once else _load_body
+        run(functools.partial(body, self))(source, tile, self.start)
 
     def store(self, tile, target, swizzle: int):
         """Copies the rows and columns of a tile that `target` has; see `load` for the arguments."""
@@ -233,6 +237,28 @@ def _load_body(rows: PackedGqa, _, source, tile, first):
     for row, piece, found in pieces.loaded():
         put = functools.partial(vector.store, found, tile, pieces.in_tile(row, piece))
         pieces.where_tile_has(row, put)
+
+
+def _copy_body(rows: PackedGqa, _, source, tile, first):
+    """Does what `_load_body` does by cp.async, which writes zeros where it is to read nothing."""
+    pieces, void = Pieces(rows, tile, source, first), ir.Type.parse("!llvm.void")
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(tile))
+    strides, _ = tile.type.get_strides_and_offset()
+    for start, row, piece in pieces.places(pieces.tile_rows):
+        size = i32_constant(0)
+        if start < rows.most:
+            size = arith.select(pieces.exists(row, piece), i32_constant(PIECE_BYTES), size)
+        places = zip(pieces.in_tile(row, piece), strides, strict=True)
+        terms = [arith.muli(arith.index_cast(i32, x), i32_constant(2 * s)) for x, s in places]
+        to = functools.reduce(arith.addi, terms, base)
+        operands = to, llvm.ptrtoint(i64, pieces.in_array(row, piece)), size
+        code = f"cp.async.cg.shared.global [$0], [$1], {PIECE_BYTES}, $2;"
+        copy = functools.partial(
+            llvm.inline_asm, void, operands, code, "r,l,r", has_side_effects=True
+        )
+        pieces.where_tile_has(row, copy)
+    llvm.inline_asm(void, [], "cp.async.wait_all;", "", has_side_effects=True)
 
 
 def _store_body(rows: PackedGqa, _, tile, target, first):

@@ -16,7 +16,7 @@ from ...gpu.launch import WARPGROUP_ROWS, float32
 from ..common import pipeline
 from ..common.pipeline import Ring
 from .pack_gqa import PackedGqa
-from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem
+from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem, takes_wide
 
 JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
 
@@ -90,11 +90,13 @@ class DecodeCta:
     head: Any  # of K and V
     tile: Any  # of rows
     split: Any
+    part: Any = None  # of the columns of V: the compute warpgroup's, where there are several
 
 
 def combined_columns(v_head_dim: int) -> int:
-    """Returns the row length of a share's O, which the threads of a warpgroup divide evenly."""
-    return ints.round_up(v_head_dim, JOINING_THREADS)
+    """Returns the row length of a share's O: 1, 2 or 4 elements for each thread of a warpgroup."""
+    columns = ints.round_up(v_head_dim, JOINING_THREADS)
+    return columns if columns <= 2 * JOINING_THREADS else 4 * JOINING_THREADS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,8 @@ class DecodePlan(DecodeLayout):
         first = tile * WARPGROUP_ROWS
         layout = inline.COLS if self.blocks.upright else inline.ROWS
         sizes = self.problem.q_len, self.problem.group
-        return PackedGqa(*sizes, first, self.interpret, self.tile_rows, layout)
+        at_once = takes_wide(self.problem)
+        return PackedGqa(*sizes, first, self.interpret, self.tile_rows, layout, at_once)
 
     def by_key_head(self, x, axis: int):
         """Reshapes the axis [N] of x to [K, group], without a copy; None stays None."""

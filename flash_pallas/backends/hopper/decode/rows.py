@@ -26,7 +26,7 @@ class RowConsumer(Consumer):
     @property
     def output_shape(self) -> tuple[int, int]:
         """Shape of the accumulator of O: [rows, columns of V]."""
-        return WARPGROUP_ROWS, self.plan.head_dims[1]
+        return WARPGROUP_ROWS, self.plan.part_columns
 
     def settle(self, cta: DecodeCta, keys: Keys):
         """Waits for blocks of K that were guessed in vain; see Consumer.
@@ -85,17 +85,30 @@ class RowConsumer(Consumer):
         o_acc[...] = o * per_row(alpha, o.shape)
         cta.v.wait_full(use)
         p = self.plan.matmuls.split(self.scaled(cta, 1, use, p))
-        self.plan.matmuls.multiply(o_acc, p, cta.smem.v.at[cta.v.slot(use)])
+        self.plan.matmuls.multiply(o_acc, p, self.values(cta, use))
         plgpu.wgmma_wait(0)
         cta.v.release(use)
         return Folded(m, l)
+
+    def values(self, cta: DecodeCta, use):
+        """Returns the warpgroup's columns of a block of V, in shared memory."""
+        v = cta.smem.v.at[cta.v.slot(use)]
+        return v if self.plan.parts == 1 else v.at[lax.optimization_barrier(cta.part)]
+
+    def queries(self, cta: DecodeCta):
+        """Returns the Q tile in shared memory."""
+        if self.plan.parts == 1:
+            return cta.smem.q
+        # At an address that ptxas cannot know: it would keep 36 descriptors through the loop.
+        first = lax.optimization_barrier(jnp.int32(0)) * WARPGROUP_ROWS
+        return cta.smem.q.at[pl.ds(first, WARPGROUP_ROWS)]
 
     def qk(self, cta: DecodeCta, use):
         """Returns S = Q K^T of a block, f32."""
 
         def matmul(s_acc):
             k = cta.smem.k.at[cta.k.slot(use)]
-            self.plan.matmuls.multiply(s_acc, cta.smem.q, k, transposed=True)
+            self.plan.matmuls.multiply(s_acc, self.queries(cta), k, transposed=True)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
@@ -114,7 +127,8 @@ class RowConsumer(Consumer):
         return x, found.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
-        """Returns O; each step has waited for its own matmul."""
+        """Returns O; each step has waited for its own matmul, in every compute warpgroup."""
+        self.meet(cta)
         return plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
 
     def store(self, cta: DecodeCta, held: QueryFragments, o, folded: Folded):
@@ -123,6 +137,11 @@ class RowConsumer(Consumer):
         if held.v_scale is not None:
             inverse = inverse * held.v_scale
         o = o * per_row(inverse, o.shape)
-        cta.smem.o[...] = o.astype(cta.smem.o.dtype)
-        cta.smem.lse[...], cta.smem.shift[...] = lse, shift
-        self.publish(cta, swizzles(cta.smem.o.shape[1], cta.smem.o.dtype)[0])
+        staged = cta.smem.o if self.plan.parts == 1 else cta.smem.o.at[cta.part]
+        staged[...] = o.astype(staged.dtype)
+
+        def of_rows():
+            cta.smem.lse[...], cta.smem.shift[...] = lse, shift
+
+        self.by_first(cta, of_rows)
+        self.publish(cta, swizzles(staged.shape[1], staged.dtype)[0])

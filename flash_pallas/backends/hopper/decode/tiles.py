@@ -34,6 +34,19 @@ MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
 # 16 ranges 27.8 us and 32 20.4; B=16, S=8k, one range 89.3 and two 67.1.
 LONE_RATE = 0.7
 NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
+WIDEST = (576, 512)  # head dims of q and k, and of v: those of multi-head latent attention
+# Above head dim 256: see `takes_wide`. A block of 32 keys is 70 KB at head dims 576 and 512, so the
+# first copies and the last stores cost as much time as one.
+WIDE_KEYS = 32
+WIDE_START_BLOCKS = 1
+WIDE_UNIT = 64  # columns to a multiple of which tiles are filled up: a row of the widest swizzle
+WIDE_MULTIPLE = 16  # columns of an array that a tile with the narrowest swizzle reads in place
+PART_COLUMNS = NATIVE_HEAD_DIMS[-1]  # of O that a warpgroup holds: 128 registers of each thread
+# Of three warpgroups, which start with 168 registers for each thread, 504 in all. With 256 columns
+# of O the compute warpgroups take 169 to 187; with 168 they would spill 128 to 200 bytes and have
+# their matmuls serialised. With 192 columns they take 139 to 156, and nothing is traded.
+COMPUTE_REGISTERS, PRODUCER_REGISTERS = 224, 56
+EVEN_COLUMNS = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +92,7 @@ class DecodeBlocks:
 
     def streamed_bytes(self, problem: DecodeProblem) -> int:
         """Returns the bytes of all stages of K and V, in the dtype of the cache."""
-        columns = sum(native_head_dims(problem.head_dim, problem.v_head_dim))
+        columns = sum(tile_head_dims(problem))
         return self.stages * self.block_kv * columns * problem.kv_dtype.itemsize
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
@@ -104,6 +117,39 @@ class DecodeBlocks:
         return narrow and not positions and (self.upright or self.block_kv <= 64)
 
 
+def takes_wide(problem: DecodeProblem) -> bool:
+    """Checks for a head dim above 256, of q and k or of v.
+
+    Queries are then the rows, however few, and blocks have 32 keys: as columns they would take
+    blocks of 64 keys, one of which, 128 KB at head dim 512, leaves no room for the next. Up to two
+    compute warpgroups have equal parts of the columns of V and of O. Each computes all scores: that
+    way they never wait for one another. At head dims 576 and 512 a step reads 216 KB of Q and K and
+    32 KB of V from shared memory, 1,980 cycles of 128 bytes; an SM's share of 4.2 TB/s brings its
+    70 KB in 3,800.
+    """
+    return max(problem.head_dim, problem.v_head_dim) > NATIVE_HEAD_DIMS[-1]
+
+
+def value_parts(problem: DecodeProblem) -> int:
+    """Returns the number of compute warpgroups, which have equal parts of the columns of V."""
+    return -(-problem.v_head_dim // PART_COLUMNS)
+
+
+def tile_head_dims(problem: DecodeProblem) -> tuple[int, int]:
+    """Returns the head dims that tiles have, of Q and K and of all parts of V; zeros fill them."""
+    if not takes_wide(problem):
+        return native_head_dims(problem.head_dim, problem.v_head_dim)
+    parts = value_parts(problem)
+    part = round_up(-(-problem.v_head_dim // parts), WIDE_UNIT)
+    return round_up(problem.head_dim, WIDE_UNIT), parts * part
+
+
+def trades_registers(problem: DecodeProblem) -> bool:
+    """Checks whether the producer gives registers to the compute warpgroups."""
+    parts = value_parts(problem)
+    return parts > 1 and tile_head_dims(problem)[1] > parts * EVEN_COLUMNS
+
+
 def takes_upright(problem: DecodeProblem) -> bool:
     """Checks whether queries can be, and should be, the columns of the matmuls.
 
@@ -115,6 +161,8 @@ def takes_upright(problem: DecodeProblem) -> bool:
     of 102.9 (int8). The order in which its K and V lie in registers requires head dims of 64, 128
     or 256.
     """
+    if takes_wide(problem):
+        return False
     widths = native_head_dims(problem.head_dim, problem.v_head_dim)
     if problem.q_len * problem.group > UPRIGHT_ROWS or widths[1] % WARPGROUP_ROWS:
         return False
@@ -128,7 +176,6 @@ def row_tiles(problem: DecodeProblem) -> int:
 
 def unsupported(problem: DecodeProblem) -> str | None:
     """Returns why the kernel does not take this problem, or None if it does."""
-    widest = max(problem.head_dim, problem.v_head_dim)
     if problem.dtype.name not in ("bfloat16", "float16"):
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
     scaled = "page_scales" in problem.features
@@ -137,10 +184,10 @@ def unsupported(problem: DecodeProblem) -> str | None:
             f"multiplies float16 weights of more than {UPRIGHT_ROWS} queries and heads of a group, "
             "or of narrow heads, by no scales of pages: cast q to bfloat16"
         )
-    if widest > NATIVE_HEAD_DIMS[-1]:
-        return f"takes head dims up to {NATIVE_HEAD_DIMS[-1]}, not {widest}"
     if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
         return f"decodes caches of a multiple of {LENGTH_MULTIPLE} keys, not {problem.kv_len}"
+    if takes_wide(problem):
+        return _unsupported_wide(problem)
     native = native_head_dims(problem.head_dim, problem.v_head_dim)
     matmuls = Matmuls(problem.dtype)
     for width, tile in zip((problem.head_dim, problem.v_head_dim), native, strict=True):
@@ -150,6 +197,22 @@ def unsupported(problem: DecodeProblem) -> str | None:
             copies = matmuls.columns(width, tile) == width
         if not copies:
             return f"would have to copy a cache with head dim {width}: pad it to {tile}"
+    return None
+
+
+def _unsupported_wide(problem: DecodeProblem) -> str | None:
+    """Returns why the kernel does not take a problem with a head dim above 256, or None."""
+    if problem.quantised:
+        return (
+            f"decodes {problem.kv_dtype} with head dims up to {NATIVE_HEAD_DIMS[-1]}, not "
+            f"{max(problem.head_dim, problem.v_head_dim)}: keep the cache in {problem.dtype}"
+        )
+    widths = problem.head_dim, problem.v_head_dim
+    for name, width, most in zip(("q and k", "v"), widths, WIDEST, strict=True):
+        if width > most:
+            return f"decodes head dims of {name} up to {most}, not {width}"
+        if rest := -width % WIDE_MULTIPLE:
+            return f"would have to copy a cache with head dim {width}: pad it to {width + rest}"
     return None
 
 
@@ -166,6 +229,8 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
     narrow = max(problem.head_dim, problem.v_head_dim) <= 64
     keys, most = (128, 3) if narrow and not problem.quantised else (64, MOST_STAGES)
+    if takes_wide(problem):
+        keys = WIDE_KEYS
     # Partial results are staged in float32, the larger case.
     sizes = {"block_kv": keys, "num_splits": 2, "upright": upright}
     deep = [DecodeBlocks(stages=n, **sizes) for n in range(most, 0, -1)]
@@ -195,13 +260,14 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
         visible = min(visible, problem.spec.window_left + problem.q_len)
     most = max(1, min(MAX_SPLITS, visible // MIN_KEYS_PER_SPLIT))
     keys = max(1, round_up(visible, blocks.block_kv) // blocks.block_kv)
+    start = WIDE_START_BLOCKS if takes_wide(problem) else START_BLOCKS
 
     def time(splits: int) -> float:
         ctas = tiles * splits
         blocks_read = -(-ctas // num_sms) * -(-keys // splits)
         if problem.quantised and ctas <= num_sms:
             blocks_read /= LONE_RATE
-        return blocks_read + -(-ctas // slots) * START_BLOCKS
+        return blocks_read + -(-ctas // slots) * start
 
     best = min(map(time, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if time(n) <= NEARLY_BEST * best)
@@ -214,7 +280,8 @@ class DecodeSmem(NamedTuple):
     """Shared memory of one CTA. Results are staged where K and V were, after their last read."""
 
     q: Any  # [rows, H], of as many rows as Plan.tile_rows says
-    # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows]))
+    # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows])). In
+    # parts, v is [slots, parts, block_kv, part_columns] and o [parts, rows, part_columns].
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
     scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
@@ -260,6 +327,7 @@ class DecodeBarriers(NamedTuple):
     v_empty: Any
     v_arrived: Any = None  # the block of V whose end the producer clears
     raw_full: Any = None  # of blocks of K and V in eight bits, that the producer widens
+    met: Any = None  # at which several compute warpgroups meet
 
 
 def tile_rows(problem: DecodeProblem, upright: bool) -> int:
@@ -308,7 +376,17 @@ class DecodeLayout:
     @property
     def head_dims(self) -> tuple[int, int]:
         """Head dims as tiles have them: (that of Q and K, that of V)."""
-        return native_head_dims(self.problem.head_dim, self.problem.v_head_dim)
+        return tile_head_dims(self.problem)
+
+    @property
+    def parts(self) -> int:
+        """Number of compute warpgroups; see `value_parts`."""
+        return value_parts(self.problem)
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of V of one compute warpgroup, with the zeros that fill them up."""
+        return self.head_dims[1] // self.parts
 
     @property
     def in_registers(self) -> bool:
@@ -351,15 +429,16 @@ class DecodeLayout:
 
     def scratch(self, k: Any = None, v: Any = None) -> tuple[DecodeSmem, DecodeBarriers]:
         """Returns what to allocate for these cache arrays; None will do where only sizes matter."""
-        (head_dim, v_head_dim), slots = self.head_dims, self.slots
+        head_dim, v_head_dim, slots = self.head_dims[0], self.part_columns, self.slots
         block, matmuls, rows = self.blocks.block_kv, self.matmuls, self.tile_rows
         barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
         of_k, of_v = self.copied(k), self.copied(v)
         keys = matmuls.buffer((slots, block, head_dim), *of_k)
-        values = matmuls.buffer((slots, block, v_head_dim), *of_v, summed_rows=block)
+        part = (self.parts,) if self.parts > 1 else ()
+        values = matmuls.buffer((slots, *part, block, v_head_dim), *of_v, summed_rows=block)
         ring = self.raw(slots) if self.in_registers else (keys, values)
         result = jnp.float32 if self.several else self.problem.dtype
-        staging = tile_buffer((rows, v_head_dim), result), *[row_buffer((rows,))] * 2
+        staging = tile_buffer((*part, rows, v_head_dim), result), *[row_buffer((rows,))] * 2
         q = matmuls.buffer((rows, head_dim), *of_k)
         smem = DecodeSmem(q, plgpu.RefUnion(ring, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
@@ -368,6 +447,10 @@ class DecodeLayout:
             p, across = matmuls.buffer((rows, block)), row_buffer((WARPS, rows))
             smem = smem._replace(p=p, across=across, q_scale=q_scale)
             return smem, DecodeBarriers(copied, empty, copied, empty)
+        if self.parts > 1:
+            empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
+            arrived = [barrier(self.pieces * self.parts, n) for n in (slots, 1)]
+            return smem, DecodeBarriers(copied, empty, arrived[0], empty, arrived[1], met=met)
         if not self.in_memory:
             return smem, DecodeBarriers(copied, empty, copied, empty, barrier(self.pieces, 1))
         scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None

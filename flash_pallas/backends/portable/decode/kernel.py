@@ -1,7 +1,8 @@
 """Decode kernel: a few queries against one split of the keys.
 
 A CTA of four warps owns one split of the keys of one KV head, for 64 rows of queries and heads of
-the GQA group, so that a key is read once for all of them. It loops over the keys as the forward
+the GQA group, so that a key is read once for all of them. Of more than 256 columns of V it has a
+half. It loops over the keys as the forward
 does: V is in flight while S is computed, and the next K while O is. The O and log-sum-exp of each
 split go to device memory in float32. `softmax.merge` combines them and adds the sinks.
 
@@ -36,7 +37,7 @@ from .. import tiling
 from ..common.auxiliary_inputs import load_vector
 from ..common.kernel import Kernel, Steps
 from ..common.mma import store_accumulator
-from ..common.smem_tiles import Copy, widths
+from ..common.smem_tiles import Copy, columns_of
 from ..common.softmax import Online, Rows, per_row, row_sums
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
 
@@ -86,6 +87,7 @@ class DecodeCta(NamedTuple):
     position: Any  # of query 0
     mask: Mask  # of the sequence
     start: Any  # its first key; None: key 0
+    part: Any = None  # of the columns of V; None: all of them
     first_block: Any = None
     steps: Any = None  # their n-th goes through block first_block + n * num_splits
 
@@ -120,7 +122,7 @@ class DecodeKernel(Kernel):
         self.copies.start(*self.load(cta, "k", 0))
         self.copies.arrived(own, pending=1)
         fragments = self.query_fragments(cta)
-        zeros = self.matmuls.zeros(self.blocks.rows, widths(self.problem)[1])
+        zeros = self.matmuls.zeros(self.blocks.rows, columns_of(smem.v))
         no_keys = self.online.no_keys(self.blocks.rows, zeros)
         rows = cta.steps.fold(
             functools.partial(self.step, cta, fragments), no_keys, hides_end=not self.interpret
@@ -131,6 +133,9 @@ class DecodeKernel(Kernel):
     def place(self, gmem: DecodeArrays, out: DecodeOut, smem: DecodeSmem) -> DecodeCta:
         """Returns where this CTA is: its batch entry, split, KV head, rows and sequence length."""
         batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
+        parts, part = tiling.value_parts(self.problem), None
+        if parts > 1:
+            tile, part = lax.div(tile, jnp.int32(parts)), lax.rem(tile, jnp.int32(parts))
         room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
         own = (batch, head) if self.problem.of_heads else batch
         length = lax.clamp(jnp.int32(0), gmem.kv_lengths[own], room)
@@ -148,6 +153,7 @@ class DecodeKernel(Kernel):
             position=length - self.problem.q_len if offset is None else offset[batch],
             mask=mask,
             start=start,
+            part=part,
         )
 
     def seen(self, cta: DecodeCta) -> DecodeCta:
@@ -181,6 +187,8 @@ class DecodeKernel(Kernel):
         32 of them are a line of the L1 cache, which the copies of keys bypass.
         """
         source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
+        if name == "v":
+            source = self.own_columns(cta, source)
         first, exists = self.first_key(cta, n), cta.steps[n].exists
         limit, start = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0)), cta.start
         page_size, table = self.problem.spec.page_size, cta.gmem.page_table
@@ -200,6 +208,13 @@ class DecodeKernel(Kernel):
             own = [None if x is None else x - key + row for x in (limit, start)]
             found.append(Copy(source.at[page, :, cta.head], piece, row, *own))
         return tuple(found)
+
+    def own_columns(self, cta: DecodeCta, ref):
+        """Returns the columns of V or O, the last axis of `ref`, that are this CTA's."""
+        if cta.part is None:
+            return ref
+        columns, rest = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
+        return ref.at[(*rest, pl.ds(cta.part * columns, columns))]
 
     def query_fragments(self, cta: DecodeCta) -> QueryFragments:
         """Returns the positions, key limits and ALiBi slopes of the rows."""
@@ -254,11 +269,19 @@ class DecodeKernel(Kernel):
         inverse, lse, shift = softmax.finish(m, row_sums(rows.l, self.interpret), shift)
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
-        store_accumulator(o, cta.out.o.at[at], (cta.first_row, 0), self.interpret)
+        target = self.own_columns(cta, cta.out.o.at[at])
+        store_accumulator(o, target, (cta.first_row, 0), self.interpret)
         own = (*at, pl.ds(cta.first_row, self.blocks.rows))
-        cta.out.lse[own] = lse
-        if cta.out.shift is not None:
-            cta.out.shift[own] = shift
+
+        def store_rows():
+            cta.out.lse[own] = lse
+            if cta.out.shift is not None:
+                cta.out.shift[own] = shift
+
+        if cta.part is None:
+            store_rows()
+        else:
+            pl.when(cta.part == 0)(store_rows)
 
 
 def decode(
@@ -292,7 +315,7 @@ def decode(
             "batch": problem.batch,
             "split": blocks.num_splits,
             "head": problem.kv_heads,
-            "tile": tiles,
+            "tile": tiles * tiling.value_parts(problem),
         },
         threads=1,
         name="flash_pallas_portable_decode",
