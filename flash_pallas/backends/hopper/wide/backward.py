@@ -25,7 +25,7 @@ from ...gpu.score_tile import row_shift
 from ..backward.operands import BackwardArrays
 from .kernel import WideCta, WideKernel
 from .launches import grid_of
-from .tiles import CHUNK, COLUMNS, DV, WARPGROUPS, Role, WideBlocks, scratch
+from .tiles import COLUMNS, DV, WARPGROUPS, Role, WideBlocks, scratch
 
 
 class GradientKernel(WideKernel):
@@ -47,7 +47,7 @@ class GradientKernel(WideKernel):
         """Loads one value of each of 64 queries, of rows or of columns."""
         layout, at = (
             (inline.ROWS, inline.COLS)[self.role.q_axis],
-            (cta.batch, head, pl.ds(start, CHUNK)),
+            (cta.batch, head, pl.ds(start, WARPGROUP_ROWS)),
         )
         return plgpu.load(ref.at[at], layout=layout, optimized=False)
 
@@ -145,7 +145,7 @@ def gradient(
     run = launch(
         GradientKernel(problem, blocks, role, interpret),
         out=(jax.ShapeDtypeStruct(like.shape, like.dtype),),
-        scratch=scratch(problem, role, blocks.chunks),
+        scratch=scratch(problem, role, blocks),
         grid=grid_of(problem, role),
         threads=WARPGROUPS,
         name=f"flash_pallas_backward_wide_{role.name}",

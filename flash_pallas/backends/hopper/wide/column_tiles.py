@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....core.problem import Problem
+from ...gpu.launch import WARPGROUP_ROWS
 from ..backward.operands import (
     BackwardArrays,
     KvTileList,
@@ -17,7 +18,7 @@ from ..backward.operands import (
     QTileRange,
     mask_everywhere,
 )
-from .tiles import CHUNK, COLUMNS
+from .tiles import COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class QueryTiles:
 
 def column_tiles(problem: Problem, arrays: BackwardArrays, q_axis: int, at):
     """Returns the tiles of columns of a CTA; `at`: (batch entry, head, block of rows)."""
-    (batch, _, block), size = at, (CHUNK, COLUMNS)
+    (batch, _, block), size = at, (WARPGROUP_ROWS, COLUMNS)
     if q_axis:
         loops = {"mask_all": mask_everywhere(problem)}
         if problem.is_listed:
@@ -57,7 +58,7 @@ def column_tiles(problem: Problem, arrays: BackwardArrays, q_axis: int, at):
         return QueryTiles(QTileRange.of(problem, arrays, (batch, block), *size, **loops))
     if problem.is_listed:
         return KvTileList.of(problem, arrays, at, COLUMNS)
-    position = block * CHUNK + arrays.offset(problem, batch)
+    position = block * WARPGROUP_ROWS + arrays.offset(problem, batch)
     return KvTileRange.of(problem, arrays, (batch, block, position), *size)
 
 

@@ -61,7 +61,7 @@ class ForwardKernel(WideKernel):
         return rows
 
     def weights(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, s_acc):
-        """Makes and stores the weights; returns ((factor of the sums, whether it is not 1), Rows)."""
+        """Makes and stores the weights; returns ((factor of the sums, if it is not 1), Rows)."""
         problem, reload = self.problem, self.multiply_scores(cta, n, 0, s_acc)
         sums = self.sums(cta, n, accumulators)
         next(sums)
@@ -164,7 +164,7 @@ def forward(
     run = launch(
         kernel,
         out=tuple(out),
-        scratch=scratch(problem, FORWARD, blocks.chunks),
+        scratch=scratch(problem, FORWARD, blocks),
         grid=grid_of(problem, FORWARD),
         threads=WARPGROUPS,
         name="flash_pallas_forward_wide",

@@ -9,9 +9,9 @@ of 128 columns of scores
         the summed operand
         weights of this step are made of S while (2) is under way, and handed over in shared memory
 
-Whatever streams comes in chunks of 64 rows and 64 columns. A warpgroup reads its own chunks alone,
-and loads them itself, into a ring of its own, as soon as a matmul has ended: there is no producer,
-two warpgroups have 255 registers a thread, and only weights tie them to each other. An operand may
+Whatever streams comes in chunks of 64 rows and 64 to 192 columns. A warpgroup reads its own chunks
+alone, and loads them itself, into a ring of its own, as soon as a matmul has ended: there is no
+producer, two warpgroups have 255 registers a thread, and only weights tie them to each other. An operand may
 stream twice, for scores and for sums: it comes from L2. A 64 x 64 wgmma with both operands in
 shared memory reads 128 bytes a cycle, all there is, and so does this kernel in half of its matmuls
 (benchmarks/NOTES.md).
@@ -39,9 +39,9 @@ from ..common.wgmma import Matmuls
 from .column_tiles import column_tiles, masks
 from .tiles import (
     AUX_STAGES,
-    CHUNK,
     COLUMNS,
     WARPGROUPS,
+    Chunks,
     Role,
     WideBarriers,
     WideBlocks,
@@ -120,14 +120,9 @@ class WideKernel:
         return AuxiliaryInputs(self.problem, self.role.q_axis)
 
     @functools.cached_property
-    def steps(self) -> int:
-        """Number of chunks that a warpgroup reads in a step."""
-        return self.role.steps(self.problem)
-
-    @functools.cached_property
-    def summed_at(self) -> range:
-        """Positions of the summed operand's chunks among those of a step."""
-        return self.role.summed_at(self.problem)
+    def chunks(self) -> Chunks:
+        """The chunks that a warpgroup reads in a step."""
+        return Chunks(self.problem, self.role, self.blocks.width)
 
     def __call__(self, gmem: BackwardArrays, *refs):
         out, (smem, bars) = refs[:-2], refs[-2:]
@@ -149,15 +144,16 @@ class WideKernel:
             wg=lax.axis_index("wg"),
         )
         self.load_first(cta)
-        self.store_weights(cta, (jnp.zeros((WARPGROUP_ROWS, CHUNK), self.problem.dtype),))
-        accumulators = (self.accumulator,) * self.role.results(self.problem)
+        self.store_weights(cta, (jnp.zeros((WARPGROUP_ROWS, WARPGROUP_ROWS), self.problem.dtype),))
+        result = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
+        accumulators = (result,) * self.chunks.results
         plgpu.barrier_wait(bars.own)
         state, found = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
         self.drain(cta)
         self.store(cta, state, found)
 
     def sum(self, cta: WideCta, *accumulators):
-        """Sums the results over all tiles; returns (state, results), f32[64, 64] each."""
+        """Sums the results over all tiles; returns (state, results), f32[64, width] each."""
         state = self.fold(cta, accumulators)
         total = cta.tiles.total
         for _ in self.sums(self.at_step(cta, total), total, accumulators):
@@ -166,8 +162,8 @@ class WideKernel:
 
     @property
     def accumulator(self):
-        """Accumulator of a tile of scores, or of a chunk of the result."""
-        return plgpu.ACC((WARPGROUP_ROWS, CHUNK), jnp.float32)
+        """Accumulator of a tile of scores."""
+        return plgpu.ACC((WARPGROUP_ROWS, WARPGROUP_ROWS), jnp.float32)
 
     # --- what the kernels do with a tile of scores -----------------------------------------------
 
@@ -200,8 +196,8 @@ class WideKernel:
     def chunk_of(self, cta: WideCta, name: str, head, row, chunk):
         """Returns the ref of a chunk of an operand in device memory."""
         # Traced: JAX refuses a static slice past the array's end, where TMA reads 0.
-        column = (cta.batch * 0 + chunk) * CHUNK
-        rows, columns = pl.ds(row, CHUNK), pl.ds(column, CHUNK)
+        column, width = (cta.batch * 0 + chunk) * self.blocks.width, self.blocks.width
+        rows, columns = pl.ds(row, WARPGROUP_ROWS), pl.ds(column, width)
         return getattr(cta.gmem, name).at[cta.batch, rows, head, columns]
 
     def load(self, cta: WideCta, n, position: int):
@@ -210,14 +206,14 @@ class WideKernel:
         After the last step there is a block of the summed operand alone.
         """
         inline.warpgroup_barrier(self.interpret)  # every warp has read what was in the slot
-        later, place = divmod(position, self.steps)
+        later, place = divmod(position, self.chunks.total)
         block, total = n + later, cta.tiles.total
-        if place in self.summed_at:
+        if place in self.chunks.summed:
             pl.when(block <= total)(lambda: self.copy(cta, n, later, place))
             return
         pl.when(block < total)(lambda: self.copy(cta, n, later, place))
-        following = range(place, self.summed_at.stop, self.blocks.chunks)
-        after = [p for p in following if p in self.summed_at]
+        following = range(place, self.chunks.summed.stop, self.blocks.chunks)
+        after = [p for p in following if p in self.chunks.summed]
         if after:  # the next that the slot has in that block
             pl.when(block == total)(lambda: self.copy(cta, n, later, after[0]))
 
@@ -230,15 +226,15 @@ class WideKernel:
             later: 0 or 1, how many steps later the chunk is read.
             place: its position in that step.
         """
-        slot, chunk = self.slot(n + later, place), place - self.summed_at.start
-        half = self.role.results(self.problem)
-        if place in self.summed_at:
+        slot, chunk = self.slot(n + later, place), place - self.chunks.summed.start
+        half = self.chunks.results
+        if place in self.chunks.summed:
             (head, row), name = cta.near[later], self.role.summed
-            row, chunk = row + chunk // half * CHUNK, cta.wg * half + chunk % half
+            row, chunk = row + chunk // half * WARPGROUP_ROWS, cta.wg * half + chunk % half
         else:
-            pair, chunk = (0, place) if chunk < 0 else (1, place - self.summed_at.stop)
+            pair, chunk = (0, place) if chunk < 0 else (1, place - self.chunks.summed.stop)
             (head, row), name = cta.near[1 + later], self.role.scores[pair][1]
-            row = row + cta.wg * CHUNK
+            row = row + cta.wg * WARPGROUP_ROWS
         source = self.chunk_of(cta, name, head, row, chunk)
         target, full = cta.smem.ring.at[cta.wg, slot], self.full(cta, slot)
         plgpu.copy_gmem_to_smem(source, target, full)
@@ -254,9 +250,9 @@ class WideKernel:
     def slot(self, n, position: int):
         """Returns the slot of a chunk of the n-th step."""
         chunks = self.blocks.chunks
-        if self.steps % chunks == 0:
+        if self.chunks.total % chunks == 0:
             return jnp.int32(position % chunks)
-        return lax.rem(hidden(n * self.steps + position), jnp.int32(chunks))
+        return lax.rem(hidden(n * self.chunks.total + position), jnp.int32(chunks))
 
     def full(self, cta: WideCta, slot):
         """Returns the barrier of a slot of this warpgroup's ring."""
@@ -310,7 +306,7 @@ class WideKernel:
 
         Returns the function that loads others in place of these, once they have been read.
         """
-        own, first = cta.smem.own[pair], self.summed_at.stop if pair else 0
+        own, first = cta.smem.own[pair], self.chunks.summed.stop if pair else 0
         flight = min(FLIGHT, self.blocks.chunks // 3)
         for chunk in range(own.shape[0]):
             right = self.arrived(cta, n, first + chunk)
@@ -343,7 +339,7 @@ class WideKernel:
         """
         plgpu.barrier_wait(cta.bars.weights_full)
         pieces = [(part, acc) for part in range(WARPGROUPS) for acc in accumulators]
-        weights, places = None, list(self.summed_at)
+        weights, places = None, list(self.chunks.summed)
         for i, (part, accumulator) in enumerate(pieces):
             if i > 1:
                 plgpu.wgmma_wait(1)
@@ -390,7 +386,7 @@ class WideKernel:
     # --- results ---------------------------------------------------------------------------------
 
     def store_chunks(self, cta: WideCta, out, chunks):
-        """Writes a warpgroup's chunks of the result, f32[64, 64] each, through the ring."""
+        """Writes a warpgroup's chunks of the result, f32[64, width] each, through the ring."""
         for i, x in enumerate(chunks):
             staging = cta.smem.ring.at[cta.wg, i % self.blocks.chunks]
             if i >= self.blocks.chunks:
@@ -398,6 +394,7 @@ class WideKernel:
             self.matmuls.store(staging, x)
             plgpu.commit_smem()
             number = cta.wg * len(chunks) + i
-            rows, columns = pl.ds(cta.start, WARPGROUP_ROWS), pl.ds(number * CHUNK, CHUNK)
+            rows = pl.ds(cta.start, WARPGROUP_ROWS)
+            columns = pl.ds(number * self.blocks.width, self.blocks.width)
             plgpu.copy_smem_to_gmem(staging, out.at[cta.batch, rows, cta.head, columns])
         plgpu.wait_smem_to_gmem(0)

@@ -16,8 +16,8 @@ from ..common.pipeline import fits, row_buffer, tile_buffer
 
 NARROW, WIDEST = 256, 512  # head dims that the other kernels run, and these
 WARPGROUPS = 2
-CHUNK = 64  # rows and columns of a chunk: a row is one swizzle of 128 bytes
-COLUMNS = WARPGROUPS * CHUNK  # scores of a step: each warpgroup has 64
+COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
+SWIZZLED = 64  # columns of one swizzle of 128 bytes, of which chunks are made
 LEAST_CHUNKS, MOST_CHUNKS = 3, 16  # of a warpgroup, in flight
 AUX_STAGES = 2
 
@@ -42,30 +42,44 @@ class Role(NamedTuple):
         """Operands of which a CTA has 64 rows."""
         return tuple(own for own, _ in self.scores)
 
-    def width(self, problem: Problem, name: str) -> int:
-        """Returns the head dim of an operand."""
-        return problem.head_dim if name in ("q", "k") else problem.v_head_dim
 
-    def chunks(self, problem: Problem, name: str) -> int:
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The chunks that a warpgroup reads in a step, in their order.
+
+    First those of the first pair of scores, then the summed operand of the step before, then those
+    of the second pair.
+
+    Attributes:
+        problem: what is computed.
+        role: of the kernel.
+        width: columns of a chunk.
+    """
+
+    problem: Problem
+    role: Role
+    width: int
+
+    def of(self, name: str) -> int:
         """Returns the number of chunks of an operand's columns."""
-        return -(-self.width(problem, name) // CHUNK)
+        wide = self.problem.head_dim if name in ("q", "k") else self.problem.v_head_dim
+        return -(-wide // self.width)
 
-    def results(self, problem: Problem) -> int:
-        """Returns the number of chunks of the result's columns that each warpgroup has."""
-        return -(-self.chunks(problem, self.summed) // WARPGROUPS)
+    @property
+    def results(self) -> int:
+        """Number of chunks of the result's columns that each warpgroup has."""
+        return -(-self.of(self.role.summed) // WARPGROUPS)
 
-    def summed_at(self, problem: Problem) -> range:
-        """Returns the positions of the summed operand's chunks among those of a step.
+    @property
+    def summed(self) -> range:
+        """Positions of the summed operand: those of 64 rows, then those of the other 64."""
+        first = self.of(self.role.scores[0][1])
+        return range(first, first + WARPGROUPS * self.results)
 
-        Before them are those of the first pair of scores, after them those of the second.
-        """
-        first = self.chunks(problem, self.scores[0][1])
-        return range(first, first + WARPGROUPS * self.results(problem))
-
-    def steps(self, problem: Problem) -> int:
-        """Returns the number of chunks that a warpgroup reads in a step."""
-        scores = sum(self.chunks(problem, name) for _, name in self.scores)
-        return scores + len(self.summed_at(problem))
+    @property
+    def total(self) -> int:
+        """Number of chunks."""
+        return sum(self.of(name) for _, name in self.role.scores) + len(self.summed)
 
 
 FORWARD = Role("forward", 0, (("q", "k"),), "v")
@@ -79,10 +93,12 @@ class WideBlocks:
     """Options of one kernel; its tiles are 64 rows by 128 columns.
 
     Attributes:
-        chunks: how many chunks of 64 rows and 64 columns each warpgroup has in flight.
+        width: columns of a chunk; it has 64 rows.
+        chunks: how many chunks each warpgroup has in flight.
         lazy_rescale: as of ForwardBlocks.
     """
 
+    width: int
     chunks: int
     lazy_rescale: float = 0.0
 
@@ -91,8 +107,8 @@ class WideSmem(NamedTuple):
     """Shared memory of one CTA.
 
     Attributes:
-        own: the CTA's rows of its own operands, [chunks, 64, 64] each.
-        ring: chunks of streamed operands, [2, slots, 64, 64]; results in the end.
+        own: the CTA's rows of its own operands, [chunks, 64, width] each.
+        ring: chunks of streamed operands, [2, slots, 64, width]; results in the end.
         weights: operands that the warpgroups hand to each other, [2, 64, 64].
         rows: f32[2, 2, 64], values of rows that they exchange, in turns; of the forward.
         auxiliary: of 64 columns each, in slots 2 stage + warpgroup.
@@ -116,17 +132,18 @@ class WideBarriers(NamedTuple):
     auxiliary_full: Any
 
 
-def scratch(problem: Problem, role: Role, chunks: int) -> tuple[WideSmem, WideBarriers]:
-    """Returns the shared memory and the barriers of a CTA with so many chunks in flight."""
-    bar, aux = plgpu.Barrier, AuxiliaryInputs(problem, role.q_axis)
-    tile = lambda *shape: tile_buffer((*shape, CHUNK), jnp.dtype(problem.dtype))
-    own = tuple(tile(role.chunks(problem, name), WARPGROUP_ROWS) for name in role.own)
+def scratch(problem: Problem, role: Role, blocks: WideBlocks) -> tuple[WideSmem, WideBarriers]:
+    """Returns the shared memory and the barriers of a CTA."""
+    bar, aux, chunks = plgpu.Barrier, AuxiliaryInputs(problem, role.q_axis), blocks.chunks
+    tile = lambda *shape: tile_buffer(shape, jnp.dtype(problem.dtype))
+    of = Chunks(problem, role, blocks.width).of
+    own = tuple(tile(of(name), WARPGROUP_ROWS, blocks.width) for name in role.own)
     slots = AUX_STAGES * WARPGROUPS
     forward, streams = role == FORWARD, bool(aux.copies)
     smem = WideSmem(
         own=own,
-        ring=tile(WARPGROUPS, chunks, CHUNK),
-        weights=tile(WARPGROUPS, WARPGROUP_ROWS),
+        ring=tile(WARPGROUPS, chunks, WARPGROUP_ROWS, blocks.width),
+        weights=tile(WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_ROWS),
         rows=row_buffer((2, WARPGROUPS, WARPGROUP_ROWS)) if forward else None,
         auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
     )
@@ -147,15 +164,31 @@ def choose(problem: Problem, role: Role) -> WideBlocks | None:
 
     Returns None where there is not room enough.
     """
-    for chunks in range(min(MOST_CHUNKS, role.steps(problem)), LEAST_CHUNKS - 1, -1):
-        if fits(scratch(problem, role, chunks)):
-            return WideBlocks(chunks)
+    for width in widths(problem, role):
+        total = Chunks(problem, role, width).total
+        for chunks in range(min(MOST_CHUNKS, total), LEAST_CHUNKS - 1, -1):
+            blocks = WideBlocks(width, chunks)
+            if fits(scratch(problem, role, blocks)):
+                return blocks
     return None
 
 
+def widths(problem: Problem, role: Role) -> tuple[int, ...]:
+    """Returns the widths of chunks to be tried, the best first.
+
+    Every chunk costs a wait, a load and addresses, 70 instructions, whatever its width. Those with
+    two operands of their own have no room for wide ones.
+    """
+    if len(role.scores) > 1:
+        return (SWIZZLED,)
+    widest = max(problem.head_dim, problem.v_head_dim)
+    # Halves of 384 columns are one chunk, and halves of 512 are two.
+    return (3 * SWIZZLED if widest <= 6 * SWIZZLED else 2 * SWIZZLED, SWIZZLED)
+
+
 def wide_problem(problem: Problem) -> Problem:
-    """Returns the problem with the head dims that the kernels run: multiples of a chunk."""
-    wide = lambda x: round_up(x, CHUNK)
+    """Returns the problem with the head dims that the kernels run: multiples of 64."""
+    wide = lambda x: round_up(x, SWIZZLED)
     return dataclasses.replace(
         problem, head_dim=wide(problem.head_dim), v_head_dim=wide(problem.v_head_dim)
     )
