@@ -67,11 +67,16 @@ class Shares:
         else:
             pl.when(self.warpgroups.rank == 0)(run)
 
+    def read(self):
+        """Waits until all warps have read the tiles of the last product."""
+        if self.scores is None:  # else `product` has waited
+            self.warpgroups.sync()
+
     def product(self, zeros, a, b, width: int):
         """Computes a @ b^T over all of `width` columns, f32; see Matmuls.add.
 
-        Of two warpgroups each computes its part, and a barrier of both comes before the sum: all
-        warps have read both tiles. Another barrier must come before the next product.
+        Of two warpgroups each computes its part, and a barrier of both comes before the sum.
+        Another barrier must come before the next product, which writes where this one is read.
 
         Args:
             zeros: f32[rows, columns], a zero accumulator.

@@ -381,11 +381,10 @@ class _Units:
         self.first, self.limit, *self.start = map(splat, bounds)
         self.rows, self.pitch = tile.type.shape
         self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
-        # Of rows longer than 256 columns, which do not divide the threads, a thread still has units
-        # below each other. Else each has an address of its own: 80 to 500 bytes of spills in dK.
-        self.slots = self.per_row
-        if self.per_row > WIDEST_ALONE // UNIT_ELEMENTS:
-            self.slots = 1 << (self.per_row - 1).bit_length()
+        # Of rows longer than 256 columns a thread has units below each other, or none. With an
+        # address of its own for each unit dK of 448 columns spilled 80 to 500 bytes.
+        self.wide = self.per_row > WIDEST_ALONE // UNIT_ELEMENTS
+        self.slots = 1 << (self.per_row - 1).bit_length() if self.wide else self.per_row
         *_, self.inner, self.columns = array.type.shape
         (*strides, unit), _ = array.type.get_strides_and_offset()
         assert unit == 1, "rows must be contiguous"
@@ -400,10 +399,14 @@ class _Units:
         if THREADS % self.slots == 0 and len(self.row_bytes) == 1:  # they lie below each other
             row, column = arith.divui(me, count), arith.remui(me, count)
             starts = range(0, total, THREADS)
-            if self.slots == self.per_row:
+            if not self.wide:
                 yield from self._below(row, column, starts)
                 return
+            # A branch also where every thread takes it, of which the compiler does not know: past
+            # it ptxas fetches no fragments ahead, which at head dim 512 took all registers.
             there = less(column, i32_constant(self.per_row))
+            if self.slots == self.per_row:
+                there = less(i32_constant(-1), opaque(self.limit))
             with ir.InsertionPoint(scf.IfOp(there).then_block):
                 yield from self._below(row, column, starts)
                 scf.yield_([])

@@ -188,8 +188,10 @@ class ForwardKernel(Kernel):
         zeros, width = self.matmuls.zeros(self.tile.rows, self.tile.columns), widths(self.problem)[0]
         s = cta.shares.product(zeros, cta.smem.q, cta.smem.k.at[slot], width)
         if self.tile.turns:
-            cta.copies.sync()
+            cta.shares.read()
             cta.stream.start(n, "v")
+        elif self.early:
+            cta.stream.start(n + 1, "k")
         weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
         wait = functools.partial(self.wait_for_v, cta.stream, n)
         rows = self.folding(cta).fold(rows, weigh, wait, cta.smem.v.at[slot])
@@ -215,10 +217,16 @@ class ForwardKernel(Kernel):
         """
         if self.tile.slots == 2:  # V has arrived with K
             return None if bit is None else stream.copies.sync(bit)
-        found = stream.wait(n, "v", bit=bit)
-        if not self.tile.turns:
+        found = stream.wait(n, "v", bit=bit, pending=1 if self.early else 0)
+        if not self.tile.turns and not self.early:
             stream.start(n + 1, "k")
         return found
+
+    @property
+    def early(self) -> bool:
+        """True if the next K is copied from S on: two warpgroups have read K when S is summed."""
+        tile = self.tile
+        return warpgroups_of(self.problem) > 1 and tile.slots == 1 and not tile.turns
 
     def folding(self, cta: ForwardCta) -> OwnRows | SharedWeights:
         """Returns how O is accumulated: with P in registers, or through shared memory."""

@@ -108,10 +108,10 @@ class Pairs(NamedTuple):
         if self.turns:
             self.stream.copies.sync()
             self.stream.start(n, *self.second)
+        if self.stream.slots == 1:
             self.stream.wait(n, *self.second)
-        elif self.stream.slots == 1:
-            self.stream.wait(n, *self.second)
-            self._start_next(n, *self.first)
+            if not self.turns:
+                self._start_next(n, *self.first)
 
     def second_read(self, n):
         """Marks the second pair as read."""

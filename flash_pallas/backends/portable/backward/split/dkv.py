@@ -106,7 +106,10 @@ class DkvKernel(KvStationary):
             ds = self.score_gradients(cta, place, w, dp, delta).astype(self.problem.dtype)
         if dv is not None:
             dv = self.add_dv(cta, dv, w)
-        cta.copies.sync()
+        if dv is None:
+            self.shares_of(cta).read()
+        else:
+            cta.copies.sync()
         cta.stream.start(n + 1, "do")
         if dk is not None:
             dk = self.add_dk(cta, dk, ds, q)
@@ -129,13 +132,13 @@ class DkvKernel(KvStationary):
         if sums.dk is not None:
             stream.wait(n, "do")
             dp = self.weight_gradients(cta, place, cta.smem.do)  # (2)
-            cta.copies.sync()
+            self.shares_of(cta).read()
             stream.start(n, "q")
         stream.wait(n, "q")
         q = cta.smem.q.at[0]
         s = self.scores(cta, place, q)  # (1)
         if sums.dk is None:
-            cta.copies.sync()
+            self.shares_of(cta).read()
             stream.start(n, "do")
         w = self.weights(cta, place, s, lse, inputs, masked=masked)
         if sums.dk is None:

@@ -173,7 +173,7 @@ class DqKernel(Kernel):
         s = cta.shares.product(zeros, cta.smem.q, k, width)  # (1)
         cta.stream.wait(n, "v", pending=1)
         dp = cta.shares.product(zeros, cta.smem.do, cta.smem.v, v_width)  # (2)
-        cta.copies.sync()
+        cta.shares.read()
         cta.stream.start(n + 1, "v")
         return s, dp
 
@@ -182,7 +182,7 @@ class DqKernel(Kernel):
         width, v_width = widths(self.problem)
         cta.stream.wait(n, "v")
         dp = cta.shares.product(zeros, cta.smem.do, cta.smem.v, v_width)  # (2)
-        cta.copies.sync()
+        cta.shares.read()
         cta.stream.start(n, "k")
         cta.stream.wait(n, "k")
         return cta.shares.product(zeros, cta.smem.q, k, width), dp  # (1)
