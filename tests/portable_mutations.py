@@ -140,7 +140,7 @@ PORTABLE = (
              "return OwnRows(cta.shares.of(widths(self.problem)[1])[0], self.interpret)",
              "return OwnRows(0, self.interpret)", _wide("288_causal")),
     Mutation("portable, wide heads", "backends/portable/backward/split/dq.py",
-             "found * self.problem.spec.scale, smem.q, column", "found * self.problem.spec.scale, smem.q",
+             "self.problem.spec.scale, smem.q, column", "self.problem.spec.scale, smem.q",
              _wide("288_causal")),
     Mutation("portable, wide heads", "backends/portable/backward/split/dkv.py",
              "self.matmuls.add(dk, ds, q, column=column)", "self.matmuls.add(dk, ds, q)",

@@ -213,13 +213,13 @@ def _owned_and_streamed(problem: Problem, tile: TileSizes | ScoreLines, *slots: 
 def dkv_layout(problem: Problem, tile: TileSizes, interpret: bool = False) -> DkvSmem:
     """Returns the shared memory to allocate for a CTA of the dK/dV kernel."""
     scores = _score_parts(problem, tile, interpret)
-    return DkvSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()), scores)
+    return DkvSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()), scores=scores)
 
 
 def dq_layout(problem: Problem, tile: TileSizes, interpret: bool = False) -> DqSmem:
     """Returns the shared memory to allocate for a CTA of the dQ kernel."""
     scores = _score_parts(problem, tile, interpret)
-    return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()), scores)
+    return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()), scores=scores)
 
 
 def tangent_layout(problem: Problem, tile: TileSizes) -> TangentSmem:
@@ -510,11 +510,15 @@ _LINES_OF_MANY = {
 # Above head dim 256, whatever changes scores. Sums of dS have no head dims, so registers are those
 # of narrow heads; tiles take turns where shared memory has no room for both pairs.
 _WIDE_TILES = (
-    (64, 64, 2, 1),
-    (64, 64, 2, 1, True),
-    (64, 32, 2, 1, True),
+    ScoreTiles(64, 64, 2, 1, keep_bias=False),
+    ScoreTiles(64, 64, 2, 1, keep_bias=False, turns=True),
+    ScoreTiles(64, 32, 2, 1, keep_bias=False, turns=True),
 )
-_WIDE_LINES = ((64, 32, 1), (64, 32, 1, True), (64, 16, 1, True))
+_WIDE_LINES = (
+    ScoreLines(64, 32, 1),
+    ScoreLines(64, 32, 1, turns=True),
+    ScoreLines(64, 16, 1, turns=True),
+)
 
 
 def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | ScoreLines]:
@@ -541,9 +545,11 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
     table = _SCORE_TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
         table = _TILES_OF_MANY
-    shapes = _WIDE_TILES if limit > WIDEST_ALONE else _for_width(table, limit)
-    for *shape, turns in ((*shape, False)[:5] for shape in shapes):
-        tile = ScoreTiles(*shape, keep_bias=plain and limit <= MOST_TO_KEEP, turns=turns)
+    tiles = _WIDE_TILES
+    if limit <= WIDEST_ALONE:
+        keep = plain and limit <= MOST_TO_KEEP
+        tiles = tuple(ScoreTiles(*shape, keep_bias=keep) for shape in _for_width(table, limit))
+    for tile in tiles:
         if tile.bytes(problem) <= shared:
             return tile
     raise AssertionError(f"{problem}: no tile fits into {shared} bytes of shared memory")
@@ -553,9 +559,11 @@ def choose_lines(problem: Problem, shared: int) -> ScoreLines:
     """Chooses the sizes of dbias.LineSums for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
-    shapes = _WIDE_LINES if limit > WIDEST_ALONE else _for_width(table, limit)
+    tiles = _WIDE_LINES
+    if limit <= WIDEST_ALONE:
+        tiles = tuple(ScoreLines(*shape) for shape in _for_width(table, limit))
     for blocks in (2, 1):
-        for tile in (ScoreLines(*shape) for shape in shapes):
+        for tile in tiles:
             if blocks * tile.bytes(problem) <= shared:
                 return tile
     raise AssertionError(f"{problem}: no tile fits into {shared} bytes of shared memory")

@@ -185,7 +185,10 @@ class ForwardKernel(Kernel):
         inputs = self.inputs.read(cta.fragments, cta.gmem.aux, place, ids=masked)
         slot = cta.stream.slot(n)
         self.wait_for_k(cta.stream, n)
-        zeros, width = self.matmuls.zeros(self.tile.rows, self.tile.columns), widths(self.problem)[0]
+        zeros, width = (
+            self.matmuls.zeros(self.tile.rows, self.tile.columns),
+            widths(self.problem)[0],
+        )
         s = cta.shares.product(zeros, cta.smem.q, cta.smem.k.at[slot], width)
         if self.tile.turns:
             cta.shares.read()

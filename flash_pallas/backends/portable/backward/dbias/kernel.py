@@ -510,7 +510,10 @@ class TileSums(DsSums):
         return tuple(found)
 
     def matmul(self, cta: TileCta, slot, left, right, piece, width: int):
-        """Computes all rows of one tile @ some columns of another, f32[rows, size]; sums `width`."""
+        """Computes all rows of one tile @ some columns of another, f32[rows, size].
+
+        Sums are over `width`.
+        """
         first, size = piece
         columns = right.at[slot, pl.ds(cta.warpgroups.rank * self.share + first, size)]
         zeros = self.matmuls.zeros(self.tile.rows, size)

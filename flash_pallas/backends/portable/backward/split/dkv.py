@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from .....core.problem import Operands, Problem
 from ....gpu import modifiers, score_tile
 from ....gpu.launch import launch
-from ... import tiling
 from ....gpu.score_tile import Weights
+from ... import tiling
 from ...common.auxiliary_inputs import Place, load_vector
 from ...common.shares import Shares
 from ...common.smem_tiles import Copy, Stream, warpgroups_of, widths
