@@ -96,6 +96,7 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_fused", 256, "softcap_256"): 12,
         ("flash_pallas_portable_fused", 256, "alibi_256"): 12,
         ("flash_pallas_portable_fused", 256, "dropout_256"): 8,
+        ("flash_pallas_portable_dk", 512, "512_with_64"): 8,
     },
     RTX_5090: {
         ("flash_pallas_portable_fused", 128, "everything_128"): 12,
