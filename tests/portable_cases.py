@@ -11,7 +11,7 @@ def wide(name: str, **fields):
 
 
 # Two warpgroups have half of the columns each. On 8.0 tiles of K and V lie next to each other where
-# they fit; on 8.6 they take turns from 512 on in the forward and from 288 on in the backward.
+# they fit; on 8.6 they take turns above 448 in the forward, and in the backward at all of these.
 WIDE = (
     wide("288_causal", H=288, causal=True),
     wide("512", H=512, N=1),
