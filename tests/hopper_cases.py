@@ -216,7 +216,7 @@ WIDE = (
     _wide("wide_512_score_mod", score_mod="per_entry", mask_mod="stripes", N=1, T=70),
     _wide("wide_512_max_logit", max_logit=True, causal=True, q_offset=-30, N=1, T=70),
     _wide("wide_512_blocks", block_mask="listed by heads", N=2, K=1, T=300, S=300),
-    _wide("wide_320_blocks_of_keys", H=320, block_mask=("indices", "BK", (128, 256)), N=2, K=1,
+    _wide("wide_320_blocks_of_keys", H=320, block_mask=("indices", "BK", (128, 128)), N=2, K=1,
            T=300, S=520),
     _wide("wide_512_everything", causal=True, window=(90, 0), bias="1NTS", mask="B11S",
            softcap=4.0, alibi="N", sinks=True, dropout_rate=0.2, segments="padded",

@@ -9,6 +9,10 @@ def _portable(name: str) -> str:
     return f"test_portable_interpreted.py::test_kernels[{name}]"
 
 
+def _wide(name: str, capability: str = "8.0") -> str:
+    return f"test_portable_interpreted.py::test_wide_heads[{name}-{capability}]"
+
+
 PORTABLE = (
     Mutation("portable, copies", "backends/portable/backward/split/dkv.py",
              'cta.stream.wait(n, "do", pending=1)', "pass",
@@ -21,7 +25,8 @@ PORTABLE = (
              "test_portable_interpreted.py::test_other_tiles_of_the_fused_backward"
              "[d64_ragged-{'rows': 64, 'columns': 64, 'slots': 2}]"),
     Mutation("portable, copies", "backends/portable/forward/kernel.py",
-             'stream.wait(n, "v", bit=bit)', "stream.copies.arrived(bit=bit)",
+             'stream.wait(n, "v", bit=bit, pending=1 if self.early else 0)',
+             "stream.copies.arrived(bit=bit)",
              _portable("everything")),
     Mutation("portable, copies", "backends/portable/backward/split/dkv.py",
              "cta.smem.q.at[slot]",
@@ -126,6 +131,36 @@ PORTABLE = (
     Mutation("portable, block masks", "backends/portable/tiling.py",
              "rows, columns = block_kv, block_q", "pass",
              "test_portable.py::test_tiles_divide_blocks"),
+    Mutation("portable, wide heads", "backends/portable/common/shares.py",
+             "return part + parts[1 - rank]", "return part + part", _wide("288_causal")),
+    Mutation("portable, wide heads", "backends/portable/common/shares.py",
+             "pl.when(self.warpgroups.rank == 0)(run)", "pl.when(self.warpgroups.rank > 1)(run)",
+             _wide("288_causal")),
+    Mutation("portable, wide heads", "backends/portable/forward/kernel.py",
+             "return OwnRows(cta.shares.of(widths(self.problem)[1])[0], self.interpret)",
+             "return OwnRows(0, self.interpret)", _wide("288_causal")),
+    Mutation("portable, wide heads", "backends/portable/backward/split/dq.py",
+             "self.problem.spec.scale, smem.q, column", "self.problem.spec.scale, smem.q",
+             _wide("288_causal")),
+    Mutation("portable, wide heads", "backends/portable/backward/split/dkv.py",
+             "self.matmuls.add(dk, ds, q, column=column)", "self.matmuls.add(dk, ds, q)",
+             _wide("288_causal")),
+    Mutation("portable, wide heads in turns", "backends/portable/backward/split/dkv.py",
+             'own = self.own(now)[("q", "do").index(name)]',
+             'own = self.own(now)[("do", "q").index(name)]', _wide("512", "8.6")),
+    Mutation("portable, wide heads in turns", "backends/portable/backward/split/dq.py",
+             'self.own(cta, "q" if name == "k" else "do", limit), copy', "(copy,)",
+             _wide("512", "8.6")),
+    Mutation("portable, wide heads, PTX", "backends/portable/common/smem_tiles.py",
+             "there = less(column, i32_constant(self.per_row))",
+             "there = less(column, i32_constant(self.slots))",
+             "test_portable_ptx.py::test_copies_fill_a_tile[0-200-320-320-64]"),
+    Mutation("portable, wide heads, PTX", "backends/portable/common/mma.py",
+             'starts = {"row": row, "column": from_column}', 'starts = {"row": row}',
+             "test_portable_ptx.py::test_products_of_some_columns[32-16]"),
+    Mutation("portable, wide heads, PTX", "backends/portable/common/shares.py",
+             "4 * ROUND * (n // 2)", "ROUND * (n // 2)",
+             "test_portable_ptx.py::test_scores_of_two_warpgroups_are_summed"),
     Mutation("starts, copies", "backends/portable/common/smem_tiles.py",
              "read & (row >= copy.start)", "read",
              "test_portable_decode.py::test_decode_kernel[starts]"),

@@ -133,7 +133,7 @@ class Machine:
         self.shared, self.device, self.active = Memory(SHARED), Memory(GLOBAL), [True]
         self.pending: list = []
         self.arith = types.SimpleNamespace(
-            addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
+            addi=np.add, addf=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
             remui=np.remainder, andi=np.logical_and, select=np.where, minsi=np.minimum,
             minui=np.minimum, cmpi=lambda kind, x, y: kind(x, y),
             extsi=lambda kind, x: x, extui=lambda kind, x: x, index_cast=lambda kind, x: x,
@@ -212,7 +212,7 @@ class Machine:
             x, y = (operands.pop(int(found[n])) for n in (2, 1))
             with self._only(y < x):
                 return self._run(kind, operands, found[3], "", True)
-        name = re.match(r"[a-z.]+[a-z0-9]*", code).group()
+        name = name_of(code)
         offsets = {int(n): int(add or 0) for n, add in re.findall(r"\[\$(\d+)\+?(-?\d+)?\]", code)}
         for run, start in (
             (self._copy, "cp.async.cg"),
@@ -295,7 +295,7 @@ class Machine:
         found = np.zeros((count, THREADS), np.uint32)
         for thread in self._threads():
             found[:, thread] = self.shared.read(address[thread] + offset, 4 * count).view("u4")
-        found = found.view("f4") if code.startswith("ld.shared.f32") else found
+        found = found.view("f4") if name_of(code).endswith(".f32") else found
         return list(found) if count > 1 else found[0]
 
     def _add(self, code, operands, offsets):
@@ -326,6 +326,11 @@ class _BFloat16:
     """Stand-in for ir.BF16Type."""
 
     itemsize = 2
+
+
+def name_of(code: str) -> str:
+    """Returns the instruction's name with all of its modifiers."""
+    return re.match(r"[a-z0-9.:_A-Z]+", code).group()
 
 
 def _count(code: str) -> int:

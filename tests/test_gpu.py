@@ -36,6 +36,7 @@ from .hopper_cases import (
     ON_DEVICE,
     ROTATED,
 )
+from .portable_cases import WIDE
 from .test_any_order import TRANSFORMED
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +63,7 @@ def test_rotated_lists(case, monkeypatch):
 HALVES = [case for case in (*ON_DEVICE, *LARGE_ON_DEVICE) if case.dtype != "float32"]
 
 
-@pytest.mark.parametrize("case", HALVES, ids=str)
+@pytest.mark.parametrize("case", [*HALVES, *WIDE], ids=str)
 def test_portable_kernels(case):
     checks.assert_matches_oracle(checks.bind("portable"), case, kernels=True)
 

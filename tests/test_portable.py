@@ -33,7 +33,8 @@ def kernels(found: PortableBlocks):
 
 @pytest.mark.parametrize("capability", tiling.SHARED_MEMORY)
 @pytest.mark.parametrize("head_dims", [(8, 8), (64, 64), (72, 40), (128, 128), (192, 128),
-                                       (64, 256), (256, 256)])  # fmt: skip
+                                       (64, 256), (256, 256), (288, 288), (328, 64),
+                                       (64, 400), (512, 512)])  # fmt: skip
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tiles_fit(capability, head_dims, deterministic):
     described = problem(*head_dims, deterministic=deterministic)
@@ -55,6 +56,7 @@ def test_tiles_fit(capability, head_dims, deterministic):
         ("8.0", 256, False, (64, 64, 1, 1)),
         ("9.0", 256, False, (64, 64, 1, 4)),
         ("8.6", 256, False, None),
+        ("9.0", 288, False, None),
         ("9.0", 128, True, None),
     ],
 )
@@ -88,6 +90,37 @@ def test_which_backward_runs(capability, head_dim, deterministic, expected):
 def test_tiles_that_cannot_be(override, message):
     with pytest.raises(ValueError, match=message):
         ANYWHERE.blocks(problem(128), override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"forward": {"shared_weights": True}}, "must be False above head dim 256"),
+        ({"forward": {"turns": True, "slots": 2}}, "slots must be 1 where tiles take turns"),
+        ({"fused": {}}, "this call runs the kernels 'forward', 'dkv', 'dq'"),
+        ({"dq": {"turns": False}}, "bytes of shared memory of 165888"),
+    ],
+)
+def test_tiles_that_wide_heads_cannot_have(override, message):
+    backend = PortableBackend(interpret=True, capability="8.0")
+    with pytest.raises(ValueError, match=message):
+        backend.blocks(problem(512), override)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
+def test_every_wide_head_has_tiles(capability):
+    """Checks all tiles of head dims above 256, of sums of dS too, with a bias and with many."""
+    backend = PortableBackend(interpret=True, capability=capability)
+    most = tiling.memory_of(capability) - tiling.RESERVED
+    wide = range(264, tiling.WIDEST_SHARED + 1, 8)
+    for dims in [*((w, w) for w in wide), *((w, 8) for w in wide), *((8, w) for w in wide)]:
+        for shape in ((1, 1, 256, 256), (1, 1, 1, 256)):
+            features = frozenset({"bias"})
+            described = dataclasses.replace(problem(*dims), features=features, bias_shape=shape)
+            found = backend.blocks(described, None)
+            sums = {"score_tiles": found.scores.tile, "score_lines": found.scores.lines}
+            for name, tile in (kernels(found) | sums).items():
+                assert tile is None or tiling.bytes_of(name, tile, described) <= most, (dims, name)
 
 
 def test_slots_of_the_forward_alone():
@@ -146,7 +179,7 @@ def test_tiles_of_the_caller():
     ("described", "message"),
     [
         (problem(dtype=jnp.float32), "takes bfloat16 and float16, not float32: cast"),
-        (problem(264), "takes head dims up to 256, not 264"),
+        (problem(576, 512), "takes head dims up to 512, not 576"),
         (problem(batch=70_000), "takes batches up to 65535, not 70000: split the batch"),
     ],
 )
@@ -231,7 +264,7 @@ def listed(block_shape, head_dim=64, bias_shape=None, **spec):
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0", "10.0"])
 @pytest.mark.parametrize("block_shape", [(64, 64), (128, 128), (192, 64), (64, 128), (320, 128)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 384, 512])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tiles_divide_blocks(capability, block_shape, head_dim, deterministic):
     backend = PortableBackend(interpret=True, capability=capability)

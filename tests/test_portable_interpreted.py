@@ -18,6 +18,7 @@ from . import checks
 from .cases import Case
 from .hopper_cases import INTERPRETED, MAXIMA, MODIFIERS
 from .interpreter import race_checked
+from .portable_cases import WIDE
 
 BACKEND = PortableBackend(interpret=True, capability="8.0")
 
@@ -229,6 +230,23 @@ def test_deterministic_kernels_with_block_masks(case):
 )
 def test_other_tiles_with_block_masks(case, sizes):
     assert_right(case, sizes)
+
+
+@pytest.mark.thorough(always=["288_causal-8.0", "512-8.6"])
+@pytest.mark.interpret
+@pytest.mark.parametrize("capability", ["8.0", "8.6"])
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wide_heads(case, capability):
+    assert_right(case, backend=dataclasses.replace(BACKEND, capability=capability))
+
+
+@pytest.mark.thorough
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["d64_causal", "sinks", "mask_bias", "alibi"])
+def test_tiles_in_turns(name):
+    """Checks tiles that take turns where one warpgroup has all columns."""
+    turns = {kernel: {"turns": True} for kernel in ("forward", "dkv", "dq")}
+    assert_right(dataclasses.replace(named(name), deterministic=True), turns)
 
 
 @pytest.mark.interpret

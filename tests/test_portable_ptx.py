@@ -10,7 +10,7 @@ import pytest
 from flash_pallas.backends.gpu import inline
 from flash_pallas.backends.portable.backward.dbias import kernel as dbias_kernel
 from flash_pallas.backends.portable.backward.fused import kernel as fused_kernel
-from flash_pallas.backends.portable.common import auxiliary_inputs, mma, smem_tiles
+from flash_pallas.backends.portable.common import auxiliary_inputs, mma, shares, smem_tiles
 from flash_pallas.backends.portable.common.mma import WGMMA, Grid
 from flash_pallas.backends.portable.common.smem_tiles import UNIT_ELEMENTS
 from flash_pallas.backends.portable.decode import kernel as decode_kernel
@@ -25,7 +25,7 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 def machine(monkeypatch):
     found = Machine()
     kernels = forward_kernel, fused_kernel, dbias_kernel, decode_kernel
-    found.install(monkeypatch, smem_tiles, mma, auxiliary_inputs, *kernels)
+    found.install(monkeypatch, smem_tiles, mma, shares, auxiliary_inputs, *kernels)
     layout = types.SimpleNamespace(to_mgpu=Layout)
     monkeypatch.setattr(
         auxiliary_inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS)
@@ -47,8 +47,10 @@ def tile(machine, rows, columns, values=None, dtype=BFLOAT16):
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 128])
 @pytest.mark.parametrize(
-    ("columns", "held"), [(16, 16), (64, 64), (80, 72), (96, 96), (128, 128), (256, 256)]
-)
+    ("columns", "held"),
+    [(16, 16), (64, 64), (80, 72), (96, 96), (128, 128), (256, 256), (288, 264), (320, 320),
+     (512, 512)],
+)  # fmt: skip
 @pytest.mark.parametrize(("first", "limit"), [(0, 200), (32, 70), (160, 200), (192, 0)])
 def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
     """Copies rows of one head of [T, N, H]; zeros follow the limit and fill its missing columns."""
@@ -93,7 +95,7 @@ def test_copies_of_rows_of_two_axes(machine, first):
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-@pytest.mark.parametrize(("columns", "held"), [(16, 16), (80, 72), (128, 128)])
+@pytest.mark.parametrize(("columns", "held"), [(16, 16), (80, 72), (128, 128), (320, 312)])
 def test_results_are_written(machine, rows, columns, held):
     """Stores registers through a tile to rows of one head; nothing else of the array changes."""
     values = draw(1, rows, columns)
@@ -127,16 +129,31 @@ def test_products(machine, dtype, rows, summed, columns, transposed, in_register
 
 
 @pytest.mark.parametrize("summed", [16, 48])
-def test_products_of_some_columns(machine, summed):
+@pytest.mark.parametrize("first", [0, 16, 32])
+def test_products_of_some_columns(machine, first, summed):
     """Checks products that sum over some columns of their tiles; the others may hold anything."""
-    a, b = draw(2, 64, 64), draw(3, 32, 64)
+    a, b = draw(2, 64, 80), draw(3, 32, 80)
     of_a, of_b = (tile(machine, *x.shape, x)[1] for x in (a, b))
     machine.shape = 64, 32
-    how = mma._How(right_transposed=True, summed=summed)
+    how = mma._How(right_transposed=True, summed=summed, moved=first > 0)
     start = Tile.of(np.zeros((64, 32), np.float32))
-    found = mma._add_body(how, None, start, of_a, of_b, np.int64(0)).values()
-    exact = a[:, :summed].astype(np.float64) @ b[:, :summed].astype(np.float64).T
+    found = mma._add_body(how, None, start, of_a, of_b, np.int64(first)).values()
+    some = slice(first, first + summed)
+    exact = a[:, some].astype(np.float64) @ b[:, some].astype(np.float64).T
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
+
+
+@pytest.mark.parametrize("columns", [16, 48])
+def test_scores_of_two_warpgroups_are_summed(machine, columns):
+    """Adds what the other warpgroup has written to each thread's own elements."""
+    own, other = (draw(seed, 64, columns, dtype=np.float32) for seed in (2, 3))
+    parts = np.full((2, 64, columns), np.nan, np.float32)
+    ref = machine.array(parts, lambda x: x[1], shared=True)
+    shares._put_body(None, Tile.of(other), ref)
+    assert np.isnan(parts[0]).all() and not np.isnan(parts[1]).any()
+    machine.shape = 64, columns
+    found = shares._sum_body(None, Tile.of(own), ref).values()
+    np.testing.assert_array_equal(found, own + other)
 
 
 def labelled(values, grid: Grid) -> np.ndarray:

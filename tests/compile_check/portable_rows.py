@@ -18,6 +18,7 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
 from ..cases import Case
+from ..portable_cases import WIDE
 from .device import A100, B200, H200, RTX_5090, Target
 from .rows import (
     BATCH,
@@ -35,6 +36,8 @@ from .rows import (
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
 SQUARE = (16, 32, 64, 72, 96, 128, 256)
 HEAD_DIMS = (*((width, width) for width in SQUARE), (192, 128))
+# Above 256 two warpgroups have half of the columns each; there is no fused backward.
+WIDE_HEAD_DIMS = ((320, 320), (384, 64), (512, 512))
 
 # As in rows.MASKS, and a band with two edges: three loops over key blocks.
 MASKS = {
@@ -104,6 +107,7 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_fused", 256, "softcap_256"): 12,
         ("flash_pallas_portable_fused", 256, "alibi_256"): 12,
         ("flash_pallas_portable_fused", 256, "dropout_256"): 8,
+        ("flash_pallas_portable_dk", 512, "512_with_64"): 8,
     },
     RTX_5090: {
         ("flash_pallas_portable_fused", 128, "everything_128"): 12,
@@ -160,6 +164,20 @@ ALLOWED_BY_TARGET = {
         ("flash_pallas_portable_dq", 256, "softcap_256"): 72,
         ("flash_pallas_portable_dq", 256, "alibi_256"): 88,
         ("flash_pallas_portable_dq", 256, "dropout_256"): 64,
+        # At 512 columns O, dQ, dK or dV of a warpgroup takes 128 registers, as at 256.
+        ("flash_pallas_portable_dkv", 384, "window"): 4,
+        ("flash_pallas_portable_forward", 512, "causal"): 48,
+        ("flash_pallas_portable_dk", 512, "causal"): 8,
+        ("flash_pallas_portable_forward", 512, "window"): 84,
+        ("flash_pallas_portable_dk", 512, "window"): 12,
+        ("flash_pallas_portable_dv", 512, "window"): 180,
+        ("flash_pallas_portable_forward", 512, "512_lengths"): 52,
+        ("flash_pallas_portable_dk", 512, "512_lengths"): 4,
+        ("flash_pallas_portable_dq", 512, "512_lengths"): 20,
+        ("flash_pallas_portable_dv", 512, "512_lengths"): 20,
+        ("flash_pallas_portable_dk", 512, "512_with_64"): 112,
+        ("flash_pallas_portable_forward", 512, "512_blocks"): 12,
+        ("flash_pallas_portable_dv", 512, "512_blocks"): 8,
     },
 }
 
@@ -177,9 +195,16 @@ def _rows(backend: PortableBackend) -> Iterator[Row]:
         yield _plain(backend, path, head_dims, "bfloat16", mask)
         if head_dims in FLOAT16:
             yield _plain(backend, path, head_dims, "float16", mask)
+    split = ("forward", "deterministic")
+    for (head_dims, mask), path in itertools.product(
+        itertools.product(WIDE_HEAD_DIMS, MASKS), split
+    ):
+        yield _plain(backend, path, head_dims, "bfloat16", mask)
     for case in (CASES[name] for name in (*MODIFIERS, *MORE_MODIFIERS)):
         if case.dtype != "float32":
-            yield from _modified(backend, case)
+            yield from _modified(backend, case, PATHS)
+    for case in WIDE:
+        yield from _modified(backend, case, ("forward", "backward"))
     yield from (_decode(backend, 128, name) for name in DECODES)
     for (head_dim, *others), names in WIDE_DECODES.items():
         spec, operands = decode_call(head_dim, "contiguous", *others)
@@ -205,13 +230,13 @@ def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str
     return _row(backend, named, spec, Operands(q, k, v, None), of(Q_HEADS, v_width))
 
 
-def _modified(backend, case: Case) -> Iterator[Row]:
+def _modified(backend, case: Case, paths: tuple[str, ...]) -> Iterator[Row]:
     x = case.inputs()
     arguments = Arguments(**case.arguments(x))
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     operands, do = jax.tree.map(shape, call.operands), shape(x.do)
-    for path in PATHS:
+    for path in paths:
         spec = dataclasses.replace(call.spec, deterministic=path == "deterministic")
         yield _row(backend, (path, case.H, case.dtype, case.name), spec, operands, do)
 

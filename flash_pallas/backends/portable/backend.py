@@ -73,8 +73,8 @@ class PortableBackend(NoSecondOrder):
         if problem.dtype not in DTYPES:
             return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
         widest = max(problem.head_dim, problem.v_head_dim)
-        if widest > tiles.WIDEST:
-            return f"takes head dims up to {tiles.WIDEST}, not {widest}"
+        if widest > tiles.WIDEST_SHARED:
+            return f"takes head dims up to {tiles.WIDEST_SHARED}, not {widest}"
         return refusal(problem)
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:

@@ -21,7 +21,15 @@ from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
 from .common.mma import Grid
-from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE, buffer, widths
+from .common.shares import ScoreParts, score_parts
+from .common.smem_tiles import (
+    DTYPES,
+    HEAD_DIM_MULTIPLE,
+    WIDEST_ALONE,
+    buffer,
+    warpgroups_of,
+    widths,
+)
 
 WARPGROUPS = 2  # of the fused backward
 WIDTH_UNIT = 16 * WARPGROUPS  # columns of K and V: each warpgroup has whole units of ldmatrix
@@ -44,26 +52,44 @@ class ForwardSmem(NamedTuple):
 
     q: Any  # [rows, the wider head dim], in the end O
     k: Any  # [slots, columns, H]
-    v: Any  # [slots, columns, Hv]
+    v: Any  # [slots, columns, Hv]; None where V takes turns with K
     exchange: Exchange | None  # where weights are shared
+    scores: ScoreParts | None  # of two warpgroups
+
+    @property
+    def whole(self) -> ForwardSmem:
+        """The same with every tile, in whichever place."""
+        return self if self.v is not None else self._replace(v=self.k)
 
 
 class DkvSmem(NamedTuple):
     """Shared memory of the dK/dV kernel."""
 
     k: Any  # [rows, H], in the end dK
-    v: Any  # [rows, Hv], in the end dV
-    q: Any  # [SLOTS, columns, H]
-    do: Any  # [columns, Hv]
+    v: Any  # [rows, Hv], in the end dV; None where V takes turns with K
+    q: Any  # [SLOTS, columns, H], or one slot
+    do: Any  # [columns, Hv]; None where dO takes turns with Q
+    scores: ScoreParts | None  # of two warpgroups
+
+    @property
+    def whole(self) -> DkvSmem:
+        """The same with every tile, in whichever place."""
+        return self if self.v is not None else self._replace(v=self.k, do=self.q.at[0])
 
 
 class DqSmem(NamedTuple):
     """Shared memory of the dQ kernel."""
 
     q: Any  # [rows, H], in the end dQ
-    do: Any  # [rows, Hv]
-    k: Any  # [SLOTS, columns, H]
-    v: Any  # [columns, Hv]
+    do: Any  # [rows, Hv]; None where dO takes turns with Q
+    k: Any  # [SLOTS, columns, H], or one slot
+    v: Any  # [columns, Hv]; None where V takes turns with K
+    scores: ScoreParts | None  # of two warpgroups
+
+    @property
+    def whole(self) -> DqSmem:
+        """The same with every tile, in whichever place."""
+        return self if self.v is not None else self._replace(do=self.q, v=self.k.at[0])
 
 
 class TangentSmem(NamedTuple):
@@ -112,9 +138,16 @@ class LinesSmem(NamedTuple):
     """Shared memory of sums per line: a CTA owns Q and dO and streams K and V, or the reverse."""
 
     first: Any  # [rows, H]
-    second: Any  # [rows, Hv]
+    second: Any  # [rows, Hv]; None where it takes turns with the first
     streamed_first: Any  # [slots, columns, H]
-    streamed_second: Any  # [slots, columns, Hv]
+    streamed_second: Any  # [slots, columns, Hv]; likewise
+
+    @property
+    def whole(self) -> LinesSmem:
+        """The same with every tile, in whichever place."""
+        if self.second is not None:
+            return self
+        return self._replace(second=self.first, streamed_second=self.streamed_first)
 
 
 class TilesSmem(NamedTuple):
@@ -122,9 +155,14 @@ class TilesSmem(NamedTuple):
 
     q: Any  # [slots, rows, H]
     k: Any  # [slots, columns, H]
-    do: Any  # [slots, rows, Hv]
-    v: Any  # [slots, columns, Hv]
+    do: Any  # [slots, rows, Hv]; None where it takes turns with Q
+    v: Any  # [slots, columns, Hv]; None where it takes turns with K
     barrier: Any = None  # see Warpgroups
+
+    @property
+    def whole(self) -> TilesSmem:
+        """The same with every tile, in whichever place."""
+        return self if self.v is not None else self._replace(do=self.q, v=self.k)
 
 
 class DecodeSmem(NamedTuple):
@@ -135,39 +173,53 @@ class DecodeSmem(NamedTuple):
     v: Any  # [columns, Hv]
 
 
-def forward_layout(problem: Problem, tile: TileSizes) -> ForwardSmem:
+def _score_parts(problem: Problem, tile: TileSizes, interpret: bool) -> ScoreParts | None:
+    alone = warpgroups_of(problem) == 1
+    return None if alone else score_parts(tile.rows, tile.columns, interpret)
+
+
+def forward_layout(problem: Problem, tile: TileSizes, interpret: bool = False) -> ForwardSmem:
     """Returns the shared memory to allocate for a CTA of the forward."""
     width, v_width = widths(problem)
+    most = max(width, v_width)
     exchange = None
     if tile.shared_weights:
         weights = buffer((tile.rows, tile.columns), problem.dtype)
         exchange = Exchange(weights, plgpu.SMEM((tile.rows,), jnp.float32))
     return ForwardSmem(
-        q=buffer((tile.rows, max(width, v_width)), problem.dtype),
-        k=buffer((tile.slots, tile.columns, width), problem.dtype),
-        v=buffer((tile.slots, tile.columns, v_width), problem.dtype),
+        q=buffer((tile.rows, most), problem.dtype),
+        k=buffer((tile.slots, tile.columns, most if tile.turns else width), problem.dtype),
+        v=None if tile.turns else buffer((tile.slots, tile.columns, v_width), problem.dtype),
         exchange=exchange,
+        scores=_score_parts(problem, tile, interpret),
     )
 
 
 def _owned_and_streamed(problem: Problem, tile: TileSizes | ScoreLines, *slots: tuple[int, ...]):
     """Returns two tiles that a CTA owns, of head dims H and Hv, and two of what streams by.
 
-    `slots` are the leading axes of the latter, (number of slots,) or () for each.
+    `slots` are the leading axes of the latter, (number of slots,) or () for each. Where tiles take
+    turns, there is one of either kind, of one slot.
     """
+    if tile.turns:
+        most = max(widths(problem))
+        own = buffer((tile.rows, most), problem.dtype)
+        return [own, None, buffer((1, tile.columns, most), problem.dtype), None]
     for_each = zip(slots, widths(problem), strict=True)
     owned = [buffer((tile.rows, width), problem.dtype) for width in widths(problem)]
     return owned + [buffer((*lead, tile.columns, w), problem.dtype) for lead, w in for_each]
 
 
-def dkv_layout(problem: Problem, tile: TileSizes) -> DkvSmem:
+def dkv_layout(problem: Problem, tile: TileSizes, interpret: bool = False) -> DkvSmem:
     """Returns the shared memory to allocate for a CTA of the dK/dV kernel."""
-    return DkvSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
+    scores = _score_parts(problem, tile, interpret)
+    return DkvSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()), scores=scores)
 
 
-def dq_layout(problem: Problem, tile: TileSizes) -> DqSmem:
+def dq_layout(problem: Problem, tile: TileSizes, interpret: bool = False) -> DqSmem:
     """Returns the shared memory to allocate for a CTA of the dQ kernel."""
-    return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()))
+    scores = _score_parts(problem, tile, interpret)
+    return DqSmem(*_owned_and_streamed(problem, tile, (SLOTS,), ()), scores=scores)
 
 
 def tangent_layout(problem: Problem, tile: TileSizes) -> TangentSmem:
@@ -210,11 +262,13 @@ def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> 
     width, v_width = widths(problem)
     of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
     meets = interpret and tile.warpgroups > 1
+    if tile.turns:
+        width = max(width, v_width)
     return TilesSmem(
         q=of(tile.rows, width),
         k=of(tile.columns, width),
-        do=of(tile.rows, v_width),
-        v=of(tile.columns, v_width),
+        do=None if tile.turns else of(tile.rows, v_width),
+        v=None if tile.turns else of(tile.columns, v_width),
         barrier=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
     )
 
@@ -303,6 +357,8 @@ def choose_fused(
         pairs: one instruction adds the floats of two registers; see blocks.PAIRS.
     """
     limit = fused_width(problem)
+    if limit > WIDEST_ALONE:
+        return None
     heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
     count = modifiers(problem)
     plain = full and problem.kv_len % 128 == 0 and not pairs and not problem.is_listed
@@ -358,6 +414,7 @@ class ScoreTiles:
         warpgroups: 1 or 2.
         slots: 1 or 2 tiles of each of Q, K, V and dO.
         keep_bias: the bias of a tile stays in registers.
+        turns: dO and V take the place of Q and K in every step; with one slot.
     """
 
     rows: int
@@ -365,6 +422,7 @@ class ScoreTiles:
     warpgroups: int
     slots: int
     keep_bias: bool
+    turns: bool = False
 
     def bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA."""
@@ -377,7 +435,7 @@ class ScoreTiles:
             return "rows must be 64 or 128, warpgroups and slots 1 or 2"
         if self.columns <= 0 or self.columns % (16 * self.warpgroups):
             return f"columns must be a multiple of {16 * self.warpgroups}"
-        return None
+        return _turns_fault(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,11 +446,13 @@ class ScoreLines:
         rows: queries, or keys, that a CTA of four warps owns: 64 or 128.
         columns: keys, or queries, of a tile that streams by: a multiple of 16.
         slots: 1 or 2 tiles of what streams by.
+        turns: dO and V take the place of Q and K in every step; with one slot.
     """
 
     rows: int
     columns: int
     slots: int
+    turns: bool = False
 
     def bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA."""
@@ -405,7 +465,11 @@ class ScoreLines:
             return "rows must be 64 or 128, slots 1 or 2"
         if self.columns % 16 or not 0 < self.columns <= LONGEST_TILE:
             return f"columns must be a multiple of 16 up to {LONGEST_TILE}"
-        return None
+        return _turns_fault(self)
+
+
+def _turns_fault(tile: TileSizes | ScoreTiles | ScoreLines) -> str | None:
+    return "slots must be 1 where tiles take turns" if tile.turns and tile.slots != 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,6 +507,18 @@ _LINES_OF_MANY = {
     128: ((64, 32, 2), (64, 32, 1)),
     256: ((64, 16, 2), (64, 16, 1)),
 }
+# Above head dim 256, whatever changes scores. Sums of dS have no head dims, so registers are those
+# of narrow heads; tiles take turns where shared memory has no room for both pairs.
+_WIDE_TILES = (
+    ScoreTiles(64, 64, 2, 1, keep_bias=False),
+    ScoreTiles(64, 64, 2, 1, keep_bias=False, turns=True),
+    ScoreTiles(64, 32, 2, 1, keep_bias=False, turns=True),
+)
+_WIDE_LINES = (
+    ScoreLines(64, 32, 1),
+    ScoreLines(64, 32, 1, turns=True),
+    ScoreLines(64, 16, 1, turns=True),
+)
 
 
 def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | ScoreLines]:
@@ -469,9 +545,11 @@ def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
     table = _SCORE_TILES if plain else _MODIFIED_TILES
     if modifiers(problem) >= MANY_MODIFIERS:
         table = _TILES_OF_MANY
-    shapes = _for_width(table, limit)
-    for shape in shapes:
-        tile = ScoreTiles(*shape, keep_bias=plain and limit <= MOST_TO_KEEP)
+    tiles = _WIDE_TILES
+    if limit <= WIDEST_ALONE:
+        keep = plain and limit <= MOST_TO_KEEP
+        tiles = tuple(ScoreTiles(*shape, keep_bias=keep) for shape in _for_width(table, limit))
+    for tile in tiles:
         if tile.bytes(problem) <= shared:
             return tile
     raise AssertionError(f"{problem}: no tile fits into {shared} bytes of shared memory")
@@ -481,9 +559,11 @@ def choose_lines(problem: Problem, shared: int) -> ScoreLines:
     """Chooses the sizes of dbias.LineSums for `choose_scores`."""
     limit = max(widths(problem))
     table = _LINES_OF_MANY if modifiers(problem) >= MANY_MODIFIERS else _LINES
-    shapes = _for_width(table, limit)
+    tiles = _WIDE_LINES
+    if limit <= WIDEST_ALONE:
+        tiles = tuple(ScoreLines(*shape) for shape in _for_width(table, limit))
     for blocks in (2, 1):
-        for tile in (ScoreLines(*shape) for shape in shapes):
+        for tile in tiles:
             if blocks * tile.bytes(problem) <= shared:
                 return tile
     raise AssertionError(f"{problem}: no tile fits into {shared} bytes of shared memory")
@@ -511,7 +591,8 @@ SHARED_MEMORY = {
 }
 SMALLEST = 99 * 1024  # what every one of them has
 RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
-WIDEST = 256  # head dim
+WIDEST = WIDEST_ALONE  # head dim of one warpgroup
+WIDEST_SHARED = 512  # head dim that two warpgroups share: 256 columns of each
 MOST_COLUMNS = 256  # auxiliary_arrays.LONGEST_TILE: vectors are padded for no longer tiles
 FEWEST_COLUMNS = 16  # of a tile: one mma sums as many
 # From 10.0 on additions of two neighbours are one instruction on pairs of registers. On 10.0 the
@@ -528,13 +609,17 @@ class TileSizes:
         columns: what streams by in a step, a multiple of 16: keys, or queries in the dK/dV kernel.
         slots: number of K tiles, and of V tiles, that the forward buffers, 1 or 2; 1 in other
             kernels.
-        shared_weights: P goes through shared memory (forward.SharedWeights); only in the forward.
+        shared_weights: P goes through shared memory (forward.SharedWeights); only in the forward,
+            and not above head dim 256.
+        turns: V takes the place of K in every step, and in the backward dO that of Q; with one
+            slot.
     """
 
     rows: int
     columns: int
     slots: int = 1
     shared_weights: bool = False
+    turns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -578,7 +663,7 @@ def choose_blocks(
     for name, fields in (override or {}).items():
         tile = chosen[name] = _overridden(name, fields, chosen)
         taken = bytes_of(name, tile, problem)
-        reason = _fault(name, tile, vector)
+        reason = _fault(name, tile, vector, warpgroups_of(problem))
         if reason is None and tile != _dividing(name, tile, problem):
             reason = (
                 f"rows and columns must divide the blocks of block_mask, {problem.spec.block_shape}"
@@ -619,8 +704,10 @@ _TANGENT_TILES = {64: TileSizes(64, 64), 128: TileSizes(64, 32), WIDEST: TileSiz
 def choose_tangent(problem: Problem, capability: str) -> TileSizes | None:
     """Chooses the tile sizes of the tangent kernel; None where no tile fits into shared memory.
 
-    At head dim 256 tiles of Q and of its tangent take 68 KB of 99.
+    At head dim 256 tiles of Q and of its tangent take 68 KB of 99, and above it there is none.
     """
+    if warpgroups_of(problem) > 1:
+        return None
     tile = _for_width(_TANGENT_TILES, max(widths(problem)))
     if _crowded(problem):
         tile = dataclasses.replace(tile, columns=max(tile.columns // 2, FEWEST_COLUMNS))
@@ -654,7 +741,42 @@ def bytes_of(name: str, tile, problem: Problem) -> int:
     return shared_memory(layouts[name](problem, tile))
 
 
+# Above head dim 256, of two warpgroups: the first that fits.
+_WIDE = {
+    "forward": (
+        TileSizes(64, 64),
+        TileSizes(64, 48),
+        TileSizes(64, 32),
+        TileSizes(64, 16),
+        TileSizes(64, 16, turns=True),
+    ),
+    "dkv": (
+        TileSizes(64, 32),
+        TileSizes(64, 16),
+        TileSizes(64, 32, turns=True),
+        TileSizes(64, 16, turns=True),
+    ),
+    "dq": (
+        TileSizes(64, 32),
+        TileSizes(64, 16),
+        TileSizes(64, 32, turns=True),
+        TileSizes(64, 16, turns=True),
+    ),
+}
+
+
+def _choose_wide(problem: Problem, capability: str) -> dict[str, TileSizes]:
+    """Chooses the tiles of head dims above 256; all fit into 99 KB up to WIDEST_SHARED."""
+    most, chosen = memory_of(capability) - RESERVED, {}
+    for name, tiles in _WIDE.items():
+        fits = (tile for tile in tiles if bytes_of(name, tile, problem) <= most)
+        chosen[name] = next(fits)
+    return chosen
+
+
 def _choose(problem: Problem, capability: str) -> dict[str, Any]:
+    if warpgroups_of(problem) > 1:
+        return _choose_wide(problem, capability)
     limit = max(widths(problem))
     chosen = dict(_for_width(_TILES, limit))
     if _is_plain(problem) and not capability.startswith(PAIRS):
@@ -752,7 +874,7 @@ def _overridden(name, fields, chosen):
     return dataclasses.replace(chosen[name], **fields)
 
 
-def _fault(name: str, tile, vector: int) -> str | None:
+def _fault(name: str, tile, vector: int, warpgroups: int) -> str | None:
     if isinstance(tile, FusedSizes):
         return fault(tile, vector)
     if isinstance(tile, ScoreTiles | ScoreLines):
@@ -761,7 +883,9 @@ def _fault(name: str, tile, vector: int) -> str | None:
         return "slots must be 1, or 2 of the forward"
     if tile.rows not in (64, 128) or tile.columns % 16 or not 0 < tile.columns <= MOST_COLUMNS:
         return f"rows must be 64 or 128, columns a multiple of 16 up to {MOST_COLUMNS}"
-    return None
+    if tile.shared_weights and warpgroups > 1:
+        return f"shared_weights must be False above head dim {WIDEST_ALONE}"
+    return _turns_fault(tile)
 
 
 CTAS_PER_SM = 2  # one computes or starts while the other's copies are on their way

@@ -38,7 +38,6 @@ from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.wgmma import Matmuls
 from .column_tiles import column_tiles, masks
 from .tiles import (
-    AUX_STAGES,
     COLUMNS,
     WARPGROUPS,
     Chunks,
@@ -190,7 +189,7 @@ class WideKernel:
         cta = self.at_step(cta, jnp.int32(0))
         for position in range(self.blocks.chunks):
             self.copy(cta, jnp.int32(0), 0, position)
-        for n in range(AUX_STAGES if self.auxiliary.copies else 0):
+        for n in range(self.blocks.stages if self.auxiliary.copies else 0):
             self.load_auxiliary(cta, jnp.int32(n))
 
     def chunk_of(self, cta: WideCta, name: str, head, row, chunk):
@@ -287,7 +286,7 @@ class WideKernel:
 
     def auxiliary_slot(self, cta: WideCta, n):
         """Returns the slot of what streams besides chunks."""
-        return cta.wg * AUX_STAGES + lax.rem(n, jnp.int32(AUX_STAGES))
+        return cta.wg * self.blocks.stages + lax.rem(n, jnp.int32(self.blocks.stages))
 
     def drain(self, cta: WideCta):
         """Waits until the other warpgroup has read this one's last weights."""
@@ -381,7 +380,7 @@ class WideKernel:
         """Loads another step's in place of what `inputs` has read."""
         if self.auxiliary.copies:
             inline.warpgroup_barrier(self.interpret)
-            self.load_auxiliary(cta, n + AUX_STAGES)
+            self.load_auxiliary(cta, n + self.blocks.stages)
 
     # --- results ---------------------------------------------------------------------------------
 

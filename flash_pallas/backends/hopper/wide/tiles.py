@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ WARPGROUPS = 2
 COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
 SWIZZLED = 64  # columns of one swizzle of 128 bytes, of which chunks are made
 LEAST_CHUNKS, MOST_CHUNKS = 3, 16  # of a warpgroup, in flight
-AUX_STAGES = 2
 
 
 class Role(NamedTuple):
@@ -95,11 +95,13 @@ class WideBlocks:
     Attributes:
         width: columns of a chunk; it has 64 rows.
         chunks: how many chunks each warpgroup has in flight.
+        stages: how many steps' auxiliary inputs it has in flight.
         lazy_rescale: as of ForwardBlocks.
     """
 
     width: int
     chunks: int
+    stages: int = 2
     lazy_rescale: float = 0.0
 
 
@@ -138,7 +140,7 @@ def scratch(problem: Problem, role: Role, blocks: WideBlocks) -> tuple[WideSmem,
     tile = lambda *shape: tile_buffer(shape, jnp.dtype(problem.dtype))
     of = Chunks(problem, role, blocks.width).of
     own = tuple(tile(of(name), WARPGROUP_ROWS, blocks.width) for name in role.own)
-    slots = AUX_STAGES * WARPGROUPS
+    slots = blocks.stages * WARPGROUPS
     forward, streams = role == FORWARD, bool(aux.copies)
     smem = WideSmem(
         own=own,
@@ -164,10 +166,10 @@ def choose(problem: Problem, role: Role) -> WideBlocks | None:
 
     Returns None where there is not room enough.
     """
-    for width in widths(problem, role):
+    for width, stages in itertools.product(widths(problem, role), (2, 1)):
         total = Chunks(problem, role, width).total
         for chunks in range(min(MOST_CHUNKS, total), LEAST_CHUNKS - 1, -1):
-            blocks = WideBlocks(width, chunks)
+            blocks = WideBlocks(width, chunks, stages)
             if fits(scratch(problem, role, blocks)):
                 return blocks
     return None

@@ -15,6 +15,7 @@ from ....core.problem import Problem
 from ...gpu import auxiliary_arrays, inline
 from ...gpu.score_tile import RegisterTile
 from .mma import Matmuls
+from .shares import ScoreParts, Shares
 from .smem_tiles import Copies, Warpgroups
 
 
@@ -41,6 +42,17 @@ class Kernel:
     def copies(self) -> Copies:
         """Copies of tiles by a warpgroup that is alone in its CTA."""
         return Copies(self.interpret, Warpgroups(self.interpret), self.hides_offsets)
+
+    def shares(self, scores: ScoreParts | None) -> Shares:
+        """Returns the columns of this warpgroup, which is alone unless `scores` are summed."""
+        if scores is None:
+            return Shares(self.interpret, Warpgroups(self.interpret), None)
+        warpgroups = Warpgroups(self.interpret, 2, lax.axis_index("wg"), scores.barrier)
+        return Shares(self.interpret, warpgroups, scores)
+
+    def copies_of(self, shares: Shares) -> Copies:
+        """Returns the copies of tiles by all warpgroups of a CTA."""
+        return Copies(self.interpret, shares.warpgroups, self.hides_offsets)
 
 
 # --- the tiles that a CTA loops over, and which of them need a mask -------------------------------

@@ -118,7 +118,16 @@ class Matmuls:
         zeros = jnp.zeros(grid.label(rows, columns), jnp.float32)
         return plgpu.layout_cast(zeros, inline.WGMMA)
 
-    def add(self, accumulator, a, b, *, transposed: bool = False, summed: int | None = None):
+    def add(
+        self,
+        accumulator,
+        a,
+        b,
+        *,
+        transposed: bool = False,
+        summed: int | None = None,
+        column: Any = 0,
+    ):
         """Returns accumulator + a @ b, or accumulator + a @ b^T.
 
         Args:
@@ -127,15 +136,21 @@ class Matmuls:
             b: a tile in shared memory: [summed, columns], or if `transposed` [columns, summed].
             transposed: see b.
             summed: number of columns to use of a transposed b, a multiple of 16; None: all.
+            column: the first column to use of b, and of a if `transposed`: int32, a multiple of 16.
         """
         in_registers = not hasattr(a, "at") or isinstance(a, jnp.ndarray)
         if self.interpret:
-            b = _values(b)[:, :summed] if transposed else _values(b)
-            a = a if in_registers else _values(a)[:, : b.shape[1 if transposed else 0]]
+            count = accumulator.shape[1]
+            if transposed:
+                count = columns_of(b) if summed is None else summed
+            b = b[:, pl.ds(column, count)]
+            if not in_registers:
+                a = a[:, pl.ds(column if transposed else 0, b.shape[1 if transposed else 0])]
             return accumulator + _dot(a, b, transposed=transposed)
         of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
-        how = _How(right_transposed=transposed, summed=summed)
-        return _run(how, of_a, accumulator, a, b, 0)
+        moved = transposed and not isinstance(column, int)
+        how = _How(right_transposed=transposed, summed=summed, moved=moved)
+        return _run(how, of_a, accumulator, a, b, column)
 
     def add_part(self, accumulator, a, b, column, grid: Grid, *, transposed: bool = False):
         """Returns accumulator + a @ some columns of b, or accumulator + a^T @ them.
@@ -328,6 +343,7 @@ class _How(NamedTuple):
     left_transposed: bool = False
     summed: int | None = None  # None: all that the right operand has
     grid: Grid = WGMMA
+    moved: bool = False  # what is summed starts at a column of both; the right one is transposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,13 +404,15 @@ class _Fragments:
         return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
 
 
-def _left(a, me, how: _How, row):
+def _left(a, me, how: _How, row, column):
     """Returns a function (row after a warp's first, summed element) -> left fragment of an mma."""
     if how.left_transposed:  # rows of the result are columns of the tile
         fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
         return lambda row, k: fragments.load(k, row)
     if not hasattr(a, "registers"):
-        return _Fragments.of(a, me, transposed=False, units_first=False, row=row).load
+        from_column = column if how.moved else None
+        starts = {"row": row, "column": from_column}
+        return _Fragments.of(a, me, transposed=False, units_first=False, **starts).load
     i32 = ir.IntegerType.get_signless(32)
     by_place = {(r, c): a.registers[index] for index, r, c in coordinates(a.shape, a.layout)}
 
@@ -408,7 +426,8 @@ def _left(a, me, how: _How, row):
 def _right(b, me, how: _How, column):
     """Returns (first summed element, column after a warp's first) -> two adjacent fragments."""
     if how.right_transposed:  # columns of the result are rows of the tile
-        fragments = _Fragments.of(b, me, transposed=False, units_first=True)
+        from_column = column if how.moved else None
+        fragments = _Fragments.of(b, me, transposed=False, units_first=True, column=from_column)
         return lambda k, column: fragments.load(column, k)
     return _Fragments.of(b, me, transposed=True, units_first=False, column=column).load
 
@@ -418,7 +437,7 @@ def _add_body(how: _How, _, accumulator, a, b, column):
     me = thread()
     down, right = how.grid.starts(me, columns)
     right = splat(column) if right is None else arith.addi(right, splat(column))
-    left, right = _left(a, me, how, down), _right(b, me, how, right)
+    left, right = _left(a, me, how, down, splat(column)), _right(b, me, how, right)
     summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
     kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
     layout = accumulator.layout

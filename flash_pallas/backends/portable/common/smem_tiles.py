@@ -161,9 +161,18 @@ def buffer(shape, dtype):
     return plgpu.SMEM((*outer, columns + UNIT_ELEMENTS), dtype)
 
 
+WIDEST_ALONE = 256  # head dim up to which registers of one warpgroup hold 64 rows of O or of dQ
+
+
+def warpgroups_of(problem: Problem | DecodeProblem) -> int:
+    """Returns the number of warpgroups that share the head dims; see common/shares.py."""
+    return 1 if max(problem.head_dim, problem.v_head_dim) <= WIDEST_ALONE else 2
+
+
 def widths(problem: Problem | DecodeProblem) -> tuple[int, int]:
     """Returns the columns of tiles of Q and K, and those of V and O."""
-    return round_up(problem.head_dim, 16), round_up(problem.v_head_dim, 16)
+    unit = 16 * warpgroups_of(problem)
+    return round_up(problem.head_dim, unit), round_up(problem.v_head_dim, unit)
 
 
 def columns_of(tile) -> int:
@@ -372,6 +381,10 @@ class _Units:
         self.first, self.limit, *self.start = map(splat, bounds)
         self.rows, self.pitch = tile.type.shape
         self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
+        # Of rows longer than 256 columns a thread has units below each other, or none. With an
+        # address of its own for each unit dK of 448 columns spilled 80 to 500 bytes.
+        self.wide = self.per_row > WIDEST_ALONE // UNIT_ELEMENTS
+        self.slots = 1 << (self.per_row - 1).bit_length() if self.wide else self.per_row
         *_, self.inner, self.columns = array.type.shape
         (*strides, unit), _ = array.type.get_strides_and_offset()
         assert unit == 1, "rows must be contiguous"
@@ -382,10 +395,21 @@ class _Units:
 
     def each(self):
         """Yields all units of this thread."""
-        me, total, count = thread(), self.rows * self.per_row, i32_constant(self.per_row)
-        if THREADS % self.per_row == 0 and len(self.row_bytes) == 1:  # they lie below each other
+        me, total, count = thread(), self.rows * self.slots, i32_constant(self.slots)
+        if THREADS % self.slots == 0 and len(self.row_bytes) == 1:  # they lie below each other
             row, column = arith.divui(me, count), arith.remui(me, count)
-            yield from self._below(row, column, range(0, total, THREADS))
+            starts = range(0, total, THREADS)
+            if not self.wide:
+                yield from self._below(row, column, starts)
+                return
+            # A branch also where every thread takes it, of which the compiler does not know: past
+            # it ptxas fetches no fragments ahead, which at head dim 512 took all registers.
+            there = less(column, i32_constant(self.per_row))
+            if self.slots == self.per_row:
+                there = less(i32_constant(-1), opaque(self.limit))
+            with ir.InsertionPoint(scf.IfOp(there).then_block):
+                yield from self._below(row, column, starts)
+                scf.yield_([])
             return
         for start in range(0, total, THREADS):
             unit = arith.addi(me, i32_constant(start))
@@ -393,7 +417,7 @@ class _Units:
             yield from self._below(row, column, [start], at=start)
 
     def _below(self, row, column, starts, at: int = 0):
-        """Yields, for each start, the unit (start - at) / (units of a row) rows below `row`."""
+        """Yields, for each start, the unit (start - at) / (slots of a row) rows below `row`."""
         index = arith.addi(self.first, row)
         tile = linear(self.tile, (row, 2 * self.pitch), (column, UNIT))
         zero = arith.constant(ir.IntegerType.get_signless(64), 0)
@@ -404,9 +428,9 @@ class _Units:
             in_array = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
             left = arith.select(in_array, left, i32_constant(0))
         before = [arith.subi(x, index) for x in self.start]  # rows above the start
-        total = self.rows * self.per_row
+        total = self.rows * self.slots
         for start in starts:
-            down = (start - at) // self.per_row
+            down = (start - at) // self.slots
             exists = None
             if start + THREADS > total:
                 exists = less(thread(), i32_constant(total - start))

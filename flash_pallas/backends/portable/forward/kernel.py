@@ -8,6 +8,8 @@ stays in registers.
 With one slot each for tiles of K and V, V is in flight while S is computed and the next K while O
 is, and all warps synchronize twice a step. With two, both are in flight for a whole step and warps
 synchronize once; the room of a second tile of each is what a second CTA on the SM may need.
+
+Above head dim 256 two warpgroups have half of the columns each (common/shares.py).
 """
 
 from __future__ import annotations
@@ -39,7 +41,19 @@ from .. import tiling
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
 from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
 from ..common.mma import WGMMA, Grid
-from ..common.smem_tiles import WARP, Copy, Stream, assembly, linear, shared_address, thread, widths
+from ..common.shares import Shares
+from ..common.smem_tiles import (
+    WARP,
+    Copies,
+    Copy,
+    Stream,
+    assembly,
+    linear,
+    shared_address,
+    thread,
+    warpgroups_of,
+    widths,
+)
 from ..common.softmax import SLACK, Online, Rows, Weighed, per_row, row_sums
 from ..tiling import Exchange, ForwardSmem, TileSizes
 
@@ -78,6 +92,8 @@ class ForwardCta(NamedTuple):
     block: Any
     position: Any  # of the first query
     kv_length: Any  # keys there are
+    shares: Shares
+    copies: Copies
     fragments: RowFragments = RowFragments()
     steps: Any = None  # through blocks of keys
     stream: Any = None  # of their tiles
@@ -109,13 +125,14 @@ class ForwardKernel(Kernel):
         q = gmem.q.at[cta.batch, :, cta.head]
         own = Copy(q, smem.q, cta.block * self.tile.rows, q_length)
         load = functools.partial(self.load, cta)
-        stream = Stream(self.copies, ("k", "v"), self.tile.slots, load)
-        self.copies.start(own)
+        stream = Stream(cta.copies, ("k", "v"), self.tile.slots, load)
+        cta.copies.start(own)
         stream.start(0, *(stream.names if self.tile.slots == 2 else ("k",)))
-        self.copies.arrived(own, pending=1)
+        cta.copies.arrived(own, pending=1)
         fragments = self.inputs.row_fragments(gmem.aux, Place.of(cta, self.tile, 0))
         cta = cta._replace(fragments=fragments, stream=stream)
-        zeros = self.folding(cta).zeros(self.tile.rows, widths(self.problem)[1])
+        columns = cta.shares.of(widths(self.problem)[1])[1]
+        zeros = self.folding(cta).zeros(self.tile.rows, columns)
         no_keys = self.online.no_keys(self.tile.rows, zeros)
         rows = cta.steps.fold(
             functools.partial(self.step, cta), no_keys, hides_end=not self.interpret
@@ -128,17 +145,19 @@ class ForwardKernel(Kernel):
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         block = longest_first(self.problem, self.tile.rows, block)
         offset = self.problem.spec.q_offset if gmem.q_offset is None else gmem.q_offset[batch]
-        lengths = gmem.aux.kv_lengths
+        lengths, shares = gmem.aux.kv_lengths, self.shares(smem.scores)
         return ForwardCta(
             gmem=gmem,
             out=out,
-            smem=smem,
+            smem=smem.whole,
             batch=batch,
             head=head,
             kv_head=lax.div(head, jnp.int32(self.problem.group)),
             block=block,
             position=block * self.tile.rows + offset,
             kv_length=self.problem.kv_len if lengths is None else lengths[batch],
+            shares=shares,
+            copies=self.copies_of(shares),
         )
 
     def steps(self, cta: ForwardCta) -> Steps:
@@ -166,11 +185,23 @@ class ForwardKernel(Kernel):
         inputs = self.inputs.read(cta.fragments, cta.gmem.aux, place, ids=masked)
         slot = cta.stream.slot(n)
         self.wait_for_k(cta.stream, n)
-        zeros = self.matmuls.zeros(self.tile.rows, self.tile.columns)
-        s = self.matmuls.add(zeros, cta.smem.q, cta.smem.k.at[slot], transposed=True)
+        zeros, width = (
+            self.matmuls.zeros(self.tile.rows, self.tile.columns),
+            widths(self.problem)[0],
+        )
+        s = cta.shares.product(zeros, cta.smem.q, cta.smem.k.at[slot], width)
+        if self.tile.turns:
+            cta.shares.read()
+            cta.stream.start(n, "v")
+        elif self.early:
+            cta.stream.start(n + 1, "k")
         weigh = functools.partial(self.weigh, cta, kv_block, inputs, s, masked=masked)
         wait = functools.partial(self.wait_for_v, cta.stream, n)
-        return self.folding(cta).fold(rows, weigh, wait, cta.smem.v.at[slot])
+        rows = self.folding(cta).fold(rows, weigh, wait, cta.smem.v.at[slot])
+        if self.tile.turns:
+            cta.copies.sync()
+            cta.stream.start(n + 1, "k")
+        return rows
 
     def wait_for_k(self, stream: Stream, n):
         """Waits for K of the n-th step and starts the next copies, into what warps have read."""
@@ -179,7 +210,8 @@ class ForwardKernel(Kernel):
             stream.start(n + 1)
         else:
             stream.wait(n, "k")
-            stream.start(n, "v")
+            if not self.tile.turns:
+                stream.start(n, "v")
 
     def wait_for_v(self, stream: Stream, n, bit=None) -> Any:
         """Waits for V of the n-th step, after which nobody needs K any more.
@@ -188,14 +220,21 @@ class ForwardKernel(Kernel):
         """
         if self.tile.slots == 2:  # V has arrived with K
             return None if bit is None else stream.copies.sync(bit)
-        found = stream.wait(n, "v", bit=bit)
-        stream.start(n + 1, "k")
+        found = stream.wait(n, "v", bit=bit, pending=1 if self.early else 0)
+        if not self.tile.turns and not self.early:
+            stream.start(n + 1, "k")
         return found
+
+    @property
+    def early(self) -> bool:
+        """True if the next K is copied from S on: two warpgroups have read K when S is summed."""
+        tile = self.tile
+        return warpgroups_of(self.problem) > 1 and tile.slots == 1 and not tile.turns
 
     def folding(self, cta: ForwardCta) -> OwnRows | SharedWeights:
         """Returns how O is accumulated: with P in registers, or through shared memory."""
         if cta.smem.exchange is None:
-            return OwnRows(self.interpret)
+            return OwnRows(cta.shares.of(widths(self.problem)[1])[0], self.interpret)
         grid = Grid.of(self.tile.rows, widths(self.problem)[1])
         return SharedWeights(cta.smem.exchange, grid, self.interpret)
 
@@ -237,16 +276,20 @@ class ForwardKernel(Kernel):
         first = cta.block * self.tile.rows
         own = pl.ds(first, self.tile.rows)
         self.folding(cta).put(rows.o, inverse, cta.smem.q)
-        self.copies.sync()
+        cta.copies.sync()
         target = cta.out.o.at[cta.batch, :, cta.head]
-        self.copies.store(cta.smem.q, target, first, self.problem.q_len)
-        cta.out.lse[cta.batch, cta.head, own] = lse
-        if cta.out.shift is not None:
-            cta.out.shift[cta.batch, cta.head, own] = shift
-        if cta.out.most is not None:
-            most = moved * unit + m * softmax.LN2
-            none = jnp.full_like(m, -jnp.inf)
-            cta.out.most[cta.batch, cta.head, own] = jnp.where(m <= LOWEST, none, most)
+        cta.copies.store(cta.smem.q, target, first, self.problem.q_len)
+
+        def store():
+            cta.out.lse[cta.batch, cta.head, own] = lse
+            if cta.out.shift is not None:
+                cta.out.shift[cta.batch, cta.head, own] = shift
+            if cta.out.most is not None:
+                most = moved * unit + m * softmax.LN2
+                none = jnp.full_like(m, -jnp.inf)
+                cta.out.most[cta.batch, cta.head, own] = jnp.where(m <= LOWEST, none, most)
+
+        cta.shares.once(store)
 
 
 def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bool) -> Outputs:
@@ -272,9 +315,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
     run = launch(
         kernel,
         out=(out,),
-        scratch=(tiling.forward_layout(problem, tile),),
+        scratch=(tiling.forward_layout(problem, tile, interpret),),
         grid=grid(problem, blocks),
-        threads=1,
+        threads=warpgroups_of(problem),
         name="flash_pallas_portable_forward",
         interpret=interpret,
     )
@@ -320,8 +363,14 @@ def grid(problem: Problem, blocks: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows(Kernel):
-    """Accumulation with P in registers: the warp of a row's scores has all of its columns of O."""
+    """Accumulation with P in registers: the warp of a row's scores has all of its columns of O.
 
+    Attributes:
+        column: the first column of V and O that the warpgroup has.
+        interpret: run under the interpreter.
+    """
+
+    column: Any
     interpret: bool
 
     def zeros(self, rows: int, columns: int):
@@ -340,11 +389,11 @@ class OwnRows(Kernel):
         wait()
         found = weigh(rows)
         rows = Online.rescaled(rows, found)
-        return rows._replace(o=self.matmuls.add(rows.o, found.p, v))
+        return rows._replace(o=self.matmuls.add(rows.o, found.p, v, column=self.column))
 
     def put(self, o, inverse, tile):
         """Writes O times one factor per row to shared memory, in 16 bits."""
-        self.matmuls.put(o * per_row(inverse, o.shape), tile)
+        self.matmuls.put(o * per_row(inverse, o.shape), tile, self.column)
 
 
 @dataclasses.dataclass(frozen=True)

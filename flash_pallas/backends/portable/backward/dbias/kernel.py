@@ -45,7 +45,7 @@ from ...common import softmax
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
 from ...common.mma import store_accumulator
-from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups
+from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups, widths
 from ...tiling import (
     ENOUGH_BLOCKS,
     PIECE,
@@ -63,23 +63,27 @@ class Pairs(NamedTuple):
 
     With two slots the tiles of the next step have all of this step to arrive, and warps
     synchronize once a step. With one slot a pair is copied while the other one is worked on, and
-    warps synchronize three times.
+    warps synchronize three times. In turns both pairs have one place, and copies are waited for.
 
     Attributes:
         stream: stream of all tiles.
         first: names of the first pair, which S is computed from.
         second: names of the second pair, which dP is computed from.
         several: there may be more than one step.
+        turns: see ScoreTiles.
     """
 
     stream: Stream
     first: tuple[str, ...]
     second: tuple[str, ...]
     several: bool = True
+    turns: bool = False
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Names of the tiles that are copied as one group, in the sense of Copies.arrived."""
+        if self.turns:
+            return (self.first,)
         return (self.stream.names,) if self.stream.slots == 2 else (self.first, self.second)
 
     def prologue(self):
@@ -97,19 +101,23 @@ class Pairs(NamedTuple):
             self.stream.wait(n)
             self._start_next(n)
         else:
-            self.stream.wait(n, *self.first, pending=1)
+            self.stream.wait(n, *self.first, pending=0 if self.turns else 1)
 
     def first_read(self, n):
         """Marks the first pair as read, and waits until the second pair has arrived."""
+        if self.turns:
+            self.stream.copies.sync()
+            self.stream.start(n, *self.second)
         if self.stream.slots == 1:
             self.stream.wait(n, *self.second)
-            self._start_next(n, *self.first)
+            if not self.turns:
+                self._start_next(n, *self.first)
 
     def second_read(self, n):
         """Marks the second pair as read."""
         if self.stream.slots == 1 and self.several:
             self.stream.copies.sync()
-            self._start_next(n, *self.second)
+            self._start_next(n, *(self.first if self.turns else self.second))
 
 
 class Given(NamedTuple):
@@ -195,16 +203,18 @@ class LineSums(DsSums):
 
     def __call__(self, gmem: BackwardArrays, *refs):
         *out, smem = refs
-        cta = self.place(gmem, smem)
-        own = self.own(cta)
+        cta = self.place(gmem, smem.whole)
+        own = () if self.tile.turns else self.own(cta)
         names, load = ("first", "second"), functools.partial(self.load, cta)
         stream = Stream(self.copies, names, self.tile.slots, load)
-        pairs = Pairs(stream, names[:1], names[1:])
-        self.copies.start(*own)
+        pairs = Pairs(stream, names[:1], names[1:], turns=self.tile.turns)
+        if own:
+            self.copies.start(*own)
         pairs.prologue()
         place = Place.of(cta, self.tile, 0)
         fragments = self.inputs.row_fragments(gmem.aux, place), self.vectors(cta, place)
-        self.copies.arrived(*own, pending=len(pairs.groups))
+        if own:
+            self.copies.arrived(*own, pending=len(pairs.groups))
         cta = cta._replace(pairs=pairs, fragments=fragments)
         start = tuple(softmax.no_sums(self.tile.rows, self.interpret) for _ in self.names)
         step = functools.partial(self.step, cta)
@@ -252,12 +262,16 @@ class LineSums(DsSums):
         row = cta.block * self.tile.rows
         return Copy(first, cta.smem.first, row, limit), Copy(second, cta.smem.second, row, limit)
 
-    def load(self, cta: LineCta, name: str, n, slot) -> tuple[Copy]:
-        """Returns the copy of one of the n-th step's two tiles of columns."""
+    def load(self, cta: LineCta, name: str, n, slot) -> tuple[Copy, ...]:
+        """Returns the copy of one of the n-th step's two tiles of columns; in turns of rows too."""
         step, (_, (first, second, length)) = cta.steps[n], self.sources(cta)
         source = first if name == "first" else second
         tile = getattr(cta.smem, f"streamed_{name}").at[slot]
-        return (Copy(source, tile, step.block * self.tile.columns, step.limit(length)),)
+        copy = Copy(source, tile, step.block * self.tile.columns, step.limit(length))
+        if not self.tile.turns:
+            return (copy,)
+        own = self.own(cta)[("first", "second").index(name)]
+        return own._replace(limit=step.limit(own.limit)), copy
 
     def vectors(self, cta: LineCta, place: Place):
         """Loads lse and delta of the queries of a tile."""
@@ -271,11 +285,14 @@ class LineSums(DsSums):
         fragments, of_rows = cta.fragments
         inputs = self.inputs.read(fragments, cta.gmem.aux, place, ids=masked)
         lse, delta = self.vectors(cta, place) if self.q_axis else of_rows
-        zeros = self.matmuls.zeros(*self.shape)
+        width, v_width = widths(self.problem)
+        product = functools.partial(
+            self.matmuls.add, self.matmuls.zeros(*self.shape), transposed=True
+        )
         pairs.begin(n)
-        s = self.matmuls.add(zeros, smem.first, smem.streamed_first.at[slot], transposed=True)
+        s = product(smem.first, smem.streamed_first.at[slot], summed=width)
         pairs.first_read(n)
-        dp = self.matmuls.add(zeros, smem.second, smem.streamed_second.at[slot], transposed=True)
+        dp = product(smem.second, smem.streamed_second.at[slot], summed=v_width)
         pairs.second_read(n)
         tile = self.score_tile(cta, place)
         limits = self.limits(cta, tile) if masked else None
@@ -401,12 +418,12 @@ class TileSums(DsSums):
         return [(first, size) for first in range(0, self.share, size)]
 
     def __call__(self, gmem: BackwardArrays, bias, out, smem: TilesSmem):
-        cta = self.place(gmem, bias, smem)
+        cta = self.place(gmem, bias, smem.whole)
         copies = Copies(self.interpret, cta.warpgroups)
         several = sharing(self.problem) > 1
         names, load = ("q", "k", "do", "v"), functools.partial(self.load, cta)
         stream = Stream(copies, names, self.tile.slots, load)
-        pairs = Pairs(stream, names[:2], names[2:], several)
+        pairs = Pairs(stream, names[:2], names[2:], several, self.tile.turns)
         pairs.prologue()
         cta = cta._replace(pairs=pairs)
         kept = None
@@ -471,16 +488,16 @@ class TileSums(DsSums):
         lse, delta = (load_vector(x.at[rows], 0) for x in (gmem.lse, gmem.delta))
         fragments = self.inputs.row_fragments(gmem.aux, place)
         pairs.begin(n)
-        matmul = functools.partial(self.matmul, cta, slot)
+        matmul, (width, v_width) = functools.partial(self.matmul, cta, slot), widths(self.problem)
         s: list[Any] = [None] * len(self.pieces)
         if self.tile.slots == 1:  # all of them, as the next tiles take the place of these
-            s = [matmul(smem.q, smem.k, piece) for piece in self.pieces]
+            s = [matmul(smem.q, smem.k, piece, width) for piece in self.pieces]
         pairs.first_read(n)
         found = []
         for i, piece in enumerate(self.pieces):
             if self.tile.slots > 1:
-                s[i] = matmul(smem.q, smem.k, piece)
-            dp = matmul(smem.do, smem.v, piece)
+                s[i] = matmul(smem.q, smem.k, piece, width)
+            dp = matmul(smem.do, smem.v, piece, v_width)
             if i == len(self.pieces) - 1:
                 pairs.second_read(n)
             # Of a place that the compiler does not know, a piece is read when its turn has come.
@@ -492,12 +509,15 @@ class TileSums(DsSums):
             found.append(sums[i] + self.gradients(cta, place, given, inputs))
         return tuple(found)
 
-    def matmul(self, cta: TileCta, slot, left, right, piece):
-        """Computes all rows of one tile @ some columns of another, f32[rows, size]."""
+    def matmul(self, cta: TileCta, slot, left, right, piece, width: int):
+        """Computes all rows of one tile @ some columns of another, f32[rows, size].
+
+        Sums are over `width`.
+        """
         first, size = piece
         columns = right.at[slot, pl.ds(cta.warpgroups.rank * self.share + first, size)]
         zeros = self.matmuls.zeros(self.tile.rows, size)
-        return self.matmuls.add(zeros, left.at[slot], columns, transposed=True)
+        return self.matmuls.add(zeros, left.at[slot], columns, transposed=True, summed=width)
 
     def bias_and(self, cta: TileCta, fragments, place: Place, kept):
         """Returns the inputs of all score modifiers at a piece, the bias in f32."""

@@ -4,7 +4,9 @@
     (2) dP  = dO V^T, dS = P (dP - delta)
     (3) dQ += dS K
 
-The result has the same bits in every run.
+The result has the same bits in every run. Above head dim 256 two warpgroups have half of the
+columns each (common/shares.py). Where shared memory has no room for Q and dO next to each other,
+tiles take turns: dO and V, then Q and K, in every step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
-from ...common.smem_tiles import Copy, Stream, widths
+from ...common.shares import Shares
+from ...common.smem_tiles import Copies, Copy, Stream, warpgroups_of, widths
 from ...tiling import SLOTS, DqSmem, TileSizes
 from ..base import BackwardArrays
 
@@ -49,6 +52,8 @@ class DqCta(NamedTuple):
     block: Any
     position: Any  # of the first query
     steps: Steps  # through blocks of keys
+    shares: Shares
+    copies: Copies
     stream: Any = None
     rows: Any = None
 
@@ -77,48 +82,63 @@ class DqKernel(Kernel):
 
     def __call__(self, gmem: BackwardArrays, dq, smem: DqSmem):
         cta = self.place(gmem, smem)
-        first = cta.block * self.tile.rows
+        first, turns = cta.block * self.tile.rows, self.tile.turns
         limit = gmem.q_length(self.problem, cta.batch)
-        of = lambda array: array.at[cta.batch, :, cta.head]
-        own = Copy(of(gmem.q), smem.q, first, limit), Copy(of(gmem.do), smem.do, first, limit)
-        stream = Stream(self.copies, ("k", "v"), SLOTS, functools.partial(self.load, cta))
-        self.copies.start(*own)
-        stream.start(0, "k")
+        own = () if turns else (self.own(cta, "q", limit), self.own(cta, "do", limit))
+        slots = 1 if turns else SLOTS
+        stream = Stream(cta.copies, ("k", "v"), slots, functools.partial(self.load, cta))
+        if not turns:
+            cta.copies.start(*own)
+            stream.start(0, "k")
         stream.start(0, "v")
         rows = self.rows(cta)
-        self.copies.arrived(*own, pending=2)
+        if not turns:
+            cta.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
-        zeros = self.matmuls.zeros(self.tile.rows, widths(self.problem)[0])
+        column, columns = cta.shares.of(widths(self.problem)[0])
+        zeros = self.matmuls.zeros(self.tile.rows, columns)
         found = cta.steps.fold(
             functools.partial(self.step, cta), zeros, hides_end=not self.interpret
         )
         stream.end()
-        self.matmuls.put(found * self.problem.spec.scale, smem.q)
-        self.copies.sync()
-        self.copies.store(smem.q, of(dq), first, self.problem.q_len)
+        self.matmuls.put(found * self.problem.spec.scale, smem.q, column)
+        cta.copies.sync()
+        target = dq.at[cta.batch, :, cta.head]
+        cta.copies.store(smem.q, target, first, self.problem.q_len)
 
     def place(self, gmem: BackwardArrays, smem: DqSmem) -> DqCta:
         """Returns where this CTA is, and the steps of its loop over KV blocks."""
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         block = longest_first(self.problem, self.tile.rows, block)
         position = block * self.tile.rows + gmem.offset(self.problem, batch)
+        shares = self.shares(smem.scores)
+        cta = functools.partial(DqCta, gmem, smem.whole, batch, head, block, position)
+        cta = functools.partial(cta, shares=shares, copies=self.copies_of(shares))
         if gmem.lists is not None:
-            steps = Steps.of_list(self.problem, gmem.lists, (batch, head, block))
-            return DqCta(gmem, smem, batch, head, block, position, steps)
+            return cta(steps=Steps.of_list(self.problem, gmem.lists, (batch, head, block)))
         length = None if gmem.aux.kv_lengths is None else gmem.aux.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
         at = batch, block
         blocks = kv_tile_range(self.problem, at, position, tile, gmem.bounds, length)
-        return DqCta(gmem, smem, batch, head, block, position, Steps.of(blocks))
+        return cta(steps=Steps.of(blocks))
 
-    def load(self, cta: DqCta, name: str, n, slot) -> tuple[Copy]:
-        """Returns the copy of the K or V tile of the n-th step."""
+    def own(self, cta: DqCta, name: str, limit) -> Copy:
+        """Returns the copy of the CTA's tile of Q or dO ("q", "do")."""
+        source = getattr(cta.gmem, name).at[cta.batch, :, cta.head]
+        return Copy(source, getattr(cta.smem, name), cta.block * self.tile.rows, limit)
+
+    def load(self, cta: DqCta, name: str, n, slot) -> tuple[Copy, ...]:
+        """Returns the copy of the K or V tile of the n-th step, and in turns of Q or dO."""
         tile = cta.smem.k.at[slot] if name == "k" else cta.smem.v
         step = cta.steps[n]
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
         source = getattr(cta.gmem, name).at[cta.batch, :, kv_head]
         limit = step.limit(cta.gmem.kv_length(self.problem, cta.batch))
-        return (Copy(source, tile, step.block * self.tile.columns, limit),)
+        copy = Copy(source, tile, step.block * self.tile.columns, limit)
+        if not self.tile.turns:
+            return (copy,)
+        limit = step.limit(cta.gmem.q_length(self.problem, cta.batch))
+        return self.own(cta, "q" if name == "k" else "do", limit), copy
 
     def rows(self, cta: DqCta) -> DqRows:
         """Loads what is read of the queries once: LSE, delta and the inputs of modifiers."""
@@ -136,15 +156,36 @@ class DqKernel(Kernel):
         zeros = self.matmuls.zeros(*place.shape)
         inputs = self.inputs.read(cta.rows.fragments, cta.gmem.aux, place, ids=masked)
         k = cta.smem.k.at[cta.stream.slot(n)]
+        s_dp = (self.in_turns if self.tile.turns else self.products)(cta, n, zeros, k)
+        ds = self.score_gradients(cta, block, inputs, s_dp, masked=masked)
+        column, _ = cta.shares.of(widths(self.problem)[0])
+        dq = self.matmuls.add(dq, ds.astype(self.problem.dtype), k, column=column)  # (3)
+        if self.tile.turns:
+            cta.copies.sync()
+            cta.stream.start(n + 1, "v")
+        return dq
+
+    def products(self, cta: DqCta, n, zeros, k):
+        """Computes S and dP of the n-th step, f32, while copies of the next step are started."""
+        width, v_width = widths(self.problem)
         cta.stream.wait(n, "k", pending=1)
         cta.stream.start(n + 1, "k")
-        s = self.matmuls.add(zeros, cta.smem.q, k, transposed=True)  # (1)
+        s = cta.shares.product(zeros, cta.smem.q, k, width)  # (1)
         cta.stream.wait(n, "v", pending=1)
-        dp = self.matmuls.add(zeros, cta.smem.do, cta.smem.v, transposed=True)  # (2)
-        self.copies.sync()
+        dp = cta.shares.product(zeros, cta.smem.do, cta.smem.v, v_width)  # (2)
+        cta.shares.read()
         cta.stream.start(n + 1, "v")
-        ds = self.score_gradients(cta, block, inputs, (s, dp), masked=masked)
-        return self.matmuls.add(dq, ds.astype(self.problem.dtype), k)  # (3)
+        return s, dp
+
+    def in_turns(self, cta: DqCta, n, zeros, k):
+        """Computes S and dP of the n-th step, f32, from tiles that take turns; K stays."""
+        width, v_width = widths(self.problem)
+        cta.stream.wait(n, "v")
+        dp = cta.shares.product(zeros, cta.smem.do, cta.smem.v, v_width)  # (2)
+        cta.shares.read()
+        cta.stream.start(n, "k")
+        cta.stream.wait(n, "k")
+        return cta.shares.product(zeros, cta.smem.q, k, width), dp  # (1)
 
     def score_gradients(self, cta: DqCta, block, inputs, s_dp, *, masked: bool):
         """Computes dS of one tile, f32."""
@@ -172,9 +213,9 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
     run = launch(
         kernel,
         out=jax.ShapeDtypeStruct(shape, problem.dtype),
-        scratch=(tiling.dq_layout(problem, tile),),
+        scratch=(tiling.dq_layout(problem, tile, interpret),),
         grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
-        threads=1,
+        threads=warpgroups_of(problem),
         name="flash_pallas_portable_dq",
         interpret=interpret,
     )
