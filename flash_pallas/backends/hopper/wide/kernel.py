@@ -11,10 +11,10 @@ of 128 columns of scores
 
 Whatever streams comes in chunks of 64 rows and 64 to 192 columns. A warpgroup reads its own chunks
 alone, and loads them itself, into a ring of its own, as soon as a matmul has ended: there is no
-producer, two warpgroups have 255 registers a thread, and only weights tie them to each other. An operand may
-stream twice, for scores and for sums: it comes from L2. A 64 x 64 wgmma with both operands in
-shared memory reads 128 bytes a cycle, all there is, and so does this kernel in half of its matmuls
-(benchmarks/NOTES.md).
+producer, two warpgroups have 255 registers a thread, and only weights tie them to each other. An
+operand may stream twice, for scores and for sums: it comes from L2. A 64 x 64 wgmma with both
+operands in shared memory reads 128 bytes a cycle, all there is, and so does this kernel in half of
+its matmuls (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
