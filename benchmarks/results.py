@@ -37,6 +37,7 @@ OWN_ROWS = (
     "client",
     "derivatives",
     "mean_flow",
+    "stack",
 )
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 

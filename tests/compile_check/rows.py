@@ -95,6 +95,17 @@ MODIFIERS = (
     "float32_everything",
     "float32_everything_128",
 )
+# Head dims above 256.
+WIDE_HEAD_DIMS, WIDE_MASKS = (384, 512), ("full", "causal", "offset")
+WIDE_MODIFIERS = (
+    "wide_448_window_causal",
+    "wide_512_padded",
+    "wide_512_alibi",
+    "wide_512_bias",
+    "wide_512_score_mod",
+    "wide_512_blocks",
+    "wide_512_everything",
+)
 # Backwards in several launches, where a call with more batch entries and heads takes them.
 LAUNCHES = {
     "bias_shared_16": {"num_launches": 2},
@@ -199,11 +210,36 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 128, "packed_128"): 4,
     ("flash_pallas_backward_scores_tile", 64, "long_bias"): 16,
     ("flash_pallas_forward", 24, "d24_padded"): 4,
+    # Scores less a shift that rows seldom have, next to sums of 256 columns and the weights of both
+    # warpgroups; none where there is no such branch. A step takes 9,000 cycles.
+    ("flash_pallas_forward_wide", 512, "wide_512_everything"): 76,
+    ("flash_pallas_backward_wide_dk", 448, "wide_448_window_causal"): 56,
+    ("flash_pallas_backward_wide_dq", 448, "wide_448_window_causal"): 12,
+    ("flash_pallas_backward_wide_dv", 448, "wide_448_window_causal"): 8,
+    ("flash_pallas_backward_wide_dk", 512, "wide_512_padded"): 140,
+    ("flash_pallas_backward_wide_dq", 512, "wide_512_padded"): 16,
+    ("flash_pallas_backward_wide_dk", 512, "wide_512_alibi"): 68,
+    ("flash_pallas_backward_wide_dk", 512, "wide_512_bias"): 428,
+    ("flash_pallas_backward_wide_dq", 512, "wide_512_bias"): 180,
+    ("flash_pallas_backward_wide_dk", 512, "wide_512_score_mod"): 152,
+    ("flash_pallas_backward_wide_dq", 512, "wide_512_score_mod"): 128,
+    ("flash_pallas_backward_wide_dk", 512, "wide_512_blocks"): 96,
+    ("flash_pallas_backward_wide_dq", 512, "wide_512_blocks"): 24,
+    ("flash_pallas_backward_wide_dk", 512, "wide_512_everything"): 584,
+    ("flash_pallas_backward_wide_dq", 512, "wide_512_everything"): 576,
+    ("flash_pallas_backward_wide_dv", 512, "wide_512_everything"): 248,
+    ("flash_pallas_backward_wide_dk", 512, "causal"): 92,
+    ("flash_pallas_backward_wide_dq", 512, "causal"): 24,
+    ("flash_pallas_backward_wide_dv", 512, "causal"): 8,
+    ("flash_pallas_backward_wide_dk", 512, "offset"): 100,
+    ("flash_pallas_backward_wide_dq", 512, "offset"): 16,
+    ("flash_pallas_backward_wide_dv", 512, "offset"): 8,
 }
 
 
 # The same without a producer warpgroup: the most of ptxas and of nvJitLink.
 ALLOWED_WITHOUT_PRODUCER = {
+    **{key: most for key, most in ALLOWED_SPILLS.items() if "_wide" in key[0]},
     ("flash_pallas_backward_push_kv", 64, "causal"): 4,
     ("flash_pallas_backward_push_kv", 256, "full"): 28,
     ("flash_pallas_backward_push_kv", 256, "causal"): 20,
@@ -448,7 +484,7 @@ def _rows_of_other_lengths() -> Iterator[Row]:
 
 def rows() -> Iterator[Row]:
     """Yields all rows; other masks than full and causal in bfloat16 only, the code is the same."""
-    for name in MODIFIERS:
+    for name in (*MODIFIERS, *WIDE_MODIFIERS):
         yield from _modifier_rows(CASES[name])
     for name, launches in LAUNCHES.items():
         _, backward = _modifier_rows(CASES[name], launches)
@@ -462,6 +498,9 @@ def rows() -> Iterator[Row]:
             # Head dim 256 has one backward, which is deterministic.
             if path == "backward" and head_dim < 256:
                 yield _row("deterministic backward", head_dim, dtype, mask)
+    for sizes in itertools.product(("forward", "backward"), WIDE_HEAD_DIMS, WIDE_MASKS):
+        path, head_dim, mask = sizes
+        yield _row(path, head_dim, "bfloat16", mask)
     yield from _rows_of_other_lengths()
     yield from (Row(*row) for row in tangent_rows(HopperBackend(capability="9.0")))
     if trades_registers():

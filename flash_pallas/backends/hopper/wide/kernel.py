@@ -306,7 +306,7 @@ class WideKernel:
         Returns the function that loads others in place of these, once they have been read.
         """
         own, first = cta.smem.own[pair], self.chunks.summed.stop if pair else 0
-        flight = min(FLIGHT, self.blocks.chunks // 3)
+        flight = min(FLIGHT, max(self.blocks.chunks // 3, 1))
         for chunk in range(own.shape[0]):
             right = self.arrived(cta, n, first + chunk)
             self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)

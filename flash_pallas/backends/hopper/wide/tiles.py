@@ -19,7 +19,7 @@ NARROW, WIDEST = 256, 512  # head dims that the other kernels run, and these
 WARPGROUPS = 2
 COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
 SWIZZLED = 64  # columns of one swizzle of 128 bytes, of which chunks are made
-LEAST_CHUNKS, MOST_CHUNKS = 3, 16  # of a warpgroup, in flight
+LEAST_CHUNKS, MOST_CHUNKS = 2, 16  # of a warpgroup, in flight
 
 
 class Role(NamedTuple):
@@ -168,10 +168,16 @@ def choose(problem: Problem, role: Role) -> WideBlocks | None:
     """
     for width, stages in itertools.product(widths(problem, role), (2, 1)):
         total = Chunks(problem, role, width).total
-        for chunks in range(min(MOST_CHUNKS, total), LEAST_CHUNKS - 1, -1):
-            blocks = WideBlocks(width, chunks, stages)
-            if fits(scratch(problem, role, blocks)):
-                return blocks
+        counts = range(min(MOST_CHUNKS, total), LEAST_CHUNKS - 1, -1)
+        found = [
+            blocks
+            for blocks in (WideBlocks(width, chunks, stages) for chunks in counts)
+            if fits(scratch(problem, role, blocks))
+        ]
+        if found and width > SWIZZLED:  # slots that are known at trace time: 1.08 (384, causal)
+            return next((x for x in found if total % x.chunks == 0), found[0])
+        if found:
+            return found[0]
     return None
 
 
