@@ -30,6 +30,7 @@ PROVIDERS = ("flash_pallas", "torch_cudnn", "jax_cudnn", "tokamax")  # in its ta
 TABLES = {
     "positions": "features_positions",
     "h200": "h200",
+    "wide": "wide",
     "portable": "portable",
     "modifiers": "features",
     "blocks": "features_blocks",
@@ -40,6 +41,7 @@ TABLES = {
     "memory": "h200_memory",
     "decode": "decode",
     "decode_bounds": "decode_bounds",
+    "decode_wide": "decode_wide",
     "parallel": "parallel",
     "parallel_scheduler": "parallel_scheduler",
 }

@@ -323,13 +323,9 @@ def _wide_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlo
         for name, value in fields.items():
             if reason := _misfit(name, value, type(getattr(chosen[kernel], name)), kernel):
                 raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value!r}: {reason}")
-        most = chosen[kernel].chunks
         chosen[kernel] = dataclasses.replace(chosen[kernel], **fields)
-        if not wide.LEAST_CHUNKS <= chosen[kernel].chunks <= most:
-            raise ValueError(
-                f"blocks[{kernel!r}]['chunks'] is {chosen[kernel].chunks}: from "
-                f"{wide.LEAST_CHUNKS} to {most}, for which shared memory has room"
-            )
+        if reason := wide.misfit(problem, kernel, chosen[kernel]):
+            raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
     forward = chosen.pop("forward")
     return HopperBlocks(forward, WideGradients(**chosen))
 
@@ -479,7 +475,11 @@ _DQ = (
     {"warpgroups": 1, "block_kv": 64},
 )
 CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
-_WIDE = ({"chunks": 8}, {"chunks": 6}, {"chunks": 5}, {"chunks": 4})
+_WIDE = (
+    *({"width": 64, "chunks": chunks} for chunks in (10, 8, 6, 5, 4)),
+    *({"width": 128, "chunks": chunks} for chunks in (4, 3)),
+    *({"width": 192, "chunks": chunks} for chunks in (3, 2)),
+)
 
 
 def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list[dict[str, Any]]]:

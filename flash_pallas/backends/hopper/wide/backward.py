@@ -23,8 +23,8 @@ from ...gpu import inline, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, launch
 from ...gpu.score_tile import row_shift
 from ..backward.operands import BackwardArrays
+from .column_tiles import grid_of
 from .kernel import WideCta, WideKernel
-from .launches import grid_of
 from .tiles import COLUMNS, DV, WARPGROUPS, Role, WideBlocks, scratch
 
 

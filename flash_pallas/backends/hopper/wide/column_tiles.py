@@ -1,4 +1,4 @@
-"""The tiles of columns that a CTA goes through: which they are, in which order, which it masks."""
+"""The tiles of a launch: blocks of rows on the grid, and the columns that a CTA goes through."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ..backward.operands import (
     QTileList,
     QTileRange,
     mask_everywhere,
+    own_grid,
 )
-from .tiles import COLUMNS
+from .tiles import COLUMNS, Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +74,15 @@ def masks(problem: Problem, tiles: Any) -> bool:
     if isinstance(tiles, QueryTiles):
         return tiles.found.masks != "none"
     return tiles.everywhere or not problem.spec.mask.is_trivial or tiles.kv_len is not None
+
+
+def grid_of(problem: Problem, role: Role) -> dict[str, int]:
+    """Returns the grid of a launch, an axis for each name.
+
+    The blocks of one head run side by side: what they stream is read from device memory once.
+    """
+    heads, length = problem.q_heads, problem.q_len
+    if role.q_axis:
+        heads, length = problem.kv_heads, problem.kv_len
+    axes = {"batch": problem.batch, "head": heads, "block": -(-length // WARPGROUP_ROWS)}
+    return own_grid(problem, axes)

@@ -18,8 +18,8 @@ from ...gpu import inline, online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima, far_of
 from ..backward.operands import BackwardArrays
+from .column_tiles import grid_of
 from .kernel import WideCta, WideKernel
-from .launches import grid_of
 from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
 
 

@@ -1,4 +1,4 @@
-"""What the kernels for wide heads have in common: loads, scores, exchange, sums.
+"""Common parts of the kernels for wide heads: loads, scores, exchange, sums.
 
 64 rows of a result 512 wide take 256 registers a thread of one warpgroup: two warpgroups share the
 rows of a CTA, and each has half of the columns of the result. Scores are computed once. In a step

@@ -12,6 +12,7 @@ from ....core.softmax import EMPTY_ROW
 from ...gpu.launch import score_grads
 from ..backward.dbias.kernel import score_sums
 from ..backward.operands import ROW_MULTIPLE, BackwardArrays
+from ..common.pipeline import fits
 from ..common.wgmma import LENGTH_MULTIPLE
 from .backward import gradient
 from .forward import forward as run_forward
@@ -21,10 +22,15 @@ from .tiles import (
     DQ,
     DV,
     FORWARD,
+    LEAST_CHUNKS,
+    MOST_CHUNKS,
     NARROW,
+    SWIZZLED,
     WIDEST,
+    Chunks,
     WideBlocks,
     choose,
+    scratch,
     wide_problem,
 )
 
@@ -67,6 +73,19 @@ def choose_wide(problem: Problem) -> dict[str, WideBlocks]:
         found[name] = chosen
     lazy = 0.0 if problem.spec.max_logit else LAZY_RESCALE
     return found | {"forward": dataclasses.replace(found["forward"], lazy_rescale=lazy)}
+
+
+def misfit(problem: Problem, kernel: str, blocks: WideBlocks) -> str | None:
+    """Returns why a kernel cannot have these options, or None."""
+    wide, role, step = wide_problem(problem), ROLES[kernel], SWIZZLED
+    if blocks.width not in (step, 2 * step, 3 * step):
+        return f"'width' is {step}, {2 * step} or {3 * step}"
+    most = min(MOST_CHUNKS, Chunks(wide, role, blocks.width).total)
+    if not LEAST_CHUNKS <= blocks.chunks <= most or blocks.stages not in (1, 2):
+        return f"'chunks' is from {LEAST_CHUNKS} to {most}, and 'stages' is 1 or 2"
+    if not fits(scratch(wide, role, blocks)):
+        return "there is no room for that in shared memory: use fewer chunks, or narrower ones"
+    return None
 
 
 def arrays_of(

@@ -23,7 +23,7 @@ LEAST_CHUNKS, MOST_CHUNKS = 2, 16  # of a warpgroup, in flight
 
 
 class Role(NamedTuple):
-    """Which operands a kernel reads, by their names in BackwardArrays.
+    """Role of a kernel: the operands that it reads, by their names in BackwardArrays.
 
     Attributes:
         name: of the kernel.
