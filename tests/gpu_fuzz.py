@@ -29,7 +29,7 @@ from .random_calls import Draw
 from .random_cases import Sizes, packed, random_case, random_packed_case
 
 # What the kernels run natively, what is filled up with zeros, and both at once.
-HEAD_DIMS = (8, 16, 24, 32, 40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256, 320, 512)
 WIDEST_FLOAT32 = 128
 SIZES = Sizes(
     length=700,

@@ -13,6 +13,8 @@ _RING = "test_parallel_features.py::test_strategies[short_window-ring-contiguous
 _STEP = "test_decode.py::test_the_oracle[bfloat16]"
 _GUESS = "test_hopper_interpreted.py::test_forward_blocks[long_rising_float16_128]"
 
+_WIDE = "test_hopper_interpreted.py::test_wide_heads[wide_320_causal]"
+
 _CUDNN_MASKS = "test_cudnn.py::test_masks_reach_cudnn"
 
 SHARED_AND_HOPPER = (
@@ -349,6 +351,26 @@ SHARED_AND_HOPPER = (
              "(operands.q_offset - window)[:, None]",
              "(operands.q_offset - window)[:, None] + 1",
              "test_decode_starts.py::test_the_oracle[windows]"),
+    Mutation("wide heads, halves of columns", "backends/hopper/wide/kernel.py",
+             "cta.wg * half + chunk % half", "chunk % half", _WIDE),
+    Mutation("wide heads, halves of rows", "backends/hopper/wide/kernel.py",
+             "row + chunk // half * WARPGROUP_ROWS", "row", _WIDE),
+    Mutation("wide heads, a chunk that is still read", "backends/hopper/wide/kernel.py",
+             "plgpu.wgmma_wait(flight)", "plgpu.wgmma_wait(flight + 1)", _WIDE),
+    Mutation("wide heads, weights that are still read", "backends/hopper/wide/kernel.py",
+             "        plgpu.barrier_wait(cta.bars.weights_empty)\n        self.store",
+             "        self.store", _WIDE),
+    Mutation("wide heads, maxima of both", "backends/hopper/wide/forward.py",
+             "return jnp.maximum(own, self.of_other(cta, n, own))",
+             "return self.of_other(cta, n, own)", _WIDE),
+    Mutation("wide heads, sums of both", "backends/hopper/wide/forward.py",
+             "l = l + self.of_other(cta, cta.tiles.total, l)",
+             "l = l + (0.0 * self.of_other(cta, cta.tiles.total, l) + l)", _WIDE),
+    Mutation("wide heads, tiles of queries", "backends/hopper/wide/column_tiles.py",
+             "self.found.stop - 1 - lax.div(n, group)", "self.found.stop - 1 - lax.rem(n, group)",
+             _WIDE),
+    Mutation("wide heads, scale of gradients", "backends/hopper/wide/backward.py",
+             "x * self.problem.spec.scale for x in found", "x for x in found", _WIDE),
     Mutation("starts, NaN in padding", "backends/hopper/decode/plan.py",
              "tile, keys.start - first, valid",
              "tile, keys.start * 0, valid",
