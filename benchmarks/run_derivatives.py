@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import flash_pallas
 
-from . import flops, gate, results, suites, tables, timing
+from . import flops, gate, results, steps, suites, tables, timing
 from .run import prepare_process, probes
 
 JNP = "blockwise jnp"
@@ -127,9 +127,7 @@ def rows_of(cell: Cell, providers: list[str], timer, rounds: int) -> list[dict[s
             call, memory[provider] = compiled(cell, provider, inputs)
             used[provider] = errors(call(*inputs), exact) / limit
         except Exception as error:  # One that cannot run must not cost the others their numbers.
-            refused[provider] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0].split(' [')[0][:200]}"
-            )
+            refused[provider] = steps.reason(error)
             continue
         if not used[provider] <= 1.0:
             refused[provider] = f"wrong result: {used[provider]:.3g} times the allowed error"

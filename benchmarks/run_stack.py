@@ -50,7 +50,7 @@ class Stack(nn.Module):
         """Returns the logits [B, T, vocabulary] of tokens [B, T]."""
         embed = nn.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16)
         x = embed(tokens)
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
+        project = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
         for head_dim, kv_heads in self.layers:
             attend = FlashAttention(
                 num_heads=HEADS,
@@ -67,7 +67,7 @@ class Stack(nn.Module):
             )
             x = x + attend(nn.RMSNorm(dtype=jnp.bfloat16)(x))
             y = nn.RMSNorm(dtype=jnp.bfloat16)(x)
-            x = x + dense(WIDTH)(nn.gelu(dense(4 * WIDTH)(y)) * dense(4 * WIDTH)(y))
+            x = x + project(WIDTH)(nn.gelu(project(4 * WIDTH)(y)) * project(4 * WIDTH)(y))
         return embed.attend(nn.RMSNorm(dtype=jnp.bfloat16)(x))
 
 
@@ -89,13 +89,11 @@ def rows(arguments, timer) -> list[dict[str, Any]]:
     for length in arguments.lengths:
         tokens = jax.random.randint(jax.random.key(0), (1, length + 1), 0, VOCABULARY)
         params = jax.jit(Stack(flash_attention).init)(jax.random.key(1), tokens[:, :64])
+        count = sum(p.size for p in jax.tree.leaves(params))
         contestants = {"flash_attention": step_of(flash_attention), "dense jnp": step_of(dense)}
         some, _ = steps.compare(contestants, (params, tokens), timer, arguments.rounds)
         for row in some:
-            row["shape"], row["parameters"] = (
-                f"1,{length}",
-                sum(p.size for p in jax.tree.leaves(params)),
-            )
+            row["shape"], row["parameters"] = f"1,{length}", count
             row["tokens_per_s"] = row["ms"] and length / row["ms"] * 1e3
             print(row, flush=True)
         found += some

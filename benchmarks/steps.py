@@ -11,6 +11,12 @@ import jax
 from . import timing
 
 
+def reason(error: Exception) -> str:
+    """Returns what an error says in its first line, without the allocator's details."""
+    first = str(error).splitlines()[0].split(" [")[0]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
 def compare(
     steps: dict[str, Callable], args: Sequence[Any], timer: timing.Timer, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, list[timing.Sample]]]:
@@ -37,8 +43,7 @@ def compare(
             losses[name] = float(program(*args)[0])
             launches[name] = timing.Launch(functools.partial(program, *args), "jax")
         except Exception as error:  # Whatever it is, the others go on.
-            first = str(error).splitlines()[0].split(" [")[0]
-            refused[name] = f"{type(error).__name__}: {first[:200]}"
+            refused[name] = reason(error)
     samples, failures = timing.interleave(timer, launches, rounds)
     refused |= failures
     rows = []

@@ -42,11 +42,6 @@ TANH_ERROR = 1.1e-5
 # such a product is wrong by 2^-15 (backends/hopper/common/wgmma.py): that much of the former.
 IN_PARTS = 2.0**-7
 
-# Tensor cores add 16 products at a time, and round each such sum toward zero (Ootomo and Yokota,
-# arXiv:2203.03341): H / 16 times by half an eps of what has been summed, on average half of it all.
-# Roundings to the nearest cancel, and these do not. Up to head dim 256 it is below LSE_FLOOR.
-TOWARD_ZERO, NARROW = 0.25, 256
-
 OUTPUTS = ("o", "lse", "max_logit")
 ROW_SCALARS = ("lse", "max_logit")  # computed in float32 throughout, whatever q's dtype
 # What every case has; others have "max_logit" or a "d..." for each array with a gradient.
@@ -173,9 +168,6 @@ def bounds(case: Case, seed: int = 0, kernels: bool = False) -> dict[str, tuple[
         unit = float(jnp.finfo(jnp.float32 if single else case.dtype).eps)
         unit *= LSE_FLOOR if single else FLOOR
         known = (0.0, 0.0)
-        if single and kernels and case.H > NARROW:
-            steps = TOWARD_ZERO * float(jnp.finfo(jnp.float32).eps) * (case.H / 16)
-            known = _sizes(steps * jnp.abs(jnp.where(jnp.isfinite(exact[name]), exact[name], 0.0)))
         if single and tangents:
             known = _sizes(tangents * terms[f"{name} of a tangent"])
         limits[name] = tuple(

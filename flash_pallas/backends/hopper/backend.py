@@ -315,15 +315,7 @@ def _wide_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlo
                 f"blocks has {kernel!r}: on the hopper backend this call runs the kernels "
                 f"{', '.join(map(repr, chosen))}; pass blocks={{'forward': {{'chunks': 6}}}}"
             )
-        names = {field.name for field in dataclasses.fields(WideBlocks)}
-        if not isinstance(fields, dict) or not names.issuperset(fields):
-            raise ValueError(
-                f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}"
-            )
-        for name, value in fields.items():
-            if reason := _misfit(name, value, type(getattr(chosen[kernel], name)), kernel):
-                raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value!r}: {reason}")
-        chosen[kernel] = dataclasses.replace(chosen[kernel], **fields)
+        chosen[kernel] = _with_fields(kernel, chosen[kernel], fields)
         if reason := wide.misfit(problem, kernel, chosen[kernel]):
             raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {reason}")
     forward = chosen.pop("forward")
@@ -350,7 +342,7 @@ _MOST |= {
 }
 
 
-def _replaced(kernel: str, blocks, fields, size, problem: Problem):
+def _with_fields(kernel: str, blocks, fields):
     names = {field.name for field in dataclasses.fields(blocks)}
     if not isinstance(fields, dict) or not names.issuperset(fields):
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: a dict with keys of {sorted(names)}")
@@ -358,9 +350,13 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
         if reason := _misfit(name, value, type(getattr(blocks, name)), kernel):
             raise ValueError(f"blocks[{kernel!r}][{name!r}] is {value!r}: {reason}")
     try:
-        replaced = dataclasses.replace(blocks, **fields)
+        return dataclasses.replace(blocks, **fields)
     except ValueError as error:
         raise ValueError(f"blocks[{kernel!r}] is {fields!r}: {error}") from None
+
+
+def _replaced(kernel: str, blocks, fields, size, problem: Problem):
+    replaced = _with_fields(kernel, blocks, fields)
     if isinstance(replaced, ForwardBlocks) and replaced.packed and described(problem) is None:
         raise ValueError(
             "blocks['forward']['packed'] is True: the kernels of flash_decode do not take this call"

@@ -18,6 +18,7 @@ from ...gpu import inline, online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima, far_of
 from ..backward.operands import BackwardArrays
+from ..forward.softmax import per_row
 from .column_tiles import grid_of
 from .kernel import WideCta, WideKernel
 from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
@@ -156,11 +157,11 @@ def forward(
         interpret: run by the interpreter.
     """
     rows = -(-problem.q_len // WARPGROUP_ROWS) * WARPGROUP_ROWS
-    per_row = float32((problem.batch, problem.q_heads, rows))
+    of_rows = float32((problem.batch, problem.q_heads, rows))
     kernel = ForwardKernel(problem, blocks, FORWARD, interpret)
     shape = *arrays.q.shape[:3], arrays.v.shape[3]
-    out = [jax.ShapeDtypeStruct(shape, arrays.v.dtype), per_row]
-    out += [per_row] * (bool(kernel.far) + problem.spec.max_logit)
+    out = [jax.ShapeDtypeStruct(shape, arrays.v.dtype), of_rows]
+    out += [of_rows] * (bool(kernel.far) + problem.spec.max_logit)
     run = launch(
         kernel,
         out=tuple(out),
@@ -174,8 +175,3 @@ def forward(
     o, lse, *others = run(arrays.for_rows(problem, operands, 0, tile))
     shift = others.pop(0) if kernel.far else None
     return Outputs(o, lse, shift, others.pop(0) if problem.spec.max_logit else None)
-
-
-def per_row(x, shape):
-    """Broadcasts one value per row over a tile."""
-    return lax.broadcast_in_dim(x, shape, (0,))

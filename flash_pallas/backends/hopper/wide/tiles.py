@@ -113,7 +113,7 @@ class WideSmem(NamedTuple):
         ring: chunks of streamed operands, [2, slots, 64, width]; results in the end.
         weights: operands that the warpgroups hand to each other, [2, 64, 64].
         rows: f32[2, 2, 64], values of rows that they exchange, in turns; of the forward.
-        auxiliary: of 64 columns each, in slots 2 stage + warpgroup.
+        auxiliary: of 64 columns each, in slots stages * warpgroup + stage.
     """
 
     own: tuple
