@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import itertools
 import json
+import math
 import os
 import pathlib
 import time
@@ -30,7 +31,8 @@ from .run import prepare_process, probes
 
 ROTATED_BYTES = 512 << 20
 CEILING_BYTES = 4 << 30
-SMALL = 32  # A second ceiling reads this share: starting and ending cost a plain reader, too.
+# Other ceilings read these shares: starting and ending cost a plain reader, too.
+SHARES = (4, 16, 32, 64)
 ALLOWED = 2.0  # times the error of plain jnp
 
 
@@ -113,6 +115,11 @@ def ceiling(shape, made, timer: timing.Timer, rounds: int) -> list[dict[str, Any
     return rows
 
 
+def rate_at(rates: dict[int, float], size: int) -> float:
+    """Returns the rate of the plain reader of the size that is nearest, as a ratio."""
+    return rates[min(rates, key=lambda other: abs(math.log(other / size)))]
+
+
 def timed(samples: list[timing.Sample] | None, size: int, refused: str | None) -> dict[str, Any]:
     """Returns what every row has: a time and the rate of reading `size` bytes, or a refusal."""
     if samples is None:
@@ -150,9 +157,9 @@ def admit(shop: Workshop, sizes: Sizes, call: Call, caches) -> tuple[timing.Laun
 
 
 def run_group(
-    shop: Workshop, group: Group, timer: timing.Timer, rounds: int, best: float
+    shop: Workshop, group: Group, timer: timing.Timer, rounds: int, rates: dict[int, float]
 ) -> list[dict[str, Any]]:
-    """Returns a row for each call of a group; `best` is the ceiling in GB/s."""
+    """Returns a row for each call of a group; `rates` are GB/s of plain readers by bytes read."""
     sizes = group.sizes
     caches = sizes.caches(ROTATED_BYTES)
     contestants, said, refused = {}, {}, {}
@@ -172,7 +179,8 @@ def run_group(
         own = samples.get(name)
         row |= timed(own, sizes.read_bytes(call), refused.get(name) or failures.get(name))
         if own is not None:
-            row["of_ceiling"] = row["gb_per_s"] / best
+            row["of_ceiling"] = row["gb_per_s"] / max(rates.values())
+            row["of_reader"] = row["gb_per_s"] / rate_at(rates, sizes.read_bytes(call))
             row["speed"] = None if first is None else timing.speed_ratio(first, own)
         rows.append(row)
     return rows
@@ -186,7 +194,7 @@ def line(row: dict[str, Any]) -> str:
     text = f"{head} {row['ms'] * 1e3:9.1f} us  {row['gb_per_s']:5.0f} GB/s"
     if "of_ceiling" in row:
         chosen = row["chosen"].get("num_splits", "-")
-        text += f"  {row['of_ceiling']:.2f}  speed {row['speed'] or 0:5.2f}"
+        text += f"  {row['of_ceiling']:.2f} ({row['of_reader']:.2f} of its size)  speed {row['speed'] or 0:5.2f}"
         text += f"  splits {chosen:>3}  gate {row['gate']:.2f}"
     return text
 
@@ -196,7 +204,7 @@ def run(arguments, timer: timing.Timer, log: dict[str, Any], backend: str = "hop
     begin = time.monotonic()
     shop = Workshop(backend)
     whole = arguments.ceiling_bytes
-    plain = [start_ceiling(shop, size) for size in (whole, whole // SMALL)]
+    plain = {size: start_ceiling(shop, size) for size in (whole, *(whole // n for n in SHARES))}
     groups = [g for g in GROUPS if arguments.only in f"{g.name} {g.sizes.label}"]
     shop.announce(groups[0])
     summary = (
@@ -206,16 +214,19 @@ def run(arguments, timer: timing.Timer, log: dict[str, Any], backend: str = "hop
     )
     method = {"summary": summary, "timer": timer.name, "timer_check": log}
     found = results.header("decode", method)
-    found["rows"] = rows = [row for p in plain for row in ceiling(*p, timer, arguments.rounds)]
-    print("\n".join(map(line, rows)), flush=True)
-    best = max(row["gb_per_s"] for row in rows if row["ms"] is not None)
+    found["rows"], rates = [], {}
+    for size, (shape, made) in plain.items():
+        rows = ceiling(shape, made, timer, arguments.rounds)
+        rates[size] = max(row["gb_per_s"] for row in rows if row["ms"] is not None)
+        found["rows"] += rows
+        print("\n".join(map(line, rows)), flush=True)
     for group, following in itertools.zip_longest(groups, groups[1:]):
         if time.monotonic() - begin > arguments.time_limit:
             print(f"time is up before {group.name} {group.sizes.label}")
             break
         if following is not None:
             shop.announce(following)
-        rows = run_group(shop, group, timer, arguments.rounds, best)
+        rows = run_group(shop, group, timer, arguments.rounds, rates)
         found["rows"] += rows
         print("\n".join(map(line, rows)), flush=True)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

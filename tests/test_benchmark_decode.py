@@ -50,7 +50,7 @@ def rows_of(*calls, backend="xla", sizes=SMALL):
     group = decoding.Group("some", sizes, calls)
     shop = run_decode.Workshop(backend)
     shop.announce(group)
-    return run_decode.run_group(shop, group, timing.HostTimer(), 2, 100.0)
+    return run_decode.run_group(shop, group, timing.HostTimer(), 2, {1 << 20: 100.0})
 
 
 @pytest.mark.thorough
@@ -64,6 +64,7 @@ def test_rows_of_a_group(few_bytes):
         size = SMALL.kv_bytes * (3 * 64 / 512 if call.chosen else 1)
         assert row["gb_per_s"] == pytest.approx(size / row["ms"] / 1e6)
         assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / 100.0)
+        assert row["of_reader"] == row["of_ceiling"]
     assert rows[0]["speed"] == 1.0
 
 
@@ -158,7 +159,7 @@ def test_command_line_table_and_plot(monkeypatch, tmp_path, few_bytes):
     monkeypatch.setattr(sys, "argv", ["run_decode", *options])
     run_decode.main()
     found = results.load(out)
-    expected = ["ceiling", "ceiling", "lengths", "lengths", "splits", "splits"]
+    expected = [*["ceiling"] * 5, "lengths", "lengths", "splits", "splits"]
     assert [row["group"] for row in found["rows"]] == expected
     assert json.loads(out.read_text()) == found
     table = tables.render(found)
