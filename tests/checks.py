@@ -34,11 +34,10 @@ FLOOR = 0.25
 ROUNDING = 12.0**-0.5
 # exp2 and log2 of the kernels are the GPU's approximate ones, right to about one float32 eps.
 LSE_FLOOR = 1.0
-# Tensor cores add 16 columns to a score at a time and cut the sum off toward zero, so that errors do
-# not cancel: 0.88 of scores are too small at head dim 512, and the error in units of 2^-24 of the
-# absolute terms is 0.25 at 64 and 128, 0.43 at 256, 0.58 at 512 (benchmarks/results/
-# score_rounding.txt). The floor is for head dims to this, and grows in proportion above.
-CUT_OFF_COLUMNS = 256
+# Tensor cores add 16 columns to a score at a time and cut the sum off toward zero, so that these
+# errors do not cancel (benchmarks/results/score_rounding.txt): half an eps of the score for 16
+# columns, and scores are a third of the terms. Up to this head dim the floor above is more.
+CUT_OFF_COLUMNS = 3 * 2 * 16
 # The kernels' tanh is the GPU's MUFU.TANH, whose largest relative error is 1.06e-5
 # (trial_tanh.txt at 20374d8), or a polynomial as right as that (backends/gpu/
 # softcap.py), under the interpreter too. Plain jnp's is a rational function, right to an eps.

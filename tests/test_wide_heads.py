@@ -77,7 +77,7 @@ def test_chosen_options():
         "dk": (64, 5),
         "dv": (128, 4),
     }
-    assert choose_wide(_problem(384, 384))["forward"] == WideBlocks(192, 2, lazy_rescale=8.0)
+    assert choose_wide(_problem(384, 384))["forward"] == WideBlocks(192, 3, lazy_rescale=8.0)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ matmuls each, dQ accumulated in place. Memory is linear in the lengths.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,14 @@ CPU_BLOCK = 128
 # cores with blocks of 128, 256 and 512: 217 and 659, 155 and 508, 141 and 458 ms; causal 106 and
 # 298, 90 and 271, 95 and 334. Dense jnp, which keeps all weights: 132 and 304, causal 132 and 361.
 WIDE_HEADS, WIDE_CPU_BLOCK = 256, 256
-# Elsewhere each product is a launch, so the tile should be large.
-ACCELERATOR_BLOCK = 512
+# Elsewhere each product is a launch, and a tile should be as large as memory allows: the scores of a
+# tile, in float32 and of all heads, take at most this. Time relative to dense jnp, forward and
+# gradients, with 256 MiB, 512 MiB and 1 GiB on an H100 (benchmarks/results/jnp_blocks.txt):
+# B=1, T=8192, N=4, H=512, causal 0.97 and 0.94, the same, 0.94 and 0.92; without a mask 1.61 and
+# 1.35, the same, 1.24 and 1.04. B=4, T=4096, N=16, H=128, causal 0.82 and 0.86, the same, 0.83 and
+# 0.87; without a mask 1.73 and 1.55, the same, 1.49 and 1.33. Dense jnp takes 10 GiB there.
+TILE_BYTES = 1 << 30
+LEAST_BLOCK = 128
 # Gradients of one array each.
 _GRADS = tuple(name for name in Grads._fields if name != "score_params")
 
@@ -72,10 +79,7 @@ class XlaBackend(NoTangents, NoSecondOrder):
         override = override or {}
         if unknown := sorted(set(override) - set(names)):
             raise ValueError(f"blocks has unknown fields {unknown}: backend 'xla' knows {names}")
-        size = ACCELERATOR_BLOCK
-        if jax.default_backend() == "cpu":
-            wide = max(problem.head_dim, problem.v_head_dim) > WIDE_HEADS
-            size = WIDE_CPU_BLOCK if wide else CPU_BLOCK
+        size = _size(problem)
         block_q, block_kv = problem.spec.block_shape or (size, size)
         fitted = XlaBlocks(min(block_q, problem.q_len), min(block_kv, problem.kv_len))
         found = dataclasses.replace(fitted, **override)
@@ -127,6 +131,15 @@ class XlaBackend(NoTangents, NoSecondOrder):
     ) -> Outputs:
         """Computes attention to a cache; scalars and partial results as in `forward`."""
         return decode.attend(spec, blocks, operands)
+
+
+def _size(problem: Problem) -> int:
+    """Returns the number of queries and of keys of a tile, on JAX's default backend."""
+    if jax.default_backend() == "cpu":
+        wide = max(problem.head_dim, problem.v_head_dim) > WIDE_HEADS
+        return WIDE_CPU_BLOCK if wide else CPU_BLOCK
+    scores = TILE_BYTES // (4 * problem.batch * problem.q_heads)
+    return max(LEAST_BLOCK, 1 << (math.isqrt(max(scores, 1)).bit_length() - 1))
 
 
 def _forward(spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:

@@ -73,6 +73,7 @@ class WideCta:
         tiles: tiles of columns that the CTA goes through.
         wg: index of the warpgroup.
         near: (head, first row) of the tiles of columns of the step before, of this and of the next.
+        first: slot of the first chunk of this step.
     """
 
     gmem: BackwardArrays
@@ -85,6 +86,7 @@ class WideCta:
     tiles: Any
     wg: Any
     near: tuple = ()
+    first: Any = None
 
     @property
     def start(self):
@@ -225,7 +227,8 @@ class WideKernel:
             later: 0 or 1, how many steps later the chunk is read.
             place: its position in that step.
         """
-        slot, chunk = self.slot(n + later, place), place - self.chunks.summed.start
+        slot = self.slot(cta, place + later * self.chunks.total)
+        chunk = place - self.chunks.summed.start
         half = self.chunks.results
         if place in self.chunks.summed:
             (head, row), name = cta.near[later], self.role.summed
@@ -244,22 +247,28 @@ class WideKernel:
         steps = lax.max(n - 1, jnp.int32(0)), lax.min(n, last), lax.min(n + 1, last)
         found = (self.column_tile(cta, step) for step in steps)
         near = tuple((head, block * COLUMNS) for head, block in found)
-        return dataclasses.replace(cta, near=near)
+        first = lax.rem(hidden(n * self.chunks.total), jnp.int32(self.blocks.chunks))
+        return dataclasses.replace(cta, near=near, first=first)
 
-    def slot(self, n, position: int):
-        """Returns the slot of a chunk of the n-th step."""
-        chunks = self.blocks.chunks
-        if self.chunks.total % chunks == 0:
-            return jnp.int32(position % chunks)
-        return lax.rem(hidden(n * self.chunks.total + position), jnp.int32(chunks))
+    def slot(self, cta: WideCta, position: int):
+        """Returns the slot of the chunk at a position of this step; further ones are of the next.
+
+        A division for each chunk instead of one a step takes 25 instructions of each.
+        """
+        chunks = jnp.int32(self.blocks.chunks)
+        position = jnp.int32(position % self.blocks.chunks)
+        if self.chunks.total % self.blocks.chunks == 0:  # the same in every step
+            return position
+        slot = hidden(cta.first) + position
+        return jnp.where(slot < chunks, slot, slot - chunks)
 
     def full(self, cta: WideCta, slot):
         """Returns the barrier of a slot of this warpgroup's ring."""
         return cta.bars.full.at[cta.wg * self.blocks.chunks + slot]
 
-    def arrived(self, cta: WideCta, n, position: int):
-        """Waits for a chunk of the n-th step; returns its ref in shared memory."""
-        slot = self.slot(n, position)
+    def arrived(self, cta: WideCta, position: int):
+        """Waits for a chunk of this step; returns its ref in shared memory."""
+        slot = self.slot(cta, position)
         plgpu.barrier_wait(self.full(cta, slot))
         return cta.smem.ring.at[cta.wg, hidden(slot)]
 
@@ -308,7 +317,7 @@ class WideKernel:
         own, first = cta.smem.own[pair], self.chunks.summed.stop if pair else 0
         flight = min(FLIGHT, max(self.blocks.chunks // 3, 1))
         for chunk in range(own.shape[0]):
-            right = self.arrived(cta, n, first + chunk)
+            right = self.arrived(cta, first + chunk)
             self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)
             if chunk >= flight:
                 plgpu.wgmma_wait(flight)
@@ -347,7 +356,7 @@ class WideKernel:
                 weights = self.matmuls.load_parts(cta.smem.weights.at[part], inline.WGMMA)
                 if part == WARPGROUPS - 1:
                     plgpu.barrier_arrive(cta.bars.weights_empty)
-            self.matmuls.multiply(accumulator, weights, self.arrived(cta, n, places[i]))
+            self.matmuls.multiply(accumulator, weights, self.arrived(cta, places[i]))
             yield
         plgpu.wgmma_wait(1)
         self.reload(cta, n, places[-2])

@@ -174,8 +174,6 @@ def choose(problem: Problem, role: Role) -> WideBlocks | None:
             for blocks in (WideBlocks(width, chunks, stages) for chunks in counts)
             if fits(scratch(problem, role, blocks))
         ]
-        if found and width > SWIZZLED:  # slots that are known at trace time: 1.08 (384, causal)
-            return next((x for x in found if total % x.chunks == 0), found[0])
         if found:
             return found[0]
     return None
