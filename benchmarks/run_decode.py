@@ -194,7 +194,8 @@ def line(row: dict[str, Any]) -> str:
     text = f"{head} {row['ms'] * 1e3:9.1f} us  {row['gb_per_s']:5.0f} GB/s"
     if "of_ceiling" in row:
         chosen = row["chosen"].get("num_splits", "-")
-        text += f"  {row['of_ceiling']:.2f} ({row['of_reader']:.2f} of its size)  speed {row['speed'] or 0:5.2f}"
+        text += f"  {row['of_ceiling']:.2f} ({row['of_reader']:.2f} of its size)"
+        text += f"  speed {row['speed'] or 0:5.2f}"
         text += f"  splits {chosen:>3}  gate {row['gate']:.2f}"
     return text
 

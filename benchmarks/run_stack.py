@@ -27,6 +27,7 @@ from . import results, steps, tables, timing
 from .run import prepare_process, probes
 
 WIDTH, VOCABULARY, WINDOW, HEADS = 2048, 8192, 1024, 8
+DTYPE = jnp.bfloat16
 LOCAL, GLOBAL = (256, 4), (512, 1)  # head dim, heads of keys
 LAYERS = (LOCAL,) * 5 + (GLOBAL,)
 
@@ -48,9 +49,9 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         """Returns the logits [B, T, vocabulary] of tokens [B, T]."""
-        embed = nn.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16)
+        embed = nn.Embed(VOCABULARY, WIDTH, dtype=DTYPE)
         x = embed(tokens)
-        project = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
+        project = functools.partial(nn.Dense, use_bias=False, dtype=DTYPE)
         for head_dim, kv_heads in self.layers:
             attend = FlashAttention(
                 num_heads=HEADS,
@@ -62,13 +63,13 @@ class Stack(nn.Module):
                 qk_norm="rms",
                 use_qkv_bias=False,
                 use_out_bias=False,
-                dtype=jnp.bfloat16,
+                dtype=DTYPE,
                 attention=self.attention,
             )
-            x = x + attend(nn.RMSNorm(dtype=jnp.bfloat16)(x))
-            y = nn.RMSNorm(dtype=jnp.bfloat16)(x)
+            x = x + attend(nn.RMSNorm(dtype=DTYPE)(x))
+            y = nn.RMSNorm(dtype=DTYPE)(x)
             x = x + project(WIDTH)(nn.gelu(project(4 * WIDTH)(y)) * project(4 * WIDTH)(y))
-        return embed.attend(nn.RMSNorm(dtype=jnp.bfloat16)(x))
+        return embed.attend(nn.RMSNorm(dtype=DTYPE)(x))
 
 
 def step_of(attention: Callable, layers=LAYERS):

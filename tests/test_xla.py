@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
+from flash_pallas.backends.xla.backend import XlaBackend
 from flash_pallas.core import dropout
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 from . import checks
 from .cases import Case, named
@@ -60,6 +62,24 @@ def test_one_query_reads_the_keys_where_they_lie():
     found = list(shapes(jax.make_jaxpr(call)(q, k, v).jaxpr))
     assert len(found) > 100
     assert max(np.prod(shape, dtype=int) for _, shape in found) < k.size
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "expected"),
+    [
+        (1, 4, 8192, 8192),
+        (4, 16, 4096, 2048),
+        (2, 32, 131072, 2048),
+        (64, 64, 4096, 256),
+        (512, 512, 4096, 128),  # the least
+        (1, 1, 70, 70),
+    ],
+)
+def test_scores_of_a_tile_take_at_most_a_gibibyte(monkeypatch, batch, heads, length, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
+    blocks = XlaBackend().blocks(describe(Operands(x, x, x), AttentionSpec(scale=1.0)), None)
+    assert (blocks.block_q, blocks.block_kv) == (expected, expected)
 
 
 def test_the_walk_finds_what_is_inside_loops():

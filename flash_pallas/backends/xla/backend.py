@@ -40,12 +40,12 @@ CPU_BLOCK = 128
 # cores with blocks of 128, 256 and 512: 217 and 659, 155 and 508, 141 and 458 ms; causal 106 and
 # 298, 90 and 271, 95 and 334. Dense jnp, which keeps all weights: 132 and 304, causal 132 and 361.
 WIDE_HEADS, WIDE_CPU_BLOCK = 256, 256
-# Elsewhere each product is a launch, and a tile should be as large as memory allows: the scores of a
-# tile, in float32 and of all heads, take at most this. Time relative to dense jnp, forward and
-# gradients, with 256 MiB, 512 MiB and 1 GiB on an H100 (benchmarks/results/jnp_blocks.txt):
-# B=1, T=8192, N=4, H=512, causal 0.97 and 0.94, the same, 0.94 and 0.92; without a mask 1.61 and
-# 1.35, the same, 1.24 and 1.04. B=4, T=4096, N=16, H=128, causal 0.82 and 0.86, the same, 0.83 and
-# 0.87; without a mask 1.73 and 1.55, the same, 1.49 and 1.33. Dense jnp takes 10 GiB there.
+# Elsewhere each product is a launch, and a tile should be as large as memory allows: its scores, in
+# float32 and of all heads, take at most this. Time relative to dense jnp, forward and gradients,
+# with 256 MiB and with 1 GiB on an H100 (benchmarks/results/jnp_blocks.txt):
+# B=1, T=8192, N=4, H=512, causal 0.97 and 0.94, 0.94 and 0.92; without a mask 1.61 and 1.35, 1.24
+# and 1.04. B=4, T=4096, N=16, H=128, causal 0.82 and 0.86, 0.83 and 0.87; without a mask 1.73 and
+# 1.55, 1.49 and 1.33, where dense jnp takes 10 GiB and this 3.7.
 TILE_BYTES = 1 << 30
 LEAST_BLOCK = 128
 # Gradients of one array each.
