@@ -12,6 +12,7 @@ import pytest
 import flash_pallas as fp
 from flash_pallas.backends.xla.backend import XlaBackend
 from flash_pallas.core import dropout
+from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 from . import checks
@@ -65,21 +66,26 @@ def test_one_query_reads_the_keys_where_they_lie():
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "length", "expected"),
+    ("batch", "heads", "length", "causal", "expected"),
     [
-        (1, 4, 8192, 8192),
-        (4, 16, 4096, 2048),
-        (2, 32, 131072, 2048),
-        (64, 64, 4096, 256),
-        (512, 512, 4096, 128),  # the least
-        (1, 1, 70, 70),
+        (1, 4, 8192, False, (8192, 8192)),
+        (1, 4, 8192, True, (8192, 8192)),
+        (4, 16, 4096, False, (1024, 4096)),
+        (4, 16, 4096, True, (2048, 2048)),
+        (2, 32, 131072, False, (2048, 2048)),  # rows of all keys would be 32 high
+        (64, 64, 4096, True, (256, 256)),
+        (512, 512, 4096, True, (128, 128)),  # the least
+        (1, 1, 70, False, (70, 70)),
     ],
 )
-def test_scores_of_a_tile_take_at_most_a_gibibyte(monkeypatch, batch, heads, length, expected):
+def test_scores_of_a_tile_take_at_most_a_gibibyte(
+    monkeypatch, batch, heads, length, causal, expected
+):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
-    blocks = XlaBackend().blocks(describe(Operands(x, x, x), AttentionSpec(scale=1.0)), None)
-    assert (blocks.block_q, blocks.block_kv) == (expected, expected)
+    spec = AttentionSpec(scale=1.0, mask=Mask(right=0 if causal else None))
+    blocks = XlaBackend().blocks(describe(Operands(x, x, x), spec), None)
+    assert (blocks.block_q, blocks.block_kv) == expected
 
 
 def test_the_walk_finds_what_is_inside_loops():

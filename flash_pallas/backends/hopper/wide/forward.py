@@ -13,13 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import dropout, scores, softmax
 from ....core.problem import Operands, Outputs, Problem
-from ....core.scores import TileInputs
 from ...gpu import inline, online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima, far_of
 from ..backward.operands import BackwardArrays
 from ..forward.softmax import per_row
-from .column_tiles import grid_of
+from .column_tiles import grid_of, loops
 from .kernel import WideCta, WideKernel
 from .tiles import COLUMNS, FORWARD, WARPGROUPS, WideBlocks, scratch
 
@@ -47,13 +46,23 @@ class ForwardKernel(WideKernel):
         state = Rows(Maxima(rows - jnp.inf, shift), plgpu.layout_cast(sums, inline.WGMMA))
         place = self.place(cta, cta.head, 0, 0)
         fragments = self.auxiliary.fragments(cta.gmem.auxiliary, place)
-        step = functools.partial(self.step, cta, fragments, accumulators)
-        return lax.fori_loop(jnp.int32(0), cta.tiles.total, step, state)
+        for start, stop, masked in loops(self.problem, cta.tiles):
+            step = functools.partial(self.step, cta, (fragments, masked), accumulators)
+            state = lax.fori_loop(start, stop, step, state)
+        return state
 
-    def step(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows) -> Rows:
-        """Folds the n-th tile of keys into the rows, and sums the weights of the one before."""
+    def step(self, cta: WideCta, given, accumulators, n, rows: Rows) -> Rows:
+        """Folds the n-th tile of keys into the rows, and sums the weights of the one before.
+
+        Args:
+            cta: the CTA.
+            given: (inputs of modifiers that do not stream, whether positions hide scores).
+            accumulators: the sums.
+            n: number of the step.
+            rows: state of the rows.
+        """
         cta = self.at_step(cta, n)
-        run = functools.partial(self.weights, cta, fragments, accumulators, n, rows)
+        run = functools.partial(self.weights, cta, given, accumulators, n, rows)
         (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
         for acc in accumulators:
             old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
@@ -61,8 +70,9 @@ class ForwardKernel(WideKernel):
             acc[...] = scaled() if grew is None else lax.cond(grew > 0, scaled, lambda old=old: old)
         return rows
 
-    def weights(self, cta: WideCta, fragments: TileInputs, accumulators, n, rows: Rows, s_acc):
+    def weights(self, cta: WideCta, given, accumulators, n, rows: Rows, s_acc):
         """Makes and stores the weights; returns ((factor of the sums, if it is not 1), Rows)."""
+        fragments, masked = given
         problem, reload = self.problem, self.multiply_scores(cta, n, 0, s_acc)
         sums = self.sums(cta, n, accumulators)
         next(sums)
@@ -70,7 +80,7 @@ class ForwardKernel(WideKernel):
         reload()
         next(sums, None)
         tile, spec = self.tile(cta, cta.tiles[n]), problem.spec
-        inputs, limits = self.inputs(cta, fragments, n), self.limits(cta, tile)
+        inputs, limits = self.inputs(cta, fragments, n), self.limits(cta, tile, masked)
         z = score_tile.logits(spec, tile, s, inputs, limits)
         next(sums, None)
         slack = None if spec.max_logit else self.blocks.lazy_rescale or None

@@ -342,8 +342,9 @@ class WideKernel:
     def sums(self, cta: WideCta, n, accumulators):
         """Adds the weights of the step before times the summed operand to the results.
 
-        Yields after each matmul that it issues, with at most two in flight: other work may be done
-        meanwhile. Until it has ended, accumulators are not to be touched.
+        Yields after each matmul that it issues, and before it waits for the last: other work may be
+        done meanwhile. At most two are in flight. Until it has ended, accumulators are not to be
+        touched.
         """
         plgpu.barrier_wait(cta.bars.weights_full)
         pieces = [(part, acc) for part in range(WARPGROUPS) for acc in accumulators]
@@ -360,6 +361,7 @@ class WideKernel:
             yield
         plgpu.wgmma_wait(1)
         self.reload(cta, n, places[-2])
+        yield  # with two chunks, other work is left to be done under the last (1.06 at 384)
         plgpu.wgmma_wait(0)
         self.reload(cta, n, places[-1])
 
@@ -371,9 +373,9 @@ class WideKernel:
         shape = WARPGROUP_ROWS, WARPGROUP_ROWS
         return RegisterTile(*starts, shape, q_axis=self.role.q_axis, interpret=self.interpret)
 
-    def limits(self, cta: WideCta, tile: RegisterTile) -> Limits:
-        """Returns what positions leave visible of a tile."""
-        if not masks(self.problem, cta.tiles):
+    def limits(self, cta: WideCta, tile: RegisterTile, masked: bool = True) -> Limits:
+        """Returns what positions leave visible of a tile; `masked`: they may hide some of it."""
+        if not (masked and masks(self.problem, cta.tiles)):
             return Limits()
         return tile.limits(self.problem.spec.mask, cta.tiles.kv_len)
 
