@@ -145,7 +145,7 @@ class DecodePlan(DecodeLayout):
 
     def q_swizzle(self, gmem: DecodeGmem) -> int:
         """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
-        return self.matmuls.swizzle(self.head_dims[0], *self.copied(gmem.k))
+        return self.k_swizzle(*self.copied(gmem.k))
 
     def wide_swizzle(self, kind: int) -> int:
         """Returns the swizzle of widened blocks of K (kind 0) or V (1), in bytes."""
