@@ -24,7 +24,6 @@ RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
 START_BLOCKS = 2
 MOST_STAGES = 8
 UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
-WIDE_UPRIGHT_ROWS = 32  # likewise, above head dim 256: O^T of 512 columns takes 128 registers
 # In flight on each of two CTAs that share an SM. H200, head dim 128, S=32k, us: two
 # stages of 32 KB 33.6, three 33.6, four 33.7; B=16 119.9, three 120.3; int8, three of 16 KB 20.5,
 # four 20.4, and at B=16 67.1, 67.1 and six 69.1.
@@ -69,6 +68,8 @@ class DecodeBlocks:
         upright: queries are the columns of the matmuls, as many as needed; else the rows, always
             64. See `takes_upright`.
         v_stages: blocks of V in flight, one fewer than `stages`; None: as many.
+        joiners: warpgroups that join the results of the splits of a row; None leaves it to
+            combine.py.
     """
 
     block_kv: int = 64
@@ -78,6 +79,7 @@ class DecodeBlocks:
     guesses: bool = True
     upright: bool = False
     v_stages: int | None = None
+    joiners: int | None = None
 
     def __post_init__(self):
         if self.block_kv not in range(16, 257, 16):
@@ -192,7 +194,7 @@ def takes_upright(problem: DecodeProblem) -> bool:
 
 def _wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
     """Returns the deepest upright blocks that fit above head dim 256; None where none do."""
-    if problem.q_len * problem.group > WIDE_UPRIGHT_ROWS or problem.quantised:
+    if problem.q_len * problem.group > UPRIGHT_ROWS or problem.quantised:
         return None
     for stages in range(MOST_STAGES, 1, -1):
         for v_stages in (None,) if shares_tiles(problem) else (None, stages - 1):
