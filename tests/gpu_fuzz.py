@@ -99,6 +99,8 @@ def decodes(backend: str, step: Step) -> str | None:
     options: dict[str, Any] = {"softcap": step.softcap, "num_splits": step.num_splits}
     if step.scaled == "heads":  # as users have them: one per head
         given = given._replace(k_scale=given.k_scale[0], v_scale=given.v_scale[0])
+    if step.shared:
+        options["v_head_dim"] = step.Hv
     arrays = given._asdict()
     window = arrays.pop("window_left")
     options["window"] = step.window if window is None else (window, None)

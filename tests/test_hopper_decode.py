@@ -71,8 +71,11 @@ def test_hopper_takes_what_it_can(monkeypatch):
         (Step("whole", (1, 1), T=4, N=8, K=2, num_splits=1), 1),
         (Step("odd_groups", (1,), T=3, N=10, K=2, H=80, Hv=32, sides=("slopes", "sinks")), 2),
         (Step("one_row", (1,), N=2, K=2, page_size=16, num_splits=1, sides=("sinks",)), 1),
-        (Step("latent", (1,), N=16, H=576, Hv=512, block_kv=32), 2),
-        (Step("wide", (1,), N=8, K=2, T=2, H=304, Hv=272, block_kv=32, num_splits=1), 1),
+        (Step("latent", (1,), N=16, H=576, Hv=512), 2),
+        (Step("wide", (1,), N=8, K=2, T=2, H=304, Hv=272, num_splits=1), 1),
+        (Step("shared", (1,), N=16, H=576, Hv=512, page_size=64, shared=True), 2),
+        (Step("shared_rows", (1,), N=64, H=576, Hv=512, shared=True), 2),
+        (Step("shared_narrow", (1,), H=128, shared=True, num_splits=1), 1),
     ],
     ids=str,
 )
@@ -80,6 +83,8 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
     given = step.operands()[0]
     backend = HopperBackend()
     blocks = DecodeBlocks(step.block_kv, stages=2, num_splits=step.num_splits)
+    if max(step.H, step.Hv) > 256:
+        blocks = backend.decode_blocks(decode.describe(given, step.spec))
     run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
     text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
@@ -95,9 +100,13 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
         ({"H": 128, "Hv": 128, "T": 5}, False, 3),
         ({"H": 256, "Hv": 256}, True, 3),
         ({"Hv": 96}, False, 5),
-        ({"H": 512, "Hv": 512, "N": 8}, False, 2),
+        ({"H": 512, "Hv": 512, "N": 8}, True, 2),  # of K, and one of V
+        ({"H": 576, "Hv": 512, "N": 16}, False, 2),  # 1 KB short of upright
         ({"H": 576, "Hv": 512, "N": 128}, False, 2),
-        ({"H": 320, "Hv": 256, "T": 2}, False, 5),
+        ({"H": 576, "Hv": 512, "N": 16, "shared": True}, True, 2),
+        ({"H": 576, "Hv": 512, "N": 17, "shared": True}, False, 2),
+        ({"H": 320, "Hv": 256, "T": 2}, True, 3),
+        ({"H": 320, "Hv": 256, "T": 5}, False, 5),
         ({"H": 128, "Hv": 128, "cache": "int8"}, True, 4),
         ({"H": 96, "Hv": 128, "cache": "int8"}, False, 4),
         ({"page_size": 64, "cache": "int8", "scaled": "rows"}, True, 8),

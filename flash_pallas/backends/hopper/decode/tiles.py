@@ -185,14 +185,14 @@ def takes_upright(problem: DecodeProblem) -> bool:
     or 256.
     """
     if takes_wide(problem):
-        return _wide_upright(problem) is not None
+        return wide_upright(problem) is not None
     widths = native_head_dims(problem.head_dim, problem.v_head_dim)
     if problem.q_len * problem.group > UPRIGHT_ROWS or widths[1] % WARPGROUP_ROWS:
         return False
     return not problem.quantised or all(width in (64, 128, 256) for width in widths)
 
 
-def _wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
+def wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
     """Returns the deepest upright blocks that fit above head dim 256; None where none do."""
     if problem.q_len * problem.group > UPRIGHT_ROWS or problem.quantised:
         return None
@@ -205,7 +205,7 @@ def _wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
     return None
 
 
-def _wide_rows(problem: DecodeProblem) -> DecodeBlocks:
+def wide_rows(problem: DecodeProblem) -> DecodeBlocks:
     """Returns the blocks above head dim 256 where queries are rows.
 
     Where K's tile is V's, two blocks of 64 keys fit; a step of 64 reads Q once, and not twice.
@@ -275,7 +275,7 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     bits.
     """
     if takes_wide(problem):
-        blocks = _wide_upright(problem) or _wide_rows(problem)
+        blocks = wide_upright(problem) or wide_rows(problem)
         return _with_splits(problem, blocks, num_sms)
     upright = takes_upright(problem)
     # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
