@@ -153,8 +153,9 @@ def test_wide_heads_that_are_refused():
         "decodes head dims of v up to 512, not 528"
     )
     later = HopperBackend(capability="9.0", trades_registers=False)
-    assert later.unsupported_decode(describe(H=576, Hv=384)) is None
-    refusal = later.unsupported_decode(describe(H=576, Hv=400))
+    assert later.unsupported_decode(describe(T=5, H=576, Hv=384)) is None
+    assert later.unsupported_decode(describe(T=4, H=576, Hv=512, shared=True)) is None
+    refusal = later.unsupported_decode(describe(T=5, H=576, Hv=400))
     assert refusal is not None and "head dims of v up to 384 with jaxlib 0.12" in refusal
 
 

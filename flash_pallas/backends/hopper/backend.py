@@ -216,7 +216,8 @@ class HopperBackend:
         if trading and not (self.interpret or self.producer):
             reason = (
                 f"decodes head dims of v up to {2 * EVEN_COLUMNS} with jaxlib 0.12, whose compiler "
-                f"lets no warpgroups trade registers, not {problem.v_head_dim}: install jaxlib 0.11"
+                f"lets no warpgroups trade registers, not {problem.v_head_dim}, unless queries are "
+                "few: install jaxlib 0.11"
             )
         return reason
 
