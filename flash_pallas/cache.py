@@ -336,7 +336,7 @@ def _check_shared(cache: KVCache, v, v_scale, rope_theta):
     """Checks a call in which the cache, or the new tokens, have no values of their own."""
     if cache.v is not None:
         raise ValueError(
-            f"v is None and cache.v has shape {cache.v.shape}: pass the values of the new tokens, or "
+            f"v is None and cache.v has shape {cache.v.shape}: pass values of the new tokens, or "
             "make a cache without v, whose values are columns of the keys"
         )
     for name, x in (("v", v), ("v_scale", v_scale)):

@@ -24,7 +24,7 @@ from . import checks
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One decode call; KV blocks up to head dim 256 have 64 keys unless `block_kv` says otherwise."""
+    """One decode call; up to head dim 256, KV blocks have 64 keys unless `block_kv` differs."""
 
     name: str
     lengths: tuple[int, ...]
@@ -161,9 +161,7 @@ STEPS = (
     Step("narrow_values", (130,), H=80, Hv=32),
     # Above head dim 256 tiles.py has the blocks.
     Step("wide_512", (70, 0), H=512, Hv=512, S=96, num_splits=2),
-    Step(
-        "latent", (95, 33), N=12, H=576, Hv=512, S=96, num_splits=1, sides=("sinks",)
-    ),
+    Step("latent", (95, 33), N=12, H=576, Hv=512, S=96, num_splits=1, sides=("sinks",)),
     Step(
         "latent_pages_of_16",
         (77, 90),
@@ -207,9 +205,7 @@ STEPS = (
     # The values are columns of the keys: in one tile above head dim 256, in two up to it.
     Step("shared", (130, 77), H=96, Hv=64, page_size=16, num_splits=2, shared=True),
     Step("shared_int8", (130, 77), H=128, Hv=64, cache="int8", scaled="rows", shared=True),
-    Step(
-        "shared_latent", (150, 0, 64), N=16, H=576, Hv=512, S=192, sides=("sinks",), shared=True
-    ),
+    Step("shared_latent", (150, 0, 64), N=16, H=576, Hv=512, S=192, sides=("sinks",), shared=True),
     Step(
         "shared_latent_pages",
         (150, 77),

@@ -34,7 +34,9 @@ def drawn(paged: bool = False, dtype=jnp.float32, kv_heads: int = 1):
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("options", [{}, {"num_splits": 3, "window": 20}, {"kv_starts": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_splits": 3, "window": 20}, {"kv_starts": 5}], ids=str
+)
 def test_they_are_the_first_columns(paged, options):
     q, k, given = drawn(paged)
     found = fp.flash_decode(q, k, v_head_dim=HV, return_lse=True, **given, **options)
@@ -145,12 +147,24 @@ def test_portable_kernels(step):
 
 Q, K, _ = drawn()
 BAD = {
-    "too many": ({"v_head_dim": H + 1}, ValueError, "v_head_dim is 41 and k has head dim 40.*1 to 40"),
+    "too many": (
+        {"v_head_dim": H + 1},
+        ValueError,
+        "v_head_dim is 41 and k has head dim 40.*1 to 40",
+    ),
     "none": ({"v_head_dim": 0}, ValueError, "v_head_dim is 0"),
     "no int": ({"v_head_dim": 8.0}, TypeError, "v_head_dim is 8.0: it must be an int"),
     "bool": ({"v_head_dim": True}, TypeError, "v_head_dim is True"),
-    "both": ({"v": K, "v_head_dim": 8}, ValueError, r"v_head_dim is 8 and v has shape.*leave v out"),
-    "scale": ({"v_scale": jnp.ones(1)}, ValueError, "v_scale is given and v is None.*leave v_scale"),
+    "both": (
+        {"v": K, "v_head_dim": 8},
+        ValueError,
+        r"v_head_dim is 8 and v has shape.*leave v out",
+    ),
+    "scale": (
+        {"v_scale": jnp.ones(1)},
+        ValueError,
+        "v_scale is given and v is None.*leave v_scale",
+    ),
 }
 
 
@@ -180,7 +194,7 @@ def test_bad_appends(name):
 
 def test_a_cache_with_values_needs_them():
     cache = fp.KVCache.empty(B, 2 * S, 1, H, K.dtype)
-    with pytest.raises(ValueError, match="v is None and cache.v has shape"):
+    with pytest.raises(ValueError, match=r"v is None and cache\.v has shape"):
         fp.append_kv(cache, K)
 
 
@@ -190,7 +204,7 @@ def test_layers_have_values_of_their_own():
     layer, x = FlashAttention(num_heads=2, causal=True), jnp.ones((B, 4, 16))
     params = layer.init(jax.random.key(0), x)
     cache = fp.KVCache.empty(B, S, 2, 8, x.dtype, shared=True)
-    with pytest.raises(ValueError, match="cache.v is None: a layer projects values of its own"):
+    with pytest.raises(ValueError, match=r"cache\.v is None: a layer projects values of its own"):
         layer.apply(params, x, cache=cache)
 
 

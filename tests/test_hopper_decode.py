@@ -160,16 +160,16 @@ def test_wide_heads_that_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "kv_heads", "head_dims", "splits"),
+    ("batch", "length", "heads", "kv_heads", "head_dims", "keys", "splits"),
     [
-        (1, 8192, 32, 4, (512, 512), 32),
-        (16, 8192, 32, 4, (512, 512), 2),
-        (1, 32768, 16, 1, (576, 512), 128),
-        (1, 32768, 128, 1, (576, 512), 64),
-        (128, 8192, 128, 1, (576, 512), 1),
+        (1, 8192, 32, 4, (512, 512), 64, 32),
+        (16, 8192, 32, 4, (512, 512), 64, 2),
+        (1, 32768, 16, 1, (576, 512), 32, 128),
+        (1, 32768, 128, 1, (576, 512), 32, 64),
+        (128, 8192, 128, 1, (576, 512), 32, 1),
     ],
 )
-def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, splits):
+def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, keys, splits):
     step = Step("any", (1,))
     problem = dataclasses.replace(
         decode.describe(step.operands()[0], dataclasses.replace(step.spec, num_splits=None)),
@@ -177,7 +177,7 @@ def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, splits)
         **dict(zip(("head_dim", "v_head_dim"), head_dims, strict=True)),
     )
     blocks = HopperBackend(interpret=True, num_sms=132).decode_blocks(problem)
-    assert (blocks.block_kv, blocks.num_splits) == (32, splits)
+    assert (blocks.block_kv, blocks.num_splits) == (keys, splits)
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
         )
     if cache.v is None:
         raise ValueError(
-            "cache.v is None: a layer projects values of its own. Make the cache with shared=False, "
-            "or call append_kv and flash_decode."
+            "cache.v is None: a layer projects values of its own. Make it with shared=False, or "
+            "call append_kv and flash_decode."
         )
     if rank != 3:
         raise ValueError(f"With a cache, inputs are [batch, length, features], got rank {rank}.")

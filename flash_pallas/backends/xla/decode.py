@@ -142,10 +142,8 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
             _gather(x, operands.page_table, place, heads), scale, operands, place, heads
         )
         k = found(operands.k, operands.k_scale)
-        if operands.v is None:
-            v = k[..., :v_head_dim]
-        else:
-            v = found(operands.v, operands.v_scale)
+        shared = operands.v is None
+        v = k[..., :v_head_dim] if shared else found(operands.v, operands.v_scale)
         # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
         if operands.kv_starts is not None:

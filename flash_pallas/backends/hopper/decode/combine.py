@@ -32,7 +32,7 @@ SHARES, MOST_JOINERS = 8, 4
 
 
 class JoinSmem(NamedTuple):
-    """What the warpgroups of a CTA exchange, where there are several; row j is of warpgroup j."""
+    """Shared memory in which several warpgroups exchange their parts; row j is of warpgroup j."""
 
     o: Any  # f32[joiners, columns]
     rows: Any  # f32[joiners, 3], fields of Joined

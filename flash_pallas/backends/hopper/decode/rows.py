@@ -7,6 +7,8 @@ padding.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -106,18 +108,16 @@ class RowConsumer(Consumer):
         """Zeroes the padding of a block whose keys are its values, when no one reads its keys."""
         tile = cta.smem.k.at[cta.k.slot(use)]
         swizzle, first = self.plan.k_swizzle(cta.gmem.k), keys.block(use) * tile.shape[0]
-        _, padded = self.plan.has_padding(keys, first)
+        clear = functools.partial(self.plan.clear_padding, tile, keys, first, swizzle)
 
-        @pl.when(padded)
-        def _():
+        def together():
             self.meet(cta)
-
-            def clear():
-                self.plan.clear_padding(tile, keys, first, swizzle)
-                plgpu.commit_smem()
-
             self.by_first(cta, clear)
+            plgpu.commit_smem()
             self.meet(cta)
+
+        _, padded = self.plan.has_padding(keys, first)
+        pl.when(padded)(together)
 
     def queries(self, cta: DecodeCta):
         """Returns the Q tile in shared memory."""

@@ -334,8 +334,8 @@ class DecodeSmem(NamedTuple):
 
     q: Any  # [rows, H], of as many rows as Plan.tile_rows says
     # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows])). In
-    # parts, v is [slots, parts, block_kv, part_columns] and o [parts, rows, part_columns]. Where
-    # values are columns of the keys there is no v.
+    # parts, v is [slots, parts, block_kv, part_columns] and o [parts, rows, part_columns].
+    # No v where values are columns of the keys.
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
     scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
