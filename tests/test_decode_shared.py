@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def drawn(paged: bool = False, dtype=jnp.float32, kv_heads: int = 1):
     rng = np.random.default_rng(5)
     shape = (2 * B * S // 64, 32, kv_heads, H) if paged else (B, S, kv_heads, H)
     q, k = (rng.standard_normal(x).astype(np.float32) for x in ((B, 1, 4, H), shape))
-    given = {"kv_lengths": jnp.array([100, 7])}
+    given: dict[str, Any] = {"kv_lengths": jnp.array([100, 7])}
     if paged:
         given["page_table"] = jnp.asarray(rng.permutation(len(k)).reshape(B, -1), jnp.int32)
     return jnp.asarray(q, dtype), jnp.asarray(k, dtype), given
@@ -59,14 +61,15 @@ def test_eight_bits_have_one_scale(rows):
     scale = jnp.linspace(0.01, 0.03, rows)[:, None]
     scale = scale[0] if rows == 1 else scale
     found = fp.flash_decode(q, k, v_head_dim=HV, k_scale=scale, **given)
-    scales = {"k_scale": scale, "v_scale": scale}
+    scales: dict[str, Any] = {"k_scale": scale, "v_scale": scale}
     np.testing.assert_array_equal(found, fp.flash_decode(q, k, k[..., :HV], **scales, **given))
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_chosen_blocks(paged):
     q, k, given = drawn(paged)
-    options = {"kv_blocks": jnp.array([[[0, 2]], [[0, -1]]]), "kv_block_size": 32, **given}
+    options: dict[str, Any] = {"kv_blocks": jnp.array([[[0, 2]], [[0, -1]]])}
+    options |= {"kv_block_size": 32, **given}
     found = fp.flash_decode(q, k, v_head_dim=HV, **options)
     np.testing.assert_array_equal(found, fp.flash_decode(q, k, k[..., :HV], **options))
 
@@ -99,13 +102,13 @@ def test_steps_with_a_cache():
     q = jax.random.normal(jax.random.key(0), (B, S, 4, H))
     cache = fp.KVCache.empty(B, S, 1, H, k.dtype, shared=True)
     assert cache.v is None
-    cache = fp.append_kv(cache, k[:, :120])
+    cache, o = fp.append_kv(cache, k[:, :120]), jnp.empty(0)
     for t in range(120, 123):
         cache = fp.append_kv(cache, k[:, t : t + 1])
         o = fp.flash_decode(q[:, t : t + 1], cache.k, v_head_dim=HV, kv_lengths=cache.lengths)
     whole = fp.flash_attention(q[:, :123], k[:, :123], k[:, :123, :, :HV], causal=True)
     assert cache.v is None and cache.lengths.tolist() == [123, 123]
-    np.testing.assert_allclose(o[:, 0], whole[:, -1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(o)[:, 0], np.asarray(whole)[:, -1], rtol=1e-5, atol=1e-5)
 
 
 def test_kernels_above_head_dim_256_take_them_from_one_tile(monkeypatch):
@@ -146,7 +149,7 @@ def test_portable_kernels(step):
 
 
 Q, K, _ = drawn()
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too many": (
         {"v_head_dim": H + 1},
         ValueError,
@@ -177,7 +180,7 @@ def test_bad_arguments(name):
         fp.explain_decode(Q, K, **options)
 
 
-BAD_APPENDS = {
+BAD_APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "values": ({"v": K}, "v is given and cache.v is None.*leave v out"),
     "scale": ({"v_scale": jnp.ones(1)}, "v_scale is given and cache.v is None"),
     "rotation": ({"rope_theta": 10_000.0}, "it would rotate the values.*apply_rope"),

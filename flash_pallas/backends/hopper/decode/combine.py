@@ -124,9 +124,8 @@ class CombineKernel:
         """Returns what to allocate."""
         if self.joiners == 1:
             return ()
-        shapes = (self.joiners, self.columns), (self.joiners, 3)
-        met = plgpu.Barrier(num_arrivals=self.joiners)
-        return (JoinSmem(*map(row_buffer, shapes), met),)
+        o, rows = (row_buffer((self.joiners, width)) for width in (self.columns, 3))
+        return (JoinSmem(o, rows, plgpu.Barrier(num_arrivals=self.joiners)),)
 
     def hand_over(self, smem: JoinSmem, wg, found: Joined):
         """Writes what this warpgroup has joined to shared memory."""
@@ -138,8 +137,12 @@ class CombineKernel:
 
     def handed_over(self, smem: JoinSmem) -> Joined:
         """Returns what all warpgroups have joined, joined in their order."""
-        of = lambda wg: Joined(*(smem.rows[wg, i] for i in range(3)), _load(smem.o.at[wg]))
-        return functools.reduce(self.join, map(of, range(self.joiners)))
+
+        def part(wg: int) -> Joined:
+            shift, most, sums = (smem.rows[wg, i] for i in range(3))
+            return Joined(shift, most, sums, _load(smem.o.at[wg]))
+
+        return functools.reduce(self.join, map(part, range(self.joiners)))
 
     @property
     def ctas(self) -> int:
