@@ -4,10 +4,10 @@ Keys are the rows, 64 at a time as wgmma wants them, and nothing is computed for
 exist. At head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
 queries, and holds 53 registers; with the 64 rows of rows.py it issues 313.
 
-P^T is the right operand of its matmul and lies in shared memory, so PV of a block overlaps with
-QK^T of the next. A cache in eight bits is the left operand of both matmuls, which may lie in
-registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn and
-takes the fewest instructions to make.
+P^T is the right operand of its matmul and lies in shared memory. Up to head dim 256 PV of a block
+overlaps with QK^T of the next. A cache in eight bits is the left operand of both matmuls, which may
+lie in registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn
+and takes the fewest instructions to make.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ColumnConsumer(Consumer):
         def wait(n, _):
             cta.k.wait_full(n)
             if not self.plan.shares:
-                pl.when(n < self.plan.v_slots)(lambda: cta.v.wait_full(n))
+                self.plan.where_v_has(n, lambda: cta.v.wait_full(n))
 
         lax.fori_loop(keys.stop, self.plan.guessed(cta), wait, None)
 

@@ -3,7 +3,8 @@
 A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
 KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
 of the matmuls, as many as needed (columns.py); otherwise they are the rows, always 64
-(rows.py). If V has more than 256 columns, two compute warpgroups have a half of them each.
+(rows.py). If V has more than 256 columns, two compute warpgroups of rows have a half of them each.
+Values that are columns of the keys lie in the tile of K, where a head dim is above 256.
 
     Q        compute warpgroup -> q, once
     K, V     producer -> rings, first to last; contiguous, or page by page

@@ -97,12 +97,14 @@ class DecodeProducer:
         def load(n, known):
             own, next_one = known
             following = places(n + 2)
-            pl.when(n + 1 < keys.stop)(lambda: self.load_k(cta, keys, guessed, n + 1, next_one))
-            self.load_v(cta, keys, lax.min(guessed, self.plan.v_slots), n, own)
+            new = (n + 1 < keys.stop) & (n + 1 >= guessed)
+            pl.when(new)(lambda: self.load_k(cta, keys, n + 1, next_one))
+            new = n >= lax.min(guessed, self.plan.v_slots)
+            pl.when(new)(lambda: self.load_v(cta, keys, n, own))
             return next_one, following
 
-        first = places(0)
-        pl.when(keys.stop > 0)(lambda: self.load_k(cta, keys, guessed, jnp.int32(0), first))
+        first, new = places(0), (keys.stop > 0) & (guessed == 0)
+        pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
         lax.fori_loop(jnp.int32(0), keys.stop, load, (first, places(1)))
 
     def guess(self, cta: DecodeCta, count):
@@ -119,7 +121,7 @@ class DecodeProducer:
             places = self.pages.places(cta, block)
             self.copy_k(cta, n, block, places)
             if self.plan.blocks.upright and not self.plan.shares:
-                pl.when(n < self.plan.v_slots)(lambda: self.copy_v(cta, n, block, places))
+                self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th."""
@@ -143,29 +145,25 @@ class DecodeProducer:
 
     def load(self, cta: DecodeCta, keys: Keys, guessed, n, places: tuple):
         """Loads the n-th block of K and V, unless it was guessed."""
-        self.load_k(cta, keys, guessed, n, places)
-        if self.plan.shares:
-            return
-        if self.plan.blocks.upright:
-            self.load_v(cta, keys, guessed, n, places)
-        else:
+
+        @pl.when(n >= guessed)
+        def _():
+            self.load_k(cta, keys, n, places)
+            if self.plan.blocks.upright and not self.plan.shares:
+                self.load_v(cta, keys, n, places)
+
+        if not (self.plan.blocks.upright or self.plan.shares):
             self.load_cleared(cta, keys, n, places)
 
-    def load_k(self, cta: DecodeCta, keys: Keys, guessed, n, places: tuple):
-        """Loads the n-th block of K, unless it is one of those that were guessed."""
+    def load_k(self, cta: DecodeCta, keys: Keys, n, places: tuple):
+        """Loads the n-th block of K when its slot is empty."""
+        cta.k.wait_empty(n)
+        self.copy_k(cta, n, keys.block(n), places)
 
-        @pl.when(n >= guessed)
-        def _():
-            cta.k.wait_empty(n)
-            self.copy_k(cta, n, keys.block(n), places)
-
-    def load_v(self, cta: DecodeCta, keys: Keys, guessed, n, places: tuple):
-        """Loads the n-th block of V, unless it is one of those that were guessed."""
-
-        @pl.when(n >= guessed)
-        def _():
-            cta.v.wait_empty(n)
-            self.copy_v(cta, n, keys.block(n), places)
+    def load_v(self, cta: DecodeCta, keys: Keys, n, places: tuple):
+        """Loads the n-th block of V when its slot is empty."""
+        cta.v.wait_empty(n)
+        self.copy_v(cta, n, keys.block(n), places)
 
     def load_cleared(self, cta: DecodeCta, keys: Keys, n, places: tuple):
         """Loads the n-th block of V, with zeros in place of padding."""

@@ -131,12 +131,17 @@ class DecodeBlocks:
 def takes_wide(problem: DecodeProblem) -> bool:
     """Checks for a head dim above 256, of q and k or of v.
 
-    Queries are then the rows, however few, and blocks have 32 keys: as columns they would take
-    blocks of 64 keys, one of which, 128 KB at head dim 512, leaves no room for the next. Up to two
-    compute warpgroups have equal parts of the columns of V and of O. Each computes all scores: that
-    way they never wait for one another. At head dims 576 and 512 a step reads 216 KB of Q and K and
-    32 KB of V from shared memory, 1,980 cycles of 128 bytes; an SM's share of 4.2 TB/s brings its
-    70 KB in 3,800.
+    Up to UPRIGHT_ROWS queries are columns where blocks of 64 keys fit: two of K and one of V at
+    head dim 512, where K is 64 KB and V is 64 KB, or two at head dim 576 where K's tile is V's. A
+    step of 64 keys reads 90 KB of K and Q and 82 KB of V and P from shared memory, 1,350 cycles of
+    128 bytes; an SM's share of 3.35 TB/s brings 72 KB in 5,000 and 128 KB in 9,000. Slots are given
+    back in their own step: at most one other is under way.
+
+    More are rows, of blocks of 32 keys, or 64 where K's tile is V's. Up to two compute warpgroups
+    have equal parts of the columns of V and of O. Each computes all scores: that way they never
+    wait for one another. At head dims 576 and 512 a step of 32 keys reads 216 KB of Q and K and 32
+    KB of V from shared memory, 1,980 cycles; one of 64 keys 352 KB, 2,820. The tensor cores take
+    3,330 for those, of which the second computation of the scores is 1,150.
     """
     return max(problem.head_dim, problem.v_head_dim) > NATIVE_HEAD_DIMS[-1]
 
