@@ -151,10 +151,9 @@ WIDE_DECODES = {
     (320, 256, 32, 8): ("contiguous", "modifiers"),
     (128, 512, 32, 8): ("contiguous",),
     (576, 512, 16, 1): ("contiguous", *SHARED),
-    (576, 512, 32, 1): SHARED,
-    (576, 512, 64, 1): SHARED,
-    (320, 304, 32, 8): ("shared", "shared_modifiers"),
-    (304, 208, 64, 1): ("shared", "shared_modifiers"),
+    (576, 512, 64, 1): ("shared", "shared_modifiers", "shared_starts_windows"),
+    (320, 304, 32, 8): ("shared",),
+    (304, 208, 64, 1): ("shared_modifiers",),
 }
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
