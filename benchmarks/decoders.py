@@ -61,20 +61,25 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
     table = np.random.default_rng(0).permutation(pages).reshape(sizes.batch, columns)
     inverse = np.argsort(table, axis=None)
 
+    if sizes.shared:
+        static["v_head_dim"] = sizes.v_head_dim or sizes.head_dim
+    of_both = lambda function, *arrays: tuple(None if x is None else function(x) for x in arrays)
+
     def arrange(q, k, v):
+        v = None if sizes.shared else v
         given = {"kv_lengths": jnp.full((sizes.batch,), sizes.length, jnp.int32)}
         if call.cache is not None:
             step = STEP if call.cache == "int8" else 1.0
-            k, v = (_eight_bits(x, call.cache, step) for x in (k, v))
+            k, v = of_both(lambda x: _eight_bits(x, call.cache, step), k, v)
             lead = () if size is None else (pages,)
             scale = jnp.full((*lead, sizes.kv_heads), step, jnp.float32)
-            given |= {"k_scale": scale, "v_scale": scale}
+            given |= {"k_scale": scale} | ({} if sizes.shared else {"v_scale": scale})
         if size is not None:
-            k, v = (_pages(x, pages, inverse) for x in (k, v))
+            k, v = of_both(lambda x: _pages(x, pages, inverse), k, v)
             given["page_table"] = jnp.asarray(table, jnp.int32)
         if call.padding:
             widths = ((0, 0), (call.padding, 0), (0, 0), (0, 0))
-            k, v = (jnp.pad(x, widths, constant_values=jnp.nan) for x in (k, v))
+            k, v = of_both(lambda x: jnp.pad(x, widths, constant_values=jnp.nan), k, v)
             given["kv_lengths"] += call.padding
             given["kv_starts"] = jnp.full((sizes.batch,), call.padding, jnp.int32)
         if call.traced_window:

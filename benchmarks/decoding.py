@@ -17,7 +17,10 @@ OURS, CUDNN, TRITON = "flash_pallas", "jax_cudnn", "pallas_triton"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a bfloat16 cache, k [B, S, K, H] and v [B, S, K, Hv], and its query heads."""
+    """Sizes of a bfloat16 cache, k [B, S, K, H] and v [B, S, K, Hv], and its query heads.
+
+    If it is shared, the values are the first Hv columns of k: one array.
+    """
 
     batch: int
     length: int
@@ -26,17 +29,19 @@ class Sizes:
     head_dim: int = 128
     coarse: bool = False  # numbers that eight bits hold as well: multiples of STEP, 4 digits
     v_head_dim: int | None = None  # None: head_dim
+    shared: bool = False
 
     @property
     def label(self) -> str:
         """B,S,N,K,H in one short string, or B,S,N,K,H/Hv where they differ."""
         dims = f"{self.head_dim}" + (f"/{self.v_head_dim}" if self.v_head_dim else "")
+        dims += " shared" * self.shared
         return f"{self.batch},{self.length},{self.heads},{self.kv_heads},{dims}"
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of k and v together, which a step has to read."""
-        columns = self.head_dim + (self.v_head_dim or self.head_dim)
+        columns = self.head_dim + (0 if self.shared else self.v_head_dim or self.head_dim)
         return 2 * self.batch * self.length * self.kv_heads * columns
 
     def shapes(self, queries: int) -> list[jax.ShapeDtypeStruct]:
@@ -47,16 +52,21 @@ class Sizes:
         return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in dims]
 
     def caches(self, at_least: int) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns standard normal (k, v) pairs, as many as hold `at_least` bytes together."""
+        """Returns standard normal (k, v) pairs, as many as hold `at_least` bytes together.
+
+        Of a shared cache v is a copy, for the reference.
+        """
         shapes = [x.shape for x in self.shapes(1)[1:]]
         pairs = -(-at_least // self.kv_bytes)
-        return [
-            tuple(
+        found = [
+            [
                 _normal(jax.random.key(2 * i + j), shape, self.coarse)
-                for j, shape in enumerate(shapes)
-            )
+                for j, shape in enumerate(shapes[: 2 - self.shared])
+            ]
             for i in range(pairs)
         ]
+        whole = lambda k, v=None: (k, k[..., : shapes[1][-1]] if v is None else v)
+        return [whole(*arrays) for arrays in found]
 
     def chosen(self, number: int) -> np.ndarray:
         """Draws different blocks of CHOSEN_KEYS keys for every sequence and KV head, [B, K, M]."""
@@ -151,6 +161,7 @@ _bounded = lambda length: (_ONE, Call(padding=length), Call(traced_window=True))
 _chosen = (_ONE, *(Call(chosen=n) for n in (16, 64, 256)))
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
 _WIDE = (_ONE, Call(page_size=64))
+_latent = lambda batch, heads: Sizes(batch, 32768, heads, 1, 576, v_head_dim=512, shared=True)
 
 GROUPS: tuple[Group, ...] = (
     *(Group("lengths", Sizes(1, n << 10), _PEERS) for n in (8, 32, 128, 512)),
@@ -170,6 +181,8 @@ GROUPS: tuple[Group, ...] = (
     *(Group("wide heads", Sizes(n, 8192, 32, 4, 512), _WIDE) for n in (1, 4, 16)),
     *(Group("latent", Sizes(1, 32768, n, 1, 576, v_head_dim=512), _WIDE) for n in (16, 64, 128)),
     *(Group("latent", Sizes(16, 32768, n, 1, 576, v_head_dim=512), _WIDE) for n in (16, 128)),
+    *(Group("latent, one array", _latent(1, n), _WIDE) for n in (16, 64, 128)),
+    *(Group("latent, one array", _latent(16, n), _WIDE) for n in (16, 64, 128)),
     Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),
     Group("splits", Sizes(16, 8192), _splits(1, 2, 3, 4, 6, 8, 16)),
     Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),

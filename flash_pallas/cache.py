@@ -26,7 +26,8 @@ class KVCache(NamedTuple):
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H].
-        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv].
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv]. None: they are the first columns of
+            k, as `v_head_dim` of `flash_decode` says (multi-head latent attention).
         lengths: int32 [B], number of tokens of each sequence, padding on the left included.
         starts: int32 [B], number of tokens on the left that are padding, which `flash_decode` is to
             hide: pass them as its `kv_starts`. None is no padding.
@@ -39,17 +40,27 @@ class KVCache(NamedTuple):
 
     @classmethod
     def empty(
-        cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype, starts=None
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype,
+        starts=None,
+        shared: bool = False,
     ) -> KVCache:
-        """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet.
+
+        With `shared` the values are columns of the keys, and v is None.
+        """
         zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
-        return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32), starts)
+        return cls(zeros(), None if shared else zeros(), jnp.zeros(batch, jnp.int32), starts)
 
 
 def append_kv(
     cache: KVCache | tuple[Any, ...],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    v: Float[Array, "B T K Hv"] | None = None,
     *,
     new_lengths: Int[Array, " B"] | None = None,
     page_table: Int[Array, "B max_pages"] | None = None,
@@ -70,7 +81,7 @@ def append_kv(
         cache: keys, values and lengths; see `KVCache`.
         k: keys [B, T, K, H] of the new tokens, in the cache's dtype, or in any float dtype where
             there is a `k_scale`; any T.
-        v: values [B, T, K, Hv], of the same dtypes.
+        v: values [B, T, K, Hv], of the same dtypes; None for a cache whose v is None.
         new_lengths: int32 [B]: the number of the T tokens, from the first on, that are real; the
             others are padding that is not written, as in prompts of different lengths. None is all
             of them. Clipped to [0, T].
@@ -101,9 +112,12 @@ def append_kv(
     """
     old = _checked_cache(cache)
     scales = (("k", k_scale), ("v", v_scale))
-    for x, (name, scale) in zip((k, v), scales, strict=True):
+    if v is None or old.v is None:
+        _check_shared(old, v, v_scale, rope_theta)
+        scales = scales[:1]
+    for x, (name, scale) in zip((k, v), scales, strict=False):
         _check_new(name, x, scale, getattr(old, name), len(old.lengths))
-    if k.shape[:2] != v.shape[:2]:
+    if v is not None and k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
     if page_table is not None:
         page_table = _integers("page_table", page_table, 2, len(old.lengths))
@@ -117,7 +131,7 @@ def append_kv(
     if rope_theta is not None:
         _check_rotates(rope_theta, k)
     scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
-    new = _New(k, v, new_lengths, page_table, scales["k"], scales["v"])
+    new = _New(k, v, new_lengths, page_table, scales["k"], scales.get("v"))
     old = jax.tree.map(jnp.asarray, old)
     # The cache stays cut as it is: a step's result is the next one's operand.
     specs = jax.tree.map(mesh_axes.spec_of, old)
@@ -243,8 +257,9 @@ def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
     written = {}
     for name in ("k", "v"):
         whole, x, scale = getattr(old, name), getattr(new, name), getattr(new, f"{name}_scale")
-        x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
-        written[name] = whole.at[where].set(x, mode="drop")
+        if whole is not None:
+            x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
+            written[name] = whole.at[where].set(x, mode="drop")
     return old._replace(**written, lengths=jnp.minimum(lengths + added, room))
 
 
@@ -296,6 +311,8 @@ def _checked_cache(cache) -> KVCache:
     old = KVCache(*cache)
     for name, rank in (("k", 4), ("v", 4)):
         x = getattr(old, name)
+        if name == "v" and x is None:
+            continue
         if not isinstance(x, (jax.Array, np.ndarray)):
             raise TypeError(f"cache.{name} must be an array, got {type(x).__name__}")
         if x.ndim != rank:
@@ -303,7 +320,7 @@ def _checked_cache(cache) -> KVCache:
                 f"cache.{name} has shape {x.shape}: it must be [batch, length, heads, head_dim] or "
                 "[num_pages, page_size, heads, head_dim]"
             )
-    if old.k.shape[:3] != old.v.shape[:3]:
+    if old.v is not None and old.k.shape[:3] != old.v.shape[:3]:
         raise ValueError(
             f"cache.k has shape {old.k.shape} and cache.v {old.v.shape}: all but the head dim must "
             "be the same"
@@ -313,6 +330,26 @@ def _checked_cache(cache) -> KVCache:
     if starts is not None:
         starts = _integers("cache.starts", starts, 1, len(lengths))
     return old._replace(lengths=lengths, starts=starts)
+
+
+def _check_shared(cache: KVCache, v, v_scale, rope_theta):
+    """Checks a call in which the cache, or the new tokens, have no values of their own."""
+    if cache.v is not None:
+        raise ValueError(
+            f"v is None and cache.v has shape {cache.v.shape}: pass values of the new tokens, or "
+            "make a cache without v, whose values are columns of the keys"
+        )
+    for name, x in (("v", v), ("v_scale", v_scale)):
+        if x is not None:
+            raise ValueError(
+                f"{name} is given and cache.v is None: its values are columns of k, with the scale "
+                f"of k; leave {name} out"
+            )
+    if rope_theta is not None:
+        raise ValueError(
+            f"rope_theta is {rope_theta!r} and cache.v is None: it would rotate the values, which "
+            "are columns of k; rotate the other columns by apply_rope before, and leave it out"
+        )
 
 
 def _check_new(name: str, x, scale, cache, batch: int):

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 def flash_decode(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"] | Float[Array, "P page_size K H"],
-    v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"],
+    v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"] | None = None,
     *,
+    v_head_dim: int | None = None,
     kv_lengths: int | Int[Array, "*#B"] | None = None,
     kv_starts: int | Int[Array, "*#B"] | None = None,
     q_offset: int | Int[Array, "*#B"] | None = None,
@@ -67,7 +68,10 @@ def flash_decode(
             page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
             `k_scale`. N is a multiple of K: query head n reads KV head
             n // (N // K), which is never repeated in memory (GQA, grouped-query attention).
-        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype.
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype. None: the values are
+            the first `v_head_dim` columns of k, as in multi-head latent attention, and are read
+            once for both.
+        v_head_dim: number of columns of k that are the values, 1 to H, where v is None; None is H.
         kv_lengths: int32 [B] or a scalar: number of keys of each sequence, its new tokens included;
             may be traced. Keys beyond it may hold anything. None is S; pages need it. Lengths are
             clipped to what there is room for: see `check_pages`.
@@ -102,7 +106,7 @@ def flash_decode(
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
             head [K], or per sequence and head [B, K], or with `page_table` per page and head
             [P, K]; None is 1. `append_kv` divides by the same numbers.
-        v_scale: scale of the values, of the same shapes.
+        v_scale: scale of the values, of the same shapes; without v they have that of the keys.
         backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
             this one or raises.
         return_lse: also return the log-sum-exp.
@@ -114,7 +118,8 @@ def flash_decode(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit together, or a value out of range.
+        ValueError: shapes that do not fit together, or a value out of range, such as a v_head_dim
+            above H, or another than that of v.
         UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
         NotImplementedError: a dtype that no backend takes; a derivative.
 
@@ -141,6 +146,7 @@ def flash_decode(
         kv_block_size=kv_block_size,
         k_scale=k_scale,
         v_scale=v_scale,
+        v_head_dim=v_head_dim,
     )
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
@@ -154,8 +160,9 @@ def flash_decode(
 def explain_decode(
     q: Shaped,
     k: Shaped,
-    v: Shaped,
+    v: Shaped | None = None,
     *,
+    v_head_dim: int | None = None,
     kv_lengths: int | Shaped | None = None,
     kv_starts: int | Shaped | None = None,
     q_offset: int | Shaped | None = None,
@@ -181,7 +188,8 @@ def explain_decode(
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H], or pages of them.
-        v: values.
+        v: values, or None.
+        v_head_dim: number of columns of k that are the values, where v is None.
         kv_lengths: as in `flash_decode`, as are all the others.
         kv_starts: first key of each sequence.
         q_offset: position of query 0.
@@ -227,6 +235,7 @@ def explain_decode(
         "kv_block_size": kv_block_size,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "v_head_dim": v_head_dim,
     }
 
     def shapes(q, k, v, given):

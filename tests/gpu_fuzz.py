@@ -98,7 +98,10 @@ def decodes(backend: str, step: Step) -> str | None:
     given, whole = step.operands()
     options: dict[str, Any] = {"softcap": step.softcap, "num_splits": step.num_splits}
     if step.scaled == "heads":  # as users have them: one per head
-        given = given._replace(k_scale=given.k_scale[0], v_scale=given.v_scale[0])
+        one = lambda scale: None if scale is None else scale[0]
+        given = given._replace(k_scale=one(given.k_scale), v_scale=one(given.v_scale))
+    if step.shared:
+        options["v_head_dim"] = step.Hv
     arrays = given._asdict()
     window = arrays.pop("window_left")
     options["window"] = step.window if window is None else (window, None)
@@ -122,7 +125,7 @@ def random_step(draw: Draw) -> Step:
     head_dim = draw.one_of((64, 128, 256) if cache else _HEAD_DIMS)
     batch = draw.between(1, 4)
     numbers = lambda most: tuple(draw.between(0, most) for _ in range(batch))
-    return Step(
+    step = Step(
         "drawn",
         lengths=numbers(room),
         T=queries,
@@ -142,6 +145,7 @@ def random_step(draw: Draw) -> Step:
         cache=cache,
         scaled=draw.one_of(("", "heads", "rows")) if cache else "",
     )
+    return dataclasses.replace(step, shared=step.Hv <= step.H and draw.chance(0.2))
 
 
 def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:

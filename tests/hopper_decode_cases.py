@@ -10,7 +10,13 @@ import numpy as np
 
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks, takes_upright, takes_wide
+from flash_pallas.backends.hopper.decode.tiles import (
+    DecodeBlocks,
+    takes_upright,
+    takes_wide,
+    wide_rows,
+    wide_upright,
+)
 from flash_pallas.core import decode, softmax
 
 from . import checks
@@ -18,7 +24,7 @@ from . import checks
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One decode call; KV blocks have 64 keys unless `block_kv` says otherwise."""
+    """One decode call; up to head dim 256, KV blocks have 64 keys unless `block_kv` differs."""
 
     name: str
     lengths: tuple[int, ...]
@@ -41,6 +47,7 @@ class Step:
     upright: bool = True  # where the kernel has a choice
     cache: str | None = None  # dtype of a cache in eight bits
     scaled: str = ""  # "heads", or "rows": sequences or pages have their own scales
+    shared: bool = False  # the values are the first Hv columns of the keys
 
     def __str__(self) -> str:
         return self.name
@@ -48,7 +55,12 @@ class Step:
     @property
     def spec(self) -> decode.DecodeSpec:
         return decode.DecodeSpec(
-            self.H**-0.5, self.window, self.softcap, self.num_splits, self.page_size
+            self.H**-0.5,
+            self.window,
+            self.softcap,
+            self.num_splits,
+            self.page_size,
+            v_columns=self.Hv if self.shared else None,
         )
 
     def operands(self):
@@ -76,6 +88,9 @@ class Step:
         stored, whole = (whole, whole) if self.cache is None else self.quantised(whole)
         cache = stored if self.page_size is None else self.paged(rng, stored)
         said = None if self.offset is None else whole.q_offset
+        if self.shared:
+            whole = whole._replace(v=whole.k[..., : self.Hv])
+            cache = cache._replace(v=None, v_scale=None)
         return cache._replace(kv_lengths=given, q_offset=said), whole
 
     def quantised(self, whole: decode.DecodeOperands):
@@ -132,7 +147,9 @@ STEPS = (
     Step("lengths_out_of_range", (300, -7), page_size=64),
     Step("splits", (129, 256), N=8, K=2),
     Step("more_splits_than_blocks", (65, 3), num_splits=7, N=2),
-    Step("joined_in_turns", (250, 0), num_splits=35, N=2, sides=("sinks",)),
+    Step("many_splits", (250, 0), num_splits=35, N=2, sides=("sinks",)),
+    # Two warpgroups join five splits each, of which one does not exist.
+    Step("odd_splits", (570, 130), num_splits=9, N=2, S=576),
     Step("four_tokens", (127, 129), T=4, N=8, K=2),
     Step("four_tokens_one_split", (1, 130), T=4, num_splits=1, sides=("sinks",)),
     Step("sixteen_tokens", (129, 256), T=16, N=4),
@@ -144,11 +161,9 @@ STEPS = (
     Step("one_head_each", (130,), N=2, K=2, H=128, Hv=128, dtype="float16"),
     Step("wide", (70,), H=256, Hv=256, num_splits=2),
     Step("narrow_values", (130,), H=80, Hv=32),
-    # Above head dim 256: blocks of 32 keys; above 256 columns of V, two compute warpgroups.
-    Step("wide_512", (70, 0), H=512, Hv=512, S=96, block_kv=32, num_splits=2),
-    Step(
-        "latent", (95, 33), N=12, H=576, Hv=512, S=96, block_kv=32, num_splits=1, sides=("sinks",)
-    ),
+    # Above head dim 256 tiles.py has the blocks.
+    Step("wide_512", (70, 0), H=512, Hv=512, S=96, num_splits=2),
+    Step("latent", (95, 33), N=12, H=576, Hv=512, S=96, num_splits=1, sides=("sinks",)),
     Step(
         "latent_pages_of_16",
         (77, 90),
@@ -157,7 +172,6 @@ STEPS = (
         H=576,
         Hv=512,
         S=96,
-        block_kv=32,
         page_size=16,
         dtype="float16",
         sides=("sinks",),
@@ -171,7 +185,6 @@ STEPS = (
         H=272,
         Hv=336,
         S=96,
-        block_kv=32,
         num_splits=2,
         window=40,
         softcap=3.0,
@@ -184,14 +197,50 @@ STEPS = (
         Hv=304,
         K=2,
         S=96,
-        block_kv=32,
         page_size=48,
         starts=(37, 64),
         windows=(50, 300),
         num_splits=2,
     ),
-    Step("wide_keys", (70, 33), T=4, H=304, Hv=80, S=96, block_kv=32, num_splits=1),
-    Step("wide_values", (70,), H=64, Hv=352, S=96, block_kv=32, num_splits=2, dtype="float16"),
+    Step("wide_512_as_rows", (70, 0), H=512, Hv=512, S=96, num_splits=2, upright=False),
+    Step("keys_ahead", (300, 0, 64), N=8, H=512, Hv=512, S=320, num_splits=2),
+    # The values are columns of the keys: in one tile above head dim 256, in two up to it.
+    Step("shared", (130, 77), H=96, Hv=64, page_size=16, num_splits=2, shared=True),
+    Step("shared_int8", (130, 77), H=128, Hv=64, cache="int8", scaled="rows", shared=True),
+    Step("shared_latent", (150, 0, 64), N=16, H=576, Hv=512, S=192, sides=("sinks",), shared=True),
+    Step(
+        "shared_latent_pages",
+        (150, 77),
+        T=2,
+        N=8,
+        H=576,
+        Hv=512,
+        S=192,
+        page_size=16,
+        dtype="float16",
+        shared=True,
+    ),
+    Step("shared_narrow_swizzle", (150, 77), K=2, H=304, Hv=272, S=192, num_splits=1, shared=True),
+    Step("shared_rows", (150, 64), N=40, H=576, Hv=512, S=192, page_size=64, shared=True),
+    Step("shared_rows_alone", (150, 61), T=4, N=5, H=304, Hv=208, S=192, shared=True),
+    Step(
+        "shared_rows_everything",
+        (180, 161),
+        T=3,
+        N=8,
+        H=320,
+        Hv=304,  # two parts of 192 columns: more than K has
+        S=192,
+        page_size=48,
+        starts=(37, 100),
+        window=60,
+        softcap=3.0,
+        num_splits=2,
+        sides=("slopes", "sinks"),
+        shared=True,
+    ),
+    Step("wide_keys", (70, 33), T=4, H=304, Hv=80, S=96, num_splits=1),
+    Step("wide_values", (70,), H=64, Hv=352, S=96, num_splits=2, dtype="float16"),
     Step("pages_of_16", (200, 77), page_size=16, sides=("sinks",)),
     Step("pages_of_48", (200, 133), T=4, S=240, page_size=48),
     Step("pages_of_64", (64, 129), N=8, K=2, page_size=64),
@@ -271,7 +320,8 @@ ON_DEVICE = (
         step
         for step in STEPS
         if step.name in ("modifiers", "wide", "pages_of_16", "narrow_values", "two_tiles_of_rows")
-        or step.block_kv == 32
+        or max(step.H, step.Hv) > 256
+        or step.shared
         or step.starts is not None
         or step.windows is not None
         or step.cache is not None
@@ -284,7 +334,7 @@ ON_DEVICE = (
         num_splits=16,
     ),
     Step("odd_group", (200, 77), T=3, N=10, K=2, num_splits=1, sides=("sinks",)),
-    Step("long_wide", (0, 31, 8192), N=16, K=2, H=512, Hv=512, S=8192, block_kv=32, num_splits=33),
+    Step("long_wide", (0, 31, 8192), N=16, K=2, H=512, Hv=512, S=8192, num_splits=33),
     Step(
         "long_latent",
         (1, 33, 8191),
@@ -292,10 +342,23 @@ ON_DEVICE = (
         H=576,
         Hv=512,
         S=8192,
-        block_kv=32,
         page_size=64,
         num_splits=16,
         sides=("sinks",),
+    ),
+    *(
+        Step(
+            f"long_shared_{heads}",
+            (1, 65, 8191),
+            N=heads,
+            H=576,
+            Hv=512,
+            S=8192,
+            page_size=page_size,
+            num_splits=33,
+            shared=True,
+        )
+        for heads, page_size in ((16, None), (64, 64), (128, None))
     ),
     dataclasses.replace(LONG, name="long_int8", cache="int8", scaled="heads"),
     dataclasses.replace(LONG, name="long_pages_int8", page_size=64, cache="int8", scaled="rows"),
@@ -308,9 +371,10 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
     problem = decode.describe(given, step.spec)
     assert backend.unsupported_decode(problem) is None
     upright = step.upright and takes_upright(problem)
-    if takes_wide(problem):
-        stages = min(stages, backend.decode_blocks(problem).stages)
     blocks = DecodeBlocks(step.block_kv, stages, step.num_splits, upright=upright)
+    if takes_wide(problem):
+        found = wide_upright(problem) if upright else wide_rows(problem)
+        blocks = dataclasses.replace(found or blocks, num_splits=step.num_splits)
     found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole
 

@@ -115,7 +115,8 @@ def random_call(seed: int, number: int) -> RandomCall:
     """Draws a call, the same for the same numbers; one in eight decodes, one in ten is packed."""
     draw = Draw(seed, number)
     if draw.chance(0.125):
-        return _with_kv_blocks(Draw(seed + 3, number), _decode(draw))
+        call = _with_kv_blocks(Draw(seed + 3, number), _decode(draw))
+        return _without_values(Draw(seed + 4, number), call)
     if draw.chance(0.11):
         return _packed(draw)
     return _with_block_mask(Draw(seed + 2, number), _attention(draw))
@@ -247,6 +248,16 @@ def _with_kv_blocks(draw: Draw, call: RandomCall) -> RandomCall:
     blocks = {"kv_blocks": jax.ShapeDtypeStruct(shape, "int32")}
     size = {"kv_block_size": draw.one_of(sizes)}
     return dataclasses.replace(call, arrays=arrays | blocks, options=call.options | size)
+
+
+def _without_values(draw: Draw, call: RandomCall) -> RandomCall:
+    """Makes the values of a quarter of the decode calls columns of the keys."""
+    if draw.chance(0.75):
+        return call
+    arrays = {name: x for name, x in call.arrays.items() if name not in ("v", "v_scale")}
+    width = min(call.arrays["k"].shape[-1], call.arrays["v"].shape[-1])
+    options = call.options | {"v_head_dim": draw.one_of((width, width, None))}
+    return dataclasses.replace(call, arrays=arrays, options=options)
 
 
 def _packed(draw: Draw) -> RandomCall:

@@ -78,6 +78,16 @@ def test_rows_of_heads_whose_values_are_narrower(few_bytes):
     assert sizes.kv_bytes == 2 * 2 * 256 * (320 + 272)
 
 
+def test_rows_of_values_that_are_columns_of_the_keys(few_bytes):
+    sizes = decoding.Sizes(2, 256, 4, 1, 320, v_head_dim=272, shared=True)
+    calls = CALL(), CALL(page_size=64), CALL(padding=100)
+    rows = rows_of(*calls, sizes=sizes)
+    assert [row["refused"] for row in rows] == [None] * len(calls)
+    assert [row["shape"] for row in rows] == ["2,256,4,1,320/272 shared"] * len(calls)
+    assert all(0.1 < row["gate"] <= 1.0 for row in rows)
+    assert sizes.kv_bytes == 2 * 2 * 256 * 320
+
+
 @pytest.mark.thorough
 def test_rows_of_caches_in_eight_bits(few_bytes):
     calls = CALL(), *(CALL(cache=x, page_size=p) for x in QUANTISED for p in (None, 64))

@@ -117,7 +117,7 @@ X = jnp.ones((2, 3, 2, 8))
 CACHE = KVCache(jnp.ones((2, 16, 2, 8)), jnp.ones((2, 16, 2, 8)), jnp.zeros(2, jnp.int32))
 BAD = {
     "no tuple": ([X, X, 0], X, {}, TypeError, "cache must be a KVCache or a tuple.*got list"),
-    "no array": (CACHE._replace(v=None), X, {}, TypeError, "cache.v must be an array, got None"),
+    "no array": (CACHE._replace(v=1.0), X, {}, TypeError, "cache.v must be an array, got float"),
     "rank": (CACHE._replace(k=X[0]), X, {}, ValueError, r"cache.k has shape \(3, 2, 8\)"),
     "k and v": (CACHE._replace(k=X), X, {}, ValueError, r"\(2, 3, 2, 8\) and cache.v \(2, 16"),
     "lengths": (CACHE._replace(lengths=X[0, 0, 0]), X, {}, TypeError, "lengths has dtype float32"),

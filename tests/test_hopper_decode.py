@@ -71,8 +71,11 @@ def test_hopper_takes_what_it_can(monkeypatch):
         (Step("whole", (1, 1), T=4, N=8, K=2, num_splits=1), 1),
         (Step("odd_groups", (1,), T=3, N=10, K=2, H=80, Hv=32, sides=("slopes", "sinks")), 2),
         (Step("one_row", (1,), N=2, K=2, page_size=16, num_splits=1, sides=("sinks",)), 1),
-        (Step("latent", (1,), N=16, H=576, Hv=512, block_kv=32), 2),
-        (Step("wide", (1,), N=8, K=2, T=2, H=304, Hv=272, block_kv=32, num_splits=1), 1),
+        (Step("latent", (1,), N=16, H=576, Hv=512), 2),
+        (Step("wide", (1,), N=8, K=2, T=2, H=304, Hv=272, num_splits=1), 1),
+        (Step("shared", (1,), N=16, H=576, Hv=512, page_size=64, shared=True), 2),
+        (Step("shared_rows", (1,), N=64, H=576, Hv=512, shared=True), 2),
+        (Step("shared_narrow", (1,), H=128, shared=True, num_splits=1), 1),
     ],
     ids=str,
 )
@@ -80,6 +83,8 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
     given = step.operands()[0]
     backend = HopperBackend()
     blocks = DecodeBlocks(step.block_kv, stages=2, num_splits=step.num_splits)
+    if max(step.H, step.Hv) > 256:
+        blocks = backend.decode_blocks(decode.describe(given, step.spec))
     run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
     text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
@@ -95,9 +100,13 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
         ({"H": 128, "Hv": 128, "T": 5}, False, 3),
         ({"H": 256, "Hv": 256}, True, 3),
         ({"Hv": 96}, False, 5),
-        ({"H": 512, "Hv": 512, "N": 8}, False, 2),
+        ({"H": 512, "Hv": 512, "N": 8}, True, 2),  # of K, and one of V
+        ({"H": 576, "Hv": 512, "N": 16}, False, 2),  # 1 KB short of upright
         ({"H": 576, "Hv": 512, "N": 128}, False, 2),
-        ({"H": 320, "Hv": 256, "T": 2}, False, 5),
+        ({"H": 576, "Hv": 512, "N": 16, "shared": True}, True, 2),
+        ({"H": 576, "Hv": 512, "N": 17, "shared": True}, False, 2),
+        ({"H": 320, "Hv": 256, "T": 2}, True, 3),
+        ({"H": 320, "Hv": 256, "T": 5}, False, 5),
         ({"H": 128, "Hv": 128, "cache": "int8"}, True, 4),
         ({"H": 96, "Hv": 128, "cache": "int8"}, False, 4),
         ({"page_size": 64, "cache": "int8", "scaled": "rows"}, True, 8),
@@ -144,22 +153,23 @@ def test_wide_heads_that_are_refused():
         "decodes head dims of v up to 512, not 528"
     )
     later = HopperBackend(capability="9.0", trades_registers=False)
-    assert later.unsupported_decode(describe(H=576, Hv=384)) is None
-    refusal = later.unsupported_decode(describe(H=576, Hv=400))
+    assert later.unsupported_decode(describe(T=5, H=576, Hv=384)) is None
+    assert later.unsupported_decode(describe(T=4, H=576, Hv=512, shared=True)) is None
+    refusal = later.unsupported_decode(describe(T=5, H=576, Hv=400))
     assert refusal is not None and "head dims of v up to 384 with jaxlib 0.12" in refusal
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "kv_heads", "head_dims", "splits"),
+    ("batch", "length", "heads", "kv_heads", "head_dims", "keys", "splits"),
     [
-        (1, 8192, 32, 4, (512, 512), 32),
-        (16, 8192, 32, 4, (512, 512), 2),
-        (1, 32768, 16, 1, (576, 512), 128),
-        (1, 32768, 128, 1, (576, 512), 64),
-        (128, 8192, 128, 1, (576, 512), 1),
+        (1, 8192, 32, 4, (512, 512), 64, 32),
+        (16, 8192, 32, 4, (512, 512), 64, 2),
+        (1, 32768, 16, 1, (576, 512), 32, 128),
+        (1, 32768, 128, 1, (576, 512), 32, 64),
+        (128, 8192, 128, 1, (576, 512), 32, 1),
     ],
 )
-def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, splits):
+def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, keys, splits):
     step = Step("any", (1,))
     problem = dataclasses.replace(
         decode.describe(step.operands()[0], dataclasses.replace(step.spec, num_splits=None)),
@@ -167,7 +177,7 @@ def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, splits)
         **dict(zip(("head_dim", "v_head_dim"), head_dims, strict=True)),
     )
     blocks = HopperBackend(interpret=True, num_sms=132).decode_blocks(problem)
-    assert (blocks.block_kv, blocks.num_splits) == (32, splits)
+    assert (blocks.block_kv, blocks.num_splits) == (keys, splits)
 
 
 @pytest.mark.parametrize(

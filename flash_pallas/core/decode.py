@@ -38,6 +38,8 @@ class DecodeSpec:
         num_splits: number of ranges in which the keys are read; None leaves it to the backend.
         page_size: keys per page; None for a contiguous cache.
         block_size: keys per block of DecodeOperands.kv_blocks; None without them.
+        v_columns: number of columns of the keys, the first ones, that are the values, where there
+            is no DecodeOperands.v.
     """
 
     scale: float
@@ -46,6 +48,7 @@ class DecodeSpec:
     num_splits: int | None = None
     page_size: int | None = None
     block_size: int | None = None
+    v_columns: int | None = None
 
     @property
     def mask(self) -> Mask:
@@ -72,7 +75,8 @@ class DecodeOperands(NamedTuple):
 
     q: Any  # [B, T, N, H], 1 <= T <= MAX_TOKENS
     k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
-    v: Any  # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]
+    # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]; None: the first columns of k
+    v: Any
     kv_lengths: Any  # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, kv_len]
     q_offset: Any  # int32[B]; None: the last query is the last key
     page_table: Any = None  # int32[B, max_pages] or [B, K, max_pages]. Clipped to [0, num_pages)
@@ -80,7 +84,7 @@ class DecodeOperands(NamedTuple):
     alibi_slopes: Any = None  # f32[B, N]
     # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
     k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
-    v_scale: Any = None  # likewise, of v
+    v_scale: Any = None  # likewise, of v; None without v, whose scale is that of k
     kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
     window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
     kv_blocks: Any = None  # int32[B, 1 or K, M], blocks that the only query of an entry reads
@@ -162,6 +166,11 @@ class DecodeProblem:
         return "kv_blocks" in self.features
 
     @property
+    def shares_kv(self) -> bool:
+        """True if the values are columns of the keys."""
+        return self.spec.v_columns is not None
+
+    @property
     def quantised(self) -> bool:
         """True if the cache has one of the dtypes in QUANTISED."""
         return self.kv_dtype != self.dtype
@@ -170,7 +179,8 @@ class DecodeProblem:
 def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     """Returns the DecodeProblem of these operands."""
     batch, q_len, q_heads, head_dim = operands.q.shape
-    rows, length, kv_heads, v_head_dim = operands.v.shape
+    rows, length, kv_heads, _ = operands.k.shape
+    v_head_dim = (spec.v_columns or 0) if operands.v is None else operands.v.shape[-1]
     table = operands.page_table
     optional = ("page_table", "sinks", "alibi_slopes", "kv_starts", "window_left", "kv_blocks")
     features = {name for name in optional if getattr(operands, name) is not None}

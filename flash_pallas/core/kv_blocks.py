@@ -35,7 +35,8 @@ def as_pages(spec: DecodeSpec, operands: DecodeOperands) -> tuple[DecodeSpec, De
         pages = length // page
         number += jnp.arange(rows, dtype=jnp.int32)[:, None, None] * pages
         for name in ("k", "v"):
-            cache[name] = cache[name].reshape(rows * pages, page, *cache[name].shape[2:])
+            x = cache[name]
+            cache[name] = x if x is None else x.reshape(rows * pages, page, *x.shape[2:])
         for name in ("k_scale", "v_scale"):
             scale = cache[name]
             if scale is not None and len(scale) > 1:

@@ -35,6 +35,7 @@ class DecodeArguments:
     kv_starts: Any = None
     kv_blocks: Any = None
     kv_block_size: Any = None
+    v_head_dim: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -46,10 +47,12 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         NotImplementedError: a floating dtype that no backend takes.
     """
     a = arguments
-    q, k, v = (validate.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    _check_dtypes(q, k, v)
+    q, k = (validate.as_array(name, x) for name, x in (("q", q), ("k", k)))
+    v = None if v is None else validate.as_array("v", v)
+    columns = _v_columns(a, k, v)
+    _check_dtypes(q, k, k if v is None else v)
     table = None if a.page_table is None else _page_table(a.page_table, len(q) if q.ndim else 0)
-    _check_shapes(q, k, v, paged=table is not None)
+    _check_shapes(q, k, k if v is None else v, paged=table is not None)
     page_size, kv_len = None, k.shape[1]
     if table is not None:
         page_size, kv_len = _page_size(k), table.shape[1] * k.shape[1]
@@ -72,6 +75,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         num_splits=_num_splits(a.num_splits),
         page_size=page_size,
         block_size=block_size,
+        v_columns=columns,
     )
     return spec, DecodeOperands(
         q,
@@ -83,7 +87,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         sinks=checks.sinks(a.sinks, sizes),
         alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
         k_scale=cache_scale("k_scale", a.k_scale, k),
-        v_scale=cache_scale("v_scale", a.v_scale, v),
+        v_scale=None if v is None else cache_scale("v_scale", a.v_scale, v),
         kv_starts=checks.lengths("kv_starts", a.kv_starts, None, sizes),
         window_left=window_left,
         kv_blocks=chosen,
@@ -114,6 +118,35 @@ def cache_scale(name: str, value, cache):
             f"one per sequence or page and head, {(rows, heads)}"
         )
     return value.astype(jnp.float32).reshape(-1, heads)
+
+
+def _v_columns(a: DecodeArguments, k, v) -> int | None:
+    """Checks v_head_dim; returns how many columns of the keys are the values, None where v is."""
+    size = a.v_head_dim
+    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer))):
+        raise TypeError(
+            f"v_head_dim is {size!r}: it must be an int, the number of columns of k that are the "
+            "values"
+        )
+    if v is not None:
+        if size is not None and v.ndim and size != v.shape[-1]:
+            raise ValueError(
+                f"v_head_dim is {size} and v has shape {v.shape}: it is the number of columns of k "
+                "that are the values; leave v out to have them read there, or leave v_head_dim out"
+            )
+        return None
+    if a.v_scale is not None:
+        raise ValueError(
+            "v_scale is given and v is None: the values are columns of k and have its k_scale; "
+            "leave v_scale out"
+        )
+    widest = k.shape[-1] if k.ndim else 0
+    if size is not None and not 1 <= size <= widest:
+        raise ValueError(
+            f"v_head_dim is {size} and k has head dim {widest}: without v the values are the first "
+            f"columns of k, so it must be 1 to {widest}, or None for all of them"
+        )
+    return widest if size is None else int(size)
 
 
 def _check_dtypes(q, k, v):

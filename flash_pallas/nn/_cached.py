@@ -102,6 +102,11 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
         raise TypeError(
             f"cache must be a KVCache, a RingCache or a ScaledCache, got {type(cache).__name__}."
         )
+    if cache.v is None:
+        raise ValueError(
+            "cache.v is None: a layer projects values of its own. Make it with shared=False, or "
+            "call append_kv and flash_decode."
+        )
     if rank != 3:
         raise ValueError(f"With a cache, inputs are [batch, length, features], got rank {rank}.")
     if not layer.causal:

@@ -75,7 +75,7 @@ def placed(operands):
     mesh = mesh_axes.mesh_of(operands[:3])
     if mesh is None:
         return operands
-    cuts = [mesh_axes.names_of(x) for x in operands[:3]]
+    cuts = [mesh_axes.names_of(x) for x in _qkv(operands)]
     return _resharded(operands, Shards.of(operands, cuts, dict(mesh.shape)).specs(operands), mesh)
 
 
@@ -88,7 +88,7 @@ def on_shards(function, operands, results):
         results: type of the record, whose specs `Shards.result_specs` knows.
     """
     mesh: Any = mesh_axes.mesh_of(operands[:3])
-    cuts = [mesh_axes.names_of(x) for x in operands[:3]]
+    cuts = [mesh_axes.names_of(x) for x in _qkv(operands)]
     shards = Shards.of(operands, cuts, dict(mesh.shape))
     cut = jax.shard_map(
         partial(shards.run, function),
@@ -98,6 +98,12 @@ def on_shards(function, operands, results):
         axis_names=_axes_of(mesh),
     )
     return cut(operands)
+
+
+def _qkv(operands) -> tuple:
+    """Returns (q, k, v), where values that are columns of the keys are sharded as these are."""
+    q, k, v = operands[:3]
+    return q, k, k if v is None else v
 
 
 def _axes_of(mesh) -> set[str]:
@@ -181,7 +187,7 @@ class OnShards:
                 tuple(a for a in axes if a not in taken)
                 for axes in mesh_axes.names_of(x)[x.ndim - 4 :]
             ]
-            for x in operands[:3]
+            for x in _qkv(operands)
         ]
         return Shards.of(members, cuts, sizes)
 
@@ -252,7 +258,7 @@ def _rule(args, results) -> str:
 
 def _partition(call, mesh, args, results):
     """Answers the partitioner: (mesh, a shard's function, shardings of results and of args)."""
-    cuts = [_cuts(x.sharding, mesh, len(x.shape)) for x in args[0][:3]]
+    cuts = [_cuts(x.sharding, mesh, len(x.shape)) for x in _qkv(args[0])]
     shards = Shards.of(args[0], cuts, dict(mesh.shape))
     named = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
     return mesh, partial(shards.run, call), named(results), tuple(map(named, args))

@@ -134,7 +134,14 @@ DECODES = {
     "float8_e4m3fn_starts": {},
     "float8_e4m3fn_starts_pages": {"page_size": 64},
     "int8_starts_pages": {"page_size": 64},
+    "shared": {},  # values are columns of the keys, here and below
+    "shared_one_split": {"num_splits": 1},
+    "shared_pages_16": {"page_size": 16},
+    "shared_pages": {"page_size": 64},
+    "shared_modifiers": {"page_size": 64, "window_left": 1000, "softcap": 30.0},
+    "shared_starts_windows": {"page_size": 64},
 }
+SHARED = tuple(name for name in DECODES if name.startswith("shared"))
 # Above head dim 256: (head dims of q and k, of v, query heads, KV heads). The second is multi-head
 # latent attention; the others have a narrow swizzle, one compute warpgroup, a narrow K.
 WIDE_DECODES = {
@@ -143,6 +150,10 @@ WIDE_DECODES = {
     (304, 272, 32, 8): ("contiguous", "modifiers"),
     (320, 256, 32, 8): ("contiguous", "modifiers"),
     (128, 512, 32, 8): ("contiguous",),
+    (576, 512, 16, 1): ("contiguous", *SHARED),
+    (576, 512, 64, 1): ("shared", "shared_modifiers", "shared_starts_windows"),
+    (320, 304, 32, 8): ("shared",),
+    (304, 208, 64, 1): ("shared_modifiers",),
 }
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
@@ -413,6 +424,8 @@ def decode_call(
         lead = (entries * cached // page_size, page_size)
         table = shape(jnp.int32, entries, cached // page_size)
     k, v = (shape(stored, *lead, kv_heads, width) for width in columns)
+    if name.startswith("shared"):
+        spec, v = dataclasses.replace(spec, v_columns=columns[1]), None
     side = shape(jnp.float32, entries, heads) if name.endswith("modifiers") else None
     q = shape(jnp.bfloat16, entries, q_len, heads, head_dim)
     offset = None if spec.window_left is None else per_entry

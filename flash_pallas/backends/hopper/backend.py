@@ -34,7 +34,7 @@ from .common.pipeline import SMEM_LIMIT
 from .common.wgmma import Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
-from .decode.tiles import EVEN_COLUMNS, DecodeBlocks, choose_decode
+from .decode.tiles import EVEN_COLUMNS, DecodeBlocks, choose_decode, takes_upright
 from .decode.tiles import trades_registers as trades
 from .decode.tiles import unsupported as unsupported_decode
 from .forward.kernel import forward
@@ -212,10 +212,12 @@ class HopperBackend:
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
         reason = unsupported_decode(problem)
-        if reason is None and not (self.interpret or self.producer) and trades(problem):
+        trading = reason is None and trades(problem) and not takes_upright(problem)
+        if trading and not (self.interpret or self.producer):
             reason = (
                 f"decodes head dims of v up to {2 * EVEN_COLUMNS} with jaxlib 0.12, whose compiler "
-                f"lets no warpgroups trade registers, not {problem.v_head_dim}: install jaxlib 0.11"
+                f"lets no warpgroups trade registers, not {problem.v_head_dim}, unless queries are "
+                "few: install jaxlib 0.11"
             )
         return reason
 

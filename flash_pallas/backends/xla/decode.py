@@ -134,13 +134,16 @@ def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
 def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
     """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
     grid, heads = tiles.grid, tiles.grid.problem.kv_heads
+    v_head_dim = grid.problem.v_head_dim
 
     def step(kv_block, seen):
         place = kv_block * grid.blocks.block_kv + jnp.arange(grid.blocks.block_kv, dtype=jnp.int32)
-        k, v = (
-            _scaled(_gather(x, operands.page_table, place, heads), scale, operands, place, heads)
-            for x, scale in ((operands.k, operands.k_scale), (operands.v, operands.v_scale))
+        found = lambda x, scale: _scaled(
+            _gather(x, operands.page_table, place, heads), scale, operands, place, heads
         )
+        k = found(operands.k, operands.k_scale)
+        shared = operands.v is None
+        v = k[..., :v_head_dim] if shared else found(operands.v, operands.v_scale)
         # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
         if operands.kv_starts is not None:
@@ -148,7 +151,7 @@ def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
         v = jnp.where(valid[:, None, :, None], v, lax.full_like(v, 0))
         return online.fold(tiles, (0, q), (kv_block, k, v), seen)
 
-    start = online.no_keys(grid, q, operands.v.shape[-1])
+    start = online.no_keys(grid, q, v_head_dim)
     rows = lax.fori_loop(blocks_of_keys[0], blocks_of_keys[1], step, start)
     inverse, *found = online.finished(grid, rows)
     return rows.acc * inverse[..., None], *found

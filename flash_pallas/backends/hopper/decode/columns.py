@@ -4,10 +4,10 @@ Keys are the rows, 64 at a time as wgmma wants them, and nothing is computed for
 exist. At head dim 128 the compute warpgroup issues 154 instructions for a block of 64 keys and 8
 queries, and holds 53 registers; with the 64 rows of rows.py it issues 313.
 
-P^T is the right operand of its matmul and lies in shared memory, so PV of a block overlaps with
-QK^T of the next. A cache in eight bits is the left operand of both matmuls, which may lie in
-registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn and
-takes the fewest instructions to make.
+P^T is the right operand of its matmul and lies in shared memory. Up to head dim 256 PV of a block
+overlaps with QK^T of the next. A cache in eight bits is the left operand of both matmuls, which may
+lie in registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn
+and takes the fewest instructions to make.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class ColumnConsumer(Consumer):
 
         def wait(n, _):
             cta.k.wait_full(n)
-            cta.v.wait_full(n)
+            if not self.plan.shares:
+                self.plan.where_v_has(n, lambda: cta.v.wait_full(n))
 
         lax.fori_loop(keys.stop, self.plan.guessed(cta), wait, None)
 
@@ -131,7 +132,7 @@ class ColumnConsumer(Consumer):
         """Folds in the block of this use: QK^T, softmax and PV.
 
         Operands in shared memory leave PV in flight, so that it overlaps with QK^T of the next
-        block.
+        block; above head dim 256 the slot is given back at once, as there are few.
         """
         pages = folded.pages
         following = self.page_scales(cta, keys, use, pages) if pages else None
@@ -157,10 +158,10 @@ class ColumnConsumer(Consumer):
         if masked:
             self.clear_values(cta, keys, use)
         (weights,) = self.plan.matmuls.split(p)
-        swizzle = swizzles(weights.shape[0], weights.dtype)[0]
+        swizzle = self.plan.p_swizzle(*self.plan.copied(cta.gmem.v))
         inline_columns.store_transposed(weights, cta.smem.p, swizzle, self.plan.interpret)
         plgpu.commit_smem()
-        if not masked:
+        if not masked and not self.plan.shares:
             cta.v.wait_full(use)
         self.multiply_values(cta, use, o_acc)
         return Folded(m, l, following)
@@ -179,22 +180,22 @@ class ColumnConsumer(Consumer):
 
         shape = (self.plan.blocks.block_kv, self.plan.tile_rows)
         s = pl.run_scoped(matmul, plgpu.ACC(shape, jnp.float32))
-        if not self.plan.in_registers:
+        if not self.plan.in_registers and not self.plan.shares:
             cta.k.release(use)
+        if self.plan.defers:
             pl.when(use > 0)(lambda: cta.v.release(use - 1))
         return s
 
     def clear_values(self, cta: DecodeCta, keys: Keys, use):
         """Waits for V and zeroes the padding of the block; int8 has no NaN and stays as it is."""
-        cta.v.wait_full(use)
+        if not self.plan.shares:
+            cta.v.wait_full(use)
         if self.plan.problem.kv_dtype.name == "int8":
             return
         if self.plan.in_registers:
             swizzle = self.plan.raw_swizzle(1)
         else:
-            swizzle = self.plan.matmuls.swizzle(
-                self.plan.head_dims[1], cta.gmem.v, summed_rows=self.plan.blocks.block_kv
-            )
+            swizzle = self.plan.v_swizzle(cta.gmem.v)
         v = cta.smem.v.at[cta.v.slot(use)]
         first = keys.block(use) * self.plan.blocks.block_kv
         self.plan.clear_padding(v, keys, first, swizzle)
@@ -203,7 +204,12 @@ class ColumnConsumer(Consumer):
         """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""
         v, matmuls = cta.smem.v.at[cta.v.slot(use)], self.plan.matmuls
         if not self.plan.in_registers:
+            if self.plan.shares and v.shape[1] > self.plan.part_columns:
+                v = v.at[:, pl.ds(0, self.plan.part_columns)]
             matmuls.multiply(o_acc, v.transpose((1, 0)), cta.smem.p, transposed=True)
+            if not self.plan.defers:
+                plgpu.wgmma_wait(0)
+                cta.v.release(use)
             return
         values = value_rows(v, self.plan.raw_swizzle(1), self.plan.interpret)
         cta.v.release(use)
@@ -227,7 +233,7 @@ class ColumnConsumer(Consumer):
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
         """Waits for the last matmul, releases the last V if it is still held, and returns O^T."""
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-        if not self.plan.in_registers:
+        if self.plan.defers:
             pl.when(keys.stop > 0)(lambda: cta.v.release(keys.stop - 1))
         return o
 

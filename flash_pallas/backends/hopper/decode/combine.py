@@ -21,12 +21,22 @@ from ....core import softmax
 from ....core.problem import Outputs
 from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
-from .plan import JOINING_THREADS, DecodePlan, DecodeResults
+from ..common.pipeline import row_buffer
+from .plan import JOINING_THREADS, DecodePlan, DecodeResults, combined_columns
 from .tiles import takes_wide
 
-# Shares that are joined in straight-line code: their loads wait for one another no longer than one
-# does. A kernel of 128 of them took 20 s to compile.
-AT_ONCE = 32
+# Shares that a warpgroup joins, in straight-line code, so that all their loads are under way at one
+# time; more warpgroups have the others. 128 shares in one warpgroup took 20 s to compile, and in
+# four turns of 32 they wait for memory four times.
+SHARES, MOST_JOINERS = 8, 4
+
+
+class JoinSmem(NamedTuple):
+    """Shared memory in which several warpgroups exchange their parts; row j is of warpgroup j."""
+
+    o: Any  # f32[joiners, columns]
+    rows: Any  # f32[joiners, 3], fields of Joined
+    met: Any  # mbarrier of one arrival of each
 
 
 class Joined(NamedTuple):
@@ -48,7 +58,7 @@ class CombineKernel:
 
     plan: DecodePlan
 
-    def __call__(self, o, lse, shift, sinks, out_o, out_lse, out_shift):
+    def __call__(self, o, lse, shift, sinks, out_o, out_lse, out_shift, *smem):
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
         in_group = lax.rem(row, group)
@@ -59,29 +69,80 @@ class CombineKernel:
             lse.at[(*at(n), in_group, query)],
             shift.at[(*at(n), in_group, query)],
         )
-        part = lambda first, count: self.part([share(first + i) for i in count])
-        first = (splits - 1) % AT_ONCE + 1
-        found = part(0, range(first))
-        if splits > first:
-            more = lambda i, found: self.join(found, part(first + i * AT_ONCE, range(AT_ONCE)))
-            found = lax.fori_loop(0, (splits - first) // AT_ONCE, more, found)
-        if sinks is not None:
-            found = self.join(found, self.sink(sinks[batch, q_head]))
+        if self.joiners == 1:
+            found = self.part([share(n) for n in range(splits)])
+        else:
+            wg, each = lax.axis_index("wg"), -(-splits // self.joiners)
+            own = [wg * each + i for i in range(each)]
+            exist = [n < splits for n in own] if splits % self.joiners else None
+            found = self.part([share(lax.min(n, jnp.int32(splits - 1))) for n in own], exist)
+            self.hand_over(smem[0], wg, found)
+
+        def finish(found):
+            if sinks is not None:
+                found = self.join(found, self.sink(sinks[batch, q_head]))
+            row = batch, query, q_head
+            self.store(found, DecodeResults(out_o, out_lse, out_shift), row)
+
+        if self.joiners == 1:
+            finish(found)
+        else:
+            pl.when(wg == 0)(lambda: finish(self.handed_over(smem[0])))
+
+    def store(self, found: Joined, out: DecodeResults, row: tuple):
+        """Divides by the sums and writes a row, (batch entry, query, query head)."""
+        batch, query, q_head = row
         empty = found.sums == 0.0
         sums = jnp.where(empty, 1.0, found.sums)
         joined = found.most + jnp.log(sums) * softmax.LOG2E
-        result = (found.o * (1.0 / sums)).astype(out_o.dtype)
-        target = self.own_columns(out_o.at[batch, query, q_head])
+        result = (found.o * (1.0 / sums)).astype(out.o.dtype)
+        target = self.own_columns(out.o.at[batch, query, q_head])
         _store(result, target, self.plan.interpret)
 
         def store_row():
-            out_lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
-            out_shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
+            out.lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
+            out.shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
 
         if self.ctas == 1:
             store_row()
         else:
             pl.when(lax.axis_index("columns") == 0)(store_row)
+
+    @property
+    def joiners(self) -> int:
+        """Number of warpgroups of a CTA, each of which joins a range of the shares."""
+        asked = self.plan.blocks.joiners
+        return asked or min(MOST_JOINERS, -(-self.plan.blocks.num_splits // SHARES))
+
+    @property
+    def columns(self) -> int:
+        """Number of columns that a CTA joins."""
+        whole = combined_columns(self.plan.head_dims[1])
+        return whole if self.ctas == 1 else JOINING_THREADS
+
+    def scratch(self) -> tuple:
+        """Returns what to allocate."""
+        if self.joiners == 1:
+            return ()
+        o, rows = (row_buffer((self.joiners, width)) for width in (self.columns, 3))
+        return (JoinSmem(o, rows, plgpu.Barrier(num_arrivals=self.joiners)),)
+
+    def hand_over(self, smem: JoinSmem, wg, found: Joined):
+        """Writes what this warpgroup has joined to shared memory."""
+        smem.o[wg] = found.o
+        for i, x in enumerate(found[:3]):
+            smem.rows[wg, i] = x
+        plgpu.barrier_arrive(smem.met)
+        plgpu.barrier_wait(smem.met)
+
+    def handed_over(self, smem: JoinSmem) -> Joined:
+        """Returns what all warpgroups have joined, joined in their order."""
+
+        def part(wg: int) -> Joined:
+            shift, most, sums = (smem.rows[wg, i] for i in range(3))
+            return Joined(shift, most, sums, _load(smem.o.at[wg]))
+
+        return functools.reduce(self.join, map(part, range(self.joiners)))
 
     @property
     def ctas(self) -> int:
@@ -109,10 +170,18 @@ class CombineKernel:
         """Returns base-2 log-sum-exps relative to another shift; -inf for rows that see no key."""
         return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
 
-    def part(self, shares: list[DecodeResults]) -> Joined:
-        """Joins shares in device memory, all of which are loaded at once."""
+    def part(self, shares: list[DecodeResults], exist: list | None = None) -> Joined:
+        """Joins shares in device memory, all of which are loaded at once.
+
+        Args:
+            shares: the shares.
+            exist: for each of them, whether it counts; None: all do.
+        """
         lse = [share.lse[...] for share in shares]
+        parts = [_load(share.o) for share in shares]  # before what must wait for lse
         seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
+        if exist is not None:
+            seen = [s & e for s, e in zip(seen, exist, strict=True)]
         shift = [share.shift[...] for share in shares]
         shift = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, shift, strict=True)]
         largest = functools.reduce(jnp.maximum, shift)
@@ -120,7 +189,6 @@ class CombineKernel:
         log2 = [self.relative(*both, largest) for both in zip(log2, shift, strict=True)]
         most = functools.reduce(jnp.maximum, log2)
         weights = [jnp.exp2(x - _finite(most)) for x in log2]
-        parts = [_load(share.o) for share in shares]
         total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
         return Joined(largest, most, functools.reduce(jnp.add, weights), total)
 
@@ -200,9 +268,9 @@ def combine(plan: DecodePlan, parts: DecodeResults, sinks: Any) -> Outputs:
     run = launch(
         kernel,
         out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
-        scratch=(),
+        scratch=kernel.scratch(),
         grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
-        threads=1,
+        threads=kernel.joiners,
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,
     )

@@ -3,7 +3,8 @@
 A CTA holds one compute warpgroup and one producer warpgroup. It reads one share of the keys of one
 KV head (split-KV) for all queries and heads of the group. Where these are few, they are the columns
 of the matmuls, as many as needed (columns.py); otherwise they are the rows, always 64
-(rows.py). If V has more than 256 columns, two compute warpgroups have a half of them each.
+(rows.py). If V has more than 256 columns, two compute warpgroups of rows have a half of them each.
+Values that are columns of the keys lie in the tile of K, where a head dim is above 256.
 
     Q        compute warpgroup -> q, once
     K, V     producer -> rings, first to last; contiguous, or page by page
@@ -55,12 +56,14 @@ class DecodeKernel:
             smem=smem,
             bars=bars,
             k=Ring(bars.k_full, bars.k_empty, slots),
-            v=Ring(bars.v_full, bars.v_empty, slots),
+            v=Ring(bars.v_full, bars.v_empty, self.plan.v_slots),
             batch=lax.axis_index("batch"),
             head=lax.axis_index("head"),
             tile=lax.axis_index("tile"),
             split=lax.axis_index("split") if self.plan.several else jnp.int32(0),
         )
+        if self.plan.shares:
+            cta = dataclasses.replace(cta, v=cta.k)
         wg, parts = lax.axis_index("wg"), self.plan.parts
         consumer = ColumnConsumer if self.plan.blocks.upright else RowConsumer
         producer = DequantizingProducer if self.plan.in_memory else DecodeProducer
@@ -99,17 +102,20 @@ def decode(
     """
     plan = DecodePlan(problem, blocks, interpret)
     several = plan.several
+    values = operands.v, operands.v_scale
+    if operands.v is None:
+        values = operands.k, operands.k_scale
     gmem = DecodeGmem(
         q=plan.by_key_head(operands.q, 2),
         k=operands.k,
-        v=operands.v,
+        v=values[0],
         kv_lengths=operands.kv_lengths,
         q_offset=operands.q_offset,
         page_table=operands.page_table,
         slopes=plan.by_key_head(operands.alibi_slopes, 1),
         sinks=None if several else plan.by_key_head(operands.sinks, 1),
         k_scale=operands.k_scale,
-        v_scale=operands.v_scale,
+        v_scale=values[1],
         kv_starts=operands.kv_starts,
         window_left=operands.window_left,
     )

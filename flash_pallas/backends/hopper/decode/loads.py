@@ -79,9 +79,33 @@ class DecodeProducer:
             self.load(cta, keys, guessed, n, places)
             return following
 
-        lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
+        if self.plan.v_slots < self.plan.slots:
+            self.load_keys_ahead(cta, keys, guessed)
+        else:
+            lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
         cta.k.drain(keys.stop)
-        cta.v.drain(keys.stop)
+        if not self.plan.shares:
+            cta.v.drain(keys.stop)
+
+    def load_keys_ahead(self, cta: DecodeCta, keys: Keys, guessed):
+        """Loads all blocks, each of K before the block of V that precedes it.
+
+        V has a slot fewer than K: while it is multiplied, two blocks of K are under way.
+        """
+        places = lambda n: self.pages.places(cta, keys.block(n))
+
+        def load(n, known):
+            own, next_one = known
+            following = places(n + 2)
+            new = (n + 1 < keys.stop) & (n + 1 >= guessed)
+            pl.when(new)(lambda: self.load_k(cta, keys, n + 1, next_one))
+            new = n >= lax.min(guessed, self.plan.v_slots)
+            pl.when(new)(lambda: self.load_v(cta, keys, n, own))
+            return next_one, following
+
+        first, new = places(0), (keys.stop > 0) & (guessed == 0)
+        pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
+        lax.fori_loop(jnp.int32(0), keys.stop, load, (first, places(1)))
 
     def guess(self, cta: DecodeCta, count):
         """Issues the copies of the first blocks before the length is known.
@@ -96,8 +120,8 @@ class DecodeProducer:
             block = cta.split + n * self.plan.blocks.num_splits
             places = self.pages.places(cta, block)
             self.copy_k(cta, n, block, places)
-            if self.plan.blocks.upright:
-                self.copy_v(cta, n, block, places)
+            if self.plan.blocks.upright and not self.plan.shares:
+                self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th."""
@@ -121,18 +145,25 @@ class DecodeProducer:
 
     def load(self, cta: DecodeCta, keys: Keys, guessed, n, places: tuple):
         """Loads the n-th block of K and V, unless it was guessed."""
-        block = keys.block(n)
 
         @pl.when(n >= guessed)
         def _():
-            cta.k.wait_empty(n)
-            self.copy_k(cta, n, block, places)
-            if self.plan.blocks.upright:
-                cta.v.wait_empty(n)
-                self.copy_v(cta, n, block, places)
+            self.load_k(cta, keys, n, places)
+            if self.plan.blocks.upright and not self.plan.shares:
+                self.load_v(cta, keys, n, places)
 
-        if not self.plan.blocks.upright:
+        if not (self.plan.blocks.upright or self.plan.shares):
             self.load_cleared(cta, keys, n, places)
+
+    def load_k(self, cta: DecodeCta, keys: Keys, n, places: tuple):
+        """Loads the n-th block of K when its slot is empty."""
+        cta.k.wait_empty(n)
+        self.copy_k(cta, n, keys.block(n), places)
+
+    def load_v(self, cta: DecodeCta, keys: Keys, n, places: tuple):
+        """Loads the n-th block of V when its slot is empty."""
+        cta.v.wait_empty(n)
+        self.copy_v(cta, n, keys.block(n), places)
 
     def load_cleared(self, cta: DecodeCta, keys: Keys, n, places: tuple):
         """Loads the n-th block of V, with zeros in place of padding."""
@@ -148,8 +179,7 @@ class DecodeProducer:
             v = cta.smem.v.at[slot]
             self.copy_values(cta, v, arrived, keys.block(n), places)
             plgpu.barrier_wait(arrived)
-            width, parts = self.plan.part_columns, self.plan.parts
-            swizzle = self.plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=block)
+            parts, swizzle = self.plan.parts, self.plan.v_swizzle(cta.gmem.v)
             for tile in [v] if parts == 1 else [v.at[part] for part in range(parts)]:
                 self.plan.clear_padding(tile, keys, first, swizzle)
             for _ in range(self.plan.pieces * parts):

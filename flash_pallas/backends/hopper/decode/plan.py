@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ....core import integers as ints
 from ....core.mask import Mask
@@ -145,7 +147,7 @@ class DecodePlan(DecodeLayout):
 
     def q_swizzle(self, gmem: DecodeGmem) -> int:
         """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
-        return self.matmuls.swizzle(self.head_dims[0], *self.copied(gmem.k))
+        return self.k_swizzle(*self.copied(gmem.k))
 
     def wide_swizzle(self, kind: int) -> int:
         """Returns the swizzle of widened blocks of K (kind 0) or V (1), in bytes."""
@@ -175,6 +177,13 @@ class DecodePlan(DecodeLayout):
             return jnp.int32(0)
         room = -(-self.problem.kv_len // self.blocks.block_kv)
         return lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+
+    def where_v_has(self, n, run: Callable[[], None]):
+        """Calls `run` if there is a slot for the n-th of the blocks of V that are guessed."""
+        if self.v_slots == self.slots:
+            run()
+        else:
+            pl.when(n < self.v_slots)(run)
 
     def keys(self, cta: DecodeCta) -> Keys:
         """Returns the CTA's share of the KV blocks that its rows see: every num_splits-th.

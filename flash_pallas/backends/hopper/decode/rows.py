@@ -7,6 +7,8 @@ padding.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -70,7 +72,8 @@ class RowConsumer(Consumer):
         """
         cta.k.wait_full(use)
         s = self.scaled(cta, 0, use, self.qk(cta, use))
-        cta.k.release(use)
+        if not self.plan.shares:
+            cta.k.release(use)
         first = keys.block(use) * self.plan.blocks.block_kv
         x, log2_scale = self.logits(held, s, first, masked)
         m = jnp.maximum(folded.m, x.max(axis=1))
@@ -83,7 +86,10 @@ class RowConsumer(Consumer):
         l = folded.l * per_row(alpha, folded.l.shape) + own
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_row(alpha, o.shape)
-        cta.v.wait_full(use)
+        if not self.plan.shares:
+            cta.v.wait_full(use)
+        elif masked:
+            self.clear_values(cta, keys, use)
         p = self.plan.matmuls.split(self.scaled(cta, 1, use, p))
         self.plan.matmuls.multiply(o_acc, p, self.values(cta, use))
         plgpu.wgmma_wait(0)
@@ -92,8 +98,26 @@ class RowConsumer(Consumer):
 
     def values(self, cta: DecodeCta, use):
         """Returns the warpgroup's columns of a block of V, in shared memory."""
-        v = cta.smem.v.at[cta.v.slot(use)]
+        v, columns = cta.smem.v.at[cta.v.slot(use)], self.plan.part_columns
+        if self.plan.shares:
+            own = jnp.int32(0) if self.plan.parts == 1 else lax.optimization_barrier(cta.part)
+            return v.at[:, pl.ds(own * columns, columns)]
         return v if self.plan.parts == 1 else v.at[lax.optimization_barrier(cta.part)]
+
+    def clear_values(self, cta: DecodeCta, keys: Keys, use):
+        """Zeroes the padding of a block whose keys are its values, when no one reads its keys."""
+        tile = cta.smem.k.at[cta.k.slot(use)]
+        swizzle, first = self.plan.k_swizzle(cta.gmem.k), keys.block(use) * tile.shape[0]
+        clear = functools.partial(self.plan.clear_padding, tile, keys, first, swizzle)
+
+        def together():
+            self.meet(cta)
+            self.by_first(cta, clear)
+            plgpu.commit_smem()
+            self.meet(cta)
+
+        _, padded = self.plan.has_padding(keys, first)
+        pl.when(padded)(together)
 
     def queries(self, cta: DecodeCta):
         """Returns the Q tile in shared memory."""

@@ -38,7 +38,7 @@ WIDEST = (576, 512)  # head dims of q and k, and of v: those of multi-head laten
 # Above head dim 256: see `takes_wide`. A block of 32 keys is 70 KB at head dims 576 and 512, so the
 # first copies and the last stores cost as much time as one.
 WIDE_KEYS = 32
-WIDE_START_BLOCKS = 1
+WIDE_START_KEYS = 32
 WIDE_UNIT = 64  # columns to a multiple of which tiles are filled up: a row of the widest swizzle
 WIDE_MULTIPLE = 16  # columns of an array that a tile with the narrowest swizzle reads in place
 PART_COLUMNS = NATIVE_HEAD_DIMS[-1]  # of O that a warpgroup holds: 128 registers of each thread
@@ -67,6 +67,9 @@ class DecodeBlocks:
             says which these are.
         upright: queries are the columns of the matmuls, as many as needed; else the rows, always
             64. See `takes_upright`.
+        v_stages: blocks of V in flight, one fewer than `stages`; None: as many.
+        joiners: warpgroups that join the results of the splits of a row; None leaves it to
+            combine.py.
     """
 
     block_kv: int = 64
@@ -75,6 +78,8 @@ class DecodeBlocks:
     widened: int = 1
     guesses: bool = True
     upright: bool = False
+    v_stages: int | None = None
+    joiners: int | None = None
 
     def __post_init__(self):
         if self.block_kv not in range(16, 257, 16):
@@ -83,6 +88,10 @@ class DecodeBlocks:
             raise ValueError(f"block_kv of decode is {self.block_kv!r}: upright, a multiple of 64")
         if self.stages < 1:
             raise ValueError(f"stages of decode is {self.stages!r}: at least 1")
+        if self.v_stages not in (None, self.stages, self.stages - 1) or self.v_stages == 0:
+            raise ValueError(
+                f"v_stages of decode is {self.v_stages!r}: `stages` or one fewer, and at least 1"
+            )
         if not 1 <= self.num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {self.num_splits!r}: from 1 to {MAX_SPLITS}")
 
@@ -92,7 +101,7 @@ class DecodeBlocks:
 
     def streamed_bytes(self, problem: DecodeProblem) -> int:
         """Returns the bytes of all stages of K and V, in the dtype of the cache."""
-        columns = sum(tile_head_dims(problem))
+        columns = sum(tile_head_dims(problem, self.upright))
         return self.stages * self.block_kv * columns * problem.kv_dtype.itemsize
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
@@ -109,6 +118,8 @@ class DecodeBlocks:
         256. Not upright takes 124 at head dim 128 (128 with softcap, 137 to 147 with a window or
         starts, 157 with slopes), 204 at head dim 256, and 130 with 128 keys at head dim 64.
         """
+        if takes_wide(problem):
+            return False
         if self.upright and not problem.quantised:
             return True
         narrow = max(problem.head_dim, problem.v_head_dim) <= 128
@@ -120,12 +131,17 @@ class DecodeBlocks:
 def takes_wide(problem: DecodeProblem) -> bool:
     """Checks for a head dim above 256, of q and k or of v.
 
-    Queries are then the rows, however few, and blocks have 32 keys: as columns they would take
-    blocks of 64 keys, one of which, 128 KB at head dim 512, leaves no room for the next. Up to two
-    compute warpgroups have equal parts of the columns of V and of O. Each computes all scores: that
-    way they never wait for one another. At head dims 576 and 512 a step reads 216 KB of Q and K and
-    32 KB of V from shared memory, 1,980 cycles of 128 bytes; an SM's share of 4.2 TB/s brings its
-    70 KB in 3,800.
+    Up to UPRIGHT_ROWS queries are columns where blocks of 64 keys fit: two of K and one of V at
+    head dim 512, where K is 64 KB and V is 64 KB, or two at head dim 576 where K's tile is V's. A
+    step of 64 keys reads 90 KB of K and Q and 82 KB of V and P from shared memory, 1,350 cycles of
+    128 bytes; an SM's share of 3.35 TB/s brings 72 KB in 5,000 and 128 KB in 9,000. Slots are given
+    back in their own step: at most one other is under way.
+
+    More are rows, of blocks of 32 keys, or 64 where K's tile is V's. Up to two compute warpgroups
+    have equal parts of the columns of V and of O. Each computes all scores: that way they never
+    wait for one another. At head dims 576 and 512 a step of 32 keys reads 216 KB of Q and K and 32
+    KB of V from shared memory, 1,980 cycles; one of 64 keys 352 KB, 2,820. The tensor cores take
+    3,330 for those, of which the second computation of the scores is 1,150.
     """
     return max(problem.head_dim, problem.v_head_dim) > NATIVE_HEAD_DIMS[-1]
 
@@ -135,19 +151,31 @@ def value_parts(problem: DecodeProblem) -> int:
     return -(-problem.v_head_dim // PART_COLUMNS)
 
 
-def tile_head_dims(problem: DecodeProblem) -> tuple[int, int]:
-    """Returns the head dims that tiles have, of Q and K and of all parts of V; zeros fill them."""
+def tile_head_dims(problem: DecodeProblem, upright: bool) -> tuple[int, int]:
+    """Returns the head dims that tiles have, of Q and K and of all parts of V; zeros fill them.
+
+    Where values are columns of the keys, what fills the values up are further columns of those.
+    """
     if not takes_wide(problem):
         return native_head_dims(problem.head_dim, problem.v_head_dim)
-    parts = value_parts(problem)
-    part = round_up(-(-problem.v_head_dim // parts), WIDE_UNIT)
-    return round_up(problem.head_dim, WIDE_UNIT), parts * part
+    parts = 1 if upright else value_parts(problem)
+    values = parts * round_up(-(-problem.v_head_dim // parts), WIDE_UNIT)
+    keys = round_up(problem.head_dim, WIDE_UNIT)
+    return max(keys, values) if shares_tiles(problem) else keys, values
+
+
+def shares_tiles(problem: DecodeProblem) -> bool:
+    """Checks whether the tile of K in shared memory is that of V, too.
+
+    Up to head dim 256 the first columns of the keys are copied once more, the second time from L2.
+    """
+    return problem.shares_kv and takes_wide(problem)
 
 
 def trades_registers(problem: DecodeProblem) -> bool:
     """Checks whether the producer gives registers to the compute warpgroups."""
     parts = value_parts(problem)
-    return parts > 1 and tile_head_dims(problem)[1] > parts * EVEN_COLUMNS
+    return parts > 1 and tile_head_dims(problem, False)[1] > parts * EVEN_COLUMNS
 
 
 def takes_upright(problem: DecodeProblem) -> bool:
@@ -162,11 +190,37 @@ def takes_upright(problem: DecodeProblem) -> bool:
     or 256.
     """
     if takes_wide(problem):
-        return False
+        return wide_upright(problem) is not None
     widths = native_head_dims(problem.head_dim, problem.v_head_dim)
     if problem.q_len * problem.group > UPRIGHT_ROWS or widths[1] % WARPGROUP_ROWS:
         return False
     return not problem.quantised or all(width in (64, 128, 256) for width in widths)
+
+
+def wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
+    """Returns the deepest upright blocks that fit above head dim 256; None where none do."""
+    if problem.q_len * problem.group > UPRIGHT_ROWS or problem.quantised:
+        return None
+    for stages in range(MOST_STAGES, 1, -1):
+        for v_stages in (None,) if shares_tiles(problem) else (None, stages - 1):
+            sizes = {"block_kv": WARPGROUP_ROWS, "num_splits": 2, "upright": True}
+            blocks = DecodeBlocks(stages=stages, v_stages=v_stages, **sizes)
+            if blocks.smem_bytes(problem) <= SMEM_LIMIT:
+                return blocks
+    return None
+
+
+def wide_rows(problem: DecodeProblem) -> DecodeBlocks:
+    """Returns the blocks above head dim 256 where queries are rows.
+
+    Where K's tile is V's, two blocks of 64 keys fit; a step of 64 reads Q once, and not twice.
+    """
+    for keys in (2 * WIDE_KEYS,) * shares_tiles(problem) + (WIDE_KEYS,):
+        for stages in range(MOST_STAGES, 0, -1):
+            blocks = DecodeBlocks(keys, stages, num_splits=2)
+            if blocks.smem_bytes(problem) <= SMEM_LIMIT and (stages > 1 or keys == WIDE_KEYS):
+                return blocks
+    raise AssertionError(f"no blocks fit: {problem}")
 
 
 def row_tiles(problem: DecodeProblem) -> int:
@@ -225,12 +279,13 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     KB of Q and three stages; or four stages in eight bits and 32 KB for a block of K and of V in 16
     bits.
     """
+    if takes_wide(problem):
+        blocks = wide_upright(problem) or wide_rows(problem)
+        return _with_splits(problem, blocks, num_sms)
     upright = takes_upright(problem)
     # H200, head dim 64, B=16, S=8k: 128 keys in three stages 67 us, in six 68, 64 keys in six 78.
     narrow = max(problem.head_dim, problem.v_head_dim) <= 64
     keys, most = (128, 3) if narrow and not problem.quantised else (64, MOST_STAGES)
-    if takes_wide(problem):
-        keys = WIDE_KEYS
     # Partial results are staged in float32, the larger case.
     sizes = {"block_kv": keys, "num_splits": 2, "upright": upright}
     deep = [DecodeBlocks(stages=n, **sizes) for n in range(most, 0, -1)]
@@ -238,7 +293,10 @@ def choose_decode(problem: DecodeProblem, num_sms: int) -> DecodeBlocks:
     shared = [b for b in fitting if b.ctas_per_sm(problem) > 1 and b.stages > 2 - upright]
     if upright:
         shared = [b for b in shared if b.streamed_bytes(problem) <= UPRIGHT_BYTES]
-    blocks = (shared or fitting)[0]
+    return _with_splits(problem, (shared or fitting)[0], num_sms)
+
+
+def _with_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) -> DecodeBlocks:
     splits = problem.spec.num_splits or choose_splits(problem, blocks, num_sms)
     return dataclasses.replace(blocks, num_splits=splits)
 
@@ -260,7 +318,7 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
         visible = min(visible, problem.spec.window_left + problem.q_len)
     most = max(1, min(MAX_SPLITS, visible // MIN_KEYS_PER_SPLIT))
     keys = max(1, round_up(visible, blocks.block_kv) // blocks.block_kv)
-    start = WIDE_START_BLOCKS if takes_wide(problem) else START_BLOCKS
+    start = WIDE_START_KEYS / blocks.block_kv if takes_wide(problem) else START_BLOCKS
 
     def time(splits: int) -> float:
         ctas = tiles * splits
@@ -282,6 +340,7 @@ class DecodeSmem(NamedTuple):
     q: Any  # [rows, H], of as many rows as Plan.tile_rows says
     # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows])). In
     # parts, v is [slots, parts, block_kv, part_columns] and o [parts, rows, part_columns].
+    # No v where values are columns of the keys.
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
     scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
@@ -297,7 +356,7 @@ class DecodeSmem(NamedTuple):
     @property
     def v(self):
         """Slots of V blocks."""
-        return self.ring[0][1]
+        return self.ring[0][-1]
 
     @property
     def o(self):
@@ -376,12 +435,12 @@ class DecodeLayout:
     @property
     def head_dims(self) -> tuple[int, int]:
         """Head dims as tiles have them: (that of Q and K, that of V)."""
-        return tile_head_dims(self.problem)
+        return tile_head_dims(self.problem, self.blocks.upright)
 
     @property
     def parts(self) -> int:
         """Number of compute warpgroups; see `value_parts`."""
-        return value_parts(self.problem)
+        return 1 if self.blocks.upright else value_parts(self.problem)
 
     @property
     def part_columns(self) -> int:
@@ -402,6 +461,42 @@ class DecodeLayout:
     def slots(self) -> int:
         """Number of slots of the rings that matmuls read."""
         return self.blocks.widened if self.in_memory else self.blocks.stages
+
+    @property
+    def v_slots(self) -> int:
+        """Number of slots of the ring of V."""
+        return self.blocks.v_stages or self.slots
+
+    @property
+    def shares(self) -> bool:
+        """True if the tile of K is that of V, too; its ring is then the only one."""
+        return shares_tiles(self.problem)
+
+    def k_swizzle(self, *arrays) -> int:
+        """Returns the swizzle of Q and K in bytes, where K is copied from these arrays."""
+        summed = self.blocks.block_kv if self.shares else 0
+        return self.matmuls.swizzle(self.head_dims[0], *arrays, summed_rows=summed)
+
+    def v_swizzle(self, *arrays) -> int:
+        """Returns the swizzle of V in bytes, where it is copied from these arrays."""
+        if self.shares:
+            return self.k_swizzle(*arrays)
+        summed = self.blocks.block_kv
+        return self.matmuls.swizzle(self.part_columns, *arrays, summed_rows=summed)
+
+    def p_swizzle(self, *arrays) -> int:
+        """Returns the swizzle of P^T in bytes, where V is copied from these arrays.
+
+        It is V's, with which it is multiplied, unless V is widened in registers.
+        """
+        if self.in_registers:
+            return self.matmuls.swizzle(self.blocks.block_kv)
+        return self.v_swizzle(*arrays)
+
+    @property
+    def defers(self) -> bool:
+        """True if V of an upright step is given back when QK^T of the next has been computed."""
+        return not self.in_registers and not takes_wide(self.problem)
 
     @property
     def page_scales(self) -> bool:
@@ -433,20 +528,29 @@ class DecodeLayout:
         block, matmuls, rows = self.blocks.block_kv, self.matmuls, self.tile_rows
         barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
         of_k, of_v = self.copied(k), self.copied(v)
-        keys = matmuls.buffer((slots, block, head_dim), *of_k)
+        tile = lambda shape, swizzle: tile_buffer(shape, matmuls.operand_dtype, swizzle)
+        keys = tile((slots, block, head_dim), self.k_swizzle(*of_k))
         part = (self.parts,) if self.parts > 1 else ()
-        values = matmuls.buffer((slots, *part, block, v_head_dim), *of_v, summed_rows=block)
-        ring = self.raw(slots) if self.in_registers else (keys, values)
+        values = tile((self.v_slots, *part, block, v_head_dim), self.v_swizzle(*of_v))
+        ring = (keys,) if self.shares else (keys, values)
+        if self.in_registers:
+            ring = self.raw(slots)
         result = jnp.float32 if self.several else self.problem.dtype
         staging = tile_buffer((*part, rows, v_head_dim), result), *[row_buffer((rows,))] * 2
-        q = matmuls.buffer((rows, head_dim), *of_k)
+        q = tile((rows, head_dim), self.k_swizzle(*of_k))
         smem = DecodeSmem(q, plgpu.RefUnion(ring, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
+        of_values = barrier(self.pieces, self.v_slots), barrier(1, self.v_slots)
+        if self.shares:
+            of_values = None, None
         if self.blocks.upright:
             q_scale = row_buffer((rows,)) if self.in_registers else None
-            p, across = matmuls.buffer((rows, block)), row_buffer((WARPS, rows))
+            p, across = tile((rows, block), self.p_swizzle(*of_v)), row_buffer((WARPS, rows))
             smem = smem._replace(p=p, across=across, q_scale=q_scale)
-            return smem, DecodeBarriers(copied, empty, copied, empty)
+            return smem, DecodeBarriers(copied, empty, *of_values)
+        if self.shares:
+            empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
+            return smem, DecodeBarriers(copied, empty, *of_values, met=met)
         if self.parts > 1:
             empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
             arrived = [barrier(self.pieces * self.parts, n) for n in (slots, 1)]

@@ -47,7 +47,7 @@ class DecodeArrays(NamedTuple):
 
     q: Any  # [B, T, K, group, H]
     k: Any  # [B, S, K, H], or [num_pages, page_size, K, H]
-    v: Any  # [B, S, K, Hv], or [num_pages, page_size, K, Hv]
+    v: Any  # [B, S, K, Hv], or [num_pages, page_size, K, Hv]; k itself if it has the values
     kv_lengths: Any  # int32[B], or int32[B, K] where heads have page tables
     q_offset: Any  # int32[B], or None: the last query is the last key
     page_table: Any  # int32[B, max_pages], or None: the cache is contiguous
@@ -211,9 +211,10 @@ class DecodeKernel(Kernel):
 
     def own_columns(self, cta: DecodeCta, ref):
         """Returns the columns of V or O, the last axis of `ref`, that are this CTA's."""
-        if cta.part is None:
-            return ref
         columns, rest = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
+        if cta.part is None:
+            whole = ref.shape[-1] == columns
+            return ref if whole else ref.at[(*rest, pl.ds(0, columns))]
         return ref.at[(*rest, pl.ds(cta.part * columns, columns))]
 
     def query_fragments(self, cta: DecodeCta) -> QueryFragments:
@@ -325,7 +326,7 @@ def decode(
         DecodeArrays(
             q=operands.q.reshape(*operands.q.shape[:2], *heads, problem.head_dim),
             k=operands.k,
-            v=operands.v,
+            v=operands.k if operands.v is None else operands.v,
             kv_lengths=operands.kv_lengths,
             q_offset=operands.q_offset,
             page_table=operands.page_table,
