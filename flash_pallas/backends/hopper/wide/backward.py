@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ from ..common.auxiliary_inputs import AuxiliaryInputs
 from .column_tiles import grid_of
 from .handover import Handover, Received, stand_in
 from .kernel import WideCta, WideKernel
-from .tiles import COLUMNS, DK, DQ, DV, PAIR, WARPGROUPS, WideBlocks, scratch
+from .tiles import COLUMNS, DQ, PAIR, WARPGROUPS, WideBlocks, scratch
 
 
 class GradientKernel(WideKernel):
@@ -71,15 +72,14 @@ class GradientKernel(WideKernel):
         )
         return plgpu.load(ref.at[at], layout=layout, optimized=False)
 
-    def probabilities(self, cta: WideCta, n, fragments, lse, s, sums):
-        """Returns (tile, its weights) of the n-th tile of scores, next to matmuls of `sums`."""
+    def probabilities(self, cta: WideCta, n, fragments, lse, s, issue: Callable):
+        """Returns (tile, its weights) of the n-th tile of scores; `issue` issues a matmul."""
         head, block = self.column_tile(cta, n)
         tile, inputs = self.tile(cta, block), self.inputs(cta, fragments, n)
         inputs = self.with_shift(cta, inputs, head, block)
-        next(sums, None)
-        w = score_tile.weights(self.problem, tile, s, lse, inputs, self.limits(cta, tile))
-        next(sums, None)
-        return tile, w
+        issue()
+        limits = self.limits(cta, tile)
+        return tile, score_tile.weights(self.problem, tile, s, lse, inputs, limits)
 
     def with_shift(self, cta: WideCta, inputs, head, block):
         """Returns the inputs with the shift of the queries, where some may have one."""
@@ -112,7 +112,9 @@ class QueryGradient(GradientKernel):
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         reload()
         next(sums, None)
-        tile, w = self.probabilities(cta, n, fragments, lse, s, sums)
+        issue = lambda: next(sums, None)
+        tile, w = self.probabilities(cta, n, fragments, lse, s, issue)
+        issue()
         found = score_tile.pulled(w)
         self.reload_auxiliary(cta, n)
         found = lax.optimization_barrier(found)
@@ -135,8 +137,36 @@ class QueryGradient(GradientKernel):
         self.store_chunks(cta, cta.out[0], [x * self.problem.spec.scale for x in found])
 
 
+class Pieces:
+    """The sums of a step, matmul by matmul."""
+
+    def __init__(self, sums: Iterator, count: int):
+        self.sums, self.left = sums, count
+
+    def issue(self, most: int = 1):
+        """Issues the next matmuls, if there are any."""
+        for _ in range(min(most, self.left)):
+            next(self.sums)
+        self.left -= min(most, self.left)
+
+    def finish(self):
+        """Waits for all of them, which have been issued."""
+        assert self.left == 0
+        for _ in self.sums:
+            pass
+
+
 class OfPair(GradientKernel):
-    """The part of one CTA of a pair; its results are dK, dV."""
+    """The part of one CTA of a pair; the results of the pair are dK, dV.
+
+    A step ends with the weights: handed over while the last sums are in flight.
+    """
+
+    def pieces(self, cta: WideCta, n, accumulators) -> Pieces:
+        """Issues the first of the sums."""
+        found = Pieces(self.sums(cta, n, accumulators), WARPGROUPS * self.chunks.results)
+        found.issue()
+        return found
 
     def handover(self, cta: WideCta) -> Handover:
         """Returns the way from rank 0 to rank 1 for this warpgroup."""
@@ -160,22 +190,27 @@ class ValueGradient(OfPair):
         place = self.place(cta, head, block, cta.wg)
         fragments = self.auxiliary.fragments_of_head(held, cta.gmem.auxiliary, place)
         reload = self.multiply_scores(cta, n, 0, s_acc)
-        sums = self.sums(cta, n, accumulators)
-        next(sums)
+        sums = self.pieces(cta, n, accumulators)
         lse = self.of_queries(cta, cta.gmem.lse_log2, head, place.column_start)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         reload()
-        next(sums, None)
-        _, w = self.probabilities(cta, n, fragments, lse, s, sums)
-        pulled, dropped = score_tile.pulled(w), score_tile.dropped(self.problem, w)
-        own = self.matmuls.split(dropped)
-        passed = own if pulled is dropped else self.matmuls.split(pulled)
+        sums.issue()
+        _, w = self.probabilities(cta, n, fragments, lse, s, sums.issue)
+        passed, own = self.both(w)
+        for operand in (own, *([] if passed is None else [passed])):
+            # ptxas would leave the exponentials to the end, when most of the sums are done.
+            inline.settle(operand, n, self.interpret)
         self.reload_auxiliary(cta, n)
-        self.handover(cta).send(passed[0])
-        next(sums, None)
-        self.replace_weights(cta, own)  # those before are loaded
-        for _ in sums:
-            pass
+        sums.issue(sums.left)
+        self.handover(cta).send(own if passed is None else passed)
+        self.replace_weights(cta, (own,))  # those before are loaded
+        sums.finish()
+
+    def both(self, w: score_tile.Weights):
+        """Returns (P for dK, or None where it is the same, P for dV), as operands."""
+        pulled, dropped = score_tile.pulled(w), score_tile.dropped(self.problem, w)
+        (own,) = self.matmuls.split(dropped)
+        return None if pulled is dropped else self.matmuls.split(pulled)[0], own
 
     def drain(self, cta: WideCta):
         super().drain(cta)
@@ -207,21 +242,17 @@ class KeyGradient(OfPair):
         head, block = self.column_tile(cta, n)
         column, tile = self.place(cta, head, block, cta.wg).column_start, self.tile(cta, block)
         reload = self.multiply_scores(cta, n, 0, s_acc)
-        sums = self.sums(cta, n, accumulators)
-        next(sums)
+        sums = self.pieces(cta, n, accumulators)
         delta = tile.per_q(self.of_queries(cta, cta.gmem.delta, head, column))
         kept = self.kept(cta, tile, held, head, column)
         dp = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         reload()
-        next(sums, None)
-        found = score_tile.centred(self.problem, kept, dp, delta)
-        next(sums, None)
-        found = lax.optimization_barrier(found)
+        sums.issue()
+        found = lax.optimization_barrier(score_tile.centred(self.problem, kept, dp, delta))
+        sums.issue(sums.left)
         found = found * self.handover(cta).receive(n).astype(jnp.float32)
-        next(sums, None)
         self.replace_weights(cta, self.matmuls.split(found))  # those before are loaded
-        for _ in sums:
-            pass
+        sums.finish()
 
     def kept(self, cta: WideCta, tile, of_keys, head, column):
         """Returns the dropout mask of a tile; None without dropout."""
@@ -277,9 +308,9 @@ def key_value_gradients(
 
     Arguments are those of `query_gradient`.
     """
-    sides = (
-        ValueGradient(problem, blocks, DV, interpret),
-        KeyGradient(problem, blocks, DK, interpret),
+    sides = tuple(
+        side(problem, blocks, role, interpret)
+        for side, role in zip((ValueGradient, KeyGradient), PAIR, strict=True)
     )
 
     def kernel(*refs):
@@ -295,7 +326,7 @@ def key_value_gradients(
         kernel,
         out=tuple(out),
         scratch=scratch(problem, PAIR, blocks),
-        grid=grid_of(problem, DV),
+        grid=grid_of(problem, PAIR[0]),
         cluster=pipeline.cluster_axes(len(sides)),
         threads=WARPGROUPS,
         name="flash_pallas_backward_wide_dkv",

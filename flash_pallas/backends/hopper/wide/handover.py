@@ -201,8 +201,8 @@ def _send_body(_, tile, words, barrier):
 def _receive_body(dtype, _, words, barrier, parity):
     """Waits for the tile, and reads this thread's elements."""
     _run(
-        "{ .reg .pred done; wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"
-        " done, [$0], $1; @!done bra wait; }",
+        "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
+        " @!done bra wait; }",
         _address(barrier),
         splat(parity),
     )
