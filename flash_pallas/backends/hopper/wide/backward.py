@@ -64,6 +64,10 @@ class GradientKernel(WideKernel):
         """Makes and stores the weights of a tile."""
         raise NotImplementedError
 
+    def store_scaled(self, cta: WideCta, out, found):
+        """Writes sums of dS times an operand, as the gradient of the other operand of S."""
+        self.store_chunks(cta, out, [x * self.problem.spec.scale for x in found])
+
     def of_queries(self, cta: WideCta, ref, head, start):
         """Loads one value of each of 64 queries, of rows or of columns."""
         layout, at = (
@@ -134,7 +138,7 @@ class QueryGradient(GradientKernel):
 
     def store(self, cta: WideCta, state, found):
         del state
-        self.store_chunks(cta, cta.out[0], [x * self.problem.spec.scale for x in found])
+        self.store_scaled(cta, cta.out[0], found)
 
 
 class Pieces:
@@ -266,7 +270,7 @@ class KeyGradient(OfPair):
 
     def store(self, cta: WideCta, state, found):
         del state
-        self.store_chunks(cta, cta.out[0], [x * self.problem.spec.scale for x in found])
+        self.store_scaled(cta, cta.out[0], found)
 
 
 def query_gradient(
