@@ -221,7 +221,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_wide_dq", 512, "wide_512_everything"): 576,
     ("flash_pallas_backward_wide_dq", 512, "causal"): 24,
     ("flash_pallas_backward_wide_dq", 512, "offset"): 16,
-    # Stored before the loops and read after them, but for the last row.
+    # Stored before the loops and read after them, but for the last two rows.
     ("flash_pallas_backward_wide_dkv", 448, "wide_448_window_causal"): 4,
     ("flash_pallas_backward_wide_dkv", 512, "causal"): 12,
     ("flash_pallas_backward_wide_dkv", 512, "offset"): 12,
