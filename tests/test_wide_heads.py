@@ -12,8 +12,8 @@ import pytest
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.wide.kernel import WideKernel
-from flash_pallas.backends.hopper.wide.launch import ROLES, choose_wide
-from flash_pallas.backends.hopper.wide.tiles import WideBlocks, wide_problem
+from flash_pallas.backends.hopper.wide.launch import choose_wide
+from flash_pallas.backends.hopper.wide.tiles import KERNELS, WideBlocks, wide_problem
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 BACKEND = HopperBackend(capability="9.0")
@@ -45,15 +45,15 @@ class _Recorder(WideKernel):
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("name", ROLES)
-def test_every_chunk_arrives_once_in_its_slot(name, widths):
+@pytest.mark.parametrize("role", sum(KERNELS.values(), ()), ids=lambda role: role.name)
+def test_every_chunk_arrives_once_in_its_slot(role, widths):
     problem = wide_problem(_problem(*widths))
     for width in (64, 128, 192):
-        total = WideKernel(problem, WideBlocks(width, 2), ROLES[name], True).chunks.total
+        total = WideKernel(problem, WideBlocks(width, 2), role, True).chunks.total
         for chunks in range(2, min(16, total) + 1):
             for steps in (1, 2, 3, 7):
                 blocks = WideBlocks(width, chunks)
-                kernel = _Recorder(problem, blocks, ROLES[name], True)
+                kernel = _Recorder(problem, blocks, role, True)
                 _go_through(kernel, steps)
 
 
@@ -74,8 +74,7 @@ def test_chosen_options():
     assert {name: (x.width, x.chunks) for name, x in chosen.items()} == {
         "forward": (128, 4),
         "dq": (64, 5),
-        "dk": (64, 5),
-        "dv": (128, 4),
+        "dkv": (128, 4),
     }
     assert choose_wide(_problem(384, 384))["forward"] == WideBlocks(192, 3, lazy_rescale=8.0)
 
@@ -110,11 +109,11 @@ def test_small_blocks_of_a_mask_are_refused():
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ({"fused": {"stages": 2}}, "runs the kernels 'forward', 'dq', 'dk', 'dv'"),
+        ({"fused": {"stages": 2}}, "runs the kernels 'forward', 'dq', 'dkv'"),
         ({"forward": {"block_kv": 64}}, "a dict with keys of"),
         ({"dq": {"chunks": 0}}, "at least 1"),
         ({"dq": {"chunks": 1}}, "'chunks' is from 2 to"),
-        ({"dk": {"width": 96}}, "'width' is 64, 128 or 192"),
+        ({"dkv": {"width": 96}}, "'width' is 64, 128 or 192"),
         ({"forward": {"chunks": 8}}, "no room for that in shared memory"),
     ],
     ids=str,
@@ -126,7 +125,7 @@ def test_options_that_do_not_fit(blocks, message):
 
 def test_candidates_of_autotune_fit():
     candidates = BACKEND.candidates(_problem(512, 512))
-    assert set(candidates) == set(ROLES) and all(len(x) > 1 for x in candidates.values())
+    assert set(candidates) == set(KERNELS) and all(len(x) > 1 for x in candidates.values())
 
 
 def test_derivatives_beyond_the_gradient_are_left_to_jnp():

@@ -175,7 +175,7 @@ def forward(
     run = launch(
         kernel,
         out=tuple(out),
-        scratch=scratch(problem, FORWARD, blocks),
+        scratch=scratch(problem, (FORWARD,), blocks),
         grid=grid_of(problem, FORWARD),
         threads=WARPGROUPS,
         name="flash_pallas_forward_wide",

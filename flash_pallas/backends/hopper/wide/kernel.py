@@ -184,9 +184,12 @@ class WideKernel:
         @pl.when(cta.wg == 0)
         def _():
             for name, target in zip(self.role.own, cta.smem.own, strict=True):
-                for chunk in range(target.shape[0]):
+                count = self.chunks.of(name)
+                for chunk in range(count):
                     source = self.chunk_of(cta, name, cta.head, cta.start, chunk)
                     plgpu.copy_gmem_to_smem(source, target.at[chunk], cta.bars.own)
+                for _ in range(count, target.shape[0]):  # of another role
+                    plgpu.barrier_arrive(cta.bars.own)
 
         cta = self.at_step(cta, jnp.int32(0))
         for position in range(self.blocks.chunks):
@@ -316,7 +319,8 @@ class WideKernel:
         """
         own, first = cta.smem.own[pair], self.chunks.summed.stop if pair else 0
         flight = min(FLIGHT, max(self.blocks.chunks // 3, 1))
-        for chunk in range(own.shape[0]):
+        count = self.chunks.of(self.role.scores[pair][0])
+        for chunk in range(count):
             right = self.arrived(cta, first + chunk)
             self.matmuls.multiply(accumulator, own.at[hidden(chunk)], right, transposed=True)
             if chunk >= flight:
@@ -324,7 +328,7 @@ class WideKernel:
                 self.reload(cta, n, first + chunk - flight)
 
         def reload():
-            for chunk in range(max(own.shape[0] - flight, 0), own.shape[0]):
+            for chunk in range(max(count - flight, 0), count):
                 self.reload(cta, n, first + chunk)
 
         return reload

@@ -14,14 +14,11 @@ from ..backward.dbias.kernel import score_sums
 from ..backward.operands import ROW_MULTIPLE, BackwardArrays
 from ..common.pipeline import fits
 from ..common.wgmma import LENGTH_MULTIPLE
-from .backward import gradient
+from .backward import key_value_gradients, query_gradient
 from .forward import forward as run_forward
 from .tiles import (
     COLUMNS,
-    DK,
-    DQ,
-    DV,
-    FORWARD,
+    KERNELS,
     LEAST_CHUNKS,
     MOST_CHUNKS,
     NARROW,
@@ -36,7 +33,6 @@ from .tiles import (
 
 # Weights may be up to 2**8 times as large as relative to the largest logit.
 LAZY_RESCALE = 8.0
-ROLES = {"forward": FORWARD, "dq": DQ, "dk": DK, "dv": DV}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +40,7 @@ class WideGradients:
     """Options of the kernels of the backward."""
 
     dq: WideBlocks
-    dk: WideBlocks
-    dv: WideBlocks
+    dkv: WideBlocks
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -59,7 +54,7 @@ def unsupported(problem: Problem) -> str | None:
             f"takes blocks of a block_mask in multiples of {COLUMNS} at head dims above "
             f"{NARROW}, not {rows} x {columns}"
         )
-    if any(choose(wide_problem(problem), role) is None for role in ROLES.values()):
+    if any(choose(wide_problem(problem), roles) is None for roles in KERNELS.values()):
         return f"has no room in shared memory for head dim {widest} next to this bias or mask"
     return None
 
@@ -67,8 +62,8 @@ def unsupported(problem: Problem) -> str | None:
 def choose_wide(problem: Problem) -> dict[str, WideBlocks]:
     """Returns the options of each kernel that runs."""
     wide, found = wide_problem(problem), {}
-    for name, role in ROLES.items():
-        chosen = choose(wide, role)
+    for name, roles in KERNELS.items():
+        chosen = choose(wide, roles)
         assert chosen is not None, "`unsupported` has refused it"
         found[name] = chosen
     lazy = 0.0 if problem.spec.max_logit else LAZY_RESCALE
@@ -77,13 +72,13 @@ def choose_wide(problem: Problem) -> dict[str, WideBlocks]:
 
 def misfit(problem: Problem, kernel: str, blocks: WideBlocks) -> str | None:
     """Returns why a kernel cannot have these options, or None."""
-    wide, role, step = wide_problem(problem), ROLES[kernel], SWIZZLED
+    wide, roles, step = wide_problem(problem), KERNELS[kernel], SWIZZLED
     if blocks.width not in (step, 2 * step, 3 * step):
         return f"'width' is {step}, {2 * step} or {3 * step}"
-    most = min(MOST_CHUNKS, Chunks(wide, role, blocks.width).total)
+    most = min(MOST_CHUNKS, *(Chunks(wide, role, blocks.width).total for role in roles))
     if not LEAST_CHUNKS <= blocks.chunks <= most or blocks.stages not in (1, 2):
         return f"'chunks' is from {LEAST_CHUNKS} to {most}, and 'stages' is 1 or 2"
-    if not fits(scratch(wide, role, blocks)):
+    if not fits(scratch(wide, roles, blocks)):
         return "there is no room for that in shared memory: use fewer chunks, or narrower ones"
     return None
 
@@ -151,14 +146,13 @@ def backward(
     do = padding.cleared_queries(operands, cotangents.do)
     operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
     arrays = arrays_of(wide, operands, cotangents)
-    run = lambda name: gradient(
-        wide, ROLES[name], getattr(blocks, name), operands, arrays, interpret
-    )
+    given = operands, arrays, interpret
+    dk, dv = key_value_gradients(wide, blocks.dkv, *given)
     whole = lambda x, like: x[:, : like.shape[1], :, : like.shape[3]]
     launch = lambda *sums: score_sums(wide, sums, operands, arrays, producer, interpret)
     return Grads(
-        whole(run("dq"), operands.q),
-        whole(run("dk"), operands.k),
-        whole(run("dv"), operands.v),
+        whole(query_gradient(wide, blocks.dq, *given), operands.q),
+        whole(dk, operands.k),
+        whole(dv, operands.v),
         **score_grads(wide, operands, wanted, launch),
     )

@@ -13,7 +13,8 @@ from ....core.integers import round_up
 from ....core.problem import Problem
 from ...gpu.launch import WARPGROUP_ROWS
 from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ..common.pipeline import fits, row_buffer, tile_buffer
+from ..common.pipeline import empty_barrier, fits, row_buffer, tile_buffer
+from .handover import received_buffer
 
 NARROW, WIDEST = 256, 512  # head dims that the other kernels run, and these
 WARPGROUPS = 2
@@ -84,8 +85,12 @@ class Chunks:
 
 FORWARD = Role("forward", 0, (("q", "k"),), "v")
 DQ = Role("dq", 0, (("q", "k"), ("do", "v")), "k")
-DK = Role("dk", 1, (("k", "q"), ("v", "do")), "q")
 DV = Role("dv", 1, (("k", "q"),), "do")
+DK = Role("dk", 1, (("v", "do"),), "q")  # times P^T, which comes from DV
+PAIR = (DV, DK)  # roles of the CTAs of a cluster, by their ranks
+
+# The kernels by name, with the roles of the CTAs of a cluster.
+KERNELS: dict[str, tuple[Role, ...]] = {"forward": (FORWARD,), "dq": (DQ,), "dkv": PAIR}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +119,7 @@ class WideSmem(NamedTuple):
         weights: operands that the warpgroups hand to each other, [2, 64, 64].
         rows: f32[2, 2, 64], values of rows that they exchange, in turns; of the forward.
         auxiliary: of 64 columns each, in slots stages * warpgroup + stage.
+        received: what a CTA of a pair gets from the other; None without pairs.
     """
 
     own: tuple
@@ -121,6 +127,7 @@ class WideSmem(NamedTuple):
     weights: Any
     rows: Any
     auxiliary: Streamed | None
+    received: Any
 
 
 class WideBarriers(NamedTuple):
@@ -132,60 +139,69 @@ class WideBarriers(NamedTuple):
     weights_empty: Any
     rows: Any
     auxiliary_full: Any
+    handed: Any  # this and the next of the cluster, of `Handover`; None without pairs
+    read: Any
 
 
-def scratch(problem: Problem, role: Role, blocks: WideBlocks) -> tuple[WideSmem, WideBarriers]:
-    """Returns the shared memory and the barriers of a CTA."""
-    bar, aux, chunks = plgpu.Barrier, AuxiliaryInputs(problem, role.q_axis), blocks.chunks
+def scratch(
+    problem: Problem, roles: tuple[Role, ...], blocks: WideBlocks
+) -> tuple[WideSmem, WideBarriers]:
+    """Returns the shared memory and the barriers of a CTA, the same in every role."""
+    bar, aux, chunks = plgpu.Barrier, AuxiliaryInputs(problem, roles[0].q_axis), blocks.chunks
     tile = lambda *shape: tile_buffer(shape, jnp.dtype(problem.dtype))
-    of = Chunks(problem, role, blocks.width).of
-    own = tuple(tile(of(name), WARPGROUP_ROWS, blocks.width) for name in role.own)
+    of = Chunks(problem, roles[0], blocks.width).of
+    counts = [max(map(of, names)) for names in zip(*(role.own for role in roles), strict=True)]
     slots = blocks.stages * WARPGROUPS
-    forward, streams = role == FORWARD, bool(aux.copies)
+    forward, pair, streams = roles == (FORWARD,), len(roles) > 1, bool(aux.copies)
     smem = WideSmem(
-        own=own,
+        own=tuple(tile(count, WARPGROUP_ROWS, blocks.width) for count in counts),
         ring=tile(WARPGROUPS, chunks, WARPGROUP_ROWS, blocks.width),
         weights=tile(WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_ROWS),
         rows=row_buffer((2, WARPGROUPS, WARPGROUP_ROWS)) if forward else None,
         auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
+        received=received_buffer(WARPGROUPS) if pair else None,
     )
     both = bar(num_arrivals=WARPGROUPS)
+    # Both warpgroups of one CTA arrive, which make as many arrivals as one warpgroup of each CTA.
+    of_pair = empty_barrier(len(roles), 1, 1) if pair else None
     bars = WideBarriers(
-        own=bar(num_arrivals=sum(x.shape[0] for x in own)),
+        own=bar(num_arrivals=sum(counts)),
         full=bar(num_barriers=WARPGROUPS * chunks),
         weights_full=both,
         weights_empty=both,
         rows=both if forward else None,
         auxiliary_full=bar(num_arrivals=aux.copies, num_barriers=slots) if streams else None,
+        handed=of_pair,
+        read=of_pair,
     )
     return smem, bars
 
 
-def choose(problem: Problem, role: Role) -> WideBlocks | None:
+def choose(problem: Problem, roles: tuple[Role, ...]) -> WideBlocks | None:
     """Returns the options of a kernel, with as many chunks in flight as there is room for.
 
     Returns None where there is not room enough.
     """
-    for width, stages in itertools.product(widths(problem, role), (2, 1)):
-        total = Chunks(problem, role, width).total
-        counts = range(min(MOST_CHUNKS, total), LEAST_CHUNKS - 1, -1)
+    for width, stages in itertools.product(widths(problem, roles), (2, 1)):
+        totals = [Chunks(problem, role, width).total for role in roles]
+        counts = range(min(MOST_CHUNKS, *totals), LEAST_CHUNKS - 1, -1)
         found = [
             blocks
             for blocks in (WideBlocks(width, chunks, stages) for chunks in counts)
-            if fits(scratch(problem, role, blocks))
+            if fits(scratch(problem, roles, blocks))
         ]
         if found:
             return found[0]
     return None
 
 
-def widths(problem: Problem, role: Role) -> tuple[int, ...]:
+def widths(problem: Problem, roles: tuple[Role, ...]) -> tuple[int, ...]:
     """Returns the widths of chunks to be tried, the best first.
 
     Every chunk costs a wait, a load and addresses, 70 instructions, whatever its width. Those with
     two operands of their own have no room for wide ones.
     """
-    if len(role.scores) > 1:
+    if any(len(role.scores) > 1 for role in roles):
         return (SWIZZLED,)
     widest = max(problem.head_dim, problem.v_head_dim)
     # Halves of 384 columns are one chunk, and halves of 512 are two.
