@@ -206,7 +206,8 @@ def run(arguments, timer: timing.Timer, log: dict[str, Any], backend: str = "hop
     shop = Workshop(backend)
     whole = arguments.ceiling_bytes
     plain = {size: start_ceiling(shop, size) for size in (whole, *(whole // n for n in SHARES))}
-    groups = [g for g in GROUPS if arguments.only in f"{g.name} {g.sizes.label}"]
+    label = lambda group: f"{group.name} {group.sizes.label}"
+    groups = [g for g in GROUPS if any(part in label(g) for part in arguments.only)]
     shop.announce(groups[0])
     summary = (
         "us of device time for one step, GB/s of k and v, and in parentheses their share of the "
@@ -237,7 +238,9 @@ def main() -> None:
     """Parses the command line, chooses a timer and runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="groups whose name and shape contain this")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="groups whose name and shape contain one of these"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; no group after")
     parser.add_argument("--ceiling-bytes", type=int, default=CEILING_BYTES)

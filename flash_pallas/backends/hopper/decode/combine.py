@@ -26,9 +26,9 @@ from .plan import JOINING_THREADS, DecodePlan, DecodeResults, combined_columns
 from .tiles import takes_wide
 
 # Shares that a warpgroup joins, in straight-line code, so that all their loads are under way at one
-# time; more warpgroups have the others. 128 shares in one warpgroup took 20 s to compile, and in
-# four turns of 32 they wait for memory four times.
-SHARES, MOST_JOINERS = 8, 4
+# time; more warpgroups have the others. Four warpgroups took 2.6 us for 32 shares and one took 2.3
+# (H100, benchmarks/results/wide_decode_trials.txt). 128 in one took 20 s to compile.
+SHARES, MOST_JOINERS = 32, 4
 
 
 class JoinSmem(NamedTuple):
@@ -111,8 +111,7 @@ class CombineKernel:
     @property
     def joiners(self) -> int:
         """Number of warpgroups of a CTA, each of which joins a range of the shares."""
-        asked = self.plan.blocks.joiners
-        return asked or min(MOST_JOINERS, -(-self.plan.blocks.num_splits // SHARES))
+        return min(MOST_JOINERS, -(-self.plan.blocks.num_splits // SHARES))
 
     @property
     def columns(self) -> int:

@@ -68,8 +68,6 @@ class DecodeBlocks:
         upright: queries are the columns of the matmuls, as many as needed; else the rows, always
             64. See `takes_upright`.
         v_stages: blocks of V in flight, one fewer than `stages`; None: as many.
-        joiners: warpgroups that join the results of the splits of a row; None leaves it to
-            combine.py.
     """
 
     block_kv: int = 64
@@ -79,7 +77,6 @@ class DecodeBlocks:
     guesses: bool = True
     upright: bool = False
     v_stages: int | None = None
-    joiners: int | None = None
 
     def __post_init__(self):
         if self.block_kv not in range(16, 257, 16):
