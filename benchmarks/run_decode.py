@@ -211,8 +211,8 @@ def run(arguments, timer: timing.Timer, log: dict[str, Any], backend: str = "hop
     shop.announce(groups[0])
     summary = (
         "us of device time for one step, GB/s of k and v, and in parentheses their share of the "
-        f"best plain reader; bfloat16; {timer.name}; median of {arguments.rounds} interleaved "
-        "rounds."
+        f"best plain reader and of the best that reads as much; bfloat16; {timer.name}; median of "
+        f"{arguments.rounds} interleaved rounds."
     )
     method = {"summary": summary, "timer": timer.name, "timer_check": log}
     found = results.header("decode", method)

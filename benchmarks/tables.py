@@ -145,7 +145,8 @@ def _decode_table(results: dict[str, Any]) -> str:
     for row in (row for row in rows if row["ms"] is not None):
         rate = f"{row['gb_per_s']:.0f}"
         if "of_ceiling" in row:
-            rate += f" ({row['of_ceiling']:.2f})"
+            shares = [row[name] for name in ("of_ceiling", "of_reader") if name in row]
+            rate += f" ({', '.join(f'{share:.2f}' for share in shares)})"
         splits = row.get("chosen", {}).get("num_splits")
         numbers = [f"{row['ms'] * 1e3:.1f}", rate, "-" if splits is None else str(splits)]
         body.append([row["group"], row["shape"], row["call"], *numbers])
