@@ -44,7 +44,7 @@ from .tiles import COLUMNS, DQ, PAIR, WARPGROUPS, WideBlocks, scratch
 
 
 class GradientKernel(WideKernel):
-    """What the kernels of all gradients have in common; see WideKernel."""
+    """Common parts of the kernels of all gradients; see WideKernel."""
 
     def fold(self, cta: WideCta, accumulators):
         step = functools.partial(self.step, cta, self.of_rows(cta), accumulators)
