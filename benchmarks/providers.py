@@ -170,6 +170,51 @@ def triton_attention(cell: Cell) -> Attention:
     return Attention(lambda q, k, v: with_lse(q, k, v)[0], with_lse)
 
 
+def fa4_jax_attention(cell: Cell) -> Attention:
+    """Returns FlashAttention-4 as fa4-jax calls it from JAX."""
+    if importlib.util.find_spec("fa4_jax") is None:
+        raise Unsupported("fa4-jax is not installed")
+    import fa4_jax
+
+    return Attention(functools.partial(fa4_jax.flash_attn, causal=cell.causal))
+
+
+def fa4_runner(cell: Cell, inputs: Inputs) -> Runner:
+    """Makes a Runner of FlashAttention-4, called from PyTorch, on the very same arrays.
+
+    It takes [B, T, N, H] and grouped queries as they are.
+    """
+    torch = torch_or_none()
+    if torch is None:
+        raise Unsupported("torch with a GPU is not installed")
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as error:
+        raise Unsupported(f"flash_attn.cute cannot be imported: {error}") from error
+    q, k, v = (torch.from_dlpack(x).detach().requires_grad_() for x in inputs[:3])
+    do = torch.from_dlpack(inputs.do)
+
+    def attend():
+        found = flash_attn_func(q, k, v, causal=cell.causal)
+        return found[0] if isinstance(found, tuple) else found  # with the log-sum-exp
+
+    def forward():
+        with torch.no_grad():
+            return attend()
+
+    o = attend()
+    backward = lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+    def results():
+        tensors = forward(), *backward()
+        torch.cuda.synchronize()
+        found = (jnp.from_dlpack(x.detach().contiguous()) for x in tensors)
+        return dict(zip(("o", "dq", "dk", "dv"), found, strict=True))
+
+    launches = {"forward": Launch(forward, "torch"), "backward": Launch(backward, "torch")}
+    return Runner(launches, results)
+
+
 def torch_runner(
     cell: Cell,
     inputs: Inputs,
@@ -270,6 +315,8 @@ PROVIDERS: dict[str, Provider] = {
     ),
     "jax_cudnn": Provider("jax.nn on cuDNN", _partial(jax_nn_attention, implementation="cudnn")),
     "jax_xla": Provider("jax.nn, dense", _partial(jax_nn_attention, implementation="xla")),
+    "fa4": Provider("FlashAttention-4 from PyTorch (flash_attn.cute)", runner=fa4_runner),
+    "fa4_jax": Provider("FlashAttention-4 from JAX (fa4-jax)", fa4_jax_attention),
     "tokamax": Provider("Tokamax, Mosaic GPU, its own choice of tiles", tokamax_attention),
     "triton_baseline": Provider(
         "our FlashAttention-2 in Triton through jax-triton", triton_attention

@@ -70,6 +70,22 @@ SUITES: dict[str, tuple[Cell, ...]] = {
         _HEAD_DIM_256,
         Shape(2, 8192, 32, 8, 128, "grouped queries: K and V are read by four query heads"),
     ),
+    # Cells beside FlashAttention-4 that "h200" lacks: other head dims, other lengths.
+    "fa4": _both(
+        Shape(2, 8192, 16, 16, 96, "head dim 96: between two widths of tiles"),
+        Shape(4, 4096, 16, 16, 192, "head dim 192, of multi-head latent attention in training"),
+        Shape(1, 16384, 8, 8, 256, "head dim 256, long"),
+        *(
+            Shape(16384 // length, length, heads, kv_heads, head_dim, "from short to long")
+            for head_dim, heads, kv_heads in (
+                (64, 32, 32),
+                (96, 16, 16),
+                (128, 16, 16),
+                (192, 16, 16),
+            )
+            for length in (1024, 2048, 8192, 16384)
+        ),
+    ),
     # Head dims that neither cuDNN nor FlashAttention takes.
     "wide": (
         *_both(

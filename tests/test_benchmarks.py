@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
+import importlib.machinery
 import itertools
 import multiprocessing
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flash_pallas
 from benchmarks import (
     flops,
     gate,
@@ -140,6 +144,22 @@ def test_the_oracle_covers_every_head_of_every_batch_element():
     o = jax.nn.dot_product_attention(*wide, implementation="xla")
     np.testing.assert_allclose(oracle.exact["o"], o, atol=1e-5)
     assert oracle.exact["lse"].shape == (2, 4, 128)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa4_jax"])
+def test_flash_attention_4_says_what_is_missing(name):
+    with pytest.raises(providers.Unsupported, match="not installed"):
+        providers.prepare(name, CELL, jnp.bfloat16)(gate.random_inputs(SHAPE))
+
+
+def test_flash_attention_4_from_jax_is_called_as_it_wants(judged, monkeypatch):
+    oracle, _ = judged
+    module = types.ModuleType("fa4_jax")
+    module.__spec__ = importlib.machinery.ModuleSpec("fa4_jax", None)
+    module.flash_attn = functools.partial(flash_pallas.flash_attention, backend="xla")
+    monkeypatch.setitem(sys.modules, "fa4_jax", module)
+    runner = providers.prepare("fa4_jax", CELL, jnp.bfloat16)(gate.random_inputs(SHAPE))
+    assert all(verdict.ok for verdict in oracle.check(runner.results()).values())
 
 
 # --- a whole run

@@ -26,6 +26,8 @@ NAMES = {
     "flash_pallas": "hopper",
     "torch_cudnn": "cuDNN (PyTorch)",
     "jax_cudnn": "cuDNN (jax.nn)",
+    "fa4": "FlashAttention-4 (PyTorch)",
+    "fa4_jax": "FlashAttention-4 (JAX)",
     "tokamax": "Tokamax",
     "flash_pallas_portable": "portable",
     "torch_flash": "FlashAttention-2 (PyTorch)",
