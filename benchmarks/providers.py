@@ -182,7 +182,7 @@ def fa4_jax_attention(cell: Cell) -> Attention:
 def fa4_runner(cell: Cell, inputs: Inputs) -> Runner:
     """Makes a Runner of FlashAttention-4, called from PyTorch, on the very same arrays.
 
-    It takes [B, T, N, H] and grouped queries as they are.
+    It takes [B, T, N, H] and GQA as they are.
     """
     torch = torch_or_none()
     if torch is None:

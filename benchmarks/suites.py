@@ -70,7 +70,7 @@ SUITES: dict[str, tuple[Cell, ...]] = {
         _HEAD_DIM_256,
         Shape(2, 8192, 32, 8, 128, "grouped queries: K and V are read by four query heads"),
     ),
-    # Cells beside FlashAttention-4 that "h200" lacks: other head dims, other lengths.
+    # Cells that "h200" lacks, to compare with FlashAttention-4: other head dims, other lengths.
     "fa4": _both(
         Shape(2, 8192, 16, 16, 96, "head dim 96: between two widths of tiles"),
         Shape(4, 4096, 16, 16, 192, "head dim 192, of multi-head latent attention in training"),
