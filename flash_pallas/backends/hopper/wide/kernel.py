@@ -39,6 +39,7 @@ from ..common.wgmma import Matmuls
 from .column_tiles import column_tiles, masks
 from .tiles import (
     COLUMNS,
+    SWIZZLED,
     WARPGROUPS,
     Chunks,
     Role,
@@ -73,7 +74,7 @@ class WideCta:
         tiles: tiles of columns that the CTA goes through.
         wg: index of the warpgroup.
         near: (head, first row) of the tiles of columns of the step before, of this and of the next.
-        first: slot of the first chunk of this step.
+        first: number of the first chunk of this step, or its slot, see WideKernel.divides_once.
     """
 
     gmem: BackwardArrays
@@ -250,19 +251,28 @@ class WideKernel:
         steps = lax.max(n - 1, jnp.int32(0)), lax.min(n, last), lax.min(n + 1, last)
         found = (self.column_tile(cta, step) for step in steps)
         near = tuple((head, block * COLUMNS) for head, block in found)
-        first = lax.rem(hidden(n * self.chunks.total), jnp.int32(self.blocks.chunks))
+        first = n * self.chunks.total
+        if self.divides_once:
+            first = lax.rem(hidden(first), jnp.int32(self.blocks.chunks))
         return dataclasses.replace(cta, near=near, first=first)
 
-    def slot(self, cta: WideCta, position: int):
-        """Returns the slot of the chunk at a position of this step; further ones are of the next.
+    @property
+    def divides_once(self) -> bool:
+        """True where the slot of a step's first chunk is kept, and others are found from it.
 
-        A division for each chunk instead of one a step takes 25 instructions of each.
+        That saves 25 instructions a chunk. Where chunks are narrow it is no faster, and what is
+        kept is spilled (dQ: 208 bytes instead of 128 with a score_mod).
         """
+        return self.blocks.width > SWIZZLED
+
+    def slot(self, cta: WideCta, position: int):
+        """Returns the slot of a chunk of this step; positions beyond it are of the next."""
         chunks = jnp.int32(self.blocks.chunks)
-        position = jnp.int32(position % self.blocks.chunks)
         if self.chunks.total % self.blocks.chunks == 0:  # the same in every step
-            return position
-        slot = hidden(cta.first) + position
+            return jnp.int32(position % self.blocks.chunks)
+        if not self.divides_once:
+            return lax.rem(hidden(cta.first + position), chunks)
+        slot = hidden(cta.first) + jnp.int32(position % self.blocks.chunks)
         return jnp.where(slot < chunks, slot, slot - chunks)
 
     def full(self, cta: WideCta, slot):
