@@ -147,9 +147,8 @@ STEPS = (
     Step("lengths_out_of_range", (300, -7), page_size=64),
     Step("splits", (129, 256), N=8, K=2),
     Step("more_splits_than_blocks", (65, 3), num_splits=7, N=2),
-    Step("many_splits", (250, 0), num_splits=35, N=2, sides=("sinks",)),
-    # Two warpgroups join five splits each, of which one does not exist.
-    Step("odd_splits", (570, 130), num_splits=9, N=2, S=576),
+    # Two warpgroups join 18 splits each; the last does not exist, and the one before has keys.
+    Step("many_splits", (2300, 570), num_splits=35, N=2, S=2304, sides=("sinks",)),
     Step("four_tokens", (127, 129), T=4, N=8, K=2),
     Step("four_tokens_one_split", (1, 130), T=4, num_splits=1, sides=("sinks",)),
     Step("sixteen_tokens", (129, 256), T=16, N=4),

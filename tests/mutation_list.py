@@ -324,7 +324,7 @@ SHARED_AND_HOPPER = (
              "test_hopper_decode.py::test_decode_kernels[shared_rows]"),
     Mutation("decode, splits of a warpgroup", "backends/hopper/decode/combine.py",
              "[n < splits for n in own]", "[n <= splits for n in own]",
-             "test_hopper_decode.py::test_decode_kernels[odd_splits]"),
+             "test_hopper_decode.py::test_decode_kernels[many_splits]"),
     Mutation("decode, scales of pages", "backends/hopper/decode/loads.py",
              "of[page if of.shape[0] > 1 else 0, cta.head]", "of[0, cta.head]",
              "test_hopper_decode.py::test_decode_kernels[int8_pages_of_16]"),

@@ -31,6 +31,7 @@ TABLES = {
     "positions": "features_positions",
     "h200": "h200",
     "wide": "wide",
+    "wide_h200": "wide_h200",
     "stack": "stack",
     "portable": "portable",
     "modifiers": "features",

@@ -98,7 +98,7 @@ class GradientKernel(WideKernel):
 
 
 class QueryGradient(GradientKernel):
-    """dQ."""
+    """The kernel of dQ."""
 
     def of_rows(self, cta: WideCta):
         place = self.place(cta, cta.head, 0, 0)
@@ -183,7 +183,7 @@ class OfPair(GradientKernel):
 
 
 class ValueGradient(OfPair):
-    """dV, in rank 0, which sends P^T to the other."""
+    """The part of rank 0: dV, and P^T for the other."""
 
     def of_rows(self, cta: WideCta):
         place = self.place(cta, cta.head, 0, 0)
@@ -226,7 +226,7 @@ class ValueGradient(OfPair):
 
 
 class KeyGradient(OfPair):
-    """dK, in rank 1, which receives P^T: masks, modifiers and exponentials are in it."""
+    """The part of rank 1: dK. Masks, modifiers and exponentials are in the P^T that it gets."""
 
     @property
     def auxiliary(self) -> AuxiliaryInputs:

@@ -34,7 +34,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from ...gpu.inline import WGMMA, fragmented, i32_constant, splat
 from ...gpu.launch import WARPGROUP_ROWS
-from ..common import pipeline
+from ..common import cluster, pipeline
 from ..common.pipeline import WARPGROUP
 
 TILE = WARPGROUP_ROWS, WARPGROUP_ROWS
@@ -102,7 +102,9 @@ class Handover:
     def open(self):
         """Initializes the mbarrier, and lets the first tile come."""
         if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_init_body)(self.received.arrived)
+            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(cluster.init_body)(
+                self.received.arrived
+            )
         self._offer()
 
     def receive(self, n):
@@ -131,19 +133,9 @@ class Handover:
             plgpu.barrier_wait(barrier)
 
 
-def _thread():
-    """Returns the number of the thread in its warpgroup, i32."""
-    return arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
-
-
-def _address(ref):
-    """Returns an address in shared memory, 32 bits."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
-
-
 def _own_words(words):
     """Returns the address of this thread's first piece of a slot."""
-    return arith.addi(_address(words), arith.muli(_thread(), i32_constant(4 * PIECE)))
+    return arith.addi(cluster.address(words), arith.muli(cluster.thread(), i32_constant(4 * PIECE)))
 
 
 def _pieces(count: int) -> list[tuple[int, int]]:
@@ -151,31 +143,13 @@ def _pieces(count: int) -> list[tuple[int, int]]:
     return [(i, 4 * WARPGROUP * i) for i in range(0, count, PIECE)]
 
 
-def _run(code: str, *operands):
-    """Emits PTX without results on 32-bit operands."""
-    letters = ",".join("r" for _ in operands)
-    nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, list(operands), code, letters, has_side_effects=True)
-
-
-def _init_body(_, barrier):
-    """Initializes an mbarrier of one arrival, which announces bytes."""
-    _run(
-        "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
-        " @first mbarrier.init.shared::cta.b64 [$0], 1;"
-        " @first fence.mbarrier_init.release.cluster; }",
-        _address(barrier),
-        _thread(),
-    )
-
-
 def _announce_body(_, barrier):
     """Arrives for the phase in which the bytes of the next tile are to come."""
-    _run(
+    cluster.run(
         "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
         f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {4 * WORDS}; }}",
-        _address(barrier),
-        _thread(),
+        cluster.address(barrier),
+        cluster.thread(),
     )
 
 
@@ -188,22 +162,22 @@ def _send_body(_, tile, words, barrier):
         f" [to + {distance}], {{{', '.join(f'${2 + i + word}' for word in range(PIECE))}}}, [full];"
         for i, distance in _pieces(len(registers))
     )
-    _run(
+    cluster.run(
         "{ .reg .b32 to, full;"
         f" mapa.shared::cluster.u32 to, $0, {RECEIVER};"
         f" mapa.shared::cluster.u32 full, $1, {RECEIVER}; {stores} }}",
         _own_words(words),
-        _address(barrier),
+        cluster.address(barrier),
         *registers,
     )
 
 
 def _receive_body(dtype, _, words, barrier, parity):
     """Waits for the tile, and reads this thread's elements."""
-    _run(
+    cluster.run(
         "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
         " @!done bra wait; }",
-        _address(barrier),
+        cluster.address(barrier),
         splat(parity),
     )
     pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))

@@ -33,7 +33,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from .....core.problem import Problem
 from ....gpu.inline import at, i32_constant, splat
-from ...common import pipeline
+from ...common import cluster, pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.pipeline import WARPGROUP, tile_transforms
 from .launches import FusedCta
@@ -105,7 +105,7 @@ UNIT = 16  # bytes that a swizzle moves together
 
 def init(arrived):
     """Initializes the mbarrier of an `Exchange`, of one arrival, in 8 bytes of shared memory."""
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_init_body)(arrived)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(cluster.init_body)(arrived)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,30 +151,9 @@ class Exchange:
         return plgpu.RefType(tile_transforms(self.swizzle, dtype))
 
 
-def _thread():
-    """Returns the number of the thread in its warpgroup, i32."""
-    return arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
-
-
-def _address(ref):
-    """Returns an address in shared memory, 32 bits."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
-
-
 def _part(tile, size: int) -> int:
     """Returns how many bytes of a tile of 16-bit elements a CTA adds up."""
     return math.prod(tile.type.shape) * 2 // size
-
-
-def _init_body(_, barrier):
-    """Initializes an mbarrier of one arrival, which counts what other CTAs send."""
-    _run(
-        "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
-        " @first mbarrier.init.shared::cta.b64 [$0], 1;"
-        " @first fence.mbarrier_init.release.cluster; }",
-        _address(barrier),
-        _thread(),
-    )
 
 
 def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
@@ -182,11 +161,11 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
 
     CTA r keeps the part from CTA i at place (i - r - 1) modulo the number of CTAs.
     """
-    part, thread, rank = _part(tile, size), _thread(), splat(rank)
-    at = lambda ref, i: arith.addi(_address(ref), arith.muli(i, i32_constant(part)))
+    part, thread, rank = _part(tile, size), cluster.thread(), splat(rank)
+    at = lambda ref, i: arith.addi(cluster.address(ref), arith.muli(i, i32_constant(part)))
     place = arith.addi(arith.subi(rank, thread), i32_constant(size - 1))
     place = arith.andi(place, i32_constant(size - 1))
-    _run(
+    cluster.run(
         "{ .reg .pred others, own; .reg .b32 to, full;"
         f" setp.eq.s32 own, $0, $1; setp.lt.s32 others, $0, {size}; @own setp.ne.s32 others, 0, 0;"
         f" @own mbarrier.arrive.expect_tx.shared::cta.b64 _, [$4], {(size - 1) * part};"
@@ -197,12 +176,12 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
         rank,
         at(tile, thread),
         at(received, place),
-        _address(barrier),
+        cluster.address(barrier),
     )
-    _run(
+    cluster.run(
         "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
         " @!done bra wait; }",
-        _address(barrier),
+        cluster.address(barrier),
         splat(parity),
     )
 
@@ -211,10 +190,10 @@ def _add_body(size: int, swizzle: int, _, tile, received, target, rank):
     """Adds a CTA's rows of a tile, summed over the cluster, to the array in device memory."""
     i64 = ir.IntegerType.get_signless(64)
     part, of_row = _part(tile, size), tile.type.shape[1]
-    within = arith.muli(_thread(), i32_constant(PIECE))
+    within = arith.muli(cluster.thread(), i32_constant(PIECE))
     own = arith.addi(arith.muli(splat(rank), i32_constant(part)), within)
-    mine = arith.addi(_address(tile), own)
-    theirs = arith.addi(_address(received), within)
+    mine = arith.addi(cluster.address(tile), own)
+    theirs = arith.addi(cluster.address(received), within)
     stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
     row, column = _coordinates(own, swizzle, of_row)
     offset = arith.addi(arith.muli(row, i32_constant(stride)), column)
@@ -227,13 +206,6 @@ def _add_body(size: int, swizzle: int, _, tile, received, target, rank):
         # Eight rows of dS^T take one or two rounds, each as many columns.
         down, right = divmod(i, 8 * of_row * swizzle // at_once)
         _add(out, 8 * down * stride + right * at_once // 16, total)
-
-
-def _run(code: str, *operands):
-    """Emits PTX without results on 32-bit operands."""
-    letters = ",".join("r" for _ in operands)
-    nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, list(operands), code, letters, has_side_effects=True)
 
 
 def _load_word(address, offset: int):
