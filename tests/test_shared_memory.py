@@ -162,9 +162,9 @@ def _assert_hopper_tiles_fit(problem):
     native = tiles.native_problem(problem)
     taken = {"forward": tiles.choose_forward(problem, 132).smem_bytes(native)}
     for name, blocks in choose_backward(problem, 132).items():
-        native = native_backward_problem(problem, fused=name == "fused")
+        native = native_backward_problem(problem, name if name in ("fused", "paired") else "split")
         taken[name] = blocks.smem_bytes(native)
-    native = native_backward_problem(problem, fused=False)
+    native = native_backward_problem(problem, "split")
     for axes in ("rows", "columns", "tile") if problem.bias_shape else ("rows",):
         sums = Sums(native, axes, ("bias",))
         taken[axes] = launch.shared_memory(scores_scratch(sums, sums.blocks()))

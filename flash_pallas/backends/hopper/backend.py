@@ -27,7 +27,14 @@ from ...core.problem import (
 from ..gpu.launch import MOST_BARRIERS, refusal
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
-from .backward.launch import SplitBlocks, backward, choose_backward, native_backward_problem
+from .backward.launch import (
+    SplitBlocks,
+    backward,
+    choose_backward,
+    kernel_of,
+    native_backward_problem,
+)
+from .backward.paired.tiles import PairedBlocks
 from .backward.split.tiles import DkvBlocks, DqBlocks
 from .backward.tangent.launch import launches, push_backward
 from .common.pipeline import SMEM_LIMIT
@@ -255,7 +262,7 @@ class HopperBlocks:
     """Tile sizes of every kernel that a call and its gradient run."""
 
     forward: ForwardBlocks | WideBlocks
-    backward: FusedBlocks | SplitBlocks | WideGradients
+    backward: FusedBlocks | PairedBlocks | SplitBlocks | WideGradients
 
 
 def trades_registers() -> bool:
@@ -266,6 +273,9 @@ def trades_registers() -> bool:
     code made for 240 spills up to 1,300 bytes and has its wgmma serialised. Two have 255.
     """
     return jaxlib.version.__version_info__ < (0, 12)
+
+
+_ALONE = {"fused", "paired"}  # kernels that compute all gradients
 
 
 def choose_blocks(
@@ -288,7 +298,7 @@ def choose_blocks(
         return _wide_blocks(problem, override)
     packed = may_pack(problem) and packs(problem, num_sms)
     forward = dataclasses.replace(choose_forward(problem, num_sms), packed=packed)
-    backward = choose_backward(problem, num_sms)
+    backward = choose_backward(problem, num_sms, producer)
     if not producer:
         forward = without_producer(forward, problem)
         backward = {name: _without_producer(b, problem) for name, b in backward.items()}
@@ -302,10 +312,10 @@ def choose_blocks(
         if kernel == "forward":
             size = native_problem(problem)
         else:
-            size = native_backward_problem(problem, fused=kernel == "fused")
+            size = native_backward_problem(problem, kernel if kernel in _ALONE else "split")
         chosen[kernel] = _replaced(kernel, chosen[kernel], fields, size, problem)
-    if "fused" in chosen:
-        return HopperBlocks(chosen["forward"], chosen["fused"])
+    for kernel in _ALONE & chosen.keys():
+        return HopperBlocks(chosen["forward"], chosen[kernel])
     return HopperBlocks(chosen["forward"], SplitBlocks(chosen["dkv"], chosen["dq"]))
 
 
@@ -472,7 +482,8 @@ _DQ = (
     {"v_stages": 2},
     {"warpgroups": 1, "block_kv": 64},
 )
-CHANGES = {"forward": _FORWARD, "fused": _FUSED, "dkv": _DKV, "dq": _DQ}
+_PAIRED = ({"stagger": True}, {"multicast": False}, {"do_stages": 1}, {"dq_slots": 1})
+CHANGES = {"forward": _FORWARD, "fused": _FUSED, "paired": _PAIRED, "dkv": _DKV, "dq": _DQ}
 _WIDE = (
     *({"width": 64, "chunks": chunks} for chunks in (10, 8, 6, 5, 4)),
     *({"width": 128, "chunks": chunks} for chunks in (4, 3)),
@@ -506,4 +517,4 @@ def _by_kernel(problem: Problem, producer: bool, num_sms: int, override: dict[st
         return {"forward": blocks.forward, **vars(backward)}
     if isinstance(backward, SplitBlocks):
         return {"forward": blocks.forward, "dkv": backward.dkv, "dq": backward.dq}
-    return {"forward": blocks.forward, "fused": backward}
+    return {"forward": blocks.forward, kernel_of(backward): backward}

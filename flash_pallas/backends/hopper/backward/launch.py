@@ -16,6 +16,8 @@ from .fused.kernel import backward_fused
 from .fused.launches import choose_launches, choose_split_q, fitting
 from .fused.tiles import FUSED_HEAD_DIMS, FusedBlocks, choose_fused, without_sums
 from .operands import BackwardArrays
+from .paired.kernel import backward_paired
+from .paired.tiles import PAIR, PairedBlocks, choose_paired, paired_problem
 from .split.dkv import dkv
 from .split.dq import dq
 from .split.tiles import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
@@ -25,7 +27,7 @@ from .split.tiles import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head
 
 def backward(
     problem: Problem,
-    blocks: FusedBlocks | SplitBlocks,
+    blocks: FusedBlocks | PairedBlocks | SplitBlocks,
     operands: Operands,
     cotangents: Cotangents,
     wanted: frozenset[str],
@@ -42,7 +44,7 @@ def backward(
         interpret: run under the interpreter.
     """
     fused = isinstance(blocks, FusedBlocks)
-    native = native_backward_problem(problem, fused=fused)
+    native = native_backward_problem(problem, kernel_of(blocks))
     inside = fused and not wanted  # the other kernels are given copies without padding
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)
@@ -54,10 +56,12 @@ def backward(
         *grads, dbias = backward_fused(native, blocks, operands, arrays, inside, interpret)
         if dbias is not None:
             extra, wanted = {"bias": dbias}, wanted - {"bias"}
+    elif isinstance(blocks, PairedBlocks):
+        grads = backward_paired(native, blocks, operands, arrays, interpret)
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
-    producer = (blocks if fused else blocks.dq).producer
+    producer = (blocks.dq if isinstance(blocks, SplitBlocks) else blocks).producer
     launch = lambda *sums: score_sums(native, sums, operands, arrays, producer, interpret)
     extra |= score_grads(native, operands, wanted, launch)
     dq_, dk, dv = map(Matmuls(problem.dtype).joined, grads)
@@ -69,13 +73,15 @@ def backward(
     )
 
 
-def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
+def _summed_rows(native: Problem, blocks: FusedBlocks | PairedBlocks | SplitBlocks):
     """Returns `summed_rows` of BackwardArrays.of: for the tiles of Q and K, and of V and dO.
 
     A 0 stands for the kernel of backward/dbias/kernel.py.
     """
     if isinstance(blocks, FusedBlocks):
         return (blocks.dq_tile(native.head_dim)[1], 0), (0,)
+    if isinstance(blocks, PairedBlocks):
+        return (native.head_dim // PAIR, 0), (blocks.block_q, 0)
     rows = (blocks.dkv.block_q, blocks.dq.block_kv, 0)
     return rows, rows
 
@@ -91,13 +97,26 @@ class SplitBlocks:
     dq: DqBlocks
 
 
-def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
-    """Chooses the tile sizes of each kernel that runs: of "fused", or of "dkv" and "dq"."""
+def kernel_of(blocks: FusedBlocks | PairedBlocks | SplitBlocks) -> str:
+    """Returns "fused", "paired" or "split"."""
+    if isinstance(blocks, FusedBlocks):
+        return "fused"
+    return "paired" if isinstance(blocks, PairedBlocks) else "split"
+
+
+def choose_backward(problem: Problem, num_sms: int, producer: bool = True) -> dict[str, Any]:
+    """Chooses the tile sizes of each kernel that runs: of "fused", "paired", or "dkv" and "dq".
+
+    Args:
+        problem: what is computed.
+        num_sms: number of SMs, each of which holds one CTA.
+        producer: whether kernels may have a producer warpgroup; the paired one always has.
+    """
     widest = max(problem.head_dim, problem.v_head_dim)
     fused = None
     atomics = not problem.spec.deterministic and problem.dtype != np.float32
     if atomics and widest <= FUSED_HEAD_DIMS[-1]:
-        native = native_backward_problem(problem, fused=True)
+        native = native_backward_problem(problem, "fused")
         fused = choose_fused(native)
     if fused is not None:
         parts = (
@@ -106,14 +125,19 @@ def choose_backward(problem: Problem, num_sms: int) -> dict[str, Any]:
         one_loop = fused.mask_all or (parts > 1 and problem.hides_by_arrays)
         fused = dataclasses.replace(fused, split_q=parts, mask_all=one_loop)
         return {"fused": choose_launches(native, fused, num_sms)}
-    native = native_backward_problem(problem, fused=False)
+    paired = choose_paired(problem) if atomics and producer else None
+    if paired is not None:
+        return {"paired": paired}
+    native = native_backward_problem(problem, "split")
     return {"dkv": choose_dkv(native), "dq": choose_dq(native)}
 
 
-def native_backward_problem(problem: Problem, *, fused: bool) -> Problem:
-    """Returns the problem with the head dims that the kernels run: zero-padded to a native size."""
+def native_backward_problem(problem: Problem, kernel: str) -> Problem:
+    """Returns the problem with the head dims that a kernel runs: zero-padded to a native size."""
+    if kernel == "paired":
+        return paired_problem(problem)
     q, v = problem.head_dim, problem.v_head_dim
-    if fused:
+    if kernel == "fused":
         q = v = next(dim for dim in FUSED_HEAD_DIMS if dim >= max(q, v))
     else:
         q, v = native_head_dim(q), native_head_dim(v)

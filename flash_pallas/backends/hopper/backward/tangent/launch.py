@@ -22,7 +22,7 @@ def launches(problem: Problem) -> list[tuple[int, tuple[int, ...], Any]] | None:
     """Returns [(axis of queries, results, PushBlocks)] of the launches; None if there are none."""
     if not is_possible(problem):
         return None
-    native = native_backward_problem(problem, fused=False)
+    native = native_backward_problem(problem, "split")
     widths = native.head_dim, native.v_head_dim
     for plan in (TOGETHER, APART):
         found = [
@@ -52,7 +52,7 @@ def push_backward(
         moved: tangents of the cotangents; that of the log-sum-exp is of the natural one.
         interpret: run under the interpreter.
     """
-    native, plan = native_backward_problem(problem, fused=False), launches(problem)
+    native, plan = native_backward_problem(problem, "split"), launches(problem)
     assert plan is not None
     clear = lambda x: padding.cleared_queries(operands, x)
     summed = (tuple(sorted({blocks.columns for _, _, blocks in plan})),) * 2

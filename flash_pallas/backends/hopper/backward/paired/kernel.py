@@ -1,0 +1,417 @@
+"""The paired backward: all five matmuls of FlashAttention-2's Algorithm 2 for head dims to 256.
+
+At head dim 256 dK and dV of 64 keys take half of an SM's registers, and the float32 sums of dQ that
+CTAs of 64 keys make would be more than L2 adds up. So a cluster of two CTAs owns 128 keys. Each has
+64 of them with dK and dV, as backward/split/dkv.py does; they exchange dS, and each computes half of
+the columns of dQ for all 128 keys:
+
+    warpgroup 0   S^T = K Q^T     P^T                                    dV += P^T dO
+    warpgroup 1   dP^T = V dO^T   dS^T = P^T (dP^T - delta)              dK += dS^T Q
+    both          dQ = dS K       a quarter of the columns each, of the tile before
+    warpgroup 2   one warp loads, another adds dQ to a float32 buffer in device memory
+
+dQ of a tile is computed in the step after it, while exponentials and dS of the next one are made:
+the other CTA's dS has a step to arrive. The order in which pairs add to dQ differs from run to run,
+and with it the last bits; backward/split is deterministic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .....core.problem import Operands, Problem
+from .....core.scores import TileInputs
+from ....gpu import inline
+from ....gpu.launch import WARPGROUP_ROWS, float32, launch
+from ...common import pipeline
+from ...common.pipeline import CLUSTER_AXIS, Ring, rows_of
+from ..fused.kernel import scaled_dq, zeros
+from ..fused.tiles import pairs_at_once
+from ..operands import BackwardArrays, QTileRange, mask_everywhere
+from ..split.dkv import DK_WARPGROUP, DV_WARPGROUP, PRODUCER, DkvCta, DkvKernel, DkvLoads
+from .exchange import Exchange, stand_in
+from .tiles import PAIR, SLOTS, WARPGROUPS, PairedBlocks, dq_columns, paired_scratch, swizzle_of_k
+
+LOAD_WARP, STORE_WARP = 0, 1
+
+
+def hidden(x):
+    """Returns the same int32, of which the compiler knows nothing: found anew in every step."""
+    return lax.optimization_barrier(jnp.int32(x))
+
+
+class PairedRing(Ring):
+    """Ring whose descriptors of operands are made in every step, not held over the loop."""
+
+    def slot(self, n):
+        return hidden(super().slot(n))
+
+
+class SharedRing(PairedRing):
+    """Ring that the CTAs of a pair fill together, and release to each other."""
+
+    def release(self, n):
+        """Releases the n-th fill once every warp has read it."""
+        inline.warpgroup_barrier(False)
+        super().release(n)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedCta(DkvCta):
+    """Refs, rings and place of one CTA of a pair.
+
+    Attributes:
+        dq: f32[B, T8, N, D] in device memory: sums.
+        block: number of the pair's 128 keys.
+        rank: of this CTA in the pair.
+        exchange: of dS.
+        dq_acc: accumulator of this warpgroup's part of dQ, within a step.
+    """
+
+    dq: Any = None
+    block: Any = None
+    rank: Any = None
+    exchange: Any = None
+    dq_acc: Any = None
+
+    def anew(self) -> PairedCta:
+        """Returns this record with operands whose descriptors are not held over the loop."""
+        zero, smem = hidden(0), self.smem
+        k, v, k_other = (x.at[zero] for x in (smem.k, smem.v, smem.k_other))
+        smem = smem._replace(k=k, v=v, k_other=k_other)
+        return dataclasses.replace(self, smem=smem, rank=hidden(self.rank))
+
+    @property
+    def half(self) -> int:
+        """Number of columns of dQ that a CTA computes."""
+        return self.smem.k_other.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedKernel(DkvKernel):
+    """One launch of the paired kernel; see DkvKernel, of which it has the scores, dK and dV."""
+
+    blocks: PairedBlocks
+
+    @property
+    def loads(self) -> PairedLoads:
+        """Copies from device memory into shared memory, and the sums of dQ."""
+        return PairedLoads(self.problem, self.blocks)
+
+    @property
+    def at_once(self) -> int:
+        """Number of pairs of a batch entry and a KV head that are worked on at one time."""
+        return pairs_at_once(self.problem, self.problem.batch * self.problem.kv_heads)
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The grid, of clusters: sections as in backward/fused/launches.py."""
+        pairs = self.problem.batch * self.problem.kv_heads
+        blocks = pl.cdiv(self.problem.kv_len, self.blocks.block_pair)
+        return {"section": pl.cdiv(pairs, self.at_once), "kv": blocks, "pair": self.at_once}
+
+    def run(self, dq, gmem: BackwardArrays, dk, dv, *refs):
+        """Runs a CTA; `dq`: sums to which it adds."""
+        passed, (smem, bars) = refs[:-2], refs[-2:]
+        pair = lax.axis_index("section") * self.at_once + lax.axis_index("pair")
+        batches, pairs = self.problem.batch, self.problem.batch * self.problem.kv_heads
+        batch, kv_head = lax.rem(pair, jnp.int32(batches)), lax.div(pair, jnp.int32(batches))
+        block, rank = lax.axis_index("kv"), pipeline.cluster_rank(PAIR)
+        ring = SharedRing if self.blocks.multicast and not self.interpret else PairedRing
+        exchange = Exchange(
+            ds=smem.ds,
+            arrived=smem.arrived,
+            handed_over=bars.p_full,
+            full=bars.ds_full,
+            empty=bars.ds_empty,
+            written=bars.ds_handed,
+            stand_in=passed[0].at[batch, kv_head, block] if passed else None,
+            rank=rank,
+            swizzle=swizzle_of_k(self.problem, gmem),
+            interpret=self.interpret,
+        )
+        cta = PairedCta(
+            gmem=gmem,
+            dk=dk,
+            dv=dv,
+            smem=smem,
+            bars=bars,
+            q=ring(bars.q_full, bars.q_empty, self.blocks.stages),
+            do=ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
+            p=None,
+            batch=batch,
+            kv_head=kv_head,
+            kv_start=(block * PAIR + rank) * WARPGROUP_ROWS,
+            q_tiles=self.q_tiles(gmem, (batch, kv_head, block)),
+            dq=dq,
+            block=block,
+            rank=rank,
+            exchange=exchange,
+        )
+        if pairs % self.at_once == 0:
+            self.run_roles(cta)
+        else:  # the last section is smaller
+            pl.when(pair < pairs)(lambda: self.run_roles(cta))
+
+    def run_roles(self, cta: PairedCta):
+        """Sends each warpgroup to its role."""
+        wg = lax.axis_index("wg")
+        pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
+        pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
+        pl.when(wg == PRODUCER)(lambda: self.loads(cta))
+
+    def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange:
+        size = self.blocks.block_pair, self.blocks.block_q
+        loops = {"mask_all": mask_everywhere(self.problem) or self.blocks.mask_all}
+        if self.blocks.stagger:
+            loops["shift"] = at[2]
+        return QTileRange.of(self.problem, gmem, (at[0], at[2]), *size, **loops)
+
+    # --- warpgroup 0 -----------------------------------------------------------------------------
+
+    def sum_dv(self, cta: PairedCta, far):
+        accumulator = self.result_accumulator(self.problem.v_head_dim)
+        dv = pl.run_scoped(functools.partial(self.loop_over_dv, cta, far), accumulator)
+        self.last_dq(cta, DV_WARPGROUP)
+        self.meet(cta)
+        staging = cta.smem.v.at[0]
+        self.store(dv, staging, rows_of(cta.dv, cta.keys, staging))
+        cta.exchange.drain(cta.q_tiles.total)
+
+    def dv_step(self, cta: PairedCta, fragments: TileInputs, far, dv_acc, block_of, n, *, masked):
+        """Hands over P^T of the n-th tile, issues dV += P^T dO, and leaves dQ of the tile before."""
+        block, n = block_of(n), hidden(n)
+        if self.problem.group > 1:  # under the wait for Q
+            place = self.loads.place(cta, cta.q_tiles[n][0], block)
+            fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
+        cta.q.wait_full(n)
+        run = functools.partial(self.dv_matmuls, cta, fragments, (n, block), masked, far, dv_acc)
+        dq = pl.run_scoped(run, self.score_accumulator, self.dq_accumulator(DV_WARPGROUP))
+        self.leave_dq(cta, n, DV_WARPGROUP, dq)
+
+    def dv_matmuls(self, cta: PairedCta, fragments, at, masked, far, dv_acc, s_acc, dq_acc):
+        """Returns dQ of the tile before; dV ends during the next tile."""
+        n, _ = at
+        cta = dataclasses.replace(cta.anew(), dq_acc=dq_acc)
+        p, handed = self.weights(cta, fragments, at, masked, far, s_acc)
+        cta.exchange.hand_over(n, handed[0])
+        self.issue_dq(cta, n - 1, DV_WARPGROUP)
+        cta.do.wait_full(n)
+        self.matmuls.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+        cta.exchange.release(n - 1)
+        return dq
+
+    # --- warpgroup 1 -----------------------------------------------------------------------------
+
+    def compute_dk(self, cta: PairedCta):
+        plgpu.set_max_registers(self.blocks.compute_registers, action="increase")
+        cta.exchange.open()
+        accumulator = self.result_accumulator(self.problem.head_dim)
+        plgpu.barrier_wait(cta.bars.k_full)
+        dk = pl.run_scoped(functools.partial(self.loop_over_dk, cta), accumulator)
+        self.last_dq(cta, DK_WARPGROUP)
+        self.meet(cta)
+        staging = cta.smem.k.at[0]
+        out = rows_of(cta.dk, cta.keys, staging)
+        self.store(dk * self.problem.spec.scale, staging, out)
+
+    def dk_step(self, cta: PairedCta, dk_acc, n):
+        """Sends dS^T of the n-th tile, issues dK += dS^T Q, and leaves dQ of the tile before."""
+        cta.do.wait_full(n)
+        run = functools.partial(self.dk_matmuls, cta, dk_acc, n)
+        dq = pl.run_scoped(run, self.score_accumulator, self.dq_accumulator(DK_WARPGROUP))
+        self.leave_dq(cta, n, DK_WARPGROUP, dq)
+
+    def dk_matmuls(self, cta: PairedCta, dk_acc, n, dp_acc, dq_acc):
+        """Returns dQ of the tile before; dK ends during the next tile."""
+        cta = dataclasses.replace(cta.anew(), dq_acc=dq_acc)
+        ds = self.score_gradients(cta, n, dp_acc)
+        cta.exchange.send(n, ds[0])
+        if not self.drops_twice:
+            cta.q.wait_full(n)
+        self.issue_dq(cta, n - 1, DK_WARPGROUP)
+        self.matmuls.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+        cta.exchange.release(n - 1)
+        return dq
+
+    def handed(self, cta: PairedCta, n):
+        return cta.exchange.probabilities(n).astype(jnp.float32)
+
+    # --- dQ --------------------------------------------------------------------------------------
+
+    def dq_accumulator(self, warpgroup: int):
+        """Accumulator of a warpgroup's part of dQ."""
+        columns = dq_columns(self.problem.head_dim, warpgroup)[1]
+        return plgpu.ACC((self.blocks.block_q, columns), jnp.float32)
+
+    def issue_dq(self, cta: PairedCta, n, warpgroup: int):
+        """Issues dQ = dS K of the n-th tile, two wgmmas; for n = -1, of what lies there."""
+        wait = cta.exchange.wait if warpgroup == DV_WARPGROUP else cta.exchange.receive
+        pl.when(n >= 0)(lambda: wait(n))
+        first, columns = dq_columns(self.problem.head_dim, warpgroup)
+        own, slot = cta.rank * cta.half + first, cta.exchange.slot(n)
+        of = lambda rank: cta.smem.ds.at[slot, rank].transpose((1, 0))
+        plgpu.wgmma(cta.dq_acc, of(cta.rank), cta.smem.k.at[:, pl.ds(own, columns)])
+        plgpu.wgmma(cta.dq_acc, of(1 - cta.rank), cta.smem.k_other.at[:, pl.ds(first, columns)])
+
+    def leave_dq(self, cta: PairedCta, n, warpgroup: int, dq):
+        """Leaves a warpgroup's part of dQ of the tile before the n-th, to be added.
+
+        Stored in the first step too, though nobody adds it: a branch around registers that wgmmas
+        have written makes ptxas end those in flight (C7517).
+        """
+        slots = self.blocks.dq_slots
+        wait = lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[warpgroup])
+        if slots == 1 and warpgroup == DK_WARPGROUP:
+            wait()
+        else:
+            pl.when(n > 0)(wait)
+        cta.smem.dq[warpgroup % slots][...] = dq
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.dq_full.at[warpgroup])
+
+    def last_dq(self, cta: PairedCta, warpgroup: int):
+        """Leaves dQ of the last tile."""
+        total = cta.q_tiles.total
+
+        def run(dq_acc):
+            self.issue_dq(dataclasses.replace(cta.anew(), dq_acc=dq_acc), total - 1, warpgroup)
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        dq = pl.run_scoped(run, self.dq_accumulator(warpgroup))
+        cta.exchange.release(total - 1)
+        self.leave_dq(cta, total, warpgroup, dq)
+
+    def meet(self, cta: PairedCta):
+        """Waits for the other warpgroup, which has read K and V for the last time."""
+        plgpu.barrier_arrive(cta.bars.met)
+        plgpu.barrier_wait(cta.bars.met)
+
+
+class PairedLoads(DkvLoads):
+    """The producer of one CTA of a pair: loads, and the sums of dQ."""
+
+    def __call__(self, cta: PairedCta):
+        plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == LOAD_WARP)(lambda: self.load_all(cta))
+            pl.when(warp == STORE_WARP)(lambda: self.add_dq(cta))
+
+    def load_all(self, cta: PairedCta):
+        """Loads K, then Q and dO of every tile; V between the first two."""
+        self.load_k(cta)
+
+        @pl.loop(jnp.int32(0), cta.q_tiles.total)
+        def _(n):
+            self.load_q(cta, n)
+            pl.when(n == 0)(lambda: self.load_v(cta))
+            self.load_do(cta, n)
+
+        self.drain(cta)
+
+    def load_k(self, cta: PairedCta):
+        """Loads this CTA's keys, and its columns of the other's."""
+        k, other = (x.at[0] for x in (cta.smem.k, cta.smem.k_other))
+        plgpu.copy_gmem_to_smem(rows_of(cta.gmem.k, cta.keys, k), k, cta.bars.k_full)
+        start = (cta.block * PAIR + 1 - cta.rank) * WARPGROUP_ROWS
+        columns = pl.ds(cta.rank * cta.half, cta.half)
+        keys = cta.gmem.k.at[cta.batch, pl.ds(start, WARPGROUP_ROWS), cta.kv_head, columns]
+        plgpu.copy_gmem_to_smem(keys, other, cta.bars.k_full)
+
+    def load_v(self, cta: PairedCta):
+        v = cta.smem.v.at[0]
+        plgpu.copy_gmem_to_smem(rows_of(cta.gmem.v, cta.keys, v), v, cta.bars.v_full)
+
+    def load(self, ring: Ring, n, source, buffer, part=()):
+        slot, shared = ring.slot(n), CLUSTER_AXIS if self.blocks.multicast else None
+        target, full = buffer.at[(slot, *part)], ring.full.at[slot]
+        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=shared)
+
+    def add_dq(self, cta: PairedCta):
+        """Adds both warpgroups' parts of dQ of every tile to device memory."""
+        total = cta.q_tiles.total
+
+        @pl.loop(jnp.int32(0), total + 1)
+        def _(n):
+            for wg in range(WARPGROUPS):
+                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+                pl.when(n > 0)(lambda wg=wg: self.add_part(cta, n - 1, wg))
+                after = 1 - wg if self.blocks.dq_slots == 1 else wg
+                give_back = lambda after=after: plgpu.barrier_arrive(cta.bars.dq_empty.at[after])
+                if after > wg:
+                    give_back()
+                else:
+                    pl.when(n < total)(give_back)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def add_part(self, cta: PairedCta, n, wg: int):
+        """Adds a warpgroup's part of dQ of the n-th tile, and waits until it has been read."""
+        first, columns = dq_columns(self.problem.head_dim, wg)
+        member, block = cta.q_tiles[n]
+        head = cta.kv_head * self.problem.group + member
+        rows = pl.ds(block * self.blocks.block_q, self.blocks.block_q)
+        target = cta.dq.at[cta.batch, rows, head, pl.ds(cta.rank * cta.half + first, columns)]
+        part = cta.smem.dq[wg % self.blocks.dq_slots]
+        plgpu.copy_smem_to_gmem(part, target, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def backward_paired(
+    problem: Problem,
+    blocks: PairedBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    interpret: bool,
+):
+    """Launches the kernel.
+
+    Args:
+        problem: a problem with the head dims of `paired_problem`.
+        blocks: tile sizes.
+        operands: operands of the call.
+        arrays: arrays that a backward kernel reads.
+        interpret: run by the interpreter.
+
+    Returns:
+        (dq, dk, dv): in the dtypes and shapes of `arrays`, but dq is as wide as the kernel runs it.
+    """
+    kernel = PairedKernel(problem, blocks, interpret)
+    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_pair))
+    sums = float32((*arrays.q.shape[:3], problem.head_dim))
+    made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)]
+    if interpret:
+        places = problem.batch, problem.kv_heads, kernel.grid["kv"], SLOTS, PAIR
+        made.append(stand_in(*places, dtype=problem.dtype))
+
+    def run(refs):
+        dq, *out = refs
+        call = launch(
+            functools.partial(kernel.run, dq),
+            out=tuple(made),
+            scratch=paired_scratch(problem, blocks, arrays, interpret),
+            grid=kernel.grid,
+            cluster=pipeline.cluster_axes(PAIR),
+            threads=WARPGROUPS + 1,
+            name="flash_pallas_backward_paired",
+            interpret=interpret,
+        )
+        for ref, x in zip(out, call(given), strict=False):
+            ref[...] = x
+
+    (cleared,) = zeros([sums.shape], interpret)
+    empty = [jnp.zeros(x.shape, x.dtype) for x in made[:2]]  # XLA drops them
+    dq, dk, dv = pl.run_state(run)((cleared, *empty))
+    return scaled_dq(problem, dq), dk, dv
