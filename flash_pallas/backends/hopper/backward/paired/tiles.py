@@ -20,7 +20,6 @@ from ..split.tiles import HEAD_DIMS, DkvBlocks, native_head_dim
 
 PAIR = 2  # CTAs of a cluster
 WARPGROUPS = 2  # of a CTA, that compute
-SLOTS = 2  # of dS
 LEAST_HEAD_DIM = 192  # of Q and K; below, one CTA has dK and dV of 128 keys: backward/fused
 
 
@@ -29,15 +28,14 @@ class PairedBlocks(DkvBlocks):
     """Tile sizes of the paired backward: 64 keys in each CTA of a pair, 64 queries a step.
 
     Attributes:
-        dq_slots: number of slots in which the warpgroups leave their parts of dQ: one each, or one
-            for both.
+        ds_stages: slots of P^T and dS^T, 2 or 3.
         multicast: each CTA loads half of every tile of Q and dO for both.
         stagger: the pairs of a head start at different tiles; takes one loop.
         mask_all: one loop masks every tile, if the mask hides anything.
     """
 
     do_stages: int = 1
-    dq_slots: int = 1
+    ds_stages: int = 3
     multicast: bool = False
     stagger: bool = False
     mask_all: bool = False
@@ -59,6 +57,14 @@ def dq_columns(head_dim: int, warpgroup: int) -> tuple[int, int]:
     return (0, first) if warpgroup == 0 else (first, half - first)
 
 
+def dq_part(columns: int) -> tuple[int, int, int]:
+    """Returns the shape in which 64 rows and so many columns of dQ are summed.
+
+    Four elements of each thread of a warpgroup, as it has them of a result of wgmma in 8 columns.
+    """
+    return columns // 8, 128, 4
+
+
 class PairedSmem(NamedTuple):
     """Shared memory of one CTA; what DkvSmem has too is the same here."""
 
@@ -67,9 +73,9 @@ class PairedSmem(NamedTuple):
     k: Any  # [1, 64, D]
     v: Any  # [1, 64, Dv]
     k_other: Any  # [1, 64, D / 2], this CTA's columns of the other's keys
-    ds: Any  # [2, 2, 64, 64], P^T and then dS^T, by slot and rank of the CTA
-    dq: tuple  # f32[64, columns] of each warpgroup, or one for both
-    arrived: Any  # int32[2, 2], an mbarrier of each slot: counts the bytes of the other's dS^T
+    ds: Any  # [ds_stages, 2, 64, 64], P^T and then dS^T, by slot and rank of the CTA
+    dq: tuple  # what each warpgroup adds to dQ, f32[columns / 8, 128, 4]; interpreted
+    arrived: Any  # int32[ds_stages, 2], an mbarrier of each: counts the bytes of the other's dS^T
     rows: Any  # f32[stages + do_stages, 64], the log-sum-exp of each tile of Q, delta of dO
     auxiliary: Streamed | None  # with Q
 
@@ -93,13 +99,11 @@ class PairedBarriers(NamedTuple):
     q_empty: Any
     do_full: Any
     do_empty: Any
-    p_full: Any  # [2], by slot, as the next three
+    p_full: Any  # [ds_stages], by slot, as the next three
     ds_full: Any  # dS^T of this CTA is there; under the interpreter that of both
     ds_empty: Any  # all warpgroups of the pair have read it
     ds_handed: Any  # interpreted: both CTAs have written theirs to device memory
-    dq_full: Any  # [2], a warpgroup has left its part
-    dq_empty: Any  # [2], a warpgroup may leave its next part
-    met: Any
+    met: Any  # both warpgroups have read K and V for the last time
 
 
 def paired_scratch(
@@ -118,7 +122,7 @@ def paired_scratch(
     """
     matmuls, rows, bar = Matmuls(problem.dtype), WARPGROUP_ROWS, plgpu.Barrier
     dtype, auxiliary = matmuls.operand_dtype, AuxiliaryInputs(problem, q_axis=1)
-    widths = [dq_columns(problem.head_dim, wg)[1] for wg in range(blocks.dq_slots)]
+    widths = [dq_columns(problem.head_dim, wg)[1] for wg in range(WARPGROUPS)]
     of_k = swizzle_of_k(problem, arrays)
     v = () if arrays is None else (arrays.v,)
     of_v = matmuls.swizzle(problem.v_head_dim, *v, summed_rows=rows)
@@ -129,14 +133,14 @@ def paired_scratch(
         k=tile(1, rows, problem.head_dim),
         v=tile(1, rows, problem.v_head_dim, swizzle=of_v),
         k_other=tile(1, rows, problem.head_dim // PAIR),
-        ds=tile(SLOTS, PAIR, rows, rows),
-        dq=tuple(tile_buffer((rows, width), jnp.float32) for width in widths),
-        arrived=plgpu.SMEM((SLOTS, 2), jnp.int32),
+        ds=tile(blocks.ds_stages, PAIR, rows, rows),
+        dq=tuple(plgpu.SMEM(dq_part(width), jnp.float32) for width in widths if interpret),
+        arrived=plgpu.SMEM((blocks.ds_stages, 2), jnp.int32),
         rows=row_buffer((blocks.stages + blocks.do_stages, rows)),
         auxiliary=auxiliary.buffers(blocks.stages, rows, rows),
     )
     shared = PAIR if blocks.multicast else 1
-    of_pair = lambda warpgroups: pipeline.empty_barrier(PAIR, warpgroups, SLOTS)
+    of_pair = lambda warpgroups: pipeline.empty_barrier(PAIR, warpgroups, blocks.ds_stages)
     bars = PairedBarriers(
         k_full=bar(num_arrivals=2),
         v_full=bar(),
@@ -144,12 +148,10 @@ def paired_scratch(
         q_empty=pipeline.empty_barrier(shared, WARPGROUPS, blocks.stages),
         do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
         do_empty=pipeline.empty_barrier(shared, WARPGROUPS, blocks.do_stages),
-        p_full=bar(num_barriers=SLOTS),
-        ds_full=bar(num_barriers=SLOTS),
+        p_full=bar(num_barriers=blocks.ds_stages),
+        ds_full=bar(num_barriers=blocks.ds_stages),
         ds_empty=of_pair(WARPGROUPS),
         ds_handed=of_pair(1) if interpret else None,
-        dq_full=bar(num_barriers=WARPGROUPS),
-        dq_empty=bar(num_barriers=WARPGROUPS),
         met=bar(num_arrivals=WARPGROUPS),
     )
     return smem, bars
@@ -162,13 +164,7 @@ def swizzle_of_k(problem: Problem, arrays: BackwardArrays | None) -> int:
     return matmuls.swizzle(problem.head_dim, *k, summed_rows=half)
 
 
-# Slots of dO, parts of dQ.
-CHOICES = (
-    PairedBlocks(do_stages=2, dq_slots=2),
-    PairedBlocks(do_stages=2),
-    PairedBlocks(dq_slots=2),
-    PairedBlocks(),
-)
+CHOICES = (PairedBlocks(do_stages=2), PairedBlocks(), PairedBlocks(ds_stages=2))
 
 
 def paired_problem(problem: Problem) -> Problem:
