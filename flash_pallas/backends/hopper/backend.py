@@ -482,7 +482,13 @@ _DQ = (
     {"v_stages": 2},
     {"warpgroups": 1, "block_kv": 64},
 )
-_PAIRED = ({"stagger": True}, {"mask_all": True}, {"do_stages": 1}, {"ds_stages": 2})
+_PAIRED = (
+    {"mask_all": True},
+    {"mask_all": False, "stagger": False},
+    {"mask_all": True, "stagger": True},
+    {"stages": 3},
+    {"do_stages": 1},
+)
 CHANGES = {"forward": _FORWARD, "fused": _FUSED, "paired": _PAIRED, "dkv": _DKV, "dq": _DQ}
 _WIDE = (
     *({"width": 64, "chunks": chunks} for chunks in (10, 8, 6, 5, 4)),

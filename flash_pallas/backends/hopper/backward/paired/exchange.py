@@ -1,8 +1,8 @@
 """Tiles of P^T and dS^T: between the warpgroups of a CTA, and between the CTAs of a pair.
 
 Warpgroup 0 writes P^T of a tile into a slot of shared memory. Warpgroup 1 reads it and writes dS^T
-in its place; a bulk copy takes that to the same place in the other CTA, bytes as they lie. A slot
-has room for the tiles of both CTAs.
+in its place; a bulk copy takes that to the same place in the other CTA, bytes as they lie. There are
+two slots, each with room for the tiles of both CTAs.
 
     handed over  P^T is there
     full         dS^T of this CTA is there
@@ -31,6 +31,7 @@ from ....gpu import inline
 from ....gpu.inline import splat
 from ....gpu.launch import WARPGROUP_ROWS
 from ...common import cluster, pipeline
+from .tiles import SLOTS
 
 TILE = WARPGROUP_ROWS, WARPGROUP_ROWS
 TILE_BYTES = 2 * WARPGROUP_ROWS**2
@@ -46,10 +47,10 @@ class Exchange:
     """The exchange, as one warpgroup sees it; tiles are counted in n, from 0.
 
     Attributes:
-        ds: [slots, 2, 64, 64] in shared memory, by slot and rank.
+        ds: [2, 2, 64, 64] in shared memory, by slot and rank.
         arrived, handed_over, full, empty: see above, by slot.
         written: barriers of the cluster: both have written; interpreted.
-        stand_in: [slots, 2, 64, 64] of this pair in device memory, as `ds`; interpreted.
+        stand_in: [2, 2, 64, 64] of this pair in device memory, as `ds`; interpreted.
         rank: of this CTA.
         swizzle: of `ds`, in bytes.
         interpret: run by the interpreter.
@@ -66,32 +67,25 @@ class Exchange:
     swizzle: int
     interpret: bool
 
-    @property
-    def slots(self) -> int:
-        """Number of slots."""
-        return self.ds.shape[0]
-
     def slot(self, n):
-        """Returns the slot of the n-th tile; n may be negative."""
-        return lax.rem(jnp.int32(n + self.slots), jnp.int32(self.slots))
+        """Returns the slot of the n-th tile; n may be -1."""
+        return lax.rem(jnp.int32(n + SLOTS), jnp.int32(SLOTS))
 
     # --- warpgroup 0 -----------------------------------------------------------------------------
 
     def hand_over(self, n, p):
         """Writes P^T, in 16 bits in the layout WGMMA, once all have read what was in the slot.
 
-        The first step has read what was in the last slot before anything was written.
+        The first step has read what was in the slot of tile 1 before anything was written.
         """
         slot = self.slot(n)
-        pl.when(n >= self.slots - 1)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
         self.ds[slot, self.rank] = p
         plgpu.barrier_arrive(self.handed_over.at[slot])
 
     def drain(self, total):
         """Waits until all have read the last tiles."""
-
-        @pl.loop(lax.max(jnp.int32(-1), total - self.slots), total)
-        def _(n):
+        for n in (total - 2, total - 1):
             plgpu.barrier_wait(self.empty.at[self.slot(n)])
 
     # --- warpgroup 1 -----------------------------------------------------------------------------
@@ -100,9 +94,9 @@ class Exchange:
         """Initializes the mbarriers, and announces the first tiles of the other CTA."""
         if not self.interpret:
             run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(cluster.init_body)
-            for slot in range(self.slots):
+            for slot in range(SLOTS):
                 run(self.arrived.at[slot])
-        for n in range(self.slots):
+        for n in range(SLOTS):
             self._announce(n)
 
     def probabilities(self, n):
@@ -152,7 +146,7 @@ class Exchange:
         plgpu.barrier_wait(self.full.at[slot])
         if not self.interpret:
             run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-            parity = lax.rem(lax.div(jnp.int32(n), jnp.int32(self.slots)), jnp.int32(2))
+            parity = lax.rem(lax.div(jnp.int32(n), jnp.int32(SLOTS)), jnp.int32(2))
             run(_wait_body)(self.arrived.at[slot], parity)
 
     def release(self, n):

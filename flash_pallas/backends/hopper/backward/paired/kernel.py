@@ -8,11 +8,10 @@ the columns of dQ for all 128 keys:
     warpgroup 0   S^T = K Q^T     P^T                                    dV += P^T dO
     warpgroup 1   dP^T = V dO^T   dS^T = P^T (dP^T - delta)              dK += dS^T Q
     both          dQ = dS K       a quarter of the columns each, of the tile before
-    warpgroup 2   the producer
+    warpgroup 2   one warp loads, another adds dQ to a float32 buffer in device memory
 
-dQ of a tile is computed in the step after it, so that the other CTA's dS has a step to arrive. It is
-added to float32 sums in device memory straight from registers; those lie in the order in which
-threads have them, and XLA puts dQ in order. The order in which pairs add to dQ differs from run to run,
+dQ of a tile is computed in the step after it, while exponentials and dS of the next one are made:
+the other CTA's dS has a step to arrive. The order in which pairs add to dQ differs from run to run,
 and with it the last bits; backward/split is deterministic.
 """
 
@@ -26,24 +25,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
 from ....gpu import inline
-from ....gpu.inline import i32_constant, splat
-from ....gpu.launch import WARPGROUP_ROWS, launch
-from ...common import cluster, pipeline
-from ...common.pipeline import CLUSTER_AXIS, WARPGROUP, Ring, rows_of
-from ..fused.kernel import zeros
+from ....gpu.launch import WARPGROUP_ROWS, float32, launch
+from ...common import pipeline
+from ...common.pipeline import Ring, rows_of
+from ..fused.kernel import scaled_dq, zeros
 from ..fused.tiles import pairs_at_once
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
 from ..split.dkv import DK_WARPGROUP, DV_WARPGROUP, PRODUCER, DkvCta, DkvKernel, DkvLoads
 from .exchange import Exchange, stand_in
-from .tiles import PAIR, WARPGROUPS, PairedBlocks, dq_columns, dq_part, paired_scratch, swizzle_of_k
+from .tiles import PAIR, SLOTS, WARPGROUPS, PairedBlocks, dq_columns, paired_scratch, swizzle_of_k
+
+LOAD_WARP, STORE_WARP = 0, 1
+
 
 def hidden(x):
     """Returns the same int32, of which the compiler knows nothing: found anew in every step."""
@@ -55,15 +53,6 @@ class PairedRing(Ring):
 
     def slot(self, n):
         return hidden(super().slot(n))
-
-
-class SharedRing(PairedRing):
-    """Ring that the CTAs of a pair fill together, and release to each other."""
-
-    def release(self, n):
-        """Releases the n-th fill once every warp has read it."""
-        inline.warpgroup_barrier(False)
-        super().release(n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +106,7 @@ class PairedKernel(DkvKernel):
     def grid(self) -> dict[str, int]:
         """The grid, of clusters: sections as in backward/fused/launches.py."""
         pairs = self.problem.batch * self.problem.kv_heads
-        blocks = pl.cdiv(self.problem.kv_len, self.blocks.block_pair)
+        blocks = pl.cdiv(self.problem.kv_len, self.blocks.block_kv)
         return {"section": pl.cdiv(pairs, self.at_once), "kv": blocks, "pair": self.at_once}
 
     def run(self, dq, gmem: BackwardArrays, dk, dv, *refs):
@@ -127,7 +116,6 @@ class PairedKernel(DkvKernel):
         batches, pairs = self.problem.batch, self.problem.batch * self.problem.kv_heads
         batch, kv_head = lax.rem(pair, jnp.int32(batches)), lax.div(pair, jnp.int32(batches))
         block, rank = lax.axis_index("kv"), pipeline.cluster_rank(PAIR)
-        ring = SharedRing if self.blocks.multicast and not self.interpret else PairedRing
         exchange = Exchange(
             ds=smem.ds,
             arrived=smem.arrived,
@@ -146,8 +134,8 @@ class PairedKernel(DkvKernel):
             dv=dv,
             smem=smem,
             bars=bars,
-            q=ring(bars.q_full, bars.q_empty, self.blocks.stages),
-            do=ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
+            q=PairedRing(bars.q_full, bars.q_empty, self.blocks.stages),
+            do=PairedRing(bars.do_full, bars.do_empty, self.blocks.do_stages),
             p=None,
             batch=batch,
             kv_head=kv_head,
@@ -171,10 +159,9 @@ class PairedKernel(DkvKernel):
         pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
     def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange:
-        size = self.blocks.block_pair, self.blocks.block_q
-        loops = {"mask_all": mask_everywhere(self.problem) or self.blocks.mask_all}
-        if self.blocks.stagger:
-            loops["shift"] = at[2]
+        size = self.blocks.block_kv, self.blocks.block_q
+        one_loop = mask_everywhere(self.problem) or self.blocks.mask_all
+        loops = {"mask_all": one_loop, "shift": at[2] if self.blocks.stagger else 0}
         return QTileRange.of(self.problem, gmem, (at[0], at[2]), *size, **loops)
 
     # --- warpgroup 0 -----------------------------------------------------------------------------
@@ -189,7 +176,7 @@ class PairedKernel(DkvKernel):
         cta.exchange.drain(cta.q_tiles.total)
 
     def dv_step(self, cta: PairedCta, fragments: TileInputs, far, dv_acc, block_of, n, *, masked):
-        """Hands over P^T of the n-th tile, issues dV += P^T dO, and adds dQ of the tile before."""
+        """Hands over P^T of the n-th tile, issues dV += P^T dO, and leaves dQ of the tile before."""
         block, n = block_of(n), hidden(n)
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.q_tiles[n][0], block)
@@ -197,7 +184,7 @@ class PairedKernel(DkvKernel):
         cta.q.wait_full(n)
         run = functools.partial(self.dv_matmuls, cta, fragments, (n, block), masked, far, dv_acc)
         dq = pl.run_scoped(run, self.score_accumulator, self.dq_accumulator(DV_WARPGROUP))
-        self.add_dq(cta, n - 1, DV_WARPGROUP, dq)
+        self.leave_dq(cta, n, DV_WARPGROUP, dq)
 
     def dv_matmuls(self, cta: PairedCta, fragments, at, masked, far, dv_acc, s_acc, dq_acc):
         """Returns dQ of the tile before; dV ends during the next tile."""
@@ -227,11 +214,11 @@ class PairedKernel(DkvKernel):
         self.store(dk * self.problem.spec.scale, staging, out)
 
     def dk_step(self, cta: PairedCta, dk_acc, n):
-        """Sends dS^T of the n-th tile, issues dK += dS^T Q, and adds dQ of the tile before."""
+        """Sends dS^T of the n-th tile, issues dK += dS^T Q, and leaves dQ of the tile before."""
         cta.do.wait_full(n)
         run = functools.partial(self.dk_matmuls, cta, dk_acc, n)
         dq = pl.run_scoped(run, self.score_accumulator, self.dq_accumulator(DK_WARPGROUP))
-        self.add_dq(cta, n - 1, DK_WARPGROUP, dq)
+        self.leave_dq(cta, n, DK_WARPGROUP, dq)
 
     def dk_matmuls(self, cta: PairedCta, dk_acc, n, dp_acc, dq_acc):
         """Returns dQ of the tile before; dK ends during the next tile."""
@@ -240,11 +227,26 @@ class PairedKernel(DkvKernel):
         cta.exchange.send(n, ds[0])
         if not self.drops_twice:
             cta.q.wait_full(n)
-        self.issue_dq(cta, n - 1, DK_WARPGROUP)
+        if not self.blocks.early:
+            self.issue_dq(cta, n - 1, DK_WARPGROUP)
         self.matmuls.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
         cta.exchange.release(n - 1)
         return dq
+
+    def score_gradients(self, cta: PairedCta, n, dp_acc):
+        if not self.blocks.early:
+            return super().score_gradients(cta, n, dp_acc)
+        slot = cta.do.slot(n)
+        self.matmuls.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
+        delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
+        plgpu.wgmma_wait(1)
+        pl.when(n > 0)(lambda: cta.q.release(n - 1))
+        self.issue_dq(cta, n - 1, DK_WARPGROUP)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2)
+        cta.do.release(n)
+        delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
+        return self.matmuls.split(self.handed(cta, n) * (dp - delta))
 
     def handed(self, cta: PairedCta, n):
         return cta.exchange.probabilities(n).astype(jnp.float32)
@@ -266,24 +268,24 @@ class PairedKernel(DkvKernel):
         plgpu.wgmma(cta.dq_acc, of(cta.rank), cta.smem.k.at[:, pl.ds(own, columns)])
         plgpu.wgmma(cta.dq_acc, of(1 - cta.rank), cta.smem.k_other.at[:, pl.ds(first, columns)])
 
-    def add_dq(self, cta: PairedCta, n, warpgroup: int, dq):
-        """Adds a warpgroup's part of dQ of the n-th tile; n = -1 is none.
+    def leave_dq(self, cta: PairedCta, n, warpgroup: int, dq):
+        """Leaves a warpgroup's part of dQ of the tile before the n-th, to be added.
 
-        It is a part of the sums all the same, which is left alone: a branch around registers that
-        wgmmas have written makes ptxas end those in flight (C7517).
+        Stored in the first step too, though nobody adds it: a branch around registers that wgmmas
+        have written makes ptxas end those in flight (C7517).
         """
-        first, columns = dq_columns(self.problem.head_dim, warpgroup)
-        member, block = cta.q_tiles[lax.max(n, jnp.int32(0))]
-        head = cta.kv_head * self.problem.group + member
-        parts = pl.ds(first // 8, columns // 8)
-        target = cta.dq.at[cta.batch, head, block, cta.rank, parts]
-        if self.interpret:
-            add_interpreted(cta.smem.dq[warpgroup], target, jnp.where(n >= 0, dq, 0.0))
+        slots = len(cta.smem.dq)
+        wait = lambda: plgpu.barrier_wait(cta.bars.dq_empty.at[warpgroup])
+        if warpgroup >= slots:  # the other has left its part before
+            wait()
         else:
-            add_to_device(target, n >= 0, dq)
+            pl.when(n > 0)(wait)
+        cta.smem.dq[warpgroup % slots][...] = dq
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.bars.dq_full.at[warpgroup])
 
     def last_dq(self, cta: PairedCta, warpgroup: int):
-        """Adds dQ of the last tile."""
+        """Leaves dQ of the last tile."""
         total = cta.q_tiles.total
 
         def run(dq_acc):
@@ -292,7 +294,7 @@ class PairedKernel(DkvKernel):
 
         dq = pl.run_scoped(run, self.dq_accumulator(warpgroup))
         cta.exchange.release(total - 1)
-        self.add_dq(cta, total - 1, warpgroup, dq)
+        self.leave_dq(cta, total, warpgroup, dq)
 
     def meet(self, cta: PairedCta):
         """Waits for the other warpgroup, which has read K and V for the last time."""
@@ -301,11 +303,18 @@ class PairedKernel(DkvKernel):
 
 
 class PairedLoads(DkvLoads):
-    """Loads of one CTA of a pair."""
+    """The producer of one CTA of a pair: loads, and the sums of dQ."""
 
     def __call__(self, cta: PairedCta):
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
 
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == LOAD_WARP)(lambda: self.load_all(cta))
+            pl.when(warp == STORE_WARP)(lambda: self.add_dq(cta))
+
+    def load_all(self, cta: PairedCta):
+        """Loads K, then Q and dO of every tile; V between the first two."""
         self.load_k(cta)
 
         @pl.loop(jnp.int32(0), cta.q_tiles.total)
@@ -329,67 +338,34 @@ class PairedLoads(DkvLoads):
         v = cta.smem.v.at[0]
         plgpu.copy_gmem_to_smem(rows_of(cta.gmem.v, cta.keys, v), v, cta.bars.v_full)
 
-    def load(self, ring: Ring, n, source, buffer, part=()):
-        slot, shared = ring.slot(n), CLUSTER_AXIS if self.blocks.multicast else None
-        target, full = buffer.at[(slot, *part)], ring.full.at[slot]
-        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=shared)
+    def add_dq(self, cta: PairedCta):
+        """Adds both warpgroups' parts of dQ of every tile to device memory."""
+        total, slots = cta.q_tiles.total, len(cta.smem.dq)
 
+        @pl.loop(jnp.int32(0), total + 1)
+        def _(n):
+            for wg in range(WARPGROUPS):
+                plgpu.barrier_wait(cta.bars.dq_full.at[wg])
+                pl.when(n > 0)(lambda wg=wg: self.add_part(cta, n - 1, wg))
+                after = 1 - wg if slots == 1 else wg
+                give_back = lambda after=after: plgpu.barrier_arrive(cta.bars.dq_empty.at[after])
+                if after > wg:
+                    give_back()
+                else:
+                    pl.when(n < total)(give_back)
 
-# --- Sums of dQ -----------------------------------------------------------------------------------
+        plgpu.wait_smem_to_gmem(0)
 
-
-def sums_shape(problem: Problem) -> tuple[int, ...]:
-    """Returns the shape of the sums: by batch entry, head, tile of 64 queries, rank, and part."""
-    tiles = pl.cdiv(problem.q_len, WARPGROUP_ROWS)
-    columns = dq_part(problem.head_dim // PAIR)
-    return problem.batch, problem.q_heads, tiles, PAIR, *columns
-
-
-def in_order(problem: Problem, sums):
-    """Returns dQ [B, T up to whole tiles, N, D] in the problem's dtype from the sums."""
-    # A thread has rows r and r + 8 of its warp's sixteen, and two columns of eight.
-    batch, heads, tiles, *_ = sums.shape
-    sums = (sums * problem.spec.scale).astype(problem.dtype)
-    sums = sums.reshape(batch, heads, tiles, problem.head_dim // 8, 4, 8, 4, 2, 2)
-    sums = sums.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8)  # warp, half, row; column
-    return sums.reshape(batch, tiles * WARPGROUP_ROWS, heads, problem.head_dim)
-
-
-def add_interpreted(buffer, target, dq):
-    """Adds a part through shared memory; f32[64, columns]."""
-    groups = dq.shape[1] // 8
-    by_thread = dq.reshape(4, 2, 8, groups, 4, 2).transpose(3, 0, 2, 4, 1, 5)
-    buffer[...] = by_thread.reshape(buffer.shape)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target, reduction_op="add")
-    plgpu.wait_smem_to_gmem(0)
-
-
-def add_to_device(target, there, dq):
-    """Adds a part from registers, f32[64, columns], where `there` is true."""
-    arguments = plgpu.RefType(), plgpu.Layout.WG_SPLAT, inline.WGMMA
-    run = plgpu.inline_mgpu(arg_types=arguments)(_add_body)
-    run(target, there.astype(jnp.int32), dq)
-
-
-def _add_body(_, target, there, dq):
-    """Adds four elements of each thread at a time."""
-    i64, columns = ir.IntegerType.get_signless(64), {}
-    for index, row, column in inline.coordinates(dq.shape, dq.layout):
-        columns.setdefault(column, {})[row] = dq.registers[index]
-    out = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    out = arith.addi(out, arith.extui(i64, arith.muli(cluster.thread(), i32_constant(16))))
-    for column, rows in columns.items():
-        values = [inline.at(rows[row], e) for row in sorted(rows) for e in range(2)]
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [out, splat(there), *values],
-            "{ .reg .pred p; setp.ne.s32 p, $1, 0;"
-            f" @p red.relaxed.gpu.global.add.v4.f32 [$0 + {column // 8 * WARPGROUP * 16}],"
-            " {$2, $3, $4, $5}; }",
-            "l,r,f,f,f,f",
-            has_side_effects=True,
-        )
+    def add_part(self, cta: PairedCta, n, wg: int):
+        """Adds a warpgroup's part of dQ of the n-th tile, and waits until it has been read."""
+        first, columns = dq_columns(self.problem.head_dim, wg)
+        member, block = cta.q_tiles[n]
+        head = cta.kv_head * self.problem.group + member
+        rows = pl.ds(block * self.blocks.block_q, self.blocks.block_q)
+        target = cta.dq.at[cta.batch, rows, head, pl.ds(cta.rank * cta.half + first, columns)]
+        part = cta.smem.dq[wg % len(cta.smem.dq)]
+        plgpu.copy_smem_to_gmem(part, target, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def backward_paired(
@@ -412,10 +388,11 @@ def backward_paired(
         (dq, dk, dv): in the dtypes and shapes of `arrays`, but dq is as wide as the kernel runs it.
     """
     kernel = PairedKernel(problem, blocks, interpret)
-    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_pair))
+    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
+    sums = float32((*arrays.q.shape[:3], problem.head_dim))
     made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)]
     if interpret:
-        places = problem.batch, problem.kv_heads, kernel.grid["kv"], blocks.ds_stages, PAIR
+        places = problem.batch, problem.kv_heads, kernel.grid["kv"], SLOTS, PAIR
         made.append(stand_in(*places, dtype=problem.dtype))
 
     def run(refs):
@@ -433,7 +410,7 @@ def backward_paired(
         for ref, x in zip(out, call(given), strict=False):
             ref[...] = x
 
-    (cleared,) = zeros([sums_shape(problem)], interpret)
+    (cleared,) = zeros([sums.shape], interpret)
     empty = [jnp.zeros(x.shape, x.dtype) for x in made[:2]]  # XLA drops them
     dq, dk, dv = pl.run_state(run)((cleared, *empty))
-    return in_order(problem, dq), dk, dv
+    return scaled_dq(problem, dq), dk, dv

@@ -16,31 +16,38 @@ from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
-from ..split.tiles import HEAD_DIMS, DkvBlocks, native_head_dim
+from ..split.tiles import native_head_dim
 
 PAIR = 2  # CTAs of a cluster
 WARPGROUPS = 2  # of a CTA, that compute
-LEAST_HEAD_DIM = 192  # of Q and K; below, one CTA has dK and dV of 128 keys: backward/fused
+SLOTS = 2  # of P^T and dS^T
+HEAD_DIMS = 192, 256  # of Q and K; below, one CTA has dK and dV of 128 keys: backward/fused
 
 
 @dataclasses.dataclass(frozen=True)
-class PairedBlocks(DkvBlocks):
-    """Tile sizes of the paired backward: 64 keys in each CTA of a pair, 64 queries a step.
+class PairedBlocks:
+    """Options of the paired backward: 64 keys in each CTA of a pair, 64 queries a step.
 
     Attributes:
-        ds_stages: slots of P^T and dS^T, 2 or 3.
-        multicast: each CTA loads half of every tile of Q and dO for both.
-        stagger: the pairs of a head start at different tiles; takes one loop.
+        stages, do_stages: tiles of Q and of dO in flight.
         mask_all: one loop masks every tile, if the mask hides anything.
+        stagger: the pairs of a head start at different tiles; takes mask_all.
     """
 
-    do_stages: int = 1
-    ds_stages: int = 3
-    multicast: bool = False
-    stagger: bool = False
+    stages: int = 2
+    do_stages: int = 2
     mask_all: bool = False
+    stagger: bool = False
+    early: bool = False
 
-    block_pair = PAIR * WARPGROUP_ROWS
+    block_q, block_kv = WARPGROUP_ROWS, PAIR * WARPGROUP_ROWS
+    producer = True
+    compute_registers, producer_registers = 240, 24
+
+    def joined(self, problem: Problem) -> int:
+        """Returns the number of blocks of a problem's lists that make one tile of queries."""
+        del problem
+        return 1
 
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for the head dims that run."""
@@ -57,14 +64,6 @@ def dq_columns(head_dim: int, warpgroup: int) -> tuple[int, int]:
     return (0, first) if warpgroup == 0 else (first, half - first)
 
 
-def dq_part(columns: int) -> tuple[int, int, int]:
-    """Returns the shape in which 64 rows and so many columns of dQ are summed.
-
-    Four elements of each thread of a warpgroup, as it has them of a result of wgmma in 8 columns.
-    """
-    return columns // 8, 128, 4
-
-
 class PairedSmem(NamedTuple):
     """Shared memory of one CTA; what DkvSmem has too is the same here."""
 
@@ -73,9 +72,9 @@ class PairedSmem(NamedTuple):
     k: Any  # [1, 64, D]
     v: Any  # [1, 64, Dv]
     k_other: Any  # [1, 64, D / 2], this CTA's columns of the other's keys
-    ds: Any  # [ds_stages, 2, 64, 64], P^T and then dS^T, by slot and rank of the CTA
-    dq: tuple  # what each warpgroup adds to dQ, f32[columns / 8, 128, 4]; interpreted
-    arrived: Any  # int32[ds_stages, 2], an mbarrier of each: counts the bytes of the other's dS^T
+    ds: Any  # [SLOTS, 2, 64, 64], P^T and then dS^T, by slot and rank of the CTA
+    dq: tuple  # f32[64, columns] of each warpgroup, or one for both
+    arrived: Any  # int32[SLOTS, 2], an mbarrier of each slot: counts the bytes of the other's dS^T
     rows: Any  # f32[stages + do_stages, 64], the log-sum-exp of each tile of Q, delta of dO
     auxiliary: Streamed | None  # with Q
 
@@ -99,11 +98,13 @@ class PairedBarriers(NamedTuple):
     q_empty: Any
     do_full: Any
     do_empty: Any
-    p_full: Any  # [ds_stages], by slot, as the next three
+    p_full: Any  # [SLOTS], as the next three
     ds_full: Any  # dS^T of this CTA is there; under the interpreter that of both
     ds_empty: Any  # all warpgroups of the pair have read it
     ds_handed: Any  # interpreted: both CTAs have written theirs to device memory
-    met: Any  # both warpgroups have read K and V for the last time
+    dq_full: Any  # [2], a warpgroup has left its part
+    dq_empty: Any  # [2], a warpgroup may leave its next part
+    met: Any
 
 
 def paired_scratch(
@@ -133,25 +134,26 @@ def paired_scratch(
         k=tile(1, rows, problem.head_dim),
         v=tile(1, rows, problem.v_head_dim, swizzle=of_v),
         k_other=tile(1, rows, problem.head_dim // PAIR),
-        ds=tile(blocks.ds_stages, PAIR, rows, rows),
-        dq=tuple(plgpu.SMEM(dq_part(width), jnp.float32) for width in widths if interpret),
-        arrived=plgpu.SMEM((blocks.ds_stages, 2), jnp.int32),
+        ds=tile(SLOTS, PAIR, rows, rows),
+        dq=tuple(tile_buffer((rows, width), jnp.float32) for width in dict.fromkeys(widths)),
+        arrived=plgpu.SMEM((SLOTS, 2), jnp.int32),
         rows=row_buffer((blocks.stages + blocks.do_stages, rows)),
         auxiliary=auxiliary.buffers(blocks.stages, rows, rows),
     )
-    shared = PAIR if blocks.multicast else 1
-    of_pair = lambda warpgroups: pipeline.empty_barrier(PAIR, warpgroups, blocks.ds_stages)
+    of_pair = lambda warpgroups: pipeline.empty_barrier(PAIR, warpgroups, SLOTS)
     bars = PairedBarriers(
         k_full=bar(num_arrivals=2),
         v_full=bar(),
         q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
-        q_empty=pipeline.empty_barrier(shared, WARPGROUPS, blocks.stages),
+        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
         do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
-        do_empty=pipeline.empty_barrier(shared, WARPGROUPS, blocks.do_stages),
-        p_full=bar(num_barriers=blocks.ds_stages),
-        ds_full=bar(num_barriers=blocks.ds_stages),
+        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        p_full=bar(num_barriers=SLOTS),
+        ds_full=bar(num_barriers=SLOTS),
         ds_empty=of_pair(WARPGROUPS),
         ds_handed=of_pair(1) if interpret else None,
+        dq_full=bar(num_barriers=WARPGROUPS),
+        dq_empty=bar(num_barriers=WARPGROUPS),
         met=bar(num_arrivals=WARPGROUPS),
     )
     return smem, bars
@@ -164,22 +166,32 @@ def swizzle_of_k(problem: Problem, arrays: BackwardArrays | None) -> int:
     return matmuls.swizzle(problem.head_dim, *k, summed_rows=half)
 
 
-CHOICES = (PairedBlocks(do_stages=2), PairedBlocks(), PairedBlocks(ds_stages=2))
+CHOICES = PairedBlocks(), PairedBlocks(do_stages=1)
 
 
 def paired_problem(problem: Problem) -> Problem:
     """Returns the problem with the head dims that the kernel runs."""
-    head_dim = max(LEAST_HEAD_DIM, native_head_dim(problem.head_dim))
+    head_dim = next(d for d in HEAD_DIMS if d >= problem.head_dim)
     v_head_dim = native_head_dim(problem.v_head_dim)
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-def choose_paired(problem: Problem) -> PairedBlocks | None:
-    """Returns the first choice that fits into shared memory; None if none does.
+LEAST_HEAD_DIM = 129  # of Q and K as they come
 
-    `problem`: with any head dims.
+
+def choose_paired(problem: Problem) -> PairedBlocks | None:
+    """Returns the first choice that fits into shared memory; None if the kernel does not run.
+
+    Args:
+        problem: what is computed, with head dims up to 256.
     """
-    if problem.dtype.itemsize != 2 or problem.is_listed or problem.head_dim > HEAD_DIMS[-1]:
+    narrow = problem.head_dim < LEAST_HEAD_DIM or problem.is_listed
+    if narrow or problem.dtype.itemsize != 2:
         return None
     native = paired_problem(problem)
-    return next((b for b in CHOICES if fits(paired_scratch(native, b))), None)
+    found = (b for b in CHOICES if fits(paired_scratch(native, b)))
+    blocks = next(found, None)
+    plain = problem.spec.mask.is_trivial and not problem.is_dynamic
+    if blocks is None or not plain or problem.kv_len % blocks.block_kv:
+        return blocks
+    return dataclasses.replace(blocks, mask_all=True, stagger=True)
