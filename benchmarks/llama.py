@@ -336,12 +336,12 @@ def step_of(config: Config, layout: Layout, attend: Callable, policy=None):
     return jax.jit(step, donate_argnums=0, out_shardings=(state, None))
 
 
-def make_state(config: Config, layout: Layout, seed: int = 0):
-    """Makes the initial state where it lies."""
+def state_maker(config: Config, layout: Layout, seed: int = 0) -> Callable[[], dict[str, Any]]:
+    """Returns a jitted function that makes the initial state where it lies."""
     make = functools.partial(initial_state, config, seed)
     if layout.mesh is None:
-        return jax.jit(make)()
-    return jax.jit(make, out_shardings=layout.shardings(jax.eval_shape(make)))()
+        return jax.jit(make)
+    return jax.jit(make, out_shardings=layout.shardings(jax.eval_shape(make)))
 
 
 def keeps_attention(primitive, *operands, **params) -> bool:

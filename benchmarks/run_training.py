@@ -85,7 +85,7 @@ def drawn(arguments):
     """Makes the initial state and the batch."""
     layout = llama.Layout()
     batch = llama.batch_of(arguments.config, arguments.batch, arguments.length, layout)
-    return llama.make_state(arguments.config, layout), batch
+    return llama.state_maker(arguments.config, layout)(), batch
 
 
 def alone(arguments) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def together(arguments) -> dict[str, Any]:
         except Exception as error:
             refused[name] = steps.reason(error)
             del programs[name]
-            state = llama.make_state(arguments.config, llama.Layout())  # that one was donated
+            state, _ = drawn(arguments)  # that one was donated
     if not programs:
         return {"seconds": {}, "refused": refused}
     each = max(1, round(arguments.reading / max(pilots[name] for name in programs)))
@@ -197,42 +197,50 @@ def wrong(name: str, found: dict[str, Any], others: dict[str, dict[str, Any]]) -
     return None
 
 
-def rows(arguments) -> list[dict[str, Any]]:
-    """Returns the rows of one length; a refused contestant has the reason and no number."""
-    found = {}
+def rows(arguments, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Measures one length and gives its rows to `keep`, again after every contestant.
+
+    A refused contestant has the reason and no number.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for name in arguments.contestants:
         found[name] = answer(arguments, "alone", [name])
+        keep([row(arguments, name, found, {}) for name in found])
         print(f"{arguments.length} {name}: {found[name]}", flush=True)
     ran = {name: one for name, one in found.items() if "failed" not in one}
     right = [name for name in ran if wrong(name, ran[name], ran) is None]
     taken = answer(arguments, "together", right) if right else {}
-    seconds, refused = taken.get("seconds", {}), taken.get("refused", {})
-    shape = suites.Shape(arguments.batch, arguments.length, *_sizes(arguments.config))
-    parameters, layers = arguments.config.matmul_parameters, arguments.config.layers
-    work = flops.training_flops(parameters, layers, shape)
-    made = []
-    for name, one in found.items():
-        row: dict[str, Any] = {"provider": name, "batch": arguments.batch}
-        row |= {"length": arguments.length, "size": arguments.size}
-        row |= {"layers_as": "loop" if arguments.loop else "scan"}
-        reason = one.get("failed") or wrong(name, one, ran)
-        reason = reason or refused.get(name) or taken.get("failed")
-        row |= {"refused": reason} | {n: x for n, x in one.items() if n != "failed"}
-        row |= dict.fromkeys(("ms", "spread", "rounds", "tokens_per_s", "tflops", "relative"))
-        if name in seconds:
-            middle, spread = timing.median_and_spread(seconds[name])
-            rate = arguments.batch * arguments.length / middle
-            row |= {"ms": middle * 1e3, "spread": spread, "rounds": len(seconds[name])}
-            row |= {"tokens_per_s": rate, "tflops": work / middle / 1e12}
-            samples = {n: [timing.Sample(s, 1) for s in x] for n, x in seconds.items()}
-            mine = samples[name]
-            row["relative"] = {n: timing.speed_ratio(x, mine) for n, x in samples.items()}
-        made.append(row)
+    keep([row(arguments, name, found, taken) for name in found])
+
+
+def row(arguments, name: str, found: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a contestant.
+
+    Args:
+        arguments: with batch and length.
+        name: the contestant's.
+        found: what `alone` found, by contestant.
+        taken: what `together` found; no times without it.
+    """
+    config, length = arguments.config, arguments.length
+    shape = suites.Shape(arguments.batch, length, config.heads, config.kv_heads, config.head_dim)
+    work = flops.training_flops(config.matmul_parameters, config.layers, shape)
+    ran = {name: one for name, one in found.items() if "failed" not in one}
+    one, seconds = found[name], taken.get("seconds", {})
+    reason = one.get("failed") or wrong(name, one, ran)
+    reason = reason or taken.get("refused", {}).get(name) or taken.get("failed")
+    made: dict[str, Any] = {"provider": name, "batch": arguments.batch, "length": length}
+    made |= {"size": arguments.size, "layers_as": "loop" if arguments.loop else "scan"}
+    made |= {"refused": reason} | {n: x for n, x in one.items() if n != "failed"}
+    made |= dict.fromkeys(("ms", "spread", "rounds", "tokens_per_s", "tflops", "relative"))
+    if name in seconds:
+        middle, spread = timing.median_and_spread(seconds[name])
+        made |= {"ms": middle * 1e3, "spread": spread, "rounds": len(seconds[name])}
+        made["tokens_per_s"] = arguments.batch * length / middle
+        made["tflops"] = work / middle / 1e12
+        samples = {n: [timing.Sample(s, 1) for s in x] for n, x in seconds.items()}
+        made["relative"] = {n: timing.speed_ratio(x, samples[name]) for n, x in samples.items()}
     return made
-
-
-def _sizes(config: llama.Config) -> tuple[int, int, int]:
-    return config.heads, config.kv_heads, config.head_dim
 
 
 def merged(path: pathlib.Path, found: dict[str, Any]) -> dict[str, Any]:
@@ -303,11 +311,18 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"time is up before T={length}", flush=True)
             break
         arguments.length, arguments.batch = length, max(1, arguments.tokens // length)
-        made += rows(arguments)
-        found = merged(arguments.out, header | {"rows": made})
-        results.save(arguments.out, found)
+        latest: list[dict[str, Any]] = []
+
+        def keep(rows: list[dict[str, Any]], latest=latest) -> None:
+            latest[:] = rows
+            found = merged(arguments.out, header | {"rows": made + latest})
+            results.save(arguments.out, found)
+
+        rows(arguments, keep)
+        made += latest
         print(f"T={length} done, {time.monotonic() - begin:.0f} s", flush=True)
-        print(tables.render(found), flush=True)
+    if made:
+        print(tables.render(results.load(arguments.out)), flush=True)
 
 
 if __name__ == "__main__":
