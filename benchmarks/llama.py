@@ -88,7 +88,7 @@ OF_LAYERS = ("attention_norm", "mlp_norm", "q", "k", "v", "out", "gate", "up", "
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays are sharded, by axes of a mesh that are named as in real programs.
+    """Shardings of all arrays, by axes of a mesh that are named as in real programs.
 
     "data" and "fsdp" shard the batch, "context" or "sequence" the sequence, "model" heads, hidden
     units and words, "fsdp" also parameters at rest.
@@ -116,7 +116,7 @@ class Layout:
 
     @property
     def explicit(self) -> bool:
-        """Whether shardings are part of types."""
+        """True if shardings are part of types."""
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     def spec(self, *parts: Any) -> P:
@@ -238,7 +238,7 @@ def cross_entropy(layout: Layout, x, head, targets):
 
     Each device divides its own part of the sequence, so that no chunk moves between devices.
     """
-    (batch, length, width), (rows, sequence) = x.shape, layout.rows
+    (batch, length, _), (rows, sequence) = x.shape, layout.rows
     shards = layout.size("context", "sequence")
     own = length // shards
     count = chunks_of(batch * own // layout.size("data", "fsdp"), own)

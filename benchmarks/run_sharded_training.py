@@ -26,7 +26,7 @@ import jax
 from . import context, cupti, flops, llama, results, sharded, steps, suites, tables, timing
 from .run import prepare_process
 from .run_training import ALLOWED
-from .sharded import Job, Way
+from .sharded import Job
 
 REMAT = {"all": None, "kept": llama.keeps_attention}
 

@@ -301,25 +301,24 @@ def main(arguments: argparse.Namespace) -> None:
     summary = (
         f"training steps of {config.layers} layers, {config.width} wide, "
         f"{config.matmul_parameters / 1e9:.2f} billion parameters in matmuls, bfloat16, float32 "
-        "AdamW, remat of each layer; wall time, medians of interleaved rounds; model FLOPs are 6 for "
-        "each token and parameter in a matmul, and six matmuls of attention over visible pairs."
+        "AdamW, remat of each layer; wall time, medians of interleaved rounds; model FLOPs are 6 "
+        "for each token and parameter in a matmul, and six matmuls of attention over visible pairs."
     )
     method = {"summary": summary, "flags": os.environ.get("XLA_FLAGS", "")}
-    header, made = results.header("training", method), []
+    header = results.header("training", method)
+    made: dict[int, list[dict[str, Any]]] = {}
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        made[arguments.length] = rows
+        found = header | {"rows": [row for each in made.values() for row in each]}
+        results.save(arguments.out, merged(arguments.out, found))
+
     for length in sorted(arguments.lengths):
         if time.monotonic() - begin > arguments.time_limit:
             print(f"time is up before T={length}", flush=True)
             break
         arguments.length, arguments.batch = length, max(1, arguments.tokens // length)
-        latest: list[dict[str, Any]] = []
-
-        def keep(rows: list[dict[str, Any]], latest=latest) -> None:
-            latest[:] = rows
-            found = merged(arguments.out, header | {"rows": made + latest})
-            results.save(arguments.out, found)
-
         rows(arguments, keep)
-        made += latest
         print(f"T={length} done, {time.monotonic() - begin:.0f} s", flush=True)
     if made:
         print(tables.render(results.load(arguments.out)), flush=True)

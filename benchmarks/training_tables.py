@@ -48,20 +48,19 @@ def render_sharded(results: dict[str, Any]) -> str:
     found.append(_NOTE)
     links = [row for row in results["rows"] if row["what"] == "link" and row["refused"] is None]
     links.sort(key=lambda row: (row["gpus"], row["name"], row["sent_bytes"]))
-    told = (
-        f"{row['name']} ({row['gpus']} GPUs) {row['gb_per_s']:.0f} of {row['sent_bytes'] / 1e6:.0f} MB"
-        for row in links
-    )
+    size = lambda row: f"{row['sent_bytes'] / 1e6:.0f} MB"
+    told = (f"{r['name']} ({r['gpus']} GPUs) {r['gb_per_s']:.0f} of {size(r)}" for r in links)
     found += [f"GB/s that a GPU sends: {'; '.join(unique(told))}."] if links else []
-    named = [row | {"provider": f"{row['way']}, {row['types']}, {row['provider']}"} for row in steps]
+    full = lambda row: f"{row['way']}, {row['types']}, {row['provider']}"
+    named = [row | {"provider": full(row)} for row in steps]
     return "\n\n".join(found) + reasons(named)
 
 
 _NOTE = (
-    "Times one GPU: its ms with the same attention and tokens over these. Reckoned: the same if all "
-    "work were divided evenly at one GPU's speed and nothing overlapped what is sent, at the rates "
-    "below; more is possible where communication overlaps. Communicating: share of a step in which "
-    "NCCL runs, waiting for other GPUs included; alone: and nothing else does."
+    "Times one GPU: its ms with the same attention and tokens over these. Reckoned: the same if "
+    "all work were divided evenly at one GPU's speed and nothing overlapped what is sent, at the "
+    "rates below; more is possible where communication overlaps. Communicating: share of a step in "
+    "which NCCL runs, waiting for other GPUs included; alone: and nothing else does."
 )
 
 
