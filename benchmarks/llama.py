@@ -143,8 +143,9 @@ class Layout:
         return self.spec(*([None] if name in OF_LAYERS else []), *AT_REST[name])
 
     def use(self, name: str, w, dtype):
-        """Gathers what "fsdp" shards of a parameter (of one layer), in the dtype of activations."""
-        return self.put(w.astype(dtype), *(None if a == "fsdp" else a for a in AT_REST[name]))
+        """Gathers what "fsdp" shards of a parameter of one layer, matrices in this dtype."""
+        w = w if w.ndim == 1 else w.astype(dtype)
+        return self.put(w, *(None if axis == "fsdp" else axis for axis in AT_REST[name]))
 
     def shardings(self, tree):
         """Returns the sharding of every leaf of a dict of dicts whose last keys are parameters."""
