@@ -15,6 +15,7 @@ from benchmarks import (
     collectives,
     flops,
     llama,
+    plot,
     results,
     run_sharded_training,
     run_training,
@@ -166,6 +167,17 @@ def test_a_run_to_its_table(here, tmp_path, capsys):
     assert ours["first_s"] == pytest.approx(sum(parts)) and min(parts) > 0
     assert ours["losses"][1] < ours["losses"][0] and ours["relative"] == {"flash_pallas": 1.0}
     assert "| 32 | 1 | flash_pallas |" in capsys.readouterr().out
+    plot.plot_results(results.load(out), tmp_path / "training.png")
+
+
+def test_a_ratio_is_to_the_same_remat():
+    kept = f"jax_cudnn{run_training.KEPT}"
+    row = {"provider": f"flash_pallas{run_training.KEPT}", "length": 32, "batch": 1, "ms": 2.0}
+    row |= {"relative": {"jax_cudnn": 1.25, kept: 1.125}, "tokens_per_s": 16e3, "tflops": 0.5}
+    row |= dict.fromkeys(("trace_s", "lower_s", "compile_s", "run_s", "first_s"), 0.0)
+    row |= {"peak_bytes": 2**30, "losses": [1.0], "refused": None}
+    found = results.header("training", {"summary": ""}) | {"rows": [row]}
+    assert "| 16,000 | 1.125 | 2 |" in tables.render(found)
 
 
 def test_other_lengths_stay(tmp_path):
@@ -242,6 +254,7 @@ def test_a_sharded_run_to_its_table(tmp_path, monkeypatch, eight_devices):
     assert model["sent"]["all-reduce"]["calls"] >= 5 * TINY.layers
     assert any(row["what"] == "link" and row["gb_per_s"] > 0 for row in found["rows"])
     assert "| 2 x 32 | model 2 | auto | flash_pallas |" in tables.render(found)
+    plot.plot_results(found, tmp_path / "ways.png")
     # A second run replaces its own rows, and no others.
     again = run_sharded_training.merged(out, found | {"rows": [alone | {"ms": 1.0}]})
     assert sorted(row["ms"] for row in again["rows"] if row["what"] == "step")[0] == 1.0
