@@ -34,15 +34,16 @@ REMAT = {"all": None, "kept": llama.keeps_attention}
 def jobs(arguments) -> list[list[Job]]:
     """Returns groups of jobs of one shape and number of GPUs, in order; --only chooses among them.
 
-    One GPU comes first, as others are compared with it. Explicit axes have the first provider only.
+    One GPU comes first, as others are compared with it. Explicit axes come last in a group and have
+    the first provider only.
     """
     found = []
     for (batch, length), devices in itertools.product(arguments.shapes, arguments.devices):
         ways = [way for way in sharded.ways(devices) if way.fits(batch, length)]
-        asked = itertools.product(ways, arguments.types, arguments.providers)
+        asked = itertools.product(arguments.types, ways, arguments.providers)
         group = [
             Job(way, types, provider, batch, length)
-            for way, types, provider in asked
+            for types, way, provider in asked
             if types == "auto" or (provider == arguments.providers[0] and way.axes)
         ]
         found.append([job for job in group if any(text in job.name for text in arguments.only)])
@@ -141,7 +142,7 @@ class Run:
         other = self.first.setdefault((job.batch, job.length), (loss, norm))
         for what, mine, theirs in zip(("loss", "norm"), (loss, norm), other, strict=True):
             if not abs(mine - theirs) <= ALLOWED * abs(theirs):
-                return f"wrong result: {what} {mine:.6g}, {theirs:.6g} on one GPU"
+                return f"wrong result: {what} {mine:.6g}, {theirs:.6g} with what came first"
         return None
 
     def numbers(self, job: Job, program, seconds: list[float]) -> dict[str, Any]:

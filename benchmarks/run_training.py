@@ -157,7 +157,7 @@ def together(arguments) -> dict[str, Any]:
         return {"seconds": {}, "refused": refused}
     each = max(1, round(arguments.reading / max(pilots[name] for name in programs)))
     round_s = (each + 1) * sum(pilots[name] for name in programs)
-    rounds = int(min(max(arguments.seconds / round_s, 2), arguments.rounds))
+    rounds = int(min(max(arguments.seconds / round_s, 3), arguments.rounds))
     return {"seconds": steps.in_turns(programs, state, batch, rounds, each), "refused": refused}
 
 
