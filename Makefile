@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Eight processes share the GPU; autotuning the oracle's matrix products would take 15 s a test.
 GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu fuzz-gpu sanitize-gpu bench docs clean
+.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu test-gpus fuzz-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -26,6 +26,7 @@ help:
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
 	@echo "make test-clients   six libraries on flash_pallas, an environment for each; CLIENTS=\"keras\""
 	@echo "make test-gpu       the tests that need a Hopper GPU"
+	@echo "make test-gpus      the tests that need two or four of them"
 	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
@@ -115,6 +116,11 @@ test-clients:
 test-gpu:
 	@$(SETUP) dev cuda13
 	FLASH_PALLAS_TEST_GPU=1 $(GPU_ENV) $(PY) -m pytest tests/test_gpu.py -q -n 8 --dist worksteal -p no:benchmark
+
+# One process: each would take all GPUs.
+test-gpus:
+	@$(SETUP) dev cuda13
+	FLASH_PALLAS_TEST_GPU=several $(GPU_ENV) $(PY) -m pytest tests/test_gpus.py -q -p no:benchmark
 
 fuzz-gpu:
 	@$(SETUP) dev cuda13

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 REPEATS = 8  # collectives in one program: a launch costs as much as a short one of them
@@ -131,3 +133,131 @@ _IN_HLO = re.compile(
 def kept(hlo: str) -> int:
     """Counts the collectives in the HLO text of a compiled program."""
     return len(_IN_HLO.findall(hlo))
+
+
+class Sent(NamedTuple):
+    """A collective of a compiled program.
+
+    Attributes:
+        kind: name of the HLO operation, without "-start".
+        nbytes: bytes that one device hands over.
+        group: devices that take part together.
+    """
+
+    kind: str
+    nbytes: int
+    group: int
+
+    @property
+    def sent(self) -> float:
+        """The least number of bytes that one device sends to the others."""
+        share = (self.group - 1) / self.group
+        return self.nbytes * {
+            "all-reduce": 2 * share,
+            "all-gather": self.group - 1.0,
+            "collective-permute": 1.0,
+        }.get(self.kind, share)
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:body|calls|branch_computations|to_apply)={?((?:%?[\w.-]+(?:, )?)+)")
+_TRIPS = re.compile(r'"known_trip_count":{"n":"(\d+)"')
+# Groups are listed, or counted as [groups,size], or axes of a mesh: mesh['a'=2,'b'=2] {'a'}.
+_GROUP = re.compile(r"replica_groups=(?:{{([\d,]+)}|\[\d+,(\d+)\]|mesh\[(.*?)\] {(.*?)})")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def _bytes(shape: str) -> int:
+    """Returns the bytes of all arrays in the text of a shape."""
+    sizes = ((int(bits or 8), dims.split(",")) for bits, dims in _ARRAY.findall(shape))
+    return sum(bits * math.prod(int(n) for n in dims if n) // 8 for bits, dims in sizes)
+
+
+def _group(rest: str, devices: int) -> int:
+    """Returns the size of a collective's groups, from the text behind its name."""
+    found = _GROUP.search(rest)
+    if found is None:
+        return devices
+    listed, size, mesh, axes = found.groups()
+    if mesh is None:
+        return len(listed.split(",")) if listed else int(size)
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    # A part of an axis is written 'a':(major)size.
+    parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes)
+    return math.prod(int(part) if part else sizes[name] for name, part in parts)
+
+
+def in_hlo(hlo: str, devices: int) -> collections.Counter[Sent]:
+    """Counts the collectives that one run of a compiled program calls, from its text.
+
+    A loop counts as often as XLA knows that it runs; one of unknown length counts once.
+
+    Args:
+        hlo: text of the compiled program.
+        devices: number of devices, for collectives whose groups are not listed.
+    """
+    shapes: dict[str, str] = {}
+    bodies: dict[str, list[tuple[str, str, str]]] = {}
+    entry, inside = "", ""
+    for line in hlo.splitlines():
+        if found := _COMPUTATION.match(line):
+            inside = found[2]
+            bodies[inside] = []
+            entry = inside if found[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            name, shape, operation, rest = found.groups()
+            shapes[name] = shape
+            bodies.setdefault(inside, []).append((name, operation, rest))
+    counts: collections.Counter[Sent] = collections.Counter()
+
+    def visit(computation: str, times: int) -> None:
+        for _, operation, rest in bodies.get(computation, ()):
+            kind = operation.removesuffix("-start")
+            if kind in _KINDS:
+                operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
+                nbytes = sum(_bytes(shapes.get(name, "")) for name in operands)
+                counts[Sent(kind, nbytes, _group(rest, devices))] += times
+                continue
+            trips = _TRIPS.search(rest) if operation == "while" else None
+            for names in _CALLED.findall(rest):
+                for name in names.replace("%", "").split(", "):
+                    visit(name, times * int(trips[1] if trips else 1))
+
+    visit(entry, 1)
+    return counts
+
+
+def rate_program(kind: str, nbytes: int, devices) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Returns a jitted function that runs a collective REPEATS times in a row, and its operand.
+
+    Each result goes into the next operand, so that XLA can neither merge nor drop one.
+
+    Args:
+        kind: name of the HLO operation.
+        nbytes: bytes that each device hands over, in bfloat16.
+        devices: devices that take part.
+    """
+    count = len(devices)
+    mesh = jax.make_mesh((count,), ("x",), (AxisType.Auto,), devices=devices)
+    size = max(nbytes // 2 // count, 1) * count
+    ring = [(i, (i + 1) % count) for i in range(count)]
+    call = {
+        "all-reduce": lambda x: lax.psum(x, "x"),
+        "all-gather": lambda x: lax.all_gather(x, "x", tiled=True),
+        "reduce-scatter": lambda x: lax.psum_scatter(x, "x", tiled=True),
+        "all-to-all": lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
+        "collective-permute": lambda x: lax.ppermute(x, "x", ring),
+    }[kind]
+
+    def repeated(x):
+        for _ in range(REPEATS):
+            one = lax.slice(call(x), (0,), (1,))
+            x = lax.dynamic_update_slice(x, one, (0,))
+        return x
+
+    spec = P("x")
+    cut = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    sharding = NamedSharding(mesh, spec)
+    return jax.jit(cut), jax.ShapeDtypeStruct((size * count,), jnp.bfloat16, sharding=sharding)

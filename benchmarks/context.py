@@ -52,6 +52,8 @@ FEATURES = {
     "window and softcap": {"window": (700, 0), "softcap": 20.0},
     "packed documents": {"documents": 5},
 }
+# Parts of the names of kernels of attention.
+ATTENTION_KERNELS = ("flash_pallas", "mosaic_gpu", "sdpa", "fmha")
 ERROR_FACTORS = {"o": 2.0} | dict.fromkeys(gate.BACKWARD, 3.0)
 
 
@@ -226,17 +228,20 @@ def overlap(intervals: list[cupti.Interval]) -> dict[str, float]:
 
     Returns:
         sending: while a kernel of NCCL runs; hidden: the part of it overlapped with attention;
-        attention: while one of our kernels runs; other: while something runs that is neither;
-        whole: from the first start to the last end.
+        exposed: the part of it in which nothing else runs; attention: while one of our kernels
+        runs, or cuDNN's; other: while something runs that is neither; whole: from the first start
+        to the last end.
     """
     devices = sorted({i.device for i in intervals})
-    names = ("sending", "hidden", "attention", "other", "whole")
+    names = ("sending", "hidden", "exposed", "attention", "other", "whole")
     sums = dict.fromkeys(names, 0.0)
     for device in devices:
         mine = [i for i in intervals if i.device == device]
         nccl = [i for i in mine if "nccl" in i.name.lower()]
-        ours = [i for i in mine if "flash_pallas" in i.name or "mosaic_gpu" in i.name]
+        ours = [i for i in mine if any(name in i.name for name in ATTENTION_KERNELS)]
+        rest = [i for i in mine if "nccl" not in i.name.lower()]
         sending, attention, either = map(cupti.busy_ns, (nccl, ours, nccl + ours))
+        sums["exposed"] += cupti.busy_ns(mine) - cupti.busy_ns(rest)
         sums["sending"] += sending
         sums["attention"] += attention
         sums["hidden"] += sending + attention - either

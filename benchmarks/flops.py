@@ -38,3 +38,19 @@ def attention_flops(shape, causal: bool, direction: str) -> int:
 def tflops(shape, causal: bool, direction: str, ms: float) -> float:
     """Returns the TFLOP/s that one pass of `ms` milliseconds achieved."""
     return attention_flops(shape, causal, direction) / ms / 1e9
+
+
+def training_flops(parameters: int, layers: int, shape) -> int:
+    """Returns the floating-point operations of a causal model's training step, without remat.
+
+    6 for each token and parameter that it is multiplied with, and the six matmuls of attention over
+    visible pairs: two forward and four backward, as recomputing the scores does not count.
+
+    Args:
+        parameters: those in matmuls.
+        layers: number of layers.
+        shape: of attention: batch, q_len, kv_len, q_heads and head_dim.
+    """
+    pairs = visible_pairs(shape.q_len, shape.kv_len, True)
+    attention = 6 * 2 * shape.batch * shape.q_heads * shape.head_dim * pairs
+    return 6 * parameters * shape.batch * shape.q_len + layers * attention

@@ -25,7 +25,7 @@ from .run import row_label
 
 
 def plot_results(results: dict[str, Any], out: pathlib.Path) -> None:
-    """Draws TFLOP/s as bars, or peak memory or the rates of decoding as lines.
+    """Draws TFLOP/s or training steps as bars, or peak memory or rates of decoding as lines.
 
     Args:
         results: of any suite but that of run_features.
@@ -37,7 +37,8 @@ def plot_results(results: dict[str, Any], out: pathlib.Path) -> None:
             path = out.with_stem(f"{out.stem}_{direction}")
             _save(_charts(results["rows"], direction), results, path)
         return
-    draw = {"memory": _memory, "decode": _splits}.get(results["suite"], _bars)
+    own = {"memory": _memory, "decode": _splits, "training": _training, "sharded_training": _ways}
+    draw = own.get(results["suite"], _bars)
     _save(draw(results["rows"]), results, out)
 
 
@@ -145,6 +146,56 @@ def _splits(rows: list[dict[str, Any]]):
     axes.set(xlabel="number of splits", ylabel="k and v read, GB/s", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(title="batch, length, query heads, key heads, head dim")
+    return figure
+
+
+def _training(rows: list[dict[str, Any]]):
+    """Draws bars by length and attention: tokens a second, and the seconds of the first step."""
+    rows = [row for row in rows if row["ms"] is not None]
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    width = 0.84 / max(len(providers), 1)
+    drawn = {"tokens_per_s": "thousand tokens/s", "first_s": "first step, s"}
+    for axes, (name, label) in zip(panels, drawn.items(), strict=True):
+        scale = 1e-3 if name == "tokens_per_s" else 1.0
+        for index, provider in enumerate(providers):
+            found = [row for row in rows if row["provider"] == provider]
+            places = [lengths.index(r["length"]) + (index + 0.5) * width - 0.42 for r in found]
+            heights = [scale * row[name] for row in found]
+            bars = axes.bar(places, heights, width, label=provider, color=f"C{index}")
+            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
+        axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
+        axes.set(xlabel="sequence length", ylabel=label)
+        axes.set_axisbelow(True)
+        axes.grid(axis="y", alpha=0.3)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, ncols=max(len(providers), 1), loc="outside lower center")
+    return figure
+
+
+def _ways(rows: list[dict[str, Any]]):
+    """Draws the speed of each mesh relative to one GPU, by attention; reckoned ones are marks."""
+    steps = [row for row in rows if row["what"] == "step" and row["refused"] is None]
+    steps = [row for row in steps if row["gpus"] > 1 and row.get("speedup")]
+    key = lambda row: (row["gpus"], row["way"], row["length"])
+    places = sorted({key(row) for row in steps})
+    kinds = list(dict.fromkeys((row["provider"], row["types"]) for row in steps))
+    figure, axes = plt.subplots(figsize=(12, 4.5), layout="constrained")
+    width = 0.84 / max(len(kinds), 1)
+    for index, (provider, types) in enumerate(kinds):
+        found = [row for row in steps if (row["provider"], row["types"]) == (provider, types)]
+        at = [places.index(key(row)) + (index + 0.5) * width - 0.42 for row in found]
+        label = f"{provider}, {types} axes"
+        axes.bar(at, [row["speedup"] for row in found], width, label=label, color=f"C{index}")
+        reckoned = [row["ms"] * row["speedup"] / row["reckoned_ms"] for row in found]
+        axes.plot(at, reckoned, "k_", ms=9, label=None if index else "reckoned, nothing overlaps")
+    labels = [f"{way}\n{_short(length)}" for _, way, length in places]
+    axes.set_xticks(range(len(places)), labels, fontsize=8)
+    axes.set(ylabel="times one GPU")
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
     return figure
 
 

@@ -38,6 +38,8 @@ OWN_ROWS = (
     "derivatives",
     "mean_flow",
     "stack",
+    "training",
+    "sharded_training",
 )
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 

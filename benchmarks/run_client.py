@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import results
+from . import results, steps
 
 # The sizes are Llama's way of growing; 1.1 billion parameters is the one of docs/training.md.
 SIZES = {
@@ -169,33 +169,12 @@ def compile_program(arguments: argparse.Namespace, provider: str, batch: Any) ->
     return Program(provider, initial, compiled, time.perf_counter() - begin, planned)
 
 
-def first_losses(program: Program, batch: Any, steps: int) -> list[float]:
+def first_losses(program: Program, batch: Any, count: int) -> list[float]:
     """Returns the losses of the first steps from the initial weights."""
     state, found = program.start(), []
-    for _ in range(steps):
+    for _ in range(count):
         state, loss = program.step(state, batch)
         found.append(float(loss))
-    return found
-
-
-def in_turns(
-    programs: list[Program], batch: Any, rounds: int, steps: int
-) -> dict[str, list[float]]:
-    """Returns seconds of a step by program, one reading a round; each round in another order."""
-    state = programs[0].start()
-    found: dict[str, list[float]] = {program.provider: [] for program in programs}
-    for turn in range(rounds):
-        first = turn % len(programs)
-        order = programs[first:] + programs[:first]
-        for program in order if turn // len(programs) % 2 == 0 else order[::-1]:
-            # One step that is not timed, behind the other program's.
-            state, loss = program.step(state, batch)
-            jax.block_until_ready(loss)
-            begin = time.perf_counter()
-            for _ in range(steps):
-                state, loss = program.step(state, batch)
-            jax.block_until_ready(loss)
-            found[program.provider].append((time.perf_counter() - begin) / steps)
     return found
 
 
@@ -209,7 +188,9 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             refused.append({"provider": provider, "refused": reason})
     losses = {p.provider: first_losses(p, batch, arguments.check_steps) for p in programs}
-    seconds = in_turns(programs, batch, arguments.rounds, arguments.steps) if programs else {}
+    stepping = {p.provider: p.step for p in programs}
+    state = programs[0].start() if programs else None
+    seconds = steps.in_turns(stepping, state, batch, arguments.rounds, arguments.steps)
     found = []
     for program in programs:
         name, tokens = program.provider, arguments.batch * arguments.length

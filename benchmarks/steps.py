@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,3 +55,31 @@ def compare(
         row |= {"ms": ms, "spread": spread, "temporary_bytes": memory.get(name)}
         rows.append(row | {"loss": losses.get(name)})
     return rows, samples
+
+
+def in_turns(
+    programs: dict[str, Callable], state: Any, batch: Any, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Returns seconds of a step by program, one reading a round; each round in another order.
+
+    Args:
+        programs: functions (state, batch) -> (state, anything), which may donate the state.
+        state: training state that they share.
+        batch: data of every step.
+        rounds: how many readings of each.
+        steps: steps of a reading, besides one that is not timed, behind the other program's.
+    """
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    names = list(programs)
+    for turn in range(rounds if names else 0):
+        first = turn % len(names)
+        order = names[first:] + names[:first]
+        for name in order if turn // len(names) % 2 == 0 else order[::-1]:
+            state, result = programs[name](state, batch)
+            jax.block_until_ready(result)
+            begin = time.perf_counter()
+            for _ in range(steps):
+                state, result = programs[name](state, batch)
+            jax.block_until_ready(result)
+            found[name].append((time.perf_counter() - begin) / steps)
+    return found

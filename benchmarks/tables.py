@@ -13,7 +13,7 @@ import pathlib
 import re
 from typing import Any
 
-from . import flops, parallel_tables
+from . import flops, parallel_tables, training_tables
 from . import results as results_file
 from .markdown import grid, reasons, thousands, unique
 from .providers import YARDSTICK
@@ -30,6 +30,8 @@ def render(results: dict[str, Any]) -> str:
         "derivatives": _derivatives_table,
         "mean_flow": _mean_flow_table,
         "stack": _stack_table,
+        "training": training_tables.render,
+        "sharded_training": training_tables.render_sharded,
     }
     table = own.get(results["suite"], _timing_table)(results)
     return f"{table}\n\n{provenance(results)}\n"

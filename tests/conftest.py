@@ -7,11 +7,13 @@ import os
 
 from . import gpus, selection
 
-ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") == "1"
+# 1: each process sees one GPU. "several": all processes see all of them.
+ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") in ("1", "several")
+SEVERAL = os.environ.get("FLASH_PALLAS_TEST_GPU") == "several"
 
-if ON_GPU:
+if ON_GPU and not SEVERAL:
     gpus.take(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
-else:
+if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores. A cluster takes up to 12; with 16
@@ -52,8 +54,9 @@ def seed_of_the_day() -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out `gpu` tests but where FLASH_PALLAS_TEST_GPU=1, and `thorough` ones as selected."""
+    """Leaves out tests that need GPUs where there are none, and `thorough` ones as selected."""
     if ON_GPU:
+        items[:] = [item for item in items if SEVERAL or not item.get_closest_marker("gpus")]
         return
     named = any("::" in str(name) for name in config.args)
     always = {item.nodeid: of_mark(item) for item in items}
@@ -65,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"a mutation or a mark names cases that do not exist: {lost}")
 
     def runs(item) -> bool:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") or item.get_closest_marker("gpus"):
             return False
         return EVERYTHING or named or selection.runs(item.nodeid, always[item.nodeid], SEED)
 

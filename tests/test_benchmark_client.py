@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import results, run_client
+from benchmarks import results, run_client, steps
 
 
 def parsed(tmp_path, *words: str) -> argparse.Namespace:
@@ -42,8 +42,8 @@ def order(monkeypatch) -> list[str]:
 def test_programs_take_turns_on_one_state(tmp_path, order):
     arguments = parsed(tmp_path, "--size", "tiny", "--length", "8", "--rounds", "4", "--steps", "2")
     batch = run_client.batch_of(arguments)
-    programs = [run_client.compile_program(arguments, x, batch) for x in ("a", "b")]
-    found = run_client.in_turns(programs, batch, 4, 2)
+    programs = {x: run_client.compile_program(arguments, x, batch).step for x in ("a", "b")}
+    found = steps.in_turns(programs, 0, batch, 4, 2)
     assert {name: len(x) for name, x in found.items()} == {"a": 4, "b": 4}
     # A step that is not timed and two that are; no order comes more often than another.
     assert order[::3] == list("abbabaab") and len(order) == 24

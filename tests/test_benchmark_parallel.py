@@ -107,6 +107,7 @@ def test_overlap_is_counted_on_each_device():
         ]
     )
     expected = {"sending": 2.0, "hidden": 0.5, "attention": 5.5, "other": 0.5, "whole": 8.0}
+    expected["exposed"] = 1.5
     assert found == pytest.approx(expected)
 
 

@@ -1,0 +1,69 @@
+"""Tests that need two or four Hopper GPUs: `make test-gpus`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from . import mesh_training
+from .checks import GRADIENT_FACTOR
+from .mesh_training import HALF, SEQUENCES
+from .test_training_on_meshes import WAYS, name
+
+pytestmark = pytest.mark.gpus
+
+SIZES = {"layers": 2, "d_model": 256, "heads": 8, "kv_heads": 4, "head_dim": 64}
+SETTING = mesh_training.Setting(SIZES, batch=8, length=384)
+# A layer whose sequences are sharded takes no other attention than its own, in float32 here.
+CASES = [
+    (axes, attention)
+    for attention in ("flash", HALF)
+    for axes in WAYS
+    if attention == "flash" or not set(axes) & set(SEQUENCES)
+]
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """Makes all matmuls but the kernels' full float32, so that errors are those of attention."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def label(x) -> str:
+    return x if isinstance(x, str) else name(x)
+
+
+@functools.cache
+def on_one_gpu(attention: str, backend: str):
+    """Trains on one GPU; returns parameters."""
+    params, apply = SETTING.model(attention, backend)
+    found, losses, _ = mesh_training.train(apply, params, SETTING.data())
+    assert min(losses) < losses[0] - 0.5
+    return jax.device_get(found)
+
+
+def errors(found, exact) -> list[tuple[float, float]]:
+    """Returns the largest error and the root mean square of each parameter."""
+    both = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+    return [(np.abs(x - y).max(), np.sqrt(np.mean((x - y) ** 2))) for x, y in both]
+
+
+@pytest.mark.parametrize("types", mesh_training.TYPES)
+@pytest.mark.parametrize(("axes", "attention"), CASES, ids=label)
+def test_five_steps(axes, attention, types, backend="hopper"):
+    """Compares errors by the rule for gradients: three times those of one GPU with the kernels."""
+    needed = int(np.prod(list(axes.values())))
+    if jax.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs, there are {jax.device_count()}")
+    kinds, how = mesh_training.TYPES[types], {"attention": attention, "backend": backend}
+    found, _, text = mesh_training.train_on(SETTING, axes, kinds, jax.devices(), **how)
+    assert ("mosaic_gpu" in text) == (backend == "hopper")
+    mesh_training.assert_local(SETTING, axes, text)
+    exact = on_one_gpu("flash", "xla")
+    alone = errors(on_one_gpu(attention, backend), exact)
+    for mine, allowed in zip(errors(jax.device_get(found), exact), alone, strict=True):
+        assert all(x <= GRADIENT_FACTOR * y for x, y in zip(mine, allowed, strict=True))
