@@ -227,26 +227,15 @@ class PairedKernel(DkvKernel):
         cta.exchange.send(n, ds[0])
         if not self.drops_twice:
             cta.q.wait_full(n)
-        if not self.blocks.early:
+        if not self.blocks.early_dq:
             self.issue_dq(cta, n - 1, DK_WARPGROUP)
         self.matmuls.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
         cta.exchange.release(n - 1)
         return dq
 
-    def score_gradients(self, cta: PairedCta, n, dp_acc):
-        if not self.blocks.early:
-            return super().score_gradients(cta, n, dp_acc)
-        slot = cta.do.slot(n)
-        self.matmuls.multiply(dp_acc, cta.smem.v, cta.smem.do.at[slot], transposed=True)
-        delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
-        plgpu.wgmma_wait(1)
-        pl.when(n > 0)(lambda: cta.q.release(n - 1))
-        self.issue_dq(cta, n - 1, DK_WARPGROUP)
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2)
-        cta.do.release(n)
-        delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
-        return self.matmuls.split(self.handed(cta, n) * (dp - delta))
+    def issue_behind(self, cta: PairedCta, n) -> int:
+        return self.issue_dq(cta, n - 1, DK_WARPGROUP) if self.blocks.early_dq else 0
 
     def handed(self, cta: PairedCta, n):
         return cta.exchange.probabilities(n).astype(jnp.float32)
@@ -258,8 +247,8 @@ class PairedKernel(DkvKernel):
         columns = dq_columns(self.problem.head_dim, warpgroup)[1]
         return plgpu.ACC((self.blocks.block_q, columns), jnp.float32)
 
-    def issue_dq(self, cta: PairedCta, n, warpgroup: int):
-        """Issues dQ = dS K of the n-th tile, two wgmmas; for n = -1, of what lies there."""
+    def issue_dq(self, cta: PairedCta, n, warpgroup: int) -> int:
+        """Issues dQ = dS K of the n-th tile; for n = -1, of what lies there. Returns how many wgmmas."""
         wait = cta.exchange.wait if warpgroup == DV_WARPGROUP else cta.exchange.receive
         pl.when(n >= 0)(lambda: wait(n))
         first, columns = dq_columns(self.problem.head_dim, warpgroup)
@@ -267,6 +256,7 @@ class PairedKernel(DkvKernel):
         of = lambda rank: cta.smem.ds.at[slot, rank].transpose((1, 0))
         plgpu.wgmma(cta.dq_acc, of(cta.rank), cta.smem.k.at[:, pl.ds(own, columns)])
         plgpu.wgmma(cta.dq_acc, of(1 - cta.rank), cta.smem.k_other.at[:, pl.ds(first, columns)])
+        return 2
 
     def leave_dq(self, cta: PairedCta, n, warpgroup: int, dq):
         """Leaves a warpgroup's part of dQ of the tile before the n-th, to be added.
