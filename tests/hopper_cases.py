@@ -40,8 +40,13 @@ INTERPRETED = (
         q_offset=(33, -40),
         deterministic=True,
     ),
+    _case("d192", T=136, S=200, N=2, K=1, H=192),
+    _case("d192_narrow_values", T=200, S=264, N=2, K=1, H=192, Hv=128, causal=True, q_offset=64),
+    _case("d200_causal", T=100, S=300, N=1, K=1, H=200, Hv=256, causal=True, q_offset=150),
     _case("d256", T=72, S=136, N=2, K=1, H=256),
-    _case("d256_causal", T=128, S=128, N=1, K=1, H=256, causal=True),
+    _case("d256_whole_key_blocks", T=130, S=256, N=1, K=1, B=2, H=256),
+    _case("d256_causal", T=256, S=256, N=1, K=1, H=256, causal=True),
+    _case("d256_split", T=72, S=136, N=2, K=1, H=256, deterministic=True),
     _case("d80_padded_narrow_values", T=70, S=130, N=1, K=1, H=80, Hv=40, causal=True),
     _case("one_query", T=1, S=150, N=2, K=1, H=128, causal=True, q_offset=149),
     _case("one_key", T=130, S=1, N=1, K=1),
@@ -280,6 +285,18 @@ def _several_tiles(name: str, **fields) -> Case:
     return _case(name, **({"T": 200, "S": 256, "N": 2, "K": 1} | fields))
 
 
+# With what the paired backward can be asked to do.
+PAIRED_BLOCKS = (
+    (_several_tiles("paired_early_dq", H=256, causal=True), {"early_dq": True}),
+    (_several_tiles("paired_late_dq", H=192, dropout_rate=0.2), {"early_dq": False}),
+    (
+        _several_tiles("paired_staggered", H=192, window=(90, 0)),
+        {"mask_all": True, "stagger": True},
+    ),
+    (_several_tiles("paired_one_loop", H=256, causal=True), {"mask_all": True}),
+    (_several_tiles("paired_slots", H=160, Hv=72, causal=True), {"stages": 3, "do_stages": 1}),
+)
+
 # With what the fused backward can be asked to do, but is nowhere by itself.
 _DEFERRED = {"block_q": 128, "stages": 2, "do_stages": 2, "defer": True}
 FUSED_BLOCKS = (
@@ -378,8 +395,6 @@ def _for_each_kernel(name: str, **fields):
     for head_dim in (64, 128, 256):
         for causal in (False, True):
             for deterministic in (False, True):
-                if head_dim == 256 and deterministic:
-                    continue  # head dim 256 has no other backward
                 tags = "".join(("_causal" * causal, "_split" * deterministic))
                 yield _case(f"{name}_d{head_dim}{tags}", H=head_dim, causal=causal,
                             deterministic=deterministic, **fields)  # fmt: skip

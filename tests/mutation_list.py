@@ -15,6 +15,8 @@ _GUESS = "test_hopper_interpreted.py::test_forward_blocks[long_rising_float16_12
 
 _WIDE = "test_hopper_interpreted.py::test_wide_heads[wide_320_causal]"
 
+_PAIRED = "test_hopper_interpreted.py::test_paired_blocks[paired_late_dq]"
+
 _CUDNN_MASKS = "test_cudnn.py::test_masks_reach_cudnn"
 
 SHARED_AND_HOPPER = (
@@ -360,6 +362,19 @@ SHARED_AND_HOPPER = (
              "(operands.q_offset - window)[:, None]",
              "(operands.q_offset - window)[:, None] + 1",
              "test_decode_starts.py::test_the_oracle[windows]"),
+    Mutation("pairs, the other's dS", "backends/hopper/backward/paired/kernel.py",
+             "of(1 - cta.rank)", "of(cta.rank)", _PAIRED),
+    Mutation("pairs, own columns of dQ", "backends/hopper/backward/paired/kernel.py",
+             "own, slot = cta.rank * cta.half + first,", "own, slot = first,", _PAIRED),
+    Mutation("pairs, the other's keys", "backends/hopper/backward/paired/kernel.py",
+             "(cta.block * PAIR + 1 - cta.rank)", "(cta.block * PAIR + cta.rank)", _PAIRED),
+    Mutation("pairs, a slot of dS that is still read",
+             "backends/hopper/backward/paired/exchange.py",
+             "pl.when(n > 0)(lambda: plgpu.barrier_wait(self.empty.at[slot]))", "pass", _PAIRED),
+    Mutation("pairs, dQ that is still added", "backends/hopper/backward/paired/kernel.py",
+             "            pl.when(n > 0)(wait)", "            pass", _PAIRED),
+    Mutation("pairs, K that is still read", "backends/hopper/backward/paired/kernel.py",
+             "        plgpu.barrier_wait(cta.bars.met)", "        pass", _PAIRED),
     Mutation("wide heads, halves of columns", "backends/hopper/wide/kernel.py",
              "cta.wg * half + chunk % half", "chunk % half", _WIDE),
     Mutation("wide heads, halves of rows", "backends/hopper/wide/kernel.py",

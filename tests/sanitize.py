@@ -61,20 +61,23 @@ DECODES = (
     "int8_as_rows",
 )
 
-HOPPER = """forward forward_far backward_fused backward_fused_far zeros backward_dkv backward_dq
-backward_scores_tile backward_scores_rows backward_scores_columns decode decode_combine"""
+HOPPER = """forward forward_far backward_fused backward_fused_far backward_paired zeros backward_dkv
+backward_dq backward_scores_tile backward_scores_rows backward_scores_columns decode
+decode_combine"""
 PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns decode"""
 KERNELS = {f"flash_pallas_{name}" for name in HOPPER.split()}
 KERNELS |= {f"flash_pallas_portable_{name}" for name in PORTABLE.split()}
 
 # Head dims of which dK and dV have a kernel each, where nothing is added up atomically.
 APART = Case("apart", T=70, S=90, H=256, dtype="bfloat16", deterministic=True)
+# Pairs of CTAs that exchange dS.
+EXCHANGED = Case("exchanged", T=130, S=200, H=192, dtype="bfloat16", causal=True)
 # Rows that are left to launches of their own.
 FAR = Case("far", T=130, S=130, B=4, N=32, K=32, magnitude=(0, 15, 0, 9), dtype="bfloat16")
 
 
 ATTENTION = {case.name: case for case in ON_DEVICE if case.name in NAMES}
-ATTENTION |= {case.name: case for case in (APART, FAR)}
+ATTENTION |= {case.name: case for case in (APART, EXCHANGED, FAR)}
 STEP = {step.name: step for step in STEPS if step.name in DECODES}
 
 LAUNCHED = "launched:"  # what a process says of its kernels

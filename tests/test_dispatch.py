@@ -13,6 +13,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backward.launch import SplitBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 from flash_pallas.frontend import dispatch
@@ -169,8 +170,9 @@ def test_no_producer_where_registers_are_not_traded(head_dim, monkeypatch):
 
     def producers(**fields):
         blocks = HopperBackend(**fields).blocks(described, None)
-        backward = vars(blocks.backward) if head_dim == 256 else {"fused": blocks.backward}
-        return {kernel.producer for kernel in (blocks.forward, *backward.values())}
+        split = isinstance(blocks.backward, SplitBlocks)
+        backward = vars(blocks.backward).values() if split else [blocks.backward]
+        return {kernel.producer for kernel in (blocks.forward, *backward)}
 
     assert producers(trades_registers=True) == {True}
     assert producers(trades_registers=False) == {False}

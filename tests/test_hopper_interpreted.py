@@ -19,6 +19,7 @@ from .hopper_cases import (
     INTERPRETED,
     MAXIMA,
     MODIFIERS,
+    PAIRED_BLOCKS,
     PAIRS,
     PERSISTENT_SECTIONS,
     ROTATED,
@@ -55,6 +56,16 @@ def test_wide_heads(case):
 def test_fused_blocks(case, blocks):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND, {"fused": blocks}), case)
+
+
+@pytest.mark.thorough(always=["paired_late_dq"])
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("case", "blocks"), PAIRED_BLOCKS, ids=[case.name for case, _ in PAIRED_BLOCKS]
+)
+def test_paired_blocks(case, blocks):
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND, {"paired": blocks}), case)
 
 
 @pytest.mark.thorough

@@ -17,6 +17,7 @@ import flash_pallas as fp
 from flash_pallas import tuning
 from flash_pallas.backends.hopper import HopperBackend, backend
 from flash_pallas.backends.hopper.backward.fused import tiles as fused_tiles
+from flash_pallas.backends.hopper.backward.paired import tiles as paired_tiles
 from flash_pallas.backends.hopper.backward.split import tiles as split_tiles
 from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.xla import XlaBackend
@@ -377,6 +378,7 @@ def test_candidates_name_fields_that_there_are():
     kinds = {
         "forward": tiles.ForwardBlocks,
         "fused": fused_tiles.FusedBlocks,
+        "paired": paired_tiles.PairedBlocks,
         "dkv": split_tiles.DkvBlocks,
         "dq": split_tiles.DqBlocks,
     }

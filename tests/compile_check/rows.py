@@ -503,9 +503,9 @@ def rows() -> Iterator[Row]:
             if dtype == "float16" and mask not in ("full", "causal"):
                 continue
             yield _row(path, head_dim, dtype, mask)
-            # Head dim 256 has one backward, which is deterministic.
-            if path == "backward" and head_dim < 256:
+            if path == "backward":
                 yield _row("deterministic backward", head_dim, dtype, mask)
+    yield from (_row("backward", 192, "bfloat16", mask) for mask in MASKS)
     for sizes in itertools.product(("forward", "backward"), WIDE_HEAD_DIMS, WIDE_MASKS):
         path, head_dim, mask = sizes
         yield _row(path, head_dim, "bfloat16", mask)

@@ -288,8 +288,8 @@ def choose_blocks(
         producer: whether the chosen blocks have a producer warpgroup, which takes
             `trades_registers`.
         num_sms: number of SMs that the tiles are to keep busy.
-        override: for each kernel that runs (`"forward"`, `"fused"`, `"dkv"`, `"dq"`), a dict of the
-            fields to replace, such as `{"forward": {"block_kv": 64}}`.
+        override: for each kernel that runs (`"forward"`, `"fused"`, `"paired"`, `"dkv"`, `"dq"`), a
+            dict of the fields to replace, such as `{"forward": {"block_kv": 64}}`.
 
     Raises:
         ValueError: an unknown kernel or field, or tiles that do not fit.
@@ -348,7 +348,7 @@ _MOST = {"warpgroups": 3, "teams": TEAMS, "polynomials": 1.0}
 _MOST |= {"speculates": 60.0, "lazy_rescale": MOST_HALF}
 _MOST |= {
     name: MOST_BARRIERS
-    for blocks in (ForwardBlocks, FusedBlocks, DkvBlocks, DqBlocks)
+    for blocks in (ForwardBlocks, FusedBlocks, PairedBlocks, DkvBlocks, DqBlocks)
     for name in vars(blocks())
     if name.endswith("stages")
 }

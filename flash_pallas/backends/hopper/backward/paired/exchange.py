@@ -1,8 +1,8 @@
 """Tiles of P^T and dS^T: between the warpgroups of a CTA, and between the CTAs of a pair.
 
 Warpgroup 0 writes P^T of a tile into a slot of shared memory. Warpgroup 1 reads it and writes dS^T
-in its place; a bulk copy takes that to the same place in the other CTA, bytes as they lie. There are
-two slots, each with room for the tiles of both CTAs.
+in its place; a bulk copy takes that to the same place in the other CTA, bytes as they lie. There
+are two slots, each with room for the tiles of both CTAs.
 
     handed over  P^T is there
     full         dS^T of this CTA is there
@@ -18,7 +18,6 @@ device memory: warpgroup 1 copies the other's when both have written, and only t
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax

@@ -1,18 +1,18 @@
 """The paired backward: all five matmuls of FlashAttention-2's Algorithm 2 for head dims to 256.
 
-At head dim 256 dK and dV of 64 keys take half of an SM's registers, and the float32 sums of dQ that
-CTAs of 64 keys make would be more than L2 adds up. So a cluster of two CTAs owns 128 keys. Each has
-64 of them with dK and dV, as backward/split/dkv.py does; they exchange dS, and each computes half of
+At head dim 256 dK and dV of 64 keys take half of an SM's registers, and CTAs of 64 keys would add
+more to dQ in device memory than L2 takes. So a cluster of two CTAs owns 128 keys. Each has 64 of
+them with their dK and dV, as in backward/split/dkv.py. They exchange dS, and each computes half of
 the columns of dQ for all 128 keys:
 
-    warpgroup 0   S^T = K Q^T     P^T                                    dV += P^T dO
-    warpgroup 1   dP^T = V dO^T   dS^T = P^T (dP^T - delta)              dK += dS^T Q
-    both          dQ = dS K       a quarter of the columns each, of the tile before
+    warpgroup 0   S^T = K Q^T     P^T                          dV += P^T dO
+    warpgroup 1   dP^T = V dO^T   dS^T = P^T (dP^T - delta)    dK += dS^T Q
+    both          dQ = dS K of the tile before, some of the CTA's columns each
     warpgroup 2   one warp loads, another adds dQ to a float32 buffer in device memory
 
-dQ of a tile is computed in the step after it, while exponentials and dS of the next one are made:
-the other CTA's dS has a step to arrive. The order in which pairs add to dQ differs from run to run,
-and with it the last bits; backward/split is deterministic.
+dQ of a tile is computed in the step after it, so that the other CTA's dS has a step to arrive. The
+order in which pairs add to dQ differs from run to run, and with it the last bits; backward/split is
+deterministic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
-from ....gpu import inline
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...common import pipeline
 from ...common.pipeline import Ring, rows_of
@@ -176,21 +175,25 @@ class PairedKernel(DkvKernel):
         cta.exchange.drain(cta.q_tiles.total)
 
     def dv_step(self, cta: PairedCta, fragments: TileInputs, far, dv_acc, block_of, n, *, masked):
-        """Hands over P^T of the n-th tile, issues dV += P^T dO, and leaves dQ of the tile before."""
+        """Hands over P^T of the n-th tile, issues dV += P^T dO, leaves dQ of the tile before."""
         block, n = block_of(n), hidden(n)
         if self.problem.group > 1:  # under the wait for Q
             place = self.loads.place(cta, cta.q_tiles[n][0], block)
             fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
         cta.q.wait_full(n)
-        run = functools.partial(self.dv_matmuls, cta, fragments, (n, block), masked, far, dv_acc)
+        given = {"fragments": fragments, "at": (n, block), "masked": masked, "far": far}
+        weights = functools.partial(self.weights, **given)
+        run = functools.partial(self.dv_matmuls, cta, n, weights, dv_acc)
         dq = pl.run_scoped(run, self.score_accumulator, self.dq_accumulator(DV_WARPGROUP))
         self.leave_dq(cta, n, DV_WARPGROUP, dq)
 
-    def dv_matmuls(self, cta: PairedCta, fragments, at, masked, far, dv_acc, s_acc, dq_acc):
-        """Returns dQ of the tile before; dV ends during the next tile."""
-        n, _ = at
+    def dv_matmuls(self, cta: PairedCta, n, weights, dv_acc, s_acc, dq_acc):
+        """Returns dQ of the tile before; dV ends during the next tile.
+
+        `weights`: `self.weights` of the n-th tile, as a function of the CTA and of `s_acc`.
+        """
         cta = dataclasses.replace(cta.anew(), dq_acc=dq_acc)
-        p, handed = self.weights(cta, fragments, at, masked, far, s_acc)
+        p, handed = weights(cta, s_acc=s_acc)
         cta.exchange.hand_over(n, handed[0])
         self.issue_dq(cta, n - 1, DV_WARPGROUP)
         cta.do.wait_full(n)
@@ -243,12 +246,12 @@ class PairedKernel(DkvKernel):
     # --- dQ --------------------------------------------------------------------------------------
 
     def dq_accumulator(self, warpgroup: int):
-        """Accumulator of a warpgroup's part of dQ."""
+        """Makes the accumulator of a warpgroup's part of dQ."""
         columns = dq_columns(self.problem.head_dim, warpgroup)[1]
         return plgpu.ACC((self.blocks.block_q, columns), jnp.float32)
 
     def issue_dq(self, cta: PairedCta, n, warpgroup: int) -> int:
-        """Issues dQ = dS K of the n-th tile; for n = -1, of what lies there. Returns how many wgmmas."""
+        """Issues dQ = dS K of the n-th tile, or of what lies there; returns how many wgmmas."""
         wait = cta.exchange.wait if warpgroup == DV_WARPGROUP else cta.exchange.receive
         pl.when(n >= 0)(lambda: wait(n))
         first, columns = dq_columns(self.problem.head_dim, warpgroup)
@@ -292,8 +295,11 @@ class PairedKernel(DkvKernel):
         plgpu.barrier_wait(cta.bars.met)
 
 
+@dataclasses.dataclass(frozen=True)
 class PairedLoads(DkvLoads):
     """The producer of one CTA of a pair: loads, and the sums of dQ."""
+
+    blocks: PairedBlocks
 
     def __call__(self, cta: PairedCta):
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")

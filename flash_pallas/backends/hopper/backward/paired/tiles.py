@@ -1,4 +1,4 @@
-"""Tile sizes of the paired backward: what can be chosen, what is chosen, and why."""
+"""Options of the paired backward: what can be chosen, what is chosen, and why."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ class PairedBlocks:
     block_q, block_kv = WARPGROUP_ROWS, PAIR * WARPGROUP_ROWS
     producer = True
     compute_registers, producer_registers = 240, 24
+
+    def __post_init__(self):
+        if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
+            raise ValueError("stages of the paired backward is 1: at least 2")
+        if self.stagger and not self.mask_all:
+            raise ValueError("stagger of the paired backward is True: only with mask_all")
 
     def joined(self, problem: Problem) -> int:
         """Returns the number of blocks of a problem's lists that make one tile of queries."""
@@ -180,10 +186,10 @@ LEAST_HEAD_DIM = 129  # of Q and K as they come
 def choose_paired(problem: Problem) -> PairedBlocks | None:
     """Returns the tiles of a problem; None if the kernel does not run it.
 
-    bf16, H200, against the deterministic pair in the same process, full and causal: 4,4k,16,192 1.22
-    and 1.07 (without early_dq 1.15 and 1.09), 1,16k,16,192 1.16 and 1.10; 4,4k,8,256 1.01 to 1.06
-    and 1.01, 1,16k,8,256 1.10 to 1.14 and 1.06 (with early_dq 8 bytes of spills, 1.06 and 1.07).
-    Not staggered 0.91 at 16k full. Three stages of Q and one of dO at 192 0.94.
+    bf16, H200, against the two deterministic kernels in the same process, full and causal:
+    4,4k,16,192 1.22 and 1.07 (without early_dq 1.15 and 1.09), 1,16k,16,192 1.16 and 1.10;
+    4,4k,8,256 1.01 to 1.06 and 1.01, 1,16k,8,256 1.10 to 1.14 and 1.06 (with early_dq, which spills
+    8 bytes, 1.06 and 1.07). Without a mask, staggered is 1.10 at 16k of 256.
 
     Args:
         problem: what is computed, with head dims up to 256.

@@ -285,7 +285,7 @@ class DkvKernel:
         return self.matmuls.split(self.handed(cta, n) * centred)
 
     def issue_behind(self, cta: DkvCta, n) -> int:
-        """Issues what else is to be multiplied under dP^T of the n-th tile; returns how many wgmmas.
+        """Issues what else is multiplied behind dP^T of the n-th tile; returns how many wgmmas.
 
         Nothing here; backward/paired has dQ.
         """
@@ -369,7 +369,7 @@ class DkvCta:
     bars: DkvBarriers
     q: Ring
     do: Ring
-    p: Ring
+    p: Any  # Ring; None in backward/paired
     batch: Any
     kv_head: Any
     kv_start: Any
