@@ -22,6 +22,7 @@ from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
+    WARPGROUPS,
     FusedBlocks,
     FusedSmem,
     for_far_rows,
@@ -459,6 +460,7 @@ class FusedCta:
         kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
             Q tiles. None: there is one KV tile.
         kv_index: number of the KV tile among those of this CTA.
+        held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
     """
 
     launch: Launch
@@ -474,6 +476,7 @@ class FusedCta:
     wg: Any
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
+    held_v: Any = None
 
     @property
     def problem(self) -> Problem:
@@ -566,6 +569,8 @@ class FusedCta:
         ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
         spill (36 bytes; 60 to 190 for those of K and V).
         """
+        if ints.is_static(self.wg):
+            return self
         return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
 
     def apart(self) -> FusedCta:
@@ -605,20 +610,40 @@ class FusedCta:
 
     def add_dq(self, tile, wg):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
-        (head, rows), part, batch = tile, self.dq_shape, self.batch
+        (head, rows), batch = tile, self.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.problem.group
         if self.blocks.dq_by_rows:
-            at = batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+            size = self.dq_shape[0]
+            at = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
         else:
-            at = batch, rows, head, pl.ds(wg * part[1], part[1])
+            at = batch, rows, head, self.dq_columns(wg)
         target = self.results["dq"].at[at]
-        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op="add")
+        plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op="add")
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """Shape (rows, columns) of the part of dQ that one warpgroup computes."""
-        return self.blocks.dq_tile(self.problem.head_dim)
+        """Shape (rows, columns) of the part of dQ that this warpgroup computes."""
+        return self.blocks.dq_tile(self.problem.head_dim, self.wg if self.blocks.dq_columns else 0)
+
+    @property
+    def dq_parts(self) -> tuple[int, ...]:
+        """Warpgroups that compute some of dQ."""
+        head_dim = self.problem.head_dim
+        return tuple(wg for wg in range(WARPGROUPS) if self.blocks.dq_tile(head_dim, wg)[1])
+
+    def dq_columns(self, wg):
+        """Returns the columns of dQ that a warpgroup computes."""
+        width = self.blocks.dq_columns
+        if not width:
+            width = self.dq_shape[1]
+            return pl.ds(wg * width, width)
+        rest = self.problem.head_dim - width
+        return slice(rest, rest + width) if wg else slice(0, rest)
+
+    def dq_buffer(self, wg):
+        """Returns a warpgroup's part of dQ in shared memory."""
+        return self.smem.dq[wg] if self.blocks.dq_columns else self.smem.dq.at[wg]
 
     def meet(self):
         """Waits for the other warpgroup."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
+
+
+WARPGROUPS = 2  # that compute, 64 keys each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,9 @@ class FusedBlocks:
             there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
             were two. Used where score_tile.may_defer.
+        dq_columns: number of columns of dQ that warpgroup 1 computes, the other computing the rest;
+            each then has code of its own. 0: each computes half of the columns, or of the rows.
+        holds_v: V stays in registers, as the left operand of dP^T.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         split_q: number of CTAs that share the Q tiles of a KV tile, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
@@ -66,6 +73,8 @@ class FusedBlocks:
     polynomials: float = 0.0
     signs: bool = False
     defer: bool = False
+    dq_columns: int = 0
+    holds_v: bool = False
     producer: bool = True
     split_q: int = 1
     bias_cluster: int = 1
@@ -102,15 +111,26 @@ class FusedBlocks:
         """True if a warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
         return self.block_q == 2 * WARPGROUP_ROWS
 
-    def dq_tile(self, head_dim: int) -> tuple[int, int]:
-        """Returns the shape (rows, columns) of the part of dQ that one warpgroup computes."""
+    def dq_tile(self, head_dim: int, wg: int = 0) -> tuple[int, int]:
+        """Returns the shape (rows, columns) of the part of dQ that a warpgroup computes.
+
+        `wg` only matters where the parts differ in shape: with `dq_columns`.
+        """
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
+        if self.dq_columns:
+            return self.block_q, self.dq_columns if wg else head_dim - self.dq_columns
         return self.block_q, head_dim // 2
 
+    def summed_columns(self, head_dim: int) -> int:
+        """Returns the number that divides the columns of K in each matmul dQ = dS K."""
+        return math.gcd(*(self.dq_tile(head_dim, wg)[1] for wg in range(WARPGROUPS)))
+
     def runs(self, head_dim: int) -> bool:
-        """Returns whether a part of dQ is as wide as the narrowest rows (16) of an operand tile."""
-        return self.dq_tile(head_dim)[1] >= 16
+        """Returns whether parts of dQ are as wide as the narrowest rows (16) of an operand tile."""
+        if self.dq_columns and (self.dq_by_rows or self.dq_columns > head_dim):
+            return False
+        return self.summed_columns(head_dim) % 16 == 0
 
     @property
     def may_ping_pong(self) -> bool:
@@ -142,7 +162,7 @@ def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
 
 
 CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
-FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
+FUSED_HEAD_DIMS = (16, 32, 64, 96, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200, against lockstep: ping-pong is 1.11 times as fast at
 # 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
@@ -166,13 +186,14 @@ _PING_PONG = {
     16: FusedBlocks(block_q=128, ping_pong=True),
     32: FusedBlocks(block_q=128, ping_pong=True),
     64: FusedBlocks(block_q=128, ping_pong=True),
+    96: FusedBlocks(block_q=64, ping_pong=True, dq_columns=96, holds_v=True),
     128: FusedBlocks(block_q=64, ping_pong=True),
 }
 PLAIN = {
-    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 128))
+    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 96, 128))
     for d, b in _PING_PONG.items()
 }
-PLAIN[128] = dataclasses.replace(PLAIN[128], stages=3, do_stages=3)
+PLAIN |= {d: dataclasses.replace(PLAIN[d], stages=3, do_stages=3) for d in (96, 128)}
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items()}
 # Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
 BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
@@ -180,11 +201,13 @@ BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # tokens of 16 documents: 1.05 and 1.06, by ids 1.10 and 1.08, causal by positions 1.06. Spills 12
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
-PACKED = BY_ARRAYS | {128: _PING_PONG[128]}
+PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
 # Lists: partial and whole tiles in one loop, see `of_list` in kernel.py. Handing over late is 1.02
 # to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a third stage
 # of Q 0.95 to 1.00.
-LISTED = BY_ARRAYS | {128: dataclasses.replace(MASKED[128], late_handover=True)}
+LISTED = BY_ARRAYS | {
+    d: dataclasses.replace(MASKED[d], late_handover=True) for d in (96, 128)
+}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
@@ -192,6 +215,7 @@ MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, stages=4, do_stages=4),
+    96: MASKED[96],
     128: FusedBlocks(block_q=64, mask_all=True, ping_pong=True),
 }
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
@@ -221,6 +245,7 @@ LOCKSTEP = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True),
+    96: dataclasses.replace(MASKED[96], ping_pong=False),
     128: FusedBlocks(block_q=64, mask_all=True),
 }
 # Dropout and nothing else, but for positions and lengths (with documents 44 bytes of spills): the
@@ -246,7 +271,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     first = _table(problem)[problem.head_dim]
     if not may_sum_bias(problem, first.bias_cluster):
         first = without_sums(first)
-    if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
+    if spec.score_mod and problem.head_dim > 64:  # at 128 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
     alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
@@ -277,7 +302,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     alone = not (with_others and drops) and not problem.hides_by_arrays
     if drops and head_dim == 64 and not alone:
         return LOCKSTEP
-    if tiles or "bias" in features or (mods and head_dim == 128):
+    if tiles or "bias" in features or (mods and head_dim > 64):
         return LOCKSTEP
     if drops and alone:
         return DROPPING
@@ -327,9 +352,6 @@ def _together(blocks: FusedBlocks) -> FusedBlocks:
     return dataclasses.replace(blocks, ping_pong=False, late_handover=False, polynomials=0.0)
 
 
-WARPGROUPS = 2  # that compute, 64 keys each
-
-
 class FusedSmem(NamedTuple):
     """Shared memory of one CTA, and its barriers."""
 
@@ -338,7 +360,7 @@ class FusedSmem(NamedTuple):
     k: Any  # [kv_stages, block_kv, D]
     v: Any  # [kv_stages, block_kv, D]
     ds: Any  # [ds_stages, block_kv, block_q]
-    dq: Any  # f32[dq parts, dq tile]
+    dq: Any  # f32[dq parts, dq tile]; a tuple of them where their shapes differ, None for nothing
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
     auxiliary: Streamed | None  # with Q
@@ -394,7 +416,7 @@ def scratch(
         k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
         v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
-        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
+        dq=_dq_buffers(blocks, head_dim),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
@@ -427,13 +449,20 @@ def scratch(
     )
 
 
+def _dq_buffers(blocks: FusedBlocks, head_dim: int):
+    if not blocks.dq_columns:
+        return tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32)
+    parts = (blocks.dq_tile(head_dim, wg) for wg in range(WARPGROUPS))
+    return tuple(tile_buffer(part, jnp.float32) if part[1] else None for part in parts)
+
+
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
     """Returns the swizzles in bytes of K (and Q) and of V (and dO).
 
     K is an operand of matmuls with Q and with dS, V only of those with dO. Of K's columns a
     warpgroup multiplies those that it has of dQ.
     """
-    matmuls, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
+    matmuls, columns = Matmuls(problem.dtype), blocks.summed_columns(problem.head_dim)
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
     of_k = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
     return of_k, matmuls.swizzle(problem.head_dim, *v)
