@@ -205,6 +205,9 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     if cta.blocks.holds_v:
         v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
+    if cta.blocks.holds_k == 2 or (cta.blocks.holds_k and ints.is_static(cta.wg) and cta.wg == 0):
+        k = cta.smem.k.at[cta.kv_slot, warpgroup_rows(cta.wg)]
+        cta = dataclasses.replace(cta, held_k=plgpu.load(k, layout=inline.WGMMA))
 
     rows = auxiliary.fragments_of_rows(cta.gmem.auxiliary, cta.own_place(0))
     if problem.group == 1:
@@ -260,7 +263,9 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         q_axis=1,
         interpret=cta.interpret,
     )
-    k, v = cta.smem.k.at[cta.kv_slot, keys], cta.held_v
+    k, v = cta.held_k, cta.held_v
+    if k is None:
+        k = cta.smem.k.at[cta.kv_slot, keys]
     if v is None:
         v = cta.smem.v.at[cta.kv_slot, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
@@ -506,14 +511,18 @@ class PingPong(GradientGemms):
             release_q(cta, n)
             return
         of_dq = handed = self.of_dq(cta, n)
+        wait = lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[self.ds_slot(cta, of_dq)])
+        at_once = ints.is_static(cta.wg) and cta.wg == 1  # it has a dQ in every turn
+        if at_once:
+            wait()
         if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
             handed = lax.select(n == 0, cta.before, handed)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
-            written = lambda: self.ds_slot(cta, of_dq)
-            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
-            plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
+            if not at_once:
+                pl.when(of_dq >= 0)(wait)
+            plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), self.ds_slot(cta, of_dq)))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
             await_dq(cta, handed)

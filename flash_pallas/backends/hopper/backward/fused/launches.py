@@ -460,7 +460,7 @@ class FusedCta:
         kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
             Q tiles. None: there is one KV tile.
         kv_index: number of the KV tile among those of this CTA.
-        held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
+        held_k, held_v: K and V of this warpgroup's keys in registers, as `FusedBlocks.holds_v` says.
     """
 
     launch: Launch
@@ -476,6 +476,7 @@ class FusedCta:
     wg: Any
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
+    held_k: Any = None
     held_v: Any = None
 
     @property

@@ -46,6 +46,7 @@ class FusedBlocks:
         dq_columns: number of columns of dQ that warpgroup 1 computes, the other computing the rest;
             each then has code of its own. 0: each computes half of the columns, or of the rows.
         holds_v: V stays in registers, as the left operand of dP^T.
+        holds_k: K stays in registers too, as the left operand of S^T, of so many warpgroups.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         split_q: number of CTAs that share the Q tiles of a KV tile, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
@@ -75,6 +76,7 @@ class FusedBlocks:
     defer: bool = False
     dq_columns: int = 0
     holds_v: bool = False
+    holds_k: int = 0
     producer: bool = True
     split_q: int = 1
     bias_cluster: int = 1
