@@ -85,6 +85,12 @@ MODIFIERS = (
     "d16_bias",
     "d24_padded",
     "d80_causal",
+    "d96_group",
+    "d96_window_group",
+    "d96_softcap_dropout",
+    "d96_bias",
+    "d96_blocks",
+    "whole_tiles_96",
     "long_score_mod",
     "many_entries",
     "few_queries",
@@ -506,6 +512,8 @@ def rows() -> Iterator[Row]:
             # Head dim 256 has one backward, which is deterministic.
             if path == "backward" and head_dim < 256:
                 yield _row("deterministic backward", head_dim, dtype, mask)
+    for mask in ("full", "causal", "ragged", "offset", "small_causal", "many_causal"):
+        yield _row("backward", 96, "bfloat16", mask)
     for sizes in itertools.product(("forward", "backward"), WIDE_HEAD_DIMS, WIDE_MASKS):
         path, head_dim, mask = sizes
         yield _row(path, head_dim, "bfloat16", mask)

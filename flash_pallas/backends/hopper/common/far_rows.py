@@ -62,4 +62,4 @@ def backward_gains(problem: Problem) -> bool:
     At head dim 128 without a mask they make it 2 to 3 % slower.
     """
     masked = not problem.spec.mask.is_trivial
-    return problem.head_dim == 64 or (problem.head_dim == 128 and masked)
+    return problem.head_dim == 64 or (problem.head_dim in (96, 128) and masked)

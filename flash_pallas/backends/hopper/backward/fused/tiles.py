@@ -208,7 +208,7 @@ PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
 # to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a third stage
 # of Q 0.95 to 1.00.
 LISTED = BY_ARRAYS | {
-    d: dataclasses.replace(MASKED[d], late_handover=True) for d in (96, 128)
+    d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, late_handover=True) for d in (96, 128)
 }
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
@@ -217,7 +217,7 @@ MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, stages=4, do_stages=4),
-    96: MASKED[96],
+    96: FusedBlocks(block_q=64, mask_all=True, ping_pong=True),
     128: FusedBlocks(block_q=64, mask_all=True, ping_pong=True),
 }
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
@@ -247,7 +247,7 @@ LOCKSTEP = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True),
-    96: dataclasses.replace(MASKED[96], ping_pong=False),
+    96: FusedBlocks(block_q=64, mask_all=True),
     128: FusedBlocks(block_q=64, mask_all=True),
 }
 # Dropout and nothing else, but for positions and lengths (with documents 44 bytes of spills): the
