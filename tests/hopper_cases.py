@@ -301,7 +301,10 @@ FUSED_BLOCKS = (
     (_several_tiles("split_q_128", H=128, causal=True), {"split_q": 3}),
     (_several_tiles("split_q_96", H=96, causal=True), {"split_q": 3}),
     (_several_tiles("meeting_96", H=96, causal=True), {"ping_pong": False}),
-    (_several_tiles("persistent_96", H=96, S=384, B=2), {"persistent_clusters": 2, "mask_all": True}),
+    (
+        _several_tiles("persistent_96", H=96, S=384, B=2),
+        {"persistent_clusters": 2, "mask_all": True},
+    ),
     (_several_tiles("signs", K=2, causal=True, dropout_rate=0.3, sinks=True), {"signs": True}),
     (_several_tiles("signs_128", H=128, dropout_rate=0.1), {"signs": True}),
     (_several_tiles("deferred", K=2, causal=True, softcap=3.0), _DEFERRED),

@@ -75,7 +75,7 @@ def _summed_rows(native: Problem, blocks: FusedBlocks | SplitBlocks):
     A 0 stands for the kernel of backward/dbias/kernel.py.
     """
     if isinstance(blocks, FusedBlocks):
-        return (blocks.summed_columns(native.head_dim), 0), (0,)
+        return (blocks.dq_tile(native.head_dim)[1], 0), (0,)
     rows = (blocks.dkv.block_q, blocks.dq.block_kv, 0)
     return rows, rows
 

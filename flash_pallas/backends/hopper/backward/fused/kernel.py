@@ -155,7 +155,7 @@ def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> Fused
 
 def run_roles(cta: FusedCta):
     """Sends each warpgroup to its role: compute, producer, or sums of the bias's gradient."""
-    if cta.blocks.dq_columns:
+    if cta.blocks.whole_dq:
         for wg in range(WARPGROUPS):
             own = functools.partial(consume, dataclasses.replace(cta, wg=wg))
             pl.when(cta.wg == wg)(own)
@@ -205,9 +205,6 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     if cta.blocks.holds_v:
         v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
-    if cta.blocks.holds_k == 2 or (cta.blocks.holds_k and ints.is_static(cta.wg) and cta.wg == 0):
-        k = cta.smem.k.at[cta.kv_slot, warpgroup_rows(cta.wg)]
-        cta = dataclasses.replace(cta, held_k=plgpu.load(k, layout=inline.WGMMA))
 
     rows = auxiliary.fragments_of_rows(cta.gmem.auxiliary, cta.own_place(0))
     if problem.group == 1:
@@ -263,9 +260,7 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         q_axis=1,
         interpret=cta.interpret,
     )
-    k, v = cta.held_k, cta.held_v
-    if k is None:
-        k = cta.smem.k.at[cta.kv_slot, keys]
+    k, v = cta.smem.k.at[cta.kv_slot, keys], cta.held_v
     if v is None:
         v = cta.smem.v.at[cta.kv_slot, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
@@ -408,7 +403,10 @@ def write_zeros(cta: FusedCta):
 
 
 class GradientGemms(abc.ABC):
-    """Base class of the two orders in which the warpgroups run dV, dK and dQ of a step."""
+    """Base class of the two orders in which the warpgroups run dV, dK and dQ of a step.
+
+    With `FusedBlocks.whole_dq` warpgroup 0 computes dV and dK alone.
+    """
 
     @abc.abstractmethod
     def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
@@ -441,12 +439,8 @@ class Lockstep(GradientGemms):
         plgpu.commit_smem()
         tell_sums(cta, n)
         cta.meet()  # both have written dS
-        if not cta.dq_shape[1]:  # the other warpgroup computes dQ
-            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            plgpu.wgmma_wait(1)
-            cta.do.release(n)
-            plgpu.wgmma_wait(0)
-            release_q(cta, n)
+        if not cta.computes_dq:
+            dk_without_dq(cta, n, ds, dk_acc)
             return
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
@@ -499,30 +493,25 @@ class PingPong(GradientGemms):
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
         tell_sums(cta, n)
-        plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
+        if not cta.blocks.whole_dq:
+            plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, cta.interpret)
         self.await_turn(cta)
-        if not cta.dq_shape[1]:  # the other warpgroup computes dQ
+        if not cta.computes_dq:
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
-            plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            plgpu.wgmma_wait(0)
-            cta.do.release(n)
-            release_q(cta, n)
+            dk_without_dq(cta, n, ds, dk_acc)
             return
         of_dq = handed = self.of_dq(cta, n)
-        wait = lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[self.ds_slot(cta, of_dq)])
-        at_once = ints.is_static(cta.wg) and cta.wg == 1  # it has a dQ in every turn
-        if at_once:
-            wait()
         if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
             handed = lax.select(n == 0, cta.before, handed)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
-            if not at_once:
-                pl.when(of_dq >= 0)(wait)
-            plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), self.ds_slot(cta, of_dq)))  # (5) dQ = dS K
+            written = lambda: self.ds_slot(cta, of_dq)
+            if not cta.blocks.whole_dq:  # then warpgroup 0 wrote its dS before it passed the turn
+                pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
+            plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
             await_dq(cta, handed)
@@ -550,7 +539,7 @@ class PingPong(GradientGemms):
 
     def hand_over(self, cta: FusedCta, of_dq):
         """Hands this warpgroup's part of dQ of that tile, in shared memory, over to be added."""
-        if not cta.dq_shape[1]:
+        if not cta.computes_dq:
             return
         plgpu.commit_smem()
         pl.when(of_dq >= 0)(lambda: add_dq(cta, of_dq))
@@ -569,7 +558,7 @@ class PingPong(GradientGemms):
         @pl.when(cta.wg == 0)
         def _():
             self.pass_turn(cta)
-            if not cta.dq_shape[1]:
+            if not cta.computes_dq:
                 return
             accumulator = plgpu.ACC(cta.dq_shape, jnp.float32)
             last = functools.partial(self.last_dq, cta)
@@ -613,10 +602,19 @@ def mma_schedule(blocks: FusedBlocks) -> GradientGemms:
     return PingPong() if blocks.ping_pong else Lockstep()
 
 
+def dk_without_dq(cta: FusedCta, n, ds, dk_acc):
+    """Computes dK of the n-th tile, behind dV, where the other warpgroup computes dQ."""
+    plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+    plgpu.wgmma_wait(1)
+    cta.do.release(n)
+    plgpu.wgmma_wait(0)
+    release_q(cta, n)
+
+
 def dq_operands(cta: FusedCta, ds_slot):
     """Returns the operands (dS, K) of this warpgroup's part of dQ = dS K.
 
-    The part is half of the columns, or half of the query rows.
+    The part is half of the columns, or half of the query rows, or all.
     """
     rows = cta.dq_shape[0]
     ds = cta.smem.ds.at[ds_slot]
@@ -861,16 +859,16 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
     def _(n):
         tile = cta.query_tile(n)
         if cta.blocks.ping_pong:
-            for wg in reversed(cta.dq_parts):  # as they come
+            for wg in reversed(cta.blocks.dq_parts):  # as they come
                 plgpu.barrier_wait(cta.smem.dq_full.at[wg])
                 cta.add_dq(tile, wg)
                 give_back(cta, n, wg, 0)
         else:
-            for wg in cta.dq_parts:
+            for wg in cta.blocks.dq_parts:
                 plgpu.barrier_wait(cta.smem.dq_full.at[wg])
                 cta.add_dq(tile, wg)
-            for done, wg in enumerate(cta.dq_parts, start=1):
-                give_back(cta, n, wg, len(cta.dq_parts) - done)
+            for done, wg in enumerate(cta.blocks.dq_parts, start=1):
+                give_back(cta, n, wg, len(cta.blocks.dq_parts) - done)
 
 
 def give_back(cta: FusedCta, n, wg: int, in_flight: int):

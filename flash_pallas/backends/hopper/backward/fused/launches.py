@@ -22,7 +22,6 @@ from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
-    WARPGROUPS,
     FusedBlocks,
     FusedSmem,
     for_far_rows,
@@ -456,11 +455,11 @@ class FusedCta:
         q, do, kv: rings of Q, of dO, and of K with V.
         tile: the KV tile.
         q_tiles: its Q tiles.
-        wg: number of the warpgroup.
+        wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
             Q tiles. None: there is one KV tile.
         kv_index: number of the KV tile among those of this CTA.
-        held_k, held_v: K and V of this warpgroup's keys in registers, as `FusedBlocks.holds_v` says.
+        held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
     """
 
     launch: Launch
@@ -476,7 +475,6 @@ class FusedCta:
     wg: Any
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
-    held_k: Any = None
     held_v: Any = None
 
     @property
@@ -624,27 +622,22 @@ class FusedCta:
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """Shape (rows, columns) of the part of dQ that this warpgroup computes."""
-        return self.blocks.dq_tile(self.problem.head_dim, self.wg if self.blocks.dq_columns else 0)
+        """Shape (rows, columns) of the part of dQ that one warpgroup computes."""
+        return self.blocks.dq_tile(self.problem.head_dim)
 
     @property
-    def dq_parts(self) -> tuple[int, ...]:
-        """Warpgroups that compute some of dQ."""
-        head_dim = self.problem.head_dim
-        return tuple(wg for wg in range(WARPGROUPS) if self.blocks.dq_tile(head_dim, wg)[1])
+    def computes_dq(self) -> bool:
+        """True if this warpgroup computes dQ or a part of it."""
+        return not self.blocks.whole_dq or self.wg in self.blocks.dq_parts
 
     def dq_columns(self, wg):
         """Returns the columns of dQ that a warpgroup computes."""
-        width = self.blocks.dq_columns
-        if not width:
-            width = self.dq_shape[1]
-            return pl.ds(wg * width, width)
-        rest = self.problem.head_dim - width
-        return slice(rest, rest + width) if wg else slice(0, rest)
+        width = self.dq_shape[1]
+        return slice(None) if self.blocks.whole_dq else pl.ds(wg * width, width)
 
     def dq_buffer(self, wg):
         """Returns a warpgroup's part of dQ in shared memory."""
-        return self.smem.dq[wg] if self.blocks.dq_columns else self.smem.dq.at[wg]
+        return self.smem.dq.at[0 if self.blocks.whole_dq else wg]
 
     def meet(self):
         """Waits for the other warpgroup."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,9 +17,6 @@ from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
-
-
-WARPGROUPS = 2  # that compute, 64 keys each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +39,9 @@ class FusedBlocks:
             there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
             were two. Used where score_tile.may_defer.
-        dq_columns: number of columns of dQ that warpgroup 1 computes, the other computing the rest;
-            each then has code of its own. 0: each computes half of the columns, or of the rows.
+        whole_dq: warpgroup 1 computes all of dQ, and each warpgroup has code of its own; otherwise
+            each computes half of the columns, or of the rows.
         holds_v: V stays in registers, as the left operand of dP^T.
-        holds_k: K stays in registers too, as the left operand of S^T, of so many warpgroups.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         split_q: number of CTAs that share the Q tiles of a KV tile, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
@@ -74,9 +69,8 @@ class FusedBlocks:
     polynomials: float = 0.0
     signs: bool = False
     defer: bool = False
-    dq_columns: int = 0
+    whole_dq: bool = False
     holds_v: bool = False
-    holds_k: int = 0
     producer: bool = True
     split_q: int = 1
     bias_cluster: int = 1
@@ -110,29 +104,25 @@ class FusedBlocks:
 
     @property
     def dq_by_rows(self) -> bool:
-        """True if a warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
-        return self.block_q == 2 * WARPGROUP_ROWS
+        """True if each warpgroup computes half of dQ's rows (64 of 128)."""
+        return self.block_q == 2 * WARPGROUP_ROWS and not self.whole_dq
 
-    def dq_tile(self, head_dim: int, wg: int = 0) -> tuple[int, int]:
-        """Returns the shape (rows, columns) of the part of dQ that a warpgroup computes.
+    @property
+    def dq_parts(self) -> tuple[int, ...]:
+        """The warpgroups that compute dQ, each a part of it."""
+        return (1,) if self.whole_dq else (0, 1)
 
-        `wg` only matters where the parts differ in shape: with `dq_columns`.
-        """
+    def dq_tile(self, head_dim: int) -> tuple[int, int]:
+        """Returns the shape (rows, columns) of the part of dQ that one warpgroup computes."""
+        if self.whole_dq:
+            return self.block_q, head_dim
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
-        if self.dq_columns:
-            return self.block_q, self.dq_columns if wg else head_dim - self.dq_columns
         return self.block_q, head_dim // 2
 
-    def summed_columns(self, head_dim: int) -> int:
-        """Returns the number that divides the columns of K in each matmul dQ = dS K."""
-        return math.gcd(*(self.dq_tile(head_dim, wg)[1] for wg in range(WARPGROUPS)))
-
     def runs(self, head_dim: int) -> bool:
-        """Returns whether parts of dQ are as wide as the narrowest rows (16) of an operand tile."""
-        if self.dq_columns and (self.dq_by_rows or self.dq_columns > head_dim):
-            return False
-        return self.summed_columns(head_dim) % 16 == 0
+        """Returns whether a part of dQ is as wide as the narrowest rows (16) of an operand tile."""
+        return self.dq_tile(head_dim)[1] >= 16
 
     @property
     def may_ping_pong(self) -> bool:
@@ -188,7 +178,7 @@ _PING_PONG = {
     16: FusedBlocks(block_q=128, ping_pong=True),
     32: FusedBlocks(block_q=128, ping_pong=True),
     64: FusedBlocks(block_q=128, ping_pong=True),
-    96: FusedBlocks(block_q=64, ping_pong=True, dq_columns=96, holds_v=True),
+    96: FusedBlocks(block_q=64, ping_pong=True, whole_dq=True, holds_v=True),
     128: FusedBlocks(block_q=64, ping_pong=True),
 }
 PLAIN = {
@@ -354,6 +344,9 @@ def _together(blocks: FusedBlocks) -> FusedBlocks:
     return dataclasses.replace(blocks, ping_pong=False, late_handover=False, polynomials=0.0)
 
 
+WARPGROUPS = 2  # that compute, 64 keys each
+
+
 class FusedSmem(NamedTuple):
     """Shared memory of one CTA, and its barriers."""
 
@@ -362,7 +355,7 @@ class FusedSmem(NamedTuple):
     k: Any  # [kv_stages, block_kv, D]
     v: Any  # [kv_stages, block_kv, D]
     ds: Any  # [ds_stages, block_kv, block_q]
-    dq: Any  # f32[dq parts, dq tile]; a tuple of them where their shapes differ, None for nothing
+    dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
     delta: Any  # f32[do_stages, block_q]
     auxiliary: Streamed | None  # with Q
@@ -377,7 +370,7 @@ class FusedSmem(NamedTuple):
     do_empty: Any = None  # each warpgroup
     delta_full: Any = None
     met: Any = None  # each warpgroup
-    ds_ready: Any = None  # with ping-pong: one per slot, each warpgroup
+    ds_ready: Any = None  # with ping-pong and halves of dQ: one per slot, each warpgroup
     turn: Any = None  # with ping-pong under the interpreter: one per warpgroup
     dq_full: Any = None  # one per warpgroup
     dq_empty: Any = None  # one per warpgroup
@@ -418,7 +411,7 @@ def scratch(
         k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
         v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
-        dq=_dq_buffers(blocks, head_dim),
+        dq=tile_buffer((len(blocks.dq_parts), *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
@@ -438,7 +431,7 @@ def scratch(
         met=bar(num_arrivals=WARPGROUPS),
         ds_ready=(
             bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
-            if blocks.ping_pong
+            if blocks.ping_pong and not blocks.whole_dq
             else None
         ),
         turn=bar(num_barriers=WARPGROUPS) if blocks.ping_pong and interpret else None,
@@ -451,20 +444,13 @@ def scratch(
     )
 
 
-def _dq_buffers(blocks: FusedBlocks, head_dim: int):
-    if not blocks.dq_columns:
-        return tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32)
-    parts = (blocks.dq_tile(head_dim, wg) for wg in range(WARPGROUPS))
-    return tuple(tile_buffer(part, jnp.float32) if part[1] else None for part in parts)
-
-
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
     """Returns the swizzles in bytes of K (and Q) and of V (and dO).
 
     K is an operand of matmuls with Q and with dS, V only of those with dO. Of K's columns a
     warpgroup multiplies those that it has of dQ.
     """
-    matmuls, columns = Matmuls(problem.dtype), blocks.summed_columns(problem.head_dim)
+    matmuls, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
     of_k = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
     return of_k, matmuls.swizzle(problem.head_dim, *v)
