@@ -166,7 +166,7 @@ FUSED_HEAD_DIMS = (16, 32, 64, 96, 128)  # that this kernel runs, of Q, K and V 
 #
 # At 128, block_q 128 would need 2 x 64 more accumulator registers than there are.
 #
-# At 96, halves of dQ have 48 columns, for which K, Q and dS need swizzles of 32 bytes. The step takes
+# At 96, halves of dQ have 48 columns, so that K, Q and dS need swizzles of 32 bytes. A step takes
 # 2,304 wavefronts of shared memory (counted from shapes) where its matmuls take 1,920 clocks; with
 # dQ by one warpgroup 2,176, and with V in registers 1,984. K in registers as well would spill 120
 # bytes and more: ptxas copies an operand that stays in registers before each use. Modifiers and
