@@ -22,7 +22,7 @@ deterministic pair. The gradient of a bias may be added up here too: dbias.py.
                     each, or kv_stages where a CTA takes several KV tiles
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
     dS^T            ds slots, written by both warpgroups, read by both
-    dQ              one float32 slot per warpgroup, handed to the storing warp and back
+    dQ              a float32 slot for each of its parts, handed to the storing warp and back
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def run_roles(cta: FusedCta):
 
 
 def consume(cta: FusedCta):
-    """Computes dK and dV of 64 keys of each KV tile, and half of what it adds to dQ."""
+    """Computes dK and dV of 64 keys of each KV tile, and its part of what it adds to dQ."""
     if cta.blocks.producer:
         plgpu.set_max_registers(cta.blocks.compute_registers, action="increase")
     else:
@@ -509,7 +509,7 @@ class PingPong(GradientGemms):
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
             written = lambda: self.ds_slot(cta, of_dq)
-            if not cta.blocks.whole_dq:  # then warpgroup 0 wrote its dS before it passed the turn
+            if not cta.blocks.whole_dq:  # else warpgroup 0 wrote dS before it passed the turn
                 pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
