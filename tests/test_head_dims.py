@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backward.launch import native_backward_problem
 from flash_pallas.backends.hopper.backward.split.tiles import HEAD_DIMS, native_head_dim
 from flash_pallas.backends.hopper.common.wgmma import Matmuls
+from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 
@@ -89,3 +91,32 @@ def test_narrow_heads_take_wide_tiles_of_queries(head_dim):
     problem = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
     with pytest.raises(ValueError, match=r"'block_q': 64.*must be 128 for head dims up to 16"):
         HopperBackend().blocks(problem, {"fused": {"block_q": 64}})
+
+
+def problem_of(head_dim, v_head_dim=None, **fields):
+    x = jax.ShapeDtypeStruct((4, 4096, 16, head_dim), jnp.bfloat16)
+    v = jax.ShapeDtypeStruct((4, 4096, 16, v_head_dim or head_dim), jnp.bfloat16)
+    return describe(Operands(x, x, v, None), AttentionSpec(scale=1.0, **fields))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "native"),
+    [(64, 64, 64), (72, 72, 96), (80, 40, 96), (40, 88, 96), (96, 96, 96), (104, 96, 128)],
+)
+def test_the_fused_backward_runs_the_next_head_dim_of_both(head_dim, v_head_dim, native):
+    found = native_backward_problem(problem_of(head_dim, v_head_dim), fused=True)
+    assert (found.head_dim, found.v_head_dim) == (native, native)
+
+
+def test_one_warpgroup_computes_dq_at_head_dim_96():
+    """Checks where it does: without modifiers, with a producer; dQ is one float32 tile there."""
+    chosen = lambda backend, *sizes, **fields: backend.blocks(problem_of(*sizes, **fields), None)
+    trading, alone = (HopperBackend(num_sms=132, trades_registers=t) for t in (True, False))
+    for fields in {}, {"mask": Mask(right=0)}, {"mask": Mask(left=100, right=0)}:
+        blocks = chosen(trading, 96, **fields).backward
+        assert blocks.whole_dq and blocks.holds_v
+        assert (blocks.dq_parts, blocks.dq_tile(96)) == ((1,), (64, 96))
+        assert not chosen(trading, 128, **fields).backward.whole_dq
+        assert not chosen(alone, 96, **fields).backward.whole_dq
+    halves = chosen(trading, 96, softcap=30.0).backward
+    assert (halves.dq_parts, halves.dq_tile(96)) == ((0, 1), (64, 48))

@@ -85,6 +85,12 @@ MODIFIERS = (
     "d16_bias",
     "d24_padded",
     "d80_causal",
+    "d96_group",
+    "d96_window_group",
+    "d96_softcap_dropout",
+    "d96_bias",
+    "d96_blocks",
+    "whole_tiles_96",
     "long_score_mod",
     "many_entries",
     "few_queries",
@@ -221,6 +227,18 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 128, "packed_128"): 4,
     ("flash_pallas_backward_scores_tile", 64, "long_bias"): 16,
     ("flash_pallas_forward", 24, "d24_padded"): 4,
+    # Each warpgroup has code of its own: what another reads later, and the loop of far rows. Of the
+    # others' loops many_causal has 4 words in two, small_causal one in each.
+    ("flash_pallas_backward_fused", 80, "d80_causal"): 4,
+    ("flash_pallas_backward_fused", 96, "full"): 8,
+    ("flash_pallas_backward_fused", 96, "causal"): 8,
+    ("flash_pallas_backward_fused", 96, "ragged"): 8,
+    ("flash_pallas_backward_fused", 96, "offset"): 36,
+    ("flash_pallas_backward_fused", 96, "small_causal"): 28,
+    ("flash_pallas_backward_fused", 96, "many_causal"): 36,
+    ("flash_pallas_backward_fused", 96, "d96_group"): 8,
+    ("flash_pallas_backward_fused", 96, "d96_window_group"): 28,
+    ("flash_pallas_backward_fused", 96, "whole_tiles_96"): 4,
     # Scores less a shift that rows seldom have, next to sums of 256 columns and the weights of both
     # warpgroups; none where there is no such branch. A step takes 9,000 cycles.
     ("flash_pallas_forward_wide", 512, "wide_512_everything"): 76,
@@ -459,6 +477,7 @@ def _rows_without_producer() -> Iterator[Row]:
     paths, head_dims, masks = ("forward", "backward"), (64, 128, 256), ("full", "causal")
     for path, head_dim, mask in itertools.product(paths, head_dims, masks):
         yield _row(path + ALONE, head_dim, "bfloat16", mask)
+    yield from (_row("backward" + ALONE, 96, "bfloat16", mask) for mask in masks)
 
 
 def _packed_rows() -> Iterator[Row]:
@@ -506,6 +525,8 @@ def rows() -> Iterator[Row]:
             if path == "backward":
                 yield _row("deterministic backward", head_dim, dtype, mask)
     yield from (_row("backward", 192, "bfloat16", mask) for mask in MASKS)
+    for mask in ("full", "causal", "ragged", "offset", "small_causal", "many_causal"):
+        yield _row("backward", 96, "bfloat16", mask)
     for sizes in itertools.product(("forward", "backward"), WIDE_HEAD_DIMS, WIDE_MASKS):
         path, head_dim, mask = sizes
         yield _row(path, head_dim, "bfloat16", mask)

@@ -79,7 +79,7 @@ def swizzles(width: int, dtype, *columns: int) -> list[int]:
     The widest is to be taken, but narrower ones cost less than padded copies. bf16, H200, causal,
     B=4, T=4096, 16 heads, forward and backward: at head dim 128, 64 bytes cost 2 and 2 % and 32
     bytes 16 and 8 %; head dim 80 with 32 bytes is 1.27 and 1.07 times as fast as with copies padded
-    to 96 and 128, and 96 with 64 bytes 1.18 times as fast in the backward, which runs it as 128.
+    to 96 and 128, and 96 with 64 bytes 1.18 times as fast in a backward that ran it as 128.
 
     Both operands of a wgmma must have the same swizzle if both lie in shared memory.
     """

@@ -22,7 +22,7 @@ deterministic pair. The gradient of a bias may be added up here too: dbias.py.
                     each, or kv_stages where a CTA takes several KV tiles
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
     dS^T            ds slots, written by both warpgroups, read by both
-    dQ              one float32 slot per warpgroup, handed to the storing warp and back
+    dQ              a float32 slot for each of its parts, handed to the storing warp and back
 """
 
 from __future__ import annotations
@@ -155,7 +155,12 @@ def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> Fused
 
 def run_roles(cta: FusedCta):
     """Sends each warpgroup to its role: compute, producer, or sums of the bias's gradient."""
-    pl.when(cta.wg < WARPGROUPS)(functools.partial(consume, cta))
+    if cta.blocks.whole_dq:
+        for wg in range(WARPGROUPS):
+            own = functools.partial(consume, dataclasses.replace(cta, wg=wg))
+            pl.when(cta.wg == wg)(own)
+    else:
+        pl.when(cta.wg < WARPGROUPS)(functools.partial(consume, cta))
     if cta.blocks.producer:
         pl.when(cta.wg == WARPGROUPS)(functools.partial(produce, cta))
     if cta.blocks.sums_bias:
@@ -166,7 +171,7 @@ def run_roles(cta: FusedCta):
 
 
 def consume(cta: FusedCta):
-    """Computes dK and dV of 64 keys of each KV tile, and half of what it adds to dQ."""
+    """Computes dK and dV of 64 keys of each KV tile, and its part of what it adds to dQ."""
     if cta.blocks.producer:
         plgpu.set_max_registers(cta.blocks.compute_registers, action="increase")
     else:
@@ -197,6 +202,9 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         # Its way from device memory is as long as that of K and V.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
+    if cta.blocks.holds_v:
+        v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]
+        cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
 
     rows = auxiliary.fragments_of_rows(cta.gmem.auxiliary, cta.own_place(0))
     if problem.group == 1:
@@ -252,7 +260,9 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         q_axis=1,
         interpret=cta.interpret,
     )
-    k, v = cta.smem.k.at[cta.kv_slot, keys], cta.smem.v.at[cta.kv_slot, keys]
+    k, v = cta.smem.k.at[cta.kv_slot, keys], cta.held_v
+    if v is None:
+        v = cta.smem.v.at[cta.kv_slot, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
     to_weights = functools.partial(early_weights, cta, rows, (n, block), tile)
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
@@ -393,7 +403,10 @@ def write_zeros(cta: FusedCta):
 
 
 class GradientGemms(abc.ABC):
-    """Base class of the two orders in which the warpgroups run dV, dK and dQ of a step."""
+    """Base class of the two orders in which the warpgroups run dV, dK and dQ of a step.
+
+    With `FusedBlocks.whole_dq` warpgroup 0 computes dV and dK alone.
+    """
 
     @abc.abstractmethod
     def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
@@ -426,6 +439,9 @@ class Lockstep(GradientGemms):
         plgpu.commit_smem()
         tell_sums(cta, n)
         cta.meet()  # both have written dS
+        if not cta.computes_dq:
+            dk_without_dq(cta, n, ds, dk_acc)
+            return
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
@@ -438,7 +454,7 @@ class Lockstep(GradientGemms):
             await_dq(cta, cta.count(n))
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-        cta.smem.dq[cta.wg] = dq
+        cta.dq_buffer(cta.wg)[...] = dq
         plgpu.commit_smem()
         add_dq(cta, n)
         plgpu.wgmma_wait(0)
@@ -477,10 +493,15 @@ class PingPong(GradientGemms):
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
         tell_sums(cta, n)
-        plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
+        if not cta.blocks.whole_dq:
+            plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
         # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
         inline.settle(p, n, cta.interpret)
         self.await_turn(cta)
+        if not cta.computes_dq:
+            plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
+            dk_without_dq(cta, n, ds, dk_acc)
+            return
         of_dq = handed = self.of_dq(cta, n)
         if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
             handed = lax.select(n == 0, cta.before, handed)
@@ -488,7 +509,8 @@ class PingPong(GradientGemms):
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
             written = lambda: self.ds_slot(cta, of_dq)
-            pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
+            if not cta.blocks.whole_dq:  # else warpgroup 0 wrote dS before it passed the turn
+                pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
@@ -497,7 +519,7 @@ class PingPong(GradientGemms):
 
         # Stored in the first turn too, though nobody is told: a branch around registers that
         # wgmmas have written makes ptxas end those in flight (C7517).
-        cta.smem.dq[cta.anew().wg] = dq
+        cta.dq_buffer(cta.anew().wg)[...] = dq
         if not cta.blocks.late_handover:
             self.hand_over(cta, of_dq)
         plgpu.wgmma_wait(0)
@@ -517,6 +539,8 @@ class PingPong(GradientGemms):
 
     def hand_over(self, cta: FusedCta, of_dq):
         """Hands this warpgroup's part of dQ of that tile, in shared memory, over to be added."""
+        if not cta.computes_dq:
+            return
         plgpu.commit_smem()
         pl.when(of_dq >= 0)(lambda: add_dq(cta, of_dq))
 
@@ -534,9 +558,11 @@ class PingPong(GradientGemms):
         @pl.when(cta.wg == 0)
         def _():
             self.pass_turn(cta)
+            if not cta.computes_dq:
+                return
             accumulator = plgpu.ACC(cta.dq_shape, jnp.float32)
             last = functools.partial(self.last_dq, cta)
-            cta.smem.dq[cta.wg] = pl.run_scoped(last, accumulator)
+            cta.dq_buffer(cta.wg)[...] = pl.run_scoped(last, accumulator)
             plgpu.commit_smem()
             add_dq(cta, cta.q_tiles.total - 1)
 
@@ -576,18 +602,26 @@ def mma_schedule(blocks: FusedBlocks) -> GradientGemms:
     return PingPong() if blocks.ping_pong else Lockstep()
 
 
+def dk_without_dq(cta: FusedCta, n, ds, dk_acc):
+    """Computes dK of the n-th tile, behind dV, where the other warpgroup computes dQ."""
+    plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
+    plgpu.wgmma_wait(1)
+    cta.do.release(n)
+    plgpu.wgmma_wait(0)
+    release_q(cta, n)
+
+
 def dq_operands(cta: FusedCta, ds_slot):
     """Returns the operands (dS, K) of this warpgroup's part of dQ = dS K.
 
-    The part is half of the columns, or half of the query rows.
+    The part is half of the columns, or half of the query rows, or all.
     """
-    rows, columns = cta.dq_shape
+    rows = cta.dq_shape[0]
     ds = cta.smem.ds.at[ds_slot]
     if cta.blocks.dq_by_rows:
         ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * rows, rows)]
         return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot]
-    own = pl.ds(cta.wg * columns, columns)
-    return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot, :, own]
+    return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot, :, cta.dq_columns(cta.wg)]
 
 
 def await_dq(cta: FusedCta, handed):
@@ -825,16 +859,16 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
     def _(n):
         tile = cta.query_tile(n)
         if cta.blocks.ping_pong:
-            for wg in (1, 0):  # as they come
+            for wg in reversed(cta.blocks.dq_parts):  # as they come
                 plgpu.barrier_wait(cta.smem.dq_full.at[wg])
                 cta.add_dq(tile, wg)
                 give_back(cta, n, wg, 0)
         else:
-            for wg in (0, 1):
+            for wg in cta.blocks.dq_parts:
                 plgpu.barrier_wait(cta.smem.dq_full.at[wg])
                 cta.add_dq(tile, wg)
-            give_back(cta, n, 0, 1)
-            give_back(cta, n, 1, 0)
+            for done, wg in enumerate(cta.blocks.dq_parts, start=1):
+                give_back(cta, n, wg, len(cta.blocks.dq_parts) - done)
 
 
 def give_back(cta: FusedCta, n, wg: int, in_flight: int):

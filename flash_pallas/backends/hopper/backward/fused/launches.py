@@ -455,10 +455,11 @@ class FusedCta:
         q, do, kv: rings of Q, of dO, and of K with V.
         tile: the KV tile.
         q_tiles: its Q tiles.
-        wg: number of the warpgroup.
+        wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
             Q tiles. None: there is one KV tile.
         kv_index: number of the KV tile among those of this CTA.
+        held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
     """
 
     launch: Launch
@@ -474,6 +475,7 @@ class FusedCta:
     wg: Any
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
+    held_v: Any = None
 
     @property
     def problem(self) -> Problem:
@@ -566,6 +568,8 @@ class FusedCta:
         ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
         spill (36 bytes; 60 to 190 for those of K and V).
         """
+        if ints.is_static(self.wg):
+            return self
         return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
 
     def apart(self) -> FusedCta:
@@ -605,20 +609,35 @@ class FusedCta:
 
     def add_dq(self, tile, wg):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
-        (head, rows), part, batch = tile, self.dq_shape, self.batch
+        (head, rows), batch = tile, self.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.problem.group
         if self.blocks.dq_by_rows:
-            at = batch, pl.ds(rows.start + wg * part[0], part[0]), head, slice(None)
+            size = self.dq_shape[0]
+            at = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
         else:
-            at = batch, rows, head, pl.ds(wg * part[1], part[1])
+            at = batch, rows, head, self.dq_columns(wg)
         target = self.results["dq"].at[at]
-        plgpu.copy_smem_to_gmem(self.smem.dq.at[wg], target, reduction_op="add")
+        plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op="add")
 
     @property
     def dq_shape(self) -> tuple[int, int]:
         """Shape (rows, columns) of the part of dQ that one warpgroup computes."""
         return self.blocks.dq_tile(self.problem.head_dim)
+
+    @property
+    def computes_dq(self) -> bool:
+        """True if this warpgroup computes dQ or a part of it."""
+        return not self.blocks.whole_dq or self.wg in self.blocks.dq_parts
+
+    def dq_columns(self, wg):
+        """Returns the columns of dQ that a warpgroup computes."""
+        width = self.dq_shape[1]
+        return slice(None) if self.blocks.whole_dq else pl.ds(wg * width, width)
+
+    def dq_buffer(self, wg):
+        """Returns a warpgroup's part of dQ in shared memory."""
+        return self.smem.dq.at[0 if self.blocks.whole_dq else wg]
 
     def meet(self):
         """Waits for the other warpgroup."""

@@ -39,6 +39,9 @@ class FusedBlocks:
             there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
             were two. Used where score_tile.may_defer.
+        whole_dq: warpgroup 1 computes all of dQ, and each warpgroup has code of its own; otherwise
+            each computes half of the columns, or of the rows.
+        holds_v: V stays in registers, as the left operand of dP^T.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         split_q: number of CTAs that share the Q tiles of a KV tile, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
@@ -66,6 +69,8 @@ class FusedBlocks:
     polynomials: float = 0.0
     signs: bool = False
     defer: bool = False
+    whole_dq: bool = False
+    holds_v: bool = False
     producer: bool = True
     split_q: int = 1
     bias_cluster: int = 1
@@ -99,11 +104,18 @@ class FusedBlocks:
 
     @property
     def dq_by_rows(self) -> bool:
-        """True if a warpgroup computes half of dQ's rows (64 of 128), else half of its columns."""
-        return self.block_q == 2 * WARPGROUP_ROWS
+        """True if each warpgroup computes half of dQ's rows (64 of 128)."""
+        return self.block_q == 2 * WARPGROUP_ROWS and not self.whole_dq
+
+    @property
+    def dq_parts(self) -> tuple[int, ...]:
+        """The warpgroups that compute dQ, each a part of it."""
+        return (1,) if self.whole_dq else (0, 1)
 
     def dq_tile(self, head_dim: int) -> tuple[int, int]:
         """Returns the shape (rows, columns) of the part of dQ that one warpgroup computes."""
+        if self.whole_dq:
+            return self.block_q, head_dim
         if self.dq_by_rows:
             return self.block_q // 2, head_dim
         return self.block_q, head_dim // 2
@@ -142,7 +154,7 @@ def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
 
 
 CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
-FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alike
+FUSED_HEAD_DIMS = (16, 32, 64, 96, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200, against lockstep: ping-pong is 1.11 times as fast at
 # 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
@@ -153,6 +165,14 @@ FUSED_HEAD_DIMS = (16, 32, 64, 128)  # that this kernel runs, of Q, K and V alik
 # mask, ptxas runs out of registers at 64, and at 128 it is 1.02 (T=4096) and 0.96 (16k) of this.
 #
 # At 128, block_q 128 would need 2 x 64 more accumulator registers than there are.
+#
+# At 96, halves of dQ have 48 columns, so that K, Q and dS need swizzles of 32 bytes. A step takes
+# 2,304 wavefronts of shared memory (counted from shapes) where its matmuls take 1,920 clocks; with
+# dQ by one warpgroup 2,176, and with V in registers 1,984. K in registers as well would spill 120
+# bytes and more: ptxas copies an operand that stays in registers before each use. bf16, H200,
+# against tiles padded to 128, full and causal, 2,8k,16 and 16,1k,16: 1.22, 1.21, 1.17 and 1.18;
+# halves 1.23 and 1.16 full. Causal with two stages 1.04 and 1.09. Modifiers and lists have halves
+# and no V in registers, as otherwise 56 to 276 bytes spill.
 #
 # Staggered without a mask: 1.03 at 128, 1.01 at 64 (1.08 if the warpgroups meet).
 #
@@ -166,25 +186,29 @@ _PING_PONG = {
     16: FusedBlocks(block_q=128, ping_pong=True),
     32: FusedBlocks(block_q=128, ping_pong=True),
     64: FusedBlocks(block_q=128, ping_pong=True),
+    96: FusedBlocks(block_q=64, ping_pong=True, whole_dq=True, holds_v=True),
     128: FusedBlocks(block_q=64, ping_pong=True),
 }
 PLAIN = {
-    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 128))
+    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 96, 128))
     for d, b in _PING_PONG.items()
 }
-PLAIN[128] = dataclasses.replace(PLAIN[128], stages=3, do_stages=3)
+PLAIN |= {d: dataclasses.replace(PLAIN[d], stages=3, do_stages=3) for d in (96, 128)}
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items()}
+MASKED[96] = dataclasses.replace(MASKED[96], stages=3, do_stages=3)
 # Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
 BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # Documents or positions and nothing else: whole tiles have a loop without masks. H200, 32k and 128k
 # tokens of 16 documents: 1.05 and 1.06, by ids 1.10 and 1.08, causal by positions 1.06. Spills 12
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
-PACKED = BY_ARRAYS | {128: _PING_PONG[128]}
+PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
 # Lists: partial and whole tiles in one loop, see `of_list` in kernel.py. Handing over late is 1.02
 # to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a third stage
 # of Q 0.95 to 1.00.
-LISTED = BY_ARRAYS | {128: dataclasses.replace(MASKED[128], late_handover=True)}
+LISTED = BY_ARRAYS | {
+    d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, late_handover=True) for d in (96, 128)
+}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
@@ -192,6 +216,7 @@ MODIFIED = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, stages=4, do_stages=4),
+    96: FusedBlocks(block_q=64, mask_all=True, ping_pong=True),
     128: FusedBlocks(block_q=64, mask_all=True, ping_pong=True),
 }
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
@@ -221,6 +246,7 @@ LOCKSTEP = {
     16: FusedBlocks(block_q=128, mask_all=True),
     32: FusedBlocks(block_q=128, mask_all=True),
     64: FusedBlocks(block_q=64, mask_all=True),
+    96: FusedBlocks(block_q=64, mask_all=True),
     128: FusedBlocks(block_q=64, mask_all=True),
 }
 # Dropout and nothing else, but for positions and lengths (with documents 44 bytes of spills): the
@@ -246,7 +272,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     first = _table(problem)[problem.head_dim]
     if not may_sum_bias(problem, first.bias_cluster):
         first = without_sums(first)
-    if spec.score_mod and problem.head_dim == 128:  # 1.5x; at 64 0.92x, with softcap 0.95x
+    if spec.score_mod and problem.head_dim > 64:  # at 128 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
     alone = without_sums(_together(first))
     fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
@@ -277,7 +303,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     alone = not (with_others and drops) and not problem.hides_by_arrays
     if drops and head_dim == 64 and not alone:
         return LOCKSTEP
-    if tiles or "bias" in features or (mods and head_dim == 128):
+    if tiles or "bias" in features or (mods and head_dim > 64):
         return LOCKSTEP
     if drops and alone:
         return DROPPING
@@ -353,7 +379,7 @@ class FusedSmem(NamedTuple):
     do_empty: Any = None  # each warpgroup
     delta_full: Any = None
     met: Any = None  # each warpgroup
-    ds_ready: Any = None  # with ping-pong: one per slot, each warpgroup
+    ds_ready: Any = None  # with ping-pong and halves of dQ: one per slot, each warpgroup
     turn: Any = None  # with ping-pong under the interpreter: one per warpgroup
     dq_full: Any = None  # one per warpgroup
     dq_empty: Any = None  # one per warpgroup
@@ -394,7 +420,7 @@ def scratch(
         k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
         v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
-        dq=tile_buffer((WARPGROUPS, *blocks.dq_tile(head_dim)), jnp.float32),
+        dq=tile_buffer((len(blocks.dq_parts), *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
@@ -414,7 +440,7 @@ def scratch(
         met=bar(num_arrivals=WARPGROUPS),
         ds_ready=(
             bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages)
-            if blocks.ping_pong
+            if blocks.ping_pong and not blocks.whole_dq
             else None
         ),
         turn=bar(num_barriers=WARPGROUPS) if blocks.ping_pong and interpret else None,
