@@ -1,0 +1,78 @@
+"""Compilation of each kernel as soon as it is lowered, beside whatever Python and XLA still do.
+
+Mosaic GPU lowers a kernel in Python and compiles it when XLA has finished the program that it is in
+(`CachedCompile` in jaxlib/mosaic/gpu/custom_call.cc): one kernel after the other, with LLVM and
+ptxas, 0.7 to 1 s each for the forward and the fused backward, while all other cores are idle. What
+is compiled is kept for the process, by the kernel's digest. So a thread that compiles a program of
+nothing but the kernel, which never runs, leaves it where the program will find it. By then Python
+lowers the next kernel or the rest of a model, or XLA times the matmuls of a training step.
+
+Two pieces of JAX's inside are used: `KNOWN_KERNELS`, the dict in which a lowering notes each kernel
+under its digest, and the name and attributes of the custom call. Without the first nothing is
+compiled ahead, without the second the attempt fails in the thread; either way the program compiles
+its kernels itself, as it does where FLASH_PALLAS_COMPILE_AHEAD is 0.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
+
+VARIABLE = "FLASH_PALLAS_COMPILE_AHEAD"
+KERNELS = "KNOWN_KERNELS"  # of jax.experimental.mosaic.gpu.core: serialised kernels by digest
+OURS = b"flash_pallas_"  # how the names of this package's kernels begin
+
+_log = logging.getLogger("flash_pallas")
+
+
+class Kernels(dict):
+    """A dict of serialised kernels by digest that has every new one of this package compiled."""
+
+    def __setitem__(self, digest: bytes, module: bytes):
+        super().__setitem__(digest, module)
+        if OURS in module:
+            _thread().submit(_try, digest, module)
+
+
+@functools.cache
+def _thread() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns one thread: jaxlib compiles one kernel at a time, whoever asks."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="flash_pallas_compile")
+
+
+def watch() -> None:
+    """Compiles ahead what is lowered from now on, if this process runs kernels on a GPU."""
+    if os.environ.get(VARIABLE) == "0" or jax.default_backend() != "gpu":
+        return
+    known = getattr(mosaic_gpu, KERNELS, None)
+    if type(known) is dict:  # not yet watched
+        setattr(mosaic_gpu, KERNELS, Kernels(known))
+
+
+def compiled(digest: bytes, module: bytes, sharding=None) -> jax.stages.Compiled:
+    """Compiles a program of one kernel, which leaves its machine code in jaxlib's cache.
+
+    Args:
+        digest: SHA-256 of `module`.
+        module: the kernel as Mosaic GPU serialises it.
+        sharding: of the program's result, which says what it is compiled for; None is JAX's device.
+    """
+    attributes = {"use_custom_barrier": False, "skip_device_barrier": False}
+    attributes |= {"uses_xla_collective_metadata": False}
+    form = jax.ShapeDtypeStruct((1,), jnp.float32)  # only what compiles the kernel looks at it
+    call = jax.ffi.ffi_call("mosaic_gpu_v2", form, has_side_effect=True)
+    run = lambda: call(kernel_hash=digest, module=module, **attributes)
+    return jax.jit(run, out_shardings=sharding).lower().compile()
+
+
+def _try(digest: bytes, module: bytes) -> None:
+    try:
+        compiled(digest, module)
+    except Exception as error:  # the program that has the kernel will say it to the user
+        _log.debug("a kernel was not compiled ahead: %s", error)

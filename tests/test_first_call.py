@@ -1,0 +1,112 @@
+"""What the first call compiles: ahead of its program, and the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
+
+from flash_pallas.backends.gpu import ahead
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
+
+BACKEND = HopperBackend(capability="9.0", num_sms=132)
+
+
+def lower():
+    """Lowers a forward for a GPU; returns the text of the program."""
+    q = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
+    operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
+    blocks = BACKEND.blocks(describe(operands, spec), None)
+    run = jax.jit(lambda o: BACKEND.forward(spec, blocks, o))
+    return run.trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """A function that returns JAX's kernels by digest, none at first."""
+    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    monkeypatch.delenv(ahead.VARIABLE, raising=False)
+    return lambda: getattr(mosaic_gpu, ahead.KERNELS)
+
+
+class Recorder:
+    """A pool of no threads that notes what it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def submit(self, function, *arguments):
+        self.given.append((function, *arguments))
+
+
+def watch_on_gpu(monkeypatch):
+    with monkeypatch.context() as there:
+        there.setattr(jax, "default_backend", lambda: "gpu")
+        ahead.watch()
+
+
+def test_a_kernel_is_compiled_ahead_once(known, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(ahead, "_thread", lambda: recorder)
+    watch_on_gpu(monkeypatch)
+    watch_on_gpu(monkeypatch)
+    lower()
+    lower()
+    ((_, digest, module),) = recorder.given
+    assert known() == {digest: module} and digest == hashlib.sha256(module).digest()
+    known()[b"digest"] = b"a kernel of another package"
+    assert len(recorder.given) == 1
+
+
+def test_nothing_is_watched_without_a_gpu_or_unwanted(known, monkeypatch):
+    lower()
+    assert type(known()) is dict and len(known()) == 1
+    monkeypatch.setenv(ahead.VARIABLE, "0")
+    watch_on_gpu(monkeypatch)
+    assert type(known()) is dict
+    monkeypatch.setenv(ahead.VARIABLE, "1")
+    watch_on_gpu(monkeypatch)
+    assert type(known()) is ahead.Kernels and len(known()) == 1
+
+
+def test_what_fails_ahead_is_left_to_the_program(known, monkeypatch, caplog):
+    watch_on_gpu(monkeypatch)
+    with caplog.at_level("DEBUG", "flash_pallas"):
+        known()[b"digest"] = ahead.OURS  # there is no such custom call on a CPU
+        ahead._thread().submit(lambda: None).result()
+    assert "was not compiled ahead" in caplog.text
+
+
+PROGRAM = """
+import hashlib, jax, jax.numpy as jnp
+from flash_pallas import flash_attention
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.frontend import dispatch
+dispatch.BACKENDS["hopper"] = HopperBackend(capability="9.0", num_sms=132)
+x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+attend = lambda q, k, v: flash_attention(q, k, v, causal=True, backend="hopper")
+loss = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
+run = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",))
+text = run.as_text()
+print(text.count("mosaic_gpu_v2"), len(text), hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_processes_lower_the_same_program():
+    """Checks what JAX's persistent cache needs: no address and no order of a set is in a program."""
+    found = set()
+    for seed in "01":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True
+        )
+        found.add(ran.stdout)
+    (only,) = found
+    assert int(only.split()[0]) == 4  # forward, zeros, fused backward, that of far rows
