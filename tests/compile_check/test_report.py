@@ -12,17 +12,30 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.suites import SUITES
+from flash_pallas.backends.gpu import ahead
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backend import trades_registers
 from flash_pallas.backends.portable import tiling as tiles
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 from . import checking, compare, portable_rows, report, rows
-from .device import A100, H200, PRINTED, TARGETS, Tools, compile_for, dump_to, find_tools
+from .device import (
+    A100,
+    H200,
+    PRINTED,
+    TARGETS,
+    Tools,
+    compile_for,
+    device_of,
+    dump_to,
+    find_tools,
+    lower_for,
+)
 
 CLEAN = """
 ptxas info    : 0 bytes gmem
@@ -324,6 +337,24 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
         compile_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
     (kernel,) = report.take(tmp_path)
     assert (report.REGISTERS_IGNORED in kernel.remarks) != trades_registers()
+
+
+@pytest.mark.compile
+def test_a_kernel_compiled_ahead_is_not_compiled_again(tmp_path, monkeypatch):
+    """Checks that jaxlib finds by its digest what `ahead.compiled` has left."""
+    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    q = jax.ShapeDtypeStruct((1, 1088, 1, 64), jnp.bfloat16)  # of no other test
+    operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
+    backend = HopperBackend()
+    blocks = backend.blocks(describe(operands, spec), None)
+    program = lower_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
+    ((digest, module),) = getattr(mosaic_gpu, ahead.KERNELS).items()
+    names = lambda: [one.kernel for one in report.split((tmp_path / PRINTED).read_text())[0]]
+    with dump_to(tmp_path, find_tools()):
+        ahead.compiled(digest, module, device_of(H200))
+        assert names() == ["flash_pallas_forward"]
+        program.compile()
+        assert names() == ["flash_pallas_forward"]
 
 
 def _greedy(target):

@@ -50,6 +50,7 @@ def launch(
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
     else:
         ahead.watch()
+        kernel = ahead.once(kernel)
     call = plgpu.kernel(
         kernel,
         out_type=out,
