@@ -10,9 +10,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import constraints
 from jax.experimental.mosaic.gpu import core as mosaic_gpu
 
-from flash_pallas.backends.gpu import ahead
+from flash_pallas.backends.gpu import ahead, jax_0_11
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -82,6 +83,30 @@ def test_what_fails_ahead_is_left_to_the_program(known, monkeypatch, caplog):
         known()[b"digest"] = ahead.OURS  # there is no such custom call on a CPU
         ahead._thread().submit(lambda: None).result()
     assert "was not compiled ahead" in caplog.text
+
+
+def test_equal_variables_are_found_in_order_of_appearance():
+    of = constraints.Variable
+    equal = lambda left, right: constraints.Equals(left, right)
+    other = constraints.Relayout(of("a"), of("z"), 32, strict=False)
+    pairs = [("d", "c"), ("a", "b"), ("c", "a"), ("y", "x"), ("b", "d")]
+    system = constraints.ConstraintSystem(
+        constraints=[other, *(equal(of(left), of(right)) for left, right in pairs)]
+    )
+    found = jax_0_11.equal_variables(system)
+    keys = {v.key: "".join(o.key for o in others) for v, others in found.items()}
+    assert keys == {"d": "cab", "c": "dab", "a": "dcb", "b": "dca", "y": "x", "x": "y"}
+
+
+@pytest.mark.skipif(not jax_0_11.NEEDED, reason="jax 0.12 sorts without printing")
+def test_jax_0_11_is_repaired_where_it_can_be(known, monkeypatch):
+    assert hasattr(constraints, jax_0_11.SORTING)  # else nothing would be faster
+    monkeypatch.setattr(constraints, jax_0_11.SORTING, None)
+    lower()
+    assert getattr(constraints, jax_0_11.SORTING) is jax_0_11.equal_variables
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    kernel = lambda: None
+    assert jax_0_11.repaired(kernel) is kernel  # whose files have numbers
 
 
 PROGRAM = """

@@ -1,6 +1,6 @@
-"""Each kernel is compiled as soon as it is lowered, and only once in a process.
+"""Each kernel is compiled as soon as it is lowered, not when its program is.
 
-**Ahead.** Mosaic GPU lowers a kernel in Python and compiles it when XLA has finished the program
+Mosaic GPU lowers a kernel in Python and compiles it when XLA has finished the program
 that it is in (`CachedCompile` in jaxlib/mosaic/gpu/custom_call.cc): one after the other, with LLVM
 and ptxas, 0.7 to 0.9 s each for the forward and the fused backward, while all other cores are idle.
 What is compiled is kept for the process, by the kernel's digest. So a thread that compiles a
@@ -12,10 +12,6 @@ Two pieces of JAX's inside are used: `KNOWN_KERNELS`, the dict in which a loweri
 under its digest, and the name and attributes of the custom call. Without the first nothing is
 compiled ahead, without the second the attempt fails in the thread; either way the program compiles
 its kernels itself, as it does where FLASH_PALLAS_COMPILE_AHEAD is 0.
-
-**Once.** jax 0.11 numbers the kernels of a process, and the digest is of that number too. So the
-forward of a training step was compiled again after that of an evaluation, and JAX's persistent
-cache did not find a program before which another process had lowered other kernels.
 """
 
 from __future__ import annotations
@@ -27,9 +23,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 from jax.experimental.mosaic.gpu import core as mosaic_gpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 VARIABLE = "FLASH_PALLAS_COMPILE_AHEAD"
 KERNELS = "KNOWN_KERNELS"  # of jax.experimental.mosaic.gpu.core: serialised kernels by digest
@@ -83,25 +77,3 @@ def _try(digest: bytes, module: bytes) -> None:
         compiled(digest, module)
     except Exception as error:  # the program that has the kernel will say it to the user
         _log.debug("a kernel was not compiled ahead: %s", error)
-
-
-def once(kernel):
-    """Returns a kernel whose digest does not depend on what this process has lowered before.
-
-    The number is part of a name for files, which a module may also have from the start. It stays
-    where such files are asked for: there, one kernel would overwrite another.
-    """
-    numbered = jaxlib.version.__version_info__ < (0, 12)
-    if not numbered or any(name.startswith("MOSAIC_GPU_DUMP_") for name in os.environ):
-        return kernel
-
-    def named(*refs):
-        plgpu.inline_mgpu()(_name)()
-        kernel(*refs)
-
-    return named
-
-
-def _name(context) -> None:
-    attributes = context.module.operation.attributes
-    attributes["mosaic_gpu.dump_basename"] = attributes["sym_name"]
