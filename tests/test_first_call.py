@@ -109,6 +109,15 @@ def test_jax_0_11_is_repaired_where_it_can_be(known, monkeypatch):
     assert jax_0_11.repaired(kernel) is kernel  # whose files have numbers
 
 
+def printed(program, seed, **variables):
+    """Runs a program in a process of its own; returns what it prints."""
+    variables |= {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program, seed]
+    return subprocess.run(
+        command, env=os.environ | variables, stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
+
+
 PROGRAM = """
 import hashlib, sys, jax, jax.numpy as jnp
 from flash_pallas import flash_attention
@@ -132,13 +141,28 @@ def test_processes_lower_the_same_program():
 
     No address is in a program, no order of a set, no number of what a process has lowered before.
     """
-    found = set()
-    for seed in "01":
-        environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        ran = subprocess.run(
-            [sys.executable, "-c", PROGRAM, seed], env=environment, capture_output=True, check=True
-        )
-        found.add(ran.stdout)
-    (only,) = found
+    (only,) = {printed(PROGRAM, seed) for seed in "01"}
     # Forward, zeros, fused backward; and that of far rows, where there is a producer.
     assert int(only.split()[0]) == 3 + BACKEND.producer
+
+
+CACHED = """
+import collections, jax
+from flash_pallas import flash_attention
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
+x = jax.random.normal(jax.random.key(0), (1, 24, 2, 40))
+events.clear()
+jax.grad(lambda x: flash_attention(x, x, x, causal=True).sum())(x).block_until_ready()
+print(events["cache_hits"] > 0, events["cache_misses"])
+"""
+
+
+def test_the_second_process_finds_programs_in_the_persistent_cache(tmp_path):
+    """Checks what docs/first-call.md says of the variable."""
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    variables |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    variables |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+    hit, missed = printed(CACHED, "0", **variables).split()
+    assert hit == "False" and int(missed) > 0
+    assert printed(CACHED, "1", **variables).split() == ["True", "0"]
