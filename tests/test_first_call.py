@@ -55,7 +55,7 @@ def watch_on_gpu(monkeypatch):
 
 def test_a_kernel_is_compiled_ahead_once(known, monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(ahead, "_thread", lambda: recorder)
+    monkeypatch.setattr(ahead, "_threads", lambda: recorder)
     watch_on_gpu(monkeypatch)
     watch_on_gpu(monkeypatch)
     lower()
@@ -79,10 +79,14 @@ def test_nothing_is_watched_without_a_gpu_or_unwanted(known, monkeypatch):
 
 def test_what_fails_ahead_is_left_to_the_program(known, monkeypatch, caplog):
     watch_on_gpu(monkeypatch)
+    threads = ahead._threads()
     with caplog.at_level("DEBUG", "flash_pallas"):
         known()[b"digest"] = ahead.OURS  # there is no such custom call on a CPU
-        ahead._thread().submit(lambda: None).result()
+        ahead.wait()
     assert "was not compiled ahead" in caplog.text
+    monkeypatch.setattr(ahead, "_threads", lambda: threads)  # which take nothing any more
+    known()[b"other"] = ahead.OURS
+    assert len(known()) == 2
 
 
 def test_equal_variables_are_found_in_order_of_appearance():

@@ -1,12 +1,12 @@
 """Each kernel is compiled as soon as it is lowered, not when its program is.
 
-Mosaic GPU lowers a kernel in Python and compiles it when XLA has finished the program
-that it is in (`CachedCompile` in jaxlib/mosaic/gpu/custom_call.cc): one after the other, with LLVM
-and ptxas, 0.7 to 0.9 s each for the forward and the fused backward, while all other cores are idle.
-What is compiled is kept for the process, by the kernel's digest. So a thread that compiles a
-program of nothing but the kernel, which never runs, leaves it where the program will find it.
-Meanwhile Python lowers the next kernel or the rest of a model, or XLA times the matmuls of a
-training step.
+Mosaic GPU lowers a kernel in Python and compiles it when XLA has finished the program that it is
+in: one after the other, with LLVM and ptxas, 0.7 to 0.9 s each for the forward and the fused
+backward, while all other cores are idle. What is compiled is kept for the process, by the kernel's
+digest (jaxlib/mosaic/gpu/custom_call.cc). So a thread that compiles a program of nothing but the
+kernel, which never runs, leaves it where the program will find it. Meanwhile Python lowers the next
+kernel or the rest of a model, or XLA times the matmuls of a training step. A program that needs the
+kernel before the thread has ended compiles it too, and waits no longer than it would have.
 
 Two pieces of JAX's inside are used: `KNOWN_KERNELS`, the dict in which a lowering notes each kernel
 under its digest, and the name and attributes of the custom call. Without the first nothing is
@@ -17,6 +17,7 @@ its kernels itself, as it does where FLASH_PALLAS_COMPILE_AHEAD is 0.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -28,6 +29,7 @@ from jax.experimental.mosaic.gpu import core as mosaic_gpu
 VARIABLE = "FLASH_PALLAS_COMPILE_AHEAD"
 KERNELS = "KNOWN_KERNELS"  # of jax.experimental.mosaic.gpu.core: serialised kernels by digest
 OURS = b"flash_pallas_"  # how the names of this package's kernels begin
+AT_ONCE = 4  # the kernels of a gradient; jaxlib 0.11 compiles them side by side
 
 _log = logging.getLogger("flash_pallas")
 
@@ -38,13 +40,19 @@ class Kernels(dict):
     def __setitem__(self, digest: bytes, module: bytes):
         super().__setitem__(digest, module)
         if OURS in module:
-            _thread().submit(_try, digest, module)
+            with contextlib.suppress(RuntimeError):  # no thread can start, as when Python ends
+                _threads().submit(_try, digest, module)
 
 
 @functools.cache
-def _thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns one thread: jaxlib compiles one kernel at a time, whoever asks."""
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="flash_pallas_compile")
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(AT_ONCE, thread_name_prefix="flash_pallas_compile")
+
+
+def wait() -> None:
+    """Waits until everything that was lowered so far has been compiled ahead."""
+    _threads().shutdown()
+    _threads.cache_clear()
 
 
 def watch() -> None:
