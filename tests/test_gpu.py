@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
 
 import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode, reference
+from flash_pallas.backends.gpu import ahead
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
@@ -195,6 +197,21 @@ def test_200_runs_under_load_have_the_same_bits(name, backend, load):
     for _ in range(200):
         for a, b in zip(first, run(q, k, v, do), strict=True):
             assert jnp.array_equal(a, b)
+
+
+def test_kernels_are_compiled_ahead_and_once(caplog, monkeypatch):
+    """Checks that what is lowered compiles in the thread, and that programs share their kernels."""
+    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    monkeypatch.setenv(ahead.VARIABLE, "1")
+    x = jax.ShapeDtypeStruct((1, 1088, 2, 64), jnp.bfloat16)  # of no other test
+    attend = lambda x: flash_attention(x, x, x, backend="hopper")
+    with caplog.at_level("DEBUG", "flash_pallas"):
+        jax.jit(attend).lower(x)
+        jax.jit(lambda x: attend(x) + 1).lower(x)
+        ahead.wait()
+    known = getattr(mosaic_gpu, ahead.KERNELS)
+    assert type(known) is ahead.Kernels and len(known) == 1
+    assert "was not compiled ahead" not in caplog.text
 
 
 def test_auto_takes_the_hopper_kernels():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from . import budget
 from .checking import BACKENDS, HEADER, Choice, run_all
 from .device import H200, TARGETS, find_tools
 
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
     parser.add_argument("--day", type=int, help="head dims 64 and 128, of others this day's third")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--budget", action="store_true", help="note what compiling them costs now")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     target = TARGETS[arguments.target]
@@ -44,8 +46,11 @@ def main() -> int:
     print(f"for {target.name}, {target.architecture}")
     print(HEADER)
     found = run_all(target, choice, tools, arguments.workers)
-    records = [record for _, each, _ in found for record in each]
-    faults = [fault for _, _, each in found for fault in each]
+    records = [record for row in found for record in row.records]
+    faults = [fault for row in found for fault in row.faults]
+    if arguments.budget:
+        budget.note((row.name, row.cost) for row in found if row.budgeted and row.records)
+    faults += [fault for row in found for fault in row.over_budget]
     if not records and not faults:
         faults.append(f"no row's name contains {arguments.only!r}")
     if arguments.json:
@@ -58,6 +63,9 @@ def main() -> int:
         }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"{len(records)} kernels in {time.monotonic() - started:.0f} s, {len(faults)} faults")
+    new = sorted(row.name for row in found if row.budgeted and row.name not in budget.table())
+    if new:
+        print(f"{len(new)} rows have no budget of their own, which --budget notes: {new[0]}, ...")
     for fault in faults:
         print(f"FAULT {fault}")
     return 1 if faults else 0

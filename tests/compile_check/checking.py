@@ -10,10 +10,14 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from flash_pallas.backends.hopper.backend import trades_registers
+
+from . import budget
+from .budget import Cost
 from .device import H200, Target, Tools, compile_for, dump_to
 from .portable_rows import portable_rows
 from .report import Report, take
@@ -54,6 +58,11 @@ class Choice:
         wanted = lambda name: not self.only or any(part in name for part in self.only)
         return (row for row in found if wanted(str(row)) and self.has_turn(row))
 
+    def is_budgeted(self, target: Target) -> bool:
+        """Says whether the table of budgets is of these rows: Hopper's, with jax 0.11."""
+        hopper = target == H200 and self.backend != "portable" and self.suite is None
+        return hopper and trades_registers()
+
     def has_turn(self, row: Row) -> bool:
         """Says whether a row is compiled on this day."""
         if self.day is None or (row.head_dim, row.dtype) in ALWAYS:
@@ -89,8 +98,32 @@ def line(row: Row, report: Report, allowed: int) -> str:
     )
 
 
-# What of a row is found: its number, the records of its kernels, and what is wrong with it.
-Found = tuple[int, list[dict[str, Any]], list[str]]
+class Found(NamedTuple):
+    """Findings on a row.
+
+    Attributes:
+        number: its number among those that were chosen.
+        records: those of its kernels.
+        faults: what is wrong with it.
+        name: its name.
+        cost: what it took to compile.
+        budgeted: whether the table of budgets is of such rows.
+    """
+
+    number: int
+    records: list[dict[str, Any]]
+    faults: list[str]
+    name: str
+    cost: Cost
+    budgeted: bool
+
+    @property
+    def over_budget(self) -> list[str]:
+        """Faults of its cost; none where compilation failed, or the table is not of such rows."""
+        if not self.budgeted or not self.records:
+            return []
+        over = self.cost.faults(budget.table().get(self.name))
+        return [f"{self.name}: {fault}" for fault in over]
 
 
 def run(target: Target, choice: Choice, tools: Tools, share: tuple[int, int]) -> list[Found]:
@@ -104,10 +137,12 @@ def run(target: Target, choice: Choice, tools: Tools, share: tuple[int, int]) ->
     """
     jax.config.update("jax_platforms", "cpu")  # there is no GPU to look for
     found = []
-    chosen = list(choice.rows(target))
+    chosen, budgeted = list(choice.rows(target)), choice.is_budgeted(target)
     with tempfile.TemporaryDirectory() as name, dump_to(Path(name), tools):
         for number, row in list(enumerate(chosen))[share[0] :: share[1]]:
-            reports, faults = check(target, row, Path(name))
+            with budget.cpu_seconds() as seconds:
+                reports, faults = check(target, row, Path(name))
+            cost = Cost(len(reports), sum(r.ptx_instructions for r in reports), *seconds)
             records = []
             for report in reports:
                 allowed = row.allowed_spills(report.kernel)
@@ -117,7 +152,7 @@ def run(target: Target, choice: Choice, tools: Tools, share: tuple[int, int]) ->
                 about = {"path": row.path, "head_dim": row.head_dim}
                 about |= {"dtype": row.dtype, "mask": row.mask, "allowed_spills": allowed}
                 records.append(about | dataclasses.asdict(report) | {"faults": bad})
-            found.append((number, records, faults))
+            found.append(Found(number, records, faults, str(row), cost, budgeted))
     return found
 
 

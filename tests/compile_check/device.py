@@ -266,6 +266,25 @@ def compile_for(target: Target, function: Callable, *arguments: Any) -> Any:
     """
     from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
+    with artificial_shared_memory_limit(target.smem):
+        return lower_for(target, function, *arguments).compile()
+
+
+def lower_for(target: Target, function: Callable, *arguments: Any) -> Any:
+    """Lowers `function` for one GPU of this kind; the rest is as in `compile_for`."""
+    there = device_of(target)
+    (device,) = there.device_set
+    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there)
+    with jax.default_device(device):
+        return jax.jit(function).lower(*jax.tree.map(place, arguments))
+
+
+def device_of(target: Target) -> NamedSharding:
+    """Returns one GPU of this kind, as a sharding.
+
+    Raises:
+        RuntimeError: as in `compile_for`.
+    """
     others = _architectures - {target.architecture}
     if others:
         raise RuntimeError(
@@ -276,9 +295,4 @@ def compile_for(target: Target, function: Callable, *arguments: Any) -> Any:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target.description(), topology="1x1x1"
     )
-    (device,) = topology.devices
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
-    there = NamedSharding(mesh, PartitionSpec())
-    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there)
-    with jax.default_device(device), artificial_shared_memory_limit(target.smem):
-        return jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+    return NamedSharding(topologies.make_mesh(topology, (1,), ("device",)), PartitionSpec())

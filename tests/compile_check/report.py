@@ -30,6 +30,7 @@ _REMARK = re.compile(r"\((C\d{4})\)")
 _SMEM = re.compile(r"smem_scratch_bytes=(\d+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)([^/]*)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
+_PTX_INSTRUCTION = re.compile(r"^\s*[^.\s][^;\n]*;", re.MULTILINE)  # directives begin with a point
 _DEBUG_SECTIONS = re.compile(r"^\s*\.section\s+\.debug", re.MULTILINE)
 _DEBUG_LINE = re.compile(r"\s*(\.loc|\.file|\$L__(tmp|func))")
 _LABEL = re.compile(r"^(\.L_x_\d+):|/\*([0-9a-f]{4,})\*/", re.MULTILINE)
@@ -53,6 +54,7 @@ class Report:
         instructions: count of each opcode, or None without SASS.
         code: digest of the machine code, or None without SASS.
         ptx: digest of the PTX that ptxas was given, without line numbers.
+        ptx_instructions: number of the instructions in it.
     """
 
     kernel: str
@@ -67,6 +69,7 @@ class Report:
     instructions: dict[str, int] | None = None
     code: str | None = None
     ptx: str | None = None
+    ptx_instructions: int = 0
 
     def faults(
         self, target: Target, allowed_spills: int, most_registers: int = MOST_REGISTERS
@@ -153,10 +156,14 @@ def _sass(text: str) -> tuple[int | None, dict[str, int] | None]:
     return highest, dict(sorted(counts.items()))
 
 
+def _code_of_ptx(text: str) -> str:
+    """Returns a kernel's PTX without its sections of debug information."""
+    return _DEBUG_SECTIONS.split(text, maxsplit=1)[0]
+
+
 def _digest_of_ptx(text: str) -> str:
     """Returns a digest of a kernel's PTX without debug information, whose line numbers move."""
-    code = _DEBUG_SECTIONS.split(text, maxsplit=1)[0]
-    lines = [line for line in code.splitlines() if not _DEBUG_LINE.match(line)]
+    lines = [line for line in _code_of_ptx(text).splitlines() if not _DEBUG_LINE.match(line)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -204,6 +211,7 @@ def read(printed: Printed, resources: str) -> Report:
         instructions=instructions,
         code=_digest(printed.sass),
         ptx=_digest_of_ptx(printed.ptx),
+        ptx_instructions=len(_PTX_INSTRUCTION.findall(_code_of_ptx(printed.ptx))),
     )
 
 

@@ -6,23 +6,37 @@ import concurrent.futures
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.suites import SUITES
+from flash_pallas.backends.gpu import ahead
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backend import trades_registers
 from flash_pallas.backends.portable import tiling as tiles
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
-from . import checking, compare, portable_rows, report, rows
-from .device import A100, H200, PRINTED, TARGETS, Tools, compile_for, dump_to, find_tools
+from . import budget, checking, compare, portable_rows, report, rows
+from .device import (
+    A100,
+    H200,
+    PRINTED,
+    TARGETS,
+    Tools,
+    compile_for,
+    device_of,
+    dump_to,
+    find_tools,
+    lower_for,
+)
 
 CLEAN = """
 ptxas info    : 0 bytes gmem
@@ -229,6 +243,53 @@ def test_digest_of_ptx_knows_no_line_numbers(tmp_path):
     assert first != digest(add.replace("%r3", "%r4"), section, "{ a }")
 
 
+def test_instructions_of_ptx_are_counted(tmp_path):
+    lines = ["{", "\t.reg .b32 %r<3>;", "$L__BB0_2:", "\tadd.s32 %r1, %r2, 1;", "\t.loc 1 2;"]
+    lines += ["\t@%p1 bra $L__BB0_2;", "\tret;", "}", "\t.section .debug_str", "\tno code;"]
+    assert _read(tmp_path, CLEAN, ptx="\n".join(lines)).ptx_instructions == 3
+
+
+def test_more_than_the_budget_is_a_fault():
+    allowed = budget.Cost(kernels=2, instructions=1000, seconds=2.0)
+    assert budget.Cost(2, 1100, 8.0).faults(allowed) == []
+    assert budget.Cost(3, 1000, 2.0).faults(allowed) == ["compiles 3 kernels, 2 allowed"]
+    (fault,) = budget.Cost(2, 1101, 2.0).faults(allowed)
+    assert fault == "1101 PTX instructions, 1.1 of 1000 allowed"
+    (fault,) = budget.Cost(2, 1000, 8.1).faults(allowed)
+    assert fault == "8.1 CPU seconds, 4.0 of 2.0 allowed"
+
+
+def test_a_row_without_a_budget_has_that_of_large_ones():
+    assert budget.Cost(*budget.ELSEWHERE).faults(None) == []
+    assert len(budget.Cost(7, 30_000, 100.0).faults(None)) == 3
+
+
+def test_budgets_are_noted_beside_others(tmp_path):
+    path = tmp_path / "budget.json"
+    assert budget.table(path) == {}
+    budget.note([("b", budget.Cost(1, 10, 0.51)), ("a", budget.Cost(2, 20, 1.0))], path)
+    budget.note([("b", budget.Cost(1, 9, 0.5))], path)
+    assert budget.table(path) == {"a": budget.Cost(2, 20, 1.0), "b": budget.Cost(1, 9, 0.5)}
+    assert path.read_text() == '{\n "a": [2, 20, 1.0],\n "b": [1, 9, 0.5]\n}\n'
+
+
+def test_rows_over_budget_are_told(monkeypatch):
+    monkeypatch.setattr(budget, "table", lambda: {"row": budget.Cost(1, 100, 1.0)})
+    found = checking.Found(0, [{}], [], "row", budget.Cost(2, 100, 1.0), budgeted=True)
+    assert found.over_budget == ["row: compiles 2 kernels, 1 allowed"]
+    assert found._replace(budgeted=False).over_budget == []
+    assert found._replace(records=[]).over_budget == []  # it was not compiled
+    assert checking.Choice().is_budgeted(H200) == trades_registers()
+    assert not checking.Choice(backend="portable").is_budgeted(H200)
+    assert not checking.Choice().is_budgeted(A100)
+
+
+def test_cpu_seconds_are_of_programs_too():
+    with budget.cpu_seconds() as seconds:
+        subprocess.run([sys.executable, "-c", "for _ in range(10**7): pass"], check=True)
+    assert seconds[0] > 0.05
+
+
 def _with_code(kernel, code):
     return dict.fromkeys(compare.KEY, "") | {"kernel": kernel, "code": code}
 
@@ -248,6 +309,8 @@ def test_different_machine_code_is_named():
 def test_rows_are_distinct_and_cover_the_kernels():
     names = [str(row) for row in rows.rows()]
     assert len(names) == len(set(names)) == 324 + 16 * trades_registers()
+    if trades_registers():
+        assert budget.table().keys() <= set(names)  # no budget outlives its row
 
 
 def test_no_kernel_of_a_suite_may_spill():
@@ -324,6 +387,24 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
         compile_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
     (kernel,) = report.take(tmp_path)
     assert (report.REGISTERS_IGNORED in kernel.remarks) != trades_registers()
+
+
+@pytest.mark.compile
+def test_a_kernel_compiled_ahead_is_not_compiled_again(tmp_path, monkeypatch):
+    """Checks that jaxlib finds by its digest what `ahead.compiled` has left."""
+    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    q = jax.ShapeDtypeStruct((1, 1088, 1, 64), jnp.bfloat16)  # of no other test
+    operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
+    backend = HopperBackend()
+    blocks = backend.blocks(describe(operands, spec), None)
+    program = lower_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
+    ((digest, module),) = getattr(mosaic_gpu, ahead.KERNELS).items()
+    names = lambda: [one.kernel for one in report.split((tmp_path / PRINTED).read_text())[0]]
+    with dump_to(tmp_path, find_tools()):
+        ahead.compiled(digest, module, device_of(H200))
+        assert names() == ["flash_pallas_forward"]
+        program.compile()
+        assert names() == ["flash_pallas_forward"]
 
 
 def _greedy(target):

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import mesh_axes, scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
-from . import auxiliary_arrays
+from . import ahead, auxiliary_arrays, jax_0_11
 from .score_tile import RegisterTile
 from .stand_ins import UNSUPPORTED
 
@@ -48,6 +48,9 @@ def launch(
         options |= {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
     if interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    else:
+        ahead.watch()
+        kernel = jax_0_11.repaired(kernel)
     call = plgpu.kernel(
         kernel,
         out_type=out,

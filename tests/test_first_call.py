@@ -1,0 +1,172 @@
+"""A first call compiles kernels ahead of their program, and the same ones in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import constraints
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
+
+from flash_pallas.backends.gpu import ahead, jax_0_11
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.core.problem import AttentionSpec, Operands, describe
+
+BACKEND = HopperBackend(capability="9.0", num_sms=132)
+
+
+def lower():
+    """Lowers a forward for a GPU; returns the text of the program."""
+    q = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
+    operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
+    blocks = BACKEND.blocks(describe(operands, spec), None)
+    run = jax.jit(lambda o: BACKEND.forward(spec, blocks, o))
+    return run.trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """A function that returns JAX's kernels by digest, none at first."""
+    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    monkeypatch.setenv(ahead.VARIABLE, "1")
+    return lambda: getattr(mosaic_gpu, ahead.KERNELS)
+
+
+class Recorder:
+    """A pool of no threads that notes what it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def submit(self, function, *arguments):
+        self.given.append((function, *arguments))
+
+
+def watch_on_gpu(monkeypatch):
+    with monkeypatch.context() as there:
+        there.setattr(jax, "default_backend", lambda: "gpu")
+        ahead.watch()
+
+
+def test_a_kernel_is_compiled_ahead_once(known, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(ahead, "_threads", lambda: recorder)
+    watch_on_gpu(monkeypatch)
+    watch_on_gpu(monkeypatch)
+    lower()
+    lower()
+    ((_, digest, module),) = recorder.given
+    assert known() == {digest: module} and digest == hashlib.sha256(module).digest()
+    known()[b"digest"] = b"a kernel of another package"
+    assert len(recorder.given) == 1
+
+
+def test_nothing_is_watched_without_a_gpu_or_unwanted(known, monkeypatch):
+    lower()
+    assert type(known()) is dict and len(known()) == 1
+    monkeypatch.delenv(ahead.VARIABLE)
+    watch_on_gpu(monkeypatch)
+    assert type(known()) is dict
+    monkeypatch.setenv(ahead.VARIABLE, "1")
+    watch_on_gpu(monkeypatch)
+    assert type(known()) is ahead.Kernels and len(known()) == 1
+
+
+def test_what_fails_ahead_is_left_to_the_program(known, monkeypatch, caplog):
+    watch_on_gpu(monkeypatch)
+    threads = ahead._threads()
+    with caplog.at_level("DEBUG", "flash_pallas"):
+        known()[b"digest"] = ahead.OURS  # there is no such custom call on a CPU
+        ahead.wait()
+    assert "was not compiled ahead" in caplog.text
+    monkeypatch.setattr(ahead, "_threads", lambda: threads)  # which take nothing any more
+    known()[b"other"] = ahead.OURS
+    assert len(known()) == 2
+
+
+def test_equal_variables_are_found_in_order_of_appearance():
+    of = constraints.Variable
+    equal = lambda left, right: constraints.Equals(left, right)
+    other = constraints.Relayout(of("a"), of("z"), 32, strict=False)
+    pairs = [("d", "c"), ("a", "b"), ("c", "a"), ("y", "x"), ("b", "d")]
+    system = constraints.ConstraintSystem(
+        constraints=[other, *(equal(of(left), of(right)) for left, right in pairs)]
+    )
+    found = jax_0_11.equal_variables(system)
+    keys = {v.key: "".join(o.key for o in others) for v, others in found.items()}
+    assert keys == {"d": "cab", "c": "dab", "a": "dcb", "b": "dca", "y": "x", "x": "y"}
+
+
+@pytest.mark.skipif(not jax_0_11.NEEDED, reason="jax 0.12 sorts without printing")
+def test_jax_0_11_is_repaired_where_it_can_be(known, monkeypatch):
+    assert hasattr(constraints, jax_0_11.SORTING)  # else nothing would be faster
+    monkeypatch.setattr(constraints, jax_0_11.SORTING, None)
+    lower()
+    assert getattr(constraints, jax_0_11.SORTING) is jax_0_11.equal_variables
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    kernel = lambda: None
+    assert jax_0_11.repaired(kernel) is kernel  # whose files have numbers
+
+
+def printed(program, seed, **variables):
+    """Runs a program in a process of its own; returns what it prints."""
+    variables |= {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program, seed]
+    return subprocess.run(
+        command, env=os.environ | variables, stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
+
+
+PROGRAM = """
+import hashlib, sys, jax, jax.numpy as jnp
+from flash_pallas import flash_attention
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.frontend import dispatch
+dispatch.BACKENDS["hopper"] = HopperBackend(capability="9.0", num_sms=132)
+x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+attend = lambda q, k, v: flash_attention(q, k, v, causal=True, backend="hopper")
+if sys.argv[1] == "1":  # other kernels before
+    y = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
+    jax.jit(attend).trace(y, y, y).lower(lowering_platforms=("cuda",))
+loss = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
+run = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",))
+text = run.as_text()
+print(text.count("mosaic_gpu_v2"), len(text), hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_processes_lower_the_same_program():
+    """Checks what JAX's persistent cache needs.
+
+    No address is in a program, no order of a set, no number of what a process has lowered before.
+    """
+    (only,) = {printed(PROGRAM, seed) for seed in "01"}
+    # Forward, zeros, fused backward; and that of far rows, where there is a producer.
+    assert int(only.split()[0]) == 3 + BACKEND.producer
+
+
+CACHED = """
+import collections, jax
+from flash_pallas import flash_attention
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
+x = jax.random.normal(jax.random.key(0), (1, 24, 2, 40))
+events.clear()
+jax.grad(lambda x: flash_attention(x, x, x, causal=True).sum())(x).block_until_ready()
+print(events["cache_hits"] > 0, events["cache_misses"])
+"""
+
+
+def test_the_second_process_finds_programs_in_the_persistent_cache(tmp_path):
+    """Checks what docs/first-call.md says of the variable."""
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    variables |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    variables |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+    hit, missed = printed(CACHED, "0", **variables).split()
+    assert hit == "False" and int(missed) > 0
+    assert printed(CACHED, "1", **variables).split() == ["True", "0"]
