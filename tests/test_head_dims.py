@@ -104,7 +104,7 @@ def problem_of(head_dim, v_head_dim=None, **fields):
     [(64, 64, 64), (72, 72, 96), (80, 40, 96), (40, 88, 96), (96, 96, 96), (104, 96, 128)],
 )
 def test_the_fused_backward_runs_the_next_head_dim_of_both(head_dim, v_head_dim, native):
-    found = native_backward_problem(problem_of(head_dim, v_head_dim), fused=True)
+    found = native_backward_problem(problem_of(head_dim, v_head_dim), "fused")
     assert (found.head_dim, found.v_head_dim) == (native, native)
 
 
