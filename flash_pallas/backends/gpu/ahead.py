@@ -1,4 +1,4 @@
-"""Where it is asked for, each kernel is compiled as soon as it is lowered, not with its program.
+"""Each kernel is compiled as soon as it is lowered, not when its program is, where that is wanted.
 
 Mosaic GPU lowers a kernel in Python and compiles it when XLA has finished the program that it is
 in: one after the other, with LLVM and ptxas, 0.7 to 0.9 s each for the forward and the fused

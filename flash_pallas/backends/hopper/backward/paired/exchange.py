@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....gpu import inline
@@ -67,7 +66,7 @@ class Exchange:
     interpret: bool
 
     def slot(self, n):
-        """Returns the slot of the n-th tile; n may be -1."""
+        """Returns the slot of the n-th tile; n may be -1 or -2."""
         return lax.rem(jnp.int32(n + SLOTS), jnp.int32(SLOTS))
 
     # --- warpgroup 0 -----------------------------------------------------------------------------
@@ -75,10 +74,11 @@ class Exchange:
     def hand_over(self, n, p):
         """Writes P^T, in 16 bits in the layout WGMMA, once all have read what was in the slot.
 
-        The first step has read what was in the slot of tile 1 before anything was written.
+        All have come to `enter` before the first tile, and have read what was in the slot of the
+        second in the first step.
         """
         slot = self.slot(n)
-        pl.when(n > 0)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+        plgpu.barrier_wait(self.empty.at[slot])
         self.ds[slot, self.rank] = p
         plgpu.barrier_arrive(self.handed_over.at[slot])
 
@@ -90,13 +90,14 @@ class Exchange:
     # --- warpgroup 1 -----------------------------------------------------------------------------
 
     def open(self):
-        """Initializes the mbarriers, and announces the first tiles of the other CTA."""
+        """Initializes the mbarriers, and announces the first tiles of the other CTA; enters."""
         if not self.interpret:
             run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(cluster.init_body)
             for slot in range(SLOTS):
                 run(self.arrived.at[slot])
         for n in range(SLOTS):
             self._announce(n)
+        self.enter()
 
     def probabilities(self, n):
         """Waits for P^T of the n-th tile, and loads it in the layout WGMMA."""
@@ -138,6 +139,10 @@ class Exchange:
             run(_announce_body)(self.arrived.at[self.slot(n)])
 
     # --- both ------------------------------------------------------------------------------------
+
+    def enter(self):
+        """Says that this warpgroup is there: nothing is sent to a CTA before its mbarriers are."""
+        self.release(-SLOTS)
 
     def wait(self, n):
         """Waits for both n-th tiles."""

@@ -166,6 +166,7 @@ class PairedKernel(DkvKernel):
     # --- warpgroup 0 -----------------------------------------------------------------------------
 
     def sum_dv(self, cta: PairedCta, far):
+        cta.exchange.enter()
         accumulator = self.result_accumulator(self.problem.v_head_dim)
         dv = pl.run_scoped(functools.partial(self.loop_over_dv, cta, far), accumulator)
         self.last_dq(cta, DV_WARPGROUP)
