@@ -64,7 +64,7 @@ def way_of(**axes):
 WAYS = [way_of(fsdp=2, model=2), way_of(data=2, context=2), way_of(sequence=2), way_of(data=2)]
 
 
-@pytest.mark.thorough(always=["fsdp 2, model 2-explicit", "data 2, context 2-auto"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", sharded.TYPES)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_layouts_compute_the_same(tiny, eight_devices, way, types):
