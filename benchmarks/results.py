@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -130,6 +131,27 @@ def save(path: pathlib.Path, results: dict[str, Any]) -> None:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             writer.writeheader()
             writer.writerows(rows)
+
+
+def with_earlier(path: pathlib.Path, found: dict[str, Any], about: Callable) -> dict[str, Any]:
+    """Returns `found` with the file's rows about something else first, each with its own commit.
+
+    Args:
+        path: the file, if there is one.
+        found: results of this run.
+        about: function of a row; says what that is about.
+
+    Raises:
+        ValueError: the file's rows were taken on another kind of device.
+    """
+    if not path.exists():
+        return found
+    old = load(path)
+    if old["device"] != found["device"]:
+        raise ValueError(f"{path} is of {old['device']}, not {found['device']}: name another file")
+    replaced = {about(row) for row in found["rows"]}
+    kept = [{"commit": old["commit"]} | row for row in old["rows"] if about(row) not in replaced]
+    return found | {"rows": kept + found["rows"]}
 
 
 def _finite(value):

@@ -204,20 +204,10 @@ def identity(row: dict[str, Any]) -> tuple:
 
 
 def merged(path: pathlib.Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns `found` with those rows of the file that are about something else.
-
-    Raises:
-        ValueError: the file's rows were taken on another kind of device.
-    """
-    if not path.exists():
-        return found
-    old = results.load(path)
-    if old["device"] != found["device"]:
-        raise ValueError(f"{path} is of {old['device']}, not {found['device']}: name another file")
-    mine = {identity(row) for row in found["rows"]}
-    kept = [{"commit": old["commit"]} | row for row in old["rows"] if identity(row) not in mine]
+    """Returns `found` with those rows of the file that are about something else."""
+    both = results.with_earlier(path, found, identity)
     rank = lambda row: (row["what"], -(row.get("batch") or 0), row["gpus"])
-    return found | {"rows": sorted(kept + found["rows"], key=rank)}
+    return both | {"rows": sorted(both["rows"], key=rank)}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -244,21 +244,10 @@ def row(arguments, name: str, found: dict[str, Any], taken: dict[str, Any]) -> d
 
 
 def merged(path: pathlib.Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns `found` with the file's rows of other lengths, each with its own commit.
-
-    Raises:
-        ValueError: the file's rows were taken on another kind of device.
-    """
-    if not path.exists():
-        return found
-    old = results.load(path)
-    if old["device"] != found["device"]:
-        raise ValueError(f"{path} is of {old['device']}, not {found['device']}: name another file")
-    lengths = {(row["length"], row["layers_as"]) for row in found["rows"]}
-    stays = lambda row: (row["length"], row["layers_as"]) not in lengths
-    kept = [{"commit": old["commit"]} | row for row in old["rows"] if stays(row)]
-    made = sorted(kept + found["rows"], key=lambda row: row["length"])
-    return found | {"rows": made}
+    """Returns `found` with the file's rows of other lengths."""
+    about = lambda row: (row["length"], row["layers_as"])
+    both = results.with_earlier(path, found, about)
+    return both | {"rows": sorted(both["rows"], key=lambda row: row["length"])}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

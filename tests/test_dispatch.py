@@ -15,6 +15,7 @@ import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.launch import SplitBlocks
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 from flash_pallas.frontend import dispatch
 
@@ -204,6 +205,21 @@ def test_ping_pong_takes_two_slots(slots):
         HopperBackend().blocks(described, {"fused": {slots: 1}})
     chosen = HopperBackend().blocks(described, {"fused": {slots: 1, "ping_pong": False}})
     assert not chosen.backward.ping_pong
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stages": 1}, "stages of the paired backward is 1: at least 2"),
+        ({"stagger": True}, "stagger of the paired backward is True: only with mask_all"),
+        ({"stages": 3}, "bytes of shared memory"),
+    ],
+)
+def test_what_pairs_of_ctas_cannot_do(fields, message):
+    x = jax.ShapeDtypeStruct((1, 256, 1, 256), jnp.bfloat16)
+    spec = AttentionSpec(scale=1.0, mask=Mask(right=0))
+    with pytest.raises(ValueError, match=message):
+        HopperBackend().blocks(describe(Operands(x, x, x, None), spec), {"paired": fields})
 
 
 SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)

@@ -314,9 +314,11 @@ def choose_blocks(
         else:
             size = native_backward_problem(problem, kernel if kernel in _ALONE else "split")
         chosen[kernel] = _replaced(kernel, chosen[kernel], fields, size, problem)
-    for kernel in _ALONE & chosen.keys():
-        return HopperBlocks(chosen["forward"], chosen[kernel])
-    return HopperBlocks(chosen["forward"], SplitBlocks(chosen["dkv"], chosen["dq"]))
+    forward = chosen.pop("forward")
+    if chosen.keys() <= _ALONE:
+        (alone,) = chosen.values()
+        return HopperBlocks(forward, alone)
+    return HopperBlocks(forward, SplitBlocks(**chosen))
 
 
 def _wide_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
@@ -488,6 +490,8 @@ _PAIRED = (
     {"mask_all": True},
     {"mask_all": False, "stagger": False},
     {"mask_all": True, "stagger": True},
+    {"early_dq": True},
+    {"early_dq": False},
     {"stages": 3},
     {"do_stages": 1},
 )

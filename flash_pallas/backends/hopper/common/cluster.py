@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.inline import i32_constant
+from ...gpu.inline import i32_constant, splat
 from .pipeline import WARPGROUP
 
 
@@ -28,6 +28,26 @@ def run(code: str, *operands):
     letters = ",".join("r" for _ in operands)
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, list(operands), code, letters, has_side_effects=True)
+
+
+def announce(barrier, size: int):
+    """Arrives for the phase in which so many bytes are to come."""
+    run(
+        "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
+        f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size}; }}",
+        address(barrier),
+        thread(),
+    )
+
+
+def wait(barrier, parity):
+    """Waits for the end of the phase with this parity, a splat i32."""
+    run(
+        "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
+        " @!done bra wait; }",
+        address(barrier),
+        splat(parity),
+    )
 
 
 def init_body(_, barrier):

@@ -122,6 +122,14 @@ def row_buffer(shape):
     return plgpu.SMEM(shape, jnp.float32)
 
 
+def hidden(index):
+    """Returns an index of shared memory that is found anew in every step.
+
+    Descriptors of operands, one a wgmma, are then not held over the loop.
+    """
+    return lax.optimization_barrier(jnp.int32(index))
+
+
 def warpgroup_rows(warpgroup):
     """Returns the rows of a tile that belong to one warpgroup, as a slice."""
     return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)

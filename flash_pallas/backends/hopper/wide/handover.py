@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.inline import WGMMA, fragmented, i32_constant, splat
+from ...gpu.inline import WGMMA, fragmented, i32_constant
 from ...gpu.launch import WARPGROUP_ROWS
 from ..common import cluster, pipeline
 from ..common.pipeline import WARPGROUP
@@ -145,12 +145,7 @@ def _pieces(count: int) -> list[tuple[int, int]]:
 
 def _announce_body(_, barrier):
     """Arrives for the phase in which the bytes of the next tile are to come."""
-    cluster.run(
-        "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
-        f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {4 * WORDS}; }}",
-        cluster.address(barrier),
-        cluster.thread(),
-    )
+    cluster.announce(barrier, 4 * WORDS)
 
 
 def _send_body(_, tile, words, barrier):
@@ -174,12 +169,7 @@ def _send_body(_, tile, words, barrier):
 
 def _receive_body(dtype, _, words, barrier, parity):
     """Waits for the tile, and reads this thread's elements."""
-    cluster.run(
-        "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
-        " @!done bra wait; }",
-        cluster.address(barrier),
-        splat(parity),
-    )
+    cluster.wait(barrier, parity)
     pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
     layout = WGMMA.to_mgpu()
     registers = np.empty(layout.registers_shape(TILE), dtype=object)

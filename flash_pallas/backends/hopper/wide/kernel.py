@@ -35,6 +35,7 @@ from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.score_tile import RegisterTile
 from ..backward.operands import BackwardArrays, own_place
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
+from ..common.pipeline import hidden
 from ..common.wgmma import Matmuls
 from .column_tiles import column_tiles, masks
 from .tiles import (
@@ -49,14 +50,6 @@ from .tiles import (
 )
 
 FLIGHT = 2  # matmuls of scores, where slots suffice
-
-
-def hidden(index):
-    """Returns an index of shared memory that is found anew in every step.
-
-    Descriptors of operands, one a wgmma, are then not held over the loop.
-    """
-    return lax.optimization_barrier(jnp.int32(index))
 
 
 @dataclasses.dataclass(frozen=True)

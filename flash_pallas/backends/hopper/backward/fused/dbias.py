@@ -178,12 +178,7 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
         at(received, place),
         cluster.address(barrier),
     )
-    cluster.run(
-        "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
-        " @!done bra wait; }",
-        cluster.address(barrier),
-        splat(parity),
-    )
+    cluster.wait(barrier, parity)
 
 
 def _add_body(size: int, swizzle: int, _, tile, received, target, rank):

@@ -160,12 +160,7 @@ class Exchange:
 
 def _announce_body(_, barrier):
     """Arrives for the phase in which the bytes of the next tile are to come."""
-    cluster.run(
-        "{ .reg .pred first; setp.eq.s32 first, $1, 0;"
-        f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {TILE_BYTES}; }}",
-        cluster.address(barrier),
-        cluster.thread(),
-    )
+    cluster.announce(barrier, TILE_BYTES)
 
 
 def _send_body(_, tile, barrier, other):
@@ -184,9 +179,4 @@ def _send_body(_, tile, barrier, other):
 
 def _wait_body(_, barrier, parity):
     """Waits for the end of the phase with this parity."""
-    cluster.run(
-        "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
-        " @!done bra wait; }",
-        cluster.address(barrier),
-        splat(parity),
-    )
+    cluster.wait(barrier, parity)

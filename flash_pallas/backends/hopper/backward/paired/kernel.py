@@ -31,7 +31,7 @@ from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...common import pipeline
-from ...common.pipeline import Ring, rows_of
+from ...common.pipeline import Ring, hidden, rows_of
 from ..fused.kernel import scaled_dq, zeros
 from ..fused.tiles import pairs_at_once
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
@@ -40,11 +40,6 @@ from .exchange import Exchange, stand_in
 from .tiles import PAIR, SLOTS, WARPGROUPS, PairedBlocks, dq_columns, paired_scratch, swizzle_of_k
 
 LOAD_WARP, STORE_WARP = 0, 1
-
-
-def hidden(x):
-    """Returns the same int32, of which the compiler knows nothing: found anew in every step."""
-    return lax.optimization_barrier(jnp.int32(x))
 
 
 class PairedRing(Ring):
@@ -121,7 +116,7 @@ class PairedKernel(DkvKernel):
             handed_over=bars.p_full,
             full=bars.ds_full,
             empty=bars.ds_empty,
-            written=bars.ds_handed,
+            written=bars.ds_written,
             stand_in=passed[0].at[batch, kv_head, block] if passed else None,
             rank=rank,
             swizzle=swizzle_of_k(self.problem, gmem),
@@ -309,18 +304,6 @@ class PairedLoads(DkvLoads):
         def _(warp):
             pl.when(warp == LOAD_WARP)(lambda: self.load_all(cta))
             pl.when(warp == STORE_WARP)(lambda: self.add_dq(cta))
-
-    def load_all(self, cta: PairedCta):
-        """Loads K, then Q and dO of every tile; V between the first two."""
-        self.load_k(cta)
-
-        @pl.loop(jnp.int32(0), cta.q_tiles.total)
-        def _(n):
-            self.load_q(cta, n)
-            pl.when(n == 0)(lambda: self.load_v(cta))
-            self.load_do(cta, n)
-
-        self.drain(cta)
 
     def load_k(self, cta: PairedCta):
         """Loads this CTA's keys, and its columns of the other's."""

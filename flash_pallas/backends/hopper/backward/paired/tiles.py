@@ -15,6 +15,7 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
+from ..fused.tiles import FUSED_HEAD_DIMS
 from ..operands import BackwardArrays
 from ..split.tiles import native_head_dim
 
@@ -108,7 +109,7 @@ class PairedBarriers(NamedTuple):
     p_full: Any  # [SLOTS], as the next three
     ds_full: Any  # dS^T of this CTA is there; under the interpreter that of both
     ds_empty: Any  # all warpgroups of the pair have read it
-    ds_handed: Any  # interpreted: both CTAs have written theirs to device memory
+    ds_written: Any  # interpreted: both CTAs have written theirs to device memory
     dq_full: Any  # [2], a warpgroup has left its part
     dq_empty: Any  # [2], a warpgroup may leave its next part
     met: Any
@@ -158,7 +159,7 @@ def paired_scratch(
         p_full=bar(num_barriers=SLOTS),
         ds_full=bar(num_barriers=SLOTS),
         ds_empty=of_pair(WARPGROUPS),
-        ds_handed=of_pair(1) if interpret else None,
+        ds_written=of_pair(1) if interpret else None,
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
         met=bar(num_arrivals=WARPGROUPS),
@@ -180,9 +181,6 @@ def paired_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-LEAST_HEAD_DIM = 129  # of Q and K as they come
-
-
 def choose_paired(problem: Problem) -> PairedBlocks | None:
     """Returns the tiles of a problem; None if the kernel does not run it.
 
@@ -194,7 +192,7 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     Args:
         problem: what is computed, with head dims up to 256.
     """
-    narrow = problem.head_dim < LEAST_HEAD_DIM or problem.is_listed
+    narrow = problem.head_dim <= FUSED_HEAD_DIMS[-1] or problem.is_listed
     if narrow or problem.dtype.itemsize != 2:
         return None
     native = paired_problem(problem)

@@ -405,8 +405,12 @@ class DkvLoads:
         return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
 
     def __call__(self, cta: DkvCta):
-        """Runs the producer: loads K, then Q and dO of every tile; V between the first two."""
+        """Runs the producer."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
+        self.load_all(cta)
+
+    def load_all(self, cta: DkvCta):
+        """Loads K, then Q and dO of every tile; V between the first two."""
         self.load_k(cta)
 
         @pl.loop(jnp.int32(0), cta.q_tiles.total)
