@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from jax.custom_batching import custom_vmap
 from .backends.base import Backend
 from .core import decode, mesh_axes, softmax, undifferentiable
 from .core import kv_blocks as kv_blocks_
+from .core import shared_prefix as shared_prefix_
 from .core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from .core.problem import Outputs
 from .frontend import arguments as checks
@@ -46,6 +48,7 @@ def flash_decode(
     page_table: Int[Array, "B max_pages"] | None = None,
     kv_blocks: Int[Array, "B heads M"] | None = None,
     kv_block_size: int | None = None,
+    shared_prefix: str | int | Int[Array, "*#B"] | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
@@ -103,6 +106,14 @@ def flash_decode(
             `kv_starts` and `alibi_slopes`. Sparse attention chooses them: MoBA, NSA, Quest.
         kv_block_size: keys of a block of `kv_blocks`, a multiple of 16 from 16 to 256 that divides
             S; with `page_table` a multiple of page_size, which is the default.
+        shared_prefix: "auto" reads leading pages that several sequences have in common, as those of
+            a system prompt, once for all of them: sequences whose page tables begin with the same
+            page are a group, and share the pages at the front in which all of them agree. An int32
+            [B] or a scalar instead says how many keys that is, 0 for none, and spares the
+            comparison of page tables; members of a group are then trusted to agree. Whole pages
+            before the first new token are shared. It pays where a prefix is long and many have it;
+            results are those without, up to rounding. For a `page_table` and T up to 8, without
+            `q_offset`, `window`, `kv_starts`, `alibi_slopes` and `kv_blocks`. None shares nothing.
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
             head [K], or per sequence and head [B, K], or with `page_table` per page and head
             [P, K]; None is 1. `append_kv` divides by the same numbers.
@@ -144,6 +155,7 @@ def flash_decode(
         page_table=page_table,
         kv_blocks=kv_blocks,
         kv_block_size=kv_block_size,
+        shared_prefix=shared_prefix,
         k_scale=k_scale,
         v_scale=v_scale,
         v_head_dim=v_head_dim,
@@ -175,6 +187,7 @@ def explain_decode(
     page_table: Shaped | None = None,
     kv_blocks: Shaped | None = None,
     kv_block_size: int | None = None,
+    shared_prefix: str | int | Shaped | None = None,
     k_scale: Shaped | None = None,
     v_scale: Shaped | None = None,
     backend: str = "auto",
@@ -202,6 +215,7 @@ def explain_decode(
         page_table: pages of every sequence [B, max_pages].
         kv_blocks: blocks of keys that are read.
         kv_block_size: keys of such a block.
+        shared_prefix: "auto", or keys that sequences share.
         k_scale: scale of the keys of a quantized cache.
         v_scale: scale of its values.
         backend: name of the implementation.
@@ -233,6 +247,7 @@ def explain_decode(
         "page_table": page_table,
         "kv_blocks": kv_blocks,
         "kv_block_size": kv_block_size,
+        "shared_prefix": shared_prefix,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "v_head_dim": v_head_dim,
@@ -274,9 +289,15 @@ def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
 
 def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
+
+    def run(spec, operands, sequences):
+        problem = dataclasses.replace(decode.describe(operands, spec), batch=sequences)
+        return _foldable(backend, spec, backend.decode_blocks(problem))(operands)
+
+    if spec.shares_prefix:
+        return shared_prefix_.attend(run, spec, operands)
     spec, operands = kv_blocks_.as_pages(spec, operands)
-    blocks = backend.decode_blocks(decode.describe(operands, spec))
-    return _foldable(backend, spec, blocks)(operands)
+    return run(spec, operands, len(operands.q))
 
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):

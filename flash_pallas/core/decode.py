@@ -40,6 +40,8 @@ class DecodeSpec:
         block_size: keys per block of DecodeOperands.kv_blocks; None without them.
         v_columns: number of columns of the keys, the first ones, that are the values, where there
             is no DecodeOperands.v.
+        shares_prefix: leading pages that several sequences have are read once for all of them; see
+            shared_prefix.py. Backends get calls without.
     """
 
     scale: float
@@ -49,6 +51,7 @@ class DecodeSpec:
     page_size: int | None = None
     block_size: int | None = None
     v_columns: int | None = None
+    shares_prefix: bool = False
 
     @property
     def mask(self) -> Mask:
@@ -88,6 +91,7 @@ class DecodeOperands(NamedTuple):
     kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
     window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
     kv_blocks: Any = None  # int32[B, 1 or K, M], blocks that the only query of an entry reads
+    prefix_lengths: Any = None  # int32[B], keys that it shares, where the spec shares a prefix
 
 
 class LowerBound(NamedTuple):

@@ -29,6 +29,7 @@ PLACES = {
     **dict.fromkeys(("bias", "mask", "block_lists"), "BN.."),
     "kv_blocks": "bN.",
     **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths", "kv_starts", "window_left"), "b"),
+    "prefix_lengths": "b",
     **dict.fromkeys(
         ("q_segments", "q_first", "q_last", "q_positions", "q_places", *MARKS[0]), "b."
     ),

@@ -217,6 +217,8 @@ class Explanation:
         ]
         if isinstance(p, Problem) and p.is_listed:
             lines.append("  skips blocks of {} queries and {} keys".format(*p.list_block))
+        if isinstance(p, DecodeProblem) and p.spec.shares_prefix:
+            lines.append("  reads shared prefixes once")
         if self.orders:
             lines.append(f"  {self.orders}")
         if self.note:

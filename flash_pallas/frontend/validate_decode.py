@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.decode import MAX_SPLITS, MAX_TOKENS, PAGE_SIZES, QUANTISED, DecodeOperands, DecodeSpec
+from ..core.shared_prefix import tile_sequences
 from . import arguments as checks
 from . import validate
 from .arguments import as_int32
@@ -36,6 +37,7 @@ class DecodeArguments:
     kv_blocks: Any = None
     kv_block_size: Any = None
     v_head_dim: Any = None
+    shared_prefix: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -67,6 +69,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
     left, window_left = _window(a.window, sizes)
     chosen, block_size = _kv_blocks(a, q, k, page_size)
+    shares_prefix, prefix_lengths = _shared_prefix(a, sizes, page_size)
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
@@ -76,6 +79,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         page_size=page_size,
         block_size=block_size,
         v_columns=columns,
+        shares_prefix=shares_prefix,
     )
     return spec, DecodeOperands(
         q,
@@ -91,6 +95,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         kv_starts=checks.lengths("kv_starts", a.kv_starts, None, sizes),
         window_left=window_left,
         kv_blocks=chosen,
+        prefix_lengths=prefix_lengths,
     )
 
 
@@ -229,6 +234,36 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
             "flash_attention with a block_mask, or flash_decode once for each"
         )
     return value, _block_size(a.kv_block_size, k.shape[1], page_size)
+
+
+def _shared_prefix(a: DecodeArguments, sizes: checks.Sizes, page_size: int | None):
+    """Checks shared_prefix; returns (whether prefixes are shared, int32[B] or None)."""
+    value = a.shared_prefix
+    if value is None:
+        return False, None
+    if isinstance(value, str) and value != AUTO:
+        raise ValueError(
+            f"shared_prefix is {value!r}: it must be 'auto', or how many keys each sequence shares"
+        )
+    if page_size is None:
+        raise ValueError(
+            f"shared_prefix is {value!r} and page_table is None: sequences share pages; leave it "
+            "out for a contiguous cache"
+        )
+    others = ("q_offset", "window", "kv_starts", "alibi_slopes", "kv_blocks")
+    if given := [name for name in others if getattr(a, name) is not None]:
+        raise ValueError(
+            f"shared_prefix is given and so is {given[0]}: what a query sees of a shared prefix "
+            "must not depend on its sequence; leave one of them out"
+        )
+    if tile_sequences(sizes.q_len) < 2:
+        raise ValueError(
+            f"shared_prefix is given and q has {sizes.q_len} tokens: it must be 1 to "
+            f"{MAX_TOKENS // 2}, so that one tile has the queries of two sequences"
+        )
+    return True, None if isinstance(value, str) else checks.lengths(
+        "shared_prefix", value, None, sizes
+    )
 
 
 def _block_size(value, length: int, page_size: int | None) -> int:
