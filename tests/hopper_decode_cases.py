@@ -17,6 +17,7 @@ from flash_pallas.backends.hopper.decode.tiles import (
     wide_rows,
     wide_upright,
 )
+from flash_pallas.backends.hopper.wide import latent
 from flash_pallas.core import decode, softmax
 
 from . import checks
@@ -160,6 +161,54 @@ STEPS = (
     Step("one_head_each", (130,), N=2, K=2, H=128, Hv=128, dtype="float16"),
     Step("wide", (70,), H=256, Hv=256, num_splits=2),
     Step("narrow_values", (130,), H=80, Hv=32),
+    # 64 heads and more of a latent cache.
+    Step(
+        "latent_pages_of_64",
+        (200, 2, 256),
+        T=2,
+        N=64,
+        H=576,
+        Hv=512,
+        page_size=64,
+        num_splits=2,
+        shared=True,
+    ),
+    Step(
+        "latent_pages_of_128",
+        (256,),
+        N=64,
+        H=512,
+        Hv=512,
+        page_size=128,
+        num_splits=1,
+        shared=True,
+    ),
+    Step(
+        "latent_heads",
+        (131, 0, 300),
+        N=128,
+        H=576,
+        Hv=512,
+        S=264,
+        num_splits=1,
+        softcap=3.0,
+        sides=("sinks",),
+        shared=True,
+        dtype="float16",
+    ),
+    Step(
+        "latent_queries_before_keys",
+        (130, 77),
+        T=3,
+        N=64,
+        H=512,
+        Hv=512,
+        S=136,
+        offset=(-1, 60),
+        num_splits=3,
+        sides=("sinks",),
+        shared=True,
+    ),
     # Above head dim 256 tiles.py has the blocks.
     Step("wide_512", (70, 0), H=512, Hv=512, S=96, num_splits=2),
     Step("latent", (95, 33), N=12, H=576, Hv=512, S=96, num_splits=1, sides=("sinks",)),
@@ -374,6 +423,8 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
     if takes_wide(problem):
         found = wide_upright(problem) if upright else wide_rows(problem)
         blocks = dataclasses.replace(found or blocks, num_splits=step.num_splits)
+    if latent.takes(problem):
+        blocks = latent.LatentBlocks(num_splits=step.num_splits)
     found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole
 

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks
+from flash_pallas.backends.hopper.wide.latent import LatentBlocks
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import decode, softmax
@@ -122,8 +124,29 @@ def test_kernels_above_head_dim_256_take_them_from_one_tile(monkeypatch):
     # With an array of their own there is no room for tiles of 64 keys.
     apart = fp.explain_decode(q, k, of(1, 32768, 1, 512))
     assert apart.blocks.block_kv == 32
-    many = fp.explain_decode(of(1, 1, 128, 576), k, v_head_dim=512).blocks
+    many = fp.explain_decode(of(1, 1, 48, 576), k, v_head_dim=512).blocks
     assert not many.upright and many.block_kv == 64
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "length", "splits"),
+    [(1, 1, 128, 32768, 64), (128, 2, 128, 4096, 1), (16, 1, 64, 32768, 8), (2, 1, 64, 200, 1)],
+)
+def test_64_heads_of_a_latent_cache(monkeypatch, batch, tokens, heads, length, splits):
+    backend = HopperBackend(interpret=True, num_sms=132)
+    monkeypatch.setattr(dispatch, "BACKENDS", {"hopper": backend})
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    q, k = of(batch, tokens, heads, 576), of(batch, length, 1, 576)
+    assert fp.explain_decode(q, k, v_head_dim=512).blocks == LatentBlocks(num_splits=splits)
+    assert fp.explain_decode(q, k, v_head_dim=512, num_splits=3).blocks.num_splits == 3
+    modified: list[dict[str, Any]] = [
+        {"window": 8},
+        {"kv_starts": 1},
+        {"alibi_slopes": jnp.ones(heads)},
+    ]
+    for others in modified:
+        other = fp.explain_decode(q, k, v_head_dim=512, **others).blocks
+        assert isinstance(other, DecodeBlocks)
 
 
 @pytest.mark.thorough

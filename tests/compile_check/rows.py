@@ -17,6 +17,7 @@ from flash_pallas.backends.gpu.online_softmax import far_of
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backend import trades_registers
 from flash_pallas.backends.hopper.backward.fused.tiles import FusedBlocks
+from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks
 from flash_pallas.core import decode
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, describe
@@ -157,7 +158,7 @@ WIDE_DECODES = {
     (320, 256, 32, 8): ("contiguous", "modifiers"),
     (128, 512, 32, 8): ("contiguous",),
     (576, 512, 16, 1): ("contiguous", *SHARED),
-    (576, 512, 64, 1): ("shared", "shared_modifiers", "shared_starts_windows"),
+    (576, 512, 64, 1): (*SHARED,),
     (320, 304, 32, 8): ("shared",),
     (304, 208, 64, 1): ("shared_modifiers",),
 }
@@ -462,7 +463,8 @@ def _decode_row(head_dim: int, name: str, *others: int) -> Row:
     blocks = backend.decode_blocks(problem)
     run = lambda o: backend.decode(spec, blocks, o)
     # Two blocks of 256 threads have 128 registers each.
-    most = 128 if blocks.ctas_per_sm(problem) > 1 else MOST_REGISTERS
+    both = isinstance(blocks, DecodeBlocks) and blocks.ctas_per_sm(problem) > 1
+    most = 128 if both else MOST_REGISTERS
     said = f"{name}, {others[0]} {others[1]}/{others[2]}" if others else name
     return Row("decode", head_dim, "bfloat16", said, run, (operands,), most)
 

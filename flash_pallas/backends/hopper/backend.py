@@ -55,7 +55,9 @@ from .forward.tiles import (
     without_producer,
 )
 from .tangent import launch as tangent_launch
+from .wide import latent
 from .wide import launch as wide
+from .wide.latent import LatentBlocks
 from .wide.launch import WideGradients
 from .wide.tiles import WideBlocks, is_wide
 
@@ -220,6 +222,7 @@ class HopperBackend:
             return reason
         reason = unsupported_decode(problem)
         trading = reason is None and trades(problem) and not takes_upright(problem)
+        trading = trading and not latent.takes(problem)
         if trading and not (self.interpret or self.producer):
             reason = (
                 f"decodes head dims of v up to {2 * EVEN_COLUMNS} with jaxlib 0.12, whose compiler "
@@ -228,13 +231,20 @@ class HopperBackend:
             )
         return reason
 
-    def decode_blocks(self, problem: DecodeProblem) -> DecodeBlocks:
-        """Returns the tile sizes and the number of splits; see decode/tiles.py."""
+    def decode_blocks(self, problem: DecodeProblem) -> DecodeBlocks | LatentBlocks:
+        """Returns the options and the number of splits; see decode/tiles.py and wide/latent.py."""
+        if latent.takes(problem):
+            return latent.choose(problem, self.sms)
         return choose_decode(problem, self.sms)
 
-    def decode(self, spec: DecodeSpec, blocks: DecodeBlocks, operands: DecodeOperands) -> Outputs:
+    def decode(
+        self, spec: DecodeSpec, blocks: DecodeBlocks | LatentBlocks, operands: DecodeOperands
+    ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
-        return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
+        problem = describe_decode(operands, spec)
+        if isinstance(blocks, LatentBlocks):
+            return latent.decode(problem, blocks, operands, self.interpret)
+        return decode(problem, blocks, operands, self.interpret)
 
 
 def _device_reason(capability: str | None) -> str | None:
