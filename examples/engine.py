@@ -543,8 +543,9 @@ class Engine:
         self.pool.check([request.pages for request in self.requests.values()])
         for state, queue in (("waiting", self._waiting), ("running", self._running)):
             wanted = [x.id for x in self.requests.values() if x.state == state]
-            if [request.id for request in queue] != sorted(wanted):
-                raise RuntimeError(f"requests {wanted} are {state}, and {queue} in the queue")
+            found = [request.id for request in queue]
+            if found != wanted:
+                raise RuntimeError(f"requests {wanted} are {state}, and {found} in the queue")
 
     def statistics(self) -> dict[str, float]:
         """Returns numbers of all requests that have not been forgotten.

@@ -193,7 +193,10 @@ def lost(engine: Engine, arrivals: list[Arrival]) -> list[str]:
             faults.append(f"request {request.id} is {request.state} with {count}/{wanted} tokens")
     if engine.pool.available < engine.pool.num_pages:
         faults.append(f"{engine.pool.num_pages - engine.pool.available} pages are still held")
-    engine.check()
+    try:
+        engine.check()
+    except RuntimeError as fault:
+        faults.append(str(fault))
     return faults
 
 
@@ -237,10 +240,10 @@ def verify(model: Transformer, requests: list[Request]) -> tuple[int, list[str]]
     with jax.enable_x64(True):
         oracle = nnx.split(dense(model, wide))
     draw = jax.jit(jax.vmap(noise, (None, 0)))
+    size = max(request.known for request in requests)  # one size, one program
     different, wrong = 0, []
     for request in requests:
         chosen = np.asarray(request.new_tokens, np.int32)
-        size = 1 << max(6, (request.known - 1).bit_length())  # few sizes, few programs
         tokens = np.zeros(size, np.int32)
         tokens[: request.known] = request.tokens[: request.known]
         gumbel = draw(request.seed, np.arange(1, size + 1, dtype=np.int32))
