@@ -30,7 +30,7 @@ from flax import nnx
 from model import VOCABULARY, Transformer
 from pages import PagePool, extend_names
 
-from flash_pallas import ragged_paged_attention
+from flash_pallas import explain_ragged, ragged_paged_attention
 
 SMALLEST_STEP = 16  # padded number of tokens; the others are 4, 16, ... times as many
 
@@ -228,6 +228,7 @@ class Engine:
     goes on from the tokens that it has, whose keys are computed again where their pages are lost.
 
     Attributes:
+        model: the model.
         requests: all requests by their ids, also those that have ended, until `forget`.
         pool: pages and who holds them.
         token_sizes: padded numbers of tokens, one compiled program each.
@@ -240,7 +241,7 @@ class Engine:
         model: Transformer,
         *,
         num_pages: int,
-        page_size: int = 32,
+        page_size: int = 64,
         max_context: int = 2048,
         max_seqs: int = 64,
         max_tokens_per_step: int = 512,
@@ -266,7 +267,7 @@ class Engine:
                 f"max_tokens_per_step is {max_tokens_per_step} and max_seqs {max_seqs}: every "
                 "sequence needs a token of a step. Raise the former or lower the latter"
             )
-        self.pool = PagePool(num_pages, page_size)
+        self.model, self.pool = model, PagePool(num_pages, page_size)
         self.max_seqs, self.share_prefixes = max_seqs, share_prefixes
         self.max_pages = min(-(-max_context // page_size), num_pages)
         self.max_context = min(max_context, self.max_pages * page_size)
@@ -514,6 +515,7 @@ class Engine:
 
     def _run(self, sheet: np.ndarray) -> jax.Array:
         self._pages, sampled = self.program(self._leaves, self._pages, self._flight.sampled, sheet)
+        sampled.copy_to_host_async()
         return sampled
 
     def _read(self, flight: Flight) -> list[tuple[int, int, bool]]:
@@ -533,6 +535,20 @@ class Engine:
         return events
 
     # What an operator asks.
+
+    def explain(self):
+        """Returns which backend computes attention in a step of the largest size, and its tiles."""
+        attention, pages = self.model.blocks[0].attention, self._pages[0]
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        shape = (self.token_sizes[-1], attention.num_heads, pages[0].shape[-1])
+        return explain_ragged(
+            jax.ShapeDtypeStruct(shape, pages[0].dtype),
+            *pages,
+            kv_lengths=ints(self.max_seqs),
+            page_table=ints(self.max_seqs, self.max_pages),
+            cu_q_lens=ints(self.max_seqs + 1),
+            backend=attention.backend,
+        )
 
     def check(self) -> None:
         """Checks that every page and every unfinished request is where it belongs.

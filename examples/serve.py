@@ -11,7 +11,7 @@ request alone, would have chosen.
 The model has random parameters, as speed does not depend on what it has learnt; `--checkpoint demo`
 takes that of `make demo`. Few pages show what happens when the cache is full:
 
-    python examples/serve.py --requests 100 --pages 120 --verify
+    python examples/serve.py --requests 100 --new-bytes 100 400 --pages 40 --verify
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     share("--system-share", default=0.5, help="share of requests that begin with it")
     share("--stop-share", default=0.1, help="share of requests that end at a newline")
     share("--cancel-share", default=0.05, help="share of requests that are cancelled")
-    number("--pages", default=4096, help="of the cache")
-    number("--page-size", default=32, help="tokens of a page")
+    number("--pages", default=2048, help="of the cache")
+    number("--page-size", default=64, help="tokens of a page")
     number("--max-seqs", default=seqs, help="sequences of a step; default %(default)s")
     number("--max-tokens", default=tokens, help="tokens of a step; default %(default)s")
     parser.add_argument("--no-sharing", action="store_true", help="do not share prefixes")
@@ -240,7 +240,7 @@ def verify(model: Transformer, requests: list[Request]) -> tuple[int, list[str]]
     with jax.enable_x64(True):
         oracle = nnx.split(dense(model, wide))
     draw = jax.jit(jax.vmap(noise, (None, 0)))
-    size = max(request.known for request in requests)  # one size, one program
+    size = -(-max(request.known for request in requests) // 128) * 128  # one, for one program
     different, wrong = 0, []
     for request in requests:
         chosen = np.asarray(request.new_tokens, np.int32)
@@ -304,6 +304,7 @@ def main(given: list[str] | None = None) -> int:
         max_tokens_per_step=arguments.max_tokens,
         share_prefixes=not arguments.no_sharing,
     )
+    print(f"device: {jax.devices()[0].device_kind}\nattention runs on: {engine.explain()}")
     engine.warm_up()
     found = serve(engine, arrivals)
     print(table(engine, found))

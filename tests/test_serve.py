@@ -43,10 +43,20 @@ def _quickly(quickly):
 
 
 @pytest.fixture
-def promotion():
-    """Promotion of dtypes as outside of tests: Flax's norms of float64 promote with float32."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+def verify(monkeypatch):
+    """Verification with the promotion of dtypes that jax has outside of tests.
+
+    Flax's norms of float64 promote with float32. Programs traced with another promotion are others,
+    so that it holds here only.
+    """
+    original = serve.verify
+
+    def verified(*arguments):
+        with jax.numpy_dtype_promotion("standard"):
+            return original(*arguments)
+
+    monkeypatch.setattr(serve, "verify", verified)
+    return verified
 
 
 @functools.cache
@@ -368,8 +378,7 @@ FLAGS = [
 ]
 
 
-@pytest.mark.usefixtures("promotion")
-def test_a_load_is_served_and_verified(model, tmp_path, capsys, monkeypatch):
+def test_a_load_is_served_and_verified(model, verify, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(serve, "untrained", lambda *_: model)
     flags = [*FLAGS, "--verify", "--cancel-share", 0.2, "--json", tmp_path / "said.json"]
     assert serve.main(list(map(str, flags))) == 0
@@ -379,17 +388,16 @@ def test_a_load_is_served_and_verified(model, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "said.json").exists()
 
 
-@pytest.mark.usefixtures("promotion")
-def test_what_is_lost_or_wrong_is_found(model):
+def test_what_is_lost_or_wrong_is_found(model, verify):
     arguments = serve.parse_arguments(list(map(str, FLAGS)))
     arrivals = [x for x in serve.load(arguments) if x.cancel_after is None][:3]
     engine = serving.Engine(model, **LIMITS)
     serve.serve(engine, arrivals)
     requests = list(engine.requests.values())
-    assert serve.lost(engine, arrivals) == [] and serve.verify(model, requests)[1] == []
+    assert serve.lost(engine, arrivals) == [] and verify(model, requests)[1] == []
     tokens = requests[1].tokens
     tokens[-1] = (tokens[-1] + 1) % 256
-    (wrong,) = serve.verify(model, requests)[1]
+    (wrong,) = verify(model, requests)[1]
     assert wrong.startswith("request 1 is ")
     requests[2].times.pop()
     requests[0].pages = engine.pool.take(2)
