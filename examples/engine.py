@@ -409,16 +409,15 @@ class Engine:
         prompts, those begun before those that wait. Both queues are in the order of arrival, and
         only the head of the queue is admitted, so that a long request is not passed by short ones.
         """
-        plan, running = [], list(self._running)
-        for request in running:
+        plan = []
+        for request in list(self._running):
             # One of those after the first may have been preempted for those before it.
             if request.state == "running" and request.missing == 1 and self._make_room(request):
                 plan.append((request, 1))
         room = self.token_sizes[-1] - len(plan)
         prompts = [request for request in self._running if request.missing > 1]
-        preempted = len(self._running) < len(running)
         while room:
-            request = prompts.pop(0) if prompts else None if preempted else self._admit()
+            request = prompts.pop(0) if prompts else self._admit()
             if request is None:
                 break
             count = min(request.missing, room)
@@ -436,9 +435,10 @@ class Engine:
             return None
         request, size = self._waiting[0], self.pool.page_size
         if self.share_prefixes:
-            extend_names(request.names, request.tokens[: request.length], size)
-        # The last token is computed in any case, as the next one is sampled from its row.
-        pages = self.pool.share(request.names[: (request.length - 1) // size])
+            # Without the last token. It is computed in any case, as the next one is sampled from
+            # its row, and that of a request that was preempted may not have been read.
+            extend_names(request.names, request.tokens[: request.length - 1], size)
+        pages = self.pool.share(request.names)
         more = -(-request.length // size) - len(pages)
         # A page stays for each running sequence. Otherwise requests would be admitted only to be
         # preempted a few tokens later.
@@ -475,11 +475,12 @@ class Engine:
         request.state = state
 
     def _release(self, request: Request) -> None:
-        """Gives back the pages of a request, named as far as its tokens are known."""
+        """Gives back the pages of a request, the full ones with names."""
         if self.share_prefixes:
-            known = min(request.known, request.computed)
-            extend_names(request.names, request.tokens[:known], self.pool.page_size)
-            self.pool.name(request.pages[: known // self.pool.page_size], request.names)
+            # What has not been read from the device has not been computed with either.
+            extend_names(request.names, request.tokens[: request.computed], self.pool.page_size)
+            full = request.computed // self.pool.page_size
+            self.pool.name(request.pages[:full], request.names)
         self.pool.release(request.pages)
         request.pages, request.computed = [], 0
 

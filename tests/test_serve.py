@@ -221,7 +221,7 @@ def test_any_order_of_requests_and_cancellations(model, seed):
     limits = LIMITS | {"num_pages": int(random.integers(8, 30)), "max_seqs": 6 + seed % 3}
     engine = serving.Engine(model, share_prefixes=seed != 5, **limits)
     device, calls, cancelled = TokenPages(engine), requests(seed, 80), set()
-    waiting, most = list(enumerate(calls))[::-1], 0
+    waiting, ended, most = list(enumerate(calls))[::-1], set(), 0
     while waiting or not engine.idle:
         for _ in range(random.integers(3) if waiting else 0):
             number, (prompt, count, options) = waiting.pop()
@@ -232,7 +232,10 @@ def test_any_order_of_requests_and_cancellations(model, seed):
             number = int(random.integers(len(engine.requests)))
             if engine.cancel(number):
                 cancelled.add(number)
-        engine.step()
+                ended.add(number)
+        for number, _, end in engine.step():
+            assert number not in ended
+            ended |= {number} if end else set()
         engine.check()
         most += 1
         assert most < 10_000
@@ -280,6 +283,21 @@ def test_the_youngest_is_preempted_and_goes_on_where_it_was(model):
     assert ended == sorted(ended)
 
 
+def test_a_page_is_left_to_each_running_sequence(model):
+    engine = serving.Engine(model, **LIMITS | {"num_pages": 9})
+    TokenPages(engine)
+    engine.submit(np.arange(10), 60)
+    for _ in range(10):
+        engine.step()  # It has two pages now.
+    engine.submit(np.arange(100, 212), 10)
+    for _ in range(5):
+        engine.step()
+        assert [request.state for request in engine.requests.values()] == ["running", "waiting"]
+    while not engine.idle:
+        engine.step()
+    assert engine.requests[1].preemptions == 0
+
+
 def test_cached_pages_are_used_before_prompts_are_computed(model):
     engine = serving.Engine(model, **LIMITS)
     device = TokenPages(engine)
@@ -290,6 +308,18 @@ def test_cached_pages_are_used_before_prompts_are_computed(model):
     # A conversation that goes on; then the same prompt, whose last token is computed in any case.
     served(engine, [(np.concatenate([prompt, answer[:14], [7]]), 5, {}), (prompt[:48], 5, {})])
     assert [batch.counts[:2].tolist() for batch in device.batches[20:21]] == [[1, 16]]
+
+
+def test_pages_that_a_cancelled_request_has_not_filled_are_not_shared(model):
+    engine = serving.Engine(model, **LIMITS)
+    device, prompt = TokenPages(engine), np.arange(100)
+    engine.cancel(engine.submit(prompt, 5))
+    first = engine.submit(prompt, 5)
+    engine.step()
+    engine.cancel(first)
+    served(engine, [(prompt, 5, {})])
+    assert [batch.counts[0] for batch in device.batches[:2]] == [64, 36]
+    assert engine.requests[2].new_tokens == checksums(prompt, 5)
 
 
 REFUSED = [
@@ -358,6 +388,15 @@ def test_pages_by_random_operations(seed):
         pool.check(held)
     with pytest.raises(ValueError, match=r"count is 13 and \d+ of 12 pages are available: release"):
         pool.take(13)
+
+
+def test_the_end_of_a_prefix_makes_room_before_its_beginning():
+    pool, names = PagePool(3, 4), []
+    extend_names(names, np.arange(12, dtype=np.int32), 4)
+    pages = pool.take(3)
+    pool.name(pages, names)
+    pool.release(pages)
+    assert pool.take(1) == pages[2:] and pool.share(names) == pages[:2]
 
 
 def test_faults_of_pages_are_found():
