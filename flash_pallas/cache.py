@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from .core.ragged import RaggedOperands
 from .core.rope import apply_rope
 from .frontend.arguments import as_int32
 from .frontend.validate_decode import cache_scale
-from .frontend.validate_ragged import places_of
+from .frontend.validate_ragged import RaggedArguments, places_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -192,23 +193,70 @@ def append_ragged_kv(
         >>> new[:, :, 0, 0].sum(axis=1)
         Array([0., 0., 3., 1.], dtype=float32)
     """
-    old = _checked_pages(pages)
-    if v is None or old.v is None:
-        _check_shared(old, v, v_scale, None)
-    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
-        if x is not None:
-            _check_new(name, x, scale, getattr(old, name), None)
+    places = RaggedArguments(kv_lengths, page_table, cu_q_lens, num_seqs)
+    scaled = dataclasses.replace(places, k_scale=k_scale, v_scale=v_scale)
+    return append_packed(_checked_pages(pages), (k, v), scaled, _PAGES)
+
+
+def append_packed(pages, new, a: RaggedArguments, names: dict[str, tuple[str, str]]):
+    """Computes `append_ragged_kv` of arguments that have other names there.
+
+    Args:
+        pages: (keys, values or None), arrays of rank 4.
+        new: (keys, values or None) of the new tokens.
+        a: says where they go, and has the scales.
+        names: by "k" and "v", the names of the new array and of the pages, for messages.
+
+    Returns:
+        The pair of pages.
+    """
+    old, (k, v) = _Pages(*pages), new
+    _check_values(old.v, v, names["v"])
+    scales = {}
+    for name, x, scale in (("k", k, a.k_scale), ("v", v, a.v_scale)):
+        whole, (new_name, old_name) = getattr(old, name), names[name]
+        if whole is None:
+            if scale is not None:
+                raise ValueError(
+                    f"{name}_scale is given and {old_name} is None: the values are columns of the "
+                    f"keys and have their scale; leave {name}_scale out"
+                )
+            continue
+        _check_dtype(new_name, x, scale, (old_name, whole.dtype))
+        if x.ndim != 3 or x.shape[1:] != whole.shape[2:]:
+            raise ValueError(
+                f"{new_name} has shape {x.shape}: it must be [tokens, heads, head_dim], with heads "
+                f"and head_dim {whole.shape[2:]} of {old_name}"
+            )
+        scales[name] = cache_scale(f"{name}_scale", scale, whole)
     if v is not None and len(k) != len(v):
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}: each key needs its value")
-    places = places_of(_Places(kv_lengths, page_table, cu_q_lens, num_seqs), len(k))
-    scales = [
-        None if x is None else cache_scale(f"{name}_scale", scale, x)
-        for name, x, scale in (("k", old.k, k_scale), ("v", old.v, v_scale))
-    ]
-    new = _New(k, v, None, places["page_table"], *scales)
-    old = old._replace(k=jnp.asarray(old.k), v=None if old.v is None else jnp.asarray(old.v))
+        shapes = f"{names['k'][0]} has shape {k.shape} and {names['v'][0]} {v.shape}"
+        raise ValueError(f"{shapes}: each key needs its value")
+    places = places_of(a, len(k))
+    added = _New(k, v, None, places["page_table"], scales["k"], scales.get("v"))
+    old = jax.tree.map(jnp.asarray, old)
+    # As where one step's cache is the next one's operand: it stays cut as it is.
     specs = jax.tree.map(mesh_axes.spec_of, old)
-    return tuple(mesh_axes.compiled_as_auto(_ragged_appended, (old, new, places), specs))
+    return tuple(mesh_axes.compiled_as_auto(_ragged_appended, (old, added, places), specs))
+
+
+_PAGES = {"k": ("k", "pages[0]"), "v": ("v", "pages[1]")}
+
+
+def _check_values(pages, v, names: tuple[str, str]):
+    """Checks that there are new values where there are pages of them."""
+    if (pages is None) == (v is None):
+        return
+    new_name, old_name = names
+    if v is None:
+        raise ValueError(
+            f"{new_name} is None and {old_name} has shape {pages.shape}: pass values of the new "
+            "tokens, or make pages without values, which are then columns of the keys"
+        )
+    raise ValueError(
+        f"{new_name} is given and {old_name} is None: its values are columns of the keys; leave "
+        f"{new_name} out"
+    )
 
 
 def gather_pages(
@@ -307,15 +355,6 @@ class _Pages(NamedTuple):
 
     k: Any
     v: Any
-
-
-class _Places(NamedTuple):
-    """Arguments of `append_ragged_kv` that say where tokens go."""
-
-    kv_lengths: Any
-    page_table: Any
-    cu_q_lens: Any
-    num_seqs: Any
 
 
 class _New(NamedTuple):
@@ -472,7 +511,7 @@ def _checked_cache(cache) -> KVCache:
     return old._replace(lengths=lengths, starts=starts)
 
 
-def _check_shared(cache: KVCache | _Pages, v, v_scale, rope_theta):
+def _check_shared(cache: KVCache, v, v_scale, rope_theta):
     """Checks a call in which the cache, or the new tokens, have no values of their own."""
     if cache.v is not None:
         raise ValueError(
@@ -492,30 +531,31 @@ def _check_shared(cache: KVCache | _Pages, v, v_scale, rope_theta):
         )
 
 
-def _check_new(name: str, x, scale, cache, batch: int | None):
-    """Checks that one of the new arrays fits the cache that it goes to; without a batch if None."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    way_out = f"cast with {name}.astype(cache.{name}.dtype)"
-    wanted = x.dtype == cache.dtype
-    if cache.dtype.name in QUANTISED:
-        way_out = f"pass {name}_scale to have floats divided by it and rounded"
-        if scale is not None:
-            way_out = f"leave {name}_scale out for what has been divided by it"
-            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != cache.dtype
-    if not wanted:
-        raise TypeError(f"{name} has dtype {x.dtype} and the cache {cache.dtype}: {way_out}")
-    if batch is None:
-        if x.ndim != 3 or x.shape[1:] != cache.shape[2:]:
-            raise ValueError(
-                f"{name} has shape {x.shape}: it must be [tokens, heads, head_dim], with heads and "
-                f"head_dim {cache.shape[2:]} of the pages"
-            )
-    elif x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != cache.shape[2:]:
+def _check_new(name: str, x, scale, cache, batch: int):
+    """Checks that one of the new arrays fits the cache that it goes to."""
+    _check_dtype(name, x, scale, (f"cache.{name}", cache.dtype))
+    if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != cache.shape[2:]:
         raise ValueError(
             f"{name} has shape {x.shape}: it must be [batch, tokens, heads, head_dim], with "
             f"{batch} sequences and heads and head_dim {cache.shape[2:]} of the cache"
         )
+
+
+def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
+    """Checks that a new array is one, of a dtype for a cache of this (name, dtype)."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    cache_name, dtype = cache
+    way_out = f"cast with {name}.astype({cache_name}.dtype)"
+    wanted = x.dtype == dtype
+    if dtype.name in QUANTISED:
+        argument = f"{name.removeprefix('new_')}_scale"
+        way_out = f"pass {argument} to have floats divided by it and rounded"
+        if scale is not None:
+            way_out = f"leave {argument} out for what has been divided by it"
+            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype
+    if not wanted:
+        raise TypeError(f"{name} has dtype {x.dtype} and the cache {dtype}: {way_out}")
 
 
 def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:

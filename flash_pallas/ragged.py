@@ -7,11 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
-from .cache import append_ragged_kv
+from .cache import append_packed
 from .core import mesh_axes, ragged, softmax, undifferentiable
 from .core.problem import Outputs
 from .core.ragged import RaggedOperands, RaggedSpec
@@ -271,20 +272,13 @@ def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> Ragge
             "new_v is given and new_k is None: pass both to have them written into the pages, or "
             "neither"
         )
-    if len(new[0]) != len(operands.q):
+    if jnp.shape(new[0])[:1] != operands.q.shape[:1]:
         raise ValueError(
-            f"new_k has {len(new[0])} rows and q {len(operands.q)}: they must be of the same tokens"
+            f"new_k has shape {jnp.shape(new[0])} and q {operands.q.shape}: they must be of the "
+            "same tokens, [tokens, heads, head_dim]"
         )
-    k, v = append_ragged_kv(
-        pages,
-        *new,
-        kv_lengths=a.kv_lengths,
-        page_table=a.page_table,
-        cu_q_lens=a.cu_q_lens,
-        num_seqs=a.num_seqs,
-        k_scale=a.k_scale,
-        v_scale=a.v_scale,
-    )
+    names = {"k": ("new_k", "k_pages"), "v": ("new_v", "v_pages")}
+    k, v = append_packed(pages, new, a, names)
     return operands._replace(k=k, v=v)
 
 

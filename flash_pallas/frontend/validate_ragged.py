@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -55,7 +56,7 @@ def canonicalize(q, k, v, arguments: RaggedArguments) -> tuple[RaggedSpec, Ragge
     q, k = validate.as_array("q", q), validate.as_array("k_pages", k)
     v = None if v is None else validate.as_array("v_pages", v)
     if a.v_first:
-        columns, keys = a.v_head_dim, k[..., : a.v_first]
+        columns, keys = a.v_head_dim, jax.ShapeDtypeStruct((*k.shape[:3], a.v_first), k.dtype)
     else:
         columns, keys = validate_decode.v_columns(a.v_head_dim, a.v_scale, k, v), k
     validate_decode.check_dtypes(q, k, k if v is None else v)
@@ -190,7 +191,7 @@ def _check_shapes(q, k, v):
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"the pages differ ({shapes}): all but the head dim must be the same")
-    if 0 in (len(q), len(k)):
+    if 0 in (q.shape[0], k.shape[0]):
         raise ValueError(
             f"there is no row of q or no page ({shapes}): sizes must be positive; rows that no "
             "sequence has are padding"
