@@ -271,7 +271,7 @@ class Engine:
         self.max_seqs, self.share_prefixes = max_seqs, share_prefixes
         self.max_pages = min(-(-max_context // page_size), num_pages)
         self.max_context = min(max_context, self.max_pages * page_size)
-        self.token_sizes = [SMALLEST_STEP]
+        self.token_sizes = [min(SMALLEST_STEP, max_tokens_per_step)]
         while self.token_sizes[-1] < max_tokens_per_step:
             self.token_sizes.append(min(4 * self.token_sizes[-1], max_tokens_per_step))
         self.requests: dict[int, Request] = {}

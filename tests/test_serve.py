@@ -22,7 +22,7 @@ import serve  # noqa: E402
 from generate import untrained  # noqa: E402
 from pages import PagePool, extend_names  # noqa: E402
 
-from .test_examples import run  # noqa: E402
+from .test_examples import run, train  # noqa: E402
 
 SIZES = 2, 32, 4, 2, 8
 PAGE, CONTEXT = 16, 128
@@ -422,7 +422,10 @@ def test_a_load_is_served_and_verified(model, verify, tmp_path, capsys, monkeypa
     flags = [*FLAGS, "--verify", "--cancel-share", 0.2, "--json", tmp_path / "said.json"]
     assert serve.main(list(map(str, flags))) == 0
     said = capsys.readouterr()
-    assert "0 wrong" in said.out and said.out.endswith("\n0 faults\n")
+    assert (
+        "tokens are not the oracle's choice, all within rounding\n" in said.out
+        and said.out.endswith("\n0 faults\n")
+    )
     assert "30/30 requests" in said.err and "0/20 pages held" in said.err
     assert (tmp_path / "said.json").exists()
 
@@ -450,3 +453,10 @@ def test_what_is_lost_or_wrong_is_found(model, verify):
 def test_serving_as_a_script(tmp_path):
     output = run("serve.py", *FLAGS, "--rate", 100, cwd=tmp_path)
     assert output.endswith("\n0 faults\n") and "tokens/s" in output
+
+
+@pytest.mark.thorough
+def test_serving_from_a_checkpoint(tmp_path):
+    train(tmp_path)
+    output = run("serve.py", *FLAGS, "--checkpoint", "out", "--verify", cwd=tmp_path)
+    assert "all within rounding" in output and output.endswith("\n0 faults\n")
