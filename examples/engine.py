@@ -32,7 +32,9 @@ from pages import PagePool, extend_names
 
 from flash_pallas import explain_ragged, ragged_paged_attention
 
-SMALLEST_STEP = 16  # padded number of tokens; the others are 4, 16, ... times as many
+# Padded number of tokens; the others are 4, 16, ... times as many. Each of them is compiled, and a
+# step of few tokens takes the time of reading the parameters, however many of them are padding.
+SMALLEST_STEP = 16
 
 
 @dataclasses.dataclass(eq=False)
@@ -309,11 +311,14 @@ class Engine:
 
         Raises:
             ValueError: a token that the model does not know, an empty prompt or answer, a negative
-                temperature, or a request that could never fit.
+                temperature, a seed that is no int32, or a request that could never fit.
         """
-        prompt = np.asarray(prompt, np.int32)
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"prompt has shape {prompt.shape}: it must be [length], not empty")
+        prompt = np.asarray(prompt)
+        if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):
+            raise ValueError(
+                f"prompt has shape {prompt.shape} and dtype {prompt.dtype}: it must be integers "
+                "[length], at least one"
+            )
         if prompt.min() < 0 or prompt.max() >= VOCABULARY:
             raise ValueError(
                 f"prompt has tokens from {prompt.min()} to {prompt.max()}: they must be in "
@@ -323,6 +328,8 @@ class Engine:
             raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         if not 0 <= temperature < np.inf:
             raise ValueError(f"temperature is {temperature}: it must be 0 or positive")
+        if not 0 <= seed < 2**31:
+            raise ValueError(f"seed is {seed}: it must be in [0, 2**31), as it is sent as int32")
         total = len(prompt) + max_new_tokens
         if total > self.max_context:
             raise ValueError(

@@ -323,7 +323,9 @@ def test_pages_that_a_cancelled_request_has_not_filled_are_not_shared(model):
 
 
 REFUSED = [
-    ({"prompt": [], "max_new_tokens": 4}, r"prompt has shape \(0,\): .* not empty"),
+    ({"prompt": [], "max_new_tokens": 4}, r"prompt has shape \(0,\) and .* at least one"),
+    ({"prompt": [0.5], "max_new_tokens": 4}, r"dtype float64: it must be integers \[length\]"),
+    ({"prompt": [1], "max_new_tokens": 4, "seed": 2**31}, r"seed is 2147483648: .* \[0, 2\*\*31\)"),
     ({"prompt": [3, 256], "max_new_tokens": 4}, r"from 3 to 256: they must be in \[0, 256\)"),
     ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
     ({"prompt": [1], "max_new_tokens": 4, "temperature": -1.0}, "temperature is -1.0: it must be"),
