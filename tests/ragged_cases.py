@@ -20,9 +20,9 @@ ROOM = PAGE * COLUMNS
 # (queries, keys) of each sequence: chunks with and without keys before them, a whole prompt, steps,
 # none, more queries than keys. The first two share pages.
 SEQUENCES = ((37, 80), (1, 128), (0, 30), (20, 20), (3, 3), (17, 120), (1, 1), (4, 70), (5, 2))
-SEQS = len(SEQUENCES) + 1  # there is room for one more, which holds nonsense
-TOKENS = sum(count for count, _ in SEQUENCES) + 8  # padding at the end
-SHARED = 3  # pages that the first two sequences have in common
+PADDING = 8  # rows at the end
+SHARED = 3  # most pages that the first two sequences have in common
+STARTS = {3: 5, 5: 70}  # padding on the left, by sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Mix:
     """A ragged call. `sides` are arrays that it has: "alibi", "sinks", "starts", "windows".
 
     `cache` is the dtype of the pages, that of q if None. With `shared`, values are columns of keys.
+    There is room for one sequence more, about which the arrays say nonsense.
     """
 
+    sequences: tuple[tuple[int, int], ...] = SEQUENCES
     N: int = 4
     K: int = 2
     H: int = 32
@@ -43,17 +45,22 @@ class Mix:
     step_tokens: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Number of rows of q."""
+        return sum(count for count, _ in self.sequences) + PADDING
+
     def draw(self, seed: int = 5):
         """Draws (q, keys, values or None, arguments), numpy arrays; NaN where nobody may look."""
         rng = np.random.default_rng(seed)
         normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-        count, length = np.array(SEQUENCES).T
-        number = COLUMNS * SEQS
-        table = rng.permutation(number).reshape(SEQS, COLUMNS)
-        table[1, :SHARED] = table[0, :SHARED]
-        # Sequences 3 and 5 have padding on the left.
-        starts = np.zeros(SEQS, np.int32)
-        starts[[3, 5]] = 5, 70
+        count, length = np.array(self.sequences).T
+        seqs = len(count) + 1
+        number = COLUMNS * seqs
+        table = rng.permutation(number).reshape(seqs, COLUMNS)
+        both = min(SHARED, *length[:2] // PAGE)
+        table[1, :both] = table[0, :both]
+        starts = np.array([STARTS.get(s, 0) for s in range(seqs)], np.int32)
         filled = np.zeros((number, PAGE), bool)
         for s, end in enumerate(length):
             key = np.arange(starts[s] if "starts" in self.sides else 0, end)
@@ -71,7 +78,7 @@ class Mix:
             for x in pages:
                 x[~filled] = np.nan
         pages = [x.astype(jnp.dtype(self.cache or self.dtype)) for x in pages]
-        q = normal(TOKENS, self.N, self.H).astype(jnp.dtype(self.dtype))
+        q = normal(self.tokens, self.N, self.H).astype(jnp.dtype(self.dtype))
         ends = np.cumsum([0, *count])
         q[ends[-1] :] = np.nan
         unused = np.arange(COLUMNS)[None] * PAGE >= np.append(length, 0)[:, None]
@@ -80,16 +87,16 @@ class Mix:
             "kv_lengths": np.append(length, 2**31 - 1).astype(np.int32),
             "page_table": table.astype(np.int32),
             "cu_q_lens": np.append(ends, -7).astype(np.int32),
-            "num_seqs": np.array([len(SEQUENCES)], np.int32),
+            "num_seqs": np.array([seqs - 1], np.int32),
         }
         if "alibi" in self.sides:
             arguments["alibi_slopes"] = rng.uniform(0.0, 0.2, self.N).astype(np.float32)
         if "sinks" in self.sides:
-            arguments["sinks"] = normal(SEQS, self.N)
+            arguments["sinks"] = normal(seqs, self.N)
         if "starts" in self.sides:
             arguments["kv_starts"] = starts
         if "windows" in self.sides:
-            arguments["window"] = np.array([3, 0, 4, 9, 1, 40, 2, 200, 7, 1], np.int32)
+            arguments["window"] = np.resize(np.int32([3, 0, 4, 9, 1, 40, 2, 200, 7, 1]), seqs)
         return q, pages[0], None if self.shared else pages[1], arguments
 
 
@@ -100,7 +107,7 @@ def rows(mix: Mix, q, k, v, arguments):
     q the rows of each sequence, filled up.
     """
     a = dict(arguments)
-    count = np.array([count for count, _ in SEQUENCES])
+    count = np.array([count for count, _ in mix.sequences])
     lengths, ends, table = (a.pop(x) for x in ("kv_lengths", "cu_q_lens", "page_table"))
     seqs, longest = a.pop("num_seqs")[0], max(count)
     scales = [a.pop(name, None) for name in ("k_scale", "v_scale")]
@@ -144,7 +151,7 @@ def assert_right(mix: Mix, drawn, found):
         exact, floors = (packed(*x) for x in both(*wide))
     o, lse = map(np.asarray, found)
     assert o.dtype == jnp.dtype(mix.dtype) and lse.dtype == np.float32
-    assert o.shape == (TOKENS, mix.N, mix.Hv) and lse.shape == (mix.N, TOKENS)
+    assert o.shape == (mix.tokens, mix.N, mix.Hv) and lse.shape == (mix.N, mix.tokens)
     assert (o[last:] == 0).all() and (lse[:, last:] == -np.inf).all()
     got = o[:last], lse[:, :last].T
     for each in zip(got, plain, exact, floors, strict=True):
