@@ -18,6 +18,8 @@ from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import decode as xla_decode
 from flash_pallas.backends.xla import ragged as xla_ragged
+from flash_pallas.core import ragged
+from flash_pallas.core.ragged import RaggedOperands
 from flash_pallas.frontend import dispatch
 
 from .interpreter import race_checked
@@ -137,6 +139,20 @@ def test_one_program_serves_every_mix():
     assert len(traces) == 1
 
 
+def test_integers_are_put_in_range():
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        draw = lambda *shape: jnp.asarray(rng.integers(-9, 60, shape), jnp.int32)
+        given = RaggedOperands(
+            Q, PAGES, PAGES, draw(6), jnp.zeros((6, 2), jnp.int32), draw(7), num_seqs=draw()
+        )
+        found = ragged.in_range(given)
+        ends, number = np.asarray(found.cu_q_lens), int(found.num_seqs)
+        assert ends.min() >= 0 and ends.max() <= len(Q) and (np.diff(ends) >= 0).all()
+        assert number == min(max(int(given.num_seqs), 0), 6) and (ends[number:] == ends[-1]).all()
+        np.testing.assert_array_equal(found.kv_lengths, np.clip(given.kv_lengths, 0, 2 * PAGE))
+
+
 def test_hostile_integers_read_nothing_else():
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.standard_normal((30, 2, 8)), jnp.float32)
@@ -163,8 +179,8 @@ def test_hostile_integers_read_nothing_else():
 def test_new_tokens_are_written_first(mix):
     q, k, v, arguments = mix.draw()
     ends, lengths, table = (arguments[x] for x in ("cu_q_lens", "kv_lengths", "page_table"))
-    lengths[[3, 7]] = 140, -5  # no room for the last 12 of 20 tokens, and no position at all
-    table[5, 7] = -1  # the last 8 of 17 tokens, at 112 to 119, have no page
+    lengths[[5, 7]] = 140, -5  # no room for the last 12 of 17 tokens, and no position at all
+    table[0, 4] = -1  # the last 16 of 37 tokens, at 64 to 79, have no page
     news = (
         np.random.default_rng(0).standard_normal((2, mix.tokens, mix.K, mix.H)).astype(np.float32)
     )
