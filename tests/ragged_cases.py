@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas import reference
+from flash_pallas import ragged_paged_attention, reference
 
 from . import checks
 from .test_decode import assert_close, terms
@@ -98,6 +98,36 @@ class Mix:
         if "windows" in self.sides:
             arguments["window"] = np.resize(np.int32([3, 0, 4, 9, 1, 40, 2, 200, 7, 1]), seqs)
         return q, pages[0], None if self.shared else pages[1], arguments
+
+
+MIXES = {
+    "one": Mix(),
+    "steps of four": Mix(step_tokens=4, sides=("sinks",), N=2, K=1),
+    "steps alone": Mix(step_tokens=16, dtype="bfloat16"),
+    "window": Mix(options=(("window", 9),), step_tokens=3, dtype="float16"),
+    "softcap": Mix(options=(("softcap", 2.0), ("scale", -0.7)), Hv=16),
+    "starts and windows": Mix(sides=("starts", "windows"), step_tokens=4),
+    "bfloat16": Mix(dtype="bfloat16", N=8, K=1, sides=("alibi",), options=(("num_splits", 3),)),
+    "int8": Mix(cache="int8", step_tokens=2),
+    "float8": Mix(cache="float8_e4m3fn", dtype="bfloat16"),
+    "latent": Mix(shared=True, K=1, Hv=16),
+    "latent float8": Mix(shared=True, Hv=24, cache="float8_e4m3fn", sides=("sinks",)),
+    "together": Mix(
+        step_tokens=3,
+        N=6,
+        Hv=48,
+        sides=("alibi", "sinks", "starts", "windows"),
+        options=(("softcap", 3.0), ("num_splits", 2)),
+    ),
+}
+
+
+def attend(mix: Mix, q, k, v, arguments, **options):
+    """Calls ragged_paged_attention as the mix says; returns (o, lse), and pages with new tokens."""
+    options |= dict(mix.options) | {"return_lse": True, "step_tokens": mix.step_tokens}
+    if mix.shared:
+        options["v_head_dim"] = mix.Hv
+    return ragged_paged_attention(q, k, v, **options, **arguments)
 
 
 def rows(mix: Mix, q, k, v, arguments):

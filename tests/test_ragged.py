@@ -23,7 +23,7 @@ from flash_pallas.core.ragged import RaggedOperands
 from flash_pallas.frontend import dispatch
 
 from .interpreter import race_checked
-from .ragged_cases import PAGE, ROOM, Mix, assert_right
+from .ragged_cases import MIXES, PAGE, ROOM, Mix, assert_right, attend
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -32,35 +32,6 @@ pytestmark = pytest.mark.usefixtures("quickly")
 def small_blocks(monkeypatch):
     monkeypatch.setattr(xla_decode, "BLOCK", 48)
     monkeypatch.setattr(xla_ragged, "BLOCK_Q", 16)
-
-
-MIXES = {
-    "one": Mix(),
-    "steps of four": Mix(step_tokens=4, sides=("sinks",), N=2, K=1),
-    "steps alone": Mix(step_tokens=16, dtype="bfloat16"),
-    "window": Mix(options=(("window", 9),), step_tokens=3, dtype="float16"),
-    "softcap": Mix(options=(("softcap", 2.0), ("scale", -0.7)), Hv=16),
-    "starts and windows": Mix(sides=("starts", "windows"), step_tokens=4),
-    "bfloat16": Mix(dtype="bfloat16", N=8, K=1, sides=("alibi",), options=(("num_splits", 3),)),
-    "int8": Mix(cache="int8", step_tokens=2),
-    "float8": Mix(cache="float8_e4m3fn", dtype="bfloat16"),
-    "latent": Mix(shared=True, K=1, Hv=16),
-    "latent float8": Mix(shared=True, Hv=24, cache="float8_e4m3fn", sides=("sinks",)),
-    "together": Mix(
-        step_tokens=3,
-        N=6,
-        Hv=48,
-        sides=("alibi", "sinks", "starts", "windows"),
-        options=(("softcap", 3.0), ("num_splits", 2)),
-    ),
-}
-
-
-def attend(mix: Mix, q, k, v, arguments):
-    options = dict(mix.options) | {"return_lse": True, "step_tokens": mix.step_tokens}
-    if mix.shared:
-        options["v_head_dim"] = mix.Hv
-    return fp.ragged_paged_attention(q, k, v, **options, **arguments)
 
 
 @pytest.mark.thorough(always=["one", "latent float8", "together"])
@@ -331,6 +302,8 @@ BAD: dict[str, tuple[tuple, dict[str, Any], type, str]] = {
     ),
     "new heads": ((), {"new_k": Q, "new_v": Q}, ValueError, r"must be \[tokens, heads, head_dim\]"),
     "unknown": ((), {"block_tables": 3}, TypeError, "did you mean 'page_table'"),
+    "flash-attn's": ((), {"cu_seqlens_q": 3}, TypeError, "did you mean 'cu_q_lens'"),
+    "the TPU's": ((), {"kv_pages": 3}, TypeError, "'kv_pages': k_pages and v_pages are two arrays"),
 }
 
 
@@ -391,6 +364,15 @@ def test_kernels_run_steps(name, monkeypatch):
     with race_checked():
         found = jax.jit(partial(attend, mix))(*given)
     assert_right(mix, drawn, found)
+
+
+def test_kernels_are_lowered_for_gpus(monkeypatch):
+    backends = {"portable": PortableBackend(capability="8.0", num_sms=108), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    mix = Mix(dtype="bfloat16", step_tokens=4)
+    given = jax.tree.map(jnp.asarray, mix.draw())
+    text = jax.jit(partial(attend, mix)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 def test_what_kernels_refuse(monkeypatch):
