@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .core import mesh_axes
+from .core import mesh_axes, ragged
 from .core.decode import QUANTISED
+from .core.ragged import RaggedOperands
 from .core.rope import apply_rope
 from .frontend.arguments import as_int32
 from .frontend.validate_decode import cache_scale
+from .frontend.validate_ragged import RaggedArguments, places_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -138,6 +141,124 @@ def append_kv(
     return mesh_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
 
 
+def append_ragged_kv(
+    pages: tuple[Float[Array, "P page_size K H"], Float[Array, "P page_size K Hv"] | None],
+    k: Float[Array, "tokens K H"],
+    v: Float[Array, "tokens K Hv"] | None = None,
+    *,
+    kv_lengths: Int[Array, " S"],
+    page_table: Int[Array, "S max_pages"],
+    cu_q_lens: Int[Array, " S+1"],
+    num_seqs: int | Int[Array, ""] | Int[Array, " 1"] | None = None,
+    k_scale: Float[Array, "*#P K"] | None = None,
+    v_scale: Float[Array, "*#P K"] | None = None,
+):
+    """Writes the packed new tokens of all sequences into their pages.
+
+    `ragged_paged_attention` does so itself where it gets them as `new_k` and `new_v`. Functional;
+    in place where the pages are donated.
+
+    Row cu_q_lens[s] + t of k and v is token t of the new ones of sequence s, of which the last
+    becomes key kv_lengths[s] - 1. Rows of no sequence are padding and are dropped, as are tokens
+    beyond the room of a sequence or before its first key, and those whose page has an id out of
+    range. Two sequences that share a page must not both write to it: copy it first.
+
+    Args:
+        pages: (keys [P, page_size, K, H], values [P, page_size, K, Hv]); None for the values where
+            they are columns of the keys.
+        k: keys [tokens, K, H] in the pages' dtype, or in any float dtype where there is a
+            `k_scale`.
+        v: values [tokens, K, Hv], of the same dtypes; None where the pages have none.
+        kv_lengths: int32 [S]: number of keys of each sequence, its new tokens included.
+        page_table: int32 [S, max_pages], as in `ragged_paged_attention`.
+        cu_q_lens: int32 [S + 1], likewise.
+        num_seqs: number of sequences, likewise.
+        k_scale: for pages in float8_e4m3fn or int8, as in `append_kv`: [K], or [P, K].
+        v_scale: the same for the values.
+
+    Returns:
+        The pair of pages, of the same shapes and dtypes.
+
+    Raises:
+        TypeError: no array, or another dtype than the pages'.
+        ValueError: shapes that do not fit together, or known integers out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import append_ragged_kv
+        >>> pages, k = jnp.zeros((4, 16, 1, 8)), jnp.ones((5, 1, 8))
+        >>> places = {"kv_lengths": jnp.array([3, 20]), "cu_q_lens": jnp.array([0, 3, 4])}
+        >>> table = jnp.array([[2, 0], [1, 3]])
+        >>> new, _ = append_ragged_kv((pages, pages), k, k, page_table=table, **places)
+        >>> new[:, :, 0, 0].sum(axis=1)
+        Array([0., 0., 3., 1.], dtype=float32)
+    """
+    places = RaggedArguments(kv_lengths, page_table, cu_q_lens, num_seqs)
+    scaled = dataclasses.replace(places, k_scale=k_scale, v_scale=v_scale)
+    return append_packed(_checked_pages(pages), (k, v), scaled, _PAGES)
+
+
+def append_packed(pages, new, a: RaggedArguments, names: dict[str, tuple[str, str]]):
+    """Computes `append_ragged_kv` of arguments that have other names there.
+
+    Args:
+        pages: (keys, values or None), arrays of rank 4.
+        new: (keys, values or None) of the new tokens.
+        a: says where they go, and has the scales.
+        names: by "k" and "v", the names of the new array and of the pages, for messages.
+
+    Returns:
+        The pair of pages.
+    """
+    old, (k, v) = _Pages(*pages), new
+    _check_values(old.v, v, names["v"])
+    scales = {}
+    for name, x, scale in (("k", k, a.k_scale), ("v", v, a.v_scale)):
+        whole, (new_name, old_name) = getattr(old, name), names[name]
+        if whole is None:
+            if scale is not None:
+                raise ValueError(
+                    f"{name}_scale is given and {old_name} is None: the values are columns of the "
+                    f"keys and have their scale; leave {name}_scale out"
+                )
+            continue
+        _check_dtype(new_name, x, scale, (old_name, whole.dtype))
+        if x.ndim != 3 or x.shape[1:] != whole.shape[2:]:
+            raise ValueError(
+                f"{new_name} has shape {x.shape}: it must be [tokens, heads, head_dim], with heads "
+                f"and head_dim {whole.shape[2:]} of {old_name}"
+            )
+        scales[name] = cache_scale(f"{name}_scale", scale, whole)
+    if v is not None and len(k) != len(v):
+        shapes = f"{names['k'][0]} has shape {k.shape} and {names['v'][0]} {v.shape}"
+        raise ValueError(f"{shapes}: each key needs its value")
+    places = places_of(a, len(k))
+    added = _New(k, v, None, places["page_table"], scales["k"], scales.get("v"))
+    old = jax.tree.map(jnp.asarray, old)
+    # As where one step's cache is the next one's operand: it stays cut as it is.
+    specs = jax.tree.map(mesh_axes.spec_of, old)
+    return tuple(mesh_axes.compiled_as_auto(_ragged_appended, (old, added, places), specs))
+
+
+_PAGES = {"k": ("k", "pages[0]"), "v": ("v", "pages[1]")}
+
+
+def _check_values(pages, v, names: tuple[str, str]):
+    """Checks that there are new values where there are pages of them."""
+    if (pages is None) == (v is None):
+        return
+    new_name, old_name = names
+    if v is None:
+        raise ValueError(
+            f"{new_name} is None and {old_name} has shape {pages.shape}: pass values of the new "
+            "tokens, or make pages without values, which are then columns of the keys"
+        )
+    raise ValueError(
+        f"{new_name} is given and {old_name} is None: its values are columns of the keys; leave "
+        f"{new_name} out"
+    )
+
+
 def gather_pages(
     pages: Float[Array, "P page_size K H"], page_table: Int[Array, "B max_pages"]
 ) -> Float[Array, "B S K H"]:
@@ -229,6 +350,13 @@ def _gathered(pages, page_table):
     return found.reshape(len(found), -1, *pages.shape[2:])
 
 
+class _Pages(NamedTuple):
+    """Keys and values of all sequences, in pages."""
+
+    k: Any
+    v: Any
+
+
 class _New(NamedTuple):
     """Arrays that `append_kv` adds, checked; scales are f32[1 or rows of the cache, K]."""
 
@@ -249,18 +377,36 @@ def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
     if new.lengths is not None:
         added = jnp.clip(jnp.asarray(new.lengths).astype(jnp.int32), 0, count)
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
-    where = _rows(place, room, old.k.shape, table)
+    entry = jnp.arange(len(place), dtype=jnp.int32)[:, None]
+    where = _rows(entry, place, room, old.k.shape, table)
     if rope_theta is not None:
         at = positions(old._replace(lengths=lengths), count)
         rotated = apply_rope(jnp.asarray(new.k), at, rope_theta)
         new = new._replace(k=rotated)
+    return _written(old, new, where)._replace(lengths=jnp.minimum(lengths + added, room))
+
+
+def _ragged_appended(old: _Pages, new: _New, places: dict[str, Any]) -> _Pages:
+    table, room = new.page_table, old.k.shape[1] * new.page_table.shape[1]
+    given = ragged.in_range(RaggedOperands(new.k, *old, **places))
+    of_row = ragged.places_of(given)
+    # Not clipped to the room: a token beyond it is to be dropped, not to be the last key.
+    lengths = jnp.maximum(places["kv_lengths"], 0)[of_row.seq]
+    place = lengths - given.cu_q_lens[of_row.seq + 1] + of_row.row
+    place = jnp.where(of_row.exists & (place >= 0), place, room)
+    where = _rows(of_row.seq, place, room, old.k.shape, table)
+    return _written(old, new, where)
+
+
+def _written(old, new: _New, where):
+    """Returns keys and values with the new ones written at these indices, those in bounds."""
     written = {}
     for name in ("k", "v"):
         whole, x, scale = getattr(old, name), getattr(new, name), getattr(new, f"{name}_scale")
         if whole is not None:
             x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
             written[name] = whole.at[where].set(x, mode="drop")
-    return old._replace(**written, lengths=jnp.minimum(lengths + added, room))
+    return old._replace(**written)
 
 
 def positions(cache, count: int):
@@ -270,22 +416,30 @@ def positions(cache, count: int):
     return found if starts is None else jnp.maximum(found - jnp.maximum(starts, 0)[:, None], 0)
 
 
-def _rows(place, room: int, shape, page_table):
-    """Returns indices into a cache of this shape, out of bounds if a token is to be dropped."""
+def _rows(entry, place, room: int, shape, page_table):
+    """Returns indices into a cache of this shape, out of bounds if a token is to be dropped.
+
+    Args:
+        entry: int32, the sequence of each token.
+        place: int32, its position; `room` for one to be dropped.
+        room: number of tokens that a sequence has room for.
+        shape: that of the cache.
+        page_table: int32[B, max_pages], or None.
+    """
     if page_table is None:
-        return jnp.arange(len(place), dtype=jnp.int32)[:, None], place
+        return entry, place
     num_pages, page_size = shape[:2]
     column = jnp.minimum(place // page_size, page_table.shape[1] - 1)
-    page = jnp.take_along_axis(page_table, column, axis=1)
+    page = page_table[entry, column]
     # A negative index would count from the end.
     exists = (place < room) & (page >= 0)
     return jnp.where(exists, page, num_pages), place % page_size
 
 
 def _quantised(x, scale, rows, dtype):
-    """Quantizes x [B, T, K, H] to the cache's dtype, divided by the scale of its row."""
+    """Quantizes x [..., K, H] to the cache's dtype, divided by the scale of its row."""
     scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
-    scale = jnp.broadcast_to(scale, x.shape[:3])[..., None]
+    scale = jnp.broadcast_to(scale, x.shape[:-1])[..., None]
     # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
     x = jnp.where(scale == 0, 0.0, jnp.asarray(x).astype(jnp.float32) / scale)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -300,6 +454,31 @@ def _check_rotates(theta, k):
         raise ValueError(f"rope_theta is {theta!r}: it must be None or a positive number")
     if not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize == 1:
         raise TypeError(f"k has dtype {k.dtype}: to be rotated by rope_theta it must be wider")
+
+
+def _checked_pages(pages) -> _Pages:
+    if not isinstance(pages, tuple) or len(pages) != 2:
+        raise TypeError(
+            f"pages must be a tuple (keys, values), got {type(pages).__name__}; values are None "
+            "where they are columns of the keys"
+        )
+    old = _Pages(*pages)
+    for name, x in zip(("keys", "values"), old, strict=True):
+        if name == "values" and x is None:
+            continue
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise TypeError(f"pages has {name} of type {type(x).__name__}: they must be an array")
+        if x.ndim != 4:
+            raise ValueError(
+                f"pages has {name} of shape {x.shape}: it must be [num_pages, page_size, heads, "
+                "head_dim]"
+            )
+    if old.v is not None and old.k.shape[:3] != old.v.shape[:3]:
+        raise ValueError(
+            f"pages has keys of shape {old.k.shape} and values {old.v.shape}: all but the head dim "
+            "must be the same"
+        )
+    return old
 
 
 def _checked_cache(cache) -> KVCache:
@@ -354,22 +533,29 @@ def _check_shared(cache: KVCache, v, v_scale, rope_theta):
 
 def _check_new(name: str, x, scale, cache, batch: int):
     """Checks that one of the new arrays fits the cache that it goes to."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    way_out = f"cast with {name}.astype(cache.{name}.dtype)"
-    wanted = x.dtype == cache.dtype
-    if cache.dtype.name in QUANTISED:
-        way_out = f"pass {name}_scale to have floats divided by it and rounded"
-        if scale is not None:
-            way_out = f"leave {name}_scale out for what has been divided by it"
-            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != cache.dtype
-    if not wanted:
-        raise TypeError(f"{name} has dtype {x.dtype} and the cache {cache.dtype}: {way_out}")
+    _check_dtype(name, x, scale, (f"cache.{name}", cache.dtype))
     if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != cache.shape[2:]:
         raise ValueError(
             f"{name} has shape {x.shape}: it must be [batch, tokens, heads, head_dim], with "
             f"{batch} sequences and heads and head_dim {cache.shape[2:]} of the cache"
         )
+
+
+def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
+    """Checks that a new array is one, of a dtype for a cache of this (name, dtype)."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    cache_name, dtype = cache
+    way_out = f"cast with {name}.astype({cache_name}.dtype)"
+    wanted = x.dtype == dtype
+    if dtype.name in QUANTISED:
+        argument = f"{name.removeprefix('new_')}_scale"
+        way_out = f"pass {argument} to have floats divided by it and rounded"
+        if scale is not None:
+            way_out = f"leave {argument} out for what has been divided by it"
+            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype
+    if not wanted:
+        raise TypeError(f"{name} has dtype {x.dtype} and the cache {dtype}: {way_out}")
 
 
 def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:

@@ -15,7 +15,7 @@ import pytest
 from flax import linen, nnx
 
 import flash_pallas as fp
-from flash_pallas import api, cache, decode, tuning
+from flash_pallas import api, cache, decode, ragged, tuning
 from flash_pallas.core import block_mask, rope
 from flash_pallas.frontend import dispatch, validate
 from flash_pallas.parallel import context, layout, setting
@@ -29,12 +29,14 @@ NAMES = [
     "Tuning",
     "UnsupportedByBackend",
     "append_kv",
+    "append_ragged_kv",
     "apply_rope",
     "autotune",
     "check_pages",
     "dot_product_attention",
     "explain",
     "explain_decode",
+    "explain_ragged",
     "explain_varlen",
     "flash_attention",
     "flash_attention_varlen",
@@ -42,16 +44,19 @@ NAMES = [
     "flash_attention_with_max_logit",
     "flash_decode",
     "gather_pages",
+    "ragged_paged_attention",
     "save_attention",
 ]
 DELEGATING = ["autotune", "explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
 FUNCTIONS = [
     "append_kv",
+    "append_ragged_kv",
     "apply_rope",
     "dot_product_attention",
     "flash_attention",
     "flash_attention_varlen",
     "flash_decode",
+    "ragged_paged_attention",
     *DELEGATING,
 ]
 
@@ -84,10 +89,11 @@ def test_classes_are_documented(name):
 EXAMPLES = [
     (api, 10),
     (block_mask, 11),
-    (cache, 10),
+    (cache, 15),
     (context, 4),
     (decode, 8),
     (layout, 8),
+    (ragged, 9),
     (rope, 3),
     (setting, 6),
     (tuning, 4),
@@ -114,8 +120,12 @@ def test_one_signature():
 
 @pytest.mark.parametrize(
     "functions",
-    [(fp.explain_decode, fp.flash_decode), (fp.explain_varlen, fp.flash_attention_varlen)],
-    ids=["decode", "varlen"],
+    [
+        (fp.explain_decode, fp.flash_decode),
+        (fp.explain_ragged, fp.ragged_paged_attention),
+        (fp.explain_varlen, fp.flash_attention_varlen),
+    ],
+    ids=["decode", "ragged", "varlen"],
 )
 def test_explain_has_the_arguments_of_what_it_explains(functions):
     told, called = (dict(inspect.signature(f).parameters) for f in functions)

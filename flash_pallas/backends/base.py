@@ -14,6 +14,7 @@ from ..core.problem import (
     Problem,
     Tangents,
 )
+from ..core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 
 
 class UnsupportedByBackend(NotImplementedError):
@@ -70,7 +71,7 @@ class Backend(Protocol):
         """True if `backward` reads `o` and `dlse` and computes delta itself, which others get."""
         ...
 
-    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None if "auto" may take this backend here; else one sentence saying why not."""
         ...
 
@@ -199,5 +200,21 @@ class Backend(Protocol):
 
         The backend clips lengths and page ids, as `DecodeOperands` says. Returns o [B, T, N, Hv] in
         q's dtype and lse_log2 f32[B, N, T], the same bits in every run.
+        """
+        ...
+
+    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+        """Returns None if this backend runs `problem` here; else one sentence saying why not."""
+        ...
+
+    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+        """Returns how `problem` would run. Not called where `unsupported_ragged` has a reason."""
+        ...
+
+    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+        """Computes ragged attention over pages; see core.ragged.attend.
+
+        Returns o [tokens, N, Hv] in q's dtype, and lse_log2 and shift f32[N, tokens], the same bits
+        in every run; rows of no sequence are those of a query without keys.
         """
         ...

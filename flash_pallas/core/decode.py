@@ -23,6 +23,11 @@ MAX_SPLITS = 128
 # A window of so many keys hides none: positions and lengths are at most as large. Positions are at
 # least -2**30, so that the difference fits int32.
 UNBOUNDED = 2**30
+# Why kernels pass over a call whose spec has another v_first than 0.
+VALUES_BEHIND_KEYS = (
+    "reads no values that lie behind the keys in one array, and to split it copies the cache: keep "
+    "them in two arrays"
+)
 QUANTISED = ("float8_e4m3fn", "int8")  # dtypes of a cache that q may not have
 
 
@@ -38,8 +43,10 @@ class DecodeSpec:
         num_splits: number of ranges in which the keys are read; None leaves it to the backend.
         page_size: keys per page; None for a contiguous cache.
         block_size: keys per block of DecodeOperands.kv_blocks; None without them.
-        v_columns: number of columns of the keys, the first ones, that are the values, where there
-            is no DecodeOperands.v.
+        v_columns: number of columns of `DecodeOperands.k` that are the values, where there is no
+            DecodeOperands.v.
+        v_first: the first of these columns; the keys are the first head_dim columns. Only xla
+            takes another than 0.
     """
 
     scale: float
@@ -49,6 +56,7 @@ class DecodeSpec:
     page_size: int | None = None
     block_size: int | None = None
     v_columns: int | None = None
+    v_first: int = 0
 
     @property
     def mask(self) -> Mask:
@@ -75,7 +83,7 @@ class DecodeOperands(NamedTuple):
 
     q: Any  # [B, T, N, H], 1 <= T <= MAX_TOKENS
     k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
-    # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]; None: the first columns of k
+    # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]; None: columns of k, by the spec
     v: Any
     kv_lengths: Any  # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, kv_len]
     q_offset: Any  # int32[B]; None: the last query is the last key
@@ -84,7 +92,7 @@ class DecodeOperands(NamedTuple):
     alibi_slopes: Any = None  # f32[B, N]
     # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
     k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
-    v_scale: Any = None  # likewise, of v; None without v, whose scale is that of k
+    v_scale: Any = None  # likewise, of v; without v None is that of k
     kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
     window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
     kv_blocks: Any = None  # int32[B, 1 or K, M], blocks that the only query of an entry reads

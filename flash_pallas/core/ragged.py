@@ -10,6 +10,7 @@ size is one compiled program.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,6 +82,21 @@ class RaggedProblem:
         return self.tokens > self.steps.q_len
 
 
+@dataclasses.dataclass(frozen=True)
+class RaggedBlocks:
+    """Tile sizes of a ragged call.
+
+    Attributes:
+        steps: those of the decode call of all steps, from the backend's `decode_blocks`.
+        chunks: those of chunks of prompts; None where there can be none.
+        chunks_on: name of the backend whose code runs the chunks.
+    """
+
+    steps: Any
+    chunks: Any
+    chunks_on: str
+
+
 class Rows(NamedTuple):
     """Rows of q of each sequence, int32[S]; both 0 for a sequence that is not there."""
 
@@ -94,8 +110,32 @@ def describe(operands: RaggedOperands, spec: RaggedSpec) -> RaggedProblem:
     q = jax.ShapeDtypeStruct(shape, operands.q.dtype)
     return RaggedProblem(
         tokens=operands.q.shape[0],
-        steps=decode.describe(_as_decode(operands, q), spec.decode),
+        steps=decode.describe(decode_operands(operands, q), spec.decode),
     )
+
+
+def attend(
+    decode: Callable[[DecodeOperands], Outputs],
+    chunks: Callable[[RaggedProblem, RaggedOperands], Outputs],
+    spec: RaggedSpec,
+    operands: RaggedOperands,
+) -> Outputs:
+    """Computes a ragged call from what a backend has for steps and for chunks.
+
+    Args:
+        decode: decodes the operands of `as_steps`.
+        chunks: computes the rows of sequences with more queries than a step, of operands
+            `in_range`, as `join` takes them. Not called where there can be none.
+        spec: static parameters.
+        operands: the arrays of the call.
+
+    Returns:
+        Outputs of all rows: o [tokens, N, Hv], lse_log2 and shift [N, tokens].
+    """
+    operands = in_range(operands)
+    problem = describe(operands, spec)
+    found = chunks(problem, operands) if problem.has_chunks else None
+    return join(spec, operands, decode(as_steps(spec, operands)), found)
 
 
 def in_range(operands: RaggedOperands) -> RaggedOperands:
@@ -107,8 +147,7 @@ def in_range(operands: RaggedOperands) -> RaggedOperands:
     room = operands.page_table.shape[1] * operands.k.shape[1]
     num_seqs = jnp.clip(operands.num_seqs, 0, seqs)
     ends = lax.cummax(jnp.clip(operands.cu_q_lens, 0, tokens))
-    last = ends[num_seqs]
-    ends = jnp.where(jnp.arange(seqs + 1) <= num_seqs, ends, last)
+    ends = ends[jnp.minimum(jnp.arange(seqs + 1, dtype=jnp.int32), num_seqs)]
     return operands._replace(
         kv_lengths=jnp.clip(operands.kv_lengths, 0, room), cu_q_lens=ends, num_seqs=num_seqs
     )
@@ -133,13 +172,13 @@ def as_steps(spec: RaggedSpec, operands: RaggedOperands) -> DecodeOperands:
     """
     number = spec.step_tokens
     rows = rows_of(operands, least=1, most=number)
-    place = (rows.first + rows.count)[:, None] - number + jnp.arange(number, dtype=jnp.int32)
+    place = (rows.first + rows.count)[:, None] + jnp.arange(-number, 0, dtype=jnp.int32)[None]
     q = jnp.take(operands.q, place, axis=0, mode="clip")
-    steps = _as_decode(operands, q)
+    steps = decode_operands(operands, q)
     return steps._replace(kv_lengths=jnp.where(rows.count > 0, operands.kv_lengths, 0))
 
 
-def _as_decode(operands: RaggedOperands, q) -> DecodeOperands:
+def decode_operands(operands: RaggedOperands, q) -> DecodeOperands:
     """Returns the operands of a decode call with these queries of every sequence."""
     return DecodeOperands(
         q,
@@ -168,23 +207,39 @@ def join(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Out
             may hold anything. None where there can be none.
     """
     number, ends = spec.step_tokens, operands.cu_q_lens
-    row = jnp.arange(operands.q.shape[0], dtype=jnp.int32)
-    # The last sequence that starts at the row or before, among those with queries.
-    seq = jnp.searchsorted(ends[1:], row, side="right").astype(jnp.int32)
-    seq = jnp.minimum(seq, len(ends) - 2)
-    exists = row < ends[-1]
+    places = places_of(operands)
+    seq, exists = places.seq, places.exists
     is_step = exists & (ends[seq + 1] - ends[seq] <= number)
-    token = jnp.clip(row - ends[seq + 1] + number, 0, number - 1)
+    token = jnp.clip(places.row - ends[seq + 1] + number, 0, number - 1)
     of_step = lambda x: jnp.moveaxis(x, 2, 1)[seq, token].T
     shift = jnp.zeros_like(steps.lse_log2) if steps.shift is None else steps.shift
     o, lse, shift = steps.o[seq, token], of_step(steps.lse_log2), of_step(shift)
-    nothing = Outputs(jnp.zeros_like(o), jnp.full_like(lse, EMPTY_ROW), jnp.zeros_like(shift))
-    others = nothing
+    others = nothing = (jnp.zeros_like(o), jnp.full_like(lse, EMPTY_ROW), jnp.zeros_like(shift))
     if chunks is not None:
-        given = chunks.o, chunks.lse_log2, nothing.shift if chunks.shift is None else chunks.shift
-        others = [_where(exists, x, none) for x, none in zip(given, nothing, strict=False)]
-    found = zip((o, lse, shift), others, strict=False)
+        given = chunks.o, chunks.lse_log2, nothing[2] if chunks.shift is None else chunks.shift
+        others = [_where(exists, x, none) for x, none in zip(given, nothing, strict=True)]
+    found = zip((o, lse, shift), others, strict=True)
     return Outputs(*(_where(is_step, x, other) for x, other in found))
+
+
+class Places(NamedTuple):
+    """The sequence of each row of q; int32[tokens] each, bool for `exists`."""
+
+    row: Any  # its own number
+    seq: Any  # in [0, S), whether the row exists or not
+    exists: Any  # False for padding, rows of no sequence
+
+
+def places_of(operands: RaggedOperands) -> Places:
+    """Returns the sequence of each row of q, of operands `in_range`."""
+    ends = operands.cu_q_lens
+    row = jnp.arange(operands.q.shape[0], dtype=jnp.int32)
+    # Up to 2**24 comparisons one kernel is faster than the steps of a binary search.
+    method = "compare_all" if len(ends) * len(row) <= 1 << 24 else "scan"
+    # The last sequence that starts at the row or before, among those with queries.
+    seq = jnp.searchsorted(ends[1:], row, side="right", method=method).astype(jnp.int32)
+    exists = (row >= ends[0]) & (row < ends[-1])
+    return Places(row, jnp.minimum(seq, len(ends) - 2), exists)
 
 
 def _where(rows, x, other):

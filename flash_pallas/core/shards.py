@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from . import mesh_axes, softmax
 from .decode import DecodeOperands
 from .problem import Grads, Operands
+from .ragged import RaggedOperands
 from .scores import MARKS
 
 # The axes of every array: b batch, n query heads, k key heads, "." one that is never cut. B is the
@@ -40,6 +41,16 @@ PLACES = {
 }
 # Pages belong to all sequences, so nothing of the batch cuts them.
 PAGES = {**dict.fromkeys(("k", "v"), "..k."), **dict.fromkeys(("k_scale", "v_scale"), ".k")}
+
+
+# Packed queries, with an axis of 1 in front, belong to all sequences too.
+PACKED = {
+    "q": "..n.",
+    "page_table": "..",
+    **dict.fromkeys(("kv_lengths", "cu_q_lens", "kv_starts", "window_left"), "."),
+    "num_seqs": "",
+    **dict.fromkeys(("sinks", "alibi_slopes"), ".n"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +76,7 @@ class Shards:
         other of batch and heads if it divides that, and else nothing.
 
         Args:
-            whole: Operands or DecodeOperands.
+            whole: Operands, DecodeOperands, or RaggedOperands with q [1, tokens, N, H].
             cuts: the mesh axes that shard each axis of q, of k and of v.
             sizes: sizes of all mesh axes, by name.
 
@@ -194,7 +205,9 @@ class Shards:
 
 
 def _places(operands) -> dict[str, str]:
-    """Returns PLACES, updated by PAGES if the operands have a paged cache."""
+    """Returns PLACES, updated by PAGES if the operands have a paged cache, and by PACKED."""
+    if isinstance(operands, RaggedOperands):
+        return PLACES | PAGES | PACKED
     paged = isinstance(operands, DecodeOperands) and operands.page_table is not None
     return PLACES | PAGES if paged else PLACES
 

@@ -27,6 +27,7 @@ from ..backends.xla import XlaBackend
 from ..core import block_mask
 from ..core.decode import DecodeProblem
 from ..core.problem import EXTRA_GRADS, Problem
+from ..core.ragged import RaggedBlocks, RaggedProblem
 
 # --- Choice of the backend that runs a call. Every UnsupportedByBackend is raised here ------------
 
@@ -39,11 +40,13 @@ BACKENDS: dict[str, Backend] = {
 
 AUTO = "auto"
 
+AnyProblem = Problem | DecodeProblem | RaggedProblem
+
 _log = logging.getLogger("flash_pallas")
 
 
 def select(
-    problem: Problem | DecodeProblem,
+    problem: AnyProblem,
     name: str,
     device: Device | None = None,
     platform: str | None = None,
@@ -51,7 +54,7 @@ def select(
     """Returns the backend that runs `problem`.
 
     Args:
-        problem: the shapes, of attention or of decoding.
+        problem: the shapes, of attention, of decoding or of ragged attention.
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
         device: the GPU to answer for; None is the one here.
@@ -192,7 +195,7 @@ class Explanation:
         orders: what runs for tangents and for second derivatives, where differentiable is "any".
     """
 
-    problem: Problem | DecodeProblem
+    problem: AnyProblem
     backend: str
     blocks: Any
     reasons: dict[str, str]
@@ -202,14 +205,19 @@ class Explanation:
     orders: str | None = None
 
     def __str__(self) -> str:
-        p = self.problem
+        whole = p = self.problem
+        if isinstance(whole, RaggedProblem):
+            p = whole.steps
         function, rows, length = "flash_attention", p.batch, p.kv_len
+        queries = f"{p.batch}, {p.q_len}"
         if isinstance(p, DecodeProblem):
             function = "flash_decode"
             if p.num_pages is not None:
                 rows, length = p.num_pages, p.spec.page_size
+        if isinstance(whole, RaggedProblem):
+            function, queries = "ragged_paged_attention", f"{whole.tokens}"
         lines = [
-            f"{function} on q [{p.batch}, {p.q_len}, {p.q_heads}, {p.head_dim}], "
+            f"{function} on q [{queries}, {p.q_heads}, {p.head_dim}], "
             f"k [{rows}, {length}, {p.kv_heads}, {p.head_dim}], "
             f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}"
             + (f", on {self.gpu}" if self.gpu else ""),
@@ -228,7 +236,7 @@ class Explanation:
 
 
 def explanation(
-    problem: Problem | DecodeProblem,
+    problem: AnyProblem,
     name: str,
     override: dict[str, Any] | None = None,
     gpu: str | None = None,
@@ -250,7 +258,8 @@ def explanation(
     check_name(name)
     there = device_of(gpu)
     kind = None if there is None else there.kind
-    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+    ragged = isinstance(problem, RaggedProblem)  # none of its sizes is 0
+    if not ragged and 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons = dict.fromkeys(BACKENDS, "there is no query or no key, so nothing to compute")
         return Explanation(problem, "none", None, reasons, gpu=kind)
     if there is not None:
@@ -270,10 +279,21 @@ def explanation(
     if isinstance(problem, DecodeProblem):
         tile = chosen.decode_blocks(problem)
         return Explanation(problem, chosen.name, tile, reasons, gpu=kind)
+    if isinstance(problem, RaggedProblem):
+        tile = chosen.ragged_blocks(problem)
+        note = _of_chunks(chosen, tile)
+        return Explanation(problem, chosen.name, tile, reasons, gpu=kind, note=note)
     tile = tiles(chosen, problem, override, kind)
     sources = {} if tile is None else _sources(chosen, problem, override, kind)
     orders = _orders(chosen, problem, tile) if problem.spec.differentiable == "any" else None
     return Explanation(problem, chosen.name, tile, reasons, sources, kind, chosen.note, orders)
+
+
+def _of_chunks(chosen: Backend, blocks: RaggedBlocks) -> str | None:
+    """Says what runs chunks of prompts where it is no kernel of the chosen backend."""
+    if blocks.chunks_on == chosen.name:
+        return None
+    return f"a kernel for steps alone: chunks of prompts run on {blocks.chunks_on}"
 
 
 def _orders(chosen: Backend, problem: Problem, tile: Any) -> str:
@@ -312,9 +332,7 @@ def check_name(name):
         raise ValueError(f"backend is {name!r}: choose one of {', '.join(map(repr, choices))}")
 
 
-def _refusal(
-    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
-) -> str | None:
+def _refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) -> str | None:
     default = jax.default_backend()
     if platform not in (None, default) and backend.name != XlaBackend.name:
         return (
@@ -322,12 +340,12 @@ def _refusal(
         )
     if isinstance(problem, DecodeProblem):
         return backend.unsupported_decode(problem)
+    if isinstance(problem, RaggedProblem):
+        return backend.unsupported_ragged(problem)
     return backend.unsupported(problem)
 
 
-def _passed_over(
-    backend: Backend, problem: Problem | DecodeProblem, platform: str | None = None
-) -> str | None:
+def _passed_over(backend: Backend, problem: AnyProblem, platform: str | None = None) -> str | None:
     """Returns why "auto" does not take a backend, or None."""
     return _refusal(backend, problem, platform) or backend.not_automatic(problem)
 

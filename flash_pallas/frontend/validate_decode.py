@@ -49,13 +49,13 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     a = arguments
     q, k = (validate.as_array(name, x) for name, x in (("q", q), ("k", k)))
     v = None if v is None else validate.as_array("v", v)
-    columns = _v_columns(a, k, v)
-    _check_dtypes(q, k, k if v is None else v)
+    columns = v_columns(a.v_head_dim, a.v_scale, k, v)
+    check_dtypes(q, k, k if v is None else v)
     table = None if a.page_table is None else _page_table(a.page_table, len(q) if q.ndim else 0)
     _check_shapes(q, k, k if v is None else v, paged=table is not None)
     page_size, kv_len = None, k.shape[1]
     if table is not None:
-        page_size, kv_len = _page_size(k), table.shape[1] * k.shape[1]
+        page_size, kv_len = known_page_size(k), table.shape[1] * k.shape[1]
         if a.kv_lengths is None:
             raise ValueError(
                 "kv_lengths is None and page_table is given: pass how many keys each sequence has, "
@@ -65,14 +65,14 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
     lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
-    left, window_left = _window(a.window, sizes)
+    left, window_left = window_sides(a.window, sizes)
     chosen, block_size = _kv_blocks(a, q, k, page_size)
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
         window_left=left,
         softcap=checks.valid_softcap(a.softcap),
-        num_splits=_num_splits(a.num_splits),
+        num_splits=known_splits(a.num_splits),
         page_size=page_size,
         block_size=block_size,
         v_columns=columns,
@@ -120,9 +120,8 @@ def cache_scale(name: str, value, cache):
     return value.astype(jnp.float32).reshape(-1, heads)
 
 
-def _v_columns(a: DecodeArguments, k, v) -> int | None:
+def v_columns(size, v_scale, k, v) -> int | None:
     """Checks v_head_dim; returns how many columns of the keys are the values, None where v is."""
-    size = a.v_head_dim
     if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer))):
         raise TypeError(
             f"v_head_dim is {size!r}: it must be an int, the number of columns of k that are the "
@@ -135,7 +134,7 @@ def _v_columns(a: DecodeArguments, k, v) -> int | None:
                 "that are the values; leave v out to have them read there, or leave v_head_dim out"
             )
         return None
-    if a.v_scale is not None:
+    if v_scale is not None:
         raise ValueError(
             "v_scale is given and v is None: the values are columns of k and have its k_scale; "
             "leave v_scale out"
@@ -149,7 +148,7 @@ def _v_columns(a: DecodeArguments, k, v) -> int | None:
     return widest if size is None else int(size)
 
 
-def _check_dtypes(q, k, v):
+def check_dtypes(q, k, v):
     """Checks for one floating dtype, or a cache in one of QUANTISED."""
     if k.dtype == v.dtype and k.dtype.name in QUANTISED:
         k = v = q
@@ -191,7 +190,12 @@ def _page_table(value, batch: int):
     return value
 
 
-def _page_size(k) -> int:
+def known_page_size(k) -> int:
+    """Returns the number of keys of a page.
+
+    Raises:
+        ValueError: none of PAGE_SIZES.
+    """
     size = k.shape[1]
     if size not in PAGE_SIZES:
         raise ValueError(
@@ -250,7 +254,8 @@ def _block_size(value, length: int, page_size: int | None) -> int:
     return int(size)
 
 
-def _num_splits(value) -> int | None:
+def known_splits(value) -> int | None:
+    """Checks num_splits; returns None for "auto"."""
     if isinstance(value, str) and value == AUTO:
         return None
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -263,7 +268,7 @@ def _num_splits(value) -> int | None:
     return number
 
 
-def _window(window, sizes: checks.Sizes):
+def window_sides(window, sizes: checks.Sizes):
     """Returns (left side, None) of a window that is known now, (None, int32[B]) of an array."""
     left, _ = checks.band(True, window)
     return (None, checks.window_side(left, sizes)) if checks.is_array(left) else (left, None)

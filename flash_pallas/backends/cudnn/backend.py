@@ -29,6 +29,7 @@ from ...core.problem import (
     Problem,
     describe,
 )
+from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ..base import NoSecondOrder, NoTangents
 from . import empty_rows, residuals
 
@@ -80,7 +81,7 @@ class CudnnBackend(NoTangents, NoSecondOrder):
     partitionable = True
     reads_output = True
 
-    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.
 
         cuDNN's backward takes P from one float32 log-sum-exp: with a bias of -1e7 that has no
@@ -188,6 +189,18 @@ class CudnnBackend(NoTangents, NoSecondOrder):
     def decode(self, spec: DecodeSpec, blocks: None, operands: DecodeOperands) -> Outputs:
         """Raises: nothing is decoded here."""
         raise NotImplementedError("backend 'cudnn' does not decode")
+
+    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+        """Returns why cuDNN does not: jax.nn has no caches."""
+        return "reads no pages: jax.nn.dot_product_attention takes no cache"
+
+    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+        """Raises: no pages are read here."""
+        raise NotImplementedError(self.unsupported_ragged(problem))
+
+    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+        """Raises: no pages are read here."""
+        raise NotImplementedError("backend 'cudnn' reads no pages")
 
     def _device_reason(self, capability: str) -> str | None:
         if self.capability is None and jax.default_backend() != "gpu":

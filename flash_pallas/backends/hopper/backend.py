@@ -24,6 +24,8 @@ from ...core.problem import (
     Tangents,
     describe,
 )
+from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
+from ...core.ragged import attend as attend_ragged
 from ..gpu.launch import MOST_BARRIERS, refusal
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
@@ -103,7 +105,7 @@ class HopperBackend:
         """
         return not self.interpret
 
-    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
 
@@ -235,6 +237,25 @@ class HopperBackend:
     def decode(self, spec: DecodeSpec, blocks: DecodeBlocks, operands: DecodeOperands) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
+
+    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+        """Returns why the kernels cannot run `problem` here, or None."""
+        if reason := self.unsupported_decode(problem.steps):
+            return reason
+        return "has no kernel for chunks of prompts yet" if problem.has_chunks else None
+
+    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+        """Returns the blocks of the decode kernel for steps."""
+        return RaggedBlocks(self.decode_blocks(problem.steps), None, self.name)
+
+    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+        """Computes steps with the decode kernel."""
+        steps = functools.partial(self.decode, spec.decode, blocks.steps)
+        return attend_ragged(steps, self._chunks, spec, operands)
+
+    def _chunks(self, problem: RaggedProblem, operands: RaggedOperands) -> Outputs:
+        """Raises, as `unsupported_ragged` says that nobody may call it."""
+        raise AssertionError("this backend has no kernel for chunks of prompts")
 
 
 def _device_reason(capability: str | None) -> str | None:

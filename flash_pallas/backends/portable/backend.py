@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,8 +23,11 @@ from ...core.problem import (
     Tangents,
     describe,
 )
+from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
+from ...core.ragged import attend as attend_ragged
 from ..base import NoSecondOrder
 from ..gpu.launch import refusal
+from ..xla import ragged as xla_ragged
 from . import tiling
 from . import tiling as tiles
 from .backward.base import BackwardArrays
@@ -62,7 +66,7 @@ class PortableBackend(NoSecondOrder):
         """False under the interpreter, whose callbacks the partitioner would drop."""
         return not self.interpret
 
-    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
 
@@ -159,6 +163,20 @@ class PortableBackend(NoSecondOrder):
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
+
+    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+        """Returns why the decode kernel cannot run the steps of `problem` here, or None."""
+        return self.unsupported_decode(problem.steps)
+
+    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+        """Returns the blocks of the decode kernel for steps, and those of jnp for chunks."""
+        blocks = xla_ragged.choose_blocks(problem)
+        return dataclasses.replace(blocks, steps=self.decode_blocks(problem.steps))
+
+    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+        """Computes steps with the decode kernel, and chunks of prompts in jnp."""
+        steps = partial(self.decode, spec.decode, blocks.steps)
+        return attend_ragged(steps, partial(xla_ragged.chunks, blocks.chunks), spec, operands)
 
 
 def _head_dim(size: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...core.decode import MAX_SPLITS, DecodeProblem
+from ...core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
 from ..gpu import auxiliary_arrays
@@ -945,6 +945,8 @@ def unsupported(problem: DecodeProblem, shared: int) -> str | None:
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
     if problem.quantised:
         return f"reads caches in the dtype of q, {problem.dtype}, not in {problem.kv_dtype}"
+    if problem.spec.v_first:
+        return VALUES_BEHIND_KEYS
     head_dims = problem.head_dim, problem.v_head_dim
     for name, width, most in zip(("q and k", "v"), head_dims, WIDEST_DECODED, strict=True):
         if width > most:

@@ -27,8 +27,10 @@ from ...core.problem import (
     Problem,
     describe,
 )
+from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
+from ...core.ragged import attend as attend_ragged
 from ..base import NoSecondOrder, NoTangents
-from . import decode, list_rows, online
+from . import decode, list_rows, online, ragged
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
 from .tiles import Tiles
@@ -61,7 +63,7 @@ class XlaBackend(NoTangents, NoSecondOrder):
     reads_output = False
     partitionable = True
 
-    def not_automatic(self, problem: Problem | DecodeProblem) -> str | None:
+    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
 
@@ -130,6 +132,20 @@ class XlaBackend(NoTangents, NoSecondOrder):
     ) -> Outputs:
         """Computes attention to a cache; scalars and partial results as in `forward`."""
         return decode.attend(spec, blocks, operands)
+
+    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+        """Returns None: it takes every problem."""
+        return None
+
+    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+        """Returns blocks of keys as of decoding, and tiles of queries of chunks."""
+        return ragged.choose_blocks(problem)
+
+    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+        """Computes ragged attention over pages; scalars as in `forward`."""
+        steps = partial(self.decode, spec.decode, blocks.steps)
+        chunks = partial(ragged.chunks, blocks.chunks)
+        return attend_ragged(steps, chunks, spec, operands)
 
 
 def _tile(problem: Problem) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     )
     tiles, q = Tiles.of(grid, sides), grid.split_q(operands.q)[0]
     ranges = _split(grid.kv_steps(sides).ranges[0], -(-problem.kv_len // blocks.block_kv), blocks)
-    o, lse_log2, shift = lax.map(partial(_range, tiles, operands, q), ranges)
+    o, lse_log2, shift = lax.map(partial(_range, tiles, operands, spec.v_first, q), ranges)
     sinks = online.per_row(operands.sinks, shift[0])
     o, *rows = softmax.merge(o, lse_log2, shift, sinks, problem.unit)
     o, rows = grid.join_q(o[None]).astype(dtype), [grid.join_rows(x[None]) for x in rows]
@@ -131,19 +131,22 @@ def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
     return jnp.clip(ends, found[0], found[1])
 
 
-def _range(tiles: Tiles, operands: DecodeOperands, q, blocks_of_keys):
+def _range(tiles: Tiles, operands: DecodeOperands, v_first: int, q, blocks_of_keys):
     """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
     grid, heads = tiles.grid, tiles.grid.problem.kv_heads
-    v_head_dim = grid.problem.v_head_dim
+    head_dim, v_head_dim = grid.problem.head_dim, grid.problem.v_head_dim
+    v_columns = slice(v_first, v_first + v_head_dim)
 
     def step(kv_block, seen):
         place = kv_block * grid.blocks.block_kv + jnp.arange(grid.blocks.block_kv, dtype=jnp.int32)
-        found = lambda x, scale: _scaled(
-            _gather(x, operands.page_table, place, heads), scale, operands, place, heads
-        )
-        k = found(operands.k, operands.k_scale)
-        shared = operands.v is None
-        v = k[..., :v_head_dim] if shared else found(operands.v, operands.v_scale)
+        gathered = lambda x: _gather(x, operands.page_table, place, heads)
+        scaled = lambda x, scale: _scaled(x, scale, operands, place, heads)
+        k, v_scale = gathered(operands.k), operands.v_scale
+        if operands.v is None:
+            v, v_scale = k[..., v_columns], operands.k_scale if v_scale is None else v_scale
+        else:
+            v = gathered(operands.v)
+        k, v = scaled(k[..., :head_dim], operands.k_scale), scaled(v, v_scale)
         # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
         if operands.kv_starts is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core.decode import MAX_SPLITS, DecodeProblem
+from ....core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ....core.integers import round_up
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ..common.pipeline import SMEM_LIMIT, row_buffer, swizzles, tile_buffer
@@ -229,6 +229,8 @@ def unsupported(problem: DecodeProblem) -> str | None:
     """Returns why the kernel does not take this problem, or None if it does."""
     if problem.dtype.name not in ("bfloat16", "float16"):
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
+    if problem.spec.v_first:
+        return VALUES_BEHIND_KEYS
     scaled = "page_scales" in problem.features
     if problem.dtype.name == "float16" and scaled and not takes_upright(problem):
         return (

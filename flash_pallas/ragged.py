@@ -1,0 +1,336 @@
+"""Public functions of ragged attention: prompts and steps of decoding together, over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from .backends.base import Backend
+from .cache import append_packed
+from .core import mesh_axes, ragged, softmax, undifferentiable
+from .core.problem import Outputs
+from .core.ragged import RaggedOperands, RaggedSpec
+from .frontend import arguments as checks
+from .frontend import dispatch, validate, validate_ragged
+from .frontend.dispatch import Explanation
+from .frontend.validate import suggested
+from .frontend.validate_ragged import RaggedArguments
+from .transforms import derivatives, sharding
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from .api import AnyArray, Shaped
+
+
+@suggested
+def ragged_paged_attention(
+    q: Float[Array, "tokens N H"],
+    k_pages: Float[Array, "P page_size K H"],
+    v_pages: Float[Array, "P page_size K Hv"] | None,
+    *,
+    kv_lengths: Int[Array, " S"],
+    page_table: Int[Array, "S max_pages"],
+    cu_q_lens: Int[Array, " S+1"],
+    num_seqs: int | Int[Array, ""] | Int[Array, " 1"] | None = None,
+    new_k: Float[Array, "tokens K H"] | None = None,
+    new_v: Float[Array, "tokens K Hv"] | None = None,
+    step_tokens: int = 1,
+    v_head_dim: int | None = None,
+    kv_starts: int | Int[Array, "*#S"] | None = None,
+    window: int | Int[AnyArray, "*#S"] | tuple[Any, Any] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "*#S N"] | None = None,
+    alibi_slopes: Float[Array, "*#S N"] | None = None,
+    scale: float | None = None,
+    num_splits: int | str = "auto",
+    k_scale: Float[Array, "*#P K"] | None = None,
+    v_scale: Float[Array, "*#P K"] | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+):
+    """Computes attention of any mix of prompts and steps of decoding over a paged KV cache.
+
+    For a serving engine with continuous batching: the new tokens of all sequences are packed, one
+    sequence after the other, whether it is a prompt, a chunk of one, or a step of one token or a
+    few. Each new token sees the earlier tokens of its sequence and itself. Which sequence has how
+    many is data, so one compiled program serves every mix of the same padded sizes.
+
+    A sequence with at most `step_tokens` new tokens runs as `flash_decode` does, its keys split
+    into ranges; one with more as a chunk of a prompt, in tiles of queries. Works under jit and
+    vmap; has no gradient. A query that sees no key returns zeros.
+
+    Args:
+        q: queries [tokens, N, H]; rows that no sequence has are padding, may hold anything and
+            return zeros, with a log-sum-exp of -inf.
+        k_pages: keys [P, page_size, K, H] in q's dtype, where page_size is a multiple of 16 from 16
+            to 256, and N a multiple of K. Or both pages in float8_e4m3fn or int8, see `k_scale`.
+        v_pages: values [P, page_size, K, Hv]. None: the values are the first `v_head_dim` columns
+            of the keys, as in multi-head latent attention, and are read once for both.
+        kv_lengths: int32 [S]: number of keys of each sequence, its new tokens included. The last
+            query of a sequence is its last key. Clipped to what there is room for.
+        page_table: int32 [S, max_pages]: key j of sequence s is row j % page_size of page
+            page_table[s, j // page_size]; as in `flash_decode`. `check_pages` checks it.
+        cu_q_lens: int32 [S + 1]: sequence s has the rows of q from cu_q_lens[s] up to, not
+            including, cu_q_lens[s + 1], maybe none. It begins with 0 and does not decrease.
+        num_seqs: number of sequences that there are, an int or int32 [] or [1]; what the arrays say
+            of others is not looked at. None is S.
+        new_k: keys [tokens, K, H] of the queries' tokens, which are written into the pages first,
+            as by `append_ragged_kv`. None: they have been.
+        new_v: their values [tokens, K, Hv]; given where new_k and v_pages are.
+        step_tokens: most queries of a sequence that is a step, 1 to 16, static: more than 1 for
+            speculative decoding.
+        v_head_dim: number of columns of the keys that are the values, where v_pages is None; None
+            is H.
+        kv_starts: int32 [S] or a scalar: the first key of each sequence; keys before it may hold
+            anything. None is 0.
+        window: (left, right), or an int for both: the query at position i sees the keys from
+            i - left on; None is all of them. An int32 scalar or [S] may be traced, as in
+            `flash_decode`.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: [N] or [S, N]: a further score of every query, without a value.
+        alibi_slopes: [N] or [S, N]: slope * |i - j| is subtracted from scores.
+        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
+        num_splits: number of ranges in which the keys of steps are read, as in `flash_decode`.
+        k_scale: scale of pages in float8_e4m3fn or int8: a key is k * k_scale. [K], or [P, K]; None
+            is 1.
+        v_scale: scale of the values; without v_pages they have that of the keys.
+        backend: "auto" takes the fastest that can run the call; a name takes this one or raises.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        o [tokens, N, Hv] in q's dtype. With `return_lse` the pair of o and lse [N, tokens] in
+        float32 (float64 for float64), the natural logarithm. With `new_k` one more at the end, the
+        pair (k_pages, v_pages) with the new tokens: in place where the pages are donated, as in
+        `jax.jit(step, donate_argnums=...)`.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes that do not fit together, or a value out of range, such as known
+            cu_q_lens that decrease.
+        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
+        NotImplementedError: a dtype that no backend takes; a derivative.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flash_pallas import ragged_paged_attention
+        >>> pages = jnp.ones((8, 16, 2, 64))
+        >>> places = {
+        ...     "kv_lengths": jnp.array([40, 21]),  # a prompt of 40 tokens, and a step
+        ...     "page_table": jnp.array([[0, 1, 2], [4, 3, 0]]),
+        ...     "cu_q_lens": jnp.array([0, 40, 41]),
+        ... }
+        >>> ragged_paged_attention(jnp.ones((48, 8, 64)), pages, pages, **places).shape
+        (48, 8, 64)
+    """
+    arguments = RaggedArguments(
+        kv_lengths=kv_lengths,
+        page_table=page_table,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        step_tokens=step_tokens,
+        v_head_dim=v_head_dim,
+        kv_starts=kv_starts,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        scale=scale,
+        num_splits=num_splits,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    with_lse = checks.flag("return_lse", return_lse)
+    chosen, spec, operands = prepared(q, k_pages, v_pages, arguments, backend)
+    results = ()
+    if new_k is not None or new_v is not None:
+        operands = _with_new(operands, arguments, (k_pages, v_pages), (new_k, new_v))
+        results = ((operands.k, operands.v),)
+    o, lse = attended(chosen, spec, operands)
+    results = (o, lse, *results) if with_lse else (o, *results)
+    return results if len(results) > 1 else o
+
+
+@suggested
+def explain_ragged(
+    q: Shaped,
+    k_pages: Shaped,
+    v_pages: Shaped | None,
+    *,
+    kv_lengths: Shaped,
+    page_table: Shaped,
+    cu_q_lens: Shaped,
+    num_seqs: int | Shaped | None = None,
+    new_k: Shaped | None = None,
+    new_v: Shaped | None = None,
+    step_tokens: int = 1,
+    v_head_dim: int | None = None,
+    kv_starts: int | Shaped | None = None,
+    window: int | Int[Shaped, "*#S"] | tuple[Any, Any] | None = None,
+    softcap: float | None = None,
+    sinks: Shaped | None = None,
+    alibi_slopes: Shaped | None = None,
+    scale: float | None = None,
+    num_splits: int | str = "auto",
+    k_scale: Shaped | None = None,
+    v_scale: Shaped | None = None,
+    backend: str = "auto",
+    gpu: str | None = None,
+) -> Explanation:
+    """Returns the backend and tiles that `ragged_paged_attention` would run, and why not others.
+
+    Nothing is run. Every argument but `gpu` is that of `ragged_paged_attention`; any array may be
+    replaced by a `jax.ShapeDtypeStruct`.
+
+    Args:
+        q: queries [tokens, N, H].
+        k_pages: pages of keys.
+        v_pages: pages of values, or None.
+        kv_lengths: as in `ragged_paged_attention`, as are all the others.
+        page_table: pages of every sequence [S, max_pages].
+        cu_q_lens: rows of every sequence [S + 1].
+        num_seqs: number of sequences.
+        new_k: keys of the new tokens; they change nothing here.
+        new_v: values of the new tokens, likewise.
+        step_tokens: most queries of a step.
+        v_head_dim: number of columns of the keys that are the values.
+        kv_starts: first key of each sequence.
+        window: (left, right).
+        softcap: limit of the scores.
+        sinks: further scores [N] or [S, N].
+        alibi_slopes: slopes [N] or [S, N].
+        scale: multiplies the scores.
+        num_splits: number of ranges in which the keys of steps are read.
+        k_scale: scale of the keys of quantized pages.
+        v_scale: scale of their values.
+        backend: name of the implementation.
+        gpu: a GPU to answer for that need not be here, as in `explain`.
+
+    Returns:
+        An `Explanation`; print it.
+
+    Raises:
+        TypeError: and others, as `ragged_paged_attention` lists them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flash_pallas import explain_ragged
+        >>> ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        >>> q, pages = jnp.ones((64, 8, 64)), jnp.ones((9, 16, 2, 64))
+        >>> places = {"kv_lengths": ints(4), "page_table": ints(4, 6), "cu_q_lens": ints(5)}
+        >>> print(explain_ragged(q, pages, pages, **places, backend="xla").blocks.chunks)
+        XlaChunkBlocks(block_q=64, block_kv=96)
+    """
+    del new_k, new_v
+    given = {
+        "kv_lengths": kv_lengths,
+        "page_table": page_table,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+        "step_tokens": step_tokens,
+        "v_head_dim": v_head_dim,
+        "kv_starts": kv_starts,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "scale": scale,
+        "num_splits": num_splits,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+
+    def shapes(q, k, v, given):
+        spec, operands = validate_ragged.canonicalize(q, k, v, RaggedArguments(**given))
+        return ragged.describe(operands, spec)
+
+    problem = validate.of_shapes(shapes, q, k_pages, v_pages, given)
+    platform = dispatch.platform_of((q, k_pages, v_pages))
+    return dispatch.explanation(problem, backend, gpu=gpu, platform=platform)
+
+
+def prepared(
+    q, k_pages, v_pages, arguments: RaggedArguments, backend: str
+) -> tuple[Backend, RaggedSpec, RaggedOperands]:
+    """Returns a checked call: what `attended` takes. Raises as `ragged_paged_attention` does."""
+    spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
+    platform = dispatch.platform_of((q, k_pages, v_pages))
+    problem = ragged.describe(operands, spec)
+    return dispatch.select(problem, backend, platform=platform), spec, operands
+
+
+def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> RaggedOperands:
+    """Returns the operands with pages that the new keys and values are written into."""
+    if new[0] is None:
+        raise ValueError(
+            "new_v is given and new_k is None: pass both to have them written into the pages, or "
+            "neither"
+        )
+    if jnp.shape(new[0])[:1] != operands.q.shape[:1]:
+        raise ValueError(
+            f"new_k has shape {jnp.shape(new[0])} and q {operands.q.shape}: they must be of the "
+            "same tokens, [tokens, heads, head_dim]"
+        )
+    names = {"k": ("new_k", "k_pages"), "v": ("new_v", "v_pages")}
+    k, v = append_packed(pages, new, a, names)
+    return operands._replace(k=k, v=v)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(backend: Backend, spec: RaggedSpec, operands: RaggedOperands):
+    operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
+    unit = spec.decode.attention.unit(operands.alibi_slopes is not None)
+    if mesh_axes.mesh_of(operands[:3]) is None:
+        out = _fitted(backend, spec, operands)
+    else:
+        call: Callable = sharding.OnShards(partial(_packed, backend, spec), Outputs)
+        out = jax.tree.map(lambda x: x[0], call(operands._replace(q=operands.q[None])))
+    return out.o, softmax.natural(out.lse_log2, out.shift, unit)
+
+
+def _packed(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Outputs:
+    """Computes a shard, whose q and results have an axis of 1 in front, as of a batch."""
+    out = _fitted(backend, spec, operands._replace(q=operands.q[0]))
+    return jax.tree.map(lambda x: x[None], out)
+
+
+def _fitted(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Outputs:
+    """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard.
+
+    Members of a vmap run one after the other: each has sequences and lengths of its own.
+    """
+    blocks = backend.ragged_blocks(ragged.describe(operands, spec))
+    call = custom_vmap(partial(backend.ragged, spec, blocks))
+
+    @call.def_vmap
+    def each(size, is_batched, operands):
+        if size:
+            names = [name for name in operands._fields if getattr(is_batched[0], name)]
+            member = lambda own: call(operands._replace(**own))
+            out = lax.map(member, {name: getattr(operands, name) for name in names})
+        else:
+            out = derivatives.of_no_members(call, is_batched, (operands,))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(operands)
+
+
+@_attend.defjvp
+def _no_derivative(backend, spec, primals, given):
+    out = _attend(backend, spec, *primals)
+    return out, undifferentiable.tangents(out, given, NO_DERIVATIVE)
+
+
+NO_DERIVATIVE = (
+    "ragged_paged_attention has no derivative: use flash_attention_varlen, or "
+    "jax.lax.stop_gradient on its arguments or its result"
+)
+
+# One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
+attended = jax.jit(_attend, static_argnums=(0, 1))
