@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import flash_pallas as fp
 from flash_pallas.backends.hopper.ragged.kernel import ragged_chunks
 from flash_pallas.backends.hopper.ragged.tiles import choose_chunk_blocks, unsupported_chunks
 from flash_pallas.core import ragged, softmax
@@ -105,8 +106,8 @@ class Mix:
 # One warpgroup and narrow blocks: the same code in fewer steps. Two CTAs go through the tiles.
 SMALL = (("warpgroups", 1), ("block_kv", 64))
 MIXES = (
-    # Rows of steps before and behind a prompt's, and tokens that are no multiple of 8.
-    Mix("steps_between", (1, 70, 1, 67, 1), (40, 70, 256, 131, 1), 150, K=2, blocks=SMALL),
+    # Steps before and behind, two prompts next to each other, and tokens that are no multiple of 8.
+    Mix("steps_between", (1, 66, 67, 1, 0), (40, 66, 256, 31, 1), 150, blocks=SMALL),
     # Positions below 0; one query more than a step; a page has two blocks of keys.
     Mix(
         "pages_of_128",
@@ -149,12 +150,13 @@ MIXES = (
     Mix("no_producer", (70, 1, 67), (100, 9, 131), 144, blocks=(*SMALL, ("producer", False))),
     Mix(
         "everything",
-        (70, 5, 30),
-        (190, 60, 30),
-        112,
-        N=4,
-        K=2,
-        window=80,
+        (70, 4, 20),
+        (190, 60, 9),
+        96,
+        page_size=128,
+        max_pages=2,
+        step_tokens=4,
+        windows=(80, 9, 2**30 - 1),
         softcap=4.0,
         starts=(20, 10, 3),
         sides=("slopes", "sinks"),
@@ -173,26 +175,49 @@ def run(mix: Mix, num_sms: int = 2):
     blocks = dataclasses.replace(choose_chunk_blocks(problem, num_sms), **dict(mix.blocks))
 
     def call(operands):
-        found = ragged_chunks(problem, blocks, ragged.in_range(operands), num_sms, True)
+        found = ragged_chunks(blocks, problem, ragged.in_range(operands), num_sms, True)
         lse = softmax.natural(found.lse_log2, found.shift, problem.steps.unit)
         return found.o, lse
 
     return jax.jit(call)(given), whole
 
 
-def assert_matches_oracle(mix: Mix, found, whole):
-    """Checks the rows of prompts by the 2x rule; see checks.py."""
+def run_public(mix: Mix):
+    """Runs ragged_paged_attention on the hopper backend; returns what `run` does."""
+    given, whole = mix.operands()
+    given = jax.tree.map(jnp.asarray, given._asdict())
+    q, k, v = (given.pop(name) for name in ("q", "k", "v"))
+    window = mix.window if mix.windows is None else given.pop("window_left")
+    given.pop("window_left", None)
+    o, lse = fp.ragged_paged_attention(
+        *(q, k, v),
+        **given,
+        step_tokens=mix.step_tokens,
+        window=None if window is None else (window, 0),
+        softcap=mix.softcap,
+        backend="hopper",
+        return_lse=True,
+    )
+    return (o, lse), whole
+
+
+def assert_matches_oracle(mix: Mix, found, whole, least: int | None = None):
+    """Checks the rows of sequences with `least` queries by the 2x rule; see checks.py.
+
+    None is one more than a step has: those of prompts.
+    """
+    least = mix.step_tokens + 1 if least is None else least
     o, lse = (np.asarray(x) for x in found)
     given, _ = mix.operands()
     seqs, most = len(mix.counts), max(mix.counts)
     token = np.arange(most)[None]
     counts, lengths = np.array(mix.counts), np.array(mix.lengths)
-    is_chunk = (counts > mix.step_tokens)[:, None] & (token < counts[:, None])
+    is_known = (counts >= least)[:, None] & (token < counts[:, None])
     padded_o = np.zeros((seqs, most, *o.shape[1:]), o.dtype)
     padded_lse = np.full((seqs, mix.N, most), -np.inf, np.float32)
     ends = np.asarray(given.cu_q_lens)
     for s, count in enumerate(mix.counts):
-        if count > mix.step_tokens:
+        if count >= least:
             padded_o[s, :count] = o[ends[s] : ends[s] + count]
             padded_lse[s, :, :count] = lse[:, ends[s] : ends[s] + count]
     window = (mix.window, 0) if mix.window is not None else None
@@ -209,10 +234,10 @@ def assert_matches_oracle(mix: Mix, found, whole):
         "alibi_slopes": own(given.alibi_slopes),
         "q_offset": (lengths - counts).astype(np.int32),
         "kv_lengths": lengths.astype(np.int32),
-        "q_segment_ids": np.where(is_chunk, 0, -1).astype(np.int32),
+        "q_segment_ids": np.where(is_known, 0, -1).astype(np.int32),
         "kv_segment_ids": np.where(key < start[:, None], -1, 0).astype(np.int32),
     }
     if mix.sides and "sinks" in mix.sides:
         sinks = np.broadcast_to(given.sinks[:seqs, :, None], padded_lse.shape)
-        padded_lse = np.where(is_chunk[:, None], padded_lse, sinks)
+        padded_lse = np.where(is_known[:, None], padded_lse, sinks)
     assert_near(str(mix), whole, options, (padded_o, padded_lse))

@@ -256,6 +256,10 @@ ALLOWED_SPILLS = {
     # Scores less a shift that rows seldom have, next to sums of 256 columns and the weights of both
     # warpgroups; none where there is no such branch. A step takes 9,000 cycles.
     ("flash_pallas_forward_wide", 512, "wide_512_everything"): 76,
+    # Once per tile, or once: the number of the CTA or of a tile, an address.
+    ("flash_pallas_ragged", 64, "pages_128"): 8,
+    ("flash_pallas_ragged", 128, "window_64"): 8,
+    ("flash_pallas_ragged", 128, "starts_windows_16"): 8,
     ("flash_pallas_backward_wide_dq", 448, "wide_448_window_causal"): 12,
     ("flash_pallas_backward_wide_dq", 512, "wide_512_padded"): 16,
     ("flash_pallas_backward_wide_dq", 512, "wide_512_bias"): 180,
@@ -278,6 +282,7 @@ ALLOWED_SPILLS = {
 # The same without a producer warpgroup: the most of ptxas and of nvJitLink.
 ALLOWED_WITHOUT_PRODUCER = {
     **{key: most for key, most in ALLOWED_SPILLS.items() if "_wide" in key[0]},
+    ("flash_pallas_ragged", 128, "pages_16"): 28,
     ("flash_pallas_backward_push_kv", 64, "causal"): 4,
     ("flash_pallas_backward_push_kv", 256, "full"): 28,
     ("flash_pallas_backward_push_kv", 256, "causal"): 20,
@@ -506,19 +511,22 @@ def ragged_call(head_dim: int, name: str) -> tuple[ragged.RaggedSpec, ragged.Rag
     return ragged.RaggedSpec(spec), operands
 
 
-def _ragged_row(head_dim: int, name: str) -> Row:
+def _ragged_row(path: str, head_dim: int, name: str) -> Row:
     """Returns the row of the chunks of an entry of RAGGED."""
     spec, operands = ragged_call(head_dim, name)
     problem = ragged.describe(operands, spec)
-    blocks = choose_chunk_blocks(problem, H200_SMS)
-    run = lambda o: ragged_chunks(problem, blocks, ragged.in_range(o), H200_SMS, False)
-    return Row("ragged", head_dim, "bfloat16", name, run, (operands,))
+    producer = trades_registers() and not path.endswith(ALONE)
+    blocks = choose_chunk_blocks(problem, H200_SMS, producer)
+    run = lambda o: ragged_chunks(blocks, problem, ragged.in_range(o), H200_SMS, False)
+    return Row(path, head_dim, "bfloat16", name, run, (operands,))
 
 
 def _ragged_rows() -> Iterator[Row]:
     for head_dim, name in itertools.product((64, 128, 256), RAGGED):
         if head_dim == 128 or name.startswith(("pages", "modifiers")):
-            yield _ragged_row(head_dim, name)
+            yield _ragged_row("ragged", head_dim, name)
+    if trades_registers():
+        yield _ragged_row("ragged" + ALONE, 128, "pages_16")
 
 
 def _rows_without_producer() -> Iterator[Row]:

@@ -46,8 +46,8 @@ from .tiles import Sizes, TileRow, as_forward, chunk_tiles, most_tiles, piece_ro
 
 
 def ragged_chunks(
-    problem: RaggedProblem,
     blocks: ForwardBlocks,
+    problem: RaggedProblem,
     operands: RaggedOperands,
     num_sms: int,
     interpret: bool,
@@ -55,8 +55,8 @@ def ragged_chunks(
     """Computes the rows of the sequences with more than `step_tokens` queries.
 
     Args:
-        problem: a problem that has chunks and is not `unsupported_chunks`.
         blocks: tile sizes, from `choose_chunk_blocks`.
+        problem: a problem that has chunks and is not `unsupported_chunks`.
         operands: operands `in_range`.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.

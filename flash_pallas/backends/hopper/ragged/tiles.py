@@ -21,7 +21,7 @@ from ....core.ragged import RaggedOperands, RaggedProblem
 from ..common.pipeline import fits
 from ..common.wgmma import LENGTH_MULTIPLE
 from ..forward.scheduler import SWIZZLE_BYTES
-from ..forward.tiles import NATIVE_HEAD_DIMS, ForwardBlocks, choose_forward
+from ..forward.tiles import NATIVE_HEAD_DIMS, ForwardBlocks, choose_forward, without_producer
 from ..forward.tiles import scratch as forward_scratch
 
 # --- Which problems there are tiles for, and which tiles ------------------------------------------
@@ -72,15 +72,22 @@ def unsupported_chunks(problem: RaggedProblem) -> str | None:
     return None
 
 
-def choose_chunk_blocks(problem: RaggedProblem, num_sms: int) -> ForwardBlocks:
+def choose_chunk_blocks(
+    problem: RaggedProblem, num_sms: int, producer: bool = True
+) -> ForwardBlocks:
     """Returns the forward kernel's tiles for prompts, with blocks of keys that suit the pages.
 
     Not called where `unsupported_chunks` has a reason.
+
+    Args:
+        problem: a ragged problem.
+        num_sms: number of SMs that the tiles are to keep busy.
+        producer: whether a producer warpgroup loads; it takes registers that can be traded.
     """
     blocks = _choice(problem, num_sms)
     if blocks is None:
         raise AssertionError(f"no tiles suit pages of {problem.steps.spec.page_size} keys")
-    return blocks
+    return blocks if producer else without_producer(blocks, as_forward(problem))
 
 
 def _choice(problem: RaggedProblem, num_sms: int) -> ForwardBlocks | None:
