@@ -57,6 +57,7 @@ from .forward.tiles import (
     native_problem,
     without_producer,
 )
+from .ragged.kernel import attend as attend_chunks
 from .ragged.kernel import ragged_chunks
 from .ragged.tiles import choose_chunk_blocks, unsupported_chunks
 from .tangent import launch as tangent_launch
@@ -260,10 +261,11 @@ class HopperBackend:
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
         steps = functools.partial(self.decode, spec.decode, blocks.steps)
-        chunks = functools.partial(xla_ragged.chunks, blocks.chunks)
-        if blocks.chunks_on == self.name:
+        if isinstance(blocks.chunks, ForwardBlocks):
             how = {"num_sms": self.sms, "interpret": self.interpret}
             chunks = functools.partial(ragged_chunks, blocks.chunks, **how)
+            return attend_chunks(steps, chunks, spec, operands)
+        chunks = functools.partial(xla_ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)
 
 

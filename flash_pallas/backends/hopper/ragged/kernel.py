@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ....core import ragged
+from ....core.decode import DecodeOperands
 from ....core.mask import Limits, Mask
+from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs
-from ....core.ragged import RaggedOperands, RaggedProblem
+from ....core.ragged import RaggedOperands, RaggedProblem, RaggedSpec
 from ....core.scores import TileInputs
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
@@ -40,7 +44,18 @@ from ..forward.tiles import (
     claims_tiles,
 )
 from .rows import Some
-from .tiles import Sizes, TileRow, as_forward, chunk_tiles, most_tiles, piece_rows, scratch
+from .tiles import (
+    EMPTY,
+    KeyBounds,
+    Sizes,
+    TileRow,
+    as_forward,
+    chunk_tiles,
+    key_bounds,
+    most_tiles,
+    piece_rows,
+    scratch,
+)
 
 # --- The launch -----------------------------------------------------------------------------------
 
@@ -62,7 +77,8 @@ def ragged_chunks(
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o [tokens, N, Hv], lse_log2 and shift f32[N, tokens], in other rows anything.
+        Outputs: o [tokens, N, Hv], 0 in rows of no sequence, lse_log2 and shift f32[N, tokens]. In
+        other rows anything.
     """
     forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
     blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
@@ -85,15 +101,19 @@ def ragged_chunks(
         windows=operands.window_left is not None,
     )
     q = matmuls.operand(operands.q[None], forward.head_dim)
-    others = Operands(q, None, None, sinks=operands.sinks, alibi_slopes=operands.alibi_slopes)
+    of_all = lambda x: None if x is None else pad_axis(x, 0, len(x) + EMPTY)
+    others = Operands(
+        *(q, None, None),
+        sinks=of_all(operands.sinks),
+        alibi_slopes=of_all(operands.alibi_slopes),
+    )
     gmem = ForwardGmem(
         *(q, operands.k, operands.v),
         table=None,
         aux=plan.aux.arrays(others),
         ragged=RaggedGmem(
             operands.page_table,
-            operands.kv_lengths,
-            operands.kv_starts,
+            key_bounds(operands),
             chunk_tiles(problem, operands, blocks.tile_rows),
         ),
     )
@@ -116,6 +136,34 @@ def ragged_chunks(
     found = with_counter(run, out) if scheduler.dynamic else run(None)
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
     return Outputs(found.o[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+
+
+def attend(
+    decode: Callable[[DecodeOperands], Outputs],
+    chunks: Callable[[RaggedProblem, RaggedOperands], Outputs],
+    spec: RaggedSpec,
+    operands: RaggedOperands,
+) -> Outputs:
+    """Computes what ragged.attend does, where `chunks` is `ragged_chunks` and there are some."""
+    operands = ragged.in_range(operands)
+    found = chunks(ragged.describe(operands, spec), operands)
+    return joined(spec, operands, decode(ragged.as_steps(spec, operands)), found)
+
+
+def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Outputs) -> Outputs:
+    """Returns what ragged.join does, with the rows of steps written into the o of the chunks.
+
+    A select between two arrays of all rows reads and writes as much as attention does.
+    """
+    number, tokens = spec.step_tokens, len(operands.q)
+    first, count = ragged.rows_of(operands, least=1, most=number)
+    token = jnp.arange(-number, 0, dtype=jnp.int32)
+    place = (first + count)[:, None] + token[None]
+    beyond = tokens + jnp.arange(place.size, dtype=jnp.int32)  # which are dropped
+    place = jnp.where(token[None] >= -count[:, None], place, beyond.reshape(place.shape))
+    rows = steps.o.reshape(-1, *steps.o.shape[2:])
+    o = chunks.o.at[place.reshape(-1)].set(rows, mode="drop", unique_indices=True)
+    return ragged.join(spec, operands, steps, chunks)._replace(o=o)  # XLA drops the other o
 
 
 def ragged_cta(plan: RaggedPlan, counter, gmem: ForwardGmem, out: Outputs, smem):
@@ -142,8 +190,7 @@ class RaggedGmem(NamedTuple):
     """Further operands in device memory."""
 
     page_table: Any  # int32[S, max_pages]
-    lengths: Any  # int32[S]
-    starts: Any  # int32[S], or None: key 0 is the first
+    bounds: KeyBounds
     tiles: Any  # int32[1 + tiles, 8], of `chunk_tiles`
 
 
@@ -282,16 +329,17 @@ class RaggedCta(ForwardCta):
             row=row,
             seq=seq,
             head=lax.div(tile.head, jnp.int32(plan.problem.group)),
-            before=given.starts[seq] - first if plan.starts else None,
-            valid=given.lengths[seq] - first,
+            before=given.bounds.starts[seq] - first if plan.starts else None,
+            valid=given.bounds.lengths[seq] - first,
         )
 
     def place(self, seq, page):
         """Returns where a page of a sequence lies among all pages."""
         table = self.gmem.ragged.page_table
-        most, pages = jnp.int32(table.shape[1] - 1), jnp.int32(self.gmem.k.shape[0] - 1)
+        last, most = (jnp.int32(size - 1) for size in table.shape)
+        pages = jnp.int32(self.gmem.k.shape[0] - 1)
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
-        return lax.clamp(jnp.int32(0), table[seq, lax.min(page, most)], pages)
+        return lax.clamp(jnp.int32(0), table[lax.min(seq, last), lax.min(page, most)], pages)
 
     def copy_k(self, keys: Keys, slot, full):
         """Issues the copies of a block of K, at `keys_at`, into its slot."""

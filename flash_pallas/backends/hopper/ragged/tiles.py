@@ -4,6 +4,9 @@ A tile is `tile_rows` consecutive rows of packed q, of one sequence and one quer
 begin at multiples of 8 rows, so the first of a sequence may begin with up to 7 rows of the sequence
 before, and its last may end with rows of the one behind. They are computed, at positions below and
 above those of the sequence, and not stored.
+
+Rows of no sequence, before the first and behind the last, are two more of them, without keys: their
+tiles write zeros in one step, where a pass over all of o would take longer than short prompts do.
 """
 
 from __future__ import annotations
@@ -158,9 +161,12 @@ class TileRow(NamedTuple):
     left: Any  # keys before its own position that a query sees
 
 
+EMPTY = 2  # sequences without keys, of the rows of no sequence
+
+
 def most_tiles(problem: RaggedProblem, tile_rows: int) -> int:
     """Returns the number of tiles of one head that there may be."""
-    seqs = min(problem.num_seqs, problem.tokens // (problem.steps.q_len + 1))
+    seqs = min(problem.num_seqs, problem.tokens // (problem.steps.q_len + 1)) + EMPTY
     return (problem.tokens + (LENGTH_MULTIPLE - 1) * seqs) // tile_rows + seqs
 
 
@@ -168,22 +174,26 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     """Returns the table of the tiles of sequences with more than `step_tokens` queries.
 
     It is int32[1 + tiles, 8]: a row of Sizes, then one of TileRow for each tile; rows past the last
-    tile may be any. In one array, as a producer of 24 registers has none for a second address.
+    tile may be any. Sequences S and S + 1 have the rows of no sequence. It is one array, as a
+    producer of 24 registers has none for a second address.
 
     A tile that begins last and takes long leaves other SMs idle, so those with most keys come
     first; of tiles with as many, those of one sequence follow each other.
     """
+    ends, tokens = operands.cu_q_lens, problem.tokens
     first, count = ragged.rows_of(operands, least=problem.steps.q_len + 1)
+    first = _and(first, 0, ends[-1])
+    count = _and(count, ends[0], tokens - ends[-1])
     before = first % LENGTH_MULTIPLE  # rows of others in a sequence's first tile
     tiles = jnp.where(count > 0, -(-(count + before) // tile_rows), 0)
-    ends = jnp.cumsum(tiles)
+    stops = jnp.cumsum(tiles)
     index = jnp.arange(most_tiles(problem, tile_rows), dtype=jnp.int32)
     # A comparison of all pairs is one small kernel, a binary search one for each of its steps.
-    seq = jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32)
-    seq = jnp.minimum(seq, problem.num_seqs - 1)
+    seq = jnp.sum(index[:, None] >= stops[None], axis=1, dtype=jnp.int32)
+    seq = jnp.minimum(seq, len(count) - 1)
     of = lambda x: x[seq]
-    row = of(first - before) + (index - of(ends - tiles)) * tile_rows
-    lengths = operands.kv_lengths
+    row = of(first - before) + (index - of(stops - tiles)) * tile_rows
+    lengths = key_bounds(operands).lengths
     position = of(lengths - count - first) + row
     start, left = _lower_bounds(problem, operands)
     table = TileRow(
@@ -198,26 +208,45 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     )
     keys = jnp.minimum(position + tile_rows, table.length)
     keys -= jnp.maximum(jnp.maximum(position - table.left, table.start), 0)
-    keys = jnp.where(index < ends[-1], keys, -UNBOUNDED)
+    keys = jnp.where(index < stops[-1], keys, -UNBOUNDED)
     order = jnp.argsort(-keys, stable=True)
     found = jnp.stack(table, axis=1).astype(jnp.int32)[order]
     heads = problem.steps.q_heads
     together = _heads_together(problem.steps, jnp.where(count > 0, lengths, 0))
-    sizes = jnp.stack([*Sizes(ends[-1] * heads, ends[-1], together), *[0] * 5]).astype(jnp.int32)
+    sizes = jnp.stack([*Sizes(stops[-1] * heads, stops[-1], together), *[0] * 5]).astype(jnp.int32)
     return jnp.concatenate([sizes[None], found])
 
 
+class KeyBounds(NamedTuple):
+    """Keys of every sequence, those of rows of no sequence among them: int32[S + 2]."""
+
+    lengths: Any
+    starts: Any  # or None: key 0 is the first
+
+
+def key_bounds(operands: RaggedOperands) -> KeyBounds:
+    """Returns the keys of every sequence; none where there is no sequence."""
+    starts = operands.kv_starts
+    return KeyBounds(
+        _and(operands.kv_lengths, 0, 0), None if starts is None else _and(starts, 0, 0)
+    )
+
+
+def _and(x, *others):
+    """Returns int32[S + 2]: x of every sequence, then what the rows of no sequence have."""
+    return jnp.concatenate([x, *(jnp.int32(other)[None] for other in others)])
+
+
 def _lower_bounds(problem: RaggedProblem, operands: RaggedOperands):
-    """Returns (first key, keys that a query sees before its own position), int32[S] each."""
-    lengths, window = operands.kv_lengths, problem.steps.spec.window_left
+    """Returns (first key, keys that a query sees before its own position), int32[S + 2] each."""
+    (lengths, starts), window = key_bounds(operands), problem.steps.spec.window_left
     start = jnp.zeros_like(lengths)
-    if operands.kv_starts is not None:
-        start = jnp.maximum(operands.kv_starts, 0)
+    if starts is not None:
+        start = jnp.maximum(starts, 0)
         start = jnp.where(start < lengths, start, UNBOUNDED)
-    left = operands.window_left
-    if left is None:
-        left = jnp.full_like(lengths, UNBOUNDED if window is None else window)
-    return start, left
+    if operands.window_left is not None:
+        return start, _and(operands.window_left, 0, 0)
+    return start, jnp.full_like(lengths, UNBOUNDED if window is None else window)
 
 
 def _heads_together(steps: DecodeProblem, lengths):
