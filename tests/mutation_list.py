@@ -14,6 +14,8 @@ _STEP = "test_decode.py::test_the_oracle[bfloat16]"
 _MIX = "test_ragged.py::test_the_oracle[together]"
 _GUESS = "test_hopper_interpreted.py::test_forward_blocks[long_rising_float16_128]"
 
+_RAGGED = "test_hopper_ragged.py::test_chunks"
+
 _WIDE = "test_hopper_interpreted.py::test_wide_heads[wide_320_causal]"
 
 _PAIRED = "test_hopper_interpreted.py::test_paired_blocks[paired_late_dq]"
@@ -190,6 +192,42 @@ SHARED_AND_HOPPER = (
              "l = rows.l * per_row(alpha, sums.shape) + sums", "l = rows.l + sums", _GUESS),
     Mutation("speculation, limit", "backends/hopper/forward/softmax.py",
              "2.0**plan.blocks.speculates", "2.0**126", _GUESS),
+    Mutation("ragged, rows of others", "backends/hopper/ragged/kernel.py",
+             "whole = (low <= 0) & (high", "whole = (low <= WARPGROUP_ROWS) & (high",
+             _RAGGED + "[steps_between]"),
+    Mutation("ragged, rows behind", "backends/hopper/ragged/tiles.py",
+             "high=jnp.clip(of(first + count) - row", "high=jnp.clip(of(first + count) - row + 1",
+             _RAGGED + "[steps_between]"),
+    Mutation("ragged, positions", "backends/hopper/ragged/tiles.py",
+             "of(lengths - count - first) + row", "of(lengths - count) + row",
+             _RAGGED + "[steps_between]"),
+    Mutation("ragged, ends of the table", "backends/hopper/ragged/kernel.py",
+             "lax.min(page, most)", "page", _RAGGED + "[steps_between]"),
+    Mutation("ragged, padding of V", "backends/hopper/ragged/kernel.py",
+             "keys.valid < plan.blocks.block_kv", "keys.valid < 0", _RAGGED + "[steps_between]"),
+    Mutation("ragged, one tile more", "backends/hopper/ragged/kernel.py",
+             "number < cta.gmem.ragged.tiles[0, 0]", "number <= cta.gmem.ragged.tiles[0, 0]",
+             _RAGGED + "[steps_between]"),
+    Mutation("ragged, no tile", "backends/hopper/ragged/kernel.py",
+             'lax.axis_index("cta") < gmem.ragged.tiles[0, 0]', 'lax.axis_index("cta") < 99',
+             _RAGGED + "[steps_between]"),
+    Mutation("ragged, what masks", "backends/hopper/ragged/kernel.py",
+             "self.problem.spec.mask.left is not None, True",
+             "self.problem.spec.mask.left is not None, False", _RAGGED + "[everything]"),
+    Mutation("ragged, windows", "backends/hopper/ragged/kernel.py",
+             "limits(self.mask(tile.ragged), length)",
+             "limits(self.plan.problem.spec.mask, length)", _RAGGED + "[everything]"),
+    Mutation("ragged, first keys", "backends/hopper/ragged/kernel.py",
+             "found._replace(q_first=", "found._replace(q_last=", _RAGGED + "[everything]"),
+    Mutation("ragged, padding before the first key", "backends/hopper/ragged/kernel.py",
+             "padded | (keys.before > 0)", "padded | (keys.before > 99)",
+             _RAGGED + "[everything]"),
+    Mutation("ragged, parts of a page", "backends/hopper/ragged/kernel.py",
+             "lax.rem(block, blocks) * plan.piece_rows", "lax.rem(block, blocks) * 0",
+             _RAGGED + "[everything]"),
+    Mutation("ragged, heads in sections", "backends/hopper/ragged/kernel.py",
+             "head = section * together + member", "head = section + member",
+             "test_hopper_ragged.py::test_heads_in_sections"),
     Mutation("no producer, next tile", "backends/hopper/forward/kernel.py",
              "number = lax.select(inside, number, ahead.following)", "number = ahead.number",
              "test_hopper_interpreted.py::test_compute_warpgroups_that_load"

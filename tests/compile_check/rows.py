@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from benchmarks.suites import SUITES, Shape
 from flash_pallas.backends.gpu.online_softmax import far_of
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.backend import trades_registers
+from flash_pallas.backends.hopper.backend import H200_SMS, trades_registers
 from flash_pallas.backends.hopper.backward.fused.tiles import FusedBlocks
 from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks
-from flash_pallas.core import decode
+from flash_pallas.backends.hopper.ragged.kernel import ragged_chunks
+from flash_pallas.backends.hopper.ragged.tiles import choose_chunk_blocks
+from flash_pallas.core import decode, ragged
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import EXTRA_GRADS, AttentionSpec, Cotangents, Operands, describe
 from flash_pallas.frontend import validate
@@ -162,6 +164,16 @@ WIDE_DECODES = {
     (320, 304, 32, 8): ("shared",),
     (304, 208, 64, 1): ("shared_modifiers",),
 }
+# Prompts over pages: (keys of a page, what else there is).
+RAGGED_SEQS, RAGGED_TOKENS, RAGGED_KEYS = 16, 4096, 8192
+RAGGED = {
+    "pages_16": (16, ()),
+    "pages_128": (128, ()),
+    "window_64": (64, ("window",)),
+    "softcap_16": (16, ("softcap", "sinks")),
+    "starts_windows_16": (16, ("kv_starts", "window_left")),
+    "modifiers_32": (32, ("window", "softcap", "sinks", "alibi_slopes", "kv_starts")),
+}
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
 CASES = {case.name: case for case in ON_DEVICE}
@@ -245,6 +257,10 @@ ALLOWED_SPILLS = {
     # Scores less a shift that rows seldom have, next to sums of 256 columns and the weights of both
     # warpgroups; none where there is no such branch. A step takes 9,000 cycles.
     ("flash_pallas_forward_wide", 512, "wide_512_everything"): 76,
+    # Once per tile, or once: the number of the CTA or of a tile, an address.
+    ("flash_pallas_ragged", 64, "pages_128"): 8,
+    ("flash_pallas_ragged", 128, "window_64"): 8,
+    ("flash_pallas_ragged", 128, "starts_windows_16"): 8,
     ("flash_pallas_backward_wide_dq", 448, "wide_448_window_causal"): 12,
     ("flash_pallas_backward_wide_dq", 512, "wide_512_padded"): 16,
     ("flash_pallas_backward_wide_dq", 512, "wide_512_bias"): 180,
@@ -267,6 +283,7 @@ ALLOWED_SPILLS = {
 # The same without a producer warpgroup: the most of ptxas and of nvJitLink.
 ALLOWED_WITHOUT_PRODUCER = {
     **{key: most for key, most in ALLOWED_SPILLS.items() if "_wide" in key[0]},
+    ("flash_pallas_ragged", 128, "pages_16"): 28,
     ("flash_pallas_backward_push_kv", 64, "causal"): 4,
     ("flash_pallas_backward_push_kv", 256, "full"): 28,
     ("flash_pallas_backward_push_kv", 256, "causal"): 20,
@@ -477,6 +494,43 @@ def _decode_rows() -> Iterator[Row]:
         yield from (_decode_row(head_dim, name, *others) for name in names)
 
 
+def ragged_call(head_dim: int, name: str) -> tuple[ragged.RaggedSpec, ragged.RaggedOperands]:
+    """Returns (spec, shapes of the operands) of an entry of RAGGED, 32 heads for 8 of keys."""
+    page_size, asked = RAGGED[name]
+    seqs, heads, columns = RAGGED_SEQS, 32, RAGGED_KEYS // page_size
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    pages = shape(jnp.bfloat16, seqs * columns, page_size, 8, head_dim)
+    per_seq, per_head = shape(jnp.int32, seqs), shape(jnp.float32, seqs, heads)
+    given = {name: per_head for name in ("sinks", "alibi_slopes") if name in asked}
+    given |= {name: per_seq for name in ("kv_starts", "window_left") if name in asked}
+    q = shape(jnp.bfloat16, RAGGED_TOKENS, heads, head_dim)
+    table, ends = shape(jnp.int32, seqs, columns), shape(jnp.int32, seqs + 1)
+    operands = ragged.RaggedOperands(
+        *(q, pages, pages, per_seq, table, ends), num_seqs=shape(jnp.int32), **given
+    )
+    window, softcap = (1000 if "window" in asked else None), (30.0 if "softcap" in asked else None)
+    spec = decode.DecodeSpec(head_dim**-0.5, window, softcap, page_size=page_size)
+    return ragged.RaggedSpec(spec), operands
+
+
+def _ragged_row(path: str, head_dim: int, name: str) -> Row:
+    """Returns the row of the chunks of an entry of RAGGED."""
+    spec, operands = ragged_call(head_dim, name)
+    problem = ragged.describe(operands, spec)
+    producer = trades_registers() and not path.endswith(ALONE)
+    blocks = choose_chunk_blocks(problem, H200_SMS, producer)
+    run = lambda o: ragged_chunks(blocks, problem, ragged.in_range(o), H200_SMS, False)
+    return Row(path, head_dim, "bfloat16", name, run, (operands,))
+
+
+def _ragged_rows() -> Iterator[Row]:
+    for head_dim, name in itertools.product((64, 128, 256), RAGGED):
+        if head_dim == 128 or name.startswith(("pages", "modifiers")):
+            yield _ragged_row("ragged", head_dim, name)
+    if trades_registers():
+        yield _ragged_row("ragged" + ALONE, 128, "pages_16")
+
+
 def _rows_without_producer() -> Iterator[Row]:
     paths, head_dims, masks = ("forward", "backward"), (64, 128, 256), ("full", "causal")
     for path, head_dim, mask in itertools.product(paths, head_dims, masks):
@@ -542,3 +596,4 @@ def rows() -> Iterator[Row]:
         for mask in ("full", "causal"):
             yield _row(path, head_dim, "float32", mask)
     yield from _decode_rows()
+    yield from _ragged_rows()

@@ -100,7 +100,7 @@ def is_large(x, cap: Cap, interpret: bool):
     It may guard arithmetic but no barrier or copy. The interpreter treats all rows as one warp's.
     """
     if interpret:
-        return (jnp.abs(x).max() > cap.largest).astype(jnp.int32)
+        return (jnp.abs(x) > cap.largest).any().astype(jnp.int32)
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA,),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),

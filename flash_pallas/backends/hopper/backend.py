@@ -27,6 +27,7 @@ from ...core.problem import (
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
 from ..gpu.launch import MOST_BARRIERS, refusal
+from ..xla import ragged as xla_ragged
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import (
@@ -56,6 +57,9 @@ from .forward.tiles import (
     native_problem,
     without_producer,
 )
+from .ragged.kernel import attend as attend_chunks
+from .ragged.kernel import ragged_chunks
+from .ragged.tiles import choose_chunk_blocks, unsupported_chunks
 from .tangent import launch as tangent_launch
 from .wide import latent
 from .wide import launch as wide
@@ -249,23 +253,30 @@ class HopperBackend:
         return decode(problem, blocks, operands, self.interpret)
 
     def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
-        """Returns why the kernels cannot run `problem` here, or None."""
-        if reason := self.unsupported_decode(problem.steps):
-            return reason
-        return "has no kernel for chunks of prompts yet" if problem.has_chunks else None
+        """Returns why the decode kernel cannot run the steps of `problem` here, or None."""
+        return self.unsupported_decode(problem.steps)
 
     def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
-        """Returns the blocks of the decode kernel for steps."""
-        return RaggedBlocks(self.decode_blocks(problem.steps), None, self.name)
+        """Returns the blocks of the decode kernel for steps, and those for chunks of prompts.
+
+        Those that the ragged kernel does not take run in jnp.
+        """
+        steps, chunks = self.decode_blocks(problem.steps), None
+        if problem.has_chunks:
+            if unsupported_chunks(problem):
+                return dataclasses.replace(xla_ragged.choose_blocks(problem), steps=steps)
+            chunks = choose_chunk_blocks(problem, self.sms, self.producer)
+        return RaggedBlocks(steps, chunks, self.name)
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
-        """Computes steps with the decode kernel."""
+        """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
         steps = functools.partial(self.decode, spec.decode, blocks.steps)
-        return attend_ragged(steps, self._chunks, spec, operands)
-
-    def _chunks(self, problem: RaggedProblem, operands: RaggedOperands) -> Outputs:
-        """Raises, as `unsupported_ragged` says that nobody may call it."""
-        raise AssertionError("this backend has no kernel for chunks of prompts")
+        if isinstance(blocks.chunks, ForwardBlocks):
+            how = {"num_sms": self.sms, "interpret": self.interpret}
+            chunks = functools.partial(ragged_chunks, blocks.chunks, **how)
+            return attend_chunks(steps, chunks, spec, operands)
+        chunks = functools.partial(xla_ragged.chunks, blocks.chunks)
+        return attend_ragged(steps, chunks, spec, operands)
 
 
 def _device_reason(capability: str | None) -> str | None:

@@ -142,7 +142,7 @@ def _set(ref, at, value):
     ref[at] = value
 
 
-def _thread():
+def own_thread():
     """Returns the i32 index of the thread in its warpgroup, unknown to the compiler.
 
     Otherwise the compiler keeps what `load` and `store` make of it alive through the loop between
@@ -151,18 +151,36 @@ def _thread():
     return opaque(arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP)))
 
 
-class Pieces:
-    """Pieces of 16 bytes of a tile in shared memory, and which of them this thread moves."""
+class TilePieces:
+    """Pieces of 16 bytes of a tile in shared memory whose row 0 is row `first` of an array."""
 
-    def __init__(self, rows: PackedGqa, tile, array, first) -> None:
-        self.rows, self.tile, self.array, self.first = rows, tile, array, splat(first)
+    def __init__(self, tile, array, first) -> None:
+        self.tile, self.array, self.first = tile, array, splat(first)
         self.element = tile.type.element_type
         self.width = PIECE_BYTES * 8 // self.element.width  # elements of a piece
         outer, self.across, inner, self.columns = tile.type.shape
         self.tile_rows = outer * inner
         self.of_row = self.across * self.columns // self.width
         self.type = ir.VectorType.get((self.width,), self.element)
-        self.thread = _thread()
+        self.thread = own_thread()
+
+    def in_tile(self, row, piece):
+        """Returns the indices of a piece in the tile; the swizzle permutes the pieces of a row."""
+        index, at = ir.IndexType.get(), i32_constant
+        in_row = self.columns // self.width  # pieces that the swizzle permutes: 2, 4 or 8
+        inner, outer = arith.remui(row, at(8)), arith.divui(row, at(8))
+        turned = arith.xori(arith.remui(piece, at(in_row)), arith.divui(inner, at(8 // in_row)))
+        column = arith.muli(turned, at(self.width))
+        found = outer, arith.divui(piece, at(in_row)), inner, column
+        return [arith.index_cast(index, x) for x in found]
+
+
+class Pieces(TilePieces):
+    """Pieces of a tile of packed rows, and which of them this thread moves."""
+
+    def __init__(self, rows: PackedGqa, tile, array, first) -> None:
+        super().__init__(tile, array, first)
+        self.rows = rows
 
     def places(self, rows: int):
         """Yields (first row of the turn, row, piece) of each turn, in which a thread moves one."""
@@ -177,16 +195,6 @@ class Pieces:
         own = min(self.array.type.shape[-1] // self.width, self.of_row)
         some_row = arith.cmpi(less, arith.addi(self.first, row), i32_constant(self.rows.total))
         return arith.andi(some_row, arith.cmpi(less, piece, i32_constant(own)))
-
-    def in_tile(self, row, piece):
-        """Returns the indices of a piece in the tile; the swizzle permutes the pieces of a row."""
-        index, at = ir.IndexType.get(), i32_constant
-        in_row = self.columns // self.width  # pieces that the swizzle permutes: 2, 4 or 8
-        inner, outer = arith.remui(row, at(8)), arith.divui(row, at(8))
-        turned = arith.xori(arith.remui(piece, at(in_row)), arith.divui(inner, at(8 // in_row)))
-        column = arith.muli(turned, at(self.width))
-        found = outer, arith.divui(piece, at(in_row)), inner, column
-        return [arith.index_cast(index, x) for x in found]
 
     def loaded(self):
         """Yields (row, piece, elements of the array or zeros) for all pieces of the tile."""
@@ -273,7 +281,7 @@ def _store_body(rows: PackedGqa, _, tile, target, first):
 
 def _store_values_body(rows: PackedGqa, _, values, target, first):
     index, group = ir.IndexType.get(), i32_constant(rows.group)
-    thread = _thread()
+    thread = own_thread()
     row = arith.addi(splat(first), thread)
     less = arith.CmpIPredicate.ult
     inside = arith.cmpi(less, thread, i32_constant(rows.most))

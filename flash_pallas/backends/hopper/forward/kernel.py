@@ -42,7 +42,7 @@ from ...gpu import inline, online_softmax
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.auxiliary_inputs import Place
 from ..common.far_rows import Part, forward_gains, parts
-from ..common.pipeline import Padding, Ring, loader, rows_of
+from ..common.pipeline import Padding, Ring, rows_of
 from .scheduler import TileScheduler, with_counter
 from .softmax import (
     bounded_softmax,
@@ -53,10 +53,10 @@ from .softmax import (
     joined,
     logits,
     per_row,
-    row_fragments,
     speculative_softmax,
 )
 from .tiles import (
+    PER_ROW,
     ForwardBlocks,
     ForwardCta,
     ForwardGmem,
@@ -193,7 +193,7 @@ def forward_cta(
     `at` is (index of the team, index of the warpgroup); see ForwardCta for the others.
     """
     blocks, (index, wg) = plan.blocks, at
-    cta = ForwardCta(
+    cta = plan.cta_type(
         plan=plan,
         gmem=gmem,
         out=out,
@@ -223,7 +223,7 @@ def consume(cta: ForwardCta):
     number = plan.scheduler.first(cta)
     tile = cta.q_tile(number)
     seen = cta if plan.blocks.producer else load_inline_first(cta, number)
-    tile = tile._replace(fragments=row_fragments(cta, tile))
+    tile = tile._replace(fragments=cta.row_fragments(tile))
     plgpu.barrier_wait(smem.q_full.at[cta.wg])
     cta.k.wait_full(first)
 
@@ -256,7 +256,7 @@ def mainloop(cta: ForwardCta, n, number, carry):
         tile, following, seen = cta.q_tile(number)._replace(used=used), None, cta
         if not plan.blocks.producer:
             seen, following = load_inline(cta, n, number, tile)
-        tile = tile._replace(fragments=row_fragments(seen, tile))
+        tile = tile._replace(fragments=seen.row_fragments(tile))
         for edges, low, high in seen.zones(tile):
             at_block = functools.partial(step, seen, tile, o_acc, edges=edges)
             rows = lax.fori_loop(low, high, at_block, rows)
@@ -394,7 +394,7 @@ def overlapped_epilogue(
         cta.k.wait_full(after)
 
     s = matmuls(cta, smem.q.at[wg], after, rows.p, o_acc)  # issues (1), (2); waits for (1)
-    next_tile = next_tile._replace(fragments=row_fragments(cta, next_tile))
+    next_tile = next_tile._replace(fragments=cta.row_fragments(next_tile))
     # Early: before the next tile has a shift. And ptxas moves nothing over the branch of a
     # softmax that looks for far rows, so that what stands behind it does not overlap with
     # the matmuls (1.9 % at T=1024).
@@ -416,9 +416,6 @@ def finish_rows(cta: ForwardCta, tile: QTile, rows: ForwardRows):
     found = finish(cta, tile, rows)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     return found
-
-
-PER_ROW = ("lse_log2", "shift", "max_logit")  # the results of one value a row
 
 
 def stage_rows(cta: ForwardCta, found: Outputs):
@@ -445,19 +442,13 @@ def store_tile(
     """
     # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
     wg = lax.optimization_barrier(cta.wg)
-    smem, out, plan = cta.smem, cta.out, cta.plan
+    smem, plan = cta.smem, cta.plan
     staging = smem.q if smem.o is None else smem.o
     plan.matmuls.store(staging.at[wg], o * per_row(inverse, o.shape))
     if not rows_are_staged:
         stage_rows(cta, found)
     plgpu.commit_smem()
-    first_row = tile.block * plan.blocks.tile_rows + wg * WARPGROUP_ROWS
-    rows = pl.ds(first_row, WARPGROUP_ROWS)
-    plgpu.copy_smem_to_gmem(staging.at[wg], rows_of(out.o, (tile.batch, rows, tile.head), staging))
-    for name in PER_ROW:
-        buffer, target = getattr(smem, name), getattr(out, name)
-        if buffer is not None:
-            plgpu.copy_smem_to_gmem(buffer.at[wg], target.at[tile.batch, tile.head, rows])
+    cta.store_rows(tile, wg, staging)
 
 
 # --- The producer warpgroup -----------------------------------------------------------------------
@@ -515,22 +506,20 @@ def load_q(cta: ForwardCta, tile: QTile, n):
 
 def load_q_rows(cta: ForwardCta, tile: QTile, wg):
     """Issues the copy of the 64 Q rows of one warpgroup."""
-    smem, first_row = cta.smem, tile.block * cta.plan.blocks.tile_rows + wg * WARPGROUP_ROWS
-    rows = (tile.batch, pl.ds(first_row, WARPGROUP_ROWS), tile.head)
+    rows, full = cta.rows_at(tile, wg), cta.smem.q_full
     for source, target in cta.moving("q"):
-        plgpu.copy_gmem_to_smem(rows_of(source, rows, target), target.at[wg], smem.q_full.at[wg])
+        plgpu.copy_gmem_to_smem(rows_of(source, rows, target), target.at[wg], full.at[wg])
 
 
 def load_k(cta: ForwardCta, tile: QTile, j, use):
     """Loads K of the j-th block from the right, as the use-th fill of its ring."""
     plan, block = cta.plan, tile.kv_block(j)
-    keys, slot = keys_at(cta, tile, block), cta.k.slot(use)
+    keys, slot = cta.keys_at(tile, block), cta.k.slot(use)
     full = cta.k.full.at[slot]
     cta.k.wait_empty(use)
-    for source, target in cta.moving("k"):
-        plgpu.copy_gmem_to_smem(rows_of(source, keys, target), target.at[slot], full)
+    cta.copy_k(keys, slot, full)
     rows, block_kv = plan.blocks.tile_rows, plan.blocks.block_kv
-    place = Place(tile.batch, tile.head, tile.block * rows, keys[1].start, rows, block_kv)
+    place = Place(tile.batch, tile.head, tile.block * rows, block * block_kv, rows, block_kv)
     plan.aux.load(cta.gmem.aux, cta.smem.aux, slot, full, place)
     if plan.tangent_aux is not None:
         tangents = cta.gmem.tangents.aux, cta.smem.tangents.aux
@@ -542,22 +531,11 @@ def load_v(cta: ForwardCta, tile: QTile, j, use):
 
     PV alone sums over keys: what padding holds of K only reaches scores that are hidden.
     """
-    plan, block = cta.plan, tile.kv_block(j)
-    keys, slot = keys_at(cta, tile, block), cta.v.slot(use)
+    block = tile.kv_block(j)
+    keys, slot = cta.keys_at(tile, block), cta.v.slot(use)
     full = cta.v.full.at[slot]
     cta.v.wait_empty(use)
-    width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
-    swizzle = plan.matmuls.swizzle(width, cta.gmem.v, summed_rows=rows)
-    load = loader(cta.gmem.padding, cta.smem.v_arrived, swizzle, plan.interpret)
-    for source, target in cta.moving("v"):
-        load(rows_of(source, keys, target), target.at[slot], full, tile.batch, block)
-
-
-def keys_at(cta: ForwardCta, tile: QTile, block):
-    """Returns the index of a KV block in k and v: (batch, keys, head)."""
-    block_kv = cta.plan.blocks.block_kv
-    keys = pl.ds(block * block_kv, block_kv)
-    return tile.batch, keys, lax.div(tile.head, jnp.int32(cta.plan.problem.group))
+    cta.copy_v(tile, block, keys, slot, full)
 
 
 # --- Inline loads: without a producer, the compute warpgroups load --------------------------------

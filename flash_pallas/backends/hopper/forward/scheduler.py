@@ -165,6 +165,10 @@ class TileScheduler:
             return jnp.int32(cta.index)
         return self.listed(cta, jnp.int32(0))
 
+    def exists(self, cta, number):
+        """Returns whether there is a tile with this number, which was claimed."""
+        return number < self.num_tiles
+
     def claim(self, cta, n):
         """Claims (producer) the tile after the n-th; returns (its number, whether it exists)."""
         if not self.dynamic:
@@ -186,7 +190,7 @@ class TileScheduler:
             if not self.has_lists:
                 number = number + jnp.int32(self.num_ctas)
         plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
-        return number, number < self.num_tiles
+        return number, self.exists(cta, number)
 
     def following(self, cta, n):
         """Waits for what the producer's `claim` returns, in a compute warpgroup once per tile."""
@@ -197,7 +201,7 @@ class TileScheduler:
         number = cta.smem.tile_numbers[slot, 0]
         if not self.interpret and not self.has_lists:
             number = number + jnp.int32(self.num_ctas)
-        return number, number < self.num_tiles
+        return number, self.exists(cta, number)
 
     def each(self, cta, body: Callable, carry):
         """Runs carry, (number, _) = body(n, number, carry) for each tile; returns the last carry.
@@ -214,7 +218,7 @@ class TileScheduler:
             carry, (number, _) = body(n, number, carry)
             return n + 1, number, carry
 
-        more = lambda state: state[1] < self.num_tiles
+        more = lambda state: self.exists(cta, state[1])
         return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
 
 

@@ -24,7 +24,6 @@ from ...gpu import inline, online_softmax, score_tile, softcap
 from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.online_softmax import Drop, Maxima, Powers
 from ...gpu.softcap import Cap
-from ..common.auxiliary_inputs import Place
 from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
 from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile
@@ -160,14 +159,6 @@ class Logits(NamedTuple):
     inputs: TileInputs
     kv_block: Any
     edges: str  # as for ForwardCta.limits
-
-
-def row_fragments(cta: ForwardCta, tile: QTile) -> TileInputs:
-    """Loads the auxiliary inputs that this warpgroup's rows of a Q tile keep in registers."""
-    plan = cta.plan
-    row = tile.block * plan.blocks.tile_rows + cta.wg * WARPGROUP_ROWS
-    place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, plan.blocks.block_kv)
-    return plan.aux.fragments(cta.gmem.aux, place)
 
 
 def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> Logits:

@@ -9,24 +9,27 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import integers as ints
 from ....core.mask import Limits, Mask
 from ....core.problem import Outputs, Problem
+from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...gpu.online_softmax import far_of
 from ...gpu.score_tile import RegisterTile
 from ..common.auxiliary_inputs import (
     AuxiliaryInputs,
+    Place,
     Streamed,
     many,
     modifiers,
     wants_narrow_tiles,
 )
 from ..common.far_rows import Part
-from ..common.pipeline import Padding, Ring, fits, row_buffer
+from ..common.pipeline import Padding, Ring, fits, loader, row_buffer, rows_of
 from ..common.tile_lists import TileList, largest
 from ..common.wgmma import Matmuls
 from .scheduler import SLOTS, TileScheduler
@@ -456,6 +459,11 @@ class ForwardPlan:
         """The auxiliary inputs: what modifiers read besides Q, K and V."""
         return AuxiliaryInputs(self.problem, q_axis=0)
 
+    @property
+    def cta_type(self) -> type[ForwardCta]:
+        """The class of this plan's CTAs."""
+        return ForwardCta
+
     @functools.cached_property
     def tangent_aux(self) -> AuxiliaryInputs | None:
         """Tangents of `aux`, as the inputs of another call; None but in tangent/kernel.py."""
@@ -524,6 +532,9 @@ class ForwardPlan:
         return left, right
 
 
+PER_ROW = ("lse_log2", "shift", "max_logit")  # the results of one value a row
+
+
 class ForwardGmem(NamedTuple):
     """Operands in device memory."""
 
@@ -538,6 +549,7 @@ class ForwardGmem(NamedTuple):
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
     tangents: Any = None  # TangentTiles of these operands; None but in tangent/kernel.py
+    ragged: Any = None  # RaggedGmem; None but in ragged/kernel.py
 
 
 class TangentTiles(NamedTuple):
@@ -562,6 +574,7 @@ class QTile(NamedTuple):
     fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
     listed: TileList | None = None  # its KV blocks, where lists say which they are
     found: Any = None  # the KV block of the step, where it was looked up early
+    ragged: Any = None  # RaggedRows of its sequence; None but in ragged/kernel.py
 
     @property
     def kv_stop(self):
@@ -656,8 +669,7 @@ class ForwardCta:
         left, right = self.plan.masked_edges()
         if not left and not right:
             return [("none", first, last)]
-        position = tile.position + self.wg * WARPGROUP_ROWS
-        full_start, full_stop = map(jnp.int32, self.plan.whole_kv_tiles(position))
+        full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
         zones, plain = [], first
         if right:
             plain = lax.clamp(first, tile.kv_stop - full_stop, last)
@@ -677,12 +689,22 @@ class ForwardCta:
         )
         start, stop = (self.gmem.whole[tile.batch, rows, end] for end in (0, 1))
         if not self.plan.problem.spec.mask.is_trivial:
-            position = tile.position + self.wg * WARPGROUP_ROWS
-            full_start, full_stop = map(jnp.int32, self.plan.whole_kv_tiles(position))
+            full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
             start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
         plain = lax.clamp(first, tile.kv_stop - stop, last)
         masked = lax.clamp(plain, tile.kv_stop - start, last)
         return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
+
+    def whole_kv_tiles(self, tile: QTile):
+        """Returns (first, one past the last) of the KV blocks that this warpgroup sees whole."""
+        return self.plan.whole_kv_tiles(tile.position + self.wg * WARPGROUP_ROWS)
+
+    def row_fragments(self, tile: QTile) -> TileInputs:
+        """Loads the auxiliary inputs that this warpgroup's rows of a Q tile keep in registers."""
+        blocks = self.plan.blocks
+        row = tile.block * blocks.tile_rows + self.wg * WARPGROUP_ROWS
+        place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, blocks.block_kv)
+        return self.plan.aux.fragments(self.gmem.aux, place)
 
     def score_tile(self, tile: QTile, kv_block) -> RegisterTile:
         """Returns the place of this warpgroup's scores [64, block_kv] of a KV block."""
@@ -732,6 +754,42 @@ class ForwardCta:
         """Returns the refs (device memory, shared memory) of q, k or v, and of its tangent."""
         pairs = [(self.gmem, self.smem), (self.gmem.tangents, self.smem.tangents)]
         return [(getattr(g, name), getattr(s, name)) for g, s in pairs if g is not None]
+
+    # --- where Q rows, keys and results lie -------------------------------------------------------
+
+    def rows_at(self, tile: QTile, wg):
+        """Returns the index of a warpgroup's rows in q and o: (batch, rows, head)."""
+        first_row = tile.block * self.plan.blocks.tile_rows + wg * WARPGROUP_ROWS
+        return tile.batch, pl.ds(first_row, WARPGROUP_ROWS), tile.head
+
+    def keys_at(self, tile: QTile, block):
+        """Returns the index of a KV block in k and v: (batch, keys, head)."""
+        block_kv = self.plan.blocks.block_kv
+        keys = pl.ds(block * block_kv, block_kv)
+        return tile.batch, keys, lax.div(tile.head, jnp.int32(self.plan.problem.group))
+
+    def copy_k(self, keys, slot, full):
+        """Issues the copies of a block of K, at `keys_at`, into its slot."""
+        for source, target in self.moving("k"):
+            plgpu.copy_gmem_to_smem(rows_of(source, keys, target), target.at[slot], full)
+
+    def copy_v(self, tile: QTile, block, keys, slot, full):
+        """Issues the copies of a block of V, at `keys_at`, into its slot; zeroes its padding."""
+        plan = self.plan
+        width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
+        swizzle = plan.matmuls.swizzle(width, self.gmem.v, summed_rows=rows)
+        load = loader(self.gmem.padding, self.smem.v_arrived, swizzle, plan.interpret)
+        for source, target in self.moving("v"):
+            load(rows_of(source, keys, target), target.at[slot], full, tile.batch, block)
+
+    def store_rows(self, tile: QTile, wg, staging):
+        """Issues the copies of a warpgroup's results: O, which is in `staging`, and its rows."""
+        batch, rows, head = at = self.rows_at(tile, wg)
+        plgpu.copy_smem_to_gmem(staging.at[wg], rows_of(self.out.o, at, staging))
+        for name in PER_ROW:
+            buffer, target = getattr(self.smem, name), getattr(self.out, name)
+            if buffer is not None:
+                plgpu.copy_smem_to_gmem(buffer.at[wg], target.at[batch, head, rows])
 
     def wait_pv(self, o_acc, use):
         """Waits for PV of the block before ring position `use`, releases its V, and returns O."""

@@ -47,7 +47,7 @@ from ..common.auxiliary_inputs import Place
 from ..common.pipeline import Ring, rows_of, warpgroup_rows
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.scheduler import TileScheduler
-from ..forward.softmax import finish, finite, per_row, row_fragments, unseen
+from ..forward.softmax import finish, finite, per_row, unseen
 from ..forward.tiles import (
     ForwardBlocks,
     ForwardCta,
@@ -250,7 +250,7 @@ def start(cta: TangentCta, tile: QTile, t_acc, o_acc) -> Fixed:
         load = lambda ref: plgpu.load(ref.at[at], layout=inline.ROWS, optimized=False)
         shift = cta.before.shift
         known = Known(load(cta.before.lse_log2), None if shift is None else load(shift))
-    tile = tile._replace(fragments=row_fragments(cta, tile))
+    tile = tile._replace(fragments=cta.row_fragments(tile))
     return Fixed(tile, moved, known, t_acc, o_acc)
 
 

@@ -1,0 +1,410 @@
+"""The forward kernel over packed queries, with K and V in pages: chunks of prompts.
+
+The loops, the softmax, the ping-pong and the epilogues are those of forward/kernel.py. What differs
+is where things lie, and who says which tiles there are:
+
+    tiles      a table in device memory, made of cu_q_lens; a persistent CTA claims them one by one
+    K, V       a block is some pages or a part of one; a copy each, which arrive on one barrier
+    results    by TMA where all rows of a warpgroup are its sequence's; others row by row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core import ragged
+from ....core.decode import DecodeOperands
+from ....core.mask import Limits, Mask
+from ....core.padding import pad_axis
+from ....core.problem import Operands, Outputs
+from ....core.ragged import RaggedOperands, RaggedProblem, RaggedSpec
+from ....core.scores import TileInputs
+from ...gpu import inline
+from ...gpu.launch import WARPGROUP_ROWS, float32, launch
+from ..common.pipeline import clear_from, clear_outside
+from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..forward.kernel import forward_teams
+from ..forward.scheduler import TileScheduler, with_counter
+from ..forward.tiles import (
+    PER_ROW,
+    ForwardBlocks,
+    ForwardCta,
+    ForwardGmem,
+    ForwardPlan,
+    QTile,
+    claims_tiles,
+)
+from .rows import Some
+from .tiles import (
+    EMPTY,
+    KeyBounds,
+    Sizes,
+    TileRow,
+    as_forward,
+    chunk_tiles,
+    key_bounds,
+    most_tiles,
+    piece_rows,
+    scratch,
+)
+
+# --- The launch -----------------------------------------------------------------------------------
+
+
+def ragged_chunks(
+    blocks: ForwardBlocks,
+    problem: RaggedProblem,
+    operands: RaggedOperands,
+    num_sms: int,
+    interpret: bool,
+) -> Outputs:
+    """Computes the rows of the sequences with more than `step_tokens` queries.
+
+    Args:
+        blocks: tile sizes, from `choose_chunk_blocks`.
+        problem: a problem that has chunks and is not `unsupported_chunks`.
+        operands: operands `in_range`.
+        num_sms: number of SMs, for a persistent kernel.
+        interpret: run by the interpreter.
+
+    Returns:
+        Outputs: o [tokens, N, Hv], 0 in rows of no sequence, lse_log2 and shift f32[N, tokens]. In
+        other rows anything.
+    """
+    forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
+    blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
+    tiles, heads = most_tiles(problem, blocks.tile_rows), forward.q_heads
+    scheduler = ChunkScheduler(
+        batch=1,
+        heads=heads,
+        q_tiles=tiles,
+        swizzle_heads=1,
+        longest_first=False,
+        num_ctas=min(num_sms, tiles * heads) if blocks.persistent else tiles * heads,
+        uses_table=False,
+        dynamic=claims_tiles(forward, blocks),
+        interpret=interpret,
+    )
+    plan = RaggedPlan(
+        *(forward, blocks, scheduler, interpret),
+        page_size=page_size,
+        starts=operands.kv_starts is not None,
+        windows=operands.window_left is not None,
+    )
+    q = matmuls.operand(operands.q[None], forward.head_dim)
+    of_all = lambda x: None if x is None else pad_axis(x, 0, len(x) + EMPTY)
+    others = Operands(
+        *(q, None, None),
+        sinks=of_all(operands.sinks),
+        alibi_slopes=of_all(operands.alibi_slopes),
+    )
+    gmem = ForwardGmem(
+        *(q, operands.k, operands.v),
+        table=None,
+        aux=plan.aux.arrays(others),
+        ragged=RaggedGmem(
+            operands.page_table,
+            key_bounds(operands),
+            chunk_tiles(problem, operands, blocks.tile_rows),
+        ),
+    )
+    per_row = float32((1, heads, q.shape[1]))
+    out = Outputs(
+        o=jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype),
+        lse_log2=per_row,
+        shift=per_row if plan.limit else None,
+    )
+    call = functools.partial(
+        launch,
+        out=(out,),
+        scratch=(scratch(forward, blocks, page_size, q, operands.v, out.o),),
+        grid={"cta": scheduler.num_ctas},
+        threads=blocks.warpgroups + blocks.producer,
+        name="flash_pallas_ragged",
+        interpret=interpret,
+    )
+    run = lambda counter: call(functools.partial(ragged_cta, plan, counter))(gmem)[0]
+    found = with_counter(run, out) if scheduler.dynamic else run(None)
+    of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
+    return Outputs(found.o[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+
+
+def attend(
+    decode: Callable[[DecodeOperands], Outputs],
+    chunks: Callable[[RaggedProblem, RaggedOperands], Outputs],
+    spec: RaggedSpec,
+    operands: RaggedOperands,
+) -> Outputs:
+    """Computes what ragged.attend does, where `chunks` is `ragged_chunks` and there are some."""
+    operands = ragged.in_range(operands)
+    found = chunks(ragged.describe(operands, spec), operands)
+    return joined(spec, operands, decode(ragged.as_steps(spec, operands)), found)
+
+
+def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Outputs) -> Outputs:
+    """Returns what ragged.join does, with the rows of steps written into the o of the chunks.
+
+    A select between two arrays of all rows reads and writes as much as attention does.
+    """
+    number, tokens = spec.step_tokens, len(operands.q)
+    first, count = ragged.rows_of(operands, least=1, most=number)
+    token = jnp.arange(-number, 0, dtype=jnp.int32)
+    place = (first + count)[:, None] + token[None]
+    beyond = tokens + jnp.arange(place.size, dtype=jnp.int32)  # which are dropped
+    place = jnp.where(token[None] >= -count[:, None], place, beyond.reshape(place.shape))
+    rows = steps.o.reshape(-1, *steps.o.shape[2:])
+    o = chunks.o.at[place.reshape(-1)].set(rows, mode="drop", unique_indices=True)
+    return ragged.join(spec, operands, steps, chunks)._replace(o=o)  # XLA drops the other o
+
+
+def ragged_cta(plan: RaggedPlan, counter, gmem: ForwardGmem, out: Outputs, smem):
+    """Runs a CTA, if there are so many tiles; see ForwardCta for the arguments."""
+    exists = lax.axis_index("cta") < gmem.ragged.tiles[0, 0]
+    pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, None, smem))
+
+
+class ChunkScheduler(TileScheduler):
+    """Scheduler of the tiles of `chunk_tiles`, each of them for every head; see `RaggedCta.q_tile`.
+
+    There are at most `num_tiles`.
+    """
+
+    def exists(self, cta, number):
+        """Returns whether there is a tile with this number, which was claimed."""
+        return number < cta.gmem.ragged.tiles[0, 0]
+
+
+# --- The plan of a launch, and the refs of a CTA --------------------------------------------------
+
+
+class RaggedGmem(NamedTuple):
+    """Further operands in device memory."""
+
+    page_table: Any  # int32[S, max_pages]
+    bounds: KeyBounds
+    tiles: Any  # int32[1 + tiles, 8], of `chunk_tiles`
+
+
+class Keys(NamedTuple):
+    """Place of a KV block in the pages."""
+
+    page: Any  # its first one, among those of the sequence
+    place: Any  # of that page among all pages
+    row: Any  # of its first key in the page
+    seq: Any
+    head: Any
+    before: Any  # its first rows that come before the sequence's first key; None: there are none
+    valid: Any  # how many of its rows come before the end of the sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPlan(ForwardPlan):
+    """Everything about a launch that is known at trace time.
+
+    Attributes:
+        page_size: keys of a page.
+        starts: sequences have first keys of their own.
+        windows: sequences have windows of their own.
+    """
+
+    page_size: int = 16
+    starts: bool = False
+    windows: bool = False
+
+    @property
+    def cta_type(self) -> type[ForwardCta]:
+        """The class of this plan's CTAs."""
+        return RaggedCta
+
+    def masked_edges(self) -> tuple[bool, bool]:
+        """Returns whether some warpgroup may mask KV blocks (left, right): where is data."""
+        return self.starts or self.windows or self.problem.spec.mask.left is not None, True
+
+    @property
+    def piece_rows(self) -> int:
+        """Number of keys of a piece of a KV block."""
+        return piece_rows(self.blocks.block_kv, self.page_size)
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of a KV block."""
+        return self.blocks.block_kv // self.piece_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedCta(ForwardCta):
+    """One CTA, as one of its warpgroups sees it: `out` has one batch entry of packed rows."""
+
+    plan: RaggedPlan
+
+    # --- tiles ------------------------------------------------------------------------------------
+
+    def q_tile(self, number) -> QTile:
+        """Returns the Q tile with this number; for a number past the last one, any.
+
+        Some heads go through all tiles before the next ones do. Heads are fastest, so that those of
+        a group read the same keys at one time.
+        """
+        given = self.gmem.ragged.tiles
+        total, tiles, together = Sizes(*(given[0, i] for i in range(len(Sizes._fields))))
+        number = lax.min(number, total - 1)
+        section, within = lax.div(number, tiles * together), lax.rem(number, tiles * together)
+        at, member = lax.div(within, together), lax.rem(within, together)
+        rows = TileRow(*(given[1 + at, i] for i in range(len(TileRow._fields))))
+        found = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
+        start = found.start if self.plan.masked_edges()[0] else 0
+        count = lax.max(jnp.int32(found.stop - start), jnp.int32(1))
+        head = section * together + member
+        return QTile(rows.seq, head, at, rows.position, start, count, ragged=rows)
+
+    def kv_blocks(self, rows: TileRow, position, number: int, *, whole: bool = False):
+        """Returns the BlockRange of so many queries from this position on.
+
+        With `whole` the end of the keys does not count as an edge, as in whole_kv_tiles.
+        """
+        block_kv, length = self.plan.blocks.block_kv, rows.length
+        if whole:
+            length = lax.div(length + (block_kv - 1), jnp.int32(block_kv)) * block_kv
+        start = rows.start if self.plan.starts else None
+        return self.mask(rows).kv_blocks(position, number, length, block_kv, start)
+
+    def whole_kv_tiles(self, tile: QTile):
+        """Returns (first, one past the last) of the KV blocks that this warpgroup sees whole."""
+        position = tile.position + self.wg * WARPGROUP_ROWS
+        found = self.kv_blocks(tile.ragged, position, WARPGROUP_ROWS, whole=True)
+        return found.full_start, found.full_stop
+
+    def mask(self, rows: TileRow) -> Mask:
+        """Returns the mask of a tile's sequence, without its first key."""
+        return Mask(rows.left, 0) if self.plan.windows else self.plan.problem.spec.mask
+
+    def limits(self, tile: QTile, kv_block, edges: str) -> Limits:
+        """Returns what ForwardCta.limits does; first keys are hidden by `row_fragments`."""
+        if not self.plan.windows or edges == "none":
+            return super().limits(tile, kv_block, edges)
+        length = self.ragged_len(tile) if edges == "last" else None
+        return self.score_tile(tile, kv_block).limits(self.mask(tile.ragged), length)
+
+    def ragged_len(self, tile: QTile):
+        """Returns where the keys of a tile's sequence end."""
+        return tile.ragged.length
+
+    def row_fragments(self, tile: QTile) -> TileInputs:
+        """Loads what ForwardCta.row_fragments does, and the first key as that of every row."""
+        found = super().row_fragments(tile)
+        if not self.plan.starts:
+            return found
+        first = lax.broadcast_in_dim(tile.ragged.start, (WARPGROUP_ROWS,), ())
+        return found._replace(q_first=plgpu.layout_cast(first, inline.ROWS))
+
+    # --- where Q rows, keys and results lie -------------------------------------------------------
+
+    def rows_at(self, tile: QTile, wg):
+        """Returns the index of a warpgroup's rows in q and o: (0, rows, head)."""
+        first_row = pl.multiple_of(tile.ragged.row, LENGTH_MULTIPLE) + wg * WARPGROUP_ROWS
+        return 0, pl.ds(first_row, WARPGROUP_ROWS), tile.head
+
+    def keys_at(self, tile: QTile, block) -> Keys:
+        """Returns where a KV block lies; read before the wait for its slot, which hides that.
+
+        What the producer can read anew it does not hold: it has 24 registers.
+        """
+        plan, given, seq = self.plan, self.gmem.ragged, tile.batch
+        page, row, first = block * plan.pieces, 0, block * plan.blocks.block_kv
+        if plan.pieces == 1:
+            blocks = jnp.int32(plan.page_size // plan.piece_rows)  # of a page
+            page, row = lax.div(block, blocks), lax.rem(block, blocks) * plan.piece_rows
+        return Keys(
+            page=page,
+            place=self.place(seq, page),
+            row=row,
+            seq=seq,
+            head=lax.div(tile.head, jnp.int32(plan.problem.group)),
+            before=given.bounds.starts[seq] - first if plan.starts else None,
+            valid=given.bounds.lengths[seq] - first,
+        )
+
+    def place(self, seq, page):
+        """Returns where a page of a sequence lies among all pages."""
+        table = self.gmem.ragged.page_table
+        last, most = (jnp.int32(size - 1) for size in table.shape)
+        pages = jnp.int32(self.gmem.k.shape[0] - 1)
+        # What the last block reads beyond the table's end, or of an entry never set, is hidden.
+        return lax.clamp(jnp.int32(0), table[lax.min(seq, last), lax.min(page, most)], pages)
+
+    def copy_k(self, keys: Keys, slot, full):
+        """Issues the copies of a block of K, at `keys_at`, into its slot."""
+        self.copy(self.gmem.k, keys, self.smem.k.at[slot], full)
+
+    def copy_v(self, tile: QTile, block, keys: Keys, slot, full):
+        """Issues the copies of a block of V into its slot; zeroes what are no keys in it."""
+        plan, target = self.plan, self.smem.v.at[slot]
+        padded = keys.valid < plan.blocks.block_kv
+        if plan.starts:
+            padded = padded | (keys.before > 0)
+        pl.when(~padded)(lambda: self.copy(self.gmem.v, keys, target, full))
+
+        @pl.when(padded)
+        def _():
+            self.copy(self.gmem.v, keys, target, self.smem.v_arrived)
+            plgpu.barrier_wait(self.smem.v_arrived)
+            width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
+            swizzle = plan.matmuls.swizzle(width, self.gmem.v, summed_rows=rows)
+            if plan.starts:
+                clear_outside(target, keys.before, keys.valid, swizzle, plan.interpret)
+            else:
+                clear_from(target, keys.valid, swizzle, plan.interpret)
+            for _ in range(plan.pieces):
+                plgpu.barrier_arrive(full)
+
+    def copy(self, source, keys: Keys, target, barrier):
+        """Issues the copies of a block's pieces; each arrives once.
+
+        They are a loop, in which the place of the next page is read before a copy is issued: eight
+        places at one time, and code for each, take more registers than the producer has.
+        """
+        size, pieces = self.plan.piece_rows, self.plan.pieces
+        if pieces == 1:
+            rows = source.at[keys.place, pl.ds(keys.row, size), keys.head]
+            plgpu.copy_gmem_to_smem(rows, target, barrier)
+            return
+
+        def each(i, place):
+            following = self.place(keys.seq, keys.page + i + 1)
+            piece = target.at[pl.ds(i * size, size)]
+            plgpu.copy_gmem_to_smem(source.at[place, :, keys.head], piece, barrier)
+            return following
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), each, keys.place)
+
+    def store_rows(self, tile: QTile, wg, staging):
+        """Copies the results of a warpgroup's rows, those that are of the tile's sequence."""
+        first = wg * WARPGROUP_ROWS
+        low, high = tile.ragged.low - first, tile.ragged.high - first
+        whole = (low <= 0) & (high >= WARPGROUP_ROWS)
+        pl.when(whole)(functools.partial(super().store_rows, tile, wg, staging))
+
+        @pl.when(~whole)
+        def _():
+            plan, row = self.plan, tile.ragged.row + first
+            swizzle = plan.matmuls.swizzle(plan.problem.v_head_dim, self.out.o)
+            if self.smem.o is None:
+                swizzle = plan.matmuls.swizzle(plan.problem.head_dim, self.gmem.q, self.out.o)
+            target = self.out.o.at[0, :, tile.head]
+            some = Some(row, low, high, plan.interpret)
+            some.store(staging.at[wg], target, swizzle)
+            for name in PER_ROW:
+                buffer, target = getattr(self.smem, name), getattr(self.out, name)
+                if buffer is not None:
+                    some.store_values(buffer.at[wg], target.at[0, tile.head])
+            # The next tile's results are written where other threads have read these.
+            inline.warpgroup_barrier(plan.interpret)

@@ -1,0 +1,258 @@
+"""Tiles of packed queries: tile sizes, which sequence each is of, and the order in which they run.
+
+A tile is `tile_rows` consecutive rows of packed q, of one sequence and one query head. TMA tiles
+begin at multiples of 8 rows, so the first of a sequence may begin with up to 7 rows of the sequence
+before, and its last may end with rows of the one behind. They are computed, at positions below and
+above those of the sequence, and not stored.
+
+Rows of no sequence, before the first and behind the last, are two more of them, without keys: their
+tiles write zeros in one step, where a pass over all of o would take longer than short prompts do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ....core import ragged
+from ....core.decode import UNBOUNDED, DecodeProblem
+from ....core.problem import Problem
+from ....core.ragged import RaggedOperands, RaggedProblem
+from ..common.pipeline import fits
+from ..common.wgmma import LENGTH_MULTIPLE
+from ..forward.scheduler import SWIZZLE_BYTES
+from ..forward.tiles import NATIVE_HEAD_DIMS, ForwardBlocks, choose_forward, without_producer
+from ..forward.tiles import scratch as forward_scratch
+
+# --- Which problems there are tiles for, and which tiles ------------------------------------------
+
+# Tuned tiles that differ above it are for one long sequence. How long those of a call are is known
+# on the device alone.
+TUNED_FOR = 4096
+BLOCKS_KV = (128, 96, 64)  # keys of a step
+
+
+def as_forward(problem: RaggedProblem) -> Problem:
+    """Returns the problem of the forward kernel: a batch of sequences, each with room for all q."""
+    steps = problem.steps
+    return Problem(
+        batch=steps.batch,
+        q_len=problem.tokens,
+        kv_len=steps.kv_len,
+        q_heads=steps.q_heads,
+        kv_heads=steps.kv_heads,
+        head_dim=steps.head_dim,
+        v_head_dim=steps.v_head_dim,
+        dtype=steps.dtype,
+        spec=steps.spec.attention,
+        features=frozenset({"kv_lengths"} | steps.features & {"sinks", "alibi_slopes"}),
+    )
+
+
+def unsupported_chunks(problem: RaggedProblem) -> str | None:
+    """Returns why the kernel cannot run `problem`, or None."""
+    steps = problem.steps
+    if steps.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"runs chunks in bfloat16 and float16, not {steps.dtype}: cast q and the pages"
+    if steps.quantised:
+        return f"runs chunks over pages of q's dtype, {steps.dtype}, not {steps.kv_dtype}"
+    if steps.shares_kv:
+        return "runs chunks over pages of keys and pages of values: pass v_pages"
+    for name, width in (("q and k", steps.head_dim), ("v", steps.v_head_dim)):
+        if width not in NATIVE_HEAD_DIMS:
+            return (
+                f"runs chunks with head dims of {name} of "
+                f"{', '.join(map(str, NATIVE_HEAD_DIMS))}, not {width}: pad it"
+            )
+    if _choice(problem, num_sms=1) is None:
+        return (
+            f"runs chunks over pages that divide {_widest(steps)} keys or are multiples "
+            f"of 64, not pages of {steps.spec.page_size}"
+        )
+    return None
+
+
+def choose_chunk_blocks(
+    problem: RaggedProblem, num_sms: int, producer: bool = True
+) -> ForwardBlocks:
+    """Returns the forward kernel's tiles for prompts, with blocks of keys that suit the pages.
+
+    Not called where `unsupported_chunks` has a reason.
+
+    Args:
+        problem: a ragged problem.
+        num_sms: number of SMs that the tiles are to keep busy.
+        producer: whether a producer warpgroup loads; it takes registers that can be traded.
+    """
+    blocks = _choice(problem, num_sms)
+    if blocks is None:
+        raise AssertionError(f"no tiles suit pages of {problem.steps.spec.page_size} keys")
+    return blocks if producer else without_producer(blocks, as_forward(problem))
+
+
+def _choice(problem: RaggedProblem, num_sms: int) -> ForwardBlocks | None:
+    whole = as_forward(problem)
+    one = dataclasses.replace(
+        whole,
+        batch=1,
+        q_len=min(whole.q_len, TUNED_FOR),
+        features=whole.features - {"kv_lengths"},
+    )
+    blocks = choose_forward(one, num_sms)
+    page_size = problem.steps.spec.page_size or 0
+    tried = (blocks.block_kv, *(size for size in BLOCKS_KV if size < blocks.block_kv))
+    for size in tried:
+        found = dataclasses.replace(blocks, block_kv=size)
+        if suits(size, page_size) and fits(scratch(whole, found, page_size)):
+            return found
+    return None
+
+
+def suits(block_kv: int, page_size: int) -> bool:
+    """Returns whether a block of keys is a number of whole pages, or a part of one."""
+    return block_kv % page_size == 0 or page_size % block_kv == 0
+
+
+def piece_rows(block_kv: int, page_size: int) -> int:
+    """Returns the keys of a piece of a block, which one copy loads: a page, or all of the block."""
+    return min(block_kv, page_size)
+
+
+def _widest(steps: DecodeProblem) -> int:
+    return 64 if max(steps.head_dim, steps.v_head_dim) > 192 else 128
+
+
+def scratch(problem: Problem, blocks: ForwardBlocks, page_size: int, *arrays):
+    """Returns the shared memory and the barriers of a CTA; see the forward's `scratch`."""
+    smem, pieces = forward_scratch(problem, blocks, *arrays), 0
+    pieces = blocks.block_kv // piece_rows(blocks.block_kv, page_size)
+    several = lambda bar: dataclasses.replace(bar, num_arrivals=pieces)
+    return smem._replace(
+        k_full=several(smem.k_full),
+        v_full=several(smem.v_full),
+        v_arrived=several(smem.v_arrived),
+    )
+
+
+# --- The tiles of a call --------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Row 0 of the table of tiles, int32 each; its other columns are 0."""
+
+    total: Any  # pairs of a tile and a head
+    tiles: Any
+    together: Any  # heads that are worked on at one time, which divide all
+
+
+class TileRow(NamedTuple):
+    """Another row of the table: a tile, in int32."""
+
+    seq: Any  # its sequence
+    row: Any  # its first row of packed q, a multiple of 8
+    position: Any  # of that row
+    low: Any  # how many of its first rows belong to another sequence
+    high: Any  # one past the last of its rows, counted in the tile, that belongs to the sequence
+    length: Any  # keys of the sequence
+    start: Any  # first key of the sequence; UNBOUNDED where none is left
+    left: Any  # keys before its own position that a query sees
+
+
+EMPTY = 2  # sequences without keys, of the rows of no sequence
+
+
+def most_tiles(problem: RaggedProblem, tile_rows: int) -> int:
+    """Returns the number of tiles of one head that there may be."""
+    seqs = min(problem.num_seqs, problem.tokens // (problem.steps.q_len + 1)) + EMPTY
+    return (problem.tokens + (LENGTH_MULTIPLE - 1) * seqs) // tile_rows + seqs
+
+
+def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int):
+    """Returns the table of the tiles of sequences with more than `step_tokens` queries.
+
+    It is int32[1 + tiles, 8]: a row of Sizes, then one of TileRow for each tile; rows past the last
+    tile may be any. Sequences S and S + 1 have the rows of no sequence. It is one array, as a
+    producer of 24 registers has none for a second address.
+
+    A tile that begins last and takes long leaves other SMs idle, so those with most keys come
+    first; of tiles with as many, those of one sequence follow each other.
+    """
+    ends, tokens = operands.cu_q_lens, problem.tokens
+    first, count = ragged.rows_of(operands, least=problem.steps.q_len + 1)
+    first = _and(first, 0, ends[-1])
+    count = _and(count, ends[0], tokens - ends[-1])
+    before = first % LENGTH_MULTIPLE  # rows of others in a sequence's first tile
+    tiles = jnp.where(count > 0, -(-(count + before) // tile_rows), 0)
+    stops = jnp.cumsum(tiles)
+    index = jnp.arange(most_tiles(problem, tile_rows), dtype=jnp.int32)
+    # A comparison of all pairs is one small kernel, a binary search one for each of its steps.
+    seq = jnp.sum(index[:, None] >= stops[None], axis=1, dtype=jnp.int32)
+    seq = jnp.minimum(seq, len(count) - 1)
+    of = lambda x: x[seq]
+    row = of(first - before) + (index - of(stops - tiles)) * tile_rows
+    lengths = key_bounds(operands).lengths
+    position = of(lengths - count - first) + row
+    start, left = _lower_bounds(problem, operands)
+    table = TileRow(
+        seq=seq,
+        row=row,
+        position=position,
+        low=jnp.clip(of(first) - row, 0, tile_rows),
+        high=jnp.clip(of(first + count) - row, 0, tile_rows),
+        length=of(lengths),
+        start=of(start),
+        left=of(left),
+    )
+    keys = jnp.minimum(position + tile_rows, table.length)
+    keys -= jnp.maximum(jnp.maximum(position - table.left, table.start), 0)
+    keys = jnp.where(index < stops[-1], keys, -UNBOUNDED)
+    order = jnp.argsort(-keys, stable=True)
+    found = jnp.stack(table, axis=1).astype(jnp.int32)[order]
+    heads = problem.steps.q_heads
+    together = _heads_together(problem.steps, jnp.where(count > 0, lengths, 0))
+    sizes = jnp.stack([*Sizes(stops[-1] * heads, stops[-1], together), *[0] * 5]).astype(jnp.int32)
+    return jnp.concatenate([sizes[None], found])
+
+
+class KeyBounds(NamedTuple):
+    """Keys of every sequence, those of rows of no sequence among them: int32[S + 2]."""
+
+    lengths: Any
+    starts: Any  # or None: key 0 is the first
+
+
+def key_bounds(operands: RaggedOperands) -> KeyBounds:
+    """Returns the keys of every sequence; none where there is no sequence."""
+    starts = operands.kv_starts
+    return KeyBounds(
+        _and(operands.kv_lengths, 0, 0), None if starts is None else _and(starts, 0, 0)
+    )
+
+
+def _and(x, *others):
+    """Returns int32[S + 2]: x of every sequence, then what the rows of no sequence have."""
+    return jnp.concatenate([x, *(jnp.int32(other)[None] for other in others)])
+
+
+def _lower_bounds(problem: RaggedProblem, operands: RaggedOperands):
+    """Returns (first key, keys that a query sees before its own position), int32[S + 2] each."""
+    (lengths, starts), window = key_bounds(operands), problem.steps.spec.window_left
+    start = jnp.zeros_like(lengths)
+    if starts is not None:
+        start = jnp.maximum(starts, 0)
+        start = jnp.where(start < lengths, start, UNBOUNDED)
+    if operands.window_left is not None:
+        return start, _and(operands.window_left, 0, 0)
+    return start, jnp.full_like(lengths, UNBOUNDED if window is None else window)
+
+
+def _heads_together(steps: DecodeProblem, lengths):
+    """Returns the number of query heads whose keys stay in L2 together, those of one at least."""
+    keys = jnp.sum(lengths, dtype=jnp.float32)
+    most = SWIZZLE_BYTES / ((steps.head_dim + steps.v_head_dim) * np.dtype(steps.kv_dtype).itemsize)
+    divisors = [n for n in range(1, steps.kv_heads + 1) if steps.kv_heads % n == 0]
+    stay = [jnp.where(n * keys <= most, n, 1) for n in divisors]
+    return jnp.max(jnp.stack(stay)) * steps.group
