@@ -50,6 +50,7 @@ def ragged_paged_attention(
     alibi_slopes: Float[Array, "*#S N"] | None = None,
     scale: float | None = None,
     num_splits: int | str = "auto",
+    shared_prefix: str | int | Int[Array, "*#S"] | None = None,
     k_scale: Float[Array, "*#P K"] | None = None,
     v_scale: Float[Array, "*#P K"] | None = None,
     backend: str = "auto",
@@ -98,6 +99,8 @@ def ragged_paged_attention(
         alibi_slopes: [N] or [S, N]: slope * |i - j| is subtracted from scores.
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         num_splits: number of ranges in which the keys of steps are read, as in `flash_decode`.
+        shared_prefix: "auto", or the keys that sequences share: leading pages that several steps
+            have in common are read once, as in `flash_decode`. For step_tokens up to 8.
         k_scale: scale of pages in float8_e4m3fn or int8: a key is k * k_scale. [K], or [P, K]; None
             is 1.
         v_scale: scale of the values; without v_pages they have that of the keys.
@@ -143,6 +146,7 @@ def ragged_paged_attention(
         alibi_slopes=alibi_slopes,
         scale=scale,
         num_splits=num_splits,
+        shared_prefix=shared_prefix,
         k_scale=k_scale,
         v_scale=v_scale,
     )
@@ -178,6 +182,7 @@ def explain_ragged(
     alibi_slopes: Shaped | None = None,
     scale: float | None = None,
     num_splits: int | str = "auto",
+    shared_prefix: str | int | Shaped | None = None,
     k_scale: Shaped | None = None,
     v_scale: Shaped | None = None,
     backend: str = "auto",
@@ -207,6 +212,7 @@ def explain_ragged(
         alibi_slopes: slopes [N] or [S, N].
         scale: multiplies the scores.
         num_splits: number of ranges in which the keys of steps are read.
+        shared_prefix: "auto", or keys that sequences share.
         k_scale: scale of the keys of quantized pages.
         v_scale: scale of their values.
         backend: name of the implementation.
@@ -242,6 +248,7 @@ def explain_ragged(
         "alibi_slopes": alibi_slopes,
         "scale": scale,
         "num_splits": num_splits,
+        "shared_prefix": shared_prefix,
         "k_scale": k_scale,
         "v_scale": v_scale,
     }

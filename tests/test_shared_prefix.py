@@ -183,6 +183,23 @@ def test_heads_on_a_mesh(devices, kind):
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
+def test_steps_of_a_ragged_call():
+    """Checks steps that share prefixes with each other, next to a chunk with the same pages."""
+    q, k, v, given = drawn()
+    longest = int(jnp.argmax(given["kv_lengths"]))
+    counts = np.where(np.arange(B) == longest, 9, 1) * (np.asarray(given["kv_lengths"]) > 0)
+    given["cu_q_lens"] = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    q = jax.random.normal(jax.random.key(0), (counts.sum() + 3, 4, 32))
+    call = jax.jit(fp.ragged_paged_attention, static_argnames=("shared_prefix", "return_lse"))
+    right = call(q, k, v, return_lse=True, **given)
+    found = call(q, k, v, return_lse=True, shared_prefix="auto", **given)
+    for got, near in zip(found, right, strict=True):
+        np.testing.assert_allclose(got, near, rtol=2e-5, atol=2e-5)
+    assert "shared prefixes" in str(fp.explain_ragged(q, k, v, shared_prefix="auto", **given))
+    with pytest.raises(ValueError, match="step_tokens is 9: it must be 1 to 8"):
+        fp.ragged_paged_attention(q, k, v, shared_prefix="auto", step_tokens=9, **given)
+
+
 Q, K = jnp.zeros((2, 1, 4, 32)), jnp.zeros((8, 16, 2, 32))
 TABLE = jnp.zeros((2, 4), jnp.int32)
 REFUSED = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, Protocol
 
-from ..core.decode import DecodeOperands, DecodeProblem, DecodeSpec
+from ..core import shared_prefix
+from ..core.decode import DecodeOperands, DecodeProblem, DecodeSpec, describe
 from ..core.problem import (
     AttentionSpec,
     Cotangents,
@@ -54,6 +57,18 @@ class NoSecondOrder:
     ) -> Grads:
         """Raises, as `pushes_backward` says that nobody may call it."""
         raise AssertionError("this backend has no forward mode of its backward")
+
+
+def step_decoder(backend: Backend, spec: RaggedSpec, blocks: RaggedBlocks):
+    """Returns the function of a backend that decodes the operands of `ragged.as_steps`."""
+    if not spec.decode.shares_prefix:
+        return functools.partial(backend.decode, spec.decode, blocks.steps)
+
+    def fitted(spec, operands, sequences):
+        problem = dataclasses.replace(describe(operands, spec), batch=sequences)
+        return backend.decode(spec, backend.decode_blocks(problem), operands)
+
+    return functools.partial(shared_prefix.attend, fitted, spec.decode)
 
 
 class Backend(Protocol):

@@ -44,6 +44,7 @@ class RaggedOperands(NamedTuple):
     v_scale: Any = None
     kv_starts: Any = None  # int32[S]
     window_left: Any = None  # int32[S], where the spec has none
+    prefix_lengths: Any = None  # int32[S], keys that it shares, where the spec shares a prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +175,10 @@ def as_steps(spec: RaggedSpec, operands: RaggedOperands) -> DecodeOperands:
     rows = rows_of(operands, least=1, most=number)
     place = (rows.first + rows.count)[:, None] + jnp.arange(-number, 0, dtype=jnp.int32)[None]
     q = jnp.take(operands.q, place, axis=0, mode="clip")
-    steps = decode_operands(operands, q)
-    return steps._replace(kv_lengths=jnp.where(rows.count > 0, operands.kv_lengths, 0))
+    return decode_operands(operands, q)._replace(
+        kv_lengths=jnp.where(rows.count > 0, operands.kv_lengths, 0),
+        prefix_lengths=operands.prefix_lengths,
+    )
 
 
 def decode_operands(operands: RaggedOperands, q) -> DecodeOperands:

@@ -48,7 +48,7 @@ PAGES = {**dict.fromkeys(("k", "v"), "..k."), **dict.fromkeys(("k_scale", "v_sca
 PACKED = {
     "q": "..n.",
     "page_table": "..",
-    **dict.fromkeys(("kv_lengths", "cu_q_lens", "kv_starts", "window_left"), "."),
+    **dict.fromkeys(("kv_lengths", "cu_q_lens", "kv_starts", "window_left", "prefix_lengths"), "."),
     "num_seqs": "",
     **dict.fromkeys(("sinks", "alibi_slopes"), ".n"),
 }

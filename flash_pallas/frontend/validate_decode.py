@@ -69,7 +69,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
     left, window_left = window_sides(a.window, sizes)
     chosen, block_size = _kv_blocks(a, q, k, page_size)
-    shares_prefix, prefix_lengths = _shared_prefix(a, sizes, page_size)
+    shares_prefix, prefix_lengths = shared_prefix(a, sizes, page_size, f"q has {q.shape[1]} tokens")
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
@@ -240,8 +240,11 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
     return value, _block_size(a.kv_block_size, k.shape[1], page_size)
 
 
-def _shared_prefix(a: DecodeArguments, sizes: checks.Sizes, page_size: int | None):
-    """Checks shared_prefix; returns (whether prefixes are shared, int32[B] or None)."""
+def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: str):
+    """Checks shared_prefix; returns (whether prefixes are shared, int32[B] or None).
+
+    `tokens` says, in a message, how many new tokens there are.
+    """
     value = a.shared_prefix
     if value is None:
         return False, None
@@ -255,15 +258,15 @@ def _shared_prefix(a: DecodeArguments, sizes: checks.Sizes, page_size: int | Non
             "out for a contiguous cache"
         )
     others = ("q_offset", "window", "kv_starts", "alibi_slopes", "kv_blocks")
-    if given := [name for name in others if getattr(a, name) is not None]:
+    if given := [name for name in others if getattr(a, name, None) is not None]:
         raise ValueError(
             f"shared_prefix is given and so is {given[0]}: what a query sees of a shared prefix "
             "must not depend on its sequence; leave one of them out"
         )
     if tile_sequences(sizes.q_len) < 2:
         raise ValueError(
-            f"shared_prefix is given and q has {sizes.q_len} tokens: it must be 1 to "
-            f"{MAX_TOKENS // 2}, so that one tile has the queries of two sequences"
+            f"shared_prefix is given and {tokens}: it must be 1 to {MAX_TOKENS // 2}, so that one "
+            "tile has the queries of two sequences"
         )
     return True, None if isinstance(value, str) else checks.lengths(
         "shared_prefix", value, None, sizes

@@ -41,6 +41,7 @@ class RaggedArguments:
     num_splits: Any = AUTO
     k_scale: Any = None
     v_scale: Any = None
+    shared_prefix: Any = None
     v_first: int = 0
 
 
@@ -69,6 +70,9 @@ def canonicalize(q, k, v, arguments: RaggedArguments) -> tuple[RaggedSpec, Ragge
     shape = (len(table),), step_tokens, room, q.shape[1], k.shape[2]
     sizes = checks.Sizes(*shape, q.dtype)
     left, window_left = validate_decode.window_sides(a.window, sizes)
+    shares_prefix, prefix_lengths = validate_decode.shared_prefix(
+        a, sizes, page_size, f"step_tokens is {step_tokens}"
+    )
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
@@ -78,6 +82,7 @@ def canonicalize(q, k, v, arguments: RaggedArguments) -> tuple[RaggedSpec, Ragge
         page_size=page_size,
         v_columns=columns,
         v_first=a.v_first,
+        shares_prefix=shares_prefix,
     )
     return RaggedSpec(spec, step_tokens), RaggedOperands(
         q,
@@ -90,6 +95,7 @@ def canonicalize(q, k, v, arguments: RaggedArguments) -> tuple[RaggedSpec, Ragge
         v_scale=validate_decode.cache_scale("v_scale", a.v_scale, k if v is None else v),
         kv_starts=checks.lengths("kv_starts", a.kv_starts, None, sizes),
         window_left=window_left,
+        prefix_lengths=prefix_lengths,
     )
 
 

@@ -26,6 +26,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
+from ..base import step_decoder
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
@@ -270,7 +271,7 @@ class HopperBackend:
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
-        steps = functools.partial(self.decode, spec.decode, blocks.steps)
+        steps = step_decoder(self, spec, blocks)
         if isinstance(blocks.chunks, ForwardBlocks):
             how = {"num_sms": self.sms, "interpret": self.interpret}
             chunks = functools.partial(ragged_chunks, blocks.chunks, **how)

@@ -25,7 +25,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ..base import NoSecondOrder
+from ..base import NoSecondOrder, step_decoder
 from ..gpu.launch import refusal
 from ..xla import ragged as xla_ragged
 from . import tiling
@@ -179,7 +179,7 @@ class PortableBackend(NoSecondOrder):
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, and chunks of prompts in jnp."""
-        steps = partial(self.decode, spec.decode, blocks.steps)
+        steps = step_decoder(self, spec, blocks)
         return attend_ragged(steps, partial(xla_ragged.chunks, blocks.chunks), spec, operands)
 
 

@@ -29,7 +29,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ..base import NoSecondOrder, NoTangents
+from ..base import NoSecondOrder, NoTangents, step_decoder
 from . import decode, list_rows, online, ragged
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
@@ -143,7 +143,7 @@ class XlaBackend(NoTangents, NoSecondOrder):
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes ragged attention over pages; scalars as in `forward`."""
-        steps = partial(self.decode, spec.decode, blocks.steps)
+        steps = step_decoder(self, spec, blocks)
         chunks = partial(ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)
 
