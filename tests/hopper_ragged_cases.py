@@ -163,7 +163,7 @@ MIXES = (
         sides=("slopes", "sinks"),
         blocks=SMALL,
     ),
-    Mix("steps_alone", (1, 1, 0), (40, 7, 0), 8, blocks=SMALL),
+    Mix("steps_alone", (1,) * 8, (9,) * 8, 8, max_pages=1, blocks=SMALL),
 )
 
 
