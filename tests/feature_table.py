@@ -19,8 +19,10 @@ from flash_pallas.backends.cudnn import OLDEST, CudnnBackend
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
-from flash_pallas.frontend import validate
+from flash_pallas.core import ragged
+from flash_pallas.frontend import validate, validate_ragged
 from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.frontend.validate_ragged import RaggedArguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-kernel-runs.md"
 MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -39,6 +41,7 @@ _LENGTHS = {"q_lengths": 3, "kv_lengths": 3}
 _MOD = {"score_mod": lambda score, b, n, i, j: score + 1.0}
 _HIGHEST = {"precision": "highest"}
 _MASK_MOD = {"mask_mod": lambda b, n, i, j: j <= i}
+_ENDS = jnp.zeros(B + 1, jnp.int32)
 _INDICES = np.zeros((1, 1, 1, 1), np.int32)
 _BLOCK_MASK = {"block_mask": BlockMask.from_indices(_INDICES, q_len=T, kv_len=S)}
 _ALL: dict[str, Any] = {
@@ -90,6 +93,11 @@ BEYOND = (
     ("tangents in a kernel", '`differentiable="any"`'),
     ("Hessian-vector products in a kernel", "likewise"),
 )
+# Ragged attention over pages, which has arguments of its own. What, how it is said, dtype of pages.
+PAGED = (
+    ("prompts and steps over pages", "`ragged_paged_attention`", jnp.bfloat16),
+    ("pages in eight bits", "`ragged_paged_attention`, `k_scale`, `v_scale`", jnp.int8),
+)
 # By row: what a backend may run that does not run the example; then it is said to run "some".
 SOME: dict[str, dict[str, Any]] = {
     "sliding window": {"window": (3, 0)},
@@ -117,6 +125,19 @@ def _runs(backend, what: str, example: dict[str, Any]) -> str:
     if _takes(backend, example):
         return "yes"
     return "some" if what in SOME and _takes(backend, SOME[what]) else "no"
+
+
+def _paged(backend, dtype) -> str:
+    """Returns whether a backend has kernels for all of a ragged call; "some": for steps alone."""
+    pages, found = jnp.zeros((4, 16, 2, 64), dtype), []
+    for tokens in (T, 1):
+        places = RaggedArguments(jnp.zeros(B, jnp.int32), jnp.zeros((B, 2), jnp.int32), _ENDS)
+        q = jnp.zeros((tokens, N, 64), jnp.bfloat16)
+        spec, operands = validate_ragged.canonicalize(q, pages, pages, places)
+        problem = ragged.describe(operands, spec)
+        runs = backend.unsupported_ragged(problem) is None
+        found.append(runs and backend.ragged_blocks(problem).chunks_on == backend.name)
+    return {0: "no", 1: "some", 2: "yes"}[sum(found)]
 
 
 def _beyond(backend) -> list[str]:
@@ -148,6 +169,9 @@ def table() -> str:
     for what, argument, gradient, example in ROWS:
         runs = [_runs(backend, what, example) for backend in backends]
         lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")
+    for what, argument, dtype in PAGED:
+        runs = [_paged(backend, dtype) for backend in backends]
+        lines.append(f"| {' | '.join([what, argument, '', *runs])} |")
     for row, runs in zip(BEYOND, zip(*map(_beyond, backends), strict=True), strict=True):
         lines.append(f"| {' | '.join([*row, '', *runs])} |")
     return "\n".join(lines) + "\n"

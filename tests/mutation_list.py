@@ -11,6 +11,7 @@ def _case(name: str) -> str:
 
 _RING = "test_parallel_features.py::test_strategies[short_window-ring-contiguous]"
 _STEP = "test_decode.py::test_the_oracle[bfloat16]"
+_MIX = "test_ragged.py::test_the_oracle[together]"
 _GUESS = "test_hopper_interpreted.py::test_forward_blocks[long_rising_float16_128]"
 
 _RAGGED = "test_hopper_ragged.py::test_chunks"
@@ -346,6 +347,29 @@ SHARED_AND_HOPPER = (
              "lengths - 1 if offset", _STEP),
     Mutation("decode, eight bits", "backends/xla/decode.py", "found * scale.astype(found.dtype)",
              "found", "test_quantised.py::test_a_round_trip[int8-False-row]"),
+    Mutation("ragged, which are steps", "core/ragged.py",
+             "is_step = exists & (ends[seq + 1] - ends[seq] <= number)",
+             "is_step = exists & (ends[seq + 1] - ends[seq] < number)", _MIX),
+    Mutation("ragged, queries of a step", "core/ragged.py",
+             "jnp.arange(-number, 0, dtype=jnp.int32)", "jnp.arange(number, dtype=jnp.int32)",
+             _MIX),
+    Mutation("ragged, order of ends", "core/ragged.py", "lax.cummax(jnp.clip(operands.cu_q_lens",
+             "(jnp.clip(operands.cu_q_lens",
+             "test_ragged.py::test_integers_are_put_in_range"),
+    Mutation("ragged, sequences", "core/ragged.py",
+             "jnp.minimum(jnp.arange(seqs + 1, dtype=jnp.int32), num_seqs)",
+             "jnp.arange(seqs + 1, dtype=jnp.int32)",
+             "test_ragged.py::test_one_program_serves_every_mix"),
+    Mutation("ragged, rows of a tile", "backends/xla/ragged.py",
+             "rows.first[seq] + passed", "rows.first[seq] + number", _MIX),
+    Mutation("ragged, positions of a tile", "backends/xla/ragged.py",
+             "- rows.count[seq] + passed", "+ passed", _MIX),
+    Mutation("ragged, tokens without room", "cache.py", "jnp.maximum(places[\"kv_lengths\"], 0)",
+             "jnp.clip(places[\"kv_lengths\"], 0, room)",
+             "test_ragged.py::test_new_tokens_are_written_first[int8]"),
+    Mutation("ragged, the TPU's window", "compat/ragged_paged_attention.py",
+             "operator.index(sliding_window) - 1", "operator.index(sliding_window)",
+             "compat/test_ragged_paged_attention.py::test_jax_reference[window]"),
     Mutation("decode, vmap", "transforms/derivatives.py",
              "table + first.reshape(-1, *[1] * (table.ndim - 1))", "table",
              "test_decode_vmap.py::test_vmap[True-False-q-kv_lengths]"),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas import reference
+from flash_pallas import ragged_paged_attention, reference
 
 from . import checks
 from .test_decode import assert_close, terms
@@ -20,9 +20,9 @@ ROOM = PAGE * COLUMNS
 # (queries, keys) of each sequence: chunks with and without keys before them, a whole prompt, steps,
 # none, more queries than keys. The first two share pages.
 SEQUENCES = ((37, 80), (1, 128), (0, 30), (20, 20), (3, 3), (17, 120), (1, 1), (4, 70), (5, 2))
-SEQS = len(SEQUENCES) + 1  # there is room for one more, which holds nonsense
-TOKENS = sum(count for count, _ in SEQUENCES) + 8  # padding at the end
-SHARED = 3  # pages that the first two sequences have in common
+PADDING = 8  # rows at the end
+SHARED = 3  # most pages that the first two sequences have in common
+STARTS = {3: 5, 5: 70}  # padding on the left, by sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Mix:
     """A ragged call. `sides` are arrays that it has: "alibi", "sinks", "starts", "windows".
 
     `cache` is the dtype of the pages, that of q if None. With `shared`, values are columns of keys.
+    There is room for one sequence more, about which the arrays say nonsense.
     """
 
+    sequences: tuple[tuple[int, int], ...] = SEQUENCES
     N: int = 4
     K: int = 2
     H: int = 32
@@ -43,17 +45,22 @@ class Mix:
     step_tokens: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Number of rows of q."""
+        return sum(count for count, _ in self.sequences) + PADDING
+
     def draw(self, seed: int = 5):
         """Draws (q, keys, values or None, arguments), numpy arrays; NaN where nobody may look."""
         rng = np.random.default_rng(seed)
         normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-        count, length = np.array(SEQUENCES).T
-        number = COLUMNS * SEQS
-        table = rng.permutation(number).reshape(SEQS, COLUMNS)
-        table[1, :SHARED] = table[0, :SHARED]
-        # Sequences 3 and 5 have padding on the left.
-        starts = np.zeros(SEQS, np.int32)
-        starts[[3, 5]] = 5, 70
+        count, length = np.array(self.sequences).T
+        seqs = len(count) + 1
+        number = COLUMNS * seqs
+        table = rng.permutation(number).reshape(seqs, COLUMNS)
+        both = min(SHARED, *length[:2] // PAGE)
+        table[1, :both] = table[0, :both]
+        starts = np.array([STARTS.get(s, 0) for s in range(seqs)], np.int32)
         filled = np.zeros((number, PAGE), bool)
         for s, end in enumerate(length):
             key = np.arange(starts[s] if "starts" in self.sides else 0, end)
@@ -71,7 +78,7 @@ class Mix:
             for x in pages:
                 x[~filled] = np.nan
         pages = [x.astype(jnp.dtype(self.cache or self.dtype)) for x in pages]
-        q = normal(TOKENS, self.N, self.H).astype(jnp.dtype(self.dtype))
+        q = normal(self.tokens, self.N, self.H).astype(jnp.dtype(self.dtype))
         ends = np.cumsum([0, *count])
         q[ends[-1] :] = np.nan
         unused = np.arange(COLUMNS)[None] * PAGE >= np.append(length, 0)[:, None]
@@ -80,17 +87,47 @@ class Mix:
             "kv_lengths": np.append(length, 2**31 - 1).astype(np.int32),
             "page_table": table.astype(np.int32),
             "cu_q_lens": np.append(ends, -7).astype(np.int32),
-            "num_seqs": np.array([len(SEQUENCES)], np.int32),
+            "num_seqs": np.array([seqs - 1], np.int32),
         }
         if "alibi" in self.sides:
             arguments["alibi_slopes"] = rng.uniform(0.0, 0.2, self.N).astype(np.float32)
         if "sinks" in self.sides:
-            arguments["sinks"] = normal(SEQS, self.N)
+            arguments["sinks"] = normal(seqs, self.N)
         if "starts" in self.sides:
             arguments["kv_starts"] = starts
         if "windows" in self.sides:
-            arguments["window"] = np.array([3, 0, 4, 9, 1, 40, 2, 200, 7, 1], np.int32)
+            arguments["window"] = np.resize(np.int32([3, 0, 4, 9, 1, 40, 2, 200, 7, 1]), seqs)
         return q, pages[0], None if self.shared else pages[1], arguments
+
+
+MIXES = {
+    "one": Mix(),
+    "steps of four": Mix(step_tokens=4, sides=("sinks",), N=2, K=1),
+    "steps alone": Mix(step_tokens=16, dtype="bfloat16"),
+    "window": Mix(options=(("window", 9),), step_tokens=3, dtype="float16"),
+    "softcap": Mix(options=(("softcap", 2.0), ("scale", -0.7)), Hv=16),
+    "starts and windows": Mix(sides=("starts", "windows"), step_tokens=4),
+    "bfloat16": Mix(dtype="bfloat16", N=8, K=1, sides=("alibi",), options=(("num_splits", 3),)),
+    "int8": Mix(cache="int8", step_tokens=2),
+    "float8": Mix(cache="float8_e4m3fn", dtype="bfloat16"),
+    "latent": Mix(shared=True, K=1, Hv=16),
+    "latent float8": Mix(shared=True, Hv=24, cache="float8_e4m3fn", sides=("sinks",)),
+    "together": Mix(
+        step_tokens=3,
+        N=6,
+        Hv=48,
+        sides=("alibi", "sinks", "starts", "windows"),
+        options=(("softcap", 3.0), ("num_splits", 2)),
+    ),
+}
+
+
+def attend(mix: Mix, q, k, v, arguments, **options):
+    """Calls ragged_paged_attention as the mix says; returns (o, lse), and pages with new tokens."""
+    options |= dict(mix.options) | {"return_lse": True, "step_tokens": mix.step_tokens}
+    if mix.shared:
+        options["v_head_dim"] = mix.Hv
+    return ragged_paged_attention(q, k, v, **options, **arguments)
 
 
 def rows(mix: Mix, q, k, v, arguments):
@@ -100,7 +137,7 @@ def rows(mix: Mix, q, k, v, arguments):
     q the rows of each sequence, filled up.
     """
     a = dict(arguments)
-    count = np.array([count for count, _ in SEQUENCES])
+    count = np.array([count for count, _ in mix.sequences])
     lengths, ends, table = (a.pop(x) for x in ("kv_lengths", "cu_q_lens", "page_table"))
     seqs, longest = a.pop("num_seqs")[0], max(count)
     scales = [a.pop(name, None) for name in ("k_scale", "v_scale")]
@@ -144,7 +181,7 @@ def assert_right(mix: Mix, drawn, found):
         exact, floors = (packed(*x) for x in both(*wide))
     o, lse = map(np.asarray, found)
     assert o.dtype == jnp.dtype(mix.dtype) and lse.dtype == np.float32
-    assert o.shape == (TOKENS, mix.N, mix.Hv) and lse.shape == (mix.N, TOKENS)
+    assert o.shape == (mix.tokens, mix.N, mix.Hv) and lse.shape == (mix.N, mix.tokens)
     assert (o[last:] == 0).all() and (lse[:, last:] == -np.inf).all()
     got = o[:last], lse[:, :last].T
     for each in zip(got, plain, exact, floors, strict=True):

@@ -89,7 +89,13 @@ def test_the_reference_has_every_public_name():
     public = {f"flash_pallas.{name}" for name in flash_pallas.__all__}
     public |= {f"flash_pallas.nn.{name}" for name in nn.__all__}
     public |= {f"flash_pallas.parallel.{name}" for name in parallel.__all__}
-    for module in (compat.flash_attn, compat.flex, compat.splash, compat.torch_sdpa):
+    for module in (
+        compat.flash_attn,
+        compat.flex,
+        compat.ragged_paged_attention,
+        compat.splash,
+        compat.torch_sdpa,
+    ):
         own = {n: x for n, x in vars(module).items() if n[0] != "_" and callable(x)}
         public |= {f"{x.__module__}.{n}" for n, x in own.items() if x.__module__ == module.__name__}
     # Two names of one function each.

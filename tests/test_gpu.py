@@ -25,6 +25,7 @@ from . import (
     chosen_blocks,
     cudnn_cases,
     hopper_decode_cases,
+    ragged_cases,
     tangent_checks,
     test_portable_interpreted,
     test_tangent_kernels,
@@ -302,6 +303,18 @@ CHOSEN = [
     for case in chosen_blocks.CASES
     if case.dtype != "float32" and (backend == "hopper" or case.cache is None)
 ]
+
+
+@pytest.mark.parametrize("name", ["steps alone", "bfloat16", "float8", "together"])
+@pytest.mark.parametrize("backend", ["portable", "xla"])
+def test_ragged_mixes(backend, name):
+    mix = ragged_cases.MIXES[name]
+    if backend == "portable" and (mix.dtype == "float32" or mix.cache):
+        mix = dataclasses.replace(mix, dtype="bfloat16", cache=None)
+    drawn = mix.draw()
+    given = jax.tree.map(jnp.asarray, drawn)
+    call = jax.jit(functools.partial(ragged_cases.attend, mix, backend=backend))
+    ragged_cases.assert_right(mix, drawn, call(*given))
 
 
 @pytest.mark.parametrize(("backend", "case"), CHOSEN)

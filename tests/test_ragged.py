@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,17 @@ import pytest
 from jax.sharding import AxisType
 
 import flash_pallas as fp
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import decode as xla_decode
 from flash_pallas.backends.xla import ragged as xla_ragged
+from flash_pallas.core import ragged
+from flash_pallas.core.ragged import RaggedOperands
+from flash_pallas.frontend import dispatch
 
-from .ragged_cases import PAGE, ROOM, SEQUENCES, TOKENS, Mix, assert_right
+from .interpreter import race_checked
+from .ragged_cases import MIXES, PAGE, ROOM, Mix, assert_right, attend
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -24,35 +32,6 @@ pytestmark = pytest.mark.usefixtures("quickly")
 def small_blocks(monkeypatch):
     monkeypatch.setattr(xla_decode, "BLOCK", 48)
     monkeypatch.setattr(xla_ragged, "BLOCK_Q", 16)
-
-
-MIXES = {
-    "one": Mix(),
-    "steps of four": Mix(step_tokens=4, sides=("sinks",), N=2, K=1),
-    "steps alone": Mix(step_tokens=16, dtype="bfloat16"),
-    "window": Mix(options=(("window", 9),), step_tokens=3, dtype="float16"),
-    "softcap": Mix(options=(("softcap", 2.0), ("scale", -0.7)), Hv=16),
-    "starts and windows": Mix(sides=("starts", "windows"), step_tokens=4),
-    "bfloat16": Mix(dtype="bfloat16", N=8, K=1, sides=("alibi",), options=(("num_splits", 3),)),
-    "int8": Mix(cache="int8", step_tokens=2),
-    "float8": Mix(cache="float8_e4m3fn", dtype="bfloat16"),
-    "latent": Mix(shared=True, K=1, Hv=16),
-    "latent float8": Mix(shared=True, Hv=24, cache="float8_e4m3fn", sides=("sinks",)),
-    "together": Mix(
-        step_tokens=3,
-        N=6,
-        Hv=48,
-        sides=("alibi", "sinks", "starts", "windows"),
-        options=(("softcap", 3.0), ("num_splits", 2)),
-    ),
-}
-
-
-def attend(mix: Mix, q, k, v, arguments):
-    options = dict(mix.options) | {"return_lse": True, "step_tokens": mix.step_tokens}
-    if mix.shared:
-        options["v_head_dim"] = mix.Hv
-    return fp.ragged_paged_attention(q, k, v, **options, **arguments)
 
 
 @pytest.mark.thorough(always=["one", "latent float8", "together"])
@@ -64,6 +43,7 @@ def test_the_oracle(name):
     assert_right(mix, drawn, jax.jit(partial(attend, mix))(*given))
 
 
+@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         mix = Mix(N=2, K=1, H=8, Hv=8)
@@ -130,6 +110,20 @@ def test_one_program_serves_every_mix():
     assert len(traces) == 1
 
 
+def test_integers_are_put_in_range():
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        draw = lambda *shape: jnp.asarray(rng.integers(-9, 60, shape), jnp.int32)
+        given = RaggedOperands(
+            Q, PAGES, PAGES, draw(6), jnp.zeros((6, 2), jnp.int32), draw(7), num_seqs=draw()
+        )
+        found = ragged.in_range(given)
+        ends, number = np.asarray(found.cu_q_lens), int(found.num_seqs)
+        assert ends.min() >= 0 and ends.max() <= len(Q) and (np.diff(ends) >= 0).all()
+        assert number == min(max(int(given.num_seqs), 0), 6) and (ends[number:] == ends[-1]).all()
+        np.testing.assert_array_equal(found.kv_lengths, np.clip(given.kv_lengths, 0, 2 * PAGE))
+
+
 def test_hostile_integers_read_nothing_else():
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.standard_normal((30, 2, 8)), jnp.float32)
@@ -156,13 +150,15 @@ def test_hostile_integers_read_nothing_else():
 def test_new_tokens_are_written_first(mix):
     q, k, v, arguments = mix.draw()
     ends, lengths, table = (arguments[x] for x in ("cu_q_lens", "kv_lengths", "page_table"))
-    lengths[[3, 7]] = 140, -5  # no room for the last 12 of 20 tokens, and no position at all
-    table[5, 7] = -1  # the last 8 of 17 tokens, at 112 to 119, have no page
-    news = np.random.default_rng(0).standard_normal((2, TOKENS, mix.K, mix.H)).astype(np.float32)
-    news[:, ends[len(SEQUENCES)] :] = np.nan
+    lengths[[5, 7]] = 140, -5  # no room for the last 12 of 17 tokens, and no position at all
+    table[0, 4] = -1  # the last 16 of 37 tokens, at 64 to 79, have no page
+    news = (
+        np.random.default_rng(0).standard_normal((2, mix.tokens, mix.K, mix.H)).astype(np.float32)
+    )
+    news[:, ends[len(mix.sequences)] :] = np.nan
     wanted = [np.array(x) for x in (k, v) if x is not None]
     for name, x, new in zip(("k_scale", "v_scale"), wanted, news, strict=False):
-        for s, (count, _) in enumerate(SEQUENCES):
+        for s, (count, _) in enumerate(mix.sequences):
             for t in range(count):
                 place = lengths[s] - count + t
                 if 0 <= place < ROOM and (page := table[s, place // PAGE]) >= 0:
@@ -209,15 +205,17 @@ def test_vmap():
     assert found.shape == (3, 2, *q.shape)
     for i, j in ((0, 0), (2, 1)):
         np.testing.assert_allclose(found[i, j], call(qs[i], lengths[j]), rtol=1e-5, atol=1e-6)
-    assert jax.vmap(lambda q: call(q, lengths[0]))(qs[:0]).shape == (0, *q.shape)
+    none = jax.vmap(lambda q: call(q, lengths[0]))
+    assert jax.eval_shape(none, qs[:0]).shape == (0, *q.shape)
 
 
+@pytest.mark.thorough(always=["explicit"])
 @pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
 def test_heads_on_a_mesh(kind, devices):
     q, k, v, arguments = jax.tree.map(jnp.asarray, SMALL.draw())
-    new = jax.random.normal(jax.random.key(0), (TOKENS, 2, 8))
+    new = jax.random.normal(jax.random.key(0), (SMALL.tokens, 2, 8))
     arguments |= {"new_k": new, "new_v": new + 1, "sinks": jnp.arange(4.0)}
-    wanted = attend(SMALL, q, k, v, arguments)
+    wanted = jax.jit(partial(attend, SMALL))(q, k, v, arguments)
     axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("model",), axis_types=(axis,), devices=devices[:2])
     rows, pages = jax.P(None, "model"), jax.P(None, None, "model")
@@ -249,9 +247,9 @@ def test_there_is_no_derivative_unless_it_is_stopped():
     q, k, v, arguments = jax.tree.map(jnp.asarray, SMALL.draw())
     call = lambda q: jnp.sum(attend(SMALL, q, k, v, arguments)[0])
     with pytest.raises(NotImplementedError, match="ragged_paged_attention has no derivative: use"):
-        jax.grad(call)(q)
-    stopped = jax.grad(lambda q: jnp.sum(q) + jax.lax.stop_gradient(call(q)))(q)
-    np.testing.assert_array_equal(stopped, 1.0)
+        jax.eval_shape(jax.grad(call), q)
+    loss = lambda q: jnp.sum(q) + jax.lax.stop_gradient(call(q))
+    assert jax.eval_shape(jax.grad(loss), q).shape == q.shape
 
 
 def array(*shape, dtype=jnp.float32):
@@ -304,6 +302,8 @@ BAD: dict[str, tuple[tuple, dict[str, Any], type, str]] = {
     ),
     "new heads": ((), {"new_k": Q, "new_v": Q}, ValueError, r"must be \[tokens, heads, head_dim\]"),
     "unknown": ((), {"block_tables": 3}, TypeError, "did you mean 'page_table'"),
+    "flash-attn's": ((), {"cu_seqlens_q": 3}, TypeError, "did you mean 'cu_q_lens'"),
+    "the TPU's": ((), {"kv_pages": 3}, TypeError, "'kv_pages': k_pages and v_pages are two arrays"),
 }
 
 
@@ -316,9 +316,9 @@ def test_bad_arguments(name):
 
 def test_ends_past_the_sequences_may_be_anything():
     given = INTEGERS | {"cu_q_lens": jnp.array([0, 5, -3])}
-    o = fp.ragged_paged_attention(Q, PAGES, PAGES, **given, num_seqs=1)
-    np.testing.assert_array_equal(o[5:], 0.0)
-    np.testing.assert_allclose(o[:5], 1.0, rtol=1e-6)
+    assert fp.explain_ragged(Q, PAGES, PAGES, **given, num_seqs=1).backend == "xla"
+    with pytest.raises(ValueError, match=r"cu_q_lens is \[ 0  5 -3\] up to num_seqs"):
+        fp.explain_ragged(Q, PAGES, PAGES, **given)
 
 
 def test_explain():
@@ -338,3 +338,48 @@ def test_explain():
         found = explain(shape(tokens, 8, 128), step_tokens=4, gpu="H200")
         assert found.backend == backend
     assert found.blocks.chunks is None
+
+
+KERNELS = {
+    "hopper": HopperBackend(interpret=True, num_sms=2),
+    "portable": PortableBackend(interpret=True, capability="8.0", num_sms=2),
+}
+
+
+# With room for no more than a step, there is no chunk.
+OF_KERNELS = {
+    "hopper": Mix(dtype="bfloat16", step_tokens=12, sequences=((1, 30), (0, 5), (3, 21))),
+    "portable": Mix(dtype="bfloat16", step_tokens=4, sequences=((2, 30), (20, 21), (1, 25))),
+}
+
+
+@pytest.mark.thorough(always=["portable"])
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", OF_KERNELS)
+def test_kernels_run_steps(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "BACKENDS", {name: KERNELS[name]})
+    mix = dataclasses.replace(OF_KERNELS[name], options=(("num_splits", 1),))
+    drawn = mix.draw()
+    given = jax.tree.map(jnp.asarray, drawn)
+    with race_checked():
+        found = jax.jit(partial(attend, mix))(*given)
+    assert_right(mix, drawn, found)
+
+
+def test_kernels_are_lowered_for_gpus(monkeypatch):
+    backends = {"portable": PortableBackend(capability="8.0", num_sms=108), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    mix = Mix(dtype="bfloat16", step_tokens=4)
+    given = jax.tree.map(jnp.asarray, mix.draw())
+    text = jax.jit(partial(attend, mix)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def test_what_kernels_refuse(monkeypatch):
+    monkeypatch.setattr(dispatch, "BACKENDS", {**KERNELS, "xla": XlaBackend()})
+    half = lambda x: x.astype("bfloat16")
+    q, pages = half(Q), half(PAGES)
+    with pytest.raises(fp.UnsupportedByBackend, match="no kernel for chunks of prompts yet"):
+        fp.ragged_paged_attention(q, pages, pages, **INTEGERS, backend="hopper")
+    found = fp.explain_ragged(Q, PAGES, PAGES, **INTEGERS)
+    assert found.backend == "xla" and "not float32" in found.reasons["portable"]

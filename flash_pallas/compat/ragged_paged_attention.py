@@ -43,8 +43,8 @@ def ragged_paged_attention(
 ) -> Float[Array, "tokens N H"]:
     """Computes attention of prompts and steps over pages, with the arguments of jax's TPU kernel.
 
-    jax 0.11, jax.experimental.pallas.ops.tpu.ragged_paged_attention. The pages are read as they
-    are. A query that sees no key returns zeros, as do rows that no sequence has.
+    jax 0.11, the package ragged_paged_attention of its Pallas ops for TPUs. The pages are read as
+    they are. A query that sees no key returns zeros, as do rows that no sequence has.
 
     Args:
         q: queries [tokens, N, H] of all sequences, one after the other.

@@ -421,7 +421,8 @@ SYNONYMS = (
     "q_segment_ids query_segment_ids segment_ids decoder_segment_ids",
     "kv_segment_ids key_segment_ids segment_ids decoder_segment_ids",
     "q_lengths query_seq_lengths q_seqlen seqused_q",
-    "kv_lengths key_value_seq_lengths kv_seqlen seqused_k cache_seqlens lengths",
+    "kv_lengths key_value_seq_lengths kv_seqlen seqused_k cache_seqlens lengths kv_lens",
+    "cu_q_lens cu_seqlens_q cu_seqlens query_start_loc",
     "sinks s_aux softmax_aux learnable_sink attention_sink",
     "alibi_slopes slopes alibi",
     "dropout_rate dropout dropout_p",
@@ -504,6 +505,8 @@ INSTEAD = {
     "block_tables": _PAGES,
     "page_indices": _PAGES,
     "block_mask": "flash_attention has it, for whole sequences: shard the batch and the heads",
+    "kv_pages": "k_pages and v_pages are two arrays; flash_pallas.compat.ragged_paged_attention "
+    "takes one",
     "pack_gqa": "the kernels choose it by themselves: leave it out",
     "dtype": "the result has q's dtype: cast q, k and v",
     "module": "Flax's attention modules take flash_pallas.nn.attention_fn",

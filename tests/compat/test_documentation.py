@@ -12,7 +12,10 @@ import pytest
 from flash_pallas import compat
 
 pytestmark = pytest.mark.usefixtures("quickly")
-MODULES = {name: getattr(compat, name) for name in ("flash_attn", "flex", "splash", "torch_sdpa")}
+MODULES = {
+    name: getattr(compat, name)
+    for name in ("flash_attn", "flex", "ragged_paged_attention", "splash", "torch_sdpa")
+}
 
 
 def functions(module):

@@ -170,8 +170,12 @@ class PortableBackend(NoSecondOrder):
 
     def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
         """Returns the blocks of the decode kernel for steps, and those of jnp for chunks."""
-        blocks = xla_ragged.choose_blocks(problem)
-        return dataclasses.replace(blocks, steps=self.decode_blocks(problem.steps))
+        chunks = xla_ragged.choose_chunks(problem)
+        return RaggedBlocks(
+            steps=self.decode_blocks(problem.steps),
+            chunks=chunks,
+            chunks_on=self.name if chunks is None else "xla",
+        )
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, and chunks of prompts in jnp."""

@@ -113,15 +113,12 @@ def _attend(problem: RaggedProblem, blocks: XlaChunkBlocks, operands, tile: _Til
 
 
 def _written(found, tile: _Tile, out: Outputs):
-    """Returns `found`, (o, lse_log2, shift) of all rows, with those of a tile."""
-    size = out.o.shape[1]
-    there = jnp.arange(size, dtype=jnp.int32) < tile.count
+    """Returns `found`, (o, lse_log2, shift) of all rows, with those of a tile.
 
-    def put(whole, x, axis):
-        mask = there[:, None, None] if axis == 0 else there
-        old = lax.dynamic_slice_in_dim(whole, tile.first, size, axis)
-        new = jnp.where(mask, x[0].astype(whole.dtype), old)
-        return lax.dynamic_update_slice_in_dim(whole, new, tile.first, axis)
-
+    Its rows that are not there are those of the next tile, which is yet to come, or of no chunk.
+    """
+    put = lambda whole, x, axis: lax.dynamic_update_slice_in_dim(
+        whole, x[0].astype(whole.dtype), tile.first, axis
+    )
     o, lse_log2, shift = found
     return put(o, out.o, 0), put(lse_log2, out.lse_log2, 1), put(shift, out.shift, 1)
