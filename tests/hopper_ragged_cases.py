@@ -163,12 +163,33 @@ MIXES = (
         sides=("slopes", "sinks"),
         blocks=SMALL,
     ),
-    Mix("steps_alone", (1, 1, 0), (40, 7, 0), 8, blocks=SMALL),
+    Mix("steps_alone", (1,) * 8, (9,) * 8, 8, max_pages=1, blocks=SMALL),
 )
 
 
-def run(mix: Mix, num_sms: int = 2):
-    """Runs the kernel; returns (o, lse) in rows of the padded batch, and that batch."""
+# As the rules choose the tiles, many for every CTA, and all that MIXES have.
+PROMPTS = {"counts": (1, 2000, 1, 777, 130), "lengths": (70, 2300, 900, 777, 2500)}
+ON_DEVICE = (
+    *MIXES,
+    *(
+        Mix(
+            f"prompts_{H}_{page_size}",
+            **PROMPTS,
+            tokens=3000,
+            N=8,
+            K=2,
+            H=H,
+            Hv=H,
+            page_size=page_size,
+            max_pages=2560 // page_size,
+        )
+        for H, page_size in ((64, 16), (64, 128), (128, 16), (128, 128), (128, 256), (256, 32))
+    ),
+)
+
+
+def run(mix: Mix, num_sms: int = 2, interpret: bool = True):
+    """Runs the kernel; returns (o [tokens, N, Hv], lse [N, tokens]), and the padded batch."""
     given, whole = mix.operands()
     spec = mix.spec
     problem = ragged.describe(given, spec)
@@ -176,7 +197,7 @@ def run(mix: Mix, num_sms: int = 2):
     blocks = dataclasses.replace(choose_chunk_blocks(problem, num_sms), **dict(mix.blocks))
 
     def call(operands):
-        found = ragged_chunks(blocks, problem, ragged.in_range(operands), num_sms, True)
+        found = ragged_chunks(blocks, problem, ragged.in_range(operands), num_sms, interpret)
         lse = softmax.natural(found.lse_log2, found.shift, problem.steps.unit)
         return found.o, lse
 

@@ -25,6 +25,7 @@ from . import (
     chosen_blocks,
     cudnn_cases,
     hopper_decode_cases,
+    hopper_ragged_cases,
     ragged_cases,
     tangent_checks,
     test_portable_interpreted,
@@ -306,15 +307,21 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize("name", ["steps alone", "bfloat16", "float8", "together"])
-@pytest.mark.parametrize("backend", ["portable", "xla"])
+@pytest.mark.parametrize("backend", ["hopper", "portable", "xla"])
 def test_ragged_mixes(backend, name):
     mix = ragged_cases.MIXES[name]
-    if backend == "portable" and (mix.dtype == "float32" or mix.cache):
+    if backend != "xla" and (mix.dtype == "float32" or mix.cache):
         mix = dataclasses.replace(mix, dtype="bfloat16", cache=None)
     drawn = mix.draw()
     given = jax.tree.map(jnp.asarray, drawn)
     call = jax.jit(functools.partial(ragged_cases.attend, mix, backend=backend))
     ragged_cases.assert_right(mix, drawn, call(*given))
+
+
+@pytest.mark.parametrize("mix", hopper_ragged_cases.ON_DEVICE, ids=str)
+def test_ragged_chunks(mix):
+    found, whole = hopper_ragged_cases.run(mix, num_sms=132, interpret=False)
+    hopper_ragged_cases.assert_matches_oracle(mix, found, whole)
 
 
 @pytest.mark.parametrize(("backend", "case"), CHOSEN)
