@@ -22,7 +22,7 @@ from .frontend.validate_decode import DecodeArguments
 from .transforms import derivatives, sharding
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
     from .api import AnyArray, Shaped
 
@@ -46,16 +46,17 @@ def flash_decode(
     page_table: Int[Array, "B max_pages"] | None = None,
     kv_blocks: Int[Array, "B heads M"] | None = None,
     kv_block_size: int | None = None,
+    draft_mask: Bool[AnyArray, "*#B T T"] | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ):
-    """Computes attention of 1 to 16 new tokens of each sequence to its KV cache.
+    """Computes attention of 1 to 64 new tokens of each sequence to its KV cache.
 
     For generation: a step of one token, or the proposals of speculative decoding. Append their keys
     and values first (`append_kv`); the last query is then the last key. Queries are causal, among
-    themselves too. The keys may be read in several ranges at once, each with an output and a
+    themselves too, or see what `draft_mask` says. The keys may be read in several ranges at once, each with an output and a
     log-sum-exp of its own, which are then merged (split-KV, as in
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
@@ -63,7 +64,7 @@ def flash_decode(
     jit and vmap; has no gradient. A query that sees no key returns zeros.
 
     Args:
-        q: queries [B, T, N, H], T from 1 to 16; bfloat16, float16, float32 or float64.
+        q: queries [B, T, N, H], T from 1 to 64; bfloat16, float16, float32 or float64.
         k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
             page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
             `k_scale`. N is a multiple of K: query head n reads KV head
@@ -103,6 +104,12 @@ def flash_decode(
             `kv_starts` and `alibi_slopes`. Sparse attention chooses them: MoBA, NSA, Quest.
         kv_block_size: keys of a block of `kv_blocks`, a multiple of 16 from 16 to 256 that divides
             S; with `page_table` a multiple of page_size, which is the default.
+        draft_mask: bool [T, T] or [B, T, T], for trees of drafts in speculative decoding: the query
+            of new token t sees new token u, which is key kv_lengths - T + u, only where
+            draft_mask[b, t, u]. In a tree these are t and its ancestors. Keys before the new tokens
+            are visible as ever. A window and ALiBi take a draft to be at position kv_lengths - T +
+            depth, where depth is the number of new tokens that it sees besides itself; rotate its
+            query and key by the same. `q_offset` must be None.
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
             head [K], or per sequence and head [B, K], or with `page_table` per page and head
             [P, K]; None is 1. `append_kv` divides by the same numbers.
@@ -144,6 +151,7 @@ def flash_decode(
         page_table=page_table,
         kv_blocks=kv_blocks,
         kv_block_size=kv_block_size,
+        draft_mask=draft_mask,
         k_scale=k_scale,
         v_scale=v_scale,
         v_head_dim=v_head_dim,
@@ -175,6 +183,7 @@ def explain_decode(
     page_table: Shaped | None = None,
     kv_blocks: Shaped | None = None,
     kv_block_size: int | None = None,
+    draft_mask: Shaped | None = None,
     k_scale: Shaped | None = None,
     v_scale: Shaped | None = None,
     backend: str = "auto",
@@ -202,6 +211,7 @@ def explain_decode(
         page_table: pages of every sequence [B, max_pages].
         kv_blocks: blocks of keys that are read.
         kv_block_size: keys of such a block.
+        draft_mask: which new tokens each new token sees.
         k_scale: scale of the keys of a quantized cache.
         v_scale: scale of its values.
         backend: name of the implementation.
@@ -233,6 +243,7 @@ def explain_decode(
         "page_table": page_table,
         "kv_blocks": kv_blocks,
         "kv_block_size": kv_block_size,
+        "draft_mask": draft_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "v_head_dim": v_head_dim,

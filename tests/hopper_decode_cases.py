@@ -19,7 +19,7 @@ from flash_pallas.backends.hopper.decode.tiles import (
 )
 from flash_pallas.core import decode, softmax
 
-from . import checks
+from . import checks, draft_masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Step:
     cache: str | None = None  # dtype of a cache in eight bits
     scaled: str = ""  # "heads", or "rows": sequences or pages have their own scales
     shared: bool = False  # the values are the first Hv columns of the keys
+    drafts: str | None = None  # kind of the draft mask, see draft_masks.py
 
     def __str__(self) -> str:
         return self.name
@@ -83,6 +84,8 @@ class Step:
             sides["sinks"] = rng.standard_normal((batch, self.N)).astype(np.float32)
         if "slopes" in self.sides:
             sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
+        if self.drafts:
+            sides["draft_mask"] = draft_masks.drawn(rng, self.drafts, batch, self.T)
         q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
         whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
         stored, whole = (whole, whole) if self.cache is None else self.quantised(whole)
@@ -386,6 +389,16 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
     options |= {"alibi_slopes": whole.alibi_slopes, "causal": True}
     if step.windows is not None:
         options["window"] = (jnp.asarray(whole.window_left), 0)
+    if step.drafts is not None:
+        window = whole.window_left if step.window is None else step.window
+        mask, q_pos, kv_pos = draft_masks.seen(
+            whole.draft_mask, whole.kv_lengths, step.S, window
+        )
+        for name in ("q_offset", "window"):
+            del options[name]
+        options |= {"causal": False, "mask": mask}
+        if whole.alibi_slopes is not None:
+            options |= {"q_positions": q_pos, "kv_positions": kv_pos}
     if step.starts is not None:
         keys = np.broadcast_to(np.arange(step.S)[None], (len(step.lengths), step.S))
         ids = np.where(keys < whole.kv_starts[:, None], -1, 0).astype(np.int32)
