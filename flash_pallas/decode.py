@@ -56,9 +56,9 @@ def flash_decode(
 
     For generation: a step of one token, or the proposals of speculative decoding. Append their keys
     and values first (`append_kv`); the last query is then the last key. Queries are causal, among
-    themselves too, or see what `draft_mask` says. The keys may be read in several ranges at once, each with an output and a
-    log-sum-exp of its own, which are then merged (split-KV, as in
-    https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+    themselves too, or see of each other what `draft_mask` says. The keys may be read in several
+    ranges at once, each with an output and a log-sum-exp of its own, which are then merged
+    (split-KV, as in https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
     The result is the same in every run, and for every number of ranges up to rounding. Works under
     jit and vmap; has no gradient. A query that sees no key returns zeros.

@@ -55,7 +55,5 @@ def seen(mask: np.ndarray, lengths, keys: int, window=None):
         for t in range(tokens):
             for key in range(int(length)):
                 allowed = key < first or mask[b, t, key - first]
-                shown[b, 0, t, key] = allowed and (
-                    of_queries[b, t] - of_keys[b, key] <= windows[b]
-                )
+                shown[b, 0, t, key] = allowed and (of_queries[b, t] - of_keys[b, key] <= windows[b])
     return shown, of_queries, of_keys

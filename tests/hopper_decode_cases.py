@@ -285,6 +285,34 @@ STEPS = (
         scaled="rows",
         upright=False,
     ),
+    # Drafts that begin before a block, in it and with it; a sequence that has fewer keys than them.
+    Step("drafts", (130, 68, 2), T=4, drafts="trees", num_splits=2, sides=("sinks",)),
+    Step("drafts_as_rows", (131, 36), T=40, N=1, drafts="trees", num_splits=2),
+    Step("drafts_of_64", (80,), T=64, N=1, page_size=16, drafts="any", num_splits=1, S=128),
+    Step(
+        "drafts_in_windows",
+        (200, 15),
+        T=16,
+        N=1,
+        drafts="trees",
+        windows=(3, 1),
+        starts=(187, 4),
+        page_size=64,
+        num_splits=2,
+    ),
+    Step(
+        "drafts_in_tiles",
+        (131,),
+        T=33,
+        N=2,
+        drafts="any",
+        window=20,
+        softcap=3.0,
+        num_splits=2,
+        block_kv=32,
+    ),
+    Step("drafts_of_int8", (65,), T=4, drafts="any", page_size=16, cache="int8", scaled="rows"),
+    Step("drafts_wide", (70,), T=12, H=512, Hv=512, S=96, drafts="trees", num_splits=1),
     Step("int8", (127, 130), N=8, K=2, cache="int8", scaled="heads"),
     Step(
         "int8_pages_of_16",
@@ -327,6 +355,7 @@ ON_DEVICE = (
         or step.starts is not None
         or step.windows is not None
         or step.cache is not None
+        or step.drafts is not None
     ),
     dataclasses.replace(
         LONG,
@@ -391,9 +420,7 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
         options["window"] = (jnp.asarray(whole.window_left), 0)
     if step.drafts is not None:
         window = whole.window_left if step.window is None else step.window
-        mask, q_pos, kv_pos = draft_masks.seen(
-            whole.draft_mask, whole.kv_lengths, step.S, window
-        )
+        mask, q_pos, kv_pos = draft_masks.seen(whole.draft_mask, whole.kv_lengths, step.S, window)
         for name in ("q_offset", "window"):
             del options[name]
         options |= {"causal": False, "mask": mask}

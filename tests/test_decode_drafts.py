@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flash_pallas as fp
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import decode as xla_decode
 from flash_pallas.core import decode, softmax

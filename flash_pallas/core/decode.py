@@ -69,9 +69,9 @@ class DecodeOperands(NamedTuple):
 
     Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
     i - window_left <= j <= i and kv_starts[b] <= j < kv_lengths[b]; a query at a negative position
-    sees none. With draft_mask the last T keys are the tokens of the queries: query t sees the u-th of
-    them where draft_mask[b, t, u], every key before them, and sits at the position that drafts.py
-    gives it.
+    sees none. With draft_mask the last T keys are the tokens of the queries: query t sees the u-th
+    of them where draft_mask[b, t, u], every key before them, and sits at the position that
+    drafts.py gives it.
     Key j of a paged cache is row j % page_size of page page_table[b, j // page_size]. Heads may
     have tables and lengths of their own: backends get them for `kv_blocks`, see kv_blocks.py.
 
