@@ -19,8 +19,10 @@ from flash_pallas.backends.cudnn import OLDEST, CudnnBackend
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
-from flash_pallas.frontend import validate
+from flash_pallas.core.decode import describe as describe_decode
+from flash_pallas.frontend import validate, validate_decode
 from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.frontend.validate_decode import DecodeArguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-kernel-runs.md"
 MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -41,6 +43,7 @@ _HIGHEST = {"precision": "highest"}
 _MASK_MOD = {"mask_mod": lambda b, n, i, j: j <= i}
 _INDICES = np.zeros((1, 1, 1, 1), np.int32)
 _BLOCK_MASK = {"block_mask": BlockMask.from_indices(_INDICES, q_len=T, kv_len=S)}
+_DRAFTS = jnp.ones((T, T), bool)
 _ALL: dict[str, Any] = {
     "causal": True,
     "window": 9,
@@ -90,6 +93,15 @@ BEYOND = (
     ("tangents in a kernel", '`differentiable="any"`'),
     ("Hessian-vector products in a kernel", "likewise"),
 )
+# Decoding: what, how it is said, an example. Sixteen new tokens of a cache.
+DECODES: list[tuple[str, str, dict[str, Any]]] = [
+    ("decoding, trees of drafts", "`draft_mask` of `flash_decode`", {"draft_mask": _DRAFTS}),
+    (
+        "decoding, trees of drafts with ALiBi",
+        "likewise",
+        {"draft_mask": _DRAFTS, "alibi_slopes": jnp.ones(N)},
+    ),
+]
 # By row: what a backend may run that does not run the example; then it is said to run "some".
 SOME: dict[str, dict[str, Any]] = {
     "sliding window": {"window": (3, 0)},
@@ -117,6 +129,14 @@ def _runs(backend, what: str, example: dict[str, Any]) -> str:
     if _takes(backend, example):
         return "yes"
     return "some" if what in SOME and _takes(backend, SOME[what]) else "no"
+
+
+def _decodes(backend, example: dict[str, Any]) -> str:
+    """Returns "yes" or "no": whether a backend runs a call of flash_decode."""
+    q, kv = (jnp.zeros((B, length, heads, 64), jnp.bfloat16) for length, heads in ((T, N), (S, 2)))
+    arguments = DecodeArguments(**example)
+    spec, operands = validate_decode.canonicalize(q, kv, kv, arguments)
+    return "no" if backend.unsupported_decode(describe_decode(operands, spec)) else "yes"
 
 
 def _beyond(backend) -> list[str]:
@@ -148,6 +168,9 @@ def table() -> str:
     for what, argument, gradient, example in ROWS:
         runs = [_runs(backend, what, example) for backend in backends]
         lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")
+    for what, argument, example in DECODES:
+        runs = [_decodes(backend, example) for backend in backends]
+        lines.append(f"| {' | '.join([what, argument, '', *runs])} |")
     for row, runs in zip(BEYOND, zip(*map(_beyond, backends), strict=True), strict=True):
         lines.append(f"| {' | '.join([*row, '', *runs])} |")
     return "\n".join(lines) + "\n"

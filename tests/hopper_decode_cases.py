@@ -287,7 +287,7 @@ STEPS = (
     ),
     # Drafts that begin before a block, in it and with it; a sequence that has fewer keys than them.
     Step("drafts", (130, 68, 2), T=4, drafts="trees", num_splits=2, sides=("sinks",)),
-    Step("drafts_as_rows", (131, 36), T=40, N=1, drafts="trees", num_splits=2),
+    Step("drafts_as_rows", (131,), T=40, N=1, drafts="trees", num_splits=2),
     Step("drafts_of_64", (80,), T=64, N=1, page_size=16, drafts="any", num_splits=1, S=128),
     Step(
         "drafts_in_windows",
@@ -296,9 +296,9 @@ STEPS = (
         N=1,
         drafts="trees",
         windows=(3, 1),
-        starts=(187, 4),
+        starts=(182, 4),
         page_size=64,
-        num_splits=2,
+        num_splits=1,
     ),
     Step(
         "drafts_in_tiles",

@@ -85,8 +85,7 @@ class Mask:
         They see none where last < first, or last < 0. Keys before kv_start are hidden.
         """
         first = None if self.left is None else q_pos - self.left
-        if kv_start is not None:
-            first = kv_start if first is None else jnp.maximum(first, kv_start)
+        first = _later(first, kv_start)
         end = kv_len - 1
         if self.right is None:
             return first, end
@@ -128,6 +127,13 @@ class Mask:
         return self.transposed.kv_blocks(kv_start, kv_rows, q_len, block_q)
 
 
+def _later(first, kv_start):
+    """Returns the later of two first keys, of which None is key 0."""
+    if kv_start is None:
+        return first
+    return kv_start if first is None else jnp.maximum(first, kv_start)
+
+
 @dataclasses.dataclass(frozen=True)
 class DraftMask(Mask):
     """Mask of decoding in which bits say which of the last keys, the drafts, a query sees.
@@ -150,9 +156,7 @@ class DraftMask(Mask):
         first, last = Mask(self.left).keys_of(q_pos, kv_len)
         if first is not None:
             first = jnp.minimum(first, kv_len - self.drafts)
-        if kv_start is not None:
-            first = kv_start if first is None else jnp.maximum(first, kv_start)
-        return first, last
+        return _later(first, kv_start), last
 
     def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int, kv_start=None) -> BlockRange:
         """Returns the KV blocks that queries read; wherever in a tree they are: all the same.

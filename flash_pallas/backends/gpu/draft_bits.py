@@ -44,7 +44,10 @@ class DraftBits(NamedTuple):
 def unsupported(problem: DecodeProblem) -> str | None:
     """Returns why kernels cannot decode the drafts of this problem, or None."""
     if problem.drafts and "alibi_slopes" in problem.features:
-        return "has no ALiBi with a draft_mask, whose drafts are keys at other positions"
+        return (
+            "takes no ALiBi with draft_mask, whose drafts have other positions than their keys: "
+            "leave alibi_slopes out"
+        )
     return None
 
 
