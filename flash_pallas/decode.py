@@ -24,7 +24,7 @@ from .frontend.validate_decode import DecodeArguments
 from .transforms import derivatives, sharding
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
     from .api import AnyArray, Shaped
 
@@ -49,24 +49,25 @@ def flash_decode(
     kv_blocks: Int[Array, "B heads M"] | None = None,
     kv_block_size: int | None = None,
     shared_prefix: str | int | Int[Array, "*#B"] | None = None,
+    draft_mask: Bool[AnyArray, "*#B T T"] | None = None,
     k_scale: Float[Array, "*#rows K"] | None = None,
     v_scale: Float[Array, "*#rows K"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ):
-    """Computes attention of 1 to 16 new tokens of each sequence to its KV cache.
+    """Computes attention of 1 to 64 new tokens of each sequence to its KV cache.
 
     For generation: a step of one token, or the proposals of speculative decoding. Append their keys
     and values first (`append_kv`); the last query is then the last key. Queries are causal, among
-    themselves too. The keys may be read in several ranges at once, each with an output and a
-    log-sum-exp of its own, which are then merged (split-KV, as in
-    https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+    themselves too, or see of each other what `draft_mask` says. The keys may be read in several
+    ranges at once, each with an output and a log-sum-exp of its own, which are then merged
+    (split-KV, as in https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
     The result is the same in every run, and for every number of ranges up to rounding. Works under
     jit and vmap; has no gradient. A query that sees no key returns zeros.
 
     Args:
-        q: queries [B, T, N, H], T from 1 to 16; bfloat16, float16, float32 or float64.
+        q: queries [B, T, N, H], T from 1 to 64; bfloat16, float16, float32 or float64.
         k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
             page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
             `k_scale`. N is a multiple of K: query head n reads KV head
@@ -112,8 +113,14 @@ def flash_decode(
             [B] or a scalar instead says how many keys that is, 0 for none, and spares the
             comparison of page tables; members of a group are then trusted to agree. Whole pages
             before the first new token are shared. It pays where a prefix is long and many have it;
-            results are those without, up to rounding. For a `page_table` and T up to 8, without
+            results are those without, up to rounding. For a `page_table` and T up to 32, without
             `q_offset`, `window`, `kv_starts`, `alibi_slopes` and `kv_blocks`. None shares nothing.
+        draft_mask: bool [T, T] or [B, T, T], for trees of drafts in speculative decoding: the query
+            of new token t sees new token u, which is key kv_lengths - T + u, only where
+            draft_mask[b, t, u]. In a tree these are t and its ancestors. Keys before the new tokens
+            are visible as ever. A window and ALiBi take a draft to be at position kv_lengths - T +
+            depth, where depth is the number of new tokens that it sees besides itself; rotate its
+            query and key by the same. `q_offset` must be None.
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
             head [K], or per sequence and head [B, K], or with `page_table` per page and head
             [P, K]; None is 1. `append_kv` divides by the same numbers.
@@ -156,6 +163,7 @@ def flash_decode(
         kv_blocks=kv_blocks,
         kv_block_size=kv_block_size,
         shared_prefix=shared_prefix,
+        draft_mask=draft_mask,
         k_scale=k_scale,
         v_scale=v_scale,
         v_head_dim=v_head_dim,
@@ -188,6 +196,7 @@ def explain_decode(
     kv_blocks: Shaped | None = None,
     kv_block_size: int | None = None,
     shared_prefix: str | int | Shaped | None = None,
+    draft_mask: Shaped | None = None,
     k_scale: Shaped | None = None,
     v_scale: Shaped | None = None,
     backend: str = "auto",
@@ -216,6 +225,7 @@ def explain_decode(
         kv_blocks: blocks of keys that are read.
         kv_block_size: keys of such a block.
         shared_prefix: "auto", or keys that sequences share.
+        draft_mask: which new tokens each new token sees.
         k_scale: scale of the keys of a quantized cache.
         v_scale: scale of its values.
         backend: name of the implementation.
@@ -248,6 +258,7 @@ def explain_decode(
         "kv_blocks": kv_blocks,
         "kv_block_size": kv_block_size,
         "shared_prefix": shared_prefix,
+        "draft_mask": draft_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "v_head_dim": v_head_dim,

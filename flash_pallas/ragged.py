@@ -85,7 +85,7 @@ def ragged_paged_attention(
         new_k: keys [tokens, K, H] of the queries' tokens, which are written into the pages first,
             as by `append_ragged_kv`. None: they have been.
         new_v: their values [tokens, K, Hv]; given where new_k and v_pages are.
-        step_tokens: most queries of a sequence that is a step, 1 to 16, static: more than 1 for
+        step_tokens: most queries of a sequence that is a step, 1 to 64, static: more than 1 for
             speculative decoding.
         v_head_dim: number of columns of the keys that are the values, where v_pages is None; None
             is H.
@@ -100,7 +100,7 @@ def ragged_paged_attention(
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         num_splits: number of ranges in which the keys of steps are read, as in `flash_decode`.
         shared_prefix: "auto", or the keys that sequences share: leading pages that several steps
-            have in common are read once, as in `flash_decode`. For step_tokens up to 8.
+            have in common are read once, as in `flash_decode`. For step_tokens up to 32.
         k_scale: scale of pages in float8_e4m3fn or int8: a key is k * k_scale. [K], or [P, K]; None
             is 1.
         v_scale: scale of the values; without v_pages they have that of the keys.

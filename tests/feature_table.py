@@ -20,8 +20,10 @@ from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import ragged
-from flash_pallas.frontend import validate, validate_ragged
+from flash_pallas.core.decode import describe as describe_decode
+from flash_pallas.frontend import validate, validate_decode, validate_ragged
 from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.frontend.validate_decode import DecodeArguments
 from flash_pallas.frontend.validate_ragged import RaggedArguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-kernel-runs.md"
@@ -44,6 +46,7 @@ _MASK_MOD = {"mask_mod": lambda b, n, i, j: j <= i}
 _ENDS = jnp.zeros(B + 1, jnp.int32)
 _INDICES = np.zeros((1, 1, 1, 1), np.int32)
 _BLOCK_MASK = {"block_mask": BlockMask.from_indices(_INDICES, q_len=T, kv_len=S)}
+_DRAFTS = jnp.ones((T, T), bool)
 _ALL: dict[str, Any] = {
     "causal": True,
     "window": 9,
@@ -98,6 +101,15 @@ PAGED = (
     ("prompts and steps over pages", "`ragged_paged_attention`", jnp.bfloat16),
     ("pages in eight bits", "`ragged_paged_attention`, `k_scale`, `v_scale`", jnp.int8),
 )
+# Decoding: what, how it is said, an example. Sixteen new tokens of a cache.
+DECODES: list[tuple[str, str, dict[str, Any]]] = [
+    ("decoding, trees of drafts", "`draft_mask` of `flash_decode`", {"draft_mask": _DRAFTS}),
+    (
+        "decoding, trees of drafts with ALiBi",
+        "likewise",
+        {"draft_mask": _DRAFTS, "alibi_slopes": jnp.ones(N)},
+    ),
+]
 # By row: what a backend may run that does not run the example; then it is said to run "some".
 SOME: dict[str, dict[str, Any]] = {
     "sliding window": {"window": (3, 0)},
@@ -140,6 +152,14 @@ def _paged(backend, dtype) -> str:
     return {0: "no", 1: "some", 2: "yes"}[sum(found)]
 
 
+def _decodes(backend, example: dict[str, Any]) -> str:
+    """Returns "yes" or "no": whether a backend runs a call of flash_decode."""
+    q, kv = (jnp.zeros((B, length, heads, 64), jnp.bfloat16) for length, heads in ((T, N), (S, 2)))
+    arguments = DecodeArguments(**example)
+    spec, operands = validate_decode.canonicalize(q, kv, kv, arguments)
+    return "no" if backend.unsupported_decode(describe_decode(operands, spec)) else "yes"
+
+
 def _beyond(backend) -> list[str]:
     """Returns what a backend answers to the rows of BEYOND."""
     found, qkv = [], frozenset("qkv")
@@ -171,6 +191,9 @@ def table() -> str:
         lines.append(f"| {' | '.join([what, argument, gradient, *runs])} |")
     for what, argument, dtype in PAGED:
         runs = [_paged(backend, dtype) for backend in backends]
+        lines.append(f"| {' | '.join([what, argument, '', *runs])} |")
+    for what, argument, example in DECODES:
+        runs = [_decodes(backend, example) for backend in backends]
         lines.append(f"| {' | '.join([what, argument, '', *runs])} |")
     for row, runs in zip(BEYOND, zip(*map(_beyond, backends), strict=True), strict=True):
         lines.append(f"| {' | '.join([*row, '', *runs])} |")

@@ -20,7 +20,7 @@ from flash_pallas.backends.hopper.decode.tiles import (
 from flash_pallas.backends.hopper.wide import latent
 from flash_pallas.core import decode, softmax
 
-from . import checks
+from . import checks, draft_masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Step:
     cache: str | None = None  # dtype of a cache in eight bits
     scaled: str = ""  # "heads", or "rows": sequences or pages have their own scales
     shared: bool = False  # the values are the first Hv columns of the keys
+    drafts: str | None = None  # kind of the draft mask, see draft_masks.py
 
     def __str__(self) -> str:
         return self.name
@@ -84,6 +85,8 @@ class Step:
             sides["sinks"] = rng.standard_normal((batch, self.N)).astype(np.float32)
         if "slopes" in self.sides:
             sides["alibi_slopes"] = rng.uniform(0.0, 0.2, (batch, self.N)).astype(np.float32)
+        if self.drafts:
+            sides["draft_mask"] = draft_masks.drawn(rng, self.drafts, batch, self.T)
         q, offset = normal(batch, self.T, self.N, self.H), offset.astype(np.int32)
         whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
         stored, whole = (whole, whole) if self.cache is None else self.quantised(whole)
@@ -331,6 +334,34 @@ STEPS = (
         scaled="rows",
         upright=False,
     ),
+    # Drafts that begin before a block, in it and with it; a sequence that has fewer keys than them.
+    Step("drafts", (130, 68, 2), T=4, drafts="trees", num_splits=2, sides=("sinks",)),
+    Step("drafts_as_rows", (131,), T=40, N=1, drafts="trees", num_splits=2),
+    Step("drafts_of_64", (80,), T=64, N=1, page_size=16, drafts="any", num_splits=1, S=128),
+    Step(
+        "drafts_in_windows",
+        (200, 15),
+        T=16,
+        N=1,
+        drafts="trees",
+        windows=(3, 1),
+        starts=(182, 4),
+        page_size=64,
+        num_splits=1,
+    ),
+    Step(
+        "drafts_in_tiles",
+        (131,),
+        T=33,
+        N=2,
+        drafts="any",
+        window=20,
+        softcap=3.0,
+        num_splits=2,
+        block_kv=32,
+    ),
+    Step("drafts_of_int8", (65,), T=4, drafts="any", page_size=16, cache="int8", scaled="rows"),
+    Step("drafts_wide", (70,), T=12, H=512, Hv=512, S=96, drafts="trees", num_splits=1),
     Step("int8", (127, 130), N=8, K=2, cache="int8", scaled="heads"),
     Step(
         "int8_pages_of_16",
@@ -373,6 +404,7 @@ ON_DEVICE = (
         or step.starts is not None
         or step.windows is not None
         or step.cache is not None
+        or step.drafts is not None
     ),
     dataclasses.replace(
         LONG,
@@ -437,6 +469,14 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
     options |= {"alibi_slopes": whole.alibi_slopes, "causal": True}
     if step.windows is not None:
         options["window"] = (jnp.asarray(whole.window_left), 0)
+    if step.drafts is not None:
+        window = whole.window_left if step.window is None else step.window
+        mask, q_pos, kv_pos = draft_masks.seen(whole.draft_mask, whole.kv_lengths, step.S, window)
+        for name in ("q_offset", "window"):
+            del options[name]
+        options |= {"causal": False, "mask": mask}
+        if whole.alibi_slopes is not None:
+            options |= {"q_positions": q_pos, "kv_positions": kv_pos}
     if step.starts is not None:
         keys = np.broadcast_to(np.arange(step.S)[None], (len(step.lengths), step.S))
         ids = np.where(keys < whole.kv_starts[:, None], -1, 0).astype(np.int32)

@@ -20,6 +20,8 @@ _WIDE = "test_hopper_interpreted.py::test_wide_heads[wide_320_causal]"
 
 _PAIRED = "test_hopper_interpreted.py::test_paired_blocks[paired_late_dq]"
 
+_DRAFTS = "test_decode_drafts.py::test_"
+
 _CUDNN_MASKS = "test_cudnn.py::test_masks_reach_cudnn"
 
 SHARED_AND_HOPPER = (
@@ -427,6 +429,41 @@ SHARED_AND_HOPPER = (
     Mutation("decode, scales of pages", "backends/hopper/decode/loads.py",
              "of[page if of.shape[0] > 1 else 0, cta.head]", "of[0, cta.head]",
              "test_hopper_decode.py::test_decode_kernels[int8_pages_of_16]"),
+    Mutation("drafts, blocks", "core/mask.py",
+             "ints.minimum(found.full_stop, ints.floor_div(first, block_kv))", "found.full_stop",
+             _DRAFTS + "bounds_blocks_and_bits_together_are_the_mask[None-None-trees]"),
+    Mutation("drafts, first key", "core/mask.py",
+             "jnp.minimum(first, kv_len - self.drafts)", "first",
+             _DRAFTS + "bounds_blocks_and_bits_together_are_the_mask[None-3-any]"),
+    Mutation("drafts, window", "core/drafts.py", "distance <= ", "distance < ",
+             _DRAFTS + "bounds_blocks_and_bits_together_are_the_mask[None-3-trees]"),
+    Mutation("drafts, words", "core/drafts.py", "bits << places", "bits << places % 16",
+             _DRAFTS + "words_have_a_bit_for_each_draft[33]"),
+    Mutation("drafts, bits", "backends/gpu/draft_bits.py",
+             "arith.addi(start, i32_constant(part * WORD_BITS))", "start",
+             _DRAFTS + "bits_in_registers[rows-2]"),
+    Mutation("drafts, bits of queries", "backends/gpu/draft_bits.py",
+             "query = row if axis else col + e", "query = row if axis else col",
+             _DRAFTS + "bits_in_registers[columns-2]"),
+    Mutation("drafts, earlier keys", "backends/gpu/draft_bits.py",
+             "arith.select(before, i32_constant(-1), i32_constant(0))", "i32_constant(0)",
+             _DRAFTS + "bits_in_registers[rows-2]"),
+    Mutation("drafts, hopper", "backends/hopper/decode/consumer.py",
+             "self.with_drafts(cta, keys, held) if masked", "held if masked",
+             "test_hopper_decode.py::test_decode_kernels[drafts_in_windows]"),
+    Mutation("drafts, depths", "backends/hopper/decode/consumer.py",
+             "rows.query() if depths is None else rows.per_query(depths.at[cta.batch])",
+             "rows.query()",
+             "test_hopper_decode.py::test_decode_kernels[drafts_in_windows]"),
+    Mutation("drafts, rows", "backends/hopper/decode/rows.py",
+             "held.drafts, first, 1", "held.drafts, first + 1, 1",
+             "test_hopper_decode.py::test_decode_kernels[drafts_as_rows]"),
+    Mutation("drafts, positions of keys", "backends/xla/decode.py",
+             "jnp.where(key < 0, key, jnp.take_along_axis(self.depth, column, axis=1))", "key",
+             _DRAFTS + "a_branch_is_a_sequence[alibi_slopes]"),
+    Mutation("drafts, window on xla", "backends/xla/decode.py",
+             "place[None, None] >= self.first", "place[None, None] > self.first",
+             _DRAFTS + "a_branch_is_a_sequence[window]"),
     Mutation("starts, first key", "core/mask.py",
              "kv_start if first is None else jnp.maximum(first, kv_start)",
              "kv_start if first is None else first",

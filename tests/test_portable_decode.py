@@ -27,6 +27,7 @@ SHARED = (
     *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
     *("starts", "starts_at_the_end", "starts_as_rows", "starts_and_window", "windows"),
     *("starts_and_windows", "starts_of_pages_of_48", "starts_of_pages_of_64"),
+    *("drafts", "drafts_of_64", "drafts_in_windows", "drafts_in_tiles", "drafts_wide"),
     *("wide_512", "latent", "latent_pages_of_16", "wide_modifiers", "wide_starts", "wide_values"),
 )
 CASES = (

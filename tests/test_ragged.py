@@ -288,7 +288,7 @@ BAD: dict[str, tuple[tuple, dict[str, Any], type, str]] = {
     "too many rows": ((), {"cu_q_lens": jnp.array([0, 5, 9])}, ValueError, "rows of q, 8"),
     "sequences": ((), {"num_seqs": 3}, ValueError, "num_seqs is 3: it must be 0 to 2"),
     "two numbers": ((), {"num_seqs": jnp.array([1, 2])}, ValueError, r"num_seqs has shape \(2,\)"),
-    "step": ((), {"step_tokens": 17}, ValueError, "step_tokens is 17: it must be 1 to 16"),
+    "step": ((), {"step_tokens": 65}, ValueError, "step_tokens is 65: it must be 1 to 64"),
     "traced step": ((), {"step_tokens": jnp.int32(1)}, TypeError, "step_tokens must be an int"),
     "values": ((Q, PAGES, None), {"v_head_dim": 17}, ValueError, "v_head_dim is 17"),
     "window": ((), {"window": -1}, ValueError, "window is -1.*at least 0"),

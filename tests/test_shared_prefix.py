@@ -86,6 +86,12 @@ def as_operands(q, k, v, given, **more):
     )
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(shared_prefix, "MAX_TOKENS", 16)
+
+
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("T", [1, 8])
 def test_groups(T):
     q, k, v, given = drawn(T)
@@ -111,6 +117,7 @@ def test_groups(T):
     assert np.asarray(found.lengths)[len(seen) :].sum() == 0
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("T", [1, 8])
 def test_all_groups_have_tiles(T):
     """Checks groups of every size: of two and three, and of one more than a tile has room for."""
@@ -196,8 +203,16 @@ def test_steps_of_a_ragged_call():
     for got, near in zip(found, right, strict=True):
         np.testing.assert_allclose(got, near, rtol=2e-5, atol=2e-5)
     assert "shared prefixes" in str(fp.explain_ragged(q, k, v, shared_prefix="auto", **given))
-    with pytest.raises(ValueError, match="step_tokens is 9: it must be 1 to 8"):
-        fp.ragged_paged_attention(q, k, v, shared_prefix="auto", step_tokens=9, **given)
+    with pytest.raises(ValueError, match="step_tokens is 33: it must be 1 to 32"):
+        fp.ragged_paged_attention(q, k, v, shared_prefix="auto", step_tokens=33, **given)
+
+
+def test_trees_of_drafts():
+    q, k, v, given = drawn(4)
+    tree = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+    found = fp.flash_decode(q, k, v, draft_mask=tree, shared_prefix="auto", **given)
+    right = fp.flash_decode(q, k, v, draft_mask=tree, **given)
+    np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
 
 
 Q, K = jnp.zeros((2, 1, 4, 32)), jnp.zeros((8, 16, 2, 32))
@@ -208,7 +223,7 @@ REFUSED = {
     "dtype": ({"shared_prefix": jnp.zeros(2)}, TypeError, "shared_prefix has dtype float32"),
     "window": ({"window": 5}, ValueError, "shared_prefix is given and so is window"),
     "starts": ({"kv_starts": 5}, ValueError, "shared_prefix is given and so is kv_starts"),
-    "tokens": ({"q": jnp.zeros((2, 9, 4, 32))}, ValueError, "q has 9 tokens: it must be 1 to 8"),
+    "tokens": ({"q": jnp.zeros((2, 33, 4, 32))}, ValueError, "q has 33 tokens: it must be 1 to 32"),
     "contiguous": (
         {"page_table": None, "k": jnp.zeros((2, 64, 2, 32))},
         ValueError,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention, flash_attention_with_lse
 from ..cache import KVCache, append_kv, gather_pages
-from ..core.decode import MAX_TOKENS, PAGE_SIZES
+from ..core.decode import PAGE_SIZES, STEP_TOKENS
 from ..core.rope import wide_dtype
 from ..decode import flash_decode
 from ..frontend.arguments import as_int32
@@ -461,7 +461,7 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
     sees_all = not scores.causal and (left, right) == (None, None) and scores.slopes is None
     paged = reading.page_table is not None
     if (
-        tokens <= MAX_TOKENS
+        tokens <= STEP_TOKENS
         and (not paged or cache.k.shape[1] in PAGE_SIZES)
         and (scores.causal or sees_all or tokens == 1)
         and not scores.caps_before_alibi

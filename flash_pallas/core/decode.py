@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .mask import Mask
+from . import drafts
+from .mask import DraftMask, Mask
 from .problem import AttentionSpec
 
-MAX_TOKENS = 16  # queries of one sequence: a step, or the proposals of speculative decoding
+MAX_TOKENS = 64  # queries of one sequence: a step, or the proposals of speculative decoding
+# Up to which layers decode new tokens; more of them attend to a contiguous copy of the cache.
+STEP_TOKENS = 16
 PAGE_SIZES = range(16, 257, 16)
 MAX_SPLITS = 128
 # A window of so many keys hides none: positions and lengths are at most as large. Positions are at
@@ -77,7 +80,9 @@ class DecodeOperands(NamedTuple):
 
     Query t of entry b sits at position i = q_offset[b] + t. It sees key j where
     i - window_left <= j <= i and kv_starts[b] <= j < kv_lengths[b]; a query at a negative position
-    sees none.
+    sees none. With draft_mask the last T keys are the tokens of the queries: query t sees the u-th
+    of them where draft_mask[b, t, u], every key before them, and sits at the position that
+    drafts.py gives it.
     Key j of a paged cache is row j % page_size of page page_table[b, j // page_size]. Heads may
     have tables and lengths of their own: backends get them for `kv_blocks`, see kv_blocks.py.
 
@@ -100,6 +105,7 @@ class DecodeOperands(NamedTuple):
     window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
     kv_blocks: Any = None  # int32[B, 1 or K, M], blocks that the only query of an entry reads
     prefix_lengths: Any = None  # int32[B], keys that it shares, where the spec shares a prefix
+    draft_mask: Any = None  # bool[B, T, T]; without q_offset
 
 
 class LowerBound(NamedTuple):
@@ -120,8 +126,8 @@ class DecodeProblem:
         dtype: dtype of q and o.
         kv_dtype: dtype of the cache.
         features: those that are present of "page_table", "sinks", "alibi_slopes", "kv_starts",
-            "window_left", "kv_blocks" (heads have page tables of their own) and "page_scales" (the
-            pages of a cache have scales of their own).
+            "window_left", "kv_blocks" (heads have page tables of their own), "draft_mask" and
+            "page_scales" (the pages of a cache have scales of their own).
     """
 
     batch: int
@@ -148,10 +154,19 @@ class DecodeProblem:
         return self.spec.attention.unit("alibi_slopes" in self.features)
 
     @property
+    def windowed(self) -> bool:
+        """True if there is a window."""
+        return self.spec.window_left is not None or "window_left" in self.features
+
+    @property
     def bounded_below(self) -> bool:
         """True if something may hide the first keys: a window, or starts."""
-        arrays = self.features & {"kv_starts", "window_left"}
-        return self.spec.window_left is not None or bool(arrays)
+        return self.windowed or "kv_starts" in self.features
+
+    @property
+    def drafts(self) -> int:
+        """Number of the last keys of which a mask says who sees them; 0 without `draft_mask`."""
+        return self.q_len if "draft_mask" in self.features else 0
 
     def lower_bound(self, kv_starts, window_left, batch, length) -> LowerBound:
         """Returns the lower bound of a sequence's keys, in a kernel.
@@ -165,10 +180,13 @@ class DecodeProblem:
         mask = self.spec.mask
         if window_left is not None:
             mask = Mask(window_left[batch], 0)
+        if kv_starts is not None and mask.left is None:
+            # Then the first key of every row is a value per row, as its last is.
+            mask = Mask(UNBOUNDED, 0)
+        if self.drafts:
+            mask = DraftMask(mask.left, 0, self.drafts)
         if kv_starts is None:
             return LowerBound(mask, None)
-        if mask.left is None:  # Then the first key of every row is a value per row, as its last is.
-            mask = Mask(UNBOUNDED, 0)
         start = lax.max(kv_starts[batch], jnp.int32(0))
         return LowerBound(mask, jnp.where(start < length, start, jnp.int32(UNBOUNDED)))
 
@@ -195,6 +213,7 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     v_head_dim = (spec.v_columns or 0) if operands.v is None else operands.v.shape[-1]
     table = operands.page_table
     optional = ("page_table", "sinks", "alibi_slopes", "kv_starts", "window_left", "kv_blocks")
+    optional += ("draft_mask",)
     features = {name for name in optional if getattr(operands, name) is not None}
     if table is not None and table.ndim == 3:
         features.add("kv_blocks")
@@ -215,3 +234,20 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
         num_pages=None if table is None else rows,
         features=frozenset(features),
     )
+
+
+class DraftArrays(NamedTuple):
+    """What kernels read of `draft_mask`; None without one."""
+
+    words: Any = None  # int32[B, 1 or 2, T], see drafts.words
+    depths: Any = None  # int32[B, T], where there is a window
+
+    @classmethod
+    def of(cls, problem: DecodeProblem, operands: DecodeOperands) -> DraftArrays:
+        """Returns the arrays of a call."""
+        mask, left = operands.draft_mask, operands.window_left
+        if mask is None:
+            return cls()
+        left = problem.spec.window_left if left is None else left
+        depths = drafts.depths(mask) if problem.windowed else None
+        return cls(drafts.words(drafts.in_window(mask, left)), depths)

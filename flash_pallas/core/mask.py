@@ -85,8 +85,7 @@ class Mask:
         They see none where last < first, or last < 0. Keys before kv_start are hidden.
         """
         first = None if self.left is None else q_pos - self.left
-        if kv_start is not None:
-            first = kv_start if first is None else jnp.maximum(first, kv_start)
+        first = _later(first, kv_start)
         end = kv_len - 1
         if self.right is None:
             return first, end
@@ -126,6 +125,48 @@ class Mask:
         Positions count from query 0, so a caller with a query offset passes kv_start - q_offset.
         """
         return self.transposed.kv_blocks(kv_start, kv_rows, q_len, block_q)
+
+
+def _later(first, kv_start):
+    """Returns the later of two first keys, of which None is key 0."""
+    if kv_start is None:
+        return first
+    return kv_start if first is None else jnp.maximum(first, kv_start)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftMask(Mask):
+    """Mask of decoding in which bits say which of the last keys, the drafts, a query sees.
+
+    The queries are the drafts too, each at or after the position of the first of them: all see the
+    keys before, but for what `left` hides. Bits answer for the drafts, window included; see
+    drafts.py.
+
+    Attributes:
+        drafts: number of the last keys that are drafts.
+    """
+
+    drafts: int = 0
+
+    def keys_of(self, q_pos, kv_len, kv_start=None):
+        """Returns (first, last) key that the queries at q_pos may see; see Mask.keys_of.
+
+        No draft lies before the first key for any other reason than kv_start.
+        """
+        first, last = Mask(self.left).keys_of(q_pos, kv_len)
+        if first is not None:
+            first = jnp.minimum(first, kv_len - self.drafts)
+        return _later(first, kv_start), last
+
+    def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int, kv_start=None) -> BlockRange:
+        """Returns the KV blocks that queries read; wherever in a tree they are: all the same.
+
+        A block that has drafts is never called full.
+        """
+        first = kv_len - self.drafts
+        found = Mask(self.left).kv_blocks(first, self.drafts, kv_len, block_kv, kv_start)
+        full_stop = ints.minimum(found.full_stop, ints.floor_div(first, block_kv))
+        return found._replace(full_stop=ints.maximum(full_stop, found.full_start))
 
 
 # --- Tiles of scores ------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ PLACES = {
         ("q_segments", "q_first", "q_last", "q_positions", "q_places", *MARKS[0]), "b."
     ),
     **dict.fromkeys(("kv_segments", "kv_positions", "kv_places", "page_table", *MARKS[1]), "b."),
+    "draft_mask": "b..",
     **dict.fromkeys(("alibi_slopes", "sinks", "dropout_keys"), "bn"),
     **dict.fromkeys(("score_params", "mask_params"), "bn"),
     **dict.fromkeys(("lse_log2", "shift", "max_logit", "delta", "dlse"), "bn."),

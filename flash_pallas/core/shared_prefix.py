@@ -125,6 +125,7 @@ def _prefix(operands: DecodeOperands, found: Sharing) -> DecodeOperands:
     q = operands.q[found.members]
     return operands._replace(
         q=q.reshape(len(q), -1, *q.shape[3:]),
+        draft_mask=None,  # every draft comes after the prefix
         kv_lengths=found.lengths,
         q_offset=found.lengths,
         page_table=operands.page_table[found.leaders],

@@ -38,6 +38,7 @@ class DecodeArguments:
     kv_block_size: Any = None
     v_head_dim: Any = None
     shared_prefix: Any = None
+    draft_mask: Any = None
 
 
 def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, DecodeOperands]:
@@ -96,6 +97,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         window_left=window_left,
         kv_blocks=chosen,
         prefix_lengths=prefix_lengths,
+        draft_mask=_draft_mask(a, sizes),
     )
 
 
@@ -226,7 +228,7 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
             f"kv_blocks has shape {value.shape}: it must be [batch, heads, blocks], {len(q)} "
             f"sequences with one row for all KV heads or {k.shape[2]}, and at least one block"
         )
-    others = ("q_offset", "window", "kv_starts", "alibi_slopes")
+    others = ("q_offset", "window", "kv_starts", "alibi_slopes", "draft_mask")
     if given := [name for name in others if getattr(a, name) is not None]:
         raise ValueError(
             f"kv_blocks is given and so is {given[0]}: it depends on the places of keys, of which "
@@ -271,6 +273,31 @@ def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: st
     return True, None if isinstance(value, str) else checks.lengths(
         "shared_prefix", value, None, sizes
     )
+
+
+def _draft_mask(a: DecodeArguments, sizes: checks.Sizes):
+    """Checks a draft mask; returns bool[B, T, T], or None."""
+    if a.draft_mask is None:
+        return None
+    value = validate.as_array("draft_mask", a.draft_mask)
+    if value.dtype != jnp.bool_:
+        raise TypeError(
+            f"draft_mask has dtype {value.dtype}: it must be bool, True where the query of the row "
+            "sees the new token of the column; cast a mask of 0 and 1 with draft_mask.astype(bool)"
+        )
+    tokens = (sizes.q_len,) * 2
+    whole = (*sizes.batch_shape, *tokens)
+    if value.shape not in (tokens, whole):
+        raise ValueError(
+            f"draft_mask has shape {value.shape}: it must be one row and one column for each new "
+            f"token of q, {tokens}, or one such mask per sequence, {whole}"
+        )
+    if a.q_offset is not None:
+        raise ValueError(
+            "draft_mask is given and so is q_offset: with a draft mask the last query is the last "
+            "key; leave q_offset out, and count the new tokens in kv_lengths"
+        )
+    return jnp.broadcast_to(value, whole)
 
 
 def _block_size(value, length: int, page_size: int | None) -> int:

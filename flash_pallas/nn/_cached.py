@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ..api import flash_attention
 from ..cache import KVCache, append_kv, gather_pages, positions
 from ..core import mesh_axes, rope
-from ..core.decode import MAX_TOKENS, QUANTISED
+from ..core.decode import QUANTISED, STEP_TOKENS
 from ..decode import flash_decode
 from ..frontend.arguments import as_int32, is_known, known
 from ._options import CallArguments
@@ -180,7 +180,7 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     )
     cache = cache._replace(k=added.k, v=added.v, lengths=added.lengths)
     options |= {"kv_lengths": cache.lengths, "q_offset": start, "window": layer.window}
-    if q.shape[1] <= MAX_TOKENS:
+    if q.shape[1] <= STEP_TOKENS:
         options |= {"page_table": table, "num_splits": layer.num_splits} | scales
         options["kv_starts"] = cache.starts
         return flash_decode(q, cache.k, cache.v, **options), cache

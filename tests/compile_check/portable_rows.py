@@ -50,6 +50,7 @@ FLOAT16 = ((64, 64), (128, 128))
 PATHS = ("forward", "backward", "deterministic")
 # Of rows.DECODES, at head dim 128: what hides keys, and what a cache of pages changes.
 DECODES = ("contiguous", "pages_64", "modifiers", "starts", "starts_pages", "starts_windows")
+DECODES += ("drafts_pages", "drafts_window")
 
 # Of tests/hopper_cases.py, besides rows.MODIFIERS: a bias or mask that meets another modifier, head
 # dim 256, whose backward has the fewest registers left, and biases whose gradient is another sum.

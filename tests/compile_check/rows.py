@@ -143,6 +143,10 @@ DECODES = {
     "float8_e4m3fn_starts": {},
     "float8_e4m3fn_starts_pages": {"page_size": 64},
     "int8_starts_pages": {"page_size": 64},
+    "drafts": {"num_splits": 1},  # a draft mask, here and below
+    "drafts_pages": {"page_size": 64},
+    "drafts_rows": {"page_size": 64},
+    "drafts_window": {"window_left": 1000},
     "shared": {},  # values are columns of the keys, here and below
     "shared_one_split": {"num_splits": 1},
     "shared_pages_16": {"page_size": 16},
@@ -176,6 +180,7 @@ RAGGED = {
 }
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
+TOKENS |= {"drafts": 4, "drafts_pages": 4, "drafts_rows": 64, "drafts_window": 64}
 CASES = {case.name: case for case in ON_DEVICE}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
@@ -467,6 +472,9 @@ def decode_call(
         operands = operands._replace(k_scale=scale, v_scale=scale)
     if "starts" in name:
         operands = operands._replace(kv_starts=per_entry)
+    if name.startswith("drafts"):
+        mask = shape(jnp.bool_, entries, q_len, q_len)
+        operands = operands._replace(draft_mask=mask, q_offset=None)
     if name.endswith("windows"):
         operands = operands._replace(window_left=per_entry)
     return spec, operands

@@ -56,10 +56,10 @@ def _limit_body(kinds, hidden, _, tile, *bounds):
         ]
         return functools.reduce(arith.andi, each)
 
-    return _select(tile, kept, hidden)
+    return selected(tile, kept, hidden)
 
 
-def _select(tile, kept, other: float):
+def selected(tile, kept, other: float):
     """Returns the tile with `other` wherever kept(row, column of thread 0), an i1, is false."""
     replacement = f32_constant(other)
     registers = tile.registers.copy()
@@ -102,7 +102,7 @@ def _between_body(limited, hidden, _, tile, *bounds):
         each = [arith.cmpi(predicate, i32_constant(col), limit) for predicate, limit in limits]
         return functools.reduce(arith.andi, each)
 
-    return _select(tile, kept, hidden)
+    return selected(tile, kept, hidden)
 
 
 def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
@@ -116,6 +116,8 @@ def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
         hidden: what hidden elements become.
     """
     given = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
+    if not given:
+        return tile
     bounds = [lax.broadcast_in_dim(x, tile.shape, (0,)) for x in given.values()]
     if interpret:
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
-from ..gpu import auxiliary_arrays
+from ..gpu import auxiliary_arrays, draft_bits
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
 from .common.mma import Grid
@@ -943,6 +943,8 @@ def unsupported(problem: DecodeProblem, shared: int) -> str | None:
     """
     if problem.dtype not in DTYPES:
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
+    if reason := draft_bits.unsupported(problem):
+        return reason
     if problem.quantised:
         return f"reads caches in the dtype of q, {problem.dtype}, not in {problem.kv_dtype}"
     if problem.spec.v_first:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from ...core import decode, softmax
+from ...core import decode, drafts, softmax
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.integers import round_up
+from ...core.mask import DraftMask, Mask
 from ...core.problem import Operands, Outputs, Problem
 from . import online
 from .grid import Grid, XlaBlocks
@@ -46,6 +48,54 @@ def choose_blocks(problem: DecodeProblem) -> XlaDecodeBlocks:
     return XlaDecodeBlocks(block_kv=size, num_splits=problem.spec.num_splits or 1)
 
 
+class Drafts(NamedTuple):
+    """What a draft mask makes visible, and the positions that it gives.
+
+    Attributes:
+        start: int32[B], the first draft, among the keys.
+        mask: bool[B, T, T], the drafts that a query sees, in its window.
+        depth: int32[B, T], of each draft in the tree.
+        first: int32[B, T], the first key that a query sees; None: key 0.
+    """
+
+    start: Any
+    mask: Any
+    depth: Any
+    first: Any
+
+    @classmethod
+    def of(cls, problem: DecodeProblem, operands: DecodeOperands) -> Drafts:
+        """Returns the drafts of a call whose arrays are in range."""
+        mask, start = operands.draft_mask, operands.q_offset[:, None]
+        left = operands.window_left
+        left = problem.spec.window_left if left is None else left[:, None]
+        depth = drafts.depths(mask)
+        starts = None if operands.kv_starts is None else operands.kv_starts[:, None]
+        seen = DraftMask(left, 0, problem.drafts)
+        first, _ = seen.keys_of(start + depth, operands.kv_lengths[:, None], starts)
+        if first is not None:
+            first = jnp.broadcast_to(first, depth.shape)
+        return cls(start[:, 0], drafts.in_window(mask, left), depth, first)
+
+    def shown(self, place):
+        """Returns bool[B, T, block_kv], which of the keys [block_kv] are visible to each query."""
+        draft = place[None] - self.start[:, None]
+        column = jnp.clip(draft, 0, self.mask.shape[-1] - 1)[:, None]
+        shown = jnp.take_along_axis(self.mask, column, axis=2) | (draft < 0)[:, None]
+        return shown if self.first is None else shown & (place[None, None] >= self.first[..., None])
+
+    def placed(self, problem: DecodeProblem, sides: Operands) -> Operands:
+        """Returns the operands of tiles, which get the distances of ALiBi from positions."""
+        sides = sides._replace(q_first=None)
+        if sides.alibi_slopes is None:
+            return sides
+        start = self.start[:, None]
+        key = jnp.arange(problem.kv_len, dtype=jnp.int32)[None] - start
+        column = jnp.clip(key, 0, self.depth.shape[1] - 1)
+        key = jnp.where(key < 0, key, jnp.take_along_axis(self.depth, column, axis=1))
+        return sides._replace(q_positions=start + self.depth, kv_positions=start + key)
+
+
 def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
     """Computes attention to a cache; see backends.base.Backend.decode."""
     dtype, quantised = operands.q.dtype, operands.k.dtype != operands.q.dtype
@@ -56,18 +106,20 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
         problem, operands = _by_heads(problem, operands)
     operands = _in_range(problem, operands)
     grid = Grid(_as_attention(problem), XlaBlocks(problem.q_len, blocks.block_kv))
+    tree = None if operands.draft_mask is None else Drafts.of(problem, operands)
     sides = Operands(
         operands.q,
         None,
         None,
         q_offset=operands.q_offset,
         kv_lengths=operands.kv_lengths,
-        q_first=_first_keys(problem, operands),
+        q_first=tree.first if tree else _first_keys(problem, operands),
         alibi_slopes=operands.alibi_slopes,
     )
-    tiles, q = Tiles.of(grid, sides), grid.split_q(operands.q)[0]
+    tiles = Tiles.of(grid, tree.placed(problem, sides) if tree else sides)
+    inputs, q = (tiles, tree), grid.split_q(operands.q)[0]
     ranges = _split(grid.kv_steps(sides).ranges[0], -(-problem.kv_len // blocks.block_kv), blocks)
-    o, lse_log2, shift = lax.map(partial(_range, tiles, operands, spec.v_first, q), ranges)
+    o, lse_log2, shift = lax.map(partial(_range, inputs, operands, spec.v_first, q), ranges)
     sinks = online.per_row(operands.sinks, shift[0])
     o, *rows = softmax.merge(o, lse_log2, shift, sinks, problem.unit)
     o, rows = grid.join_q(o[None]).astype(dtype), [grid.join_rows(x[None]) for x in rows]
@@ -119,8 +171,10 @@ def _as_attention(problem: DecodeProblem) -> Problem:
     """Returns the same problem as attention of all queries to all keys that there is room for."""
     p = problem
     sizes = (p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim)
-    slopes = p.features & {"alibi_slopes"}
-    return Problem(*sizes, dtype=p.dtype, spec=p.spec.attention, features=slopes)
+    slopes, spec = p.features & {"alibi_slopes"}, p.spec.attention
+    if p.drafts:
+        spec = dataclasses.replace(spec, mask=Mask())
+    return Problem(*sizes, dtype=p.dtype, spec=spec, features=slopes)
 
 
 def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
@@ -131,8 +185,11 @@ def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
     return jnp.clip(ends, found[0], found[1])
 
 
-def _range(tiles: Tiles, operands: DecodeOperands, v_first: int, q, blocks_of_keys):
+def _range(
+    inputs: tuple[Tiles, Drafts | None], operands: DecodeOperands, v_first: int, q, blocks_of_keys
+):
     """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
+    tiles, tree = inputs
     grid, heads = tiles.grid, tiles.grid.problem.kv_heads
     head_dim, v_head_dim = grid.problem.head_dim, grid.problem.v_head_dim
     v_columns = slice(v_first, v_first + v_head_dim)
@@ -152,7 +209,8 @@ def _range(tiles: Tiles, operands: DecodeOperands, v_first: int, q, blocks_of_ke
         if operands.kv_starts is not None:
             valid &= place[None] >= operands.kv_starts[:, None]
         v = jnp.where(valid[:, None, :, None], v, lax.full_like(v, 0))
-        return online.fold(tiles, (0, q), (kv_block, k, v), seen)
+        shown = tree.shown(place) if tree else None
+        return online.fold(tiles, (0, q), (kv_block, k, v), seen, shown)
 
     start = online.no_keys(grid, q, v_head_dim)
     rows = lax.fori_loop(blocks_of_keys[0], blocks_of_keys[1], step, start)

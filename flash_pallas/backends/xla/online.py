@@ -30,7 +30,7 @@ def no_keys(grid: Grid, q, v_head_dim: int) -> Rows:
     return Rows(grid.zeros((*q.shape[:-1], v_head_dim), q), rows - jnp.inf, rows)
 
 
-def fold(tiles: Tiles, queries, keys, seen: Rows) -> Rows:
+def fold(tiles: Tiles, queries, keys, seen: Rows, shown=None) -> Rows:
     """Folds one more KV block into the rows.
 
     Args:
@@ -38,9 +38,11 @@ def fold(tiles: Tiles, queries, keys, seen: Rows) -> Rows:
         queries: (index of the Q block, q [B, K, G, block_q, H]).
         keys: (index of the KV block, k [B, K, block_kv, H], v [B, K, block_kv, Hv]).
         seen: the rows before.
+        shown: bool[B, block_q, block_kv]: which of what the tiles show is visible; None: all of it.
     """
     (q_block, q), (kv_block, k, v) = queries, keys
     x, kept = tiles.logits(tiles.grid.dot("bkgqh,bksh->bkgqs", q, k), q_block, kv_block)
+    x = x if shown is None else jnp.where(shown[:, None, None], x, -jnp.inf)
     m, log2_scale = jnp.maximum(seen.m, x.max(-1)), tiles.grid.problem.unit * LOG2E
     shift = finite(m)
     # Scaled after the difference, which is exact where it matters: of logits of any size.

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...gpu import inline, modifiers
+from ...gpu import draft_bits, inline, modifiers
 from ..common.pipeline import swizzles
 from . import inline_columns
 from .consumer import Consumer, Folded, QueryFragments
@@ -223,7 +223,11 @@ class ColumnConsumer(Consumer):
             s = s * per_column(held.k_scale, s.shape)
         found = self.seen_logits(held, s, first, lambda: position, per_column)
         x = found.x
-        if masked:
+        if masked and held.drafts is not None:
+            if held.first is not None:
+                x = jnp.where(position >= per_column(held.first, s.shape), x, -jnp.inf)
+            x = draft_bits.hide(x, held.drafts, first, 0, self.plan.interpret)
+        elif masked:
             keep = position <= per_column(held.last, s.shape)
             if held.first is not None:
                 keep = keep & (position >= per_column(held.first, s.shape))

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import scores, softmax
 from ....core.scores import TileInputs
 from ...gpu import score_tile
+from ...gpu.draft_bits import DraftBits
 from ...gpu.score_tile import RegisterTile
 from .plan import DecodeCta, DecodePlan, Keys
 
@@ -29,6 +30,7 @@ class QueryFragments(NamedTuple):
     slope: Any  # f32, or None
     k_scale: Any  # f32 that scores are multiplied by, or None
     v_scale: Any  # f32 that outputs are multiplied by, or None
+    drafts: DraftBits | None = None  # of masked blocks
 
 
 class Folded(NamedTuple):
@@ -56,10 +58,11 @@ class Consumer(abc.ABC):
         self.settle(cta, keys)
 
         def fold(o_acc):
-            step = functools.partial(self.step, cta, keys, held, o_acc)
             done = self.start(cta, keys)
             for low, high, masked in keys.zones(self.plan.problem.bounded_below):
-                done = lax.fori_loop(low, high, functools.partial(step, masked=masked), done)
+                own = self.with_drafts(cta, keys, held) if masked else held
+                step = functools.partial(self.step, cta, keys, own, o_acc, masked=masked)
+                done = lax.fori_loop(low, high, step, done)
             o = self.output(cta, keys, o_acc)
             self.store(cta, held, o, done)
 
@@ -92,12 +95,25 @@ class Consumer(abc.ABC):
 
     def hold(self, cta: DecodeCta, keys: Keys) -> QueryFragments:
         """Returns the positions, visible keys, slopes and scales of the rows."""
-        rows = self.plan.packed(cta.tile)
-        position = rows.query() + keys.position
+        rows, depths = self.plan.packed(cta.tile), cta.gmem.drafts.depths
+        query = rows.query() if depths is None else rows.per_query(depths.at[cta.batch])
+        position = query + keys.position
         slopes = cta.gmem.slopes
         slope = None if slopes is None else rows.per_head(slopes.at[cta.batch, cta.head])
         limits = keys.mask.keys_of(position, keys.length, keys.start)
         return QueryFragments(position, *limits, slope, *self.scales(cta))
+
+    def with_drafts(self, cta: DecodeCta, keys: Keys, held: QueryFragments) -> QueryFragments:
+        """Returns the values of the rows with the drafts that they see, for blocks that have any.
+
+        They are loaded when only masked blocks are left, so that the others keep their registers.
+        """
+        words = cta.gmem.drafts.words
+        if words is None:
+            return held
+        rows = self.plan.packed(cta.tile)
+        each = (rows.per_query(words.at[cta.batch, i]) for i in range(words.shape[1]))
+        return held._replace(drafts=DraftBits(tuple(each), keys.position))
 
     def scales(self, cta: DecodeCta) -> tuple:
         """Returns (scale of K, scale of V), or (None, None) where each page has its own."""

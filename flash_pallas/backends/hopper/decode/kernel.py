@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core.decode import DecodeOperands, DecodeProblem
+from ....core.decode import DecodeOperands, DecodeProblem, DraftArrays
 from ....core.problem import Outputs
 from ...gpu.launch import launch
 from ..common.pipeline import Ring
@@ -118,6 +118,7 @@ def decode(
         v_scale=values[1],
         kv_starts=operands.kv_starts,
         window_left=operands.window_left,
+        drafts=DraftArrays.of(problem, operands),
     )
     out = plan.result_shapes()
     run = launch(

@@ -112,6 +112,19 @@ class PackedGqa:
         )
         return run(functools.partial(_query_body, self))(self.start)
 
+    def per_query(self, source):
+        """Returns int32[size], the value of every row's query, from int32[queries] as `per_head`.
+
+        Padding has that of the last row.
+        """
+        if self.interpret:
+            return source[...][self._place()[0]]
+        run = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=self._numbers(jnp.int32),
+        )
+        return run(functools.partial(_per_query_body, self))(source, self.start)
+
     def per_head(self, source):
         """Returns f32[size], the value of every row's head, from f32[group] in device memory."""
         if self.interpret:
@@ -310,6 +323,15 @@ def _each_row(rows: PackedGqa, first, dtype, value):
 def _query_body(rows: PackedGqa, _, first):
     query = lambda row: arith.divui(row, i32_constant(rows.group))
     found = _each_row(rows, first, ir.IntegerType.get_signless(32), query)
+    return fragmented(*found, is_signed=True)
+
+
+def _per_query_body(rows: PackedGqa, _, source, first):
+    def value(row):
+        query = arith.divui(row, i32_constant(rows.group))
+        return memref.load(source, [arith.index_cast(ir.IndexType.get(), query)])
+
+    found = _each_row(rows, first, ir.IntegerType.get_signless(32), value)
     return fragmented(*found, is_signed=True)
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ....core import integers as ints
+from ....core.decode import DraftArrays
 from ....core.mask import Mask
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32
@@ -38,6 +39,7 @@ class DecodeGmem(NamedTuple):
     v_scale: Any = None  # likewise
     kv_starts: Any = None  # int32[B], or None: key 0 is the first
     window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
+    drafts: DraftArrays = DraftArrays()
 
 
 class DecodeResults(NamedTuple):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...gpu import inline, modifiers
+from ...gpu import draft_bits, inline, modifiers
 from ...gpu.launch import WARPGROUP_ROWS
 from ..common.pipeline import swizzles
 from ..forward.softmax import per_row
@@ -147,7 +147,11 @@ class RowConsumer(Consumer):
         x = found.x
         if masked:
             low = None if held.first is None else held.first - first
-            x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
+            if held.drafts is not None:
+                x = inline.hide_outside(x, low, None, self.plan.interpret)
+                x = draft_bits.hide(x, held.drafts, first, 1, self.plan.interpret)
+            else:
+                x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
         return x, found.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):

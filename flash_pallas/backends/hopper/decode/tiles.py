@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ....core.integers import round_up
+from ...gpu import draft_bits
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ..common.pipeline import SMEM_LIMIT, row_buffer, swizzles, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
@@ -237,6 +238,8 @@ def unsupported(problem: DecodeProblem) -> str | None:
             f"multiplies float16 weights of more than {UPRIGHT_ROWS} queries and heads of a group, "
             "or of narrow heads, by no scales of pages: cast q to bfloat16"
         )
+    if reason := draft_bits.unsupported(problem):
+        return reason
     if problem.spec.page_size is None and problem.kv_len % LENGTH_MULTIPLE:
         return f"decodes caches of a multiple of {LENGTH_MULTIPLE} keys, not {problem.kv_len}"
     if takes_wide(problem):

@@ -24,12 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import integers as ints
 from ....core import scores, softmax
-from ....core.decode import DecodeOperands, DecodeProblem
+from ....core.decode import DecodeOperands, DecodeProblem, DraftArrays
 from ....core.mask import BlockRange, Mask
 from ....core.padding import pad_axis
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
-from ...gpu import inline, modifiers, score_tile
+from ...gpu import draft_bits, inline, modifiers, score_tile
+from ...gpu.draft_bits import DraftBits
 from ...gpu.launch import float32, launch
 from ...gpu.online_softmax import far_of, settled
 from ...gpu.score_tile import RegisterTile
@@ -54,6 +55,8 @@ class DecodeArrays(NamedTuple):
     slopes: Any  # f32[B, K, R], or None
     kv_starts: Any = None  # int32[B], or None: key 0 is the first
     window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
+    words: Any = None  # int32[B, 1 or 2, R], the drafts that each row sees; see core/drafts.py
+    depths: Any = None  # int32[B, R], where drafts have a window
 
 
 class DecodeOut(NamedTuple):
@@ -67,10 +70,11 @@ class DecodeOut(NamedTuple):
 class QueryFragments(NamedTuple):
     """Values of each row that are known before the first key; None: nothing is."""
 
-    position: Any  # int32, of its query
+    position: Any  # int32, of its query; None where nothing depends on it
     first: Any  # int32, the first key that it sees, or None: key 0
     last: Any  # int32, the last one
     slope: Any  # f32, or None
+    drafts: DraftBits | None = None  # of a masked block
 
 
 class DecodeCta(NamedTuple):
@@ -219,13 +223,27 @@ class DecodeKernel(Kernel):
 
     def query_fragments(self, cta: DecodeCta) -> QueryFragments:
         """Returns the positions, key limits and ALiBi slopes of the rows."""
-        rows, group = self.blocks.rows, self.problem.group
-        query = queries(cta.first_row, rows, group, self.total, self.interpret)
-        position, slope = query + cta.position, None
+        rows, slope = self.blocks.rows, None
+        own = pl.ds(cta.first_row, rows)
+        if cta.gmem.depths is not None:
+            position = load_vector(cta.gmem.depths.at[cta.batch, own], 0) + cta.position
+        elif self.problem.drafts and cta.mask.left is None:
+            position = None  # Mosaic finds no layout for a vector that nothing reads.
+        else:
+            sizes = self.problem.group, self.total
+            position = queries(cta.first_row, rows, *sizes, self.interpret) + cta.position
         if cta.gmem.slopes is not None:
-            own = pl.ds(cta.first_row, rows)
             slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
         return QueryFragments(position, *cta.mask.keys_of(position, cta.length, cta.start), slope)
+
+    def draft_bits(self, cta: DecodeCta) -> DraftBits | None:
+        """Returns the drafts that the rows see, which few blocks need; None: there are none."""
+        words = cta.gmem.words
+        if words is None:
+            return None
+        own = pl.ds(cta.first_row, self.blocks.rows)
+        each = (load_vector(words.at[cta.batch, i, own], 0) for i in range(words.shape[1]))
+        return DraftBits(tuple(each), cta.position)
 
     # --- a block of keys -------------------------------------------------------------------------
 
@@ -233,6 +251,8 @@ class DecodeKernel(Kernel):
         self, cta: DecodeCta, fragments: QueryFragments, n, rows: Rows, *, masked: bool
     ) -> Rows:
         """Folds one KV block into the rows."""
+        if masked:
+            fragments = fragments._replace(drafts=self.draft_bits(cta))
         # Both before the wait, so that a page id is loaded once for K and V.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
@@ -259,7 +279,11 @@ class DecodeKernel(Kernel):
         x = found.x
         if masked:
             low = None if fragments.first is None else fragments.first - first
-            x = inline.hide_outside(x, low, fragments.last - first, self.interpret)
+            if fragments.drafts is not None:
+                x = inline.hide_outside(x, low, None, self.interpret)
+                x = draft_bits.hide(x, fragments.drafts, first, 1, self.interpret)
+            else:
+                x = inline.hide_outside(x, low, fragments.last - first, self.interpret)
         return x, found.log2_scale
 
     # --- the end ---------------------------------------------------------------------------------
@@ -307,6 +331,7 @@ def decode(
         lse=float32((*lead, rows)),
         shift=float32((*lead, rows)) if far_of(problem.spec.attention, problem.dtype) else None,
     )
+    drafts = DraftArrays.of(problem, operands)
     run = launch(
         DecodeKernel(problem, blocks, interpret),
         out=(out,),
@@ -333,6 +358,8 @@ def decode(
             slopes=_of_rows(problem, operands.alibi_slopes, rows),
             kv_starts=operands.kv_starts,
             window_left=operands.window_left,
+            words=_of_queries(problem, drafts.words, rows),
+            depths=_of_queries(problem, drafts.depths, rows),
         )
     )
     shift = jnp.zeros_like(found.lse) if found.shift is None else found.shift
@@ -347,6 +374,13 @@ def _of_rows(problem: DecodeProblem, x, rows: int):
     sizes = problem.batch, problem.kv_heads, problem.q_len, problem.group
     spread = jnp.broadcast_to(x.reshape(*sizes[:2], 1, sizes[3]), sizes)
     return pad_axis(spread.reshape(*sizes[:2], -1), 2, rows)
+
+
+def _of_queries(problem: DecodeProblem, x, rows: int):
+    """Spreads one number per query, [..., T], over the rows: [..., rows]; None stays None."""
+    if x is None:
+        return None
+    return pad_axis(jnp.repeat(x, problem.group, axis=-1), x.ndim - 1, rows)
 
 
 def _joined(problem: DecodeProblem, parts: DecodeOut, sinks) -> Outputs:
