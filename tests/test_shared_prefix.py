@@ -248,13 +248,23 @@ def test_explain_says_so():
 
 
 @pytest.mark.interpret
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("T", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_hopper(monkeypatch, T):
     q, k, v, given = drawn(T, "bfloat16", dims=(64, 64))
+    size, longest = jnp.sum(found := shares(q, k, v, given)), jnp.argsort(-given["kv_lengths"])
+    some = jnp.concatenate([longest[found[longest]][:3], longest[~found[longest]][:1]])
+    assert size >= 3
+    q, given = q[some], {name: x[some] for name, x in given.items()}
     right = fp.flash_decode(q, k, v, backend="xla", return_lse=True, **given)
-    backends = {"hopper": HopperBackend(interpret=True, num_sms=4)}
+    backends = {"hopper": HopperBackend(interpret=True, num_sms=2)}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     with race_checked():
         found = fp.flash_decode(q, k, v, shared_prefix="auto", return_lse=True, **given)
     np.testing.assert_allclose(*(np.float32(x[0]) for x in (found, right)), rtol=0.02, atol=0.02)
     np.testing.assert_allclose(found[1], right[1], rtol=0.01, atol=0.01)
+
+
+def shares(q, k, v, given):
+    """Returns bool[B], which sequences share a prefix."""
+    return shared_prefix.sharing(as_operands(q, k, v, given)).prefix > 0
