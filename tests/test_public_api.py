@@ -214,7 +214,7 @@ def test_hints_are_of_names_that_we_lack():
 
 
 def test_synonyms_are_of_arguments_that_exist():
-    functions = [fp.explain, fp.flash_attention_varlen, fp.flash_decode]
+    functions = [fp.explain, fp.flash_attention_varlen, fp.flash_decode, fp.ragged_paged_attention]
     names = set().union(*(inspect.signature(f).parameters for f in functions))
     assert {group.split()[0] for group in validate.SYNONYMS} <= names
 

@@ -233,10 +233,13 @@ def test_heads_on_a_mesh(kind, devices):
     else:
         put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
         arguments |= {name: put(arguments[name], rows) for name in ("new_k", "new_v")}
+        given = {name: x for name, x in arguments.items() if name[:3] != "new"}
         with jax.set_mesh(mesh):
             call = jax.jit(partial(attend, SMALL))
             found = call(put(q, rows), put(k, pages), put(v, pages), arguments)
     if kind == "explicit":
+        with pytest.raises(ValueError, match="the axis of tokens of q is sharded over"):
+            jax.eval_shape(partial(attend, SMALL), put(q, jax.P("model")), k, v, given)
         assert jax.typeof(found[0]).sharding.spec == jax.P(None, "model", None)
         assert jax.typeof(found[2][0]).sharding.spec == jax.P(None, None, "model", None)
     for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

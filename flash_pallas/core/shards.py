@@ -223,6 +223,12 @@ def _asked(places, cuts, letters: str) -> tuple[str, ...]:
 
 def _check_whole_sequences(places, cuts):
     for name, cut in zip("qkv", cuts, strict=True):
+        if cut[1] and name == "q" and places["q"] == PACKED["q"]:
+            raise ValueError(
+                f"the axis of tokens of q is sharded over {cut[1]}: any sequence may have any of "
+                "them. Shard heads, as in jax.sharding.reshard(q, jax.P(None, 'model')), or give "
+                "each device sequences and pages of its own, by jax.shard_map"
+            )
         if cut[1]:
             raise ValueError(
                 f"the sequence axis of {name} is sharded over {cut[1]}: flash_attention and "
