@@ -237,7 +237,7 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
 
 
 class DraftArrays(NamedTuple):
-    """What kernels read of `draft_mask`; None without one."""
+    """Arrays that kernels read for `draft_mask`; None without one."""
 
     words: Any = None  # int32[B, 1 or 2, T], see drafts.words
     depths: Any = None  # int32[B, T], where there is a window

@@ -49,7 +49,7 @@ def choose_blocks(problem: DecodeProblem) -> XlaDecodeBlocks:
 
 
 class Drafts(NamedTuple):
-    """What a draft mask makes visible, and the positions that it gives.
+    """Keys that a draft mask makes visible, and positions that it gives.
 
     Attributes:
         start: int32[B], the first draft, among the keys.
