@@ -217,6 +217,7 @@ def run_public(mix: Mix):
         step_tokens=mix.step_tokens,
         window=None if window is None else (window, 0),
         softcap=mix.softcap,
+        num_splits=1,
         backend="hopper",
         return_lse=True,
     )

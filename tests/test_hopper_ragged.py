@@ -60,6 +60,43 @@ def problem_of(**changes) -> ragged.RaggedProblem:
     return ragged.describe(given, mix.spec)
 
 
+@pytest.mark.parametrize(("step_tokens", "tile_rows"), [(1, 64), (4, 128), (16, 192)])
+def test_tiles_have_every_row_once(step_tokens, tile_rows):
+    rng, seqs, tokens = np.random.default_rng(7), 9, 700
+    problem = problem_of(counts=(1,) * seqs, lengths=(1,) * seqs, tokens=tokens, spare=0)
+    steps = dataclasses.replace(problem.steps, q_len=step_tokens)
+    problem = dataclasses.replace(problem, steps=steps)
+    find = jax.jit(lambda x: tiles.chunk_tiles(problem, x, tile_rows))
+    for _ in range(20):
+        counts = rng.choice([0, 1, step_tokens, step_tokens + 1, 64, 130], size=seqs)
+        ends = np.minimum(rng.integers(0, 9) + np.cumsum([0, *counts]), tokens)
+        counts, lengths = np.diff(ends), rng.integers(0, 300, seqs)
+        given = problem_operands(lengths, ends, tokens)
+        table = np.asarray(find(given))
+        total, number, together = table[0, :3]
+        assert total == number * steps.q_heads and number <= len(table) - 1 and together == 2
+        seen, keys = np.zeros(tokens, int), []
+        for tile in (tiles.TileRow(*row) for row in table[1 : number + 1]):
+            rows = tile.row + np.arange(tile.low, tile.high)
+            seen[rows] += 1
+            assert tile.row % 8 == 0 and len(rows) > 0
+            keys.append(min(tile.position + tile_rows, tile.length))
+            if tile.seq < seqs:
+                assert rows[0] >= ends[tile.seq] and rows[-1] < ends[tile.seq + 1]
+                position = lengths[tile.seq] - counts[tile.seq] + tile.row - ends[tile.seq]
+                assert (tile.position, tile.length) == (position, lengths[tile.seq])
+        seq = np.searchsorted(ends[1:], np.arange(tokens), side="right")
+        of_step = np.append(counts <= step_tokens, False)[seq] & (np.arange(tokens) >= ends[0])
+        np.testing.assert_array_equal(seen, ~of_step)
+        assert keys == sorted(keys, reverse=True)
+
+
+def problem_operands(lengths, ends, tokens: int) -> ragged.RaggedOperands:
+    q, pages = jnp.zeros((tokens, 2, 64), jnp.bfloat16), jnp.zeros((1, 16, 1, 64), jnp.bfloat16)
+    integers = (jnp.asarray(x, jnp.int32) for x in (lengths, np.zeros((len(lengths), 20)), ends))
+    return ragged.RaggedOperands(q, pages, pages, *integers, num_seqs=jnp.int32(len(lengths)))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
