@@ -41,6 +41,7 @@ OWN_ROWS = (
     "stack",
     "training",
     "sharded_training",
+    "serving",
 )
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 
