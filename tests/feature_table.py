@@ -20,6 +20,7 @@ from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import ragged
+from flash_pallas.core.decode import QUANTISED
 from flash_pallas.core.decode import describe as describe_decode
 from flash_pallas.frontend import validate, validate_decode, validate_ragged
 from flash_pallas.frontend.arguments import Arguments
@@ -47,6 +48,7 @@ _ENDS = jnp.zeros(B + 1, jnp.int32)
 _INDICES = np.zeros((1, 1, 1, 1), np.int32)
 _BLOCK_MASK = {"block_mask": BlockMask.from_indices(_INDICES, q_len=T, kv_len=S)}
 _DRAFTS = jnp.ones((T, T), bool)
+_SCALES = {name: jnp.ones((B, 2)) for name in ("k_scale", "v_scale")}
 _ALL: dict[str, Any] = {
     "causal": True,
     "window": 9,
@@ -109,6 +111,10 @@ DECODES: list[tuple[str, str, dict[str, Any]]] = [
         "likewise",
         {"draft_mask": _DRAFTS, "alibi_slopes": jnp.ones(N)},
     ),
+    *(
+        (f"decoding, a cache in {dtype}", "`k_scale`, `v_scale`", {"dtype": dtype} | _SCALES)
+        for dtype in QUANTISED
+    ),
 ]
 # By row: what a backend may run that does not run the example; then it is said to run "some".
 SOME: dict[str, dict[str, Any]] = {
@@ -154,8 +160,9 @@ def _paged(backend, dtype) -> str:
 
 def _decodes(backend, example: dict[str, Any]) -> str:
     """Returns "yes" or "no": whether a backend runs a call of flash_decode."""
-    q, kv = (jnp.zeros((B, length, heads, 64), jnp.bfloat16) for length, heads in ((T, N), (S, 2)))
-    arguments = DecodeArguments(**example)
+    dtype = example.get("dtype", jnp.bfloat16)
+    q, kv = jnp.zeros((B, T, N, 64), jnp.bfloat16), jnp.zeros((B, S, 2, 64), dtype)
+    arguments = DecodeArguments(**{name: x for name, x in example.items() if name != "dtype"})
     spec, operands = validate_decode.canonicalize(q, kv, kv, arguments)
     return "no" if backend.unsupported_decode(describe_decode(operands, spec)) else "yes"
 

@@ -23,7 +23,7 @@ import jax
 import flash_pallas as fp
 from flash_pallas.frontend import dispatch
 
-from . import checks, fuzzing, hopper_decode_cases
+from . import checks, draft_masks, fuzzing, hopper_decode_cases
 from .hopper_decode_cases import Step
 from .random_calls import Draw
 from .random_cases import Sizes, packed, random_case, random_packed_case
@@ -145,7 +145,11 @@ def random_step(draw: Draw) -> Step:
         cache=cache,
         scaled=draw.one_of(("", "heads", "rows")) if cache else "",
     )
-    return dataclasses.replace(step, shared=step.Hv <= step.H and draw.chance(0.2))
+    step = dataclasses.replace(step, shared=step.Hv <= step.H and draw.chance(0.2))
+    if not draw.chance(0.25):
+        return step
+    tokens, sides = draw.one_of((4, 16, 40, 64)), tuple(s for s in step.sides if s != "slopes")
+    return dataclasses.replace(step, T=tokens, sides=sides, drafts=draw.one_of(draft_masks.KINDS))
 
 
 def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:

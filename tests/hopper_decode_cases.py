@@ -470,7 +470,7 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
     if step.windows is not None:
         options["window"] = (jnp.asarray(whole.window_left), 0)
     if step.drafts is not None:
-        window = whole.window_left if step.window is None else step.window
+        window = step.window if whole.window_left is None else whole.window_left
         mask, q_pos, kv_pos = draft_masks.seen(whole.draft_mask, whole.kv_lengths, step.S, window)
         for name in ("q_offset", "window"):
             del options[name]

@@ -161,6 +161,7 @@ class Machine:
             thread_idx=lambda: np.arange(THREADS, dtype=np.int64),
             memref_ptr=lambda ref: ref.address,
             warpgroup_barrier=lambda: None,
+            bitwidth=lambda kind: 8 * kind.itemsize,
             getelementptr=lambda base, at, kind: base + at[0] * kind.itemsize,
         )
         self.mgpu = types.SimpleNamespace(utils=utils)
@@ -212,6 +213,8 @@ class Machine:
             x, y = (operands.pop(int(found[n])) for n in (2, 1))
             with self._only(y < x):
                 return self._run(kind, operands, found[3], "", True)
+        if code.startswith("{ .reg .b32 "):
+            return _computed(code, operands)
         name = name_of(code)
         offsets = {int(n): int(add or 0) for n, add in re.findall(r"\[\$(\d+)\+?(-?\d+)?\]", code)}
         for run, start in (
@@ -320,6 +323,55 @@ class Machine:
         dtype = _dtype(kind)
         data = [self.device.read(x, size * dtype.itemsize).view(dtype) for x in _unsigned(address)]
         return np.stack(data) if size > 1 else np.concatenate(data)
+
+
+def _bytes_of(x, y, selector):
+    """Executes prmt.b32 without sign replication: each nibble selects a byte of y and x."""
+    both = x.astype(np.uint64) | y.astype(np.uint64) << np.uint64(32)
+    found = np.zeros_like(both)
+    for n in range(4):
+        place = (selector.astype(np.uint64) >> np.uint64(4 * n) & np.uint64(7)) * np.uint64(8)
+        found |= (both >> place & np.uint64(0xFF)) << np.uint64(8 * n)
+    return found.astype(np.uint32)
+
+
+def _fused(dtype):
+    """Returns fma.rn of two halves; the sum of a product in float64 is exact here."""
+
+    def run(*operands):
+        x, y, z = (
+            np.ascontiguousarray(a)[:, None].view(dtype).astype(np.float64) for a in operands
+        )
+        return np.ascontiguousarray((x * y + z).astype(dtype)).view(np.uint32)[:, 0]
+
+    return run
+
+
+_OPERATIONS = {
+    "mov.b32": lambda x: x,
+    "prmt.b32": _bytes_of,
+    "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor,
+    "shr.u32": np.right_shift,
+    "add.u32": np.add,
+    "mul.lo.u32": np.multiply,
+    "fma.rn.bf16x2": _fused(BFLOAT16),
+    "fma.rn.f16x2": _fused(np.dtype(np.float16)),
+}
+
+
+def _computed(code: str, operands):
+    """Executes a block of integer instructions and of halves; $0 is the result."""
+    known = {f"${i + 1}": np.uint32(x) for i, x in enumerate(operands)}
+    for line in code.strip("{} ").split(";")[1:]:
+        if not line.strip():
+            continue
+        name, rest = line.strip().split(" ", 1)
+        place, *given = rest.split(", ")
+        values = [known[x] if x in known else _unsigned(np.uint32(int(x, 0))) for x in given]
+        known[place] = _OPERATIONS[name](*values)
+    return known["$0"]
 
 
 class _BFloat16:

@@ -59,6 +59,8 @@ DECODES = (
     "starts_of_int8",
     "int8",
     "int8_as_rows",
+    "drafts",
+    "drafts_as_rows",
 )
 
 HOPPER = """forward forward_far backward_fused backward_fused_far backward_paired zeros backward_dkv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +73,11 @@ TREE = draft_masks.ancestors(PARENTS)
 TOKENS, BATCH, LENGTH = len(PARENTS), 4, 96
 
 
-def arrays(dtype="float32"):
+def arrays() -> tuple[Any, ...]:
     """Draws (q, k, v, lengths) of four sequences, drafts included in the lengths."""
     rng = np.random.default_rng(0)
     sizes = ((TOKENS, 4), (LENGTH, 2), (LENGTH, 2))
-    q, k, v = (rng.standard_normal((BATCH, *size, 32)).astype(dtype) for size in sizes)
+    q, k, v = (rng.standard_normal((BATCH, *size, 32)).astype(np.float32) for size in sizes)
     return *map(jnp.asarray, (q, k, v)), jnp.array([90, 70, 64, TOKENS])
 
 

@@ -27,6 +27,8 @@ SHARED = (
     *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
     *("starts", "starts_at_the_end", "starts_as_rows", "starts_and_window", "windows"),
     *("starts_and_windows", "starts_of_pages_of_48", "starts_of_pages_of_64"),
+    *("starts_of_int8", "starts_of_float8", "int8", "int8_unscaled", "float8", "shared_int8"),
+    *("float8_pages_of_64", "starts_of_float8_as_rows", "drafts_of_int8"),
     *("drafts", "drafts_of_64", "drafts_in_windows", "drafts_in_tiles", "drafts_wide"),
     *("wide_512", "latent", "latent_pages_of_16", "wide_modifiers", "wide_starts", "wide_values"),
 )
@@ -81,8 +83,12 @@ def test_pages_that_sequences_share():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"cache": "int8"}, "reads caches in the dtype of q, bfloat16, not in int8"),
-        ({"cache": "float8_e4m3fn"}, "in the dtype of q, bfloat16, not in float8_e4m3fn"),
+        ({"cache": "int8", "H": 72}, "a cache with head dim 72: pad it to 80"),
+        ({"cache": "float8_e4m3fn", "Hv": 272}, "float8_e4m3fn with head dims up to 256, not 272"),
+        (
+            {"cache": "int8", "dtype": "float16", "page_size": 16, "scaled": "rows"},
+            "float16 weights by no scales of pages: cast q to bfloat16",
+        ),
         ({"dtype": "float32"}, "decodes bfloat16 and float16, not float32"),
         ({"H": 264}, "a cache with head dim 264: pad it to 272"),
         ({"H": 592}, "decodes head dims of q and k up to 576, not 592"),
@@ -111,8 +117,10 @@ def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
     q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
     assert fp.explain_decode(q, k, k, backend="portable").backend == "portable"
     eight = k.astype(jnp.int8)
-    found = fp.explain_decode(q, eight, eight)
-    assert found.backend == "xla" and "not in int8" in found.reasons["portable"]
+    assert fp.explain_decode(q, eight, eight).backend == "portable"
+    wide = jnp.ones((1, 64, 1, 72), jnp.int8)
+    found = fp.explain_decode(q, eight, wide)
+    assert found.backend == "xla" and "head dim 72: pad it to 80" in found.reasons["portable"]
 
 
 def test_it_needs_a_gpu():

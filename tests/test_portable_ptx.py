@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from flash_pallas.backends.portable.backward.fused import kernel as fused_kernel
 from flash_pallas.backends.portable.common import auxiliary_inputs, mma, shares, smem_tiles
 from flash_pallas.backends.portable.common.mma import WGMMA, Grid
 from flash_pallas.backends.portable.common.smem_tiles import UNIT_ELEMENTS
+from flash_pallas.backends.portable.decode import dequantize
 from flash_pallas.backends.portable.decode import kernel as decode_kernel
 from flash_pallas.backends.portable.forward import kernel as forward_kernel
 
@@ -353,6 +355,36 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
     part = expected[1, starts[0] : starts[0] + 64, starts[1] : starts[1] + 48]
     part[...] = values[: part.shape[0], : part.shape[1]]
     np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("raw", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (32, 80)])
+def test_every_number_of_eight_bits_is_widened(machine, monkeypatch, dtype, raw, rows, columns):
+    machine.install(monkeypatch, dequantize)
+    numbers = np.arange(256, dtype=np.uint8)
+    numbers = np.resize(numbers, (rows, columns)).view(jnp.dtype(raw))
+    source = np.zeros((rows, columns + 16), numbers.dtype)
+    source[:, :columns] = numbers
+    found, ref = tile(machine, rows, columns, dtype=dtype)
+    code = dequantize.CODE[raw, jnp.dtype(dtype).name]
+    dequantize._widen_body(code, None, machine.array(source, shared=True), ref)
+    expected = numbers.astype(np.float32)
+    np.testing.assert_array_equal(found[:, :columns].astype(np.float32), expected)
+    np.testing.assert_array_equal(np.signbit(found[:, :columns]), np.signbit(expected))
+
+
+@pytest.mark.parametrize(("first", "limit", "start"), [(32, 70, 40), (160, 200, 0), (192, 0, 0)])
+def test_copies_of_eight_bits(machine, first, limit, start):
+    source = np.random.default_rng(0).integers(-128, 128, (200, 3, 48)).astype(np.int8)
+    found = np.full((64, 64 + 16), 99, np.int8)
+    ref, of_head = machine.array(found, shared=True), machine.array(source, lambda x: x[:, 1])
+    smem_tiles._start_body(True, None, of_head, ref, *map(np.int64, (first, limit, start)))
+    smem_tiles._wait_body(0, None)
+    expected = np.zeros((64, 64), np.int8)
+    for row in range(max(first, start), min(limit, first + 64)):
+        expected[row - first, :48] = source[row, 1]
+    np.testing.assert_array_equal(found[:, :64], expected)
 
 
 def test_layouts_agree():

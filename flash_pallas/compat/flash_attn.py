@@ -258,10 +258,10 @@ def flash_attn_with_kvcache(
     flash-attn 2.8, flash_attn/flash_attn_interface.py. JAX arrays cannot be written in place: where
     k and v are given, the caches with them in are returned too. Under jit, donate the old ones.
 
-    `flash_decode` runs up to 16 queries; more, or a window or ALiBi without `causal`, a softcap
-    with ALiBi, and pages of other sizes than `flash_decode` takes run `flash_attention`. There
-    pages are gathered into a contiguous copy. Not differentiable through `flash_decode`, as in
-    flash-attn.
+    `flash_decode` runs steps of up to 16 queries; more, or a window or ALiBi without `causal`, a
+    softcap with ALiBi, and pages of other sizes than `flash_decode` takes run `flash_attention`.
+    There pages are gathered into a contiguous copy. Not differentiable through `flash_decode`, as
+    in flash-attn.
 
     Args:
         q: queries [B, T, N, H].
@@ -486,7 +486,7 @@ def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
         "num_splits",
         reading.num_splits,
         0,
-        "only flash_decode splits keys, which takes up to 16 causal queries; leave it 0",
+        "only flash_decode splits keys, which runs steps of up to 16 causal queries; leave it 0",
     )
     k, v = (gather_pages(x, reading.page_table) if paged else x for x in (cache.k, cache.v))
     hidden: dict[str, Any] = {}

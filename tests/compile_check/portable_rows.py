@@ -51,6 +51,7 @@ PATHS = ("forward", "backward", "deterministic")
 # Of rows.DECODES, at head dim 128: what hides keys, and what a cache of pages changes.
 DECODES = ("contiguous", "pages_64", "modifiers", "starts", "starts_pages", "starts_windows")
 DECODES += ("drafts_pages", "drafts_window")
+DECODES += ("int8", "int8_pages", "float8_e4m3fn_pages", "float8_e4m3fn_starts")
 
 # Of tests/hopper_cases.py, besides rows.MODIFIERS: a bias or mask that meets another modifier, head
 # dim 256, whose backward has the fewest registers left, and biases whose gradient is another sum.

@@ -25,6 +25,7 @@ from .common.shares import ScoreParts, score_parts
 from .common.smem_tiles import (
     DTYPES,
     HEAD_DIM_MULTIPLE,
+    UNIT,
     WIDEST_ALONE,
     buffer,
     warpgroups_of,
@@ -171,6 +172,7 @@ class DecodeSmem(NamedTuple):
     q: Any  # [rows, H]
     k: Any  # [columns, H]
     v: Any  # [columns, Hv]
+    raw: Any = None  # (k, v) of a cache in eight bits, before they are widened
 
 
 def _score_parts(problem: Problem, tile: TileSizes, interpret: bool) -> ScoreParts | None:
@@ -275,12 +277,11 @@ def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> 
 
 def decode_layout(problem: DecodeProblem, blocks: PortableDecodeBlocks) -> DecodeSmem:
     """Returns the shared memory to allocate for a CTA of the decode kernel."""
-    width, _ = widths(problem)
-    return DecodeSmem(
-        q=buffer((blocks.rows, width), problem.dtype),
-        k=buffer((blocks.columns, width), problem.dtype),
-        v=buffer((blocks.columns, round_up(part_columns(problem), 16)), problem.dtype),
-    )
+    width, v_width = widths(problem)[0], round_up(part_columns(problem), 16)
+    of_keys = lambda dtype: [buffer((blocks.columns, w), dtype) for w in (width, v_width)]
+    k, v = of_keys(problem.dtype)
+    raw = tuple(of_keys(problem.kv_dtype)) if problem.quantised else None
+    return DecodeSmem(buffer((blocks.rows, width), problem.dtype), k, v, raw)
 
 
 AT_ONCE_BYTES = 16 << 20  # of Q, dO and dQ of the heads that are worked on at one time: stay in L2
@@ -945,8 +946,8 @@ def unsupported(problem: DecodeProblem, shared: int) -> str | None:
         return f"decodes bfloat16 and float16, not {problem.dtype}: cast q and the cache"
     if reason := draft_bits.unsupported(problem):
         return reason
-    if problem.quantised:
-        return f"reads caches in the dtype of q, {problem.dtype}, not in {problem.kv_dtype}"
+    if problem.quantised and (reason := _unsupported_eight_bits(problem)):
+        return reason
     if problem.spec.v_first:
         return VALUES_BEHIND_KEYS
     head_dims = problem.head_dim, problem.v_head_dim
@@ -964,6 +965,21 @@ def unsupported(problem: DecodeProblem, shared: int) -> str | None:
     # Both are the third grid dimension.
     if problem.batch * (problem.spec.num_splits or 1) > MAX_GRID:
         return f"takes batches times num_splits up to {MAX_GRID}: split the batch"
+    return None
+
+
+def _unsupported_eight_bits(problem: DecodeProblem) -> str | None:
+    """Returns why the kernel does not take a cache in eight bits, or None."""
+    if "page_scales" in problem.features and problem.dtype == jnp.float16:
+        return "multiplies float16 weights by no scales of pages: cast q to bfloat16"
+    for width in (problem.head_dim, problem.v_head_dim):
+        if width > WIDEST:
+            return (
+                f"decodes {problem.kv_dtype} with head dims up to {WIDEST}, not {width}: keep the "
+                f"cache in {problem.dtype}"
+            )
+        if rest := -width % UNIT:
+            return f"would have to copy a cache with head dim {width}: pad it to {width + rest}"
     return None
 
 

@@ -147,18 +147,21 @@ class Warpgroups(NamedTuple):
 
 
 UNIT = 16  # bytes that a thread copies at once
-UNIT_ELEMENTS = UNIT // 2  # all operands have 16 bits
+UNIT_ELEMENTS = UNIT // 2  # all operands of matmuls have 16 bits
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 HEAD_DIM_MULTIPLE = UNIT_ELEMENTS  # rows are copied in whole units
 VECTOR_UNIT = 4  # f32 in 16 bytes
 
 
 def buffer(shape, dtype):
-    """Allocates shared memory for tiles [..., rows, columns], columns a multiple of 16."""
+    """Allocates shared memory for tiles [..., rows, columns], columns a multiple of 16.
+
+    The dtype has 16 bits, or 8 for what is widened before matmuls read it.
+    """
     *outer, columns = shape
     if columns % 16:
         raise AssertionError(f"{shape=}: columns must be a multiple of 16")
-    return plgpu.SMEM((*outer, columns + UNIT_ELEMENTS), dtype)
+    return plgpu.SMEM((*outer, columns + UNIT // jnp.dtype(dtype).itemsize), dtype)
 
 
 WIDEST_ALONE = 256  # head dim up to which registers of one warpgroup hold 64 rows of O or of dQ
@@ -186,7 +189,8 @@ class Copy(NamedTuple):
     And before `start`, where there is one.
 
     Attributes:
-        source: [length, columns] in device memory; columns a multiple of 8, not above the tile's.
+        source: [length, columns] in device memory; columns are whole units of 16 bytes, not above
+            the tile's.
             Or [outer, inner, columns], whose row r is [r // inner, r % inner].
         tile: [rows, columns] in shared memory, of `buffer`.
         first: row of the array, int32.
@@ -239,7 +243,9 @@ class Copies:
         """
         for copy in map(self._own, copies):
             if self.interpret:
-                copy.tile[...] = jnp.full(copy.tile.shape, jnp.nan, copy.tile.dtype)
+                of_floats = jnp.issubdtype(copy.tile.dtype, jnp.floating)
+                wrong = jnp.nan if of_floats else 127
+                copy.tile[...] = jnp.full(copy.tile.shape, wrong, copy.tile.dtype)
             else:
                 vector = isinstance(copy, Vector)
                 _call(_start_vector_body if vector else self._body(_start_body), *copy)
@@ -380,7 +386,9 @@ class _Units:
         self.hides_offset = hides_offset
         self.first, self.limit, *self.start = map(splat, bounds)
         self.rows, self.pitch = tile.type.shape
-        self.per_row = (self.pitch - UNIT_ELEMENTS) // UNIT_ELEMENTS
+        self.size = mgpu.utils.bitwidth(array.type.element_type) // 8
+        self.elements = UNIT // self.size
+        self.per_row = (self.pitch - self.elements) // self.elements
         # Of rows longer than 256 columns a thread has units below each other, or none. With an
         # address of its own for each unit dK of 448 columns spilled 80 to 500 bytes.
         self.wide = self.per_row > WIDEST_ALONE // UNIT_ELEMENTS
@@ -388,7 +396,7 @@ class _Units:
         *_, self.inner, self.columns = array.type.shape
         (*strides, unit), _ = array.type.get_strides_and_offset()
         assert unit == 1, "rows must be contiguous"
-        self.row_bytes = [2 * stride for stride in strides]
+        self.row_bytes = [self.size * stride for stride in strides]
         i64 = ir.IntegerType.get_signless(64)
         self.array = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
         self.tile = shared_address(tile)
@@ -419,13 +427,13 @@ class _Units:
     def _below(self, row, column, starts, at: int = 0):
         """Yields, for each start, the unit (start - at) / (slots of a row) rows below `row`."""
         index = arith.addi(self.first, row)
-        tile = linear(self.tile, (row, 2 * self.pitch), (column, UNIT))
+        tile = linear(self.tile, (row, self.size * self.pitch), (column, UNIT))
         zero = arith.constant(ir.IntegerType.get_signless(64), 0)
         offset = linear(zero, *self._row(index), (column, UNIT))
         array = arith.addi(self.array, opaque(offset) if self.hides_offset else offset)
         left = arith.subi(self.limit, index)  # rows below the limit
-        if self.columns < self.pitch - UNIT_ELEMENTS:
-            in_array = less(column, i32_constant(self.columns // UNIT_ELEMENTS))
+        if self.columns < self.pitch - self.elements:
+            in_array = less(column, i32_constant(self.columns // self.elements))
             left = arith.select(in_array, left, i32_constant(0))
         before = [arith.subi(x, index) for x in self.start]  # rows above the start
         total = self.rows * self.slots
@@ -439,7 +447,7 @@ class _Units:
                 inside = arith.andi(inside, less(rows, i32_constant(down + 1)))
             yield _Unit(
                 tile=tile,
-                tile_offset=down * 2 * self.pitch,
+                tile_offset=down * self.size * self.pitch,
                 array=array,
                 array_offset=down * self.row_bytes[-1],
                 inside=inside,

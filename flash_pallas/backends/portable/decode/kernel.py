@@ -41,6 +41,7 @@ from ..common.mma import store_accumulator
 from ..common.smem_tiles import Copy, columns_of
 from ..common.softmax import Online, Rows, per_row, row_sums
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
+from .dequantize import widen
 
 
 class DecodeArrays(NamedTuple):
@@ -57,6 +58,8 @@ class DecodeArrays(NamedTuple):
     window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
     words: Any = None  # int32[B, 1 or 2, R], the drafts that each row sees; see core/drafts.py
     depths: Any = None  # int32[B, R], where drafts have a window
+    k_scale: Any = None  # f32[1, K], f32[B, K] or f32[num_pages, K], of a cache in eight bits
+    v_scale: Any = None  # likewise
 
 
 class DecodeOut(NamedTuple):
@@ -74,6 +77,8 @@ class QueryFragments(NamedTuple):
     first: Any  # int32, the first key that it sees, or None: key 0
     last: Any  # int32, the last one
     slope: Any  # f32, or None
+    k_scale: Any = None  # f32 that scores are multiplied by, for all rows
+    v_scale: Any = None  # f32 that outputs are multiplied by, likewise
     drafts: DraftBits | None = None  # of a masked block
 
 
@@ -132,7 +137,7 @@ class DecodeKernel(Kernel):
             functools.partial(self.step, cta, fragments), no_keys, hides_end=not self.interpret
         )
         self.copies.arrived()
-        self.finish(cta, rows)
+        self.finish(cta, fragments, rows)
 
     def place(self, gmem: DecodeArrays, out: DecodeOut, smem: DecodeSmem) -> DecodeCta:
         """Returns where this CTA is: its batch entry, split, KV head, rows and sequence length."""
@@ -191,27 +196,67 @@ class DecodeKernel(Kernel):
         32 of them are a line of the L1 cache, which the copies of keys bypass.
         """
         source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
+        if self.problem.quantised:
+            tile = cta.smem.raw["kv".index(name)]
         if name == "v":
             source = self.own_columns(cta, source)
         first, exists = self.first_key(cta, n), cta.steps[n].exists
         limit, start = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0)), cta.start
-        page_size, table = self.problem.spec.page_size, cta.gmem.page_table
+        page_size = self.problem.spec.page_size
         if page_size is None:
             return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit, start),)
         found, rows = [], math.gcd(self.blocks.columns, page_size)
         for below in range(0, self.blocks.columns, rows):
             key = jnp.int32(first + below)
-            entry = lax.div(key, jnp.int32(page_size))
-            # What lies beyond the table's end, or in an entry that was never set, is not read.
-            own = (cta.batch, cta.head) if self.problem.of_heads else (cta.batch,)
-            page = table[(*own, lax.min(entry, jnp.int32(table.shape[-1] - 1)))]
-            page = lax.clamp(jnp.int32(0), page, jnp.int32(source.shape[0] - 1))
-            row = key - entry * page_size
+            page, row = self.page(cta, key)
             piece = tile if rows == self.blocks.columns else tile.at[pl.ds(below, rows)]
             # Bounds as rows of the page.
             own = [None if x is None else x - key + row for x in (limit, start)]
             found.append(Copy(source.at[page, :, cta.head], piece, row, *own))
         return tuple(found)
+
+    def page(self, cta: DecodeCta, key):
+        """Returns (page of a key, row of it in the page)."""
+        table, page_size = cta.gmem.page_table, self.problem.spec.page_size or 0
+        entry = lax.div(key, jnp.int32(page_size))
+        # What lies beyond the table's end, or in an entry that was never set, is not read.
+        own = (cta.batch, cta.head) if self.problem.of_heads else (cta.batch,)
+        page = table[(*own, lax.min(entry, jnp.int32(table.shape[-1] - 1)))]
+        page = lax.clamp(jnp.int32(0), page, jnp.int32(cta.gmem.k.shape[0] - 1))
+        return page, key - entry * page_size
+
+    def widened(self, cta: DecodeCta, name: str):
+        """Makes the tile of K or V of a cache in eight bits one of 16, for all threads."""
+        if self.problem.quantised:
+            widen(cta.smem.raw["kv".index(name)], getattr(cta.smem, name), self.interpret)
+            self.copies.sync()
+
+    def page_scales(self, cta: DecodeCta, n) -> tuple:
+        """Returns (scales of K, scales of V) of the n-th step, f32 for each piece of one page.
+
+        Each may be None: scales are those of the rows, or 1.
+        """
+        if "page_scales" not in self.problem.features:
+            return None, None
+        first, columns = jnp.int32(self.first_key(cta, n)), self.blocks.columns
+        rows = math.gcd(columns, self.problem.spec.page_size or 0)
+        keys = [first + below for below in range(0, columns, rows)]
+        pages = [self.page(cta, key)[0] for key in keys]
+
+        def scales(of):
+            if of is None:
+                return None
+            return [self.page_scale(cta, of, *x, rows) for x in zip(keys, pages, strict=True)]
+
+        return scales(cta.gmem.k_scale), scales(cta.gmem.v_scale)
+
+    def page_scale(self, cta: DecodeCta, scales, key, page, rows: int):
+        """Returns the scale of `rows` keys from `key` on; that of padding may be NaN and is 1."""
+        exists = key < cta.length
+        if cta.start is not None:
+            exists = exists & (key + rows > cta.start)
+        found = scales[page if scales.shape[0] > 1 else 0, cta.head]
+        return lax.select(exists, found, jnp.float32(1.0))
 
     def own_columns(self, cta: DecodeCta, ref):
         """Returns the columns of V or O, the last axis of `ref`, that are this CTA's."""
@@ -234,7 +279,16 @@ class DecodeKernel(Kernel):
             position = queries(cta.first_row, rows, *sizes, self.interpret) + cta.position
         if cta.gmem.slopes is not None:
             slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
-        return QueryFragments(position, *cta.mask.keys_of(position, cta.length, cta.start), slope)
+        limits = cta.mask.keys_of(position, cta.length, cta.start)
+        return QueryFragments(position, *limits, slope, *self.scales(cta))
+
+    def scales(self, cta: DecodeCta) -> tuple:
+        """Returns (scale of K, scale of V); None where there is none, or one for each page."""
+        if "page_scales" in self.problem.features:
+            return None, None
+        both = cta.gmem.k_scale, cta.gmem.v_scale
+        entry = lambda x: cta.batch if x.shape[0] > 1 else 0
+        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
 
     def draft_bits(self, cta: DecodeCta) -> DraftBits | None:
         """Returns the drafts that the rows see, which few blocks need; None: there are none."""
@@ -257,12 +311,19 @@ class DecodeKernel(Kernel):
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)
+        self.widened(cta, "k")
+        k_scales, v_scales = self.page_scales(cta, n)
         zeros = self.matmuls.zeros(self.blocks.rows, self.blocks.columns)
         s = self.matmuls.add(zeros, cta.smem.q, cta.smem.k, transposed=True)
         self.copies.arrived(*v)
         self.copies.start(*self.load(cta, "k", n + 1))
+        self.widened(cta, "v")
+        scaled = lambda x, scales: (
+            x if scales is None else inline.scale_columns(x, scales, self.interpret)
+        )
+        s = scaled(s, k_scales)
         x, log2_scale = self.logits(fragments, self.first_key(cta, n), s, masked=masked)
-        narrowed = lambda p: p.astype(self.problem.dtype)
+        narrowed = lambda p: scaled(p, v_scales).astype(self.problem.dtype)
         found = self.online.weigh(rows, x, log2_scale, narrowed)
         rows = self.online.rescaled(rows, found)
         return rows._replace(o=self.matmuls.add(rows.o, found.p, cta.smem.v))
@@ -270,6 +331,8 @@ class DecodeKernel(Kernel):
     def logits(self, fragments: QueryFragments, first, s, *, masked: bool):
         """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
         bias = None
+        if fragments.k_scale is not None:
+            s = s * fragments.k_scale
         if fragments.slope is not None:
             key = modifiers.positions(s.shape, 1, first, self.interpret)
             query = per_row(fragments.position, s.shape)
@@ -288,10 +351,12 @@ class DecodeKernel(Kernel):
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def finish(self, cta: DecodeCta, rows: Rows):
+    def finish(self, cta: DecodeCta, fragments: QueryFragments, rows: Rows):
         """Divides O by the row sums and writes O and the log-sum-exp of this split."""
         m, shift = settled(rows.maxima)
         inverse, lse, shift = softmax.finish(m, row_sums(rows.l, self.interpret), shift)
+        if fragments.v_scale is not None:
+            inverse = inverse * fragments.v_scale
         at = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
         target = self.own_columns(cta, cta.out.o.at[at])
@@ -360,6 +425,8 @@ def decode(
             window_left=operands.window_left,
             words=_of_queries(problem, drafts.words, rows),
             depths=_of_queries(problem, drafts.depths, rows),
+            k_scale=operands.k_scale,
+            v_scale=operands.k_scale if operands.v is None else operands.v_scale,
         )
     )
     shift = jnp.zeros_like(found.lse) if found.shift is None else found.shift
