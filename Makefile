@@ -14,7 +14,7 @@ GPU_ENV := XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_leve
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
-	@echo "make test           lint and the tests that need no GPU, of thorough ones a thirtieth a day"
+	@echo "make test           lint and the tests that need no GPU, of thorough ones a part a day"
 	@echo "make test-all       all tests that need no GPU, every interpreted kernel among them"
 	@echo "make test-compat    flash_pallas.compat against PyTorch on a CPU, which it installs apart"
 	@echo "make test-0.12      a part of them with jax 0.12"

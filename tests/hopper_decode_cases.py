@@ -167,7 +167,7 @@ STEPS = (
     # 64 heads and more of a latent cache.
     Step(
         "latent_pages_of_64",
-        (200, 2, 256),
+        (200,),
         T=2,
         N=64,
         H=576,

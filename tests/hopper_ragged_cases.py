@@ -210,7 +210,8 @@ def run_public(mix: Mix):
     given = jax.tree.map(jnp.asarray, given._asdict())
     q, k, v = (given.pop(name) for name in ("q", "k", "v"))
     window = mix.window if mix.windows is None else given.pop("window_left")
-    given.pop("window_left", None)
+    for name in ("window_left", "prefix_lengths"):
+        given.pop(name, None)
     o, lse = fp.ragged_paged_attention(
         *(q, k, v),
         **given,

@@ -1,7 +1,8 @@
 """The choice of cases for `make test`: all that are not thorough, and some of those that are.
 
 A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
-those that the mark names, those that a mutation names, and a sixtieth, another one every day.
+those that the mark names; of those that a mutation names one half, the other one the next day; and
+a sixtieth of the others, another one every day.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from .mutation_list import SHARED_AND_HOPPER
 from .portable_mutations import PORTABLE
 
 DAYS = 60  # after which every case has had its turn
+NAMED_DAYS = 2  # likewise, of the cases that a mutation names
 NAMED = frozenset(f"tests/{mutation.test}" for mutation in (*SHARED_AND_HOPPER, *PORTABLE))
 
 
@@ -36,9 +38,11 @@ def runs(nodeid: str, always: Iterable[str] | None, day: int) -> bool:
         always: names that its mark has, None where it is not thorough.
         day: number of the day; a thorough case has its turn on one of `DAYS`.
     """
-    if always is None or parts(nodeid) & (NAMED | cases_of(nodeid, always)):
+    own = parts(nodeid)
+    if always is None or own & cases_of(nodeid, always):
         return True
-    return zlib.crc32(nodeid.encode()) % DAYS == day % DAYS
+    days = NAMED_DAYS if own & NAMED else DAYS
+    return zlib.crc32(nodeid.encode()) % days == day % days
 
 
 def missing(names: Iterable[str], nodeids: Iterable[str]) -> list[str]:

@@ -17,9 +17,9 @@ def test_the_line_is_there(mutation):
     assert (ROOT / "tests" / mutation.test.partition("::")[0]).is_file()
 
 
-def test_what_they_name_runs_every_day():
-    days = range(selection.DAYS)
-    assert all(selection.runs(f"tests/{m.test}", (), day) for m in MUTATIONS for day in days)
+def test_what_they_name_runs_every_other_day():
+    for mutation in MUTATIONS:
+        assert sum(selection.runs(f"tests/{mutation.test}", (), day) for day in (4, 5)) == 1
 
 
 @pytest.mark.parametrize("name", [CASE, "tests/test_a.py::test_b", "tests/test_a.py"])
@@ -27,8 +27,8 @@ def test_cases_that_a_name_has(monkeypatch, name):
     days = range(selection.DAYS)
     assert sum(selection.runs(CASE, (), day) for day in days) == 1
     monkeypatch.setattr(selection, "NAMED", {name})
-    assert all(selection.runs(CASE, (), day) for day in days)
-    assert not all(selection.runs("tests/test_ab.py::test_b", (), day) for day in days)
+    assert sum(selection.runs(CASE, (), day) for day in days) == selection.DAYS // 2
+    assert sum(selection.runs("tests/test_ab.py::test_b", (), day) for day in days) == 1
 
 
 def test_cases_that_a_mark_has():

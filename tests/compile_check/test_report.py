@@ -320,6 +320,7 @@ def test_no_kernel_of_a_suite_may_spill():
     assert not any(row.allowed_spills(kernel) for row in found for kernel in kernels)
 
 
+@pytest.mark.compile  # likewise, 20 seconds
 def test_portable_rows_are_distinct_and_of_every_tile():
     names = [str(row) for row in portable_rows.portable_rows(A100)]
     assert len(names) == len(set(names))
@@ -353,6 +354,7 @@ def test_backend_of_a_target():
     assert not list(checking.Choice(("no such row",)).rows(A100))
 
 
+@pytest.mark.compile  # likewise
 def test_every_row_has_its_turn():
     of_day = [{str(row) for row in checking.Choice(day=day).rows(H200)} for day in range(20, 23)]
     every = {str(row) for row in rows.rows()}
