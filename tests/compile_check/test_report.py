@@ -328,6 +328,7 @@ def test_portable_rows_are_distinct_and_of_every_tile():
     assert {smallest(each) for each in portable_rows.HEAD_DIMS} == set(tiles._TILES)
 
 
+@pytest.mark.compile  # likewise
 def test_portable_allowances_are_of_rows():
     """Checks that no allowance outlives its row."""
     there = {(row.head_dim, row.mask) for row in portable_rows.portable_rows(A100)}
