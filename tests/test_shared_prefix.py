@@ -61,6 +61,7 @@ def contiguous(x, given):
     return jnp.where(valid[:, :, None, None], found, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("T", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_the_oracle(T, dtype):
     q, k, v, given = drawn(T, dtype)
@@ -131,7 +132,8 @@ def test_all_groups_have_tiles(T):
         assert len(set(zip(found.tile.tolist(), found.slot.tolist(), strict=True))) == 30
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.thorough(always=["2"])
+@pytest.mark.parametrize("seed", range(8))
 def test_random_tables(seed):
     """Checks tables of few pages, many of which agree somewhere, against decoding one by one."""
     rng = np.random.default_rng(seed)
@@ -249,7 +251,8 @@ def test_explain_says_so():
 
 @pytest.mark.interpret
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("T", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("T", [1, 2])
 def test_hopper(monkeypatch, T):
     q, k, v, given = drawn(T, "bfloat16", dims=(64, 64))
     size, longest = jnp.sum(found := shares(q, k, v, given)), jnp.argsort(-given["kv_lengths"])
