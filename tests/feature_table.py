@@ -111,6 +111,15 @@ DECODES: list[tuple[str, str, dict[str, Any]]] = [
         "likewise",
         {"draft_mask": _DRAFTS, "alibi_slopes": jnp.ones(N)},
     ),
+    (
+        "decoding, prefixes that sequences share",
+        "`shared_prefix`",
+        {
+            "shared_prefix": "auto",
+            "page_table": jnp.zeros((B, 2), jnp.int32),
+            "kv_lengths": jnp.full(B, T),
+        },
+    ),
     *(
         (f"decoding, a cache in {dtype}", "`k_scale`, `v_scale`", {"dtype": dtype} | _SCALES)
         for dtype in QUANTISED

@@ -143,6 +143,7 @@ def test_64_heads_of_a_latent_cache(monkeypatch, batch, tokens, heads, length, s
         {"window": 8},
         {"kv_starts": 1},
         {"alibi_slopes": jnp.ones(heads)},
+        {"draft_mask": jnp.ones((tokens, tokens), bool)},
     ]
     for others in modified:
         other = fp.explain_decode(q, k, v_head_dim=512, **others).blocks

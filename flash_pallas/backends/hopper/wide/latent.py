@@ -32,16 +32,16 @@ from ..common.pipeline import clear_from, fits, hidden
 from ..common.wgmma import LENGTH_MULTIPLE
 from ..decode import combine
 from ..decode.plan import DecodePlan, DecodeResults
-from ..decode.tiles import MIN_KEYS_PER_SPLIT, DecodeBlocks
+from ..decode.tiles import MIN_KEYS_PER_SPLIT, NEARLY_BEST, DecodeBlocks
 from ..forward.softmax import per_row
 from .forward import ForwardKernel, Rows
 from .kernel import FLIGHT, WideCta
+from .launch import LAZY_RESCALE
 from .tiles import COLUMNS, FORWARD, NARROW, SWIZZLED, WARPGROUPS, WideBlocks, scratch
 
 WIDTH = 2 * SWIZZLED  # columns of a chunk: halves of 512 columns are two
 CHUNKS = 4  # of a warpgroup in flight, next to 64 rows of 640 columns
-LAZY_RESCALE = 8.0  # as in launch.py
-SWIZZLE_BYTES = 128
+SWIZZLE_BYTES = 2 * SWIZZLED  # of 16-bit elements
 START_TILES = 2  # that the start and the end of a CTA take as much time as
 
 
@@ -111,7 +111,7 @@ def choose(problem: DecodeProblem, num_sms: int) -> LatentBlocks:
 
     numbers = range(1, max(1, min(MAX_SPLITS, problem.kv_len // MIN_KEYS_PER_SPLIT)) + 1)
     best = min(map(time, numbers))
-    splits = next(n for n in numbers if time(n) <= 1.01 * best)
+    splits = next(n for n in numbers if time(n) <= NEARLY_BEST * best)
     return LatentBlocks(num_splits=problem.spec.num_splits or splits)
 
 
