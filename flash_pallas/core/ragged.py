@@ -120,6 +120,7 @@ def attend(
     chunks: Callable[[RaggedProblem, RaggedOperands], Outputs],
     spec: RaggedSpec,
     operands: RaggedOperands,
+    joined: Callable | None = None,
 ) -> Outputs:
     """Computes a ragged call from what a backend has for steps and for chunks.
 
@@ -129,6 +130,7 @@ def attend(
             `in_range`, as `join` takes them. Not called where there can be none.
         spec: static parameters.
         operands: the arrays of the call.
+        joined: a backend's own `join`, of the same arguments; None: `join`.
 
     Returns:
         Outputs of all rows: o [tokens, N, Hv], lse_log2 and shift [N, tokens].
@@ -136,7 +138,7 @@ def attend(
     operands = in_range(operands)
     problem = describe(operands, spec)
     found = chunks(problem, operands) if problem.has_chunks else None
-    return join(spec, operands, decode(as_steps(spec, operands)), found)
+    return (joined or join)(spec, operands, decode(as_steps(spec, operands)), found)
 
 
 def in_range(operands: RaggedOperands) -> RaggedOperands:

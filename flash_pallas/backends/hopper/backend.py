@@ -58,8 +58,7 @@ from .forward.tiles import (
     native_problem,
     without_producer,
 )
-from .ragged.kernel import attend as attend_chunks
-from .ragged.kernel import ragged_chunks
+from .ragged.kernel import joined, ragged_chunks
 from .ragged.tiles import choose_chunk_blocks, unsupported_chunks
 from .tangent import launch as tangent_launch
 from .wide import latent
@@ -275,7 +274,7 @@ class HopperBackend:
         if isinstance(blocks.chunks, ForwardBlocks):
             how = {"num_sms": self.sms, "interpret": self.interpret}
             chunks = functools.partial(ragged_chunks, blocks.chunks, **how)
-            return attend_chunks(steps, chunks, spec, operands)
+            return attend_ragged(steps, chunks, spec, operands, joined)
         chunks = functools.partial(xla_ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import ragged
-from ....core.decode import DecodeOperands
 from ....core.mask import Limits, Mask
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs
@@ -136,18 +134,6 @@ def ragged_chunks(
     found = with_counter(run, out) if scheduler.dynamic else run(None)
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
     return Outputs(found.o[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
-
-
-def attend(
-    decode: Callable[[DecodeOperands], Outputs],
-    chunks: Callable[[RaggedProblem, RaggedOperands], Outputs],
-    spec: RaggedSpec,
-    operands: RaggedOperands,
-) -> Outputs:
-    """Computes what ragged.attend does, where `chunks` is `ragged_chunks` and there are some."""
-    operands = ragged.in_range(operands)
-    found = chunks(ragged.describe(operands, spec), operands)
-    return joined(spec, operands, decode(ragged.as_steps(spec, operands)), found)
 
 
 def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Outputs) -> Outputs:
