@@ -79,6 +79,12 @@ class Sizes:
         share = call.chosen * CHOSEN_KEYS / self.length if call.chosen else 1.0
         return round(self.kv_bytes * share) // (1 if call.cache is None else 2)
 
+    def flops(self, call: Call) -> float:
+        """Floating-point operations of a call: 2 for each column of each score and output."""
+        keys = call.chosen * CHOSEN_KEYS or self.length
+        columns = self.head_dim + (self.v_head_dim or self.head_dim)
+        return 2.0 * self.batch * keys * self.heads * call.queries * columns
+
     def queries(self, number: int) -> jax.Array:
         """Returns q [B, T, N, H], standard normal, for `number` query tokens."""
         return _normal(jax.random.key(999), self.shapes(number)[0].shape)
@@ -161,6 +167,7 @@ _bounded = lambda length: (_ONE, Call(padding=length), Call(traced_window=True))
 _chosen = (_ONE, *(Call(chosen=n) for n in (16, 64, 256)))
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
 _WIDE = (_ONE, Call(page_size=64))
+_DRAFTS = Call(queries=2, page_size=64)
 _latent = lambda batch, heads: Sizes(batch, 32768, heads, 1, 576, v_head_dim=512, shared=True)
 
 GROUPS: tuple[Group, ...] = (
@@ -182,7 +189,7 @@ GROUPS: tuple[Group, ...] = (
     *(Group("latent", Sizes(1, 32768, n, 1, 576, v_head_dim=512), _WIDE) for n in (16, 64, 128)),
     *(Group("latent", Sizes(16, 32768, n, 1, 576, v_head_dim=512), _WIDE) for n in (16, 128)),
     *(Group("latent, one array", _latent(1, n), _WIDE) for n in (16, 64, 128)),
-    *(Group("latent, one array", _latent(16, n), _WIDE) for n in (16, 64, 128)),
+    *(Group("latent, one array", _latent(16, n), (*_WIDE, _DRAFTS)) for n in (16, 64, 128)),
     Group("splits", Sizes(1, 32768), _splits(1, 2, 4, 8, 16, 24, 32, 33, 64, 128)),
     Group("splits", Sizes(16, 8192), _splits(1, 2, 3, 4, 6, 8, 16)),
     Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),

@@ -182,6 +182,7 @@ def run_group(
             row["of_ceiling"] = row["gb_per_s"] / max(rates.values())
             row["of_reader"] = row["gb_per_s"] / rate_at(rates, sizes.read_bytes(call))
             row["speed"] = None if first is None else timing.speed_ratio(first, own)
+            row["tflops"] = sizes.flops(call) / row["ms"] / 1e9
         rows.append(row)
     return rows
 
@@ -196,7 +197,7 @@ def line(row: dict[str, Any]) -> str:
         chosen = row["chosen"].get("num_splits", "-")
         text += f"  {row['of_ceiling']:.2f} ({row['of_reader']:.2f} of its size)"
         text += f"  speed {row['speed'] or 0:5.2f}"
-        text += f"  splits {chosen:>3}  gate {row['gate']:.2f}"
+        text += f"  {row['tflops']:4.0f} TFLOP/s  splits {chosen:>3}  gate {row['gate']:.2f}"
     return text
 
 

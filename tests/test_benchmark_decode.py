@@ -65,6 +65,9 @@ def test_rows_of_a_group(few_bytes):
         assert row["gb_per_s"] == pytest.approx(size / row["ms"] / 1e6)
         assert row["of_ceiling"] == pytest.approx(row["gb_per_s"] / 100.0)
         assert row["of_reader"] == row["of_ceiling"]
+        work = 4 * SMALL.batch * SMALL.heads * SMALL.head_dim * call.queries
+        keys = 3 * 64 if call.chosen else SMALL.length
+        assert row["tflops"] == pytest.approx(work * keys / row["ms"] / 1e9)
     assert rows[0]["speed"] == 1.0
 
 
