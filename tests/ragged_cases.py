@@ -167,8 +167,15 @@ def rows(mix: Mix, q, k, v, arguments):
     return own, queries, keys, values, {"causal": True, **options, **a}
 
 
-def assert_right(mix: Mix, drawn, found):
-    """Checks (o, lse) of a call against the oracle, as checks.py has it, and its padding."""
+def assert_right(mix: Mix, drawn, found, *, kernels: bool = False):
+    """Checks (o, lse) of a call against the oracle, as checks.py has it, and its padding.
+
+    Args:
+        mix: what was drawn.
+        drawn: what `Mix.draw` returned.
+        found: (o, lse) of the call.
+        kernels: it ran in kernels, whose tanh is that of the GPU.
+    """
     own, q, k, v, arguments = rows(mix, *drawn)
     last = len(own[0])
     packed = lambda o, lse: (np.asarray(o)[own], np.asarray(lse).swapaxes(1, 2)[own])
@@ -184,5 +191,8 @@ def assert_right(mix: Mix, drawn, found):
     assert o.shape == (mix.tokens, mix.N, mix.Hv) and lse.shape == (mix.N, mix.tokens)
     assert (o[last:] == 0).all() and (lse[:, last:] == -np.inf).all()
     got = o[:last], lse[:, :last].T
+    if kernels:
+        of_tanh = checks.TANH_ERROR * (dict(mix.options).get("softcap") or 0.0)
+        floors = floors[0], floors[1] + of_tanh
     for each in zip(got, plain, exact, floors, strict=True):
         assert_close(*each)

@@ -315,7 +315,7 @@ def test_ragged_mixes(backend, name):
     drawn = mix.draw()
     given = jax.tree.map(jnp.asarray, drawn)
     call = jax.jit(functools.partial(ragged_cases.attend, mix, backend=backend))
-    ragged_cases.assert_right(mix, drawn, call(*given))
+    ragged_cases.assert_right(mix, drawn, call(*given), kernels=backend != "xla")
 
 
 @pytest.mark.parametrize("mix", hopper_ragged_cases.ON_DEVICE, ids=str)
