@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of all packages that decide a number, where they are installed."""
     packages = ("jax", "jaxlib", "torch", "triton", "jax-triton", "tokamax", "nvidia-cudnn-cu13")
     found = {}
-    for package in packages:
+    for package in (*packages, "flash-attn-4"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -72,7 +72,6 @@ SUITES: dict[str, tuple[Cell, ...]] = {
     ),
     # Cells that "h200" lacks, to compare with FlashAttention-4: other head dims, other lengths.
     "fa4": _both(
-        Shape(2, 8192, 16, 16, 96, "head dim 96: between two widths of tiles"),
         Shape(4, 4096, 16, 16, 192, "head dim 192, of multi-head latent attention in training"),
         Shape(1, 16384, 8, 8, 256, "head dim 256, long"),
         *(

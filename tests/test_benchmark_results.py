@@ -122,18 +122,31 @@ def test_the_main_table_compares_each_cell_with_best_peer_and_gemm():
         if row["provider"] == "flash_pallas":
             row.update(share_of_gemm=0.9)
             if row["direction"] == "backward":
-                row.update(ratio_to_torch_cudnn=1.18)
+                row.update(relative={"torch_cudnn": 1.18, "tokamax": 1.3, "flash_pallas_copy": 1.0})
     lines = tables.render(found).splitlines()
     assert lines[0].endswith("| flash_pallas | ours / best peer | ours / GEMM |")
-    # The peers are at most as fast as cuDNN.
     assert lines[2].endswith("(2.00) | 2.00 | 0.90 |")
-    assert lines[3].endswith("(1.18) | 1.18 | 0.90 |")
+    assert lines[3].endswith("(2.00) | 1.18 | 0.90 |")  # own variants are no peers
     assert "GEMM: a bfloat16 matmul" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("suite", ["fa4", "h200"])
+def test_flash_attention_4_has_a_column_of_its_own(suite):
+    found = _results(suite=suite)
+    for row in found["rows"]:
+        if row["provider"] == "tokamax":
+            row.update(provider="fa4", refused=None, ms=1.1, tflops=500.0)
+            row.update(gate=found["rows"][0]["gate"])
+    found["rows"][1].update(relative={"torch_cudnn": 2.0, "fa4": 0.96})
+    lines = tables.render(found).splitlines()
+    assert lines[0].endswith(" | ours / fa4 |") and lines[2].endswith(" | 0.96 |")
+    assert lines[3].endswith(" | - |")  # of a run that did not say
+    assert ("| 0.96 | - | 0.96 |" in lines[2]) == (suite == "h200")
 
 
 def test_a_main_table_without_ours_or_its_ratio_still_prints():
     found = _results(suite="h200")
-    found["rows"][1].update(ratio_to_torch_cudnn=None)
+    found["rows"][1].update(relative=None)
     assert tables.render(found).splitlines()[2].endswith("| - | - |")
     found["rows"] = [row for row in found["rows"] if row["provider"] != "flash_pallas"]
     assert "best peer" not in tables.render(found)
@@ -148,6 +161,36 @@ def test_memory_table_marks_what_was_not_measured():
     lines = tables.render(_results(suite="memory", rows=rows)).splitlines()
     assert lines[2:4] == ["| 1k | 1.000 | - |", "| 2k | ~2.000 | - |"]
     assert "- b: too big (1 of the rows)" in lines
+
+
+def test_the_decode_table_counts_operations_where_they_bind():
+    call = {"group": "some", "shape": "1,2,3,4,5", "refused": None, "ms": 0.5, "provider": "a"}
+    call |= {"gb_per_s": 1000.0, "of_ceiling": 0.25, "chosen": {"num_splits": 3}}
+    rows = [call | {"call": "few", "tflops": 99.0}, call | {"call": "many", "tflops": 100.0}]
+    lines = tables.render(_results(suite="decode", rows=rows)).splitlines()
+    assert lines[0].endswith("| us | GB/s | TFLOP/s | splits |")
+    assert lines[2] == "| some | 1,2,3,4,5 | few | 500.0 | 1000 (0.25) | - | 3 |"
+    assert lines[3] == "| some | 1,2,3,4,5 | many | 500.0 | 1000 (0.25) | 100 | 3 |"
+    # A file of a time when rows did not have them.
+    older = [call | {"call": "T=1"}, call | {"ms": None, "refused": "too big"}]
+    text = tables.render(_results(suite="decode", rows=older))
+    assert "TFLOP/s" not in text and "- a: too big (1 of the rows)" in text
+
+
+def test_the_serving_table_has_parts_without_rates():
+    mix = {"mix": "steps and a chunk", "sequences": 33, "tokens": 2048, "refused": None}
+    rows = [
+        mix | {"call": "all in one call", "ms": 0.5, "speed": 1.0, "launches": 6.25}
+        | {"tflops": 426.3, "gb_per_s": 1927.4},
+        mix | {"call": "its steps alone", "ms": 0.25, "speed": 2.0, "launches": 6.0},
+        mix | {"call": "its chunks alone", "ms": None, "refused": "wrong result"},
+    ]  # fmt: skip
+    text = tables.render(_results(suite="serving", rows=rows))
+    assert text.splitlines()[2:4] == [
+        "| steps and a chunk | 33 | 2k | all in one call | 500.0 | 1.00 | 426 | 1927 | 6.2 |",
+        "| steps and a chunk | 33 | 2k | its steps alone | 250.0 | 2.00 | - | - | 6.0 |",
+    ]
+    assert "- steps and a chunk, its chunks alone: wrong result (1 of the rows)" in text
 
 
 def test_table_goes_between_its_markers():
