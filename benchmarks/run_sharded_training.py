@@ -4,8 +4,9 @@
 
 The batch is sharded over "data" or "fsdp" (which shards parameters, too), heads and hidden units
 over "model", the sequence over "context" (a ring) or "sequence" (Ulysses), on meshes whose axes are
-Auto and Explicit. A step has the same tokens on any number of GPUs. Programs of the same sharding
-run in turns on one state. Times are wall times, as the GPUs wait for each other; CUPTI says how
+Auto and Explicit. A step has as many sequences for each GPU ("weak" scaling: training of a larger
+batch), or the same ones on any number of them ("strong"). Programs of the same sharding run in
+turns on one state. Times are wall times, as the GPUs wait for each other; CUPTI says how
 long a GPU communicates and how much of it nothing else overlaps. What a step sends is counted in
 the compiled program, and its time reckoned from rates that collectives reach by themselves in the
 same run. The file is saved after every row, and rows of earlier runs stay in it.
@@ -39,6 +40,7 @@ def jobs(arguments) -> list[list[Job]]:
     """
     found = []
     for (batch, length), devices in itertools.product(arguments.shapes, arguments.devices):
+        batch *= devices if arguments.scaling == "weak" else 1
         ways = [way for way in sharded.ways(devices) if way.fits(batch, length)]
         asked = itertools.product(arguments.types, ways, arguments.providers)
         group = [
@@ -57,7 +59,7 @@ class Run:
         self.arguments, self.rows = arguments, []
         self.links = sharded.Links()
         self.begin = time.monotonic()
-        self.alone: dict[tuple[str, int, int], float] = {}  # seconds of one GPU
+        self.alone: dict[tuple[str, int], float] = {}  # tokens a second of one GPU
         self.first: dict[tuple[int, int], tuple[float, float]] = {}  # loss and norm, by shape
         self.recorder = None
         try:
@@ -153,18 +155,19 @@ class Run:
         shape = suites.Shape(job.batch, job.length, *sizes)
         work = flops.training_flops(config.matmul_parameters, config.layers, shape)
         found = {"ms": middle * 1e3, "spread": spread, "rounds": len(seconds)}
-        found |= {"tokens_per_s": job.batch * job.length / middle}
+        tokens = job.batch * job.length
+        found |= {"tokens_per_s": tokens / middle}
         found |= {"tflops": work / middle / devices / 1e12}
         found |= context.planned_bytes(program)
-        key = job.provider, job.batch, job.length
+        key = job.provider, job.length
         if devices == 1:
-            self.alone[key] = middle
+            self.alone[key] = tokens / middle
         else:
             found |= self.links.reckon(program.as_text(), devices)
         if key in self.alone:
-            alone = self.alone[key]
-            found["speedup"] = alone / middle
-            found["reckoned_ms"] = alone * 1e3 / devices + found.get("sending_ms", 0.0)
+            found["speedup"] = tokens / middle / self.alone[key]
+            divided = tokens / self.alone[key] / devices
+            found["reckoned_ms"] = divided * 1e3 + found.get("sending_ms", 0.0)
         return found
 
     def profile(self, program, state, batch) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def identity(row: dict[str, Any]) -> tuple:
 def merged(path: pathlib.Path, found: dict[str, Any]) -> dict[str, Any]:
     """Returns `found` with those rows of the file that are about something else."""
     both = results.with_earlier(path, found, identity)
-    rank = lambda row: (row["what"], -(row.get("batch") or 0), row["gpus"])
+    rank = lambda row: (row["what"], row.get("length") or 0, row["gpus"])
     return both | {"rows": sorted(both["rows"], key=rank)}
 
 
@@ -219,6 +222,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="results, a .json file")
     parser.add_argument("--devices", type=numbers, default=[1, 2, 4], help="so many GPUs")
     parser.add_argument("--shapes", type=shapes, default=[(4, 8192), (1, 32_768)], help="BxT,BxT")
+    parser.add_argument("--scaling", choices=("weak", "strong"), default="weak")
     parser.add_argument("--types", type=words, default=list(sharded.TYPES), help="of mesh axes")
     default = list(sharded.PROVIDERS[:2])
     parser.add_argument("--providers", type=words, default=default, help=f"{sharded.PROVIDERS}")

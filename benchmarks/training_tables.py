@@ -58,7 +58,7 @@ def render_sharded(results: dict[str, Any]) -> str:
 
 
 _NOTE = (
-    "Times one GPU: its ms with the same attention and tokens over these. Reckoned: the same if "
+    "Times one GPU: tokens/s over its, with the same attention. Reckoned: the same if "
     "all work were divided evenly at one GPU's speed and nothing overlapped what is sent, at the "
     "rates below; more is possible where communication overlaps. Communicating: share of a step in "
     "which NCCL runs, waiting for other GPUs included; alone: and nothing else does."

@@ -237,7 +237,8 @@ def test_rates_are_of_collectives_that_all_run(devices, kind):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_sharded_run_to_its_table(tmp_path, monkeypatch, eight_devices):
+@pytest.mark.parametrize(("scaling", "growth"), [("weak", 2), ("strong", 1)])
+def test_a_sharded_run_to_its_table(tmp_path, monkeypatch, eight_devices, scaling, growth):
     def no_cupti():
         raise OSError("none here")
 
@@ -246,14 +247,16 @@ def test_a_sharded_run_to_its_table(tmp_path, monkeypatch, eight_devices):
     words = ["--out", str(out), "--size", "tiny", "--shapes", "2x32", "--seconds", "0"]
     words += ["--reading", "0", "--devices", "1,2", "--types", "auto", "--workers", "1"]
     words += ["--providers", "flash_pallas", "--only", "one GPU;model"]
+    words += ["--scaling", scaling]
     found = run_sharded_training.main(run_sharded_training.parse(words))
     alone, model = (row for row in found["rows"] if row["what"] == "step")
     assert alone["speedup"] == 1.0 and model["refused"] is None
-    assert model["speedup"] == pytest.approx(alone["ms"] / model["ms"])
-    assert model["reckoned_ms"] == pytest.approx(alone["ms"] / 2 + model["sending_ms"])
+    assert model["speedup"] == pytest.approx(growth * alone["ms"] / model["ms"])
+    divided = growth * alone["ms"] / 2
+    assert model["reckoned_ms"] == pytest.approx(divided + model["sending_ms"])
     assert model["sent"]["all-reduce"]["calls"] >= 5 * TINY.layers
     assert any(row["what"] == "link" and row["gb_per_s"] > 0 for row in found["rows"])
-    assert "| 2 x 32 | model 2 | auto | flash_pallas |" in tables.render(found)
+    assert f"| {2 * growth} x 32 | model 2 | auto | flash_pallas |" in tables.render(found)
     plot.plot_results(found, tmp_path / "ways.png")
     # A second run replaces its own rows, and no others.
     again = run_sharded_training.merged(out, found | {"rows": [alone | {"ms": 1.0}]})

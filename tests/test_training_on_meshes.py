@@ -73,9 +73,22 @@ def test_five_steps(eight_devices, axes, types):
 def test_a_gathered_query_is_seen():
     ours, rest = "f32[4,48,4,8]{3,2,1,0}", "replica_groups=[1,2]<=[2], dimensions={0}"
     text = f"  %x = {ours} all-gather(%y), {rest}\n  %w = f32[64,256] all-gather(%z), {rest}"
-    assert mesh_training.gathered_tokens(text) == ["f32[4,48,4,8]"]
+    assert mesh_training.gathered_tokens(text) == [(4, 4, 8, 48)]
+    started = f"  %x = (f32[4,48,2,8]{{3,2,1,0}}, {ours}) all-gather-start(%y), {rest}"
+    assert mesh_training.gathered_tokens(started) == [(4, 4, 8, 48)]
     with pytest.raises(AssertionError, match="gathers"):
         mesh_training.assert_local(SETTING, {"data": 2}, text)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 1, 0, 3)])
+def test_gradients_of_values_may_be_gathered_once_a_layer(order):
+    whole = SETTING.batch, SETTING.length, SIZES["kv_heads"], SIZES["head_dim"]
+    part = *whole[:2], 1, whole[3]
+    both = (",".join(str(sizes[i]) for i in order) for sizes in (part, whole))
+    line = "  %x = (f32[{}]{{3,2,1,0}}, f32[{}]{{3,2,1,0}}) all-gather-start(%y)\n".format(*both)
+    mesh_training.assert_local(SETTING, {"model": 2}, line * SIZES["layers"])
+    with pytest.raises(AssertionError, match="gathers"):
+        mesh_training.assert_local(SETTING, {"model": 2}, line * (SIZES["layers"] + 1))
 
 
 WIDTH = 32

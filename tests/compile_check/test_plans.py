@@ -1,12 +1,14 @@
-"""Device memory that programs need, as XLA plans it for an H200: the card's own plan."""
+"""Programs as XLA plans them for an H200, the card's own plan: their memory and their kernels."""
 
 from __future__ import annotations
+
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from flash_pallas import flash_attention
+from flash_pallas import flash_attention, save_attention
 from flash_pallas.backends.hopper import backend
 from flash_pallas.backends.hopper.backend import trades_registers
 
@@ -18,18 +20,44 @@ def _peak(function, *arguments) -> int:
     return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
 
 
+@pytest.fixture
+def on_h200(monkeypatch):
+    """As on a machine with an H200: its topology is the default device of what is compiled here."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(backend, "_device_reason", lambda capability: None)
+    monkeypatch.setattr(backend, "_num_sms", lambda: backend.H200_SMS)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("remat", [False, True])
+def test_scanned_layers_run_one_forward(on_h200, remat):
+    """Checks that XLA does not run a kernel again to write its result where the loop stacks it."""
+    x = jax.ShapeDtypeStruct((4, 1024, 8, 128), jnp.bfloat16)
+
+    def layer(x, _):
+        return x + flash_attention(x, x, x, causal=True, backend="hopper"), None
+
+    def loss(x):
+        one = jax.checkpoint(layer, policy=save_attention, prevent_cse=False) if remat else layer
+        return jax.lax.scan(one, x, length=4)[0].astype(jnp.float32).sum()
+
+    text = compile_for(H200, jax.grad(loss), x).as_text()
+    calls = re.findall(r'custom_call_target="mosaic_gpu.*op_name="[^"]*/(\w+)/mpmd_map"', text)
+    assert sorted(calls) == [
+        "flash_pallas_backward_fused",
+        "flash_pallas_forward",
+        "flash_pallas_zeros",
+    ]
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(("length", "head_dim"), [(2048, 16), (1024, 32), (2048, 64)])
-def test_gradients_of_a_pair_bias(monkeypatch, length, head_dim):
+def test_gradients_of_a_pair_bias(on_h200, length, head_dim):
     """Checks that forward and gradients in one program keep at most twice the forward's bytes.
 
     Arguments and results alone are twice the forward's. Without a producer warpgroup the limit is
     2.25.
     """
-    # As on a machine with an H200: its topology is the default device of what is compiled here.
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(backend, "_device_reason", lambda capability: None)
-    monkeypatch.setattr(backend, "_num_sms", lambda: backend.H200_SMS)
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     q, bias = shape(128, length, 4, head_dim), shape(1, 4, length, length)
 
