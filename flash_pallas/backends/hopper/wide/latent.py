@@ -56,11 +56,12 @@ from ...gpu.score_tile import RegisterTile
 from ..common.pipeline import clear_from, fits, hidden, row_buffer, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode import combine
+from ..decode.pack_gqa import PackedGqa
 from ..decode.plan import DecodePlan, DecodeResults
 from ..decode.tiles import MIN_KEYS_PER_SPLIT, NEARLY_BEST, DecodeBlocks
 from ..forward.softmax import per_row
 from .launch import LAZY_RESCALE
-from .tiles import NARROW, SWIZZLED, WARPGROUPS
+from .tiles import SWIZZLED, WARPGROUPS
 
 KEYS = WARPGROUP_ROWS  # of a tile
 WIDTH = 256  # columns of V that a warpgroup sums: 128 registers of each thread
@@ -69,6 +70,7 @@ PARTS = REST + 1
 SWIZZLE_BYTES = 2 * SWIZZLED  # of 16-bit elements
 START_TILES = 4  # that the start and the end of a CTA take as much time as
 ALPHA, M, SHIFT, SUMS = range(4)  # rows that warpgroups hand to each other
+LSE = M  # in the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +149,7 @@ class LatentCta:
     """
 
     gmem: LatentGmem
-    out: Any
+    out: DecodeResults
     smem: LatentSmem
     bars: LatentBarriers
     batch: Any
@@ -164,9 +166,14 @@ class LatentCta:
         return 1 - self.wg
 
     @property
+    def start(self):
+        """Index of the first row."""
+        return self.block * WARPGROUP_ROWS
+
+    @property
     def rows(self):
         """The CTA's rows, as a slice."""
-        return pl.ds(self.block * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        return pl.ds(self.start, WARPGROUP_ROWS)
 
     def key(self, t):
         """Returns the number of the first key of the t-th tile."""
@@ -250,10 +257,11 @@ class LatentKernel:
     interpret: bool
 
     def __call__(self, gmem: LatentGmem, *refs):
-        out, (smem, bars) = refs[:-2], refs[-2:]
+        *out, smem, bars = refs
         batch, block = lax.axis_index("batch"), lax.axis_index("tile")
         keys = self.keys(gmem, batch, block)
-        cta = LatentCta(gmem, out, smem, bars, batch, block, lax.axis_index("wg"), *keys)
+        out, wg = DecodeResults(*out), lax.axis_index("wg")
+        cta = LatentCta(gmem, out, smem, bars, batch, block, wg, *keys)
         self.load_first(cta)
         plgpu.barrier_wait(bars.q)
         if smem.rest is not None:
@@ -290,8 +298,7 @@ class LatentKernel:
         return lax.div(rows, heads), lax.rem(rows, heads)
 
     def keys(self, gmem: LatentGmem, batch, block):
-        """Returns (first, count, end), see LatentCta; one tile that is hidden where there is none.
-        """
+        """Returns (first, count, end), see LatentCta. Where there is no tile, one is hidden."""
         room = jnp.int32(self.steps.kv_len)
         length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
         offset = length - self.steps.q_len if gmem.q_offset is None else gmem.q_offset[batch]
@@ -481,7 +488,6 @@ class LatentKernel:
             values = cta.smem.halves.at[slot, cta.wg]
             clear_from(values, lax.max(valid, jnp.int32(0)), SWIZZLE_BYTES, self.interpret)
             plgpu.commit_smem()
-            inline.warpgroup_barrier(self.interpret)
 
     # --- results ---------------------------------------------------------------------------------
 
@@ -494,19 +500,20 @@ class LatentKernel:
             heads = pl.ds(self.query(cta.block)[1], WARPGROUP_ROWS)
             sink = plgpu.load(sinks.at[cta.batch, heads], layout=inline.ROWS, optimized=False)
         inverse, lse, shift = softmax.finish(m, l, shift, sink, self.problem.unit)
-        target, *others = cta.out
         at = (cta.batch, lax.axis_index("split")) if self.splits else (cta.batch,)
 
         @pl.when(cta.wg == 0)
         def _():
-            for i, (out, x) in enumerate(zip(others, (lse, shift), strict=True)):
-                staging = cta.smem.rows.at[0, i]
+            staged = cta.smem.rows.at[0, LSE], cta.smem.rows.at[0, SHIFT]
+            for staging, x in zip(staged, (lse, shift), strict=True):
                 staging[...] = plgpu.layout_cast(x, inline.ROWS)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staging, out.at[(*at, cta.rows)])
+            plgpu.commit_smem()
+            packed = PackedGqa(self.steps.q_len, self.steps.q_heads, cta.start, self.interpret)
+            for staging, out in zip(staged, (cta.out.lse, cta.out.shift), strict=True):
+                packed.store_values(staging, out.at[at])
 
         o = o * per_row(inverse, o.shape)
-        target = target.at[(*at, cta.rows, pl.ds(cta.wg * WIDTH, WIDTH))]
+        target = cta.out.o.at[(*at, cta.rows, pl.ds(cta.wg * WIDTH, WIDTH))]
         if self.splits:
             target[...] = o
         else:
@@ -539,10 +546,9 @@ def decode(
     p, splits = problem, blocks.num_splits
     rows = p.q_len * p.q_heads
     several = (splits,) if splits > 1 else ()
-    o = jax.ShapeDtypeStruct(
-        (p.batch, *several, rows, p.v_head_dim), jnp.float32 if several else p.dtype
-    )
-    of_rows = float32((p.batch, *several, rows))
+    shape = p.batch, *several, rows, p.v_head_dim
+    o = jax.ShapeDtypeStruct(shape, jnp.float32 if several else p.dtype)
+    of_rows = float32((p.batch, *several, p.q_heads, p.q_len))
     run = launch(
         LatentKernel(p, blocks, interpret),
         out=(o, of_rows, of_rows),
@@ -561,12 +567,11 @@ def decode(
         page_table=operands.page_table,
         sinks=None if several else operands.sinks,
     )
-    o, *others = run(gmem)
-    others = [
-        jnp.swapaxes(x.reshape(p.batch, *several, p.q_len, p.q_heads), -1, -2) for x in others
-    ]
+    found = DecodeResults(*run(gmem))
     if not several:
-        return Outputs(o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim), *others)
-    o = o.reshape(p.batch, 1, splits, p.q_len, p.q_heads, p.v_head_dim)
+        o = found.o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim)
+        return Outputs(o, found.lse, found.shift)
     plan = DecodePlan(p, DecodeBlocks(num_splits=splits), interpret)
-    return combine.combine(plan, DecodeResults(o, *(x[:, None] for x in others)), operands.sinks)
+    shapes = plan.result_shapes()
+    shares = (x.reshape(shape.shape) for x, shape in zip(found, shapes, strict=True))
+    return combine.combine(plan, DecodeResults(*shares), operands.sinks)
