@@ -123,6 +123,17 @@ class Rows(NamedTuple):
     l: Any  # f32[64, 8], sums of each thread's own columns
 
 
+class Kind(NamedTuple):
+    """What is special of a step."""
+
+    before: bool  # there is a tile before its own
+    masked: bool  # its own may be the last tile
+    loads: bool  # there may be tiles after its own
+
+
+FIRST, MIDDLE, LAST = Kind(False, True, True), Kind(True, False, True), Kind(True, True, False)
+
+
 class Handed(NamedTuple):
     """What a tile does to the sums."""
 
@@ -368,70 +379,76 @@ class LatentKernel:
         sums = jnp.zeros((WARPGROUP_ROWS, inline.LANE_COLS), jnp.float32)
         maxima = Maxima(zeros - jnp.inf, zeros if self.far else None)
         rows = Rows(maxima, plgpu.layout_cast(sums, inline.WGMMA))
-        last = cta.count - 1
-
-        def both(i, rows):
-            t = cta.wg + 2 * i
-            places = self.place(cta, t + 2), self.place(cta, t + 3)
-            rows = self.own_tile(cta, o_acc, t, rows, places[0])
-            return self.other_tile(cta, o_acc, t + 1, rows, places[1])
-
-        def first(_, rows):
-            return self.other_tile(cta, o_acc, jnp.int32(0), rows, self.place(cta, jnp.int32(2)))
-
-        # Loops of one step at most, as matmuls are not to stand in a branch.
-        rows = lax.fori_loop(0, cta.wg, first, rows)
-        rows = lax.fori_loop(0, lax.div(cta.count - cta.wg, jnp.int32(2)), both, rows)
+        step, last = functools.partial(self.step, cta, o_acc), cta.count - 1
         mine = jnp.int32(lax.rem(last, jnp.int32(2)) == cta.wg)
-        final = lambda _, rows: self.own_tile(cta, o_acc, last, rows, None)
-        rows = lax.fori_loop(0, mine, final, rows)
+        most, odd = lax.div(cta.count - 2 + cta.wg, jnp.int32(2)), 2 - cta.wg
+        # Loops of one step at most stand for branches, in which there are to be no matmuls.
+        rows = lax.fori_loop(0, 1 - cta.wg, lambda _, rows: step(FIRST, jnp.int32(0), rows), rows)
+        rows = lax.fori_loop(0, most, lambda i, rows: step(MIDDLE, odd + 2 * i, rows), rows)
+        own = lax.min(mine, last)  # a first tile is no last one
+        rows = lax.fori_loop(0, own, lambda _, rows: step(LAST, last, rows), rows)
+        final = lambda _, rows: self.other_tile(cta, o_acc, last, rows, final=True)
+        rows = lax.fori_loop(0, 1 - mine, final, rows)
         return rows, plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
 
-    def own_tile(self, cta: LatentCta, o_acc, t, rows: Rows, following) -> Rows:
-        """Makes the weights of this warpgroup's t-th tile, hands them over and sums its values.
+    def step(self, cta: LatentCta, o_acc, kind: Kind, t, rows: Rows) -> Rows:
+        """Sums values of the other warpgroup's tile t - 1, and all of this one's tile t.
 
         Args:
             cta: the CTA.
             o_acc: the sums.
+            kind: what is special.
             t: number of the tile.
             rows: state of the rows.
-            following: place of tile t + 2, which is loaded instead; None: t is the last tile.
         """
-        weigh = functools.partial(self.weigh, cta, t, rows, following)
+        places = self.place(cta, t + 1), self.place(cta, t + 2)
+        weigh = functools.partial(self.weigh, cta, o_acc, kind, t, rows, places)
         found, rows = pl.run_scoped(weigh, plgpu.ACC((WARPGROUP_ROWS, KEYS), jnp.float32))
         self.hand_over(cta, found, rows)
         self.rescale(o_acc, found.alpha)
-        if following is None:
+        if kind.masked:
             self.clear(cta, t, cta.wg)
         self.matmuls.multiply(o_acc, found.p, self.values(cta, cta.wg))
         plgpu.wgmma_wait(0)
-        if following is not None:
-            self.reload(cta, t + 2, following, cta.wg, cta.wg)
+        if kind.loads:
+            self.reload(cta, t + 2, places[1], cta.wg, cta.wg)
         return rows
 
-    def other_tile(self, cta: LatentCta, o_acc, t, rows: Rows, following) -> Rows:
-        """Sums values of the other warpgroup's t-th tile; arguments as of `own_tile`."""
+    def other_tile(self, cta: LatentCta, o_acc, t, rows: Rows, *, final: bool = False) -> Rows:
+        """Issues the sum of values of the other warpgroup's t-th tile, `final` if it is the last.
+
+        Returns the state of the rows after it.
+        """
         plgpu.barrier_wait(cta.bars.full.at[cta.other * PARTS + cta.wg])
         plgpu.barrier_wait(cta.bars.weights.at[cta.other])
         row = lambda i: plgpu.load(cta.smem.rows.at[cta.other, i], layout=inline.ROWS)
         alpha, maxima = row(ALPHA), Maxima(row(M), row(SHIFT) if self.far else None)
         self.rescale(o_acc, alpha)
-        self.clear(cta, t, cta.other)
+        if final:
+            self.clear(cta, t, cta.other)
         p = cta.smem.weights.at[hidden(cta.other)]
         self.matmuls.multiply(o_acc, p, self.values(cta, cta.other))
-        plgpu.wgmma_wait(0)
-        self.reload(cta, t + 2, following, cta.other, cta.wg)
         return Rows(maxima, rows.l * per_row(alpha, rows.l.shape))
 
-    def weigh(self, cta: LatentCta, t, rows: Rows, following, s_acc) -> tuple[Handed, Rows]:
-        """Computes the scores of a tile and what it does to the rows; see `own_tile`."""
-        self.multiply_scores(cta, s_acc)
+    def weigh(self, cta: LatentCta, o_acc, kind: Kind, t, rows: Rows, places, s_acc):
+        """Issues the sum of tile t - 1, computes the scores of tile t and what they do to the rows.
+
+        Returns (Handed, Rows); `places` are those of tiles t + 1 and t + 2.
+        """
+        if kind.before:
+            rows = self.other_tile(cta, o_acc, t - 1, rows)
+        self.multiply_rest(cta, s_acc)
+        if kind.before:
+            plgpu.wgmma_wait(0 if cta.q_rest is None else self.matmuls.count)
+            if kind.loads:
+                self.reload(cta, t + 1, places[0], cta.other, cta.wg)
+        self.multiply_halves(cta, s_acc)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-        if cta.smem.rest is not None and following is not None:
-            self.reload(cta, t + 2, following, cta.wg, REST)
+        if kind.loads and cta.q_rest is not None:
+            self.reload(cta, t + 2, places[1], cta.wg, REST)
         spec, shape = self.problem.spec, (WARPGROUP_ROWS, KEYS)
         tile = RegisterTile(jnp.int32(0), cta.key(t), shape, interpret=self.interpret)
-        limits = tile.limits(spec.mask, cta.end) if following is None else Limits()
+        limits = tile.limits(spec.mask, cta.end) if kind.masked else Limits()
         z = score_tile.logits(spec, tile, s, TileInputs(), limits)
         slack = self.blocks.lazy_rescale or None
         given = z.log2_scale, self.far, slack, self.interpret
@@ -443,16 +460,22 @@ class LatentKernel:
         rows = Rows(found.maxima, rows.l * per_row(alpha, sums.shape) + sums)
         return Handed(self.matmuls.split(p), alpha), rows
 
-    def multiply_scores(self, cta: LatentCta, s_acc):
-        """Issues S = Q K^T of a tile, in the order in which its parts were asked for."""
-        slot = cta.wg
-        if cta.smem.rest is not None:
-            plgpu.barrier_wait(cta.bars.full.at[slot * PARTS + REST])
-            right = cta.smem.rest.at[hidden(slot)]
+    def multiply_rest(self, cta: LatentCta, s_acc):
+        """Issues S = Q K^T over the columns that are no values, which have come before others.
+
+        It follows the sum of tile t - 1, so that tensor cores have work while that tile is given
+        back.
+        """
+        if cta.q_rest is not None:
+            plgpu.barrier_wait(cta.bars.full.at[cta.wg * PARTS + REST])
+            right = cta.smem.rest.at[hidden(cta.wg)]
             self.matmuls.multiply(s_acc, cta.q_rest, right, transposed=True)
+
+    def multiply_halves(self, cta: LatentCta, s_acc):
+        """Issues S += Q K^T over the other columns, in the order in which they were asked for."""
         for part in (cta.wg, cta.other):
-            plgpu.barrier_wait(cta.bars.full.at[slot * PARTS + part])
-            left, right = cta.smem.q.at[hidden(part)], cta.smem.halves.at[hidden(slot), part]
+            plgpu.barrier_wait(cta.bars.full.at[cta.wg * PARTS + part])
+            left, right = cta.smem.q.at[hidden(part)], cta.smem.halves.at[hidden(cta.wg), part]
             self.matmuls.multiply(s_acc, left, right, transposed=True)
 
     def hand_over(self, cta: LatentCta, found: Handed, rows: Rows):
