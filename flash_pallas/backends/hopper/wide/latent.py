@@ -8,26 +8,29 @@ warpgroups share the 64 rows of a CTA, which are 64 heads of one query, so that 
 place. Each sums half of the columns of V, and computes the scores of every other tile of 64 keys.
 A tile is loaded once, and is the right operand of both matmuls.
 
-A warpgroup, with t its own tile and t + 1 that of the other:
+A step of a warpgroup, with t its own tile and t - 1 that of the other:
 
-    (1) S = Q K^T of tile t
-        softmax; P and its row maxima go to the other warpgroup through shared memory
-    (2) O += P V of tile t, half of the columns; P comes from registers
-    (3) O += P V of tile t + 1, half of the columns; P comes from the other warpgroup
+    (1) O += P V of tile t - 1, half of the columns; P comes from the other warpgroup
+    (2) S = Q K^T of tile t
+        softmax; P and the row maxima go to the other warpgroup through shared memory
+    (3) O += P V of tile t, half of the columns; P is in registers
 
-    warpgroup 0   | S 0    | softmax | PV 0 |                  | PV 1 | S 2    | softmax | PV 2 |
-    warpgroup 1                      | PV 0 | S 1    | softmax | PV 1 |                  | PV 2 |
+    warpgroup 0   | S 0 | softmax | PV 0 |               | PV 1 | S 2 | softmax | PV 2 |
+    warpgroup 1                   | PV 0 | S 1 | softmax | PV 1 |               | PV 2 | S 3 |
 
-Both sum the tiles in the same order, relative to the same row maxima, so what a tile does to the
-sums is a factor for each row that its warpgroup computes and hands over together with P. There is
-room for two tiles, one of each warpgroup, and (3) comes before the next (1): a tile is given back
-as early as it can be, as nothing is on its way to its slot until then.
+Both sum the tiles in the same order, relative to the same row maxima. What a tile does to the sums
+so far is a factor for each row, which is handed over together with P.
+
+There is room for two tiles, one of each warpgroup, so the next one is on its way only while the
+other is worked on. Hence (1) before (2): it gives a tile back as early as it can be. With (2)
+first, tensor cores would be busy during softmax, but every tile would wait for the load of the next
+one.
 
 There is no producer: a warpgroup loads what it alone reads last. That is its half of the columns of
-each tile, in its own tiles after (2) and in the others' after (3), and the columns of its own tiles
-that are no values, after (1). No barrier says that a slot is free: who loads has read it, and knows
-that the other has by its P. Nor does one say that P has been read: a warpgroup makes P of its next
-tile of keys that the other one has loaded after reading the P before.
+each tile, of its own tiles after (3) and of the others' after (1), and the columns of its own tiles
+that are no values, after (2). No barrier says that a slot is free: who loads has read it, and knows
+by P that the other one has. Nor does one say that P has been read: a warpgroup makes the next P of
+keys that the other one has loaded after reading the P before.
 
 The columns of Q beyond the values are in registers. Weights take their place in shared memory.
 """
