@@ -405,13 +405,16 @@ class LatentKernel:
             rows: state of the rows.
         """
         places = self.place(cta, t + 1), self.place(cta, t + 2)
-        weigh = functools.partial(self.weigh, cta, o_acc, kind, t, rows, places)
+        weigh = functools.partial(self.weigh, cta, o_acc, kind, t, rows, places[0])
         found, rows = pl.run_scoped(weigh, plgpu.ACC((WARPGROUP_ROWS, KEYS), jnp.float32))
         self.hand_over(cta, found, rows)
         self.rescale(o_acc, found.alpha)
         if kind.masked:
             self.clear(cta, t, cta.wg)
         self.matmuls.multiply(o_acc, found.p, self.values(cta, cta.wg))
+        if kind.loads and cta.q_rest is not None:
+            # Not before P: the other warpgroup waits for that. The warps have met since S.
+            pl.when(t + 2 < cta.count)(lambda: self.load(cta, places[1], cta.wg, REST))
         plgpu.wgmma_wait(0)
         if kind.loads:
             self.reload(cta, t + 2, places[1], cta.wg, cta.wg)
@@ -433,10 +436,10 @@ class LatentKernel:
         self.matmuls.multiply(o_acc, p, self.values(cta, cta.other))
         return Rows(maxima, rows.l * per_row(alpha, rows.l.shape))
 
-    def weigh(self, cta: LatentCta, o_acc, kind: Kind, t, rows: Rows, places, s_acc):
+    def weigh(self, cta: LatentCta, o_acc, kind: Kind, t, rows: Rows, place, s_acc):
         """Issues the sum of tile t - 1, computes the scores of tile t and what they do to the rows.
 
-        Returns (Handed, Rows); `places` are those of tiles t + 1 and t + 2.
+        Returns (Handed, Rows); `place` is that of tile t + 1.
         """
         if kind.before:
             rows = self.other_tile(cta, o_acc, t - 1, rows)
@@ -444,11 +447,9 @@ class LatentKernel:
         if kind.before:
             plgpu.wgmma_wait(0 if cta.q_rest is None else self.matmuls.count)
             if kind.loads:
-                self.reload(cta, t + 1, places[0], cta.other, cta.wg)
+                self.reload(cta, t + 1, place, cta.other, cta.wg)
         self.multiply_halves(cta, s_acc)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-        if kind.loads and cta.q_rest is not None:
-            self.reload(cta, t + 2, places[1], cta.wg, REST)
         spec, shape = self.problem.spec, (WARPGROUP_ROWS, KEYS)
         tile = RegisterTile(jnp.int32(0), cta.key(t), shape, interpret=self.interpret)
         limits = tile.limits(spec.mask, cta.end) if kind.masked else Limits()
