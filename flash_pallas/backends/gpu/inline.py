@@ -227,6 +227,24 @@ def lazy_max(old, new, slack: float, interpret: bool):
     return pick(old, new), vote(old, new)
 
 
+def _some_differ_body(value, _, rows):
+    some = None
+    for register in rows.registers.flat:
+        bit = arith.cmpf(arith.CmpFPredicate.UNE, at(register, 0), f32_constant(value))
+        some = bit if some is None else arith.ori(some, bit)
+    return mgpu.FragmentedArray.splat(of_some_lane(some), (), is_signed=True)
+
+
+def some_differ(rows, value: float, interpret: bool):
+    """Returns i32, uniform over a warp: 1 if one of its rows, f32 in the layout ROWS, differs."""
+    if interpret:
+        return jnp.int32(1)
+    vote = plgpu.inline_mgpu(
+        arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+    )(functools.partial(_some_differ_body, value))
+    return vote(rows)
+
+
 def _exceeds_body(limit, _, sums):
     most = None
     for register in sums.registers.flat:

@@ -118,7 +118,8 @@ class ForwardKernel(WideKernel):
 
     def store(self, cta: WideCta, state: Rows, found):
         spec, problem = self.problem.spec, self.problem
-        l = self.joined_sums(cta, state)
+        l = plgpu.layout_cast(state.l.sum(axis=1), inline.ROWS)
+        l = l + self.of_other(cta, cta.tiles.total, l)
         m, shift = online_softmax.settled(state.maxima)
         sink, sinks = None, cta.gmem.auxiliary.sinks
         if sinks is not None:
@@ -139,11 +140,6 @@ class ForwardKernel(WideKernel):
 
         scale = inverse * gain
         self.store_chunks(cta, o, [x * per_row(scale, x.shape) for x in found])
-
-    def joined_sums(self, cta: WideCta, state: Rows):
-        """Returns the sums of both warpgroups' weights, f32[64]."""
-        l = plgpu.layout_cast(state.l.sum(axis=1), inline.ROWS)
-        return l + self.of_other(cta, cta.tiles.total, l)
 
     def write_rows(self, cta: WideCta, out, x):
         """Writes f32[64] through shared memory that the other warpgroup no longer reads."""

@@ -57,7 +57,7 @@ class WideCta:
     """Refs, rings and place of one CTA, as one of its warpgroups sees them.
 
     Attributes:
-        gmem: operands in device memory, BackwardArrays or latent.LatentGmem.
+        gmem: operands in device memory.
         out: results in device memory.
         smem: shared memory.
         bars: its mbarriers.
@@ -70,7 +70,7 @@ class WideCta:
         first: number of the first chunk of this step, or its slot, see WideKernel.divides_once.
     """
 
-    gmem: Any
+    gmem: BackwardArrays
     out: Any
     smem: WideSmem
     bars: WideBarriers
@@ -138,15 +138,11 @@ class WideKernel:
             tiles=column_tiles(self.problem, gmem, self.role.q_axis, (batch, head, block)),
             wg=lax.axis_index("wg"),
         )
-        self.run(cta)
-
-    def run(self, cta: WideCta):
-        """Runs a CTA whose place and tiles are known."""
         self.load_first(cta)
         self.store_weights(cta, (jnp.zeros((WARPGROUP_ROWS, WARPGROUP_ROWS), self.problem.dtype),))
         result = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
         accumulators = (result,) * self.chunks.results
-        plgpu.barrier_wait(cta.bars.own)
+        plgpu.barrier_wait(bars.own)
         state, found = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
         self.drain(cta)
         self.store(cta, state, found)
@@ -155,13 +151,9 @@ class WideKernel:
         """Sums the results over all tiles; returns (state, results), f32[64, width] each."""
         state = self.fold(cta, accumulators)
         total = cta.tiles.total
-        for _ in self.last_sums(self.at_step(cta, total), total, accumulators):
+        for _ in self.sums(self.at_step(cta, total), total, accumulators):
             pass
         return state, [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
-
-    def last_sums(self, cta: WideCta, n, accumulators):
-        """Returns `sums` of the last tile."""
-        return self.sums(cta, n, accumulators)
 
     @property
     def accumulator(self):
@@ -252,12 +244,10 @@ class WideKernel:
         steps = lax.max(n - 1, jnp.int32(0)), lax.min(n, last), lax.min(n + 1, last)
         found = (self.column_tile(cta, step) for step in steps)
         near = tuple((head, block * COLUMNS) for head, block in found)
-        return dataclasses.replace(cta, near=near, first=self.first_slot(n))
-
-    def first_slot(self, n):
-        """Returns `WideCta.first` of the n-th step."""
         first = n * self.chunks.total
-        return lax.rem(hidden(first), jnp.int32(self.blocks.chunks)) if self.divides_once else first
+        if self.divides_once:
+            first = lax.rem(hidden(first), jnp.int32(self.blocks.chunks))
+        return dataclasses.replace(cta, near=near, first=first)
 
     @property
     def divides_once(self) -> bool:
@@ -287,10 +277,6 @@ class WideKernel:
         slot = self.slot(cta, position)
         plgpu.barrier_wait(self.full(cta, slot))
         return cta.smem.ring.at[cta.wg, hidden(slot)]
-
-    def summed_chunk(self, cta: WideCta, position: int):
-        """Returns a chunk of the summed operand, which has arrived."""
-        return self.arrived(cta, position)
 
     def reload(self, cta: WideCta, n, position: int):
         """Loads another chunk in place of one of the n-th step, which has been read."""
@@ -378,7 +364,7 @@ class WideKernel:
                 weights = self.matmuls.load_parts(cta.smem.weights.at[part], inline.WGMMA)
                 if part == WARPGROUPS - 1:
                     plgpu.barrier_arrive(cta.bars.weights_empty)
-            self.matmuls.multiply(accumulator, weights, self.summed_chunk(cta, places[i]))
+            self.matmuls.multiply(accumulator, weights, self.arrived(cta, places[i]))
             yield
         plgpu.wgmma_wait(1)
         self.reload(cta, n, places[-2])
