@@ -248,6 +248,7 @@ class Engine:
         max_seqs: int = 64,
         max_tokens_per_step: int = 512,
         share_prefixes: bool = True,
+        batch_by_batch: bool = False,
     ):
         """Makes an engine with an empty cache.
 
@@ -260,6 +261,8 @@ class Engine:
             max_tokens_per_step: most tokens of a step, at least max_seqs, so that every sequence
                 gets its token. More of them serve prompts faster, and delay the tokens of others.
             share_prefixes: let requests that begin with the same full pages share them.
+            batch_by_batch: serve as without continuous batching, to compare with it: requests join
+                a batch until one of it ends, and the next batch begins when all have.
 
         Raises:
             ValueError: max_tokens_per_step is less than max_seqs.
@@ -271,6 +274,7 @@ class Engine:
             )
         self.model, self.pool = model, PagePool(num_pages, page_size)
         self.max_seqs, self.share_prefixes = max_seqs, share_prefixes
+        self.batch_by_batch, self._closed = batch_by_batch, False
         self.max_pages = min(-(-max_context // page_size), num_pages)
         self.max_context = min(max_context, self.max_pages * page_size)
         self.token_sizes = [min(SMALLEST_STEP, max_tokens_per_step)]
@@ -417,6 +421,7 @@ class Engine:
         only the head of the queue is admitted, so that a long request is not passed by short ones.
         """
         plan = []
+        self._closed &= bool(self._running)
         for request in list(self._running):
             # One of those after the first may have been preempted for those before it.
             if request.state == "running" and request.missing == 1 and self._make_room(request):
@@ -438,7 +443,7 @@ class Engine:
 
     def _admit(self) -> Request | None:
         """Makes the request that waits longest a running one; None where it has to wait."""
-        if not self._waiting or len(self._running) == self.max_seqs:
+        if not self._waiting or len(self._running) == self.max_seqs or self._closed:
             return None
         request, size = self._waiting[0], self.pool.page_size
         if self.share_prefixes:
@@ -477,6 +482,7 @@ class Engine:
         return True
 
     def _end(self, request: Request, state: str) -> None:
+        self._closed |= self.batch_by_batch and request.state == "running"
         (self._running if request.state == "running" else self._waiting).remove(request)
         self._release(request)
         request.state = state

@@ -62,6 +62,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     number("--max-seqs", default=seqs, help="sequences of a step; default %(default)s")
     number("--max-tokens", default=tokens, help="tokens of a step; default %(default)s")
     parser.add_argument("--no-sharing", action="store_true", help="do not share prefixes")
+    told = "begin the next batch when all of one have ended, to compare with"
+    parser.add_argument("--batch-by-batch", action="store_true", help=told)
     parser.add_argument("--verify", action="store_true", help="recompute each request alone")
     parser.add_argument("--checkpoint", type=pathlib.Path, help="folder of `make demo`")
     parser.add_argument(
@@ -304,6 +306,7 @@ def main(given: list[str] | None = None) -> int:
         max_seqs=arguments.max_seqs,
         max_tokens_per_step=arguments.max_tokens,
         share_prefixes=not arguments.no_sharing,
+        batch_by_batch=arguments.batch_by_batch,
     )
     print(f"device: {jax.devices()[0].device_kind}\nattention runs on: {engine.explain()}")
     engine.warm_up()

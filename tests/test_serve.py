@@ -198,6 +198,25 @@ def test_sharing_prefixes_changes_no_token(model):
     assert found[0] == found[1]
 
 
+def test_batch_by_batch_takes_more_steps_for_the_same_tokens(model):
+    calls, steps, found = requests(2, 16), [], []
+    for one_by_one in (False, True):
+        limits = LIMITS | {"max_seqs": 4, "num_pages": 64}
+        engine = serving.Engine(model, batch_by_batch=one_by_one, **limits)
+        ended, begun_late = set(), 0
+        for prompt, count, options in calls:
+            engine.submit(prompt, count, **options)
+        while not engine.idle:
+            running = {request.id for request in engine._running}
+            ended |= {number for number, _, end in engine.step() if end}
+            new = {request.id for request in engine._running} - running
+            begun_late += bool(new and running - ended and ended & running)
+        assert (begun_late == 0) == one_by_one
+        steps.append(engine.steps)
+        found.append([request.new_tokens for request in engine.requests.values()])
+    assert found[0] == found[1] and steps[1] > 1.2 * steps[0]
+
+
 def test_streams_take_turns_and_stop_at_a_token(model):
     engine = serving.Engine(model, **LIMITS)
     prompt = np.arange(20)
