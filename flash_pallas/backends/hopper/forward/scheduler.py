@@ -249,15 +249,30 @@ def with_counter(kernel: Callable, results):
         results: shapes and dtypes of these arrays, a pytree.
     """
 
+    return with_state(kernel, jnp.zeros((1,), jnp.int32), results)[1]
+
+
+def with_state(kernel: Callable, state, results):
+    """Calls kernel(refs of `state`), which may change it in place.
+
+    Args:
+        kernel: function that returns arrays.
+        state: arrays, a pytree.
+        results: shapes and dtypes of what the kernel returns, a pytree.
+
+    Returns:
+        (`state` after the call, what the kernel returned).
+    """
+
     def run(refs):
-        counter, out = refs
-        found = jax.tree.leaves(kernel(counter))
+        changed, out = refs
+        found = jax.tree.leaves(kernel(changed))
         for ref, result in zip(jax.tree.leaves(out), found, strict=True):
             ref[...] = result
 
-    # Only the counter is set to 0: the results are overwritten, and XLA drops their zeros.
+    # The results are overwritten, and XLA drops their zeros.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
-    return pl.run_state(run)((jnp.zeros((1,), jnp.int32), zeros))[1]
+    return pl.run_state(run)((state, zeros))
 
 
 def _claim_body(num_ctas: int, _, counter, place, order=None):

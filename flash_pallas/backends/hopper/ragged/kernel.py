@@ -21,17 +21,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import ragged
+from ....core.integers import round_up
 from ....core.mask import Limits, Mask
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs
-from ....core.ragged import RaggedOperands, RaggedProblem, RaggedSpec
+from ....core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ....core.scores import TileInputs
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..decode.kernel import decode_packed
+from ..decode.plan import Packed
 from ..forward.kernel import forward_teams
-from ..forward.scheduler import TileScheduler, with_counter
+from ..forward.scheduler import TileScheduler, with_state
 from ..forward.tiles import (
     PER_ROW,
     ForwardBlocks,
@@ -64,6 +67,7 @@ def ragged_chunks(
     operands: RaggedOperands,
     num_sms: int,
     interpret: bool,
+    into: Into | None = None,
 ) -> Outputs:
     """Computes the rows of the sequences with more than `step_tokens` queries.
 
@@ -73,10 +77,11 @@ def ragged_chunks(
         operands: operands `in_range`.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
+        into: where to write o; None: a new array.
 
     Returns:
         Outputs: o [tokens, N, Hv], 0 in rows of no sequence, lse_log2 and shift f32[N, tokens]. In
-        other rows anything.
+        other rows anything; of o what `into` has there.
     """
     forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
     blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
@@ -116,24 +121,70 @@ def ragged_chunks(
         ),
     )
     per_row = float32((1, heads, q.shape[1]))
+    o = jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype)
     out = Outputs(
-        o=jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype),
+        o=o if into is None else None,
         lse_log2=per_row,
         shift=per_row if plan.limit else None,
     )
     call = functools.partial(
         launch,
         out=(out,),
-        scratch=(scratch(forward, blocks, page_size, q, operands.v, out.o),),
+        scratch=(scratch(forward, blocks, page_size, q, operands.v, o),),
         grid={"cta": scheduler.num_ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_ragged",
         interpret=interpret,
     )
-    run = lambda counter: call(functools.partial(ragged_cta, plan, counter))(gmem)[0]
-    found = with_counter(run, out) if scheduler.dynamic else run(None)
+    run = lambda state: call(functools.partial(ragged_cta, plan, state))(gmem)[0]
+    if into is None:
+        into = Into(None, jnp.zeros((1,), jnp.int32))
+    else:
+        into = into._replace(o=into.o.reshape(o.shape))
+    state, found = with_state(run, into if scheduler.dynamic else into._replace(counter=None), out)
+    whole = found.o if state.o is None else state.o
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
-    return Outputs(found.o[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+    return Outputs(whole[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+
+
+class Into(NamedTuple):
+    """Arrays of a launch before this one, which it writes into."""
+
+    o: Any  # [tokens rounded up to LENGTH_MULTIPLE, N, Hv]; None: a new one
+    counter: Any  # int32[1], 0
+
+
+def attend_packed(
+    blocks: RaggedBlocks, spec: RaggedSpec, operands: RaggedOperands, num_sms: int, interpret: bool
+) -> Outputs:
+    """Computes steps of one token and chunks of prompts, both in the rows of packed q and o.
+
+    The chunks come second: by then the launch of the steps has set their counter to 0.
+
+    Args:
+        blocks: tile sizes, of `DecodeBlocks` and `ForwardBlocks`.
+        spec: one with a step of one token, and no shared prefix.
+        operands: the arrays of the call.
+        num_sms: number of SMs.
+        interpret: run by the interpreter.
+    """
+    operands = ragged.in_range(operands)
+    problem, (first, count) = (
+        ragged.describe(operands, spec),
+        ragged.rows_of(operands, least=1, most=1),
+    )
+    packed = Packed(
+        rows=jnp.where(count > 0, first, -1), tokens=round_up(problem.tokens, LENGTH_MULTIPLE)
+    )
+    given = ragged.decode_operands(operands, operands.q)._replace(
+        kv_lengths=jnp.where(count > 0, operands.kv_lengths, 0)
+    )
+    steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
+    into = Into(steps.o, counter)
+    chunks = ragged_chunks(blocks.chunks, problem, operands, num_sms, interpret, into)
+    none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)
+    # XLA drops the other o.
+    return ragged.join(spec, operands, steps._replace(o=none), chunks)._replace(o=chunks.o)
 
 
 def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Outputs) -> Outputs:
@@ -152,8 +203,9 @@ def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: O
     return ragged.join(spec, operands, steps, chunks)._replace(o=o)  # XLA drops the other o
 
 
-def ragged_cta(plan: RaggedPlan, counter, gmem: ForwardGmem, out: Outputs, smem):
+def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, smem):
     """Runs a CTA, if there are so many tiles; see ForwardCta for the arguments."""
+    counter, out = state.counter, out if state.o is None else out._replace(o=state.o)
     exists = lax.axis_index("cta") < gmem.ragged.tiles[0, 0]
     pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, None, smem))
 
