@@ -192,6 +192,13 @@ class TileScheduler:
         plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
         return number, self.exists(cta, number)
 
+    def claim_ahead(self, cta, n):
+        """Claims what `claimed` returns, before the n-th tile is loaded; here it does nothing."""
+
+    def claimed(self, cta, n):
+        """Returns what `claim` does, when the n-th tile has been loaded."""
+        return self.claim(cta, n)
+
     def following(self, cta, n):
         """Waits for what the producer's `claim` returns, in a compute warpgroup once per tile."""
         if not self.dynamic:

@@ -34,7 +34,7 @@ from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode.kernel import decode_packed
 from ..decode.plan import Packed
 from ..forward.kernel import forward_teams
-from ..forward.scheduler import TileScheduler, with_state
+from ..forward.scheduler import SLOTS, TileScheduler, with_state
 from ..forward.tiles import (
     PER_ROW,
     ForwardBlocks,
@@ -47,12 +47,9 @@ from ..forward.tiles import (
 from .rows import Some
 from .tiles import (
     EMPTY,
-    KeyBounds,
-    Sizes,
     TileRow,
     as_forward,
     chunk_tiles,
-    key_bounds,
     most_tiles,
     piece_rows,
     scratch,
@@ -116,7 +113,6 @@ def ragged_chunks(
         aux=plan.aux.arrays(others),
         ragged=RaggedGmem(
             operands.page_table,
-            key_bounds(operands),
             chunk_tiles(problem, operands, blocks.tile_rows),
         ),
     )
@@ -211,14 +207,33 @@ def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, s
 
 
 class ChunkScheduler(TileScheduler):
-    """Scheduler of the tiles of `chunk_tiles`, each of them for every head; see `RaggedCta.q_tile`.
+    """Scheduler of the tiles of `chunk_tiles`, at most `num_tiles`; see `RaggedCta.q_tile`.
 
-    There are at most `num_tiles`.
+    A tile is claimed while the one before is loaded: of prompts of 1k some have two KV blocks, in
+    which the counter, then the table, then the page table do not answer.
     """
 
     def exists(self, cta, number):
         """Returns whether there is a tile with this number, which was claimed."""
         return number < cta.gmem.ragged.tiles[0, 0]
+
+    def claim_ahead(self, cta, n):
+        """Claims the tile after the n-th.
+
+        Its slot is free: the producer has loaded Q of the n-th tile, so consumers are done with the
+        tile whose number lay there.
+        """
+        if self.dynamic:
+            self.claim(cta, n)
+
+    def claimed(self, cta, n):
+        """Returns (number of the tile after the n-th, whether it exists)."""
+        if not self.dynamic:
+            return self.claim(cta, n)
+        number = cta.smem.tile_numbers[lax.rem(n + 1, jnp.int32(SLOTS)), 0]
+        if not self.interpret:
+            number = number + jnp.int32(self.num_ctas)
+        return number, self.exists(cta, number)
 
 
 # --- The plan of a launch, and the refs of a CTA --------------------------------------------------
@@ -228,8 +243,7 @@ class RaggedGmem(NamedTuple):
     """Further operands in device memory."""
 
     page_table: Any  # int32[S, max_pages]
-    bounds: KeyBounds
-    tiles: Any  # int32[1 + tiles, 8], of `chunk_tiles`
+    tiles: Any  # int32[1 + tiles, 9], of `chunk_tiles`
 
 
 class Keys(NamedTuple):
@@ -287,22 +301,16 @@ class RaggedCta(ForwardCta):
     # --- tiles ------------------------------------------------------------------------------------
 
     def q_tile(self, number) -> QTile:
-        """Returns the Q tile with this number; for a number past the last one, any.
-
-        Some heads go through all tiles before the next ones do. Heads are fastest, so that those of
-        a group read the same keys at one time.
-        """
+        """Returns the Q tile with this number; for a number past the last one, any."""
         given = self.gmem.ragged.tiles
-        total, tiles, together = Sizes(*(given[0, i] for i in range(len(Sizes._fields))))
-        number = lax.min(number, total - 1)
-        section, within = lax.div(number, tiles * together), lax.rem(number, tiles * together)
-        at, member = lax.div(within, together), lax.rem(within, together)
-        rows = TileRow(*(given[1 + at, i] for i in range(len(TileRow._fields))))
+        at = lax.min(number, jnp.int32(self.plan.scheduler.num_tiles - 1)) + 1
+        rows = TileRow(*(given[at, i] for i in range(len(TileRow._fields))))
         found = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
         start = found.start if self.plan.masked_edges()[0] else 0
         count = lax.max(jnp.int32(found.stop - start), jnp.int32(1))
-        head = section * together + member
-        return QTile(rows.seq, head, at, rows.position, start, count, ragged=rows)
+        # The index of the tile is for side inputs by row, of which there are none.
+        index = jnp.int32(0)
+        return QTile(rows.seq, rows.head, index, rows.position, start, count, ragged=rows)
 
     def kv_blocks(self, rows: TileRow, position, number: int, *, whole: bool = False):
         """Returns the BlockRange of so many queries from this position on.
@@ -356,7 +364,7 @@ class RaggedCta(ForwardCta):
 
         What the producer can read anew it does not hold: it has 24 registers.
         """
-        plan, given, seq = self.plan, self.gmem.ragged, tile.batch
+        plan, seq = self.plan, tile.batch
         page, row, first = block * plan.pieces, 0, block * plan.blocks.block_kv
         if plan.pieces == 1:
             blocks = jnp.int32(plan.page_size // plan.piece_rows)  # of a page
@@ -367,8 +375,8 @@ class RaggedCta(ForwardCta):
             row=row,
             seq=seq,
             head=lax.div(tile.head, jnp.int32(plan.problem.group)),
-            before=given.bounds.starts[seq] - first if plan.starts else None,
-            valid=given.bounds.lengths[seq] - first,
+            before=tile.ragged.start - first if plan.starts else None,
+            valid=tile.ragged.length - first,
         )
 
     def place(self, seq, page):
