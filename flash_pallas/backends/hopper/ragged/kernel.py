@@ -303,14 +303,14 @@ class RaggedCta(ForwardCta):
     def q_tile(self, number) -> QTile:
         """Returns the Q tile with this number; for a number past the last one, any."""
         given = self.gmem.ragged.tiles
+        # An address that is known again behind the loop over keys would be held over it.
+        number = lax.optimization_barrier(number)
         at = lax.min(number, jnp.int32(self.plan.scheduler.num_tiles - 1)) + 1
         rows = TileRow(*(given[at, i] for i in range(len(TileRow._fields))))
         found = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
         start = found.start if self.plan.masked_edges()[0] else 0
         count = lax.max(jnp.int32(found.stop - start), jnp.int32(1))
-        # The index of the tile is for side inputs by row, of which there are none.
-        index = jnp.int32(0)
-        return QTile(rows.seq, rows.head, index, rows.position, start, count, ragged=rows)
+        return QTile(rows.seq, rows.head, at, rows.position, start, count, ragged=rows)
 
     def kv_blocks(self, rows: TileRow, position, number: int, *, whole: bool = False):
         """Returns the BlockRange of so many queries from this position on.
@@ -365,6 +365,7 @@ class RaggedCta(ForwardCta):
         What the producer can read anew it does not hold: it has 24 registers.
         """
         plan, seq = self.plan, tile.batch
+        own = lambda name: self.gmem.ragged.tiles[tile.block, TileRow._fields.index(name)]
         page, row, first = block * plan.pieces, 0, block * plan.blocks.block_kv
         if plan.pieces == 1:
             blocks = jnp.int32(plan.page_size // plan.piece_rows)  # of a page
@@ -375,8 +376,8 @@ class RaggedCta(ForwardCta):
             row=row,
             seq=seq,
             head=lax.div(tile.head, jnp.int32(plan.problem.group)),
-            before=tile.ragged.start - first if plan.starts else None,
-            valid=tile.ragged.length - first,
+            before=own("start") - first if plan.starts else None,
+            valid=own("length") - first,
         )
 
     def place(self, seq, page):
