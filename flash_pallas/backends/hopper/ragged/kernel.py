@@ -365,7 +365,6 @@ class RaggedCta(ForwardCta):
         What the producer can read anew it does not hold: it has 24 registers.
         """
         plan, seq = self.plan, tile.batch
-        own = lambda name: self.gmem.ragged.tiles[tile.block, TileRow._fields.index(name)]
         page, row, first = block * plan.pieces, 0, block * plan.blocks.block_kv
         if plan.pieces == 1:
             blocks = jnp.int32(plan.page_size // plan.piece_rows)  # of a page
@@ -376,8 +375,8 @@ class RaggedCta(ForwardCta):
             row=row,
             seq=seq,
             head=lax.div(tile.head, jnp.int32(plan.problem.group)),
-            before=own("start") - first if plan.starts else None,
-            valid=own("length") - first,
+            before=tile.ragged.start - first if plan.starts else None,
+            valid=tile.ragged.length - first,
         )
 
     def place(self, seq, page):
