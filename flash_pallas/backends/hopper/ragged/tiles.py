@@ -191,7 +191,8 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     of = lambda x: x[seq]  # of the tiles' sequences, here in the order of rows
     row = of(first - before) + (index - of(stops - tiles)) * tile_rows
     lengths = _and(operands.kv_lengths, 0, 0)
-    position = of(lengths - count - first) + row
+    position_of_row_0 = lengths - count - first
+    position = of(position_of_row_0) + row
     start, left = _lower_bounds(problem, operands)
     keys = jnp.minimum(position + tile_rows, of(lengths))
     keys -= jnp.maximum(jnp.maximum(position - of(left), of(start)), 0)
@@ -205,7 +206,7 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
         seq=seq,
         head=head,
         row=row,
-        position=of(lengths - count - first) + row,
+        position=of(position_of_row_0) + row,
         low=jnp.clip(of(first) - row, 0, tile_rows),
         high=jnp.clip(of(first + count) - row, 0, tile_rows),
         length=of(lengths),
