@@ -44,13 +44,12 @@ def test_heads_in_sections(monkeypatch):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("sides", [(), ("sinks", "slopes")], ids=["plain", "modifiers"])
+@pytest.mark.parametrize(("num_splits", "sides"), [(1, ()), (2, ("sinks", "slopes"))])
 def test_steps_read_and_write_packed_rows(num_splits, sides, monkeypatch):
     """Runs steps between prompts, a sequence without queries, and rows of no sequence."""
     backends = {"hopper": HopperBackend(interpret=True, num_sms=2), "xla": XlaBackend()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
-    mix = Mix("steps", (1, 11, 1, 0, 1), (40, 30, 130, 9, 31), 21, N=4, K=2, sides=sides)
+    mix = Mix("steps", (1, 11, 1, 0), (40, 30, 130, 9), 21, sides=sides)
     with race_checked():
         found, whole = run_public(mix, num_splits)
     assert_matches_oracle(mix, found, whole, least=1)

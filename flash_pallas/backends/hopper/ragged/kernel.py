@@ -55,6 +55,8 @@ from .tiles import (
     scratch,
 )
 
+WARPS = 4  # of a warpgroup
+
 # --- The launch -----------------------------------------------------------------------------------
 
 
@@ -82,18 +84,7 @@ def ragged_chunks(
     """
     forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
     blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
-    tiles, heads = most_tiles(problem, blocks.tile_rows), forward.q_heads
-    scheduler = ChunkScheduler(
-        batch=1,
-        heads=heads,
-        q_tiles=tiles,
-        swizzle_heads=1,
-        longest_first=False,
-        num_ctas=min(num_sms, tiles * heads) if blocks.persistent else tiles * heads,
-        uses_table=False,
-        dynamic=claims_tiles(forward, blocks),
-        interpret=interpret,
-    )
+    scheduler = ChunkScheduler.of_chunks(problem, blocks, num_sms, interpret)
     plan = RaggedPlan(
         *(forward, blocks, scheduler, interpret),
         page_size=page_size,
@@ -116,7 +107,7 @@ def ragged_chunks(
             chunk_tiles(problem, operands, blocks.tile_rows),
         ),
     )
-    per_row = float32((1, heads, q.shape[1]))
+    per_row = float32((1, forward.q_heads, q.shape[1]))
     o = jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype)
     out = Outputs(
         o=o if into is None else None,
@@ -165,21 +156,16 @@ def attend_packed(
         interpret: run by the interpreter.
     """
     operands = ragged.in_range(operands)
-    problem, (first, count) = (
-        ragged.describe(operands, spec),
-        ragged.rows_of(operands, least=1, most=1),
-    )
-    packed = Packed(
-        rows=jnp.where(count > 0, first, -1), tokens=round_up(problem.tokens, LENGTH_MULTIPLE)
-    )
-    given = ragged.decode_operands(operands, operands.q)._replace(
-        kv_lengths=jnp.where(count > 0, operands.kv_lengths, 0)
-    )
+    problem = ragged.describe(operands, spec)
+    first, count = ragged.rows_of(operands, least=1, most=1)
+    tokens = round_up(problem.tokens, LENGTH_MULTIPLE)
+    packed = Packed(jnp.where(count > 0, first, -1), tokens)
+    lengths = jnp.where(count > 0, operands.kv_lengths, 0)
+    given = ragged.decode_operands(operands, operands.q)._replace(kv_lengths=lengths)
     steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
     into = Into(steps.o, counter)
     chunks = ragged_chunks(blocks.chunks, problem, operands, num_sms, interpret, into)
-    none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)
-    # XLA drops the other o.
+    none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
     return ragged.join(spec, operands, steps._replace(o=none), chunks)._replace(o=chunks.o)
 
 
@@ -212,6 +198,24 @@ class ChunkScheduler(TileScheduler):
     A tile is claimed while the one before is loaded: of prompts of 1k some have two KV blocks, in
     which the counter, then the table, then the page table do not answer.
     """
+
+    @classmethod
+    def of_chunks(
+        cls, problem: RaggedProblem, blocks: ForwardBlocks, num_sms: int, interpret: bool
+    ) -> ChunkScheduler:
+        """Returns the scheduler of all tiles that there may be; see `ragged_chunks`."""
+        tiles, heads = most_tiles(problem, blocks.tile_rows), problem.steps.q_heads
+        return cls(
+            batch=1,
+            heads=heads,
+            q_tiles=tiles,
+            swizzle_heads=1,
+            longest_first=False,
+            num_ctas=min(num_sms, tiles * heads) if blocks.persistent else tiles * heads,
+            uses_table=False,
+            dynamic=claims_tiles(as_forward(problem), blocks),
+            interpret=interpret,
+        )
 
     def exists(self, cta, number):
         """Returns whether there is a tile with this number, which was claimed."""
@@ -385,7 +389,8 @@ class RaggedCta(ForwardCta):
         last, most = (jnp.int32(size - 1) for size in table.shape)
         pages = jnp.int32(self.gmem.k.shape[0] - 1)
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
-        return lax.clamp(jnp.int32(0), table[lax.min(seq, last), lax.min(page, most)], pages)
+        found = table[lax.min(seq, last), lax.min(page, most)]
+        return lax.min(lax.max(found, jnp.int32(0)), pages)
 
     def copy_k(self, keys: Keys, slot, full):
         """Issues the copies of a block of K, at `keys_at`, into its slot."""
@@ -415,8 +420,10 @@ class RaggedCta(ForwardCta):
     def copy(self, source, keys: Keys, target, barrier):
         """Issues the copies of a block's pieces; each arrives once.
 
-        They are a loop, in which the place of the next page is read before a copy is issued: eight
-        places at one time, and code for each, take more registers than the producer has.
+        Four or more are shared between the warps, as a copy takes some 25 instructions, which wait
+        for one another. Fewer are a loop, in which the place of the next page is read before a copy
+        is issued. Each warp has places of its own, but the first is read before the wait for the
+        slot, which brings all of a block's into the L1.
         """
         size, pieces = self.plan.piece_rows, self.plan.pieces
         if pieces == 1:
@@ -424,13 +431,28 @@ class RaggedCta(ForwardCta):
             plgpu.copy_gmem_to_smem(rows, target, barrier)
             return
 
-        def each(i, place):
-            following = self.place(keys.seq, keys.page + i + 1)
-            piece = target.at[pl.ds(i * size, size)]
+        def issue(n, place):
+            piece = target.at[pl.ds(n * size, size)]
             plgpu.copy_gmem_to_smem(source.at[place, :, keys.head], piece, barrier)
+
+        if pieces % WARPS == 0:
+            each = pieces // WARPS
+
+            @plgpu.warp_map
+            def _(warp):
+                for i in range(each):
+                    n = warp * each + i
+                    place = self.place(keys.seq, keys.page + n)
+                    issue(n, place if i else lax.select(n == 0, keys.place, place))
+
+            return
+
+        def one(n, place):
+            following = self.place(keys.seq, keys.page + n + 1)
+            issue(n, place)
             return following
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), each, keys.place)
+        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), one, keys.place)
 
     def store_rows(self, tile: QTile, wg, staging):
         """Copies the results of a warpgroup's rows, those that are of the tile's sequence."""
