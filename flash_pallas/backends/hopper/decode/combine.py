@@ -22,7 +22,7 @@ from ....core.problem import Outputs
 from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
 from ..common.pipeline import row_buffer
-from .plan import JOINING_THREADS, DecodePlan, DecodeResults, Packed, combined_columns
+from .plan import JOINING_THREADS, DecodePlan, DecodeResults, Packed, combined_columns, packed_row
 from .tiles import takes_wide
 
 # Shares that a warpgroup joins, in straight-line code, so that all their loads are under way at one
@@ -58,9 +58,9 @@ class CombineKernel:
 
     plan: DecodePlan
 
-    def __call__(self, parts: DecodeResults, sinks, rows, out_o, out_lse, out_shift, *smem):
+    def __call__(self, parts: DecodeResults, sinks, ends, out_o, out_lse, out_shift, *smem):
         o, lse, shift = parts[:3]
-        packed = None if rows is None else rows[lax.axis_index("batch")]
+        packed = None if ends is None else packed_row(ends, lax.axis_index("batch"))
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
         in_group = lax.rem(row, group)
@@ -94,7 +94,7 @@ class CombineKernel:
     def store(self, found: Joined, out: DecodeResults, row: tuple, packed):
         """Divides by the sums and writes a row, (batch entry, query, query head).
 
-        `packed` is the row of packed o, of which there is none below 0; None: o is not packed.
+        `packed` is (row of packed o, whether it exists); None: o is not packed.
         """
         batch, query, q_head = row
         empty = found.sums == 0.0
@@ -105,9 +105,10 @@ class CombineKernel:
             target = self.own_columns(out.o.at[batch, query, q_head])
             _store(result, target, self.plan.interpret)
         else:
-            target = self.own_columns(out.o.at[lax.max(packed, jnp.int32(0)), q_head])
+            place, exists = packed
+            target = self.own_columns(out.o.at[place, q_head])
             store_o = functools.partial(_store, result, target, self.plan.interpret)
-            pl.when(packed >= 0)(store_o)
+            pl.when(exists)(store_o)
 
         def store_row():
             out.lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
@@ -289,4 +290,4 @@ def combine(
         interpret=plan.interpret,
     )
     joined = DecodeResults(*parts[:3])
-    return Outputs(*run(joined, sinks, None if packed is None else packed.rows))
+    return Outputs(*run(joined, sinks, None if packed is None else packed.ends))

@@ -121,9 +121,9 @@ def decode_packed(
     packed: Packed,
     interpret: bool,
 ) -> tuple[Outputs, Any]:
-    """Launches what `decode` does for entries of one query, which are rows of packed q and o.
+    """Launches what `decode` does for the entries of one query among rows of packed q and o.
 
-    The arrays are not gathered and scattered, which takes a launch each.
+    The arrays are not gathered and scattered, which takes a launch each, nor are lengths masked.
 
     Args:
         problem: as in `decode`, with one query and head dims of V up to 256.
@@ -162,7 +162,7 @@ def _launched(plan: DecodePlan, operands: DecodeOperands, packed: Packed | None)
         kv_starts=operands.kv_starts,
         window_left=operands.window_left,
         drafts=DraftArrays.of(problem, operands),
-        rows=None if packed is None else packed.rows,
+        ends=None if packed is None else packed.ends,
     )
     out = plan.result_shapes(None if packed is None else packed.tokens)
     run = launch(

@@ -40,7 +40,7 @@ class DecodeGmem(NamedTuple):
     kv_starts: Any = None  # int32[B], or None: key 0 is the first
     window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
     drafts: DraftArrays = DraftArrays()
-    rows: Any = None  # int32[B], of Packed
+    ends: Any = None  # int32[B + 1], of Packed
 
 
 class DecodeResults(NamedTuple):
@@ -56,10 +56,20 @@ class DecodeResults(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Queries of a batch, one of each entry, among the rows of packed arrays."""
+    """Queries of a batch among the rows of packed arrays, which hold other queries too.
 
-    rows: Any  # int32[B]: the row of each entry; below 0: it has none, and writes no o
+    An entry that has not just one row has no keys and writes no o.
+    """
+
+    ends: Any  # int32[B + 1]: entry b has the rows from ends[b] up to ends[b + 1]
     tokens: int  # number of rows of o
+
+
+def packed_row(ends, entry):
+    """Returns (row, exists) of an entry of `Packed`; row 0 where it has not just one."""
+    first = ends[entry]
+    exists = ends[entry + 1] - first == 1
+    return lax.select(exists, first, jnp.int32(0)), exists
 
 
 class Keys(NamedTuple):
@@ -160,17 +170,18 @@ class DecodePlan(DecodeLayout):
 
     def of_entry(self, cta: DecodeCta, x):
         """Returns q or o of the CTA's entry and head, [T, group, columns]; of no row row 0."""
-        if cta.gmem.rows is None:
+        if cta.gmem.ends is None:
             return x.at[cta.batch, :, cta.head]
-        row = lax.max(cta.gmem.rows[cta.batch], jnp.int32(0))
+        row, _ = packed_row(cta.gmem.ends, cta.batch)
         return x.at[pl.ds(row, 1), cta.head]
 
     def where_row(self, cta: DecodeCta, run: Callable[[], None]):
         """Calls `run` unless it would write the final o of an entry without a row."""
-        if cta.gmem.rows is None or self.several:
+        if cta.gmem.ends is None or self.several:
             run()
         else:
-            pl.when(cta.gmem.rows[cta.batch] >= 0)(run)
+            _, exists = packed_row(cta.gmem.ends, cta.batch)
+            pl.when(exists)(run)
 
     def q_swizzle(self, gmem: DecodeGmem) -> int:
         """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
@@ -220,6 +231,9 @@ class DecodePlan(DecodeLayout):
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         own = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[own], room)
+        if cta.gmem.ends is not None:
+            _, exists = packed_row(cta.gmem.ends, cta.batch)
+            length = lax.select(exists, length, jnp.int32(0))
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
         bounds = cta.gmem.kv_starts, cta.gmem.window_left

@@ -155,13 +155,10 @@ def attend_packed(
         num_sms: number of SMs.
         interpret: run by the interpreter.
     """
+    given = ragged.decode_operands(operands, operands.q)  # with lengths that the kernel clips
     operands = ragged.in_range(operands)
     problem = ragged.describe(operands, spec)
-    first, count = ragged.rows_of(operands, least=1, most=1)
-    tokens = round_up(problem.tokens, LENGTH_MULTIPLE)
-    packed = Packed(jnp.where(count > 0, first, -1), tokens)
-    lengths = jnp.where(count > 0, operands.kv_lengths, 0)
-    given = ragged.decode_operands(operands, operands.q)._replace(kv_lengths=lengths)
+    packed = Packed(operands.cu_q_lens, round_up(problem.tokens, LENGTH_MULTIPLE))
     steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
     into = Into(steps.o, counter)
     chunks = ragged_chunks(blocks.chunks, problem, operands, num_sms, interpret, into)

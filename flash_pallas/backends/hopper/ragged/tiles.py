@@ -183,14 +183,18 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     count = _and(count, ends[0], tokens - ends[-1])
     before = first % LENGTH_MULTIPLE  # rows of others in a sequence's first tile
     tiles = jnp.where(count > 0, -(-(count + before) // tile_rows), 0)
-    stops, most = jnp.cumsum(tiles), most_tiles(problem, tile_rows)
+    lengths = _and(operands.kv_lengths, 0, 0)
+    # One launch for both sums. Keys that do not fit into the L2 count as one more than do.
+    fitting, most = _fitting_keys(problem.steps), most_tiles(problem, tile_rows)
+    keys = jnp.where(count > 0, jnp.minimum(lengths, fitting + 1), 0)
+    stops, keys = jnp.cumsum(jnp.stack([tiles, keys]), axis=1)
+    together = _heads_together(problem.steps, keys[-1], fitting)
     index = jnp.arange(most, dtype=jnp.int32)
     # A comparison of all pairs is one small kernel, a binary search one for each of its steps.
     seq = jnp.sum(index[:, None] >= stops[None], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(seq, len(count) - 1)
     of = lambda x: x[seq]  # of the tiles' sequences, here in the order of rows
     row = of(first - before) + (index - of(stops - tiles)) * tile_rows
-    lengths = _and(operands.kv_lengths, 0, 0)
     position_of_row_0 = lengths - count - first
     position = of(position_of_row_0) + row
     start, left = _lower_bounds(problem, operands)
@@ -198,12 +202,13 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     keys -= jnp.maximum(jnp.maximum(position - of(left), of(start)), 0)
     keys = jnp.where(index < stops[-1], keys, -UNBOUNDED)
     _, seq, row = lax.sort((-keys, seq, row), num_keys=1, is_stable=True)
-    together = _heads_together(problem.steps, jnp.where(count > 0, lengths, 0))
-    at, head = _in_sections(stops[-1], together, (most, problem.steps.q_heads))
+    heads = problem.steps.q_heads
+    place = jnp.arange(1 + most * heads, dtype=jnp.int32)
+    at, head = _in_sections(jnp.maximum(place - 1, 0), stops[-1], together, (most, heads))
     seq, row = seq[at], row[at]
     of = lambda x: x[seq]
     table = TileRow(
-        seq=seq,
+        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # an array behind another is a launch
         head=head,
         row=row,
         position=of(position_of_row_0) + row,
@@ -213,19 +218,18 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
         start=of(start),
         left=of(left),
     )
-    total = jnp.pad((stops[-1:] * problem.steps.q_heads)[None], ((0, 0), (0, len(table) - 1)))
-    return jnp.concatenate([total, jnp.stack(table, axis=1)]).astype(jnp.int32)
+    return jnp.stack(table, axis=1).astype(jnp.int32)
 
 
-def _in_sections(tiles, together, most: tuple[int, int]):
-    """Returns (tile, head) of each pair of them, int32[most tiles * heads]; past the last any.
+def _in_sections(number, tiles, together, most: tuple[int, int]):
+    """Returns (tile, head) of pairs of them; past the last any.
 
     Args:
+        number: numbers of the pairs, int32.
         tiles: how many there are.
         together: how many heads go through all tiles before the next ones do.
         most: how many (tiles, heads) there may be.
     """
-    number = jnp.arange(most[0] * most[1], dtype=jnp.int32)
     of_section = jnp.maximum(tiles * together, 1)
     section, within = number // of_section, number % of_section
     head = section * together + within % together
@@ -249,10 +253,15 @@ def _lower_bounds(problem: RaggedProblem, operands: RaggedOperands):
     return start, jnp.full_like(lengths, UNBOUNDED if window is None else window)
 
 
-def _heads_together(steps: DecodeProblem, lengths):
+def _fitting_keys(steps: DecodeProblem) -> int:
+    """Returns the number of keys, of one head of K and V, that stay in L2."""
+    key_bytes = (steps.head_dim + steps.v_head_dim) * np.dtype(steps.kv_dtype).itemsize
+    return SWIZZLE_BYTES // key_bytes
+
+
+def _heads_together(steps: DecodeProblem, keys, fitting: int):
     """Returns the number of query heads whose keys stay in L2 together, those of one at least."""
-    keys = jnp.sum(lengths, dtype=jnp.float32)
-    most = SWIZZLE_BYTES / ((steps.head_dim + steps.v_head_dim) * np.dtype(steps.kv_dtype).itemsize)
-    divisors = [n for n in range(1, steps.kv_heads + 1) if steps.kv_heads % n == 0]
-    stay = [jnp.where(n * keys <= most, n, 1) for n in divisors]
-    return jnp.max(jnp.stack(stay)) * steps.group
+    most = jnp.int32(1)
+    for n in (n for n in range(2, steps.kv_heads + 1) if steps.kv_heads % n == 0):
+        most = jnp.where(keys <= fitting // n, n, most)
+    return most * steps.group
