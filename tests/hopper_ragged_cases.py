@@ -204,7 +204,7 @@ def run(mix: Mix, num_sms: int = 2, interpret: bool = True):
     return checks._jit(call)(given), whole
 
 
-def run_public(mix: Mix):
+def run_public(mix: Mix, num_splits: int = 1):
     """Runs ragged_paged_attention on the hopper backend; returns what `run` does."""
     given, whole = mix.operands()
     given = jax.tree.map(jnp.asarray, given._asdict())
@@ -218,7 +218,7 @@ def run_public(mix: Mix):
         step_tokens=mix.step_tokens,
         window=None if window is None else (window, 0),
         softcap=mix.softcap,
-        num_splits=1,
+        num_splits=num_splits,
         backend="hopper",
         return_lse=True,
     )

@@ -15,6 +15,7 @@ _MIX = "test_ragged.py::test_the_oracle[together]"
 _GUESS = "test_hopper_interpreted.py::test_forward_blocks[long_rising_float16_128]"
 
 _RAGGED = "test_hopper_ragged.py::test_chunks"
+_PACKED = "test_hopper_ragged.py::test_steps_read_and_write_packed_rows"
 
 _WIDE = "test_hopper_interpreted.py::test_wide_heads[wide_320_causal]"
 
@@ -206,7 +207,7 @@ SHARED_AND_HOPPER = (
              "high=jnp.clip(of(first + count) - row", "high=jnp.clip(of(first + count) - row + 1",
              _RAGGED + "[steps_between]"),
     Mutation("ragged, positions", "backends/hopper/ragged/tiles.py",
-             "of(lengths - count - first) + row", "of(lengths - count) + row",
+             "lengths - count - first", "lengths - count",
              _RAGGED + "[steps_between]"),
     Mutation("ragged, ends of the table", "backends/hopper/ragged/kernel.py",
              "lax.min(page, most)", "page", _RAGGED + "[steps_between]"),
@@ -226,7 +227,7 @@ SHARED_AND_HOPPER = (
              "problem.tokens // tile_rows + 1",
              "test_hopper_ragged.py::test_tiles_have_every_row_once"),
     Mutation("ragged, long tiles first", "backends/hopper/ragged/tiles.py",
-             "jnp.argsort(-keys", "jnp.argsort(keys",
+             "lax.sort((-keys", "lax.sort((keys",
              "test_hopper_ragged.py::test_tiles_have_every_row_once"),
     Mutation("ragged, rows of no sequence", "backends/hopper/ragged/tiles.py",
              "count = _and(count, ends[0], tokens - ends[-1])", "count = _and(count, 0, 0)",
@@ -234,6 +235,20 @@ SHARED_AND_HOPPER = (
     Mutation("ragged, rows of steps", "backends/hopper/ragged/kernel.py",
              "token[None] >= -count[:, None]", "token[None] < 0",
              "test_hopper_ragged.py::test_public_function"),
+    Mutation("ragged, tiles claimed ahead", "backends/hopper/ragged/kernel.py",
+             "lax.rem(n + 1, jnp.int32(SLOTS)), 0]", "lax.rem(n, jnp.int32(SLOTS)), 0]",
+             _RAGGED + "[steps_between]"),
+    Mutation("ragged, first page of a block", "backends/hopper/ragged/kernel.py",
+             "lax.select(n == 0, keys.place, place)", "keys.place", _RAGGED + "[steps_between]"),
+    Mutation("ragged, pages of a warp", "backends/hopper/ragged/kernel.py",
+             "n = warp * each + i", "n = warp * each", _PACKED + "[1-sides0]"),
+    Mutation("ragged, steps without a row", "backends/hopper/decode/plan.py",
+             "pl.when(exists)(run)", "run()", _PACKED + "[1-sides0]"),
+    Mutation("ragged, joined steps without a row", "backends/hopper/decode/combine.py",
+             "pl.when(exists)(store_o)", "store_o()", _PACKED + "[2-sides1]"),
+    Mutation("ragged, rows of packed queries", "backends/hopper/decode/plan.py",
+             "return x.at[pl.ds(row, 1), cta.head]", "return x.at[pl.ds(0, 1), cta.head]",
+             _PACKED + "[1-sides0]"),
     Mutation("ragged, what masks", "backends/hopper/ragged/kernel.py",
              "self.problem.spec.mask.left is not None, True",
              "self.problem.spec.mask.left is not None, False", _RAGGED + "[steps_between]"),
@@ -248,8 +263,8 @@ SHARED_AND_HOPPER = (
     Mutation("ragged, parts of a page", "backends/hopper/ragged/kernel.py",
              "lax.rem(block, blocks) * plan.piece_rows", "lax.rem(block, blocks) * 0",
              _RAGGED + "[everything]"),
-    Mutation("ragged, heads in sections", "backends/hopper/ragged/kernel.py",
-             "head = section * together + member", "head = section + member",
+    Mutation("ragged, heads in sections", "backends/hopper/ragged/tiles.py",
+             "head = section * together + within", "head = section + within",
              "test_hopper_ragged.py::test_heads_in_sections"),
     Mutation("no producer, next tile", "backends/hopper/forward/kernel.py",
              "number = lax.select(inside, number, ahead.following)", "number = ahead.number",

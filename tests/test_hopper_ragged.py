@@ -44,6 +44,19 @@ def test_heads_in_sections(monkeypatch):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize(("num_splits", "sides"), [(1, ()), (2, ("sinks", "slopes"))])
+def test_steps_read_and_write_packed_rows(num_splits, sides, monkeypatch):
+    """Runs steps between prompts, a sequence without queries, and rows of no sequence."""
+    backends = {"hopper": HopperBackend(interpret=True, num_sms=2), "xla": XlaBackend()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    mix = Mix("steps", (1, 11, 1, 0), (40, 30, 130, 9), 21, sides=sides)
+    with race_checked():
+        found, whole = run_public(mix, num_splits)
+    assert_matches_oracle(mix, found, whole, least=1)
+    assert np.all(np.isneginf(np.asarray(found[1])[:, sum(mix.counts) :]))
+
+
+@pytest.mark.interpret
 def test_public_function(monkeypatch):
     backends = {"hopper": HopperBackend(interpret=True, num_sms=2), "xla": XlaBackend()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
@@ -73,10 +86,15 @@ def test_tiles_have_every_row_once(step_tokens, tile_rows):
         counts, lengths = np.diff(ends), rng.integers(0, 300, seqs)
         given = problem_operands(lengths, ends, tokens)
         table = np.asarray(find(given))
-        total, number, together = table[0, :3]
-        assert total == number * steps.q_heads and number <= len(table) - 1 and together == 2
+        total = table[0, 0]
+        rows = table[1:].reshape(-1, steps.q_heads, table.shape[1])
+        number = total // steps.q_heads
+        assert total == number * steps.q_heads and number <= len(rows)
+        rows = rows[:number]
+        assert np.all(rows[:, :, 1] == np.arange(steps.q_heads))  # both heads go together
+        np.testing.assert_array_equal(rows[:, 0, 2:], rows[:, 1, 2:])
         seen, keys = np.zeros(tokens, int), []
-        for tile in (tiles.TileRow(*row) for row in table[1 : number + 1]):
+        for tile in (tiles.TileRow(*row) for row in rows[:, 0]):
             rows = tile.row + np.arange(tile.low, tile.high)
             seen[rows] += 1
             assert tile.row % 8 == 0 and len(rows) > 0

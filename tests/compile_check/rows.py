@@ -263,7 +263,6 @@ ALLOWED_SPILLS = {
     # warpgroups; none where there is no such branch. A step takes 9,000 cycles.
     ("flash_pallas_forward_wide", 512, "wide_512_everything"): 76,
     # Once per tile, or once: the number of the CTA or of a tile, an address.
-    ("flash_pallas_ragged", 64, "pages_128"): 8,
     ("flash_pallas_ragged", 128, "window_64"): 8,
     ("flash_pallas_ragged", 128, "starts_windows_16"): 8,
     ("flash_pallas_backward_wide_dq", 448, "wide_448_window_causal"): 12,
@@ -531,12 +530,25 @@ def _ragged_row(path: str, head_dim: int, name: str) -> Row:
     return Row(path, head_dim, "bfloat16", name, run, (operands,))
 
 
+def _whole_ragged_row(name: str, num_splits: int) -> Row:
+    """Returns the row of a whole call of an entry of RAGGED: decode, combine and chunks."""
+    spec, operands = ragged_call(128, name)
+    steps = dataclasses.replace(spec.decode, num_splits=num_splits)
+    spec = dataclasses.replace(spec, decode=steps)
+    backend = HopperBackend()
+    blocks = backend.ragged_blocks(ragged.describe(operands, spec))
+    run = lambda o: backend.ragged(spec, blocks, o)
+    return Row("steps and chunks", 128, "bfloat16", name, run, (operands,))
+
+
 def _ragged_rows() -> Iterator[Row]:
     for head_dim, name in itertools.product((64, 128, 256), RAGGED):
         if head_dim == 128 or name.startswith(("pages", "modifiers")):
             yield _ragged_row("ragged", head_dim, name)
     if trades_registers():
         yield _ragged_row("ragged" + ALONE, 128, "pages_16")
+    yield _whole_ragged_row("pages_128", num_splits=1)
+    yield _whole_ragged_row("pages_16", num_splits=4)
 
 
 def _rows_without_producer() -> Iterator[Row]:

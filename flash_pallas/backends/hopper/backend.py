@@ -58,7 +58,7 @@ from .forward.tiles import (
     native_problem,
     without_producer,
 )
-from .ragged.kernel import joined, ragged_chunks
+from .ragged.kernel import attend_packed, joined, ragged_chunks
 from .ragged.tiles import choose_chunk_blocks, unsupported_chunks
 from .tangent import launch as tangent_launch
 from .wide import latent
@@ -270,9 +270,11 @@ class HopperBackend:
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
+        how = {"num_sms": self.sms, "interpret": self.interpret}
         steps = step_decoder(self, spec, blocks)
         if isinstance(blocks.chunks, ForwardBlocks):
-            how = {"num_sms": self.sms, "interpret": self.interpret}
+            if spec.step_tokens == 1 and not spec.decode.shares_prefix:
+                return attend_packed(blocks, spec, operands, **how)
             chunks = functools.partial(ragged_chunks, blocks.chunks, **how)
             return attend_ragged(steps, chunks, spec, operands, joined)
         chunks = functools.partial(xla_ragged.chunks, blocks.chunks)

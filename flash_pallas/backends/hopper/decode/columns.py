@@ -66,7 +66,7 @@ class ColumnConsumer(Consumer):
         if not self.plan.in_registers:
             super().load_q(cta)
             return
-        source = cta.gmem.q.at[cta.batch, :, cta.head]
+        source = self.plan.of_entry(cta, cta.gmem.q)
         packed, swizzle = self.plan.packed(cta.tile), self.plan.q_swizzle(cta.gmem)
         load_scaled(packed, source, cta.smem.q, cta.smem.q_scale, swizzle)
         plgpu.commit_smem()

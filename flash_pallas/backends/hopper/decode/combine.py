@@ -22,7 +22,7 @@ from ....core.problem import Outputs
 from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
 from ..common.pipeline import row_buffer
-from .plan import JOINING_THREADS, DecodePlan, DecodeResults, combined_columns
+from .plan import JOINING_THREADS, DecodePlan, DecodeResults, Packed, combined_columns, packed_row
 from .tiles import takes_wide
 
 # Shares that a warpgroup joins, in straight-line code, so that all their loads are under way at one
@@ -58,7 +58,9 @@ class CombineKernel:
 
     plan: DecodePlan
 
-    def __call__(self, o, lse, shift, sinks, out_o, out_lse, out_shift, *smem):
+    def __call__(self, parts: DecodeResults, sinks, ends, out_o, out_lse, out_shift, *smem):
+        o, lse, shift = parts[:3]
+        packed = None if ends is None else packed_row(ends, lax.axis_index("batch"))
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
         in_group = lax.rem(row, group)
@@ -81,23 +83,32 @@ class CombineKernel:
         def finish(found):
             if sinks is not None:
                 found = self.join(found, self.sink(sinks[batch, q_head]))
-            row = batch, query, q_head
-            self.store(found, DecodeResults(out_o, out_lse, out_shift), row)
+            out = DecodeResults(out_o, out_lse, out_shift)
+            self.store(found, out, (batch, query, q_head), packed)
 
         if self.joiners == 1:
             finish(found)
         else:
             pl.when(wg == 0)(lambda: finish(self.handed_over(smem[0])))
 
-    def store(self, found: Joined, out: DecodeResults, row: tuple):
-        """Divides by the sums and writes a row, (batch entry, query, query head)."""
+    def store(self, found: Joined, out: DecodeResults, row: tuple, packed):
+        """Divides by the sums and writes a row, (batch entry, query, query head).
+
+        `packed` is (row of packed o, whether it exists); None: o is not packed.
+        """
         batch, query, q_head = row
         empty = found.sums == 0.0
         sums = jnp.where(empty, 1.0, found.sums)
         joined = found.most + jnp.log(sums) * softmax.LOG2E
         result = (found.o * (1.0 / sums)).astype(out.o.dtype)
-        target = self.own_columns(out.o.at[batch, query, q_head])
-        _store(result, target, self.plan.interpret)
+        if packed is None:
+            target = self.own_columns(out.o.at[batch, query, q_head])
+            _store(result, target, self.plan.interpret)
+        else:
+            place, exists = packed
+            target = self.own_columns(out.o.at[place, q_head])
+            store_o = functools.partial(_store, result, target, self.plan.interpret)
+            pl.when(exists)(store_o)
 
         def store_row():
             out.lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
@@ -248,20 +259,25 @@ def _store_body(_, row, target):
             scf.yield_([])
 
 
-def combine(plan: DecodePlan, parts: DecodeResults, sinks: Any) -> Outputs:
+def combine(
+    plan: DecodePlan, parts: DecodeResults, sinks: Any, packed: Packed | None = None
+) -> Outputs:
     """Launches the combine kernel.
 
     Args:
         plan: plan of the decode kernel.
         parts: results of the decode kernel, one for each share of the keys.
         sinks: f32[B, N], natural logits, or None.
+        packed: where o is packed; None: it is not.
 
     Returns:
-        Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].
+        Outputs: o [B, T, N, Hv], or packed [tokens, N, Hv], in q's dtype; lse_log2 and shift
+        f32[B, N, T].
     """
     problem = plan.problem
     heads = (problem.batch, problem.q_heads, problem.q_len)
-    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    lead = (problem.batch, problem.q_len) if packed is None else (packed.tokens,)
+    o_shape = (*lead, problem.q_heads, problem.v_head_dim)
     kernel = CombineKernel(plan)
     columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
     run = launch(
@@ -273,4 +289,5 @@ def combine(plan: DecodePlan, parts: DecodeResults, sinks: Any) -> Outputs:
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,
     )
-    return Outputs(*run(*parts, sinks))
+    joined = DecodeResults(*parts[:3])
+    return Outputs(*run(joined, sinks, None if packed is None else packed.ends))

@@ -70,7 +70,7 @@ class Consumer(abc.ABC):
 
     def load_q(self, cta: DecodeCta):
         """Loads the Q tile into shared memory, with zeros where it has more rows than there are."""
-        source = cta.gmem.q.at[cta.batch, :, cta.head]
+        source = self.plan.of_entry(cta, cta.gmem.q)
         packed, swizzle = self.plan.packed(cta.tile), self.plan.q_swizzle(cta.gmem)
 
         def load():
@@ -159,7 +159,7 @@ class Consumer(abc.ABC):
         plgpu.commit_smem()
         packed, target = self.plan.packed(cta.tile), self.plan.results(cta)
         if self.plan.parts == 1:
-            packed.store(cta.smem.o, target.o, swizzle)
+            self.plan.where_row(cta, lambda: packed.store(cta.smem.o, target.o, swizzle))
         else:
             self.publish_part(cta, target.o, swizzle)
 

@@ -16,6 +16,8 @@ O and the log-sum-exp of each share go to device memory; combine.py joins them.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +32,7 @@ from . import combine
 from .columns import ColumnConsumer
 from .dequantize_loads import DequantizingProducer
 from .loads import DecodeProducer
-from .plan import DecodeCta, DecodeGmem, DecodePlan, DecodeResults
+from .plan import DecodeCta, DecodeGmem, DecodePlan, DecodeResults, Packed
 from .rows import RowConsumer
 from .tiles import (
     COMPUTE_REGISTERS,
@@ -65,6 +67,9 @@ class DecodeKernel:
         if self.plan.shares:
             cta = dataclasses.replace(cta, v=cta.k)
         wg, parts = lax.axis_index("wg"), self.plan.parts
+        if cta.out.counter is not None:
+            first = (cta.batch + cta.head + cta.split + wg) == 0
+            pl.when(first)(functools.partial(_set, cta.out.counter, jnp.int32(0)))
         consumer = ColumnConsumer if self.plan.blocks.upright else RowConsumer
         producer = DequantizingProducer if self.plan.in_memory else DecodeProducer
         if parts == 1:
@@ -86,6 +91,10 @@ class DecodeKernel:
             producer(self.plan)(cta)
 
 
+def _set(counter, value):
+    counter[0] = value
+
+
 def decode(
     problem: DecodeProblem, blocks: DecodeBlocks, operands: DecodeOperands, interpret: bool
 ) -> Outputs:
@@ -100,13 +109,47 @@ def decode(
     Returns:
         Outputs: o [B, T, N, Hv] in q's dtype, lse_log2 and shift f32[B, N, T].
     """
-    plan = DecodePlan(problem, blocks, interpret)
+    out, _ = _launched(DecodePlan(problem, blocks, interpret), operands, None)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    return out._replace(o=out.o.reshape(o_shape))
+
+
+def decode_packed(
+    problem: DecodeProblem,
+    blocks: DecodeBlocks,
+    operands: DecodeOperands,
+    packed: Packed,
+    interpret: bool,
+) -> tuple[Outputs, Any]:
+    """Launches what `decode` does for the entries of one query among rows of packed q and o.
+
+    The arrays are not gathered and scattered, which takes a launch each, nor are lengths masked.
+
+    Args:
+        problem: as in `decode`, with one query and head dims of V up to 256.
+        blocks: as in `decode`.
+        operands: as in `decode`, with q [rows, N, H].
+        packed: where the queries are.
+        interpret: run by the interpreter.
+
+    Returns:
+        (Outputs with o [tokens, N, Hv], which may hold anything in other rows; int32[1], a 0 in
+        device memory that a launch behind this one may count in).
+    """
+    out, counter = _launched(DecodePlan(problem, blocks, interpret), operands, packed)
+    o_shape = (packed.tokens, problem.q_heads, problem.v_head_dim)
+    return out._replace(o=out.o.reshape(o_shape)), counter
+
+
+def _launched(plan: DecodePlan, operands: DecodeOperands, packed: Packed | None):
+    """Returns (Outputs in any shape of o, the counter or None) of `decode` or `decode_packed`."""
+    problem, blocks, interpret = plan.problem, plan.blocks, plan.interpret
     several = plan.several
     values = operands.v, operands.v_scale
     if operands.v is None:
         values = operands.k, operands.k_scale
     gmem = DecodeGmem(
-        q=plan.by_key_head(operands.q, 2),
+        q=plan.by_key_head(operands.q, 2 if packed is None else 1),
         k=operands.k,
         v=values[0],
         kv_lengths=operands.kv_lengths,
@@ -119,8 +162,9 @@ def decode(
         kv_starts=operands.kv_starts,
         window_left=operands.window_left,
         drafts=DraftArrays.of(problem, operands),
+        ends=None if packed is None else packed.ends,
     )
-    out = plan.result_shapes()
+    out = plan.result_shapes(None if packed is None else packed.tokens)
     run = launch(
         DecodeKernel(plan),
         out=tuple(out),
@@ -138,7 +182,7 @@ def decode(
     )
     parts = DecodeResults(*run(gmem))
     if several:
-        return combine.combine(plan, parts, operands.sinks)
+        return combine.combine(plan, parts, operands.sinks, packed), parts.counter
     heads = (problem.batch, problem.q_heads, problem.q_len)
-    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
-    return Outputs(parts.o.reshape(o_shape), parts.lse.reshape(heads), parts.shift.reshape(heads))
+    rows = (x.reshape(heads) for x in (parts.lse, parts.shift))
+    return Outputs(parts.o, *rows), parts.counter

@@ -27,7 +27,7 @@ JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one el
 class DecodeGmem(NamedTuple):
     """Operands in device memory; row r of a KV head is head r % group of query r // group."""
 
-    q: Any  # [B, T, K, group, H]
+    q: Any  # [B, T, K, group, H], or packed [tokens, K, group, H] where there are `rows`
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
     kv_lengths: Any  # int32[B], or int32[B, K] where heads have page tables
@@ -40,6 +40,7 @@ class DecodeGmem(NamedTuple):
     kv_starts: Any = None  # int32[B], or None: key 0 is the first
     window_left: Any = None  # int32[B], or None: the spec has the window, if there is one
     drafts: DraftArrays = DraftArrays()
+    ends: Any = None  # int32[B + 1], of Packed
 
 
 class DecodeResults(NamedTuple):
@@ -48,9 +49,27 @@ class DecodeResults(NamedTuple):
     The final o is in q's dtype.
     """
 
-    o: Any  # f32[B, K, splits, T, group, columns], or [B, T, K, group, Hv]
+    o: Any  # f32[B, K, splits, T, group, columns]; final [B, T, K, group, Hv], or [tokens, ...]
     lse: Any  # f32[B, K, splits, group, T], or f32[B, K, group, T]; base 2, EMPTY_ROW: no key seen
     shift: Any  # as lse; see core/softmax.py
+    counter: Any = None  # int32[1], set to 0 for a launch that follows, where queries are packed
+
+
+class Packed(NamedTuple):
+    """Queries of a batch among the rows of packed arrays, which hold other queries too.
+
+    An entry that has not just one row has no keys and writes no o.
+    """
+
+    ends: Any  # int32[B + 1]: entry b has the rows from ends[b] up to ends[b + 1]
+    tokens: int  # number of rows of o
+
+
+def packed_row(ends, entry):
+    """Returns (row, exists) of an entry of `Packed`; row 0 where it has not just one."""
+    first = ends[entry]
+    exists = ends[entry + 1] - first == 1
+    return lax.select(exists, first, jnp.int32(0)), exists
 
 
 class Keys(NamedTuple):
@@ -127,25 +146,42 @@ class DecodePlan(DecodeLayout):
         heads = self.problem.kv_heads, self.problem.group
         return x.reshape(*x.shape[:axis], *heads, *x.shape[axis + 1 :])
 
-    def result_shapes(self) -> DecodeResults:
-        """Returns the shapes and dtypes of what the launch returns."""
+    def result_shapes(self, tokens: int | None = None) -> DecodeResults:
+        """Returns the shapes and dtypes of what the launch returns; of packed o with `tokens`."""
         problem = self.problem
         lead, last = (problem.batch, problem.kv_heads), (problem.q_len, problem.group)
         if self.several:
             lead = (*lead, self.blocks.num_splits)
             o = float32((*lead, *last, combined_columns(self.head_dims[1])))
         else:
-            shape = (problem.batch, problem.q_len, *lead[1:], problem.group, problem.v_head_dim)
+            rows = (problem.batch, problem.q_len) if tokens is None else (tokens,)
+            shape = (*rows, *lead[1:], problem.group, problem.v_head_dim)
             o = jax.ShapeDtypeStruct(shape, problem.dtype)
         per_row = float32((*lead, *last[::-1]))
-        return DecodeResults(o, per_row, per_row)
+        counter = None if tokens is None else jax.ShapeDtypeStruct((1,), jnp.int32)
+        return DecodeResults(o, per_row, per_row, counter)
 
     def results(self, cta: DecodeCta) -> DecodeResults:
         """Returns where the CTA's rows go: o [T, group, columns], lse and shift [group, T]."""
         if self.several:
-            return DecodeResults(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out))
+            return DecodeResults(*(x.at[cta.batch, cta.head, cta.split] for x in cta.out[:3]))
         rows = (x.at[cta.batch, cta.head] for x in (cta.out.lse, cta.out.shift))
-        return DecodeResults(cta.out.o.at[cta.batch, :, cta.head], *rows)
+        return DecodeResults(self.of_entry(cta, cta.out.o), *rows)
+
+    def of_entry(self, cta: DecodeCta, x):
+        """Returns q or o of the CTA's entry and head, [T, group, columns]; of no row row 0."""
+        if cta.gmem.ends is None:
+            return x.at[cta.batch, :, cta.head]
+        row, _ = packed_row(cta.gmem.ends, cta.batch)
+        return x.at[pl.ds(row, 1), cta.head]
+
+    def where_row(self, cta: DecodeCta, run: Callable[[], None]):
+        """Calls `run` unless it would write the final o of an entry without a row."""
+        if cta.gmem.ends is None or self.several:
+            run()
+        else:
+            _, exists = packed_row(cta.gmem.ends, cta.batch)
+            pl.when(exists)(run)
 
     def q_swizzle(self, gmem: DecodeGmem) -> int:
         """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
@@ -195,6 +231,9 @@ class DecodePlan(DecodeLayout):
         room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         own = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
         length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[own], room)
+        if cta.gmem.ends is not None:
+            _, exists = packed_row(cta.gmem.ends, cta.batch)
+            length = lax.select(exists, length, jnp.int32(0))
         position = length - self.problem.q_len if offset is None else offset[cta.batch]
         first, last = self.queries(cta.tile)
         bounds = cta.gmem.kv_starts, cta.gmem.window_left

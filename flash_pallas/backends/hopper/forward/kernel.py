@@ -479,6 +479,7 @@ def load_tile(cta: ForwardCta, n, number, used):
     the next tile, (its number, whether it exists)).
     """
     tile, persistent = cta.q_tile(number), cta.plan.blocks.persistent
+    cta.plan.scheduler.claim_ahead(cta, n)
 
     @pl.loop(jnp.int32(1), tile.kv_blocks)
     def _(j):
@@ -486,7 +487,7 @@ def load_tile(cta: ForwardCta, n, number, used):
         load_v(cta, tile, j - 1, used + j - 1)
 
     last, after = tile.kv_blocks - 1, used + tile.kv_blocks
-    number, more = cta.plan.scheduler.claim(cta, n)
+    number, more = cta.plan.scheduler.claimed(cta, n)
     following = cta.q_tile(number)
     if persistent:
         pl.when(more)(lambda: load_k(cta, following, jnp.int32(0), after))

@@ -192,6 +192,13 @@ class TileScheduler:
         plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
         return number, self.exists(cta, number)
 
+    def claim_ahead(self, cta, n):
+        """Claims what `claimed` returns, before the n-th tile is loaded; here it does nothing."""
+
+    def claimed(self, cta, n):
+        """Returns what `claim` does, when the n-th tile has been loaded."""
+        return self.claim(cta, n)
+
     def following(self, cta, n):
         """Waits for what the producer's `claim` returns, in a compute warpgroup once per tile."""
         if not self.dynamic:
@@ -249,15 +256,30 @@ def with_counter(kernel: Callable, results):
         results: shapes and dtypes of these arrays, a pytree.
     """
 
+    return with_state(kernel, jnp.zeros((1,), jnp.int32), results)[1]
+
+
+def with_state(kernel: Callable, state, results):
+    """Calls kernel(refs of `state`), which may change it in place.
+
+    Args:
+        kernel: function that returns arrays.
+        state: arrays, a pytree.
+        results: shapes and dtypes of what the kernel returns, a pytree.
+
+    Returns:
+        (`state` after the call, what the kernel returned).
+    """
+
     def run(refs):
-        counter, out = refs
-        found = jax.tree.leaves(kernel(counter))
+        changed, out = refs
+        found = jax.tree.leaves(kernel(changed))
         for ref, result in zip(jax.tree.leaves(out), found, strict=True):
             ref[...] = result
 
-    # Only the counter is set to 0: the results are overwritten, and XLA drops their zeros.
+    # The results are overwritten, and XLA drops their zeros.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
-    return pl.run_state(run)((jnp.zeros((1,), jnp.int32), zeros))[1]
+    return pl.run_state(run)((state, zeros))
 
 
 def _claim_body(num_ctas: int, _, counter, place, order=None):

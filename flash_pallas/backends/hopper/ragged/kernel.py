@@ -21,17 +21,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import ragged
+from ....core.integers import round_up
 from ....core.mask import Limits, Mask
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs
-from ....core.ragged import RaggedOperands, RaggedProblem, RaggedSpec
+from ....core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ....core.scores import TileInputs
 from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..decode.kernel import decode_packed
+from ..decode.plan import Packed
 from ..forward.kernel import forward_teams
-from ..forward.scheduler import TileScheduler, with_counter
+from ..forward.scheduler import SLOTS, TileScheduler, with_state
 from ..forward.tiles import (
     PER_ROW,
     ForwardBlocks,
@@ -44,16 +47,15 @@ from ..forward.tiles import (
 from .rows import Some
 from .tiles import (
     EMPTY,
-    KeyBounds,
-    Sizes,
     TileRow,
     as_forward,
     chunk_tiles,
-    key_bounds,
     most_tiles,
     piece_rows,
     scratch,
 )
+
+WARPS = 4  # of a warpgroup
 
 # --- The launch -----------------------------------------------------------------------------------
 
@@ -64,6 +66,7 @@ def ragged_chunks(
     operands: RaggedOperands,
     num_sms: int,
     interpret: bool,
+    into: Into | None = None,
 ) -> Outputs:
     """Computes the rows of the sequences with more than `step_tokens` queries.
 
@@ -73,25 +76,15 @@ def ragged_chunks(
         operands: operands `in_range`.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
+        into: where to write o; None: a new array.
 
     Returns:
         Outputs: o [tokens, N, Hv], 0 in rows of no sequence, lse_log2 and shift f32[N, tokens]. In
-        other rows anything.
+        other rows anything; of o what `into` has there.
     """
     forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
     blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
-    tiles, heads = most_tiles(problem, blocks.tile_rows), forward.q_heads
-    scheduler = ChunkScheduler(
-        batch=1,
-        heads=heads,
-        q_tiles=tiles,
-        swizzle_heads=1,
-        longest_first=False,
-        num_ctas=min(num_sms, tiles * heads) if blocks.persistent else tiles * heads,
-        uses_table=False,
-        dynamic=claims_tiles(forward, blocks),
-        interpret=interpret,
-    )
+    scheduler = ChunkScheduler.of_chunks(problem, blocks, num_sms, interpret)
     plan = RaggedPlan(
         *(forward, blocks, scheduler, interpret),
         page_size=page_size,
@@ -111,29 +104,66 @@ def ragged_chunks(
         aux=plan.aux.arrays(others),
         ragged=RaggedGmem(
             operands.page_table,
-            key_bounds(operands),
             chunk_tiles(problem, operands, blocks.tile_rows),
         ),
     )
-    per_row = float32((1, heads, q.shape[1]))
+    per_row = float32((1, forward.q_heads, q.shape[1]))
+    o = jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype)
     out = Outputs(
-        o=jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype),
+        o=o if into is None else None,
         lse_log2=per_row,
         shift=per_row if plan.limit else None,
     )
     call = functools.partial(
         launch,
         out=(out,),
-        scratch=(scratch(forward, blocks, page_size, q, operands.v, out.o),),
+        scratch=(scratch(forward, blocks, page_size, q, operands.v, o),),
         grid={"cta": scheduler.num_ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_ragged",
         interpret=interpret,
     )
-    run = lambda counter: call(functools.partial(ragged_cta, plan, counter))(gmem)[0]
-    found = with_counter(run, out) if scheduler.dynamic else run(None)
+    run = lambda state: call(functools.partial(ragged_cta, plan, state))(gmem)[0]
+    if into is None:
+        into = Into(None, jnp.zeros((1,), jnp.int32))
+    else:
+        into = into._replace(o=into.o.reshape(o.shape))
+    state, found = with_state(run, into if scheduler.dynamic else into._replace(counter=None), out)
+    whole = found.o if state.o is None else state.o
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
-    return Outputs(found.o[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+    return Outputs(whole[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+
+
+class Into(NamedTuple):
+    """Arrays of a launch before this one, which it writes into."""
+
+    o: Any  # [tokens rounded up to LENGTH_MULTIPLE, N, Hv]; None: a new one
+    counter: Any  # int32[1], 0
+
+
+def attend_packed(
+    blocks: RaggedBlocks, spec: RaggedSpec, operands: RaggedOperands, num_sms: int, interpret: bool
+) -> Outputs:
+    """Computes steps of one token and chunks of prompts, both in the rows of packed q and o.
+
+    The chunks come second: by then the launch of the steps has set their counter to 0.
+
+    Args:
+        blocks: tile sizes, of `DecodeBlocks` and `ForwardBlocks`.
+        spec: one with a step of one token, and no shared prefix.
+        operands: the arrays of the call.
+        num_sms: number of SMs.
+        interpret: run by the interpreter.
+    """
+    given = ragged.decode_operands(operands, operands.q)  # with lengths that the kernel clips
+    operands = ragged.in_range(operands)
+    problem = ragged.describe(operands, spec)
+    packed = Packed(operands.cu_q_lens, round_up(problem.tokens, LENGTH_MULTIPLE))
+    steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
+    into = Into(steps.o, counter)
+    chunks = ragged_chunks(blocks.chunks, problem, operands, num_sms, interpret, into)
+    none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
+    return ragged.join(spec, operands, steps._replace(o=none), chunks)._replace(o=chunks.o)
 
 
 def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Outputs) -> Outputs:
@@ -152,21 +182,59 @@ def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: O
     return ragged.join(spec, operands, steps, chunks)._replace(o=o)  # XLA drops the other o
 
 
-def ragged_cta(plan: RaggedPlan, counter, gmem: ForwardGmem, out: Outputs, smem):
+def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, smem):
     """Runs a CTA, if there are so many tiles; see ForwardCta for the arguments."""
+    counter, out = state.counter, out if state.o is None else out._replace(o=state.o)
     exists = lax.axis_index("cta") < gmem.ragged.tiles[0, 0]
     pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, None, smem))
 
 
 class ChunkScheduler(TileScheduler):
-    """Scheduler of the tiles of `chunk_tiles`, each of them for every head; see `RaggedCta.q_tile`.
+    """Scheduler of the tiles of `chunk_tiles`, at most `num_tiles`; see `RaggedCta.q_tile`.
 
-    There are at most `num_tiles`.
+    A tile is claimed while the one before is loaded: of prompts of 1k some have two KV blocks, in
+    which the counter, then the table, then the page table do not answer.
     """
+
+    @classmethod
+    def of_chunks(
+        cls, problem: RaggedProblem, blocks: ForwardBlocks, num_sms: int, interpret: bool
+    ) -> ChunkScheduler:
+        """Returns the scheduler of all tiles that there may be; see `ragged_chunks`."""
+        tiles, heads = most_tiles(problem, blocks.tile_rows), problem.steps.q_heads
+        return cls(
+            batch=1,
+            heads=heads,
+            q_tiles=tiles,
+            swizzle_heads=1,
+            longest_first=False,
+            num_ctas=min(num_sms, tiles * heads) if blocks.persistent else tiles * heads,
+            uses_table=False,
+            dynamic=claims_tiles(as_forward(problem), blocks),
+            interpret=interpret,
+        )
 
     def exists(self, cta, number):
         """Returns whether there is a tile with this number, which was claimed."""
         return number < cta.gmem.ragged.tiles[0, 0]
+
+    def claim_ahead(self, cta, n):
+        """Claims the tile after the n-th.
+
+        Its slot is free: the producer has loaded Q of the n-th tile, so consumers are done with the
+        tile whose number lay there.
+        """
+        if self.dynamic:
+            self.claim(cta, n)
+
+    def claimed(self, cta, n):
+        """Returns (number of the tile after the n-th, whether it exists)."""
+        if not self.dynamic:
+            return self.claim(cta, n)
+        number = cta.smem.tile_numbers[lax.rem(n + 1, jnp.int32(SLOTS)), 0]
+        if not self.interpret:
+            number = number + jnp.int32(self.num_ctas)
+        return number, self.exists(cta, number)
 
 
 # --- The plan of a launch, and the refs of a CTA --------------------------------------------------
@@ -176,8 +244,7 @@ class RaggedGmem(NamedTuple):
     """Further operands in device memory."""
 
     page_table: Any  # int32[S, max_pages]
-    bounds: KeyBounds
-    tiles: Any  # int32[1 + tiles, 8], of `chunk_tiles`
+    tiles: Any  # int32[1 + tiles, 9], of `chunk_tiles`
 
 
 class Keys(NamedTuple):
@@ -235,22 +302,16 @@ class RaggedCta(ForwardCta):
     # --- tiles ------------------------------------------------------------------------------------
 
     def q_tile(self, number) -> QTile:
-        """Returns the Q tile with this number; for a number past the last one, any.
-
-        Some heads go through all tiles before the next ones do. Heads are fastest, so that those of
-        a group read the same keys at one time.
-        """
+        """Returns the Q tile with this number; for a number past the last one, any."""
         given = self.gmem.ragged.tiles
-        total, tiles, together = Sizes(*(given[0, i] for i in range(len(Sizes._fields))))
-        number = lax.min(number, total - 1)
-        section, within = lax.div(number, tiles * together), lax.rem(number, tiles * together)
-        at, member = lax.div(within, together), lax.rem(within, together)
-        rows = TileRow(*(given[1 + at, i] for i in range(len(TileRow._fields))))
+        # An address that is known again behind the loop over keys would be held over it.
+        number = lax.optimization_barrier(number)
+        at = lax.min(number, jnp.int32(self.plan.scheduler.num_tiles - 1)) + 1
+        rows = TileRow(*(given[at, i] for i in range(len(TileRow._fields))))
         found = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
         start = found.start if self.plan.masked_edges()[0] else 0
         count = lax.max(jnp.int32(found.stop - start), jnp.int32(1))
-        head = section * together + member
-        return QTile(rows.seq, head, at, rows.position, start, count, ragged=rows)
+        return QTile(rows.seq, rows.head, at, rows.position, start, count, ragged=rows)
 
     def kv_blocks(self, rows: TileRow, position, number: int, *, whole: bool = False):
         """Returns the BlockRange of so many queries from this position on.
@@ -304,7 +365,7 @@ class RaggedCta(ForwardCta):
 
         What the producer can read anew it does not hold: it has 24 registers.
         """
-        plan, given, seq = self.plan, self.gmem.ragged, tile.batch
+        plan, seq = self.plan, tile.batch
         page, row, first = block * plan.pieces, 0, block * plan.blocks.block_kv
         if plan.pieces == 1:
             blocks = jnp.int32(plan.page_size // plan.piece_rows)  # of a page
@@ -315,8 +376,8 @@ class RaggedCta(ForwardCta):
             row=row,
             seq=seq,
             head=lax.div(tile.head, jnp.int32(plan.problem.group)),
-            before=given.bounds.starts[seq] - first if plan.starts else None,
-            valid=given.bounds.lengths[seq] - first,
+            before=tile.ragged.start - first if plan.starts else None,
+            valid=tile.ragged.length - first,
         )
 
     def place(self, seq, page):
@@ -325,7 +386,8 @@ class RaggedCta(ForwardCta):
         last, most = (jnp.int32(size - 1) for size in table.shape)
         pages = jnp.int32(self.gmem.k.shape[0] - 1)
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
-        return lax.clamp(jnp.int32(0), table[lax.min(seq, last), lax.min(page, most)], pages)
+        found = table[lax.min(seq, last), lax.min(page, most)]
+        return lax.min(lax.max(found, jnp.int32(0)), pages)
 
     def copy_k(self, keys: Keys, slot, full):
         """Issues the copies of a block of K, at `keys_at`, into its slot."""
@@ -355,8 +417,10 @@ class RaggedCta(ForwardCta):
     def copy(self, source, keys: Keys, target, barrier):
         """Issues the copies of a block's pieces; each arrives once.
 
-        They are a loop, in which the place of the next page is read before a copy is issued: eight
-        places at one time, and code for each, take more registers than the producer has.
+        Four or more are shared between the warps, as a copy takes some 25 instructions, which wait
+        for one another. Fewer are a loop, in which the place of the next page is read before a copy
+        is issued. Each warp has places of its own, but the first is read before the wait for the
+        slot, which brings all of a block's into the L1.
         """
         size, pieces = self.plan.piece_rows, self.plan.pieces
         if pieces == 1:
@@ -364,13 +428,28 @@ class RaggedCta(ForwardCta):
             plgpu.copy_gmem_to_smem(rows, target, barrier)
             return
 
-        def each(i, place):
-            following = self.place(keys.seq, keys.page + i + 1)
-            piece = target.at[pl.ds(i * size, size)]
+        def issue(n, place):
+            piece = target.at[pl.ds(n * size, size)]
             plgpu.copy_gmem_to_smem(source.at[place, :, keys.head], piece, barrier)
+
+        if pieces % WARPS == 0:
+            each = pieces // WARPS
+
+            @plgpu.warp_map
+            def _(warp):
+                for i in range(each):
+                    n = warp * each + i
+                    place = self.place(keys.seq, keys.page + n)
+                    issue(n, place if i else lax.select(n == 0, keys.place, place))
+
+            return
+
+        def one(n, place):
+            following = self.place(keys.seq, keys.page + n + 1)
+            issue(n, place)
             return following
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), each, keys.place)
+        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), one, keys.place)
 
     def store_rows(self, tile: QTile, wg, staging):
         """Copies the results of a warpgroup's rows, those that are of the tile's sequence."""

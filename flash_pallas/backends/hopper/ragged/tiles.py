@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ....core import ragged
 from ....core.decode import UNBOUNDED, DecodeProblem
@@ -140,18 +141,11 @@ def scratch(problem: Problem, blocks: ForwardBlocks, page_size: int, *arrays):
 # --- The tiles of a call --------------------------------------------------------------------------
 
 
-class Sizes(NamedTuple):
-    """Row 0 of the table of tiles, int32 each; its other columns are 0."""
-
-    total: Any  # pairs of a tile and a head
-    tiles: Any
-    together: Any  # heads that are worked on at one time, which divide all
-
-
 class TileRow(NamedTuple):
-    """Another row of the table: a tile, in int32."""
+    """A row of the table but the first: a tile of a head, in int32."""
 
     seq: Any  # its sequence
+    head: Any
     row: Any  # its first row of packed q, a multiple of 8
     position: Any  # of that row
     low: Any  # how many of its first rows belong to another sequence
@@ -173,12 +167,15 @@ def most_tiles(problem: RaggedProblem, tile_rows: int) -> int:
 def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int):
     """Returns the table of the tiles of sequences with more than `step_tokens` queries.
 
-    It is int32[1 + tiles, 8]: a row of Sizes, then one of TileRow for each tile; rows past the last
-    tile may be any. Sequences S and S + 1 have the rows of no sequence. It is one array, as a
-    producer of 24 registers has none for a second address.
+    It is int32[1 + tiles * heads, 9]: a row that begins with how many there are, then one of
+    TileRow for each tile and head; rows past the last tile may be any of them. Sequences S and
+    S + 1 have the rows of no sequence. It has all that a tile needs, as a consumer looks it up
+    between two tiles, where its tensor cores wait for each load and each division.
 
     A tile that begins last and takes long leaves other SMs idle, so those with most keys come
-    first; of tiles with as many, those of one sequence follow each other.
+    first; of tiles with as many, those of one sequence follow each other. Some heads go through all
+    tiles before the next ones do. Heads are fastest, so that those of a group read the same keys at
+    one time.
     """
     ends, tokens = operands.cu_q_lens, problem.tokens
     first, count = ragged.rows_of(operands, least=problem.steps.q_len + 1)
@@ -186,50 +183,57 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     count = _and(count, ends[0], tokens - ends[-1])
     before = first % LENGTH_MULTIPLE  # rows of others in a sequence's first tile
     tiles = jnp.where(count > 0, -(-(count + before) // tile_rows), 0)
-    stops = jnp.cumsum(tiles)
-    index = jnp.arange(most_tiles(problem, tile_rows), dtype=jnp.int32)
+    lengths = _and(operands.kv_lengths, 0, 0)
+    # One launch for both sums. Keys that do not fit into the L2 count as one more than do.
+    fitting, most = _fitting_keys(problem.steps), most_tiles(problem, tile_rows)
+    keys = jnp.where(count > 0, jnp.minimum(lengths, fitting + 1), 0)
+    stops, keys = jnp.cumsum(jnp.stack([tiles, keys]), axis=1)
+    together = _heads_together(problem.steps, keys[-1], fitting)
+    index = jnp.arange(most, dtype=jnp.int32)
     # A comparison of all pairs is one small kernel, a binary search one for each of its steps.
     seq = jnp.sum(index[:, None] >= stops[None], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(seq, len(count) - 1)
-    of = lambda x: x[seq]
+    of = lambda x: x[seq]  # of the tiles' sequences, here in the order of rows
     row = of(first - before) + (index - of(stops - tiles)) * tile_rows
-    lengths = key_bounds(operands).lengths
-    position = of(lengths - count - first) + row
+    position_of_row_0 = lengths - count - first
+    position = of(position_of_row_0) + row
     start, left = _lower_bounds(problem, operands)
+    keys = jnp.minimum(position + tile_rows, of(lengths))
+    keys -= jnp.maximum(jnp.maximum(position - of(left), of(start)), 0)
+    keys = jnp.where(index < stops[-1], keys, -UNBOUNDED)
+    _, seq, row = lax.sort((-keys, seq, row), num_keys=1, is_stable=True)
+    heads = problem.steps.q_heads
+    place = jnp.arange(1 + most * heads, dtype=jnp.int32)
+    at, head = _in_sections(jnp.maximum(place - 1, 0), stops[-1], together, (most, heads))
+    seq, row = seq[at], row[at]
+    of = lambda x: x[seq]
     table = TileRow(
-        seq=seq,
+        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # an array behind another is a launch
+        head=head,
         row=row,
-        position=position,
+        position=of(position_of_row_0) + row,
         low=jnp.clip(of(first) - row, 0, tile_rows),
         high=jnp.clip(of(first + count) - row, 0, tile_rows),
         length=of(lengths),
         start=of(start),
         left=of(left),
     )
-    keys = jnp.minimum(position + tile_rows, table.length)
-    keys -= jnp.maximum(jnp.maximum(position - table.left, table.start), 0)
-    keys = jnp.where(index < stops[-1], keys, -UNBOUNDED)
-    order = jnp.argsort(-keys, stable=True)
-    found = jnp.stack(table, axis=1).astype(jnp.int32)[order]
-    heads = problem.steps.q_heads
-    together = _heads_together(problem.steps, jnp.where(count > 0, lengths, 0))
-    sizes = jnp.stack([*Sizes(stops[-1] * heads, stops[-1], together), *[0] * 5]).astype(jnp.int32)
-    return jnp.concatenate([sizes[None], found])
+    return jnp.stack(table, axis=1).astype(jnp.int32)
 
 
-class KeyBounds(NamedTuple):
-    """Keys of every sequence, those of rows of no sequence among them: int32[S + 2]."""
+def _in_sections(number, tiles, together, most: tuple[int, int]):
+    """Returns (tile, head) of pairs of them; past the last any.
 
-    lengths: Any
-    starts: Any  # or None: key 0 is the first
-
-
-def key_bounds(operands: RaggedOperands) -> KeyBounds:
-    """Returns the keys of every sequence; none where there is no sequence."""
-    starts = operands.kv_starts
-    return KeyBounds(
-        _and(operands.kv_lengths, 0, 0), None if starts is None else _and(starts, 0, 0)
-    )
+    Args:
+        number: numbers of the pairs, int32.
+        tiles: how many there are.
+        together: how many heads go through all tiles before the next ones do.
+        most: how many (tiles, heads) there may be.
+    """
+    of_section = jnp.maximum(tiles * together, 1)
+    section, within = number // of_section, number % of_section
+    head = section * together + within % together
+    return jnp.minimum(within // together, most[0] - 1), jnp.minimum(head, most[1] - 1)
 
 
 def _and(x, *others):
@@ -239,20 +243,25 @@ def _and(x, *others):
 
 def _lower_bounds(problem: RaggedProblem, operands: RaggedOperands):
     """Returns (first key, keys that a query sees before its own position), int32[S + 2] each."""
-    (lengths, starts), window = key_bounds(operands), problem.steps.spec.window_left
+    lengths, window = _and(operands.kv_lengths, 0, 0), problem.steps.spec.window_left
     start = jnp.zeros_like(lengths)
-    if starts is not None:
-        start = jnp.maximum(starts, 0)
+    if operands.kv_starts is not None:
+        start = jnp.maximum(_and(operands.kv_starts, 0, 0), 0)
         start = jnp.where(start < lengths, start, UNBOUNDED)
     if operands.window_left is not None:
         return start, _and(operands.window_left, 0, 0)
     return start, jnp.full_like(lengths, UNBOUNDED if window is None else window)
 
 
-def _heads_together(steps: DecodeProblem, lengths):
+def _fitting_keys(steps: DecodeProblem) -> int:
+    """Returns the number of keys, of one head of K and V, that stay in L2."""
+    key_bytes = (steps.head_dim + steps.v_head_dim) * np.dtype(steps.kv_dtype).itemsize
+    return SWIZZLE_BYTES // key_bytes
+
+
+def _heads_together(steps: DecodeProblem, keys, fitting: int):
     """Returns the number of query heads whose keys stay in L2 together, those of one at least."""
-    keys = jnp.sum(lengths, dtype=jnp.float32)
-    most = SWIZZLE_BYTES / ((steps.head_dim + steps.v_head_dim) * np.dtype(steps.kv_dtype).itemsize)
-    divisors = [n for n in range(1, steps.kv_heads + 1) if steps.kv_heads % n == 0]
-    stay = [jnp.where(n * keys <= most, n, 1) for n in divisors]
-    return jnp.max(jnp.stack(stay)) * steps.group
+    most = jnp.int32(1)
+    for n in (n for n in range(2, steps.kv_heads + 1) if steps.kv_heads % n == 0):
+        most = jnp.where(keys <= fitting // n, n, most)
+    return most * steps.group
