@@ -599,6 +599,5 @@ def decode(
         o = found.o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim)
         return Outputs(o, found.lse, found.shift)
     plan = DecodePlan(p, DecodeBlocks(num_splits=splits), interpret)
-    shapes = plan.result_shapes()
-    shares = (x.reshape(shape.shape) for x, shape in zip(found, shapes, strict=True))
-    return combine.combine(plan, DecodeResults(*shares), operands.sinks)
+    shares = jax.tree.map(lambda x, shape: x.reshape(shape.shape), found, plan.result_shapes())
+    return combine.combine(plan, shares, operands.sinks)
