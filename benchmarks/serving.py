@@ -140,7 +140,7 @@ def contiguous(mix: Mix, arrays: Arrays, **options):
 _steps = lambda number, keys: ((1, keys),) * number
 
 MIXES = (
-    *(Mix("steps", _steps(n, 8192)) for n in (16, 64, 256)),
+    *(Mix("steps", _steps(n, keys)) for n, keys in ((16, 8192), (64, 8192), (256, 4096))),
     Mix("one prompt", ((8192, 8192),)),
     Mix("one prompt, pages of 16", ((8192, 8192),), page_size=16),
     Mix("prompts", ((1024, 1024),) * 8),

@@ -257,13 +257,16 @@ MAXIMA = (
 )  # fmt: skip
 
 # With what the forward chooses at lengths that are too much for the interpreter.
-LONG_BLOCKS = dataclasses.asdict(TUNED_LONG[128, 128])
+LONG_BLOCKS, LONG_BLOCKS_96 = (dataclasses.asdict(TUNED_LONG[n, n]) for n in (128, 96))
 FORWARD_BLOCKS = (
     (_small("long_rising_float16_128", maxima="rising", S=260, N=1, H=128, dtype="float16"),
      LONG_BLOCKS),
     (_small("long_jump_causal_128", maxima="jump", T=400, S=400, N=1, H=128, causal=True),
      LONG_BLOCKS),
     (_small("long_ragged_128", T=200, S=231, N=2, H=128), LONG_BLOCKS),
+    (_small("long_ragged_96", T=200, S=231, N=2, H=96), LONG_BLOCKS_96),
+    (_small("long_jump_causal_96", maxima="jump", T=400, S=400, N=1, H=96, causal=True),
+     LONG_BLOCKS_96),
     (_small("long_packed_128", segments="padded", poison=True, T=300, S=300, N=1, H=128,
             causal=True), LONG_BLOCKS),
     (_small("one_warpgroup_128", T=130, H=128, N=1, causal=True), {"warpgroups": 1}),

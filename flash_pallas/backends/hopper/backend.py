@@ -440,7 +440,7 @@ def _replaced(kernel: str, blocks, fields, size, problem: Problem):
 
 def _misfit(name: str, value, kind: type, kernel: str) -> str | None:
     """Returns why a field of this type cannot have this value, whatever the others are, or None."""
-    unit = 64 if kernel == "fused" else 32
+    unit = {"fused": 64, "forward": 16}.get(kernel, 32)
     if name.startswith("block_"):
         tile = type(value) is int and 0 < value <= 256 and value % unit == 0
         return None if tile else f"a multiple of {unit} up to 256"

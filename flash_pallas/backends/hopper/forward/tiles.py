@@ -126,10 +126,10 @@ class ForwardBlocks:
     def possible(self, problem: Problem) -> ForwardBlocks:
         """Returns the blocks with only those options that this problem can have.
 
-        Where the exact max is wanted, O is always rescaled.
+        Where the exact max is wanted, O is always rescaled. Who speculates is not lazy as well.
         """
-        lazy_rescale = 0.0 if problem.spec.max_logit else self.lazy_rescale
         speculates = self.speculation(problem)
+        lazy_rescale = 0.0 if problem.spec.max_logit or speculates else self.lazy_rescale
         return dataclasses.replace(self, lazy_rescale=lazy_rescale, speculates=speculates)
 
     def listed(self, problem: Problem, num_sms: int) -> ForwardBlocks:
@@ -171,6 +171,9 @@ TUNED = {
     # block_kv 160 and 176: 3 to 8 % slower, 192 exceeds shared memory when persistent. With Q in
     # registers 40 to 76 bytes spill: 0.99 to 1.02 of this up to T = 2k, 1.05 at 4k causal.
     (128, 128): ForwardBlocks(speculates=SPECULATES),
+    # H100: 1.02 to 1.08 of a lazy rescale (forward_tiles.json); 80, 96 and 112 keys are up to 1.08
+    # at 16k, and 0.76 to 1.03 at 1k. Where it cannot speculate it is as lazy as at 256.
+    (192, 192): ForwardBlocks(block_kv=64, lazy_rescale=8.0, speculates=SPECULATES),
     # 128 keys per step need more shared memory than there is next to Q and O.
     (192, 128): ForwardBlocks(warpgroups=2, block_kv=96, speculates=SPECULATES),
     # Q and O share shared memory (64 KB each, K and V 128 KB), so not persistent; skipping
@@ -182,7 +185,12 @@ TUNED = {
 # the two above 1.22 to 1.17 at T = 4k and 16k, 1.29 to 1.20 at 8k with 8 heads of keys for 32; but
 # 1.09 to 1.17 at 1k, where the last of a head's tiles of 192 rows is a third full. Causal 1.375 to
 # 1.35 at 16k, 1.33 to 1.29 at 8k, 1.30 to 1.38 at 4k. Three stages: up to 5 % slower.
-TUNED_LONG = {(128, 128): ForwardBlocks(warpgroups=3, block_kv=64, speculates=SPECULATES)}
+TUNED_LONG = {
+    # H100, 8k and 16k: 1.14 and 1.12 of two with 128 keys, causal 1.08 and 1.09; with 96 keys 1.04
+    # to 1.09, 80 1.03 to 1.07, 64 1.03 to 1.05 (forward_tiles.json).
+    (96, 96): ForwardBlocks(warpgroups=3, block_kv=112, speculates=SPECULATES),
+    (128, 128): ForwardBlocks(warpgroups=3, block_kv=64, speculates=SPECULATES),
+}
 # Lists of blocks of so many queries have these tiles too: H200, 32k tokens, causal and a prefix of
 # 4,096 keys 1.03 to 1.08 of blocks of 128.
 LONG_ROWS = 3 * WARPGROUP_ROWS
@@ -203,7 +211,8 @@ def native_problem(problem: Problem) -> Problem:
 def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
     """Chooses the tuned tiles if they fit with the auxiliary inputs, else the largest that do."""
     native = native_problem(problem)
-    blocks = _for_lengths(_for_head_dims(native), native, num_sms)
+    tuned = TUNED | (TUNED_LONG if _is_long(native) else {})
+    blocks = _for_lengths(_for_head_dims(native, tuned), native, num_sms)
     asked = modifiers(native)
     if "softcap" in asked and native.dtype != np.float32:
         blocks = dataclasses.replace(blocks, polynomials=0.5)
@@ -230,8 +239,9 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     native = native_problem(problem)
     most = blocks.warpgroups if is_plain(native) else 2
     dims = native.head_dim, native.v_head_dim
-    if most < blocks.warpgroups and blocks == TUNED_LONG.get(dims):
-        blocks = TUNED[dims]
+    fits_without = most == blocks.warpgroups and dims != (96, 96)  # 112 keys spill 76 bytes
+    if blocks == TUNED_LONG.get(dims) and not fits_without:
+        blocks = _for_head_dims(native, TUNED)
     warpgroups = _dividing(min(blocks.warpgroups, most), native)
     return dataclasses.replace(blocks, producer=False, warpgroups=warpgroups, teams=1)
 
@@ -272,19 +282,19 @@ def _is_long(problem: Problem) -> bool:
     Nothing else was measured with the tiles of TUNED_LONG.
     """
     packed = problem.is_packed and not problem.spec.modifiers
+    packed &= problem.head_dim > 96  # whose 112 keys spill 60 bytes there
     if not (packed or is_plain(problem)) or problem.spec.max_logit:
         return False
     least = 4096 if problem.spec.mask.is_trivial and not packed else 8192
     return min(problem.q_len, problem.kv_len) >= least
 
 
-def _for_head_dims(problem: Problem) -> ForwardBlocks:
+def _for_head_dims(problem: Problem, tuned: dict[tuple[int, int], ForwardBlocks]) -> ForwardBlocks:
     head_dim, v_head_dim = problem.head_dim, problem.v_head_dim
     if problem.dtype == np.float32:
         # P takes twice the registers, K and V twice the shared memory. 128 keys at head dim 64
         # spill 32 bytes.
         return ForwardBlocks(block_kv=96 if max(head_dim, v_head_dim) <= 64 else 64)
-    tuned = TUNED | (TUNED_LONG if _is_long(problem) else {})
     if found := tuned.get((head_dim, v_head_dim)):
         return found
     if max(head_dim, v_head_dim) <= 64:
