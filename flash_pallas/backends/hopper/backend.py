@@ -29,6 +29,7 @@ from ...core.ragged import attend as attend_ragged
 from ..base import step_decoder
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
+from .backward import preprocess
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import (
@@ -91,7 +92,6 @@ class HopperBackend:
     capability: str | None = None
     name = "hopper"
     note = None
-    reads_output = False
 
     @property
     def producer(self) -> bool:
@@ -114,6 +114,10 @@ class HopperBackend:
     def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
+
+    def reads_output(self, problem: Problem, blocks: HopperBlocks) -> bool:
+        """Returns whether a kernel computes delta; see backward/preprocess.py."""
+        return not isinstance(blocks.backward, WideGradients) and preprocess.takes(problem)
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""

@@ -8,6 +8,7 @@ keeps the next tiles on their way, and for each tile TMA also writes as many lin
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -214,7 +215,11 @@ class Preprocess:
 
 
 def clear(zeros, dq, tile):
-    """Starts to clear as many lines of dQ as a tile has rows; past its end TMA writes nothing."""
+    """Starts to clear as many lines of dQ as a tile has rows, up to its end.
+
+    The last tiles may lie beyond it, as delta has rows past the last query.
+    """
     for line in range(0, WARPGROUP_ROWS, ZERO_LINES):
-        lines = pl.ds(tile * WARPGROUP_ROWS + line, ZERO_LINES)
-        plgpu.copy_smem_to_gmem(zeros, dq.at[lines])
+        start = tile * WARPGROUP_ROWS + line
+        copy = functools.partial(plgpu.copy_smem_to_gmem, zeros, dq.at[pl.ds(start, ZERO_LINES)])
+        pl.when(start < dq.shape[0])(copy)
