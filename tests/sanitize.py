@@ -63,8 +63,8 @@ DECODES = (
     "drafts_as_rows",
 )
 
-HOPPER = """forward forward_far backward_fused backward_fused_far backward_paired zeros backward_dkv
-backward_dq backward_scores_tile backward_scores_rows backward_scores_columns decode
+HOPPER = """forward forward_far backward_fused backward_fused_far backward_paired zeros preprocess
+backward_dkv backward_dq backward_scores_tile backward_scores_rows backward_scores_columns decode
 decode_combine"""
 PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns decode"""
 KERNELS = {f"flash_pallas_{name}" for name in HOPPER.split()}

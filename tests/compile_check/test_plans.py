@@ -46,7 +46,7 @@ def test_scanned_layers_run_one_forward(on_h200, remat):
     assert sorted(calls) == [
         "flash_pallas_backward_fused",
         "flash_pallas_forward",
-        "flash_pallas_zeros",
+        "flash_pallas_preprocess",
     ]
 
 
