@@ -170,7 +170,7 @@ PREPROCESSED = [
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("given", PREPROCESSED, ids=str)
+@pytest.mark.parametrize("given", PREPROCESSED, ids=lambda given: f"{given[0]}_{given[1]}")
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_delta_and_zeros(monkeypatch, given, with_dlse):
     """Computes delta of rows with keys and without, whose cotangents may be NaN."""
