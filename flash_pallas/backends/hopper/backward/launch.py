@@ -44,14 +44,14 @@ def backward(
         wanted: names of the operands besides q, k and v whose gradients are asked for.
         interpret: run under the interpreter.
     """
-    fused = isinstance(blocks, FusedBlocks)
     native = native_backward_problem(problem, kernel_of(blocks))
-    inside = fused and not wanted  # the other kernels are given copies without padding
+    # The other kernels are given copies without padding.
+    inside = isinstance(blocks, FusedBlocks) and not wanted
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)
         operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
     summed_rows, dq_sums = _summed_rows(native, blocks), None
-    if fused:
+    if isinstance(blocks, FusedBlocks):
         blocks = fitting(native, blocks if "bias" in wanted else without_sums(blocks))
     if cotangents.delta is None:
         columns = native.head_dim if _sums_all_of_dq(blocks) else None
@@ -59,9 +59,9 @@ def backward(
         cotangents = cotangents._replace(delta=delta)
     arrays = BackwardArrays.of(native, operands, cotangents, summed_rows)
     extra: dict[str, Any] = {}
-    if fused:
-        kinds = dq_sums, inside, interpret
-        *grads, dbias = backward_fused(native, blocks, operands, arrays, *kinds)
+    if isinstance(blocks, FusedBlocks):
+        others = dq_sums, inside, interpret
+        *grads, dbias = backward_fused(native, blocks, operands, arrays, *others)
         if dbias is not None:
             extra, wanted = {"bias": dbias}, wanted - {"bias"}
     elif isinstance(blocks, PairedBlocks):

@@ -41,14 +41,14 @@ def takes(problem: Problem) -> bool:
     """
     plain = problem.dtype.itemsize == 2 and "sinks" not in problem.features
     whole = problem.q_len % LENGTH_MULTIPLE == 0 and problem.v_head_dim <= WIDEST
-    return plain and whole and tile_width(problem) is not None
+    return plain and whole and tile_width(problem) > 0
 
 
-def tile_width(problem: Problem) -> int | None:
-    """Returns the columns of a tile of O in shared memory, or None where TMA cannot fill one."""
+def tile_width(problem: Problem) -> int:
+    """Returns the columns of a tile of O in shared memory; 0 where TMA cannot fill one."""
     width = problem.v_head_dim
     widths = (round_up(width, multiple) for multiple in (16, 32, 64))
-    return next((w for w in widths if swizzles(w, problem.dtype, width)), None)
+    return next((w for w in widths if swizzles(w, problem.dtype, width)), 0)
 
 
 class Smem(NamedTuple):
