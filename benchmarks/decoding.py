@@ -80,7 +80,7 @@ class Sizes:
         return round(self.kv_bytes * share) // (1 if call.cache is None else 2)
 
     def flops(self, call: Call) -> float:
-        """Floating-point operations of a call: 2 for each column of each score and output."""
+        """Counts the operations of a call: 2 for each column of each score and output."""
         keys = call.chosen * CHOSEN_KEYS or self.length
         columns = self.head_dim + (self.v_head_dim or self.head_dim)
         return 2.0 * self.batch * keys * self.heads * call.queries * columns

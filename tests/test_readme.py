@@ -175,7 +175,7 @@ def test_chosen_blocks_run_at_the_speed_that_the_page_says():
 
 
 class Cell(NamedTuple):
-    """What a speed relative to FlashAttention-4 is of."""
+    """Call that a speed relative to FlashAttention-4 is of."""
 
     file: str
     batch: int

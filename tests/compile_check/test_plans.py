@@ -22,7 +22,7 @@ def _peak(function, *arguments) -> int:
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    """As on a machine with an H200: its topology is the default device of what is compiled here."""
+    """Pretends to have an H200: its topology is the default device of what is compiled."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(backend, "_device_reason", lambda capability: None)
     monkeypatch.setattr(backend, "_num_sms", lambda: backend.H200_SMS)

@@ -62,7 +62,7 @@ class Smem(NamedTuple):
 
 
 class Gmem(NamedTuple):
-    """What the kernel reads, in device memory."""
+    """Operands in device memory."""
 
     o: Any  # [B, T, N, Hv]
     do: Any  # [B, T, N, Hv]

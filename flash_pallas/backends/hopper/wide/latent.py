@@ -127,7 +127,7 @@ class Rows(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is special of a step."""
+    """Kind of a step: what is special of it."""
 
     before: bool  # there is a tile before its own
     masked: bool  # its own may be the last tile
@@ -138,7 +138,7 @@ FIRST, MIDDLE, LAST = Kind(False, True, True), Kind(True, False, True), Kind(Tru
 
 
 class Handed(NamedTuple):
-    """What a tile does to the sums."""
+    """Operands by which a tile changes the sums."""
 
     p: Any  # the weights, an operand
     alpha: Any  # f32[64], factor of the sums so far
