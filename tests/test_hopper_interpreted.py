@@ -169,6 +169,7 @@ PREPROCESSED = [
 ]
 
 
+@pytest.mark.thorough(always=["False-72_128", "True-136_40"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("given", PREPROCESSED, ids=lambda given: f"{given[0]}_{given[1]}")
 @pytest.mark.parametrize("with_dlse", [False, True])
