@@ -174,8 +174,7 @@ class Preprocess:
             found = self.row_sums(smem, ring.slot(n))
             ring.release(n)
             found = found if dlse is None else found - dlse
-            # The output of padding is constant, whatever its cotangent holds; and the cotangent of
-            # an LSE of -inf may be anything (logaddexp makes a NaN of it).
+            # Rows without keys have no P, whatever their cotangents hold: see `delta_of`.
             delta.at[rows][...] = jnp.where(lse_log2 >= EMPTY_ROW / 2, 0.0, found)
 
         ring.drain(total)

@@ -27,7 +27,7 @@ JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one el
 class DecodeGmem(NamedTuple):
     """Operands in device memory; row r of a KV head is head r % group of query r // group."""
 
-    q: Any  # [B, T, K, group, H], or packed [tokens, K, group, H] where there are `rows`
+    q: Any  # [B, T, K, group, H], or packed [tokens, K, group, H] where there are `ends`
     k: Any  # [B, S, K, H] or [num_pages, page_size, K, H]
     v: Any  # [B, S, K, Hv] or [num_pages, page_size, K, Hv]
     kv_lengths: Any  # int32[B], or int32[B, K] where heads have page tables
