@@ -4,8 +4,9 @@
 
 The table, budget.json, is of an H200 and jax 0.11, whose kernels trade registers. Instructions of
 PTX are the same on every machine, whatever else it does, and compile time grows with them. CPU
-seconds are of one machine, so that only a multiple of them is a fault: it tells of what makes
-compilation slow without a single instruction more.
+seconds are of one machine, and some row of a process pays for what the process does once, so that
+only far more of them is a fault: it tells of what makes compilation slow without a single
+instruction more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("budget.json")
 MORE_INSTRUCTIONS, MORE_SECONDS = 1.1, 4.0  # of what the table has
+# A row of 1.1 s took 6.3 on a machine of half the speed whose other cores were busy.
+ONCE_SECONDS = 10.0
 ELSEWHERE = (6, 20_000, 15.0)  # budget of a new row, which the table does not have yet
 
 
@@ -50,10 +53,9 @@ class Cost:
                 f"{self.instructions} PTX instructions, {MORE_INSTRUCTIONS} of "
                 f"{allowed.instructions} allowed"
             )
-        if self.seconds > MORE_SECONDS * allowed.seconds:
-            faults.append(
-                f"{self.seconds:.1f} CPU seconds, {MORE_SECONDS} of {allowed.seconds} allowed"
-            )
+        most_seconds = MORE_SECONDS * allowed.seconds + ONCE_SECONDS
+        if self.seconds > most_seconds:
+            faults.append(f"{self.seconds:.1f} CPU seconds, {most_seconds:.1f} allowed")
         return faults
 
 

@@ -251,12 +251,12 @@ def test_instructions_of_ptx_are_counted(tmp_path):
 
 def test_more_than_the_budget_is_a_fault():
     allowed = budget.Cost(kernels=2, instructions=1000, seconds=2.0)
-    assert budget.Cost(2, 1100, 8.0).faults(allowed) == []
+    assert budget.Cost(2, 1100, 18.0).faults(allowed) == []
     assert budget.Cost(3, 1000, 2.0).faults(allowed) == ["compiles 3 kernels, 2 allowed"]
     (fault,) = budget.Cost(2, 1101, 2.0).faults(allowed)
     assert fault == "1101 PTX instructions, 1.1 of 1000 allowed"
-    (fault,) = budget.Cost(2, 1000, 8.1).faults(allowed)
-    assert fault == "8.1 CPU seconds, 4.0 of 2.0 allowed"
+    (fault,) = budget.Cost(2, 1000, 18.1).faults(allowed)
+    assert fault == "18.1 CPU seconds, 18.0 allowed"
 
 
 def test_a_row_without_a_budget_has_that_of_large_ones():
