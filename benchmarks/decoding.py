@@ -168,7 +168,9 @@ _chosen = (_ONE, *(Call(chosen=n) for n in (16, 64, 256)))
 _splits = lambda *numbers: tuple(Call(num_splits=n) for n in numbers)
 _WIDE = (_ONE, Call(page_size=64))
 _DRAFTS = Call(queries=2, page_size=64)
-_latent = lambda batch, heads: Sizes(batch, 32768, heads, 1, 576, v_head_dim=512, shared=True)
+_latent = lambda batch, heads, coarse=False: Sizes(
+    batch, 32768, heads, 1, 576, coarse=coarse, v_head_dim=512, shared=True
+)
 
 GROUPS: tuple[Group, ...] = (
     *(Group("lengths", Sizes(1, n << 10), _PEERS) for n in (8, 32, 128, 512)),
@@ -195,6 +197,14 @@ GROUPS: tuple[Group, ...] = (
     Group("splits", Sizes(128, 8192), _splits(1, 2, 4)),
     *(Group("eight bits", Sizes(1, n << 10, coarse=True), _EIGHT_BITS) for n in (32, 128)),
     *(Group("eight bits", Sizes(n, 8192, coarse=True), _EIGHT_BITS) for n in (16, 128)),
+    *(
+        Group("eight bits, wide heads", Sizes(n, 8192, 32, 4, 512, coarse=True), _EIGHT_BITS)
+        for n in (1, 16)
+    ),
+    *(
+        Group("eight bits, latent", _latent(batch, n, coarse=True), _EIGHT_BITS)
+        for batch, n in ((1, 16), (16, 16), (16, 64))
+    ),
     Group(
         "blocks",
         Sizes(1, 32768),

@@ -107,6 +107,9 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
         ({"H": 576, "Hv": 512, "N": 17, "shared": True}, False, 2),
         ({"H": 320, "Hv": 256, "T": 2}, True, 3),
         ({"H": 320, "Hv": 256, "T": 5}, False, 5),
+        ({"H": 512, "Hv": 512, "cache": "int8"}, True, 1),
+        ({"H": 576, "Hv": 512, "N": 16, "shared": True, "cache": "int8"}, True, 3),
+        ({"H": 576, "Hv": 512, "N": 64, "shared": True, "cache": "int8"}, False, 4),
         ({"H": 128, "Hv": 128, "cache": "int8"}, True, 4),
         ({"H": 96, "Hv": 128, "cache": "int8"}, False, 4),
         ({"page_size": 64, "cache": "int8", "scaled": "rows"}, True, 8),
@@ -147,8 +150,8 @@ def test_wide_heads_that_are_refused():
     describe = lambda **x: decode.describe(
         (step := Step("any", (1,), **x)).operands()[0], step.spec
     )
-    refusal = BACKEND.unsupported_decode(describe(H=320, Hv=320, cache="int8"))
-    assert refusal == "decodes int8 with head dims up to 256, not 320: keep the cache in bfloat16"
+    refusal = BACKEND.unsupported_decode(describe(H=336, Hv=320, cache="int8"))
+    assert refusal == "would have to copy a cache with head dim 336: pad it to 352"
     assert BACKEND.unsupported_decode(describe(H=64, Hv=528)) == (
         "decodes head dims of v up to 512, not 528"
     )

@@ -31,6 +31,7 @@ SHARED = (
     *("float8_pages_of_64", "starts_of_float8_as_rows", "drafts_of_int8"),
     *("drafts", "drafts_of_64", "drafts_in_windows", "drafts_in_tiles", "drafts_wide"),
     *("wide_512", "latent", "latent_pages_of_16", "wide_modifiers", "wide_starts", "wide_values"),
+    *("wide_int8", "wide_float8_as_rows", "shared_latent_float8"),
 )
 CASES = (
     *(step for step in STEPS if step.name in SHARED),
@@ -84,7 +85,7 @@ def test_pages_that_sequences_share():
     ("changes", "reason"),
     [
         ({"cache": "int8", "H": 72}, "a cache with head dim 72: pad it to 80"),
-        ({"cache": "float8_e4m3fn", "Hv": 272}, "float8_e4m3fn with head dims up to 256, not 272"),
+        ({"cache": "float8_e4m3fn", "Hv": 272}, "a cache with head dim 272: pad it to 288"),
         (
             {"cache": "int8", "dtype": "float16", "page_size": 16, "scaled": "rows"},
             "float16 weights by no scales of pages: cast q to bfloat16",

@@ -144,6 +144,7 @@ DECODES = {
     "float8_e4m3fn_starts": {},
     "float8_e4m3fn_starts_pages": {"page_size": 64},
     "int8_starts_pages": {"page_size": 64},
+    "float8_e4m3fn_shared_pages": {"page_size": 64},  # see below
     "drafts": {"num_splits": 1},  # a draft mask, here and below
     "drafts_pages": {"page_size": 64},
     "drafts_rows": {"page_size": 64},
@@ -159,13 +160,17 @@ SHARED = tuple(name for name in DECODES if name.startswith("shared"))
 # Above head dim 256: (head dims of q and k, of v, query heads, KV heads). The second is multi-head
 # latent attention; the others have a narrow swizzle, one compute warpgroup, a narrow K.
 WIDE_DECODES = {
-    (512, 512, 32, 4): ("contiguous", "one_split", "pages_64", "modifiers", "starts_windows"),
+    (512, 512, 32, 4): (
+        *("contiguous", "one_split", "pages_64", "modifiers", "starts_windows", "int8"),
+        "float8_e4m3fn_pages",
+    ),
+    (512, 512, 128, 4): ("int8", "float8_e4m3fn_starts_pages"),
     (576, 512, 128, 1): ("contiguous", "one_split", "pages_16", "pages_64", "modifiers"),
     (304, 272, 32, 8): ("contiguous", "modifiers"),
     (320, 256, 32, 8): ("contiguous", "modifiers"),
     (128, 512, 32, 8): ("contiguous",),
-    (576, 512, 16, 1): ("contiguous", *SHARED),
-    (576, 512, 64, 1): (*SHARED,),
+    (576, 512, 16, 1): ("contiguous", "float8_e4m3fn_shared_pages", *SHARED),
+    (576, 512, 64, 1): ("float8_e4m3fn_shared_pages", *SHARED),
     (320, 304, 32, 8): ("shared",),
     (304, 208, 64, 1): ("shared_modifiers",),
 }
@@ -462,7 +467,7 @@ def decode_call(
         lead = (entries * cached // page_size, page_size)
         table = shape(jnp.int32, entries, cached // page_size)
     k, v = (shape(stored, *lead, kv_heads, width) for width in columns)
-    if name.startswith("shared"):
+    if "shared" in name:
         spec, v = dataclasses.replace(spec, v_columns=columns[1]), None
     side = shape(jnp.float32, entries, heads) if name.endswith("modifiers") else None
     q = shape(jnp.bfloat16, entries, q_len, heads, head_dim)

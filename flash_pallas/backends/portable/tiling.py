@@ -973,12 +973,8 @@ def _unsupported_eight_bits(problem: DecodeProblem) -> str | None:
     if "page_scales" in problem.features and problem.dtype == jnp.float16:
         return "multiplies float16 weights by no scales of pages: cast q to bfloat16"
     for width in (problem.head_dim, problem.v_head_dim):
-        if width > WIDEST:
-            return (
-                f"decodes {problem.kv_dtype} with head dims up to {WIDEST}, not {width}: keep the "
-                f"cache in {problem.dtype}"
-            )
-        if rest := -width % UNIT:
+        # Above WIDEST a half of V is copied in whole units.
+        if rest := -width % (UNIT if width <= WIDEST else 2 * UNIT):
             return f"would have to copy a cache with head dim {width}: pad it to {width + rest}"
     return None
 

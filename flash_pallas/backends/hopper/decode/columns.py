@@ -44,8 +44,8 @@ class PageScales(NamedTuple):
 
 
 def per_column(x, shape):
-    """Broadcasts one value per column over a tile."""
-    return lax.broadcast_in_dim(x, shape, (1,))
+    """Broadcasts one value per column, or one for all, over a tile."""
+    return lax.broadcast_in_dim(x, shape, (1,) * x.ndim)
 
 
 class ColumnConsumer(Consumer):
@@ -59,7 +59,8 @@ class ColumnConsumer(Consumer):
     @property
     def weight_bits(self) -> float:
         """Base-2 logarithm of the largest weight."""
-        return WEIGHT_BITS if self.plan.in_registers else 0.0
+        in_float16 = self.plan.matmuls.operand_dtype == jnp.float16
+        return WEIGHT_BITS if in_float16 and self.plan.problem.quantised else 0.0
 
     def load_q(self, cta: DecodeCta):
         """Loads the Q tile; see Consumer. Where keys become float16, so do queries, scaled."""
@@ -80,7 +81,12 @@ class ColumnConsumer(Consumer):
         return k_scale, v_scale
 
     def settle(self, cta: DecodeCta, keys: Keys):
-        """Waits for the blocks that were guessed in vain, of V too; see Consumer."""
+        """Waits for the blocks that were guessed in vain, of V too; see Consumer.
+
+        Those of a cache that the producer widens never come here.
+        """
+        if self.plan.in_memory:
+            return
 
         def wait(n, _):
             cta.k.wait_full(n)
@@ -171,7 +177,7 @@ class ColumnConsumer(Consumer):
         cta.k.wait_full(use)
 
         def matmul(s_acc):
-            k = cta.smem.k.at[cta.k.slot(use)]
+            k = cta.smem.k.at[self.plan.slot(cta.k, use)]
             if self.plan.in_registers:
                 k = (key_rows(k, self.plan.raw_swizzle(0), self.plan.interpret),)
                 cta.k.release(use)
@@ -195,14 +201,14 @@ class ColumnConsumer(Consumer):
         if self.plan.in_registers:
             swizzle = self.plan.raw_swizzle(1)
         else:
-            swizzle = self.plan.v_swizzle(cta.gmem.v)
+            swizzle = self.plan.v_swizzle(*self.plan.copied(cta.gmem.v))
         v = cta.smem.v.at[cta.v.slot(use)]
         first = keys.block(use) * self.plan.blocks.block_kv
         self.plan.clear_padding(v, keys, first, swizzle)
 
     def multiply_values(self, cta: DecodeCta, use, o_acc):
         """Issues O^T += V^T P^T of a block; waits for it if V is an operand in registers."""
-        v, matmuls = cta.smem.v.at[cta.v.slot(use)], self.plan.matmuls
+        v, matmuls = cta.smem.v.at[self.plan.slot(cta.v, use)], self.plan.matmuls
         if not self.plan.in_registers:
             if self.plan.shares and v.shape[1] > self.plan.part_columns:
                 v = v.at[:, pl.ds(0, self.plan.part_columns)]

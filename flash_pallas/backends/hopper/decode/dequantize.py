@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from ...gpu.inline import assembly, at, coordinates, fragmented, i32_constant
+from ...gpu.inline import assembly, at, coordinates, fragmented, i32_constant, opaque
 from ..common.pipeline import WARP, WARPGROUP, tile_transforms
 
 AT_ONCE = 8  # numbers that a thread of the producer converts
@@ -41,7 +41,7 @@ _CODE = {
 _HALVES = ({"bytes": "0x4140", "half": "h0"}, {"bytes": "0x4342", "half": "h1"})
 
 
-def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
+def widen(raw, tile, swizzles: tuple[int, int], interpret: bool, most: int | None = None):
     """Writes the numbers of a tile in another dtype; matmuls see them after `commit_smem`.
 
     Args:
@@ -49,6 +49,7 @@ def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
         tile: [rows, columns] in shared memory, of bfloat16 or float16.
         swizzles: swizzles of raw and of tile, in bytes.
         interpret: run by the interpreter.
+        most: a thread loads up to so many times eight numbers before it stores any; None: all.
     """
     if interpret:
         tile[...] = raw[...].astype(tile.dtype)
@@ -56,7 +57,7 @@ def widen(raw, tile, swizzles: tuple[int, int], interpret: bool):
     refs = zip((raw, tile), swizzles, strict=True)
     types = tuple(plgpu.RefType(tile_transforms(s, ref.dtype)) for ref, s in refs)
     code = _CODE[jnp.dtype(raw.dtype).name, jnp.dtype(tile.dtype).name]
-    plgpu.inline_mgpu(arg_types=types)(functools.partial(_widen_body, code))(raw, tile)
+    plgpu.inline_mgpu(arg_types=types)(functools.partial(_widen_body, code, most))(raw, tile)
 
 
 def key_rows(raw, swizzle: int, interpret: bool):
@@ -195,27 +196,40 @@ def _tile(shape, found):
     return fragmented(registers, layout)
 
 
-def _widen_body(code: str, _, raw, tile):
+def _widen_body(code: str, most: int | None, _, raw, tile):
     i32 = ir.IntegerType.get_signless(32)
     words = ir.VectorType.get((2,), i32)
     outer, across, inner, columns = raw.type.shape
     each = across * columns // AT_ONCE
     thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
-    places = []
-    for start in range(0, outer * inner * each, WARPGROUP):
-        number = arith.addi(thread, i32_constant(start))
-        row = arith.divui(number, i32_constant(each))
-        column = arith.muli(arith.remui(number, i32_constant(each)), i32_constant(AT_ONCE))
-        places.append((row, column))
-    # All loads come first: the compiler moves none before a store that might write to its place.
-    found = [llvm.load(words, pointer(raw, *place), alignment=8) for place in places]
-    for place, pair in zip(places, found, strict=True):
-        made = [
-            llvm.inline_asm(i32, [at(pair, word)], code.format(**half), "=r,r")
-            for word, half in itertools.product(range(2), _HALVES)
-        ]
-        wide = vector.from_elements(ir.VectorType.get((4,), i32), made)
-        llvm.store(wide, pointer(tile, *place), alignment=16)
+    pieces = outer * inner * each // WARPGROUP  # of each thread
+
+    def convert(first, count: int):
+        places = []
+        for start in range(0, count * WARPGROUP, WARPGROUP):
+            number = arith.addi(first, i32_constant(start))
+            row = arith.divui(number, i32_constant(each))
+            column = arith.muli(arith.remui(number, i32_constant(each)), i32_constant(AT_ONCE))
+            places.append((row, column))
+        # All loads come first: the compiler moves none before a store that might write there.
+        found = [llvm.load(words, pointer(raw, *place), alignment=8) for place in places]
+        for place, pair in zip(places, found, strict=True):
+            made = [
+                llvm.inline_asm(i32, [at(pair, word)], code.format(**half), "=r,r")
+                for word, half in itertools.product(range(2), _HALVES)
+            ]
+            wide = vector.from_elements(ir.VectorType.get((4,), i32), made)
+            llvm.store(wide, pointer(tile, *place), alignment=16)
+
+    if most is None:
+        convert(thread, pieces)
+        return
+    count = next(n for n in range(most, 0, -1) if pieces % n == 0)
+    end, step = (i32_constant(n * WARPGROUP) for n in (pieces, count))
+    loop = scf.ForOp(thread, end, step)
+    with ir.InsertionPoint(loop.body):
+        convert(opaque(loop.induction_variable), count)
+        scf.yield_([])
 
 
 def pointer(tile, row, column):

@@ -20,6 +20,11 @@ from ..common.pipeline import Ring
 from .dequantize import widen
 from .loads import DecodeProducer, Pages
 from .plan import DecodeCta, DecodePlan, Keys
+from .tiles import takes_wide
+
+# Of `widen` above head dim 256: all 36 of 64 keys of 576 columns would spill, and the producer may
+# have 56 registers.
+WIDE_PIECES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +57,29 @@ class DequantizingProducer:
                 self.own_places(cta, keys.block(n + 2)),
                 self.scales(cta, keys, keys.block(n + 1), own),
             )
-            for kind in range(2):
+            for kind in self.plan.kinds:
                 self.widen(cta, keys, kind, n, scales)
                 again = functools.partial(
                     self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
                 )
                 pl.when(n + ahead < keys.stop)(again)
+            self.pages.prefetch_scales(cta, following[0])
             return following
 
         first, own = (places(cta, keys.block(n)) for n in (0, 1))
         scales = self.scales(cta, keys, keys.block(0), first)
-        own = own if plan.page_scales else ()
+        own = own if plan.hands_scales else ()
         coming = places(cta, keys.block(ahead))
         lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales))
 
         @pl.loop(keys.stop, guessed)
         def _(n):  # Blocks that nobody needed arrive all the same.
-            for kind in range(2):
+            for kind in plan.kinds:
                 self.raw_ring(cta, kind).wait_full(n)
 
         cta.k.drain(keys.stop)
-        cta.v.drain(keys.stop)
+        if not plan.shares:
+            cta.v.drain(keys.stop)
 
     def begin(self, cta: DecodeCta, block, count):
         """Starts the copies of the first `count` blocks, from `block` on."""
@@ -80,7 +87,7 @@ class DequantizingProducer:
         @pl.loop(jnp.int32(0), count)
         def _(n):
             own = block + n * self.plan.blocks.num_splits
-            for kind in range(2):
+            for kind in self.plan.kinds:
                 self.fetch(cta, kind, n, own, self.pages.places(cta, own))
 
     def fetch(self, cta: DecodeCta, kind: int, n, block, places: tuple):
@@ -95,33 +102,53 @@ class DequantizingProducer:
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
         tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
-        swizzles = self.plan.raw_swizzle(kind), self.plan.wide_swizzle(kind)
         raw_ring.wait_full(use)
         ring.wait_empty(use)
-        widen(raw, tile, swizzles, self.plan.interpret)
-        if kind == 1 and self.plan.problem.kv_dtype.name != "int8":
+        tiles = self.tiles(kind, raw, tile)
+        swizzle = (self.plan.k_swizzle, self.plan.v_swizzle)[kind]()
+        both = self.plan.raw_swizzle(kind), swizzle
+        most = WIDE_PIECES if takes_wide(self.plan.problem) else None
+        for source, target in tiles:
+            widen(source, target, both, self.plan.interpret, most)
+        if kind == 1 and self.clears:
             first = keys.block(use) * self.plan.blocks.block_kv
             _, padded = self.plan.has_padding(keys, first)
 
             @pl.when(padded)
             def _():
                 plgpu.commit_smem()  # its barrier: other threads widen the rows that one clears
-                self.plan.clear_padding(tile, keys, first, swizzles[1])
+                for _, target in tiles:
+                    self.plan.clear_padding(target, keys, first, swizzle)
 
-        for i in range(self.plan.pieces if self.plan.page_scales else 0):
-            cta.smem.scales[kind, ring.slot(use), i] = scales[kind][i]
+        if self.plan.hands_scales:
+            for own in range(2) if self.plan.shares else (kind,):
+                for i, scale in enumerate(scales[own]):
+                    cta.smem.scales[own, ring.slot(use), i] = scale
         # Behind its barrier, every thread has read what the next copy overwrites.
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.full.at[ring.slot(use)])
+
+    @property
+    def clears(self) -> bool:
+        """True if V can have NaN in its padding, and nobody clears it later: int8 has none."""
+        return self.plan.problem.kv_dtype.name != "int8" and not self.plan.blocks.upright
+
+    def tiles(self, kind: int, raw, tile) -> list[tuple]:
+        """Returns pairs (eight bits, 16 bits) that together are a block of K (kind 0) or V (1)."""
+        if kind == 0 or self.plan.parts == 1:
+            return [(raw, tile)]
+        columns = self.plan.part_columns
+        part = lambda i: (raw.at[:, pl.ds(i * columns, columns)], tile.at[i])
+        return [part(i) for i in range(self.plan.parts)]
 
     def raw_ring(self, cta: DecodeCta, kind: int) -> Ring:
         """Returns the ring of blocks as they arrive; nobody else reads them."""
         return Ring(cta.bars.raw_full[kind], None, self.plan.blocks.stages)
 
     def own_places(self, cta: DecodeCta, j) -> tuple:
-        """Returns the pages of the j-th block's pieces if pages have their own scales; else ()."""
-        return self.pages.places(cta, j) if self.plan.page_scales else ()
+        """Returns the pages of the j-th block's pieces if their scales are handed on; else ()."""
+        return self.pages.places(cta, j) if self.plan.hands_scales else ()
 
     def scales(self, cta: DecodeCta, keys: Keys, j, places: tuple) -> tuple:
-        """Returns Pages.scales of the j-th block if pages have scales of their own; else ()."""
-        return self.pages.scales(cta, keys, j, places) if self.plan.page_scales else ()
+        """Returns Pages.scales of the j-th block if these are handed on; else ()."""
+        return self.pages.scales(cta, keys, j, places) if self.plan.hands_scales else ()

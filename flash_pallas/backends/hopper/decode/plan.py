@@ -187,10 +187,14 @@ class DecodePlan(DecodeLayout):
         """Returns the swizzle of Q in bytes: that of K, with which Q is multiplied."""
         return self.k_swizzle(*self.copied(gmem.k))
 
-    def wide_swizzle(self, kind: int) -> int:
-        """Returns the swizzle of widened blocks of K (kind 0) or V (1), in bytes."""
-        summed = self.blocks.block_kv if kind else 0
-        return self.matmuls.swizzle(self.head_dims[kind], summed_rows=summed)
+    def slot(self, ring: Ring, use):
+        """Returns the slot of a block that matmuls read.
+
+        ptxas does not know it where there is one: it would keep the descriptors of a wide block, 36
+        of K alone, through the loop.
+        """
+        slot = ring.slot(use)
+        return pipeline.hidden(slot) if self.stages_over_q else slot
 
     def queries(self, tile):
         """Returns (first, last) query of a tile of rows."""

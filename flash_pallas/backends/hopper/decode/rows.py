@@ -98,7 +98,7 @@ class RowConsumer(Consumer):
 
     def values(self, cta: DecodeCta, use):
         """Returns the warpgroup's columns of a block of V, in shared memory."""
-        v, columns = cta.smem.v.at[cta.v.slot(use)], self.plan.part_columns
+        v, columns = cta.smem.v.at[self.plan.slot(cta.v, use)], self.plan.part_columns
         if self.plan.shares:
             own = jnp.int32(0) if self.plan.parts == 1 else lax.optimization_barrier(cta.part)
             return v.at[:, pl.ds(own * columns, columns)]
@@ -107,7 +107,7 @@ class RowConsumer(Consumer):
     def clear_values(self, cta: DecodeCta, keys: Keys, use):
         """Zeroes the padding of a block whose keys are its values, when no one reads its keys."""
         tile = cta.smem.k.at[cta.k.slot(use)]
-        swizzle, first = self.plan.k_swizzle(cta.gmem.k), keys.block(use) * tile.shape[0]
+        swizzle, first = self.plan.q_swizzle(cta.gmem), keys.block(use) * tile.shape[0]
         clear = functools.partial(self.plan.clear_padding, tile, keys, first, swizzle)
 
         def together():
@@ -131,7 +131,7 @@ class RowConsumer(Consumer):
         """Returns S = Q K^T of a block, f32."""
 
         def matmul(s_acc):
-            k = cta.smem.k.at[cta.k.slot(use)]
+            k = cta.smem.k.at[self.plan.slot(cta.k, use)]
             self.plan.matmuls.multiply(s_acc, self.queries(cta), k, transposed=True)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 

@@ -62,8 +62,8 @@ class DecodeBlocks:
             latency over 132 SMs, which is 32 KB on each; two or three times that also covers the
             work of a step before it gives its slot back.
         num_splits: number of ranges into which the keys of a sequence are split.
-        widened: number of blocks of K and of V that are held in 16 bits at one time, if the cache
-            is in eight bits and not upright.
+        widened: number of blocks of K and of V that are held in 16 bits at one time, where the
+            producer widens a cache in eight bits.
         guesses: the first blocks are copied before the length is known, unless a window or a start
             says which these are.
         upright: queries are the columns of the matmuls, as many as needed; else the rows, always
@@ -140,6 +140,9 @@ def takes_wide(problem: DecodeProblem) -> bool:
     wait for one another. At head dims 576 and 512 a step of 32 keys reads 216 KB of Q and K and 32
     KB of V from shared memory, 1,980 cycles; one of 64 keys 352 KB, 2,820. The tensor cores take
     3,330 for those, of which the second computation of the scores is 1,150.
+
+    The producer widens a cache in eight bits, upright too: in registers 64 keys of 576 columns and
+    of their 512 values would be 272 of each thread.
     """
     return max(problem.head_dim, problem.v_head_dim) > NATIVE_HEAD_DIMS[-1]
 
@@ -197,12 +200,28 @@ def takes_upright(problem: DecodeProblem) -> bool:
 
 def wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
     """Returns the deepest upright blocks that fit above head dim 256; None where none do."""
-    if problem.q_len * problem.group > UPRIGHT_ROWS or problem.quantised:
+    if problem.q_len * problem.group > UPRIGHT_ROWS:
         return None
+    sizes = {"block_kv": WARPGROUP_ROWS, "num_splits": 2, "upright": True}
+    if problem.quantised:
+        return _deepest_widened(problem, sizes)
     for stages in range(MOST_STAGES, 1, -1):
         for v_stages in (None,) if shares_tiles(problem) else (None, stages - 1):
-            sizes = {"block_kv": WARPGROUP_ROWS, "num_splits": 2, "upright": True}
             blocks = DecodeBlocks(stages=stages, v_stages=v_stages, **sizes)
+            if blocks.smem_bytes(problem) <= SMEM_LIMIT:
+                return blocks
+    return None
+
+
+def _deepest_widened(problem: DecodeProblem, sizes: dict[str, Any]) -> DecodeBlocks | None:
+    """Returns the deepest blocks of these sizes for a cache that the producer widens, or None.
+
+    With two widened blocks it works while the matmuls do. With one a block in eight bits arrives
+    all the same while the one before is widened and multiplied.
+    """
+    for widened, fewest in ((2, 2), (1, 1)):
+        for stages in range(MOST_STAGES, fewest - 1, -1):
+            blocks = DecodeBlocks(stages=stages, widened=widened, **sizes)
             if blocks.smem_bytes(problem) <= SMEM_LIMIT:
                 return blocks
     return None
@@ -211,8 +230,13 @@ def wide_upright(problem: DecodeProblem) -> DecodeBlocks | None:
 def wide_rows(problem: DecodeProblem) -> DecodeBlocks:
     """Returns the blocks above head dim 256 where queries are rows.
 
-    Where K's tile is V's, two blocks of 64 keys fit; a step of 64 reads Q once, and not twice.
+    Where K's tile is V's, two blocks of 64 keys fit; a step of 64 reads Q once, and not twice. In
+    eight bits two widened blocks of 32 keys do.
     """
+    if problem.quantised:
+        found = _deepest_widened(problem, {"block_kv": WIDE_KEYS, "num_splits": 2})
+        assert found is not None, f"no blocks fit: {problem}"
+        return found
     for keys in (2 * WIDE_KEYS,) * shares_tiles(problem) + (WIDE_KEYS,):
         for stages in range(MOST_STAGES, 0, -1):
             blocks = DecodeBlocks(keys, stages, num_splits=2)
@@ -258,16 +282,12 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 def _unsupported_wide(problem: DecodeProblem) -> str | None:
     """Returns why the kernel does not take a problem with a head dim above 256, or None."""
-    if problem.quantised:
-        return (
-            f"decodes {problem.kv_dtype} with head dims up to {NATIVE_HEAD_DIMS[-1]}, not "
-            f"{max(problem.head_dim, problem.v_head_dim)}: keep the cache in {problem.dtype}"
-        )
     widths = problem.head_dim, problem.v_head_dim
+    multiple = NARROWEST_RAW if problem.quantised else WIDE_MULTIPLE
     for name, width, most in zip(("q and k", "v"), widths, WIDEST, strict=True):
         if width > most:
             return f"decodes head dims of {name} up to {most}, not {width}"
-        if rest := -width % WIDE_MULTIPLE:
+        if rest := -width % multiple:
             return f"would have to copy a cache with head dim {width}: pad it to {width + rest}"
     return None
 
@@ -325,7 +345,7 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
     def time(splits: int) -> float:
         ctas = tiles * splits
         blocks_read = -(-ctas // num_sms) * -(-keys // splits)
-        if problem.quantised and ctas <= num_sms:
+        if problem.quantised and ctas <= num_sms and not takes_wide(problem):
             blocks_read /= LONE_RATE
         return blocks_read + -(-ctas // slots) * start
 
@@ -336,13 +356,23 @@ def choose_splits(problem: DecodeProblem, blocks: DecodeBlocks, num_sms: int) ->
 LEAST_COLUMNS = 8  # of a result of wgmma
 
 
+class DecodeInputs(NamedTuple):
+    """Tiles of a CTA that nothing reads any more when its results are staged.
+
+    In parts, v is [slots, parts, block_kv, part_columns].
+    """
+
+    k: Any  # [slots, block_kv, H]
+    v: Any = None  # [slots, block_kv, Hv]; None where values are columns of the keys
+    q: Any = None  # where room is scarce: see DecodeLayout.stages_over_q
+
+
 class DecodeSmem(NamedTuple):
     """Shared memory of one CTA. Results are staged where K and V were, after their last read."""
 
-    q: Any  # [rows, H], of as many rows as Plan.tile_rows says
-    # ((k [slots, block_kv, H], v [slots, block_kv, Hv]), (o [rows, Hv], lse, shift f32[rows])). In
-    # parts, v is [slots, parts, block_kv, part_columns] and o [parts, rows, part_columns].
-    # No v where values are columns of the keys.
+    own_q: Any  # [rows, H], of as many rows as Plan.tile_rows says; None where `ring` has it
+    # (DecodeInputs, (o [rows, Hv], lse, shift f32[rows])). In parts, o is [parts, rows,
+    # part_columns].
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
     scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
@@ -351,14 +381,19 @@ class DecodeSmem(NamedTuple):
     q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
 
     @property
+    def q(self):
+        """The tile of Q."""
+        return self.ring[0].q if self.own_q is None else self.own_q
+
+    @property
     def k(self):
         """Slots of K blocks."""
-        return self.ring[0][0]
+        return self.ring[0].k
 
     @property
     def v(self):
         """Slots of V blocks."""
-        return self.ring[0][-1]
+        return self.k if self.ring[0].v is None else self.ring[0].v
 
     @property
     def o(self):
@@ -452,12 +487,12 @@ class DecodeLayout:
     @property
     def in_registers(self) -> bool:
         """True if the compute warpgroup makes a cache in eight bits float16, in registers."""
-        return self.problem.quantised and self.blocks.upright
+        return self.problem.quantised and self.blocks.upright and not takes_wide(self.problem)
 
     @property
     def in_memory(self) -> bool:
         """True if the producer widens a cache in eight bits, in shared memory."""
-        return self.problem.quantised and not self.blocks.upright
+        return self.problem.quantised and not self.in_registers
 
     @property
     def slots(self) -> int:
@@ -501,6 +536,16 @@ class DecodeLayout:
         return not self.in_registers and not takes_wide(self.problem)
 
     @property
+    def stages_over_q(self) -> bool:
+        """True if results take the place of Q too: 64 rows of 512 float32 are 128 KB."""
+        return self.in_memory and takes_wide(self.problem)
+
+    @property
+    def hands_scales(self) -> bool:
+        """True if the producer puts the scales of pages next to the blocks that it widens."""
+        return self.page_scales and self.in_memory and not self.blocks.upright
+
+    @property
     def page_scales(self) -> bool:
         """True if scales differ from page to page."""
         return "page_scales" in self.problem.features
@@ -534,13 +579,15 @@ class DecodeLayout:
         keys = tile((slots, block, head_dim), self.k_swizzle(*of_k))
         part = (self.parts,) if self.parts > 1 else ()
         values = tile((self.v_slots, *part, block, v_head_dim), self.v_swizzle(*of_v))
-        ring = (keys,) if self.shares else (keys, values)
+        q = tile((rows, head_dim), self.k_swizzle(*of_k))
+        inputs = DecodeInputs(keys, None if self.shares else values)
         if self.in_registers:
-            ring = self.raw(slots)
+            inputs = DecodeInputs(*self.raw(slots))
+        if self.stages_over_q:
+            inputs, q = inputs._replace(q=q), None
         result = jnp.float32 if self.several else self.problem.dtype
         staging = tile_buffer((*part, rows, v_head_dim), result), *[row_buffer((rows,))] * 2
-        q = tile((rows, head_dim), self.k_swizzle(*of_k))
-        smem = DecodeSmem(q, plgpu.RefUnion(ring, staging))
+        smem = DecodeSmem(q, plgpu.RefUnion(inputs, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
         of_values = barrier(self.pieces, self.v_slots), barrier(1, self.v_slots)
         if self.shares:
@@ -549,6 +596,11 @@ class DecodeLayout:
             q_scale = row_buffer((rows,)) if self.in_registers else None
             p, across = tile((rows, block), self.p_swizzle(*of_v)), row_buffer((WARPS, rows))
             smem = smem._replace(p=p, across=across, q_scale=q_scale)
+        if self.in_memory:
+            scales = row_buffer((2, slots, self.pieces)) if self.hands_scales else None
+            smem = smem._replace(raw=self.raw(self.blocks.stages), scales=scales)
+            return smem, self.widened_barriers(copied)
+        if self.blocks.upright:
             return smem, DecodeBarriers(copied, empty, *of_values)
         if self.shares:
             empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
@@ -557,20 +609,28 @@ class DecodeLayout:
             empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
             arrived = [barrier(self.pieces * self.parts, n) for n in (slots, 1)]
             return smem, DecodeBarriers(copied, empty, arrived[0], empty, arrived[1], met=met)
-        if not self.in_memory:
-            return smem, DecodeBarriers(copied, empty, copied, empty, barrier(self.pieces, 1))
-        scales = row_buffer((2, slots, self.pieces)) if self.page_scales else None
-        smem = smem._replace(raw=self.raw(self.blocks.stages), scales=scales)
-        full = barrier(1, slots)
-        return smem, DecodeBarriers(full, empty, full, empty, None, (copied,) * 2)
+        return smem, DecodeBarriers(copied, empty, copied, empty, barrier(self.pieces, 1))
+
+    def widened_barriers(self, copied) -> DecodeBarriers:
+        """Returns the barriers of blocks that the producer widens; `copied` are those of copies."""
+        full = plgpu.Barrier(num_barriers=self.slots)
+        empty = plgpu.Barrier(num_arrivals=self.parts, num_barriers=self.slots)
+        of_values = (None, None) if self.shares else (full, empty)
+        met = plgpu.Barrier(num_arrivals=self.parts, num_barriers=1) if self.parts > 1 else None
+        return DecodeBarriers(full, empty, *of_values, None, (copied,) * len(self.kinds), met)
+
+    @property
+    def kinds(self) -> range:
+        """The kinds of blocks that are copied: K (0) and V (1), or K alone."""
+        return range(1 if self.shares else 2)
 
     def raw(self, stages: int) -> tuple:
-        """Returns the buffers of blocks in eight bits, (K, V)."""
+        """Returns the buffers of blocks in eight bits, of each kind."""
         return tuple(
             tile_buffer(
-                (stages, self.blocks.block_kv, width),
+                (stages, self.blocks.block_kv, self.head_dims[kind]),
                 self.problem.kv_dtype,
                 self.raw_swizzle(kind),
             )
-            for kind, width in enumerate(self.head_dims)
+            for kind in self.kinds
         )
