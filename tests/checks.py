@@ -74,15 +74,7 @@ def run(call, case: Case, seed: int = 0) -> Results:
     """Runs `call` on the case: outputs and gradients in one jitted program."""
     if case.deterministic:
         call = partial(call, deterministic=True)
-    return _widen(_jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
-
-
-def _jit(function):
-    """Calls jax.jit, without optimization on a CPU, where compilation dominates the tests' time."""
-    if jax.default_backend() != "cpu":
-        return jax.jit(function)
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function, compiler_options=options)
+    return _widen(jax.jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
 
 
 def _outputs_and_gradients(call, case: Case, x: Inputs, arguments=Case.arguments) -> Results:
@@ -115,7 +107,7 @@ def oracle(case: Case, seed: int = 0) -> Results:
     with jax.enable_x64(True):
         call = partial(reference.attention, full_precision=True, rounded_logits=case.rounds)
         run = partial(_outputs_and_gradients, call, case, arguments=Case.oracle_arguments)
-        return _widen(_jit(run)(_exact_inputs(case, seed)))
+        return _widen(jax.jit(run)(_exact_inputs(case, seed)))
 
 
 def plain(q, k, v, *, max_logit=False, **arguments):
@@ -159,7 +151,7 @@ def bounds(case: Case, seed: int = 0, kernels: bool = False) -> dict[str, tuple[
     tangents = TANH_ERROR * case.softcap if kernels and case.softcap else 0.0
     exact, terms = oracle(case, seed), _absolute_terms(case, seed)
     run = partial(_outputs_and_gradients, plain, case, arguments=Case.oracle_arguments)
-    found = _widen(_jit(run)(case.inputs(seed)))
+    found = _widen(jax.jit(run)(case.inputs(seed)))
     limits = {}
     for name in exact:
         error = _sizes(_error(found[name], exact[name]))
@@ -234,7 +226,7 @@ def _absolute_terms(case: Case, seed: int) -> Results:
     instead: with so many terms, roundings are certain to cancel.
     """
     with jax.enable_x64(True):
-        terms = _jit(partial(_terms, case))(_exact_inputs(case, seed), dict(oracle(case, seed)))
+        terms = jax.jit(partial(_terms, case))(_exact_inputs(case, seed), dict(oracle(case, seed)))
         return _widen(terms)
 
 

@@ -15,6 +15,9 @@ if ON_GPU and not SEVERAL:
     gpus.take(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Most of the tests' time is compilation, in programs that they start too. Ten of the slowest
+    # take 0.74 of the time so, of which three run interpreted kernels and take as long as before.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores. A cluster takes up to 12; with 16
 # in all one such kernel once made no progress for a minute, and with 32 they are 5 % faster.
@@ -101,11 +104,13 @@ def devices():
 
 
 @pytest.fixture
-def quickly():
-    """Compilation without optimizations, for tests whose time is mostly compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimized(monkeypatch):
+    """Compilation with all optimizations, for tests of what a compiler makes of a program."""
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ import pytest
 from benchmarks import features, run_features, tables, timing
 from benchmarks.peers import PEERS, Unsupported
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
 
 

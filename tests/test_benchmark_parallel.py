@@ -128,7 +128,6 @@ def test_a_feature_that_is_wrong_is_seen(monkeypatch, setting, name):
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("quickly")
 def test_a_run_to_its_tables(monkeypatch, tmp_path, devices):
     monkeypatch.setattr(run_parallel, "GATE_LENGTH", 16)
     monkeypatch.setattr(run_parallel, "READING_MS", 1)

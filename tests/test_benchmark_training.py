@@ -39,9 +39,7 @@ def tiny(monkeypatch):
     """Sizes that compile in seconds, by the name "tiny"; cross-entropy in four chunks."""
     monkeypatch.setitem(llama.SIZES, "tiny", TINY)
     monkeypatch.setattr(llama, "CHUNK", BATCH * LENGTH // 4)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield TINY
-    jax.config.update("jax_disable_most_optimizations", False)
+    return TINY
 
 
 def trained(config, layout, attend, policy=None):

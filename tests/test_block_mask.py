@@ -24,8 +24,6 @@ from . import block_masks, checks
 from .cases import Case
 from .test_sharding import ATOL, TYPES, mesh_of
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 T, S = 300, 330  # no multiples of a block
 SMALL = (64, 64)
 

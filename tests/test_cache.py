@@ -13,8 +13,6 @@ import flash_pallas as fp
 from flash_pallas import KVCache, reference
 from flash_pallas.nn import RingCache
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 
 def normal(seed: int, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

@@ -17,8 +17,6 @@ from flash_pallas.frontend import dispatch
 
 from .interpreter import race_checked
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 V, B, T, N, K, H, S, PAGE = 3, 2, 2, 4, 2, 16, 64, 16
 
 

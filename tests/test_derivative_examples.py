@@ -18,11 +18,6 @@ from flash_pallas import reference
 from .test_examples import run
 
 
-@pytest.fixture(autouse=True)
-def _quickly(quickly):
-    pass
-
-
 @contextlib.contextmanager
 def exactly():
     """Switches float64 on, and strict promotion off: Flax's norms promote with float32."""

@@ -51,7 +51,6 @@ def script(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize(("page", "line", "code", "printed"), list(blocks()))
 def test_code_prints_what_the_page_says(page, line, code, printed, capsys):
     # Leading newlines make a traceback name the line of the page.

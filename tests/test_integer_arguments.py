@@ -14,8 +14,6 @@ from flash_pallas.frontend.arguments import as_int32
 from flash_pallas.nn import segment_positions
 from flash_pallas.parallel import context_parallel_attention
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 T = 12
 DTYPES = (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64)
 

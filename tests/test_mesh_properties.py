@@ -23,8 +23,6 @@ import flash_pallas as fp
 from .test_meshes import assert_close, assert_same_types, gradient
 from .test_sharding import draw as normal
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 PARTS = 8  # tests that may run side by side
 EXAMPLES = int(os.environ.get("FLASH_PALLAS_EXAMPLES", "16"))
 NAMES = ("data", "fsdp", "model", "context")

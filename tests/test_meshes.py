@@ -28,8 +28,6 @@ from flash_pallas.transforms import derivatives
 
 from .test_sharding import ATOL, TYPES, draw, mesh_of, moved
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 ROWS, HEADS = P("data"), P(None, None, "model")
 BOTH = P("data", None, "model")
 

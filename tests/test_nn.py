@@ -16,8 +16,6 @@ from flash_pallas.nn import attention_fn, causal_attention_fn
 
 from .nn_tools import assert_no_worse
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 HEADS, FEATURES, LENGTH = 4, 24, 10
 FUNCTIONS = [attention_fn, causal_attention_fn]
 

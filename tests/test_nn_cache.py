@@ -19,8 +19,6 @@ from flash_pallas.nn import RingCache, ScaledCache
 from flash_pallas.nn.linen import FlashAttention as LinenAttention
 from flash_pallas.nn.nnx import FlashAttention as NnxAttention
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 B, T, FEATURES, PAGE = 3, 44, 32, 16
 PROMPTS = np.array([20, 3, 17])
 SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "causal": True}

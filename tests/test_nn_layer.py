@@ -17,8 +17,6 @@ from flash_pallas.nn import nnx as fp_nnx
 
 from .nn_tools import assert_no_worse, dense_layer, quadratic_arrays
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 FEATURES, LENGTH = 24, 10
 MODERN = {
     "num_heads": 4,

@@ -12,8 +12,6 @@ from flash_pallas.nn import attention_fn, causal_attention_fn
 
 from .nn_tools import assert_no_worse, quadratic_arrays
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 BATCH, HEADS, FEATURES, LENGTH = 2, 4, 24, 10
 FULL = (BATCH, HEADS, LENGTH, LENGTH)
 

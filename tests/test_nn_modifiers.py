@@ -16,8 +16,6 @@ from flash_pallas.nn import nnx as fp_nnx
 
 from .nn_tools import assert_no_worse, dense_layer
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 FEATURES, LENGTH = 24, 10
 ROPE = {"rope_theta": 100.0, "qk_norm": "rms"}
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "causal": True, **ROPE}

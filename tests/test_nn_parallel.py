@@ -18,8 +18,6 @@ from flash_pallas.nn import nnx as fp_nnx
 from flash_pallas.nn import segment_positions
 from flash_pallas.parallel import ContextParallel, from_zigzag, to_zigzag
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 B, T, FEATURES = 2, 16, 32
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 FIELDS = {"num_heads": 4, "num_kv_heads": 2, "causal": True, "rope_theta": 100.0, "use_sinks": True}

@@ -22,8 +22,6 @@ from flash_pallas.parallel import (
 )
 from flash_pallas.parallel.plan import Plan
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 B, T, N, K, H = 2, 32, 4, 2, 8
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 STRATEGIES = ("ring", "all_gather", "ulysses")

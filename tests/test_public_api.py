@@ -20,8 +20,6 @@ from flash_pallas.core import block_mask, rope
 from flash_pallas.frontend import dispatch, validate
 from flash_pallas.parallel import context, layout, setting
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 NAMES = [
     "BlockMask",
     "Explanation",

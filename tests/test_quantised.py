@@ -13,8 +13,6 @@ import flash_pallas as fp
 from flash_pallas import KVCache, reference
 from flash_pallas.core.decode import QUANTISED
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 B, T, N, K, H, PAGE = 2, 40, 4, 2, 32, 16
 TABLE = jnp.array([[4, 1, 6], [0, 3, 2]], jnp.int32)
 

@@ -25,8 +25,6 @@ from flash_pallas.frontend import dispatch
 from .interpreter import race_checked
 from .ragged_cases import MIXES, PAGE, ROOM, Mix, assert_right, attend
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):

@@ -73,7 +73,6 @@ def blocks():
         yield pytest.param(line, *match.groups(), id=f"{heading}, line {line}")
 
 
-@pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize(("line", "code", "printed"), list(blocks()))
 def test_code_prints_what_the_readme_says(line, code, printed, capsys):
     # Leading newlines make a traceback name the line of README.md.

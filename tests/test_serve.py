@@ -37,11 +37,6 @@ LIMITS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quickly(quickly):
-    pass
-
-
 @pytest.fixture
 def verify(monkeypatch):
     """Verification with the promotion of dtypes that jax has outside of tests.
@@ -65,7 +60,7 @@ def tiny():
 
 
 @pytest.fixture
-def model(quickly):
+def model():
     """A model of two layers with random parameters, the same in all tests."""
     return tiny()
 

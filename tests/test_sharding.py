@@ -18,8 +18,6 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.transforms import derivatives
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 B, T, S, N, H = 4, 9, 12, 8, 8
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -17,8 +17,6 @@ from flash_pallas.nn.linen import FlashAttention
 from . import mesh_training
 from .mesh_training import TYPES
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 SIZES = {"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
 SETTING = mesh_training.Setting(SIZES, batch=8, length=48)
 WAYS = [

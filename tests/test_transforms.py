@@ -19,8 +19,6 @@ from flash_pallas.backends import xla
 from flash_pallas.core.problem import Operands
 from flash_pallas.transforms import derivatives
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 ATOL = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 
 causal = partial(fp.flash_attention, causal=True)

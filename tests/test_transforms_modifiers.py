@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 T, S, N, K = 9, 12, 4, 2
 

@@ -11,8 +11,6 @@ import pytest
 
 import flash_pallas as fp
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 Q, K = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 10, 2, 16))
 FULL = (2, 4, 8, 10)
 IDS, KV_IDS = jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 10), jnp.int32)

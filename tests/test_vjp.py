@@ -14,8 +14,6 @@ from flash_pallas import reference
 from . import checks
 from .cases import named
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 (CASE,) = named("gqa_causal")
 
 

@@ -18,8 +18,6 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.transforms import derivatives
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 B, T, S, N, K, H = 2, 9, 12, 4, 2, 8
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from flash_pallas import compat
 
-pytestmark = pytest.mark.usefixtures("quickly")
 MODULES = {
     name: getattr(compat, name)
     for name in ("flash_attn", "flex", "ragged_paged_attention", "splash", "torch_sdpa")

@@ -13,7 +13,6 @@ from flash_pallas.compat.flash_attn import flash_attn_func, flash_attn_with_kvca
 from . import formulas
 from .formulas import assert_as_good, assert_close
 
-pytestmark = pytest.mark.usefixtures("quickly")
 CALLS = range(3)
 
 

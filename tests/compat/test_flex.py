@@ -15,8 +15,6 @@ from . import flex_cases
 from .flex_cases import CASES
 from .formulas import assert_close, gradients
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 
 def called(case, query, key, value, **captured):
     """Calls flex_attention as a case says; returns (o, lse)."""

@@ -11,7 +11,6 @@ from .stand_ins import NAMES
 SNIPPETS = {f"{x.library}: {x.title}": x for x in porting.snippets()}
 
 
-@pytest.mark.usefixtures("quickly")
 @pytest.mark.thorough(
     always=[
         "flash-attn: Softcap and ALiBi",

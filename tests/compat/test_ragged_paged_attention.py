@@ -13,7 +13,6 @@ from flash_pallas.compat import ragged_paged_attention as ours
 from flash_pallas.frontend.validate_ragged import RaggedArguments
 from flash_pallas.ragged import prepared
 
-pytestmark = pytest.mark.usefixtures("quickly")
 PAGES, PAGE, N, K, H = 20, 16, 4, 2, 32
 
 

@@ -13,7 +13,6 @@ from flash_pallas.compat import splash as ours
 
 from .formulas import gradients
 
-pytestmark = pytest.mark.usefixtures("quickly")
 HEADS, T, S = 4, 40, 52
 SHAPE = (T, S)
 

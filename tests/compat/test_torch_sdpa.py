@@ -16,8 +16,6 @@ from flash_pallas.compat.torch_sdpa import (
 from . import sdpa_cases
 from .formulas import assert_close, gradients
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 
 @pytest.mark.thorough(
     always=["bool mask of heads", "float mask, empty row", "GQA and scale", "no heads"]

@@ -25,7 +25,6 @@ from . import flex_cases, porting, sdpa_cases
 from .formulas import assert_close, gradients
 from .test_flex import called
 
-pytestmark = pytest.mark.usefixtures("quickly")
 SNIPPETS = [x for x in porting.snippets() if x.library in ("PyTorch SDPA", "FlexAttention")]
 RANDOM_CALLS = 12
 SEED = int(os.environ.get("FLASH_PALLAS_SEED", "0"))

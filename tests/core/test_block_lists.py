@@ -16,8 +16,6 @@ from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
 from .test_mask import visible as band
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 BATCH, HEADS, Q_LEN, KV_LEN, BLOCK = 3, 4, 43, 50, (8, 12)
 Q_BLOCKS, KV_BLOCKS = 6, 5
 TILES = {"blocks": BLOCK, "half of the queries": (4, 12), "parts of both": (2, 4)}
