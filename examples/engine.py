@@ -7,7 +7,9 @@
 A step runs the model once on packed tokens: the newest token of every sequence that is generating,
 then as much of the waiting prompts as `max_tokens_per_step` leaves room for. Attention of all of
 them is one call of `flash_pallas.ragged_paged_attention` in each layer, and the number of tokens is
-padded to one of a few sizes, so that a handful of programs serves every mix.
+padded to one of a few sizes, so that a handful of programs serves every mix. Where sequences that
+are generating begin with the same pages, as with a common system prompt, another program of the
+same size reads those pages once for all of them.
 
 In this order below: a request, what the device computes, the engine. pages.py has the pages that
 requests hold, serve.py a load of simulated requests.
@@ -130,12 +132,37 @@ class Batch(NamedTuple):
         return cls(sheet[:size], *rows[:4], page_table=rows[4:].T)
 
 
-def model_step(structure, shape: tuple[int, int], leaves, pages, sampled, sheet):
+def saves_half(batch: Batch, page_size: int) -> bool:
+    """Says whether steps read at most half as much if they read common leading pages once.
+
+    A call that looks for such pages takes more launches, so it has to save more than a little.
+
+    Args:
+        batch: a batch, on the host.
+        page_size: number of tokens of a page.
+    """
+    steps = batch.counts == 1
+    table, lengths = batch.page_table[steps], batch.lengths[steps]
+    if len(table) < 2:
+        return False
+    _, leaders, group = np.unique(table[:, 0], return_index=True, return_inverse=True)
+    # What follows the last page of a sequence is 0 in the table; the page of the new token is not
+    # full, or will be only now.
+    equal = np.cumprod(table == table[leaders[group]], axis=1).sum(axis=1)
+    equal = np.minimum(equal, (lengths - 1) // page_size)
+    common = np.full(len(leaders), table.shape[1])
+    np.minimum.at(common, group, equal)
+    saved = page_size * int(((np.bincount(group) - 1) * common).sum())
+    return 2 * saved >= int(lengths.sum())
+
+
+def model_step(structure, shape: tuple[int, int], shares: bool, leaves, pages, sampled, sheet):
     """Appends the tokens of a batch to the cache and samples the next token of each sequence.
 
     Args:
         structure: graph of the model and structure of its parameters; see `Engine`.
         shape: (max_seqs, max_pages).
+        shares: leading pages that several steps have in common are read once.
         leaves: parameters, as `jax.tree.leaves` lists them.
         pages: pair (k, v) of each layer, [num_pages, page_size, kv_heads, head_dim].
         sampled: int32 [max_seqs], what the step before returned.
@@ -170,6 +197,7 @@ def model_step(structure, shape: tuple[int, int], leaves, pages, sampled, sheet)
             page_table=batch.page_table,
             cu_q_lens=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
             scale=scale,
+            shared_prefix="auto" if shares else None,
             backend=backend,
         )
         return o[None]
@@ -184,12 +212,12 @@ def model_step(structure, shape: tuple[int, int], leaves, pages, sampled, sheet)
 
 
 @functools.cache
-def compiled(structure, shape: tuple[int, int]):
-    """Returns `model_step` of these two under jit, which takes over the buffers of the pages.
+def compiled(structure, shape: tuple[int, int], shares: bool):
+    """Returns `model_step` of these under jit, which takes over the buffers of the pages.
 
     They are bound here since hashing the graph of a model in every call takes 1.4 ms at 12 layers.
     """
-    return jax.jit(functools.partial(model_step, structure, shape), donate_argnums=1)
+    return jax.jit(functools.partial(model_step, structure, shape, shares), donate_argnums=1)
 
 
 def noise(seed, position) -> jax.Array:
@@ -233,9 +261,10 @@ class Engine:
         model: the model.
         requests: all requests by their ids, also those that have ended, until `forget`.
         pool: pages and who holds them.
-        token_sizes: padded numbers of tokens, one compiled program each.
+        token_sizes: padded numbers of tokens, for each of which the programs are compiled.
         steps: number of steps launched.
-        program: `model_step`, compiled for each of token_sizes; see `warm_up`.
+        shared_steps: number of those that read common leading pages once.
+        programs: `model_step` by `shares`, of which True is missing without share_prefixes.
     """
 
     def __init__(
@@ -260,7 +289,8 @@ class Engine:
             max_seqs: most sequences of a step.
             max_tokens_per_step: most tokens of a step, at least max_seqs, so that every sequence
                 gets its token. More of them serve prompts faster, and delay the tokens of others.
-            share_prefixes: let requests that begin with the same full pages share them.
+            share_prefixes: let requests that begin with the same full pages share them; a step
+                reads them once for all sequences where that saves half of what it reads.
             batch_by_batch: serve as without continuous batching, to compare with it: requests join
                 a batch until one of it ends, and the next batch begins when all have.
 
@@ -281,7 +311,7 @@ class Engine:
         while self.token_sizes[-1] < max_tokens_per_step:
             self.token_sizes.append(min(4 * self.token_sizes[-1], max_tokens_per_step))
         self.requests: dict[int, Request] = {}
-        self.steps = 0
+        self.steps = self.shared_steps = 0
         self._prompt_tokens = self._reused_tokens = 0  # of requests that have been admitted
         self._ids = itertools.count()
         self._waiting: collections.deque[Request] = collections.deque()  # oldest first, as running
@@ -292,7 +322,9 @@ class Engine:
         shape = (num_pages, page_size, *model.cache_sizes[:2])
         zeros = lambda: jnp.zeros(shape, model.cache_sizes[2])
         self._pages = [(zeros(), zeros()) for _ in model.blocks]
-        self.program = compiled((graph, tree), (max_seqs, self.max_pages))
+        self._shape = max_seqs, self.max_pages
+        choices = (False, True) if share_prefixes else (False,)
+        self.programs = {x: compiled((graph, tree), self._shape, x) for x in choices}
         self._flight = Flight(jnp.zeros(max_seqs, jnp.int32), [])
 
     def submit(
@@ -402,8 +434,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles the programs of all padded sizes, which the first requests need not wait for."""
-        for size in self.token_sizes:
-            sampled = self._run(np.zeros(self._sheet_size(size), np.int32))
+        for size, shares in itertools.product(self.token_sizes, self.programs):
+            sampled = self._call(np.zeros(self._sheet_size(size), np.int32), shares)
         sampled.block_until_ready()
 
     def _request(self, number: int) -> Request:
@@ -506,7 +538,7 @@ class Engine:
         total = sum(count for _, count in plan)
         size = next(size for size in self.token_sizes if size >= total)
         sheet = np.zeros(self._sheet_size(size), np.int32)
-        batch = Batch.views(sheet, self.max_seqs, self.max_pages)
+        batch = Batch.views(sheet, *self._shape)
         temperatures = batch.temperatures.view(np.float32)
         rows, start = [], 0
         for row, (request, count) in enumerate(plan):
@@ -528,7 +560,14 @@ class Engine:
         return tokens + self.max_seqs * (4 + self.max_pages)
 
     def _run(self, sheet: np.ndarray) -> jax.Array:
-        self._pages, sampled = self.program(self._leaves, self._pages, self._flight.sampled, sheet)
+        batch = Batch.views(sheet, *self._shape)
+        shares = self.share_prefixes and saves_half(batch, self.pool.page_size)
+        self.shared_steps += shares
+        return self._call(sheet, shares)
+
+    def _call(self, sheet: np.ndarray, shares: bool) -> jax.Array:
+        program, before = self.programs[shares], self._flight.sampled
+        self._pages, sampled = program(self._leaves, self._pages, before, sheet)
         sampled.copy_to_host_async()
         return sampled
 
@@ -592,6 +631,7 @@ class Engine:
             "tokens": new,
             "tokens_per_second": new / (max(times) - min(times)) if new else 0.0,
             "steps": self.steps,
+            "shared_steps": self.shared_steps,
             "preemptions": sum(request.preemptions for request in requests),
             "pages": self.pool.num_pages,
             "pages_held": self.pool.num_pages - self.pool.available,

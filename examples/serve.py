@@ -271,13 +271,14 @@ def table(engine: Engine, found: dict[str, float]) -> str:
     rows = {
         "requests": f"{len(states)}: {ended}",
         "tokens": f"{found['tokens']:,} in {found['steps']:,} steps",
+        "steps that read common pages once": f"{found['shared_steps']:,}",
         "tokens/s": f"{found['tokens_per_second']:,.0f}",
         "ms to the first token (p50 / p90 / p99)": times("ttft"),
         "ms from token to token (p50 / p90 / p99)": times("tpot"),
         "most pages held": f"{found['most_pages_held']} of {found['pages']}",
         "preemptions": f"{found['preemptions']}",
         "prompt tokens from shared pages": f"{found['prefix_reused']:.0%}",
-        "compiled programs": f"{len(engine.token_sizes)}",
+        "compiled programs": f"{len(engine.token_sizes) * len(engine.programs)}",
     }
     return "\n".join(f"{name:42}{value}" for name, value in rows.items())
 

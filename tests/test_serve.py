@@ -162,7 +162,8 @@ def test_tokens_are_those_of_each_request_alone(model):
     calls = requests(0, 40)
     cancel_at = {0: [30], 5: [1], 20: [6, 39], 40: [9, 12]}
     events = served(engine, calls, cancel_at)
-    assert engine.program._cache_size() == len(engine.token_sizes) == 2
+    assert engine.programs[False]._cache_size() == len(engine.token_sizes) == 2
+    assert engine.programs[True]._cache_size() <= 2
     said = engine.statistics()
     assert said["preemptions"] > 0 and said["prefix_reused"] > 0.1 and said["pages_held"] == 0
     cancelled = {number for numbers in cancel_at.values() for number in numbers}
@@ -191,6 +192,44 @@ def test_sharing_prefixes_changes_no_token(model):
         assert (engine.statistics()["prefix_reused"] > 0.3) == share
         assert (engine.pool.cached > 0) == share
     assert found[0] == found[1]
+
+
+def test_common_pages_are_read_once_where_that_saves_half(model):
+    prompt, found = np.random.default_rng(3).integers(0, 256, 3 * PAGE + 1).tolist(), []
+    for share in (True, False):
+        engine = serving.Engine(model, share_prefixes=share, **LIMITS)
+        engine.submit(prompt, 2)
+        while not engine.idle:
+            engine.step()
+        alone = engine.shared_steps
+        for last in range(4):
+            engine.submit([*prompt, last], 6)
+        while not engine.idle:
+            engine.step()
+        assert alone == 0 and (engine.shared_steps >= 5) == share
+        found.append([request.new_tokens for request in engine.requests.values()])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "table", "saves"),
+    [
+        ([33, 33], [[7, 8, 1], [7, 8, 2]], False),  # 32 of 66 keys
+        ([33, 33, 33], [[7, 8, 1], [7, 8, 2], [7, 8, 3]], True),  # 64 of 99
+        ([33, 33, 33], [[7, 8, 1], [7, 9, 2], [7, 8, 3]], False),  # all three have one page
+        ([33, 33, 200], [[7, 8, 1], [7, 8, 2], [7, 8, 3]], False),
+        ([32, 32, 32], [[7, 8, 0], [7, 8, 0], [7, 8, 0]], False),  # the last page has a new token
+        ([33], [[7, 8, 1]], False),
+    ],
+)
+def test_what_common_pages_save(lengths, table, saves):
+    rows, width = 5, len(table[0])
+    sheet = np.zeros(16 + rows * (4 + width), np.int32)
+    batch = serving.Batch.views(sheet, rows, width)
+    batch.lengths[: len(lengths)], batch.page_table[: len(table)] = lengths, table
+    batch.counts[: len(lengths)] = 1
+    batch.counts[4], batch.lengths[4] = 12, 1000  # of a prompt, which is no step
+    assert serving.saves_half(batch, 16) == saves
 
 
 def test_batch_by_batch_takes_more_steps_for_the_same_tokens(model):
