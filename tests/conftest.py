@@ -107,10 +107,9 @@ def devices():
 def optimized(monkeypatch):
     """Compilation with all optimizations, for tests of what a compiler makes of a program."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", not ON_GPU)
 
 
 @pytest.fixture
