@@ -594,7 +594,7 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
 def assert_near(name: str, arrays, options: dict, found):
     """Checks (o, lse) of a call by the 2x rule: against the oracle and plain jnp on (q, k, v)."""
     dtype, softcap = arrays[0].dtype, options["softcap"]
-    attend = lambda function: checks._jit(lambda *x: function(*x, **options))
+    attend = lambda function: jax.jit(lambda *x: function(*x, **options))
     near = attend(checks.plain)(*arrays)
     with jax.enable_x64(True):
         q, k, v = (np.asarray(x).astype(np.float64) for x in arrays)

@@ -180,11 +180,11 @@ def assert_right(mix: Mix, drawn, found, *, kernels: bool = False):
     last = len(own[0])
     packed = lambda o, lse: (np.asarray(o)[own], np.asarray(lse).swapaxes(1, 2)[own])
     rounded = (x.astype(jnp.dtype(mix.dtype)) for x in (q, k, v))
-    plain = packed(*checks._jit(partial(checks.plain, **arguments))(*rounded))
+    plain = packed(*jax.jit(partial(checks.plain, **arguments))(*rounded))
     with jax.enable_x64(True):
         wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
         calls = (reference.attention, partial(terms, jnp.dtype(mix.dtype)))
-        both = checks._jit(lambda *arrays: [call(*arrays, **arguments) for call in calls])
+        both = jax.jit(lambda *arrays: [call(*arrays, **arguments) for call in calls])
         exact, floors = (packed(*x) for x in both(*wide))
     o, lse = map(np.asarray, found)
     assert o.dtype == jnp.dtype(mix.dtype) and lse.dtype == np.float32

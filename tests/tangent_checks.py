@@ -56,7 +56,7 @@ def run(call, case: Case, seed: int = 0, how: str = "jvp"):
         how: "jvp", or "linearize": O is computed first, and its tangent after it.
     """
     function = partial(_forward_mode, call, case, how=how)
-    return checks._widen(checks._jit(function)(case.inputs(seed), given(case, seed)))
+    return checks._widen(jax.jit(function)(case.inputs(seed), given(case, seed)))
 
 
 def _forward_mode(call, case: Case, x: Inputs, tangents: Inputs, *, how="jvp", own=Case.arguments):
@@ -87,7 +87,7 @@ def oracle(case: Case, seed: int = 0):
         call = partial(reference.attention, full_precision=True, rounded_logits=case.rounds)
         exact = partial(_forward_mode, call, case, own=Case.oracle_arguments)
         terms = partial(_terms, case)
-        return tuple(checks._widen(checks._jit(f)(x, tangents)) for f in (exact, terms))
+        return tuple(checks._widen(jax.jit(f)(x, tangents)) for f in (exact, terms))
 
 
 def _terms(case: Case, x: Inputs, tangents: Inputs):
@@ -136,7 +136,7 @@ def bounds(case: Case, seed: int = 0, factor: float = 1.0, *, kernels: bool = Fa
     """
     exact, terms = oracle(case, seed)
     plain = partial(_forward_mode, checks.plain, case, own=Case.oracle_arguments)
-    found = checks._widen(checks._jit(plain)(case.inputs(seed), given(case, seed)))
+    found = checks._widen(jax.jit(plain)(case.inputs(seed), given(case, seed)))
     limits = {}
     for name in NAMES:
         times = checks.OUTPUT_FACTOR if name in checks.OUTPUTS else checks.GRADIENT_FACTOR
@@ -184,10 +184,10 @@ def assert_second_order_matches_oracle(call, case: Case, seed: int = 0):
         dense = partial(reference.attention, full_precision=True)
         wide = jax.tree.map(_wide, (x, tangents, moved))
         run = partial(_second_order, dense, case, own=Case.oracle_arguments)
-        exact = checks._widen(checks._jit(run)(*wide))
+        exact = checks._widen(jax.jit(run)(*wide))
     plain = partial(_second_order, checks.plain, case, own=Case.oracle_arguments)
     found, usual = (
-        checks._widen(checks._jit(f)(x, tangents, moved))
+        checks._widen(jax.jit(f)(x, tangents, moved))
         for f in (partial(_second_order, call, case), plain)
     )
     for name, value in exact.items():

@@ -122,11 +122,11 @@ def dense(function, step: Step, arguments):
 def test_the_oracle(name):
     step = STEPS[name]
     q, kv, pages, table, arguments = step.draw()
-    plain = checks._jit(dense(checks.plain, step, arguments))(q, *kv)
+    plain = jax.jit(dense(checks.plain, step, arguments))(q, *kv)
     with jax.enable_x64(True):
         wide = [np.asarray(x).astype(np.float64) for x in (q, *kv)]
         calls = [dense(f, step, arguments) for f in (reference.attention, partial(terms, q.dtype))]
-        both = checks._jit(lambda *arrays: [call(*arrays) for call in calls])
+        both = jax.jit(lambda *arrays: [call(*arrays) for call in calls])
         exact, floors = jax.tree.map(np.asarray, both(*wide))
 
     def decode(q, k, v, arguments):
@@ -134,7 +134,7 @@ def test_the_oracle(name):
         return fp.flash_decode(q, k, v, **options, **arguments)
 
     for cache, extra in ((kv, {}), (pages, {"page_table": table})):
-        found = checks._jit(decode)(q, *cache, arguments | extra)
+        found = jax.jit(decode)(q, *cache, arguments | extra)
         assert found[0].dtype == q.dtype and found[1].dtype == jnp.float32
         for got, near, right, floor in zip(found, plain, exact, floors, strict=True):
             assert_close(got, near, right, floor)
@@ -184,7 +184,7 @@ def test_float64():
         step = Step(T=2, dtype="float64")
         q, kv, _, _, arguments = step.draw()
         o, lse = fp.flash_decode(q, *kv, return_lse=True, num_splits=2, **arguments)
-        right = checks._jit(dense(reference.attention, step, arguments))(q, *kv)
+        right = jax.jit(dense(reference.attention, step, arguments))(q, *kv)
         assert o.dtype == lse.dtype == jnp.float64
         np.testing.assert_allclose(o, right[0], rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(lse, right[1], rtol=1e-12)
