@@ -1,7 +1,7 @@
 """The choice of cases for `make test`: all that are not thorough, and some of those that are.
 
 A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
-those that the mark names; a quarter of those that a mutation names, and a sixtieth of the others,
+those that the mark names; an eighth of those that a mutation names, and a sixtieth of the others,
 another one every day.
 """
 
@@ -14,7 +14,7 @@ from .mutation_list import SHARED_AND_HOPPER
 from .portable_mutations import PORTABLE
 
 DAYS = 60  # after which every case has had its turn
-NAMED_DAYS = 4  # likewise, of the cases that a mutation names
+NAMED_DAYS = 8  # likewise, of the cases that a mutation names
 NAMED = frozenset(f"tests/{mutation.test}" for mutation in (*SHARED_AND_HOPPER, *PORTABLE))
 
 
