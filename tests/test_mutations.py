@@ -17,9 +17,10 @@ def test_the_line_is_there(mutation):
     assert (ROOT / "tests" / mutation.test.partition("::")[0]).is_file()
 
 
-def test_what_they_name_runs_within_four_days():
+def test_what_they_name_runs_once_in_named_days():
+    days = range(5, 5 + selection.NAMED_DAYS)
     for mutation in MUTATIONS:
-        assert sum(selection.runs(f"tests/{mutation.test}", (), day) for day in range(4, 8)) == 1
+        assert sum(selection.runs(f"tests/{mutation.test}", (), day) for day in days) == 1
 
 
 @pytest.mark.parametrize("name", [CASE, "tests/test_a.py::test_b", "tests/test_a.py"])
@@ -27,7 +28,8 @@ def test_cases_that_a_name_has(monkeypatch, name):
     days = range(selection.DAYS)
     assert sum(selection.runs(CASE, (), day) for day in days) == 1
     monkeypatch.setattr(selection, "NAMED", {name})
-    assert sum(selection.runs(CASE, (), day) for day in days) == selection.DAYS // 4
+    named_days = range(selection.NAMED_DAYS)
+    assert sum(selection.runs(CASE, (), day) for day in named_days) == 1
     assert sum(selection.runs("tests/test_ab.py::test_b", (), day) for day in days) == 1
 
 
