@@ -165,6 +165,7 @@ WIDE_DECODES = {
         "float8_e4m3fn_pages",
     ),
     (512, 512, 128, 4): ("int8", "float8_e4m3fn_starts_pages"),
+    (384, 384, 128, 4): ("float8_e4m3fn_pages",),
     (576, 512, 128, 1): ("contiguous", "one_split", "pages_16", "pages_64", "modifiers"),
     (304, 272, 32, 8): ("contiguous", "modifiers"),
     (320, 256, 32, 8): ("contiguous", "modifiers"),

@@ -565,9 +565,13 @@ class DecodeLayout:
         return () if self.problem.quantised or x is None else (x,)
 
     def raw_swizzle(self, kind: int) -> int:
-        """Returns the swizzle of blocks in eight bits of K (kind 0) or V (1), in bytes."""
+        """Returns the swizzle of blocks in eight bits of K (kind 0) or V (1), in bytes.
+
+        It divides a part of V, as the parts are widened one by one.
+        """
         width = (self.problem.head_dim, self.problem.v_head_dim)[kind]
-        return swizzles(self.head_dims[kind], self.problem.kv_dtype, width)[0]
+        columns = (self.head_dims[0], self.part_columns)[kind]
+        return swizzles(columns, self.problem.kv_dtype, width)[0]
 
     def scratch(self, k: Any = None, v: Any = None) -> tuple[DecodeSmem, DecodeBarriers]:
         """Returns what to allocate for these cache arrays; None will do where only sizes matter."""
