@@ -312,8 +312,8 @@ def _hide_first_keys(draw: Draw, arrays: dict, options: dict, batch: int):
 def _decode(draw: Draw) -> RandomCall:
     kv_heads, group, batch = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 1, 2, 16, 64)))
     heads, q_len = kv_heads * group, draw.one_of((1, 1, 1, 2, 4, 16))
-    head_dim = draw.one_of((16, 32, 64, 64, 80, 96, 128, 128, 128, 192, 256, 304, 512, 576))
-    v_head_dim = head_dim if draw.chance(0.8) else draw.one_of((32, 64, 128, 256, 352, 512))
+    head_dim = draw.one_of((16, 32, 64, 64, 80, 96, 128, 128, 128, 192, 256, 304, 384, 512, 576))
+    v_head_dim = head_dim if draw.chance(0.8) else draw.one_of((32, 64, 128, 256, 352, 384, 512))
     dtype = draw.one_of(("bfloat16", "bfloat16", "float16"))
     stored = draw.one_of((dtype, dtype, dtype, "int8", "float8_e4m3fn"))
     of = jax.ShapeDtypeStruct
