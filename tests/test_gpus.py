@@ -57,6 +57,17 @@ def errors(found, exact) -> dict[str, float]:
     return sizes
 
 
+def times_one_gpu(axes, attention: str, types: str, backend: str):
+    """Trains over a mesh; returns (its errors over those on one GPU, text of the compiled step)."""
+    kinds, how = mesh_training.TYPES[types], {"attention": attention, "backend": backend}
+    found, _, text = mesh_training.train_on(SETTING, axes, kinds, jax.devices(), **how)
+    exact = on_one_gpu("flash", "xla")
+    alone = errors(on_one_gpu(attention, backend), exact)
+    mine = errors(jax.device_get(found), exact)
+    # Of float32 attention on xla one GPU's errors are 0.
+    return {name: mine[name] / max(alone[name], 1e-30) for name in alone}, text
+
+
 @pytest.mark.parametrize("types", mesh_training.TYPES)
 @pytest.mark.parametrize(("axes", "attention"), CASES, ids=label)
 def test_five_steps(axes, attention, types, backend="hopper"):
@@ -64,13 +75,13 @@ def test_five_steps(axes, attention, types, backend="hopper"):
     needed = int(np.prod(list(axes.values())))
     if jax.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs, there are {jax.device_count()}")
-    kinds, how = mesh_training.TYPES[types], {"attention": attention, "backend": backend}
-    found, _, text = mesh_training.train_on(SETTING, axes, kinds, jax.devices(), **how)
+    ratios, text = times_one_gpu(axes, attention, types, backend)
     assert ("mosaic_gpu" in text) == (backend == "hopper")
     mesh_training.assert_local(SETTING, axes, text)
-    exact = on_one_gpu("flash", "xla")
-    alone = errors(on_one_gpu(attention, backend), exact)
-    mine = errors(jax.device_get(found), exact)
-    ratios = {name: mine[name] / alone[name] for name in alone}
     wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= GRADIENT_FACTOR}
-    assert not wrong, f"times the errors on one GPU: {wrong}; all: {sorted(ratios.values())}"
+    if not wrong:
+        return
+    # Whether it is the kernels or what XLA makes of the rest of the model.
+    plain, _ = times_one_gpu(axes, attention, types, "xla")
+    both = {name: (ratio, plain[name]) for name, ratio in wrong.items()}
+    pytest.fail(f"times the errors on one GPU, with {backend} and with xla: {both}; all: {ratios}")
