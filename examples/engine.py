@@ -132,28 +132,35 @@ class Batch(NamedTuple):
         return cls(sheet[:size], *rows[:4], page_table=rows[4:].T)
 
 
-def saves_half(batch: Batch, page_size: int) -> bool:
-    """Says whether steps read at most half as much if they read common leading pages once.
+def saved_keys(batch: Batch, page_size: int) -> int:
+    """Counts the keys that steps need not read if they read common leading pages once.
 
-    A call that looks for such pages takes more launches, so it has to save more than a little.
+    The device finds the same groups: sequences with one first page share what all of them have.
 
     Args:
         batch: a batch, on the host.
         page_size: number of tokens of a page.
     """
-    steps = batch.counts == 1
-    table, lengths = batch.page_table[steps], batch.lengths[steps]
-    if len(table) < 2:
-        return False
+    # The page of the new token is not full, or will be only now.
+    full = (batch.lengths - 1) // page_size
+    steps = (batch.counts == 1) & (full > 0)
+    if np.count_nonzero(steps) < 2:
+        return 0
+    table = batch.page_table[steps]
     _, leaders, group = np.unique(table[:, 0], return_index=True, return_inverse=True)
-    # What follows the last page of a sequence is 0 in the table; the page of the new token is not
-    # full, or will be only now.
     equal = np.cumprod(table == table[leaders[group]], axis=1).sum(axis=1)
-    equal = np.minimum(equal, (lengths - 1) // page_size)
     common = np.full(len(leaders), table.shape[1])
-    np.minimum.at(common, group, equal)
-    saved = page_size * int(((np.bincount(group) - 1) * common).sum())
-    return 2 * saved >= int(lengths.sum())
+    np.minimum.at(common, group, np.minimum(equal, full[steps]))
+    return page_size * int(((np.bincount(group) - 1) * common).sum())
+
+
+def saves_half(batch: Batch, page_size: int) -> bool:
+    """Says whether steps read at most half as much if they read common leading pages once.
+
+    A call that looks for such pages takes more launches, so it has to save more than a little.
+    """
+    read = int(batch.lengths[batch.counts == 1].sum())
+    return 0 < read <= 2 * saved_keys(batch, page_size)
 
 
 def model_step(structure, shape: tuple[int, int], shares: bool, leaves, pages, sampled, sheet):

@@ -9,10 +9,14 @@ import sys
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+
+from flash_pallas.core import shared_prefix
+from flash_pallas.core.decode import DecodeOperands
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))  # the examples import one another as scripts do
@@ -230,6 +234,21 @@ def test_what_common_pages_save(lengths, table, saves):
     batch.counts[: len(lengths)] = 1
     batch.counts[4], batch.lengths[4] = 12, 1000  # of a prompt, which is no step
     assert serving.saves_half(batch, 16) == saves
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_host_counts_what_the_device_shares(seed):
+    rng, rows = np.random.default_rng(seed), 6
+    lengths = rng.integers(1, 4 * PAGE + 1, rows).astype(np.int32)
+    drawn = (rng.random((rows, 4)) < [0.4, 0.1, 0.1, 0.1]).astype(np.int32)
+    table = np.where(np.arange(4) * PAGE < lengths[:, None], drawn, 0)
+    batch = serving.Batch.views(np.zeros(8 + rows * 8, np.int32), rows, 4)
+    batch.counts[:], batch.lengths[:], batch.page_table[:] = 1, lengths, table
+    q, pages = np.zeros((rows, 1, 1, 8), np.float32), np.zeros((2, PAGE, 1, 8), np.float32)
+    operands = DecodeOperands(q, pages, pages, lengths, None, jnp.asarray(batch.page_table))
+    prefix = np.asarray(shared_prefix.sharing(operands).prefix)
+    once = sum(prefix[table[:, 0] == first].max(initial=0) for first in range(2))
+    assert serving.saved_keys(batch, PAGE) == prefix.sum() - once
 
 
 def test_batch_by_batch_takes_more_steps_for_the_same_tokens(model):

@@ -5,9 +5,9 @@ exist. At head dim 128 the compute warpgroup issues 154 instructions for a block
 queries, and holds 53 registers; with the 64 rows of rows.py it issues 313.
 
 P^T is the right operand of its matmul and lies in shared memory. Up to head dim 256 PV of a block
-overlaps with QK^T of the next. A cache in eight bits is the left operand of both matmuls, which may
-lie in registers: the compute warpgroup makes it float16, which holds every int8 and float8_e4m3fn
-and takes the fewest instructions to make.
+overlaps with QK^T of the next, and a cache in eight bits is the left operand of both matmuls, which
+may lie in registers: the compute warpgroup makes it float16, which holds every int8 and
+float8_e4m3fn and takes the fewest instructions to make. Wider blocks the producer has widened.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Pages:
     def prefetch_scales(self, cta: DecodeCta, places: tuple):
         """Has the scales of pages brought to L2, if pages have their own; the producer calls it.
 
-        It is several blocks ahead. `scales` is one block ahead of the matmuls, about 1 us, in which
-        a busy memory does not answer.
+        It is several blocks ahead of the matmuls, and `scales` one, about 1 us, in which a busy
+        memory may not answer. The gain is predicted, not yet timed: benchmarks/NOTES.md.
         """
         if not self.plan.page_scales or self.plan.interpret:
             return
