@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=2, help="devices that share a sequence")
     parser.add_argument("--strategy", default="ring", help="ring, all_gather or ulysses")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    backends = ("auto", "hopper", "portable", "xla")
+    backends = ("auto", "hopper", "cudnn", "portable", "xla")
     parser.add_argument("--backend", choices=backends, default="auto", help="of flash_pallas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu-devices", type=int, default=4, help="to pretend, in each process")

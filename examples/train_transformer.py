@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
     parser.add_argument("--attention", choices=sorted(ATTENTIONS), default="flash")
-    backends = ("auto", "hopper", "portable", "xla")
+    backends = ("auto", "hopper", "cudnn", "portable", "xla")
     parser.add_argument("--backend", choices=backends, default="auto", help="of flash_pallas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out-dir", type=pathlib.Path, default=pathlib.Path("runs/flash"))
