@@ -30,6 +30,7 @@ def linen_modules(causal, **fields):
     return make(causal_attention_fn if causal else attention_fn), make(linen.dot_product_attention)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.thorough(always=["batch1-True"])
 @pytest.mark.parametrize(
     ("batch", "causal"), [((2,), False), ((2,), True), ((), True), ((2, 3), False)]
@@ -51,6 +52,7 @@ def test_linen_cross_attention():
     assert_no_worse(both(ours), both(default), params, (x, other))
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.thorough(always=["batch0-False-4"])
 @pytest.mark.parametrize(
     ("batch", "causal", "kv_heads"),

@@ -29,6 +29,7 @@ def of_rank_four(x):
     return None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.thorough(always=["heads", "padding"])
 @pytest.mark.parametrize(
     ("mask", "bias"),

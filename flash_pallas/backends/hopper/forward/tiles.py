@@ -240,7 +240,8 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     most = blocks.warpgroups if is_plain(native) else 2
     dims = native.head_dim, native.v_head_dim
     fits_without = most == blocks.warpgroups and dims != (96, 96)  # 112 keys spill 76 bytes
-    if blocks == TUNED_LONG.get(dims) and not fits_without:
+    long = blocks == TUNED_LONG.get(dims) and not native.is_listed  # lists keep their tiles
+    if long and not fits_without:
         blocks = _for_head_dims(native, TUNED)
     warpgroups = _dividing(min(blocks.warpgroups, most), native)
     return dataclasses.replace(blocks, producer=False, warpgroups=warpgroups, teams=1)
