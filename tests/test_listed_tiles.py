@@ -51,14 +51,10 @@ def wrong(problem, blocks):
         yield blocks.forward
     backward = blocks.backward
     for kernel in vars(backward).values() if isinstance(backward, SplitBlocks) else [backward]:
-        # dK/dV may take several blocks of queries a step.
-        takes = kernel.suits if isinstance(kernel, DkvBlocks) else divides(kernel)
-        if not takes(problem):
+        joins = isinstance(kernel, DkvBlocks)  # may take two blocks of queries a step
+        takes = joins and kernel.suits(problem)
+        if not (takes or problem.takes_tiles(kernel.block_q, kernel.block_kv)):
             yield kernel
-
-
-def divides(kernel):
-    return lambda problem: problem.takes_tiles(kernel.block_q, kernel.block_kv)
 
 
 @pytest.mark.parametrize("trades_registers", [True, False])
