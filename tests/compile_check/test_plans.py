@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flash_pallas import flash_attention, save_attention
+from flash_pallas import (
+    flash_attention,
+    flash_decode,
+    ragged_paged_attention,
+    save_attention,
+)
 from flash_pallas.backends.hopper import backend
 from flash_pallas.backends.hopper.backend import trades_registers
 
@@ -71,3 +76,35 @@ def test_gradients_of_a_pair_bias(on_h200, length, head_dim):
     # Without a producer warpgroup there is one launch, with float32 sums of all of dQ.
     most = 2.0 if trades_registers() else 2.25
     assert both <= most * forward
+
+
+# What XLA calls a kernel together with the slices that it reads, or writes, where they lie.
+SLICING = '"__custom_fusion"'
+
+
+@pytest.mark.compile
+def test_slices_at_addresses_that_mosaic_refuses_are_copied(on_h200):
+    """Checks that the lengths of an engine's sheet, 64 bytes behind its start, are copied."""
+    shape = jax.ShapeDtypeStruct
+    q, pages = shape((16, 8, 128), jnp.bfloat16), shape((512, 64, 8, 128), jnp.bfloat16)
+
+    def step(q, pages, sheet):
+        lengths, table, ends = sheet[16:80], sheet[80:336].reshape(64, 4), sheet[336:]
+        given = {"kv_lengths": lengths, "page_table": table, "cu_q_lens": ends}
+        return ragged_paged_attention(q, pages, pages, **given, backend="hopper")
+
+    text = compile_for(H200, step, q, pages, shape((401,), jnp.int32)).as_text()
+    assert "mosaic_gpu" in text and SLICING not in text
+
+
+@pytest.mark.compile
+def test_stacked_caches_are_read_where_they_lie(on_h200):
+    """Checks that a scan over layers copies no layer of the cache to decode from it."""
+    q = jax.ShapeDtypeStruct((4, 1, 8, 128), jnp.bfloat16)
+    caches = jax.ShapeDtypeStruct((6, 4, 4096, 2, 128), jnp.bfloat16)
+
+    def layer(q, kv):
+        return q + flash_decode(q, *kv, backend="hopper"), None
+
+    text = compile_for(H200, lambda q, k, v: jax.lax.scan(layer, q, (k, v))[0], q, caches, caches)
+    assert SLICING in text.as_text()

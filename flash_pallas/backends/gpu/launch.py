@@ -22,6 +22,7 @@ from .stand_ins import UNSUPPORTED
 
 WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
 BUFFER_ALIGNMENT = 1024  # bytes to a multiple of which Mosaic GPU rounds every buffer
+ADDRESS_MULTIPLE = 256  # bytes: where Mosaic GPU wants an operand to begin
 BARRIER_BYTES = 8
 MOST_BARRIERS = 32  # of one array, as their phases are the bits of one register
 
@@ -67,7 +68,22 @@ def launch(
     call = mesh_axes.untyped(call) if inside_shard_map else call
     # XLA lets a kernel write a result where a loop stacks it, and runs it a second time for all who
     # read the result as it is: each layer of a scanned model had two forwards.
-    return lambda *operands: jax.lax.optimization_barrier(call(*operands))
+    return lambda *operands: jax.lax.optimization_barrier(call(*jax.tree.map(whole, operands)))
+
+
+def whole(x):
+    """Makes XLA copy an operand that may be a slice at an address that Mosaic GPU refuses.
+
+    XLA hands a contiguous slice to a kernel as an address inside the larger array, without a copy,
+    if the slice has a multiple of 256 bytes; it does not ask where it begins. Mosaic GPU refuses
+    ("Input buffer 3 is not 256-byte aligned") what does not begin at such a multiple, such as 64
+    lengths behind the first 16 of an array of integers. Slices along an axis whose elements have
+    multiples of 256 bytes begin there: a layer of stacked caches is still read where it lies.
+    """
+    sizes = [*x.shape, 1]
+    axis = next((i for i, size in enumerate(x.shape) if size > 1), x.ndim)
+    stride = math.prod(sizes[axis + 1 :]) * x.dtype.itemsize
+    return x if stride % ADDRESS_MULTIPLE == 0 else jax.lax.optimization_barrier(x)
 
 
 def shared_memory(scratch) -> int:
