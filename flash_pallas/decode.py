@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from jax.custom_batching import custom_vmap
 from .backends.base import Backend
 from .core import decode, mesh_axes, softmax, undifferentiable
 from .core import kv_blocks as kv_blocks_
-from .core import shared_prefix as shared_prefix_
 from .core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from .core.problem import Outputs
 from .frontend import arguments as checks
@@ -301,14 +299,9 @@ def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
 def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
 
-    def run(spec, operands, sequences):
-        problem = dataclasses.replace(decode.describe(operands, spec), batch=sequences)
-        return _foldable(backend, spec, backend.decode_blocks(problem))(operands)
-
-    if spec.shares_prefix:
-        return shared_prefix_.attend(run, spec, operands)
     spec, operands = kv_blocks_.as_pages(spec, operands)
-    return run(spec, operands, len(operands.q))
+    blocks = backend.decode_blocks(decode.describe(operands, spec))
+    return _foldable(backend, spec, blocks)(operands)
 
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):

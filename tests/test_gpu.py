@@ -29,6 +29,7 @@ from . import (
     ragged_cases,
     tangent_checks,
     test_portable_interpreted,
+    test_shared_prefix,
     test_tangent_kernels,
 )
 from .cases import Case
@@ -308,6 +309,13 @@ def test_decode_kernels(step):
     hopper_decode_cases.assert_matches_oracle(step, whole, found)
 
 
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_decode_of_shared_prefixes(backend, T):
+    drawn = test_shared_prefix.drawn(T, "bfloat16", (8, 2), (128, 128))
+    test_shared_prefix.assert_right(backend, *drawn)
+
+
 CHOSEN = [
     pytest.param(backend, case, id=f"{backend}-{case}")
     for backend in ("hopper", "portable")
@@ -326,6 +334,32 @@ def test_ragged_mixes(backend, name):
     given = jax.tree.map(jnp.asarray, drawn)
     call = jax.jit(functools.partial(ragged_cases.attend, mix, backend=backend))
     ragged_cases.assert_right(mix, drawn, call(*given), kernels=backend != "xla")
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_integers_cut_out_of_one_array(backend):
+    """Checks lengths that begin 64 bytes behind the start of an array, as those of an engine do."""
+    seqs, columns = 64, 4  # lengths of 256 bytes: XLA copies slices whose size is no multiple
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 64 * columns, seqs)
+    table = rng.permutation(seqs * columns)
+    sheet = np.concatenate([np.zeros(16), lengths, table, np.arange(seqs + 1)]).astype(np.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    pages = (seqs * columns, 64, 2, 128)
+    shapes = (seqs, 8, 128), pages, pages
+    arrays = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+
+    def call(q, k, v, lengths, table, ends):
+        given = {"kv_lengths": lengths, "page_table": table, "cu_q_lens": ends}
+        return flash_pallas.ragged_paged_attention(q, k, v, **given, backend=backend)
+
+    def cut(q, k, v, sheet):
+        lengths, table, ends = jnp.split(sheet[16:], (seqs, seqs * (1 + columns)))
+        return call(q, k, v, lengths, table.reshape(seqs, columns), ends)
+
+    whole = (jnp.asarray(x, jnp.int32) for x in (lengths, table.reshape(seqs, columns)))
+    right = call(*arrays, *whole, jnp.arange(seqs + 1, dtype=jnp.int32))
+    np.testing.assert_array_equal(jax.jit(cut)(*arrays, sheet), right)
 
 
 @pytest.mark.parametrize("mix", hopper_ragged_cases.ON_DEVICE, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,11 +65,16 @@ def contiguous(x, given):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("T", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_the_oracle(T, dtype):
-    q, k, v, given = drawn(T, dtype)
-    modifiers = {"softcap": 3.0, "sinks": jnp.linspace(-1.0, 1.0, 4)}
-    found = fp.flash_decode(
-        q, k, v, shared_prefix="auto", return_lse=True, **given, **modifiers, num_splits=2
-    )
+    assert_right("xla", *drawn(T, dtype), num_splits=2)
+
+
+def assert_right(backend: str, q, k, v, given, **options):
+    """Checks decoding with shared prefixes against the oracle."""
+    T, heads = q.shape[1:3]
+    modifiers = {"softcap": 3.0, "sinks": jnp.linspace(-1.0, 1.0, heads)}
+    options |= {"backend": backend, "shared_prefix": "auto", "return_lse": True}
+    decode = partial(fp.flash_decode, softcap=modifiers["softcap"], **options)
+    found = jax.jit(decode)(q, k, v, sinks=modifiers["sinks"], **given)
     kv = contiguous(k, given), contiguous(v, given)
     options = modifiers | {"kv_lengths": given["kv_lengths"], "causal": True}
     options |= {"q_offset": given["kv_lengths"] - T}
@@ -249,23 +255,35 @@ def test_explain_says_so():
     assert "shared prefixes" not in str(fp.explain_decode(Q, K, K, **given))
 
 
+TREE = jnp.array([[1, 0], [1, 1]], bool)
+ON_HOPPER = {
+    "one_token": (1, {}),
+    "sinks": (1, {"sinks": jnp.linspace(-1.0, 1.0, 4)}),
+    "drafts": (2, {"draft_mask": TREE}),
+    "splits": (1, {"num_splits": 3}),
+}
+
+
 @pytest.mark.interpret
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.thorough
-@pytest.mark.parametrize("T", [1, 2])
-def test_hopper(monkeypatch, T):
+@pytest.mark.thorough(always=["sinks"])
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_hopper(monkeypatch, name):
+    """Checks three sequences that share, and one that does not, whose NaN nobody else may see."""
+    T, options = ON_HOPPER[name]
     q, k, v, given = drawn(T, "bfloat16", dims=(64, 64))
     size, longest = jnp.sum(found := shares(q, k, v, given)), jnp.argsort(-given["kv_lengths"])
-    some = jnp.concatenate([longest[found[longest]][:3], longest[~found[longest]][:1]])
+    some = jnp.concatenate([longest[~found[longest]][:1], longest[found[longest]][:3]])
     assert size >= 3
-    q, given = q[some], {name: x[some] for name, x in given.items()}
+    q, given = q[some].at[0].set(jnp.nan), {name: x[some] for name, x in given.items()}
+    given |= options
     right = fp.flash_decode(q, k, v, backend="xla", return_lse=True, **given)
     backends = {"hopper": HopperBackend(interpret=True, num_sms=2)}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     with race_checked():
         found = fp.flash_decode(q, k, v, shared_prefix="auto", return_lse=True, **given)
-    np.testing.assert_allclose(*(np.float32(x[0]) for x in (found, right)), rtol=0.02, atol=0.02)
-    np.testing.assert_allclose(found[1], right[1], rtol=0.01, atol=0.01)
+    for got, near, most in zip(found, right, (0.02, 0.01), strict=True):
+        np.testing.assert_allclose(*(np.float32(x)[1:] for x in (got, near)), rtol=most, atol=most)
 
 
 def shares(q, k, v, given):

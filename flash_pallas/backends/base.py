@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Protocol
 
 from ..core import shared_prefix
@@ -59,16 +58,14 @@ class NoSecondOrder:
         raise AssertionError("this backend has no forward mode of its backward")
 
 
-def step_decoder(backend: Backend, spec: RaggedSpec, blocks: RaggedBlocks):
-    """Returns the function of a backend that decodes the operands of `ragged.as_steps`."""
-    if not spec.decode.shares_prefix:
-        return functools.partial(backend.decode, spec.decode, blocks.steps)
+def decode_shared(backend: Backend, spec: DecodeSpec, operands: DecodeOperands) -> Outputs:
+    """Computes a decode call whose shared prefixes are read once, by two calls of `decode`."""
 
     def fitted(spec, operands, sequences):
         problem = dataclasses.replace(describe(operands, spec), batch=sequences)
         return backend.decode(spec, backend.decode_blocks(problem), operands)
 
-    return functools.partial(shared_prefix.attend, fitted, spec.decode)
+    return shared_prefix.attend(fitted, spec, operands)
 
 
 class Backend(Protocol):

@@ -51,7 +51,7 @@ class DecodeSpec:
         v_first: the first of these columns; the keys are the first head_dim columns. Only xla
             takes another than 0.
         shares_prefix: leading pages that several sequences have are read once for all of them; see
-            shared_prefix.py. Backends get calls without.
+            shared_prefix.py.
     """
 
     scale: float

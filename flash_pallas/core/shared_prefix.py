@@ -22,6 +22,9 @@ from .decode import MAX_TOKENS, DecodeOperands, DecodeSpec
 from .problem import Outputs
 
 
+TILE_ROWS = 64  # of queries and heads that share a KV head, in one tile of the decode kernels
+
+
 class Sharing(NamedTuple):
     """The tiles of sequences that read a prefix together, and each sequence's place there.
 
@@ -36,9 +39,14 @@ class Sharing(NamedTuple):
     prefix: Any  # int32[B], keys that each sequence has read there; 0 if it shares nothing
 
 
-def tile_sequences(q_len: int) -> int:
-    """Returns how many sequences of `q_len` new tokens read a prefix together; 1: none do."""
-    return max(MAX_TOKENS // q_len, 1)
+def tile_sequences(q_len: int, group: int = 1) -> int:
+    """Returns how many sequences of `q_len` new tokens read a prefix together; 1: none do.
+
+    They are as many as fill the rows of a tile of the decode kernels, each with `group` heads: more
+    would be another tile, which reads the keys again. Sequences that fill one by themselves still
+    share keys by two, in the L2.
+    """
+    return min(max(TILE_ROWS // (q_len * group), 2), max(MAX_TOKENS // q_len, 1))
 
 
 def sharing(operands: DecodeOperands) -> Sharing:
@@ -48,7 +56,7 @@ def sharing(operands: DecodeOperands) -> Sharing:
     share with the first of them. With `prefix_lengths` these say how many keys that is.
     """
     table, page_size = operands.page_table, operands.k.shape[1]
-    batch, q_len = operands.q.shape[:2]
+    batch, q_len, q_heads, _ = operands.q.shape
     index = jnp.arange(batch, dtype=jnp.int32)
     room = table.shape[1] * page_size
     # Pages whose keys all queries of the sequence see.
@@ -63,15 +71,16 @@ def sharing(operands: DecodeOperands) -> Sharing:
         pages = jnp.clip(operands.prefix_lengths // page_size, 0, seen)
     pages = jnp.min(jnp.where(alike, pages[None], room), axis=1)
     size = jnp.sum(alike, axis=1, dtype=jnp.int32)
-    return _placed(leader, alike, jnp.where(size > 1, pages * page_size, 0), q_len)
+    most = tile_sequences(q_len, q_heads // operands.k.shape[2])
+    return _placed(leader, alike, jnp.where(size > 1, pages * page_size, 0), most)
 
 
-def _placed(leader, alike, prefix, q_len: int) -> Sharing:
+def _placed(leader, alike, prefix, most: int) -> Sharing:
     """Returns the Sharing of groups: leader and keys of the prefix of each sequence, int32[B].
 
-    `alike` is bool[B, B]: both are of one group.
+    `alike` is bool[B, B]: both are of one group. A tile has room for `most` sequences.
     """
-    batch, most = len(leader), tile_sequences(q_len)
+    batch = len(leader)
     # The most tiles for each member are those of a pair, or of one more than a tile has room for.
     tiles = max(batch // 2, 2 * batch // (most + 1), 1)
     index = jnp.arange(batch, dtype=jnp.int32)
@@ -108,16 +117,35 @@ def attend(
         spec: static parameters, with `shares_prefix`.
         operands: paged, without what depends on the places of keys.
     """
-    spec, found = dataclasses.replace(spec, shares_prefix=False), sharing(operands)
-    operands, sinks = operands._replace(prefix_lengths=None, sinks=None), operands.sinks
-    batch, q_len = operands.q.shape[:2]
-    # Full tiles are the fewest: so many ranges of keys that these keep a GPU busy.
-    few = -(-batch // tile_sequences(q_len))
-    of_prefix = decode(spec, _prefix(operands, found), few)
-    rest = decode(spec, operands._replace(kv_starts=found.prefix), batch)
-    parts = _of_sequences(of_prefix, found, q_len), rest
+    calls = divided(spec, operands)
+    (batch, q_len), sinks = operands.q.shape[:2], operands.sinks
+    of_prefix = decode(calls.spec, calls.prefix, calls.few)
+    parts = _of_sequences(of_prefix, calls.sharing, q_len), decode(calls.spec, calls.rest, batch)
     unit = spec.attention.unit(added=False)
     return _merged(parts, None if sinks is None else sinks[:, :, None], unit)
+
+
+class Calls(NamedTuple):
+    """The two decode calls of one whose shared prefixes are read once, without its sinks."""
+
+    spec: DecodeSpec  # of both
+    sharing: Sharing
+    prefix: DecodeOperands  # tiles of queries, and the keys of their prefix
+    few: int  # number of tiles when all are full: splits of the keys are to keep a GPU busy then
+    rest: DecodeOperands  # all sequences, and the keys after the prefix
+
+
+def divided(spec: DecodeSpec, operands: DecodeOperands) -> Calls:
+    """Returns the calls that `attend` makes; arguments as there."""
+    found = sharing(operands)
+    operands = operands._replace(prefix_lengths=None, sinks=None)
+    return Calls(
+        dataclasses.replace(spec, shares_prefix=False),
+        found,
+        _prefix(operands, found),
+        -(-len(operands.q) // found.members.shape[1]),
+        operands._replace(kv_starts=found.prefix),
+    )
 
 
 def _prefix(operands: DecodeOperands, found: Sharing) -> DecodeOperands:

@@ -145,6 +145,8 @@ DECODES = {
     "float8_e4m3fn_starts_pages": {"page_size": 64},
     "int8_starts_pages": {"page_size": 64},
     "float8_e4m3fn_shared_pages": {"page_size": 64},  # see below
+    "prefix_pages": {"page_size": 64, "shares_prefix": True},
+    "float8_e4m3fn_prefix_pages": {"page_size": 64, "shares_prefix": True},
     "drafts": {"num_splits": 1},  # a draft mask, here and below
     "drafts_pages": {"page_size": 64},
     "drafts_rows": {"page_size": 64},

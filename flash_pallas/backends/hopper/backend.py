@@ -26,7 +26,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ..base import step_decoder
+from ..base import decode_shared as decode_shared_by_two
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
 from .backward import preprocess
@@ -46,6 +46,8 @@ from .common.pipeline import SMEM_LIMIT
 from .common.wgmma import Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
+from .decode.shared import decode_shared
+from .decode.shared import takes as takes_shared
 from .decode.tiles import EVEN_COLUMNS, DecodeBlocks, choose_decode, takes_upright
 from .decode.tiles import trades_registers as trades
 from .decode.tiles import unsupported as unsupported_decode
@@ -256,6 +258,12 @@ class HopperBackend:
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         problem = describe_decode(operands, spec)
+        if spec.shares_prefix:
+            choose = functools.partial(choose_decode, num_sms=self.sms)
+            joined = None
+            if takes_shared(problem):
+                joined = decode_shared(choose, spec, operands, self.interpret)
+            return joined or decode_shared_by_two(self, spec, operands)
         if isinstance(blocks, LatentBlocks):
             return latent.decode(problem, blocks, operands, self.interpret)
         return decode(problem, blocks, operands, self.interpret)
@@ -279,7 +287,7 @@ class HopperBackend:
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
         how = {"num_sms": self.sms, "interpret": self.interpret}
-        steps = step_decoder(self, spec, blocks)
+        steps = functools.partial(self.decode, spec.decode, blocks.steps)
         if isinstance(blocks.chunks, ForwardBlocks):
             if spec.step_tokens == 1 and not spec.decode.shares_prefix:
                 return attend_packed(blocks, spec, operands, **how)

@@ -25,7 +25,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ..base import NoSecondOrder, step_decoder
+from ..base import NoSecondOrder, decode_shared
 from ..gpu.launch import refusal
 from ..xla import ragged as xla_ragged
 from . import tiling
@@ -165,6 +165,8 @@ class PortableBackend(NoSecondOrder):
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
+        if spec.shares_prefix:
+            return decode_shared(self, spec, operands)
         return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
 
     def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
@@ -182,7 +184,7 @@ class PortableBackend(NoSecondOrder):
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, and chunks of prompts in jnp."""
-        steps = step_decoder(self, spec, blocks)
+        steps = partial(self.decode, spec.decode, blocks.steps)
         return attend_ragged(steps, partial(xla_ragged.chunks, blocks.chunks), spec, operands)
 
 

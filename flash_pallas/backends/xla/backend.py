@@ -29,7 +29,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ..base import NoSecondOrder, NoTangents, step_decoder
+from ..base import NoSecondOrder, NoTangents, decode_shared
 from . import decode, list_rows, online, ragged
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
@@ -134,6 +134,8 @@ class XlaBackend(NoTangents, NoSecondOrder):
         self, spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention to a cache; scalars and partial results as in `forward`."""
+        if spec.shares_prefix:
+            return decode_shared(self, spec, operands)
         return decode.attend(spec, blocks, operands)
 
     def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
@@ -146,7 +148,7 @@ class XlaBackend(NoTangents, NoSecondOrder):
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes ragged attention over pages; scalars as in `forward`."""
-        steps = step_decoder(self, spec, blocks)
+        steps = partial(self.decode, spec.decode, blocks.steps)
         chunks = partial(ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)
 

@@ -48,6 +48,16 @@ class Joined(NamedTuple):
     o: Any  # sum of the outputs with the same weights
 
 
+class Row(NamedTuple):
+    """Place of a row: a query of one head."""
+
+    batch: Any
+    head: Any  # of K and V
+    query: Any
+    in_group: Any  # which of the heads that share the KV head
+    q_head: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class CombineKernel:
     """One launch of the combine kernel.
@@ -59,18 +69,9 @@ class CombineKernel:
     plan: DecodePlan
 
     def __call__(self, parts: DecodeResults, sinks, ends, out_o, out_lse, out_shift, *smem):
-        o, lse, shift = parts[:3]
         packed = None if ends is None else packed_row(ends, lax.axis_index("batch"))
-        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
-        group, splits = jnp.int32(self.plan.problem.group), self.plan.blocks.num_splits
-        in_group = lax.rem(row, group)
-        query, q_head = lax.div(row, group), head * group + in_group
-        at = lambda split: (batch, head, split)
-        share = lambda n: DecodeResults(
-            self.own_columns(o.at[(*at(n), query, in_group)]),
-            lse.at[(*at(n), in_group, query)],
-            shift.at[(*at(n), in_group, query)],
-        )
+        row, splits = self.row(), self.plan.blocks.num_splits
+        share = lambda n: self.share(parts, (row.batch, row.head, n), row.query, row.in_group)
         if self.joiners == 1:
             found = self.part([share(n) for n in range(splits)])
         else:
@@ -81,15 +82,33 @@ class CombineKernel:
             self.hand_over(smem[0], wg, found)
 
         def finish(found):
-            if sinks is not None:
-                found = self.join(found, self.sink(sinks[batch, q_head]))
-            out = DecodeResults(out_o, out_lse, out_shift)
-            self.store(found, out, (batch, query, q_head), packed)
+            self.finish(found, sinks, DecodeResults(out_o, out_lse, out_shift), row, packed)
 
         if self.joiners == 1:
             finish(found)
         else:
             pl.when(wg == 0)(lambda: finish(self.handed_over(smem[0])))
+
+    def row(self) -> Row:
+        """Returns the row of this CTA."""
+        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
+        group = jnp.int32(self.plan.problem.group)
+        in_group = lax.rem(row, group)
+        return Row(batch, head, lax.div(row, group), in_group, head * group + in_group)
+
+    def share(self, parts: DecodeResults, place: tuple, query, in_group) -> DecodeResults:
+        """Returns a row of the share at `place`, (batch entry, KV head, split)."""
+        return DecodeResults(
+            self.own_columns(parts.o.at[(*place, query, in_group)]),
+            parts.lse.at[(*place, in_group, query)],
+            parts.shift.at[(*place, in_group, query)],
+        )
+
+    def finish(self, found: Joined, sinks, out: DecodeResults, row: Row, packed):
+        """Joins the sink, if there is one, and writes the row; `packed` as in `store`."""
+        if sinks is not None:
+            found = self.join(found, self.sink(sinks[row.batch, row.q_head]))
+        self.store(found, out, (row.batch, row.query, row.q_head), packed)
 
     def store(self, found: Joined, out: DecodeResults, row: tuple, packed):
         """Divides by the sums and writes a row, (batch entry, query, query head).
@@ -180,15 +199,20 @@ class CombineKernel:
         """Returns base-2 log-sum-exps relative to another shift; -inf for rows that see no key."""
         return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
 
-    def part(self, shares: list[DecodeResults], exist: list | None = None) -> Joined:
+    def part(
+        self, shares: list[DecodeResults], exist: list | None = None, written: bool = True
+    ) -> Joined:
         """Joins shares in device memory, all of which are loaded at once.
 
         Args:
             shares: the shares.
             exist: for each of them, whether it counts; None: all do.
+            written: those that do not count hold numbers; else they may hold anything.
         """
         lse = [share.lse[...] for share in shares]
         parts = [_load(share.o) for share in shares]  # before what must wait for lse
+        if exist is not None and not written:
+            parts = [_where(e, x) for x, e in zip(parts, exist, strict=True)]
         seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
         if exist is not None:
             seen = [s & e for s, e in zip(seen, exist, strict=True)]
@@ -224,6 +248,13 @@ def _finite(most):
     # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
     # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
     return jnp.where(most == -jnp.inf, 0.0, most)
+
+
+def _where(exists, x):
+    """Returns x, or zeros; `exists` is a scalar."""
+    if exists is True:
+        return x
+    return jnp.where(jnp.broadcast_to(exists, x.shape), x, jnp.zeros_like(x))
 
 
 def _load(ref):
@@ -291,3 +322,218 @@ def combine(
     )
     joined = DecodeResults(*parts[:3])
     return Outputs(*run(joined, sinks, None if packed is None else packed.ends))
+
+
+# --- A shared prefix and the rest of the keys, in one launch --------------------------------------
+
+
+class Places(NamedTuple):
+    """Where each sequence's queries are in the launch that reads shared prefixes, int32[B]."""
+
+    tile: Any  # batch entry of that launch; the number of these, or more, if there are none
+    slot: Any  # place among the sequences of the tile
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinKernel(CombineKernel):
+    """One launch that joins the shares of two launches of the decode kernel.
+
+    Attributes:
+        plan: plan of the launch that reads each sequence's own keys.
+        prefix: plan of the one that reads shared prefixes.
+    """
+
+    prefix: DecodePlan
+
+    @property
+    def joiners(self) -> int:
+        """One warpgroup joins all shares, SHARES at most."""
+        return 1
+
+    def __call__(self, own: DecodeResults, shared: DecodeResults, places: Places, sinks, *out):
+        row, tiles = self.row(), self.prefix.problem.batch
+        tile = places.tile[row.batch]
+        exists, tile = tile < tiles, lax.min(tile, jnp.int32(tiles - 1))
+        query = places.slot[row.batch] * self.plan.problem.q_len + row.query
+        shares, number = [], self.plan.blocks.num_splits
+        for n in range(number):
+            place = row.batch, row.head, n
+            shares.append(self.share(own, place, row.query, row.in_group))
+        for n in range(self.prefix.blocks.num_splits):
+            shares.append(self.share(shared, (tile, row.head, n), query, row.in_group))
+        exist = [True] * number + [exists] * (len(shares) - number)
+        # A tile without sequences has written nothing, and rows that no sequence has may be NaN.
+        self.finish(self.part(shares, exist, written=False), sinks, DecodeResults(*out), row, None)
+
+
+def join(self, a: Joined, b: Joined) -> Joined:
+        """Joins two parts; b.o may be None, which is 0."""
+        shift = jnp.maximum(a.shift, b.shift)
+        log2 = [self.relative(x.most, x.shift, shift) for x in (a, b)]
+        most = jnp.maximum(*log2)
+        left, right = (jnp.exp2(x - _finite(most)) for x in log2)
+        o = a.o * left if b.o is None else a.o * left + b.o * right
+        return Joined(shift, most, a.sums * left + b.sums * right, o)
+
+
+def _finite(most):
+    # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
+    # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
+    return jnp.where(most == -jnp.inf, 0.0, most)
+
+
+def _where(exists, x):
+    """Returns x, or zeros; `exists` is a scalar."""
+    if exists is True:
+        return x
+    return jnp.where(jnp.broadcast_to(exists, x.shape), x, jnp.zeros_like(x))
+
+
+def _load(ref):
+    size = ref.shape[0]
+    return plgpu.load(
+        ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // JOINING_THREADS)
+    )
+
+
+def _store(row, target, interpret: bool):
+    """Writes the first columns of a row, as many as `target` has."""
+    columns = target.shape[0]
+    if columns == row.shape[0]:
+        target[...] = row
+    elif interpret:
+        target[...] = row[:columns]
+    else:
+        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=row.shape[0] // JOINING_THREADS)
+        plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(_store_body)(row, target)
+
+
+def _store_body(_, row, target):
+    columns, (places,) = i32_constant(target.type.shape[0]), row.layout.thread_idxs(row.shape)
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    register = row.registers.flat[0]
+    first = arith.index_cast(i32, places[0])
+    for e in range(elements(register)):
+        column = arith.addi(first, i32_constant(e))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
+        branch = scf.IfOp(inside)
+        with ir.InsertionPoint(branch.then_block):
+            memref.store(at(register, e), target, [arith.index_cast(index, column)])
+            scf.yield_([])
+
+
+def combine(
+    plan: DecodePlan, parts: DecodeResults, sinks: Any, packed: Packed | None = None
+) -> Outputs:
+    """Launches the combine kernel.
+
+    Args:
+        plan: plan of the decode kernel.
+        parts: results of the decode kernel, one for each share of the keys.
+        sinks: f32[B, N], natural logits, or None.
+        packed: where o is packed; None: it is not.
+
+    Returns:
+        Outputs: o [B, T, N, Hv], or packed [tokens, N, Hv], in q's dtype; lse_log2 and shift
+        f32[B, N, T].
+    """
+    problem = plan.problem
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    lead = (problem.batch, problem.q_len) if packed is None else (packed.tokens,)
+    o_shape = (*lead, problem.q_heads, problem.v_head_dim)
+    kernel = CombineKernel(plan)
+    columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
+    run = launch(
+        kernel,
+        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
+        scratch=kernel.scratch(),
+        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
+        threads=kernel.joiners,
+        name="flash_pallas_decode_combine",
+        interpret=plan.interpret,
+    )
+    joined = DecodeResults(*parts[:3])
+    return Outputs(*run(joined, sinks, None if packed is None else packed.ends))
+
+
+# --- A shared prefix and the rest of the keys, in one launch --------------------------------------
+
+
+class Places(NamedTuple):
+    """Where each sequence's queries are in the launch that reads shared prefixes, int32[B]."""
+
+    tile: Any  # batch entry of that launch; the number of these, or more, if there are none
+    slot: Any  # place among the sequences of the tile
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinKernel(CombineKernel):
+    """One launch that joins the shares of two launches of the decode kernel.
+
+    Attributes:
+        plan: plan of the launch that reads each sequence's own keys.
+        prefix: plan of the one that reads shared prefixes.
+    """
+
+    prefix: DecodePlan
+
+    @property
+    def joiners(self) -> int:
+        """One warpgroup joins all shares, SHARES at most."""
+        return 1
+
+    def __call__(self, own: DecodeResults, shared: DecodeResults, places: Places, sinks, *out):
+        row, tiles = self.row(), self.prefix.problem.batch
+        tile = places.tile[row.batch]
+        exists, tile = tile < tiles, lax.min(tile, jnp.int32(tiles - 1))
+        query = places.slot[row.batch] * self.plan.problem.q_len + row.query
+        shares, number = [], self.plan.blocks.num_splits
+        for n in range(number):
+            place = row.batch, row.head, n
+            shares.append(self.share(own, place, row.query, row.in_group))
+        for n in range(self.prefix.blocks.num_splits):
+            shares.append(self.share(shared, (tile, row.head, n), query, row.in_group))
+        exist = [True] * number + [exists] * (len(shares) - number)
+        # A tile without sequences has written nothing, and rows that no sequence has may be NaN.
+        self.finish(self.part(shares, exist, written=False), sinks, DecodeResults(*out), row, None)
+
+
+def joins(plan: DecodePlan, prefix: DecodePlan) -> bool:
+    """Says whether `join` takes the shares of these plans: so many at one time."""
+    return plan.blocks.num_splits + prefix.blocks.num_splits <= SHARES
+
+
+def join(
+    plans: tuple[DecodePlan, DecodePlan],
+    own: DecodeResults,
+    shared: DecodeResults,
+    places: Places,
+    sinks: Any,
+) -> Outputs:
+    """Launches the kernel that joins each sequence's own keys with those of its prefix.
+
+    Args:
+        plans: of the sequences' own keys, and of the prefixes.
+        own: results of the former, shares.
+        shared: results of the latter; tiles without keys may hold anything.
+        places: where the sequences are in `shared`.
+        sinks: f32[B, N], natural logits, or None.
+
+    Returns:
+        Outputs, as of `combine`.
+    """
+    plan, prefix = plans
+    problem, kernel = plan.problem, JoinKernel(plan, prefix)
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
+    run = launch(
+        kernel,
+        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
+        scratch=(),
+        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
+        threads=1,
+        name="flash_pallas_decode_join",
+        interpret=plan.interpret,
+    )
+    return Outputs(*run(DecodeResults(*own[:3]), DecodeResults(*shared[:3]), places, sinks))

@@ -50,6 +50,14 @@ class DecodeKernel:
     plan: DecodePlan
 
     def __call__(self, gmem: DecodeGmem, *refs):
+        if self.plan.skips:
+            keys = gmem.kv_lengths[lax.axis_index("batch")]
+            pl.when(keys > 0)(functools.partial(self.run, gmem, *refs))
+        else:
+            self.run(gmem, *refs)
+
+    def run(self, gmem: DecodeGmem, *refs):
+        """Reads the keys of this CTA; `refs` are the results and the shared memory."""
         *results, smem, bars = refs
         slots = self.plan.slots
         cta = DecodeCta(
@@ -143,8 +151,19 @@ def decode_packed(
 
 def _launched(plan: DecodePlan, operands: DecodeOperands, packed: Packed | None):
     """Returns (Outputs in any shape of o, the counter or None) of `decode` or `decode_packed`."""
-    problem, blocks, interpret = plan.problem, plan.blocks, plan.interpret
-    several = plan.several
+    parts = launched(plan, operands, packed)
+    if plan.several:
+        return combine.combine(plan, parts, operands.sinks, packed), parts.counter
+    heads = (plan.problem.batch, plan.problem.q_heads, plan.problem.q_len)
+    rows = (x.reshape(heads) for x in (parts.lse, parts.shift))
+    return Outputs(parts.o, *rows), parts.counter
+
+
+def launched(
+    plan: DecodePlan, operands: DecodeOperands, packed: Packed | None = None
+) -> DecodeResults:
+    """Launches the decode kernel alone; `packed` as in `decode_packed`."""
+    problem, blocks = plan.problem, plan.blocks
     values = operands.v, operands.v_scale
     if operands.v is None:
         values = operands.k, operands.k_scale
@@ -156,7 +175,7 @@ def _launched(plan: DecodePlan, operands: DecodeOperands, packed: Packed | None)
         q_offset=operands.q_offset,
         page_table=operands.page_table,
         slopes=plan.by_key_head(operands.alibi_slopes, 1),
-        sinks=None if several else plan.by_key_head(operands.sinks, 1),
+        sinks=None if plan.several else plan.by_key_head(operands.sinks, 1),
         k_scale=operands.k_scale,
         v_scale=values[1],
         kv_starts=operands.kv_starts,
@@ -178,11 +197,6 @@ def _launched(plan: DecodePlan, operands: DecodeOperands, packed: Packed | None)
         },
         threads=plan.parts + 1,
         name="flash_pallas_decode",
-        interpret=interpret,
+        interpret=plan.interpret,
     )
-    parts = DecodeResults(*run(gmem))
-    if several:
-        return combine.combine(plan, parts, operands.sinks, packed), parts.counter
-    heads = (problem.batch, problem.q_heads, problem.q_len)
-    rows = (x.reshape(heads) for x in (parts.lse, parts.shift))
-    return Outputs(parts.o, *rows), parts.counter
+    return DecodeResults(*run(gmem))

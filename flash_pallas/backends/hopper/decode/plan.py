@@ -124,7 +124,13 @@ def combined_columns(v_head_dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan(DecodeLayout):
-    """One launch of the decode kernel: its rows, its results and the blocks of each CTA."""
+    """One launch of the decode kernel: its rows, its results and the blocks of each CTA.
+
+    Attributes:
+        skips: entries without keys write no results, and nobody reads them.
+    """
+
+    skips: bool = False
 
     @property
     def rows(self) -> int:

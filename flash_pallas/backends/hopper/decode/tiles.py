@@ -447,11 +447,14 @@ class DecodeLayout:
         problem: what is computed.
         blocks: tile sizes and the number of splits.
         interpret: run by the interpreter.
+        joined: results are joined with those of another launch, so they are shares even where
+            there is one split.
     """
 
     problem: DecodeProblem
     blocks: DecodeBlocks
     interpret: bool
+    joined: bool = False
 
     @property
     def matmuls(self) -> Matmuls:
@@ -466,8 +469,8 @@ class DecodeLayout:
 
     @property
     def several(self) -> bool:
-        """True if the keys of a sequence are read in several ranges."""
-        return self.blocks.num_splits > 1
+        """True if results are shares: of several ranges of a sequence's keys, or `joined`."""
+        return self.joined or self.blocks.num_splits > 1
 
     @property
     def head_dims(self) -> tuple[int, int]:
