@@ -52,16 +52,6 @@ def test_kernels(case):
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
-_NAMES = "d64_split", "d128", "d128_hidden_rows", "d192", "d192_narrow_values", "d96_group"
-PREPROCESSING = [case for case in ON_DEVICE if case.name in _NAMES]
-
-
-@pytest.mark.parametrize("case", PREPROCESSING, ids=str)
-def test_kernels_with_one_for_delta(case):
-    backend = HopperBackend(preprocesses=True)
-    checks.assert_matches_oracle(checks.bind(backend), case, kernels=True)
-
-
 @pytest.mark.parametrize("case", FAR_ON_DEVICE, ids=str)
 def test_rows_that_are_left_to_another_launch(case, monkeypatch):
     monkeypatch.setattr(far_rows, "ENOUGH", 1)

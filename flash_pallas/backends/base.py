@@ -78,8 +78,9 @@ class Backend(Protocol):
         """True if XLA's partitioner may cut batch and heads of it: transforms/sharding.py."""
         ...
 
-    def reads_output(self, problem: Problem, blocks: Any) -> bool:
-        """Returns whether `backward` reads `o` and `dlse`; it then needs no delta, as others do."""
+    @property
+    def reads_output(self) -> bool:
+        """True if `backward` reads `o` and `dlse` and computes delta itself, which others get."""
         ...
 
     def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:

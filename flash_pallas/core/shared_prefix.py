@@ -21,7 +21,6 @@ from . import softmax
 from .decode import MAX_TOKENS, DecodeOperands, DecodeSpec
 from .problem import Outputs
 
-
 TILE_ROWS = 64  # of queries and heads that share a KV head, in one tile of the decode kernels
 
 

@@ -17,7 +17,6 @@ from flash_pallas.backends.gpu.online_softmax import far_of
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backend import H200_SMS, trades_registers
 from flash_pallas.backends.hopper.backward.fused.tiles import FusedBlocks
-from flash_pallas.backends.hopper.backward.preprocess import preprocess
 from flash_pallas.backends.hopper.decode.tiles import DecodeBlocks
 from flash_pallas.backends.hopper.ragged.kernel import ragged_chunks
 from flash_pallas.backends.hopper.ragged.tiles import choose_chunk_blocks
@@ -561,24 +560,6 @@ def _ragged_rows() -> Iterator[Row]:
     yield _whole_ragged_row("pages_16", num_splits=4)
 
 
-def _preprocess_row(head_dim: int, dtype: str, mask: str, columns: int | None) -> Row:
-    """Returns a row of delta of a mask's lengths, with zeros of so many columns."""
-    length = MASKS[mask][1]
-    o = jax.ShapeDtypeStruct((BATCH, length, Q_HEADS, head_dim), dtype)
-    per_row = jax.ShapeDtypeStruct((BATCH, Q_HEADS, length), jnp.float32)
-    given = Cotangents(per_row, o, None, o=o, dlse=per_row if mask == "ragged" else None)
-    problem = describe(Operands(o, o, o), AttentionSpec(scale=1.0))
-    run = lambda given: preprocess(problem, given, columns, False)
-    return Row("preprocess", head_dim, dtype, mask, run, (given,))
-
-
-def _preprocess_rows() -> Iterator[Row]:
-    for head_dim in (128, 256):
-        yield _preprocess_row(head_dim, "bfloat16", "full", head_dim)
-    yield _preprocess_row(40, "bfloat16", "ragged", 64)
-    yield _preprocess_row(128, "float16", "full", None)
-
-
 def _rows_without_producer() -> Iterator[Row]:
     paths, head_dims, masks = ("forward", "backward"), (64, 128, 256), ("full", "causal")
     for path, head_dim, mask in itertools.product(paths, head_dims, masks):
@@ -633,7 +614,6 @@ def rows() -> Iterator[Row]:
     yield from (_row("backward", 192, "bfloat16", mask) for mask in MASKS)
     for mask in ("full", "causal", "ragged", "offset", "small_causal", "many_causal"):
         yield _row("backward", 96, "bfloat16", mask)
-    yield from _preprocess_rows()
     for sizes in itertools.product(("forward", "backward"), WIDE_HEAD_DIMS, WIDE_MASKS):
         path, head_dim, mask = sizes
         yield _row(path, head_dim, "bfloat16", mask)

@@ -79,10 +79,7 @@ class CudnnBackend(NoTangents, NoSecondOrder):
     version: int | None = None
     name = "cudnn"
     partitionable = True
-
-    def reads_output(self, problem: Problem, blocks: Any) -> bool:
-        """Returns True: cuDNN computes delta from O."""
-        return True
+    reads_output = True
 
     def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.

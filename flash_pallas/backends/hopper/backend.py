@@ -29,7 +29,6 @@ from ...core.ragged import attend as attend_ragged
 from ..base import decode_shared as decode_shared_by_two
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
-from .backward import preprocess
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
 from .backward.launch import (
@@ -86,17 +85,15 @@ class HopperBackend:
         num_sms: number of SMs to spread persistent kernels over; None asks the device.
         trades_registers: whether the compiler honours setmaxnreg; None asks the installed jaxlib.
         capability: compute capability of the GPU to answer for; None asks the device.
-        preprocesses: whether one kernel computes delta and clears dQ's sums before a backward. Not
-            timed on a GPU: XLA does the former, and another kernel the latter.
     """
 
     interpret: bool = False
     num_sms: int | None = None
     trades_registers: bool | None = None
     capability: str | None = None
-    preprocesses: bool = False
     name = "hopper"
     note = None
+    reads_output = False
 
     @property
     def producer(self) -> bool:
@@ -119,11 +116,6 @@ class HopperBackend:
     def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
-
-    def reads_output(self, problem: Problem, blocks: HopperBlocks) -> bool:
-        """Returns whether a kernel computes delta; see backward/preprocess.py."""
-        wide = isinstance(blocks.backward, WideGradients)
-        return self.preprocesses and not wide and preprocess.takes(problem)
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""

@@ -59,6 +59,7 @@ class PortableBackend(NoSecondOrder):
     num_sms: int | None = None
     name = "portable"
     note = None
+    reads_output = False
 
     @property
     def partitionable(self) -> bool:
@@ -68,10 +69,6 @@ class PortableBackend(NoSecondOrder):
     def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
-
-    def reads_output(self, problem: Problem, blocks: PortableBlocks) -> bool:
-        """Returns False: its kernels get delta."""
-        return False
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""

@@ -60,15 +60,12 @@ class XlaBackend(NoTangents, NoSecondOrder):
 
     name = "xla"
     note = None
+    reads_output = False
     partitionable = True
 
     def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
         """Returns None: "auto" may take this backend for every call that it can run."""
         return None
-
-    def reads_output(self, problem: Problem, blocks: XlaBlocks) -> bool:
-        """Returns False: its kernels get delta."""
-        return False
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns None: it takes every problem."""

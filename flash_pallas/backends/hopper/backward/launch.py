@@ -18,7 +18,6 @@ from .fused.tiles import FUSED_HEAD_DIMS, FusedBlocks, choose_fused, without_sum
 from .operands import BackwardArrays
 from .paired.kernel import backward_paired
 from .paired.tiles import PAIR, PairedBlocks, choose_paired, paired_problem
-from .preprocess import preprocess
 from .split.dkv import dkv
 from .split.dq import dq
 from .split.tiles import DkvBlocks, DqBlocks, choose_dkv, choose_dq, native_head_dim
@@ -40,7 +39,7 @@ def backward(
         problem: problem of the operands.
         blocks: tile sizes of the kernels that run.
         operands: operands of the call.
-        cotangents: what the backward starts from: LSE, dO, delta (or else O and dLSE) and shifts.
+        cotangents: what the backward starts from: LSE, dO, delta and shifts.
         wanted: names of the operands besides q, k and v whose gradients are asked for.
         interpret: run under the interpreter.
     """
@@ -50,22 +49,15 @@ def backward(
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)
         operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
-    summed_rows, dq_sums = _summed_rows(native, blocks), None
-    if isinstance(blocks, FusedBlocks):
-        blocks = fitting(native, blocks if "bias" in wanted else without_sums(blocks))
-    if cotangents.delta is None:
-        columns = native.head_dim if _sums_all_of_dq(blocks) else None
-        delta, dq_sums = preprocess(problem, cotangents, columns, interpret)
-        cotangents = cotangents._replace(delta=delta)
-    arrays = BackwardArrays.of(native, operands, cotangents, summed_rows)
+    arrays = BackwardArrays.of(native, operands, cotangents, _summed_rows(native, blocks))
     extra: dict[str, Any] = {}
     if isinstance(blocks, FusedBlocks):
-        others = dq_sums, inside, interpret
-        *grads, dbias = backward_fused(native, blocks, operands, arrays, *others)
+        blocks = fitting(native, blocks if "bias" in wanted else without_sums(blocks))
+        *grads, dbias = backward_fused(native, blocks, operands, arrays, inside, interpret)
         if dbias is not None:
             extra, wanted = {"bias": dbias}, wanted - {"bias"}
     elif isinstance(blocks, PairedBlocks):
-        grads = backward_paired(native, blocks, operands, arrays, dq_sums, interpret)
+        grads = backward_paired(native, blocks, operands, arrays, interpret)
     else:
         dk, dv = dkv(native, blocks.dkv, operands, arrays, interpret)
         grads = dq(native, blocks.dq, operands, arrays, interpret), dk, dv
@@ -78,13 +70,6 @@ def backward(
         dk[:, : problem.kv_len, :, : problem.head_dim],
         dv[:, : problem.kv_len, :, : problem.v_head_dim],
         **extra,
-    )
-
-
-def _sums_all_of_dq(blocks: FusedBlocks | PairedBlocks | SplitBlocks) -> bool:
-    """Returns whether one launch adds to all of dQ, in float32."""
-    return isinstance(blocks, PairedBlocks) or (
-        isinstance(blocks, FusedBlocks) and blocks.num_launches == 1
     )
 
 

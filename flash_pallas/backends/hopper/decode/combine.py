@@ -328,7 +328,7 @@ def combine(
 
 
 class Places(NamedTuple):
-    """Where each sequence's queries are in the launch that reads shared prefixes, int32[B]."""
+    """Places of the sequences' queries in the launch that reads shared prefixes, int32[B]."""
 
     tile: Any  # batch entry of that launch; the number of these, or more, if there are none
     slot: Any  # place among the sequences of the tile
@@ -336,7 +336,7 @@ class Places(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class JoinKernel(CombineKernel):
-    """One launch that joins the shares of two launches of the decode kernel.
+    """One launch that joins the shares of two launches of the decode kernel, of narrow heads.
 
     Attributes:
         plan: plan of the launch that reads each sequence's own keys.
@@ -364,143 +364,6 @@ class JoinKernel(CombineKernel):
         exist = [True] * number + [exists] * (len(shares) - number)
         # A tile without sequences has written nothing, and rows that no sequence has may be NaN.
         self.finish(self.part(shares, exist, written=False), sinks, DecodeResults(*out), row, None)
-
-
-def join(self, a: Joined, b: Joined) -> Joined:
-        """Joins two parts; b.o may be None, which is 0."""
-        shift = jnp.maximum(a.shift, b.shift)
-        log2 = [self.relative(x.most, x.shift, shift) for x in (a, b)]
-        most = jnp.maximum(*log2)
-        left, right = (jnp.exp2(x - _finite(most)) for x in log2)
-        o = a.o * left if b.o is None else a.o * left + b.o * right
-        return Joined(shift, most, a.sums * left + b.sums * right, o)
-
-
-def _finite(most):
-    # Constants are literals: those of jnp.zeros_like, as in softmax.finish, come with a reshard
-    # where the call's arrays are laid out over a mesh, which Mosaic does not lower.
-    return jnp.where(most == -jnp.inf, 0.0, most)
-
-
-def _where(exists, x):
-    """Returns x, or zeros; `exists` is a scalar."""
-    if exists is True:
-        return x
-    return jnp.where(jnp.broadcast_to(exists, x.shape), x, jnp.zeros_like(x))
-
-
-def _load(ref):
-    size = ref.shape[0]
-    return plgpu.load(
-        ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // JOINING_THREADS)
-    )
-
-
-def _store(row, target, interpret: bool):
-    """Writes the first columns of a row, as many as `target` has."""
-    columns = target.shape[0]
-    if columns == row.shape[0]:
-        target[...] = row
-    elif interpret:
-        target[...] = row[:columns]
-    else:
-        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=row.shape[0] // JOINING_THREADS)
-        plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(_store_body)(row, target)
-
-
-def _store_body(_, row, target):
-    columns, (places,) = i32_constant(target.type.shape[0]), row.layout.thread_idxs(row.shape)
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    register = row.registers.flat[0]
-    first = arith.index_cast(i32, places[0])
-    for e in range(elements(register)):
-        column = arith.addi(first, i32_constant(e))
-        inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
-        branch = scf.IfOp(inside)
-        with ir.InsertionPoint(branch.then_block):
-            memref.store(at(register, e), target, [arith.index_cast(index, column)])
-            scf.yield_([])
-
-
-def combine(
-    plan: DecodePlan, parts: DecodeResults, sinks: Any, packed: Packed | None = None
-) -> Outputs:
-    """Launches the combine kernel.
-
-    Args:
-        plan: plan of the decode kernel.
-        parts: results of the decode kernel, one for each share of the keys.
-        sinks: f32[B, N], natural logits, or None.
-        packed: where o is packed; None: it is not.
-
-    Returns:
-        Outputs: o [B, T, N, Hv], or packed [tokens, N, Hv], in q's dtype; lse_log2 and shift
-        f32[B, N, T].
-    """
-    problem = plan.problem
-    heads = (problem.batch, problem.q_heads, problem.q_len)
-    lead = (problem.batch, problem.q_len) if packed is None else (packed.tokens,)
-    o_shape = (*lead, problem.q_heads, problem.v_head_dim)
-    kernel = CombineKernel(plan)
-    columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
-    run = launch(
-        kernel,
-        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
-        scratch=kernel.scratch(),
-        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
-        threads=kernel.joiners,
-        name="flash_pallas_decode_combine",
-        interpret=plan.interpret,
-    )
-    joined = DecodeResults(*parts[:3])
-    return Outputs(*run(joined, sinks, None if packed is None else packed.ends))
-
-
-# --- A shared prefix and the rest of the keys, in one launch --------------------------------------
-
-
-class Places(NamedTuple):
-    """Where each sequence's queries are in the launch that reads shared prefixes, int32[B]."""
-
-    tile: Any  # batch entry of that launch; the number of these, or more, if there are none
-    slot: Any  # place among the sequences of the tile
-
-
-@dataclasses.dataclass(frozen=True)
-class JoinKernel(CombineKernel):
-    """One launch that joins the shares of two launches of the decode kernel.
-
-    Attributes:
-        plan: plan of the launch that reads each sequence's own keys.
-        prefix: plan of the one that reads shared prefixes.
-    """
-
-    prefix: DecodePlan
-
-    @property
-    def joiners(self) -> int:
-        """One warpgroup joins all shares, SHARES at most."""
-        return 1
-
-    def __call__(self, own: DecodeResults, shared: DecodeResults, places: Places, sinks, *out):
-        row, tiles = self.row(), self.prefix.problem.batch
-        tile = places.tile[row.batch]
-        exists, tile = tile < tiles, lax.min(tile, jnp.int32(tiles - 1))
-        query = places.slot[row.batch] * self.plan.problem.q_len + row.query
-        shares, number = [], self.plan.blocks.num_splits
-        for n in range(number):
-            place = row.batch, row.head, n
-            shares.append(self.share(own, place, row.query, row.in_group))
-        for n in range(self.prefix.blocks.num_splits):
-            shares.append(self.share(shared, (tile, row.head, n), query, row.in_group))
-        exist = [True] * number + [exists] * (len(shares) - number)
-        # A tile without sequences has written nothing, and rows that no sequence has may be NaN.
-        self.finish(self.part(shares, exist, written=False), sinks, DecodeResults(*out), row, None)
-
-
-def joins(plan: DecodePlan, prefix: DecodePlan) -> bool:
-    """Says whether `join` takes the shares of these plans: so many at one time."""
-    return plan.blocks.num_splits + prefix.blocks.num_splits <= SHARES
 
 
 def join(
@@ -526,12 +389,11 @@ def join(
     problem, kernel = plan.problem, JoinKernel(plan, prefix)
     heads = (problem.batch, problem.q_heads, problem.q_len)
     o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
-    columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
     run = launch(
         kernel,
         out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
         scratch=(),
-        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
+        grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows},
         threads=1,
         name="flash_pallas_decode_join",
         interpret=plan.interpret,

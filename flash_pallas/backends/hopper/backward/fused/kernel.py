@@ -982,7 +982,6 @@ def backward_fused(
     blocks: FusedBlocks,
     operands: Operands,
     arrays: BackwardArrays,
-    dq_sums,
     clears: bool,
     interpret: bool,
 ):
@@ -993,7 +992,6 @@ def backward_fused(
         blocks: tile sizes.
         operands: the operands of the call.
         arrays: the arrays that a backward kernel reads.
-        dq_sums: zeros to add dQ to, where one launch adds to all of it; None: they are made here.
         clears: padding may hold NaN and is cleared; otherwise it holds 0.
         interpret: run by the interpreter.
 
@@ -1011,7 +1009,7 @@ def backward_fused(
 
     portion = functools.partial(run_portion, launches_of(problem, blocks, interpret), arrays)
     starts = origins(problem, blocks)
-    results, dbias = {} if dq_sums is None else {"dq": dq_sums}, None
+    results, dbias = {}, None
     if blocks.kv_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
         dbias = lax.empty(problem.bias_shape, problem.bias_dtype)
     if len(starts) == 1:

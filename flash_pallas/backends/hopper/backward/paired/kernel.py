@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
-from ....gpu.launch import WARPGROUP_ROWS, launch
+from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...common import pipeline
 from ...common.pipeline import Ring, hidden, rows_of
 from ..fused.kernel import scaled_dq, zeros
@@ -353,7 +353,6 @@ def backward_paired(
     blocks: PairedBlocks,
     operands: Operands,
     arrays: BackwardArrays,
-    dq_sums,
     interpret: bool,
 ):
     """Launches the kernel.
@@ -363,7 +362,6 @@ def backward_paired(
         blocks: tile sizes.
         operands: operands of the call.
         arrays: arrays that a backward kernel reads.
-        dq_sums: zeros to add dQ to; None: they are made here.
         interpret: run by the interpreter.
 
     Returns:
@@ -371,6 +369,7 @@ def backward_paired(
     """
     kernel = PairedKernel(problem, blocks, interpret)
     given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
+    sums = float32((*arrays.q.shape[:3], problem.head_dim))
     made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)]
     if interpret:
         places = problem.batch, problem.kv_heads, kernel.grid["kv"], SLOTS, PAIR
@@ -391,8 +390,7 @@ def backward_paired(
         for ref, x in zip(out, call(given), strict=False):
             ref[...] = x
 
-    if dq_sums is None:
-        (dq_sums,) = zeros([(*arrays.q.shape[:3], problem.head_dim)], interpret)
+    (cleared,) = zeros([sums.shape], interpret)
     empty = [jnp.zeros(x.shape, x.dtype) for x in made[:2]]  # XLA drops them
-    dq, dk, dv = pl.run_state(run)((dq_sums, *empty))
+    dq, dk, dv = pl.run_state(run)((cleared, *empty))
     return scaled_dq(problem, dq), dk, dv
