@@ -246,7 +246,7 @@ def test_the_host_counts_what_the_device_shares(seed):
     batch.counts[:], batch.lengths[:], batch.page_table[:] = 1, lengths, table
     q, pages = np.zeros((rows, 1, 1, 8), np.float32), np.zeros((2, PAGE, 1, 8), np.float32)
     operands = DecodeOperands(q, pages, pages, lengths, None, jnp.asarray(batch.page_table))
-    prefix = np.asarray(shared_prefix.sharing(operands).prefix)
+    prefix = np.asarray(shared_prefix.sharing(operands, 1).prefix)
     once = sum(prefix[table[:, 0] == first].max(initial=0) for first in range(2))
     assert serving.saved_keys(batch, PAGE) == prefix.sum() - once
 

@@ -102,7 +102,8 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("T", [1, 8])
 def test_groups(T):
     q, k, v, given = drawn(T)
-    found = jax.jit(shared_prefix.sharing)(as_operands(q, k, v, given))
+    share = jax.jit(shared_prefix.sharing, static_argnums=1)
+    found = share(as_operands(q, k, v, given), T)
     tables, lengths = np.asarray(given["page_table"]), np.asarray(given["kv_lengths"])
     seen = {}
     for b in range(B):
@@ -128,12 +129,12 @@ def test_groups(T):
 @pytest.mark.parametrize("T", [1, 8])
 def test_all_groups_have_tiles(T):
     """Checks groups of every size: of two and three, and of one more than a tile has room for."""
-    share = jax.jit(shared_prefix.sharing)
+    share = jax.jit(shared_prefix.sharing, static_argnums=1)
     for size in (2, 3, 16 // T + 1):
         table = jnp.minimum(jnp.arange(30, dtype=jnp.int32) // size, 30 // size - 1)[:, None]
         x, q = jnp.zeros((3, 16, 1, 16)), jnp.zeros((30, T, 1, 16))
         given = {"kv_lengths": jnp.full(30, 16 + T), "page_table": jnp.tile(table, (1, 2))}
-        found = share(as_operands(q, x, x, given))
+        found = share(as_operands(q, x, x, given), T)
         assert (found.prefix == 16).all() and (found.tile < len(found.members)).all()
         assert len(set(zip(found.tile.tolist(), found.slot.tolist(), strict=True))) == 30
 
@@ -160,11 +161,11 @@ def test_random_tables(seed):
 def test_lengths_that_are_given_are_trusted():
     q, k, v, given = drawn()
     same = fp.flash_decode(q, k, v, **given)
-    keys = shared_prefix.sharing(as_operands(q, k, v, given)).prefix
+    keys = shared_prefix.sharing(as_operands(q, k, v, given), 1).prefix
     for lengths in (keys, jnp.minimum(keys, PAGE), keys + 7, 0):
         found = fp.flash_decode(q, k, v, shared_prefix=lengths, **given)
         np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-5)
-    told = shared_prefix.sharing(as_operands(q, k, v, given, prefix_lengths=keys // 2))
+    told = shared_prefix.sharing(as_operands(q, k, v, given, prefix_lengths=keys // 2), 1)
     assert (told.prefix <= keys // 2).all() and (told.prefix % PAGE == 0).all()
 
 
@@ -286,6 +287,31 @@ def test_hopper(monkeypatch, name):
         np.testing.assert_allclose(*(np.float32(x)[1:] for x in (got, near)), rtol=most, atol=most)
 
 
+@pytest.mark.interpret
+@pytest.mark.thorough
+@pytest.mark.parametrize("splits", ["auto", 2])
+def test_packed_steps_on_hopper(monkeypatch, splits):
+    """Checks steps that share among packed rows, next to a chunk with the same pages."""
+    q, k, v, given = drawn(1, "bfloat16", dims=(64, 64))
+    found = np.asarray(shares(q, k, v, given))
+    some = np.concatenate([np.flatnonzero(~found)[:1], np.flatnonzero(found)[:3]])
+    lengths = np.asarray(given["kv_lengths"])[some]
+    counts = np.array([min(7, lengths[0]), 1, 1, 0])
+    assert counts[0] > 1 and (lengths[1:] > PAGE).all()
+    given = {"kv_lengths": lengths, "page_table": given["page_table"][some], "num_splits": splits}
+    given["cu_q_lens"] = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    q = jax.random.normal(jax.random.key(0), (int(counts.sum()) + 3, 4, 64), jnp.bfloat16)
+    right = fp.ragged_paged_attention(q, k, v, backend="xla", return_lse=True, **given)
+    backends = {"hopper": HopperBackend(interpret=True, num_sms=2)}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    call = partial(fp.ragged_paged_attention, shared_prefix="auto", return_lse=True)
+    with race_checked():
+        found = call(q, k, v, **given)
+    for got, near, most in zip(found, right, (0.02, 0.01), strict=True):
+        rows = [np.float32(x)[: counts.sum()] for x in (got, near)]
+        np.testing.assert_allclose(*rows, rtol=most, atol=most)
+
+
 def shares(q, k, v, given):
     """Returns bool[B], which sequences share a prefix."""
-    return shared_prefix.sharing(as_operands(q, k, v, given)).prefix > 0
+    return shared_prefix.sharing(as_operands(q, k, v, given), q.shape[1]).prefix > 0

@@ -48,14 +48,18 @@ def tile_sequences(q_len: int, group: int = 1) -> int:
     return min(max(TILE_ROWS // (q_len * group), 2), max(MAX_TOKENS // q_len, 1))
 
 
-def sharing(operands: DecodeOperands) -> Sharing:
+def sharing(operands: DecodeOperands, q_len: int) -> Sharing:
     """Finds the groups of sequences whose page tables begin alike, on the device.
 
     Sequences with the same first page are a group, and its prefix is the pages that all of them
     share with the first of them. With `prefix_lengths` these say how many keys that is.
+
+    Args:
+        operands: paged; of q only the heads count.
+        q_len: number of new tokens of a sequence.
     """
     table, page_size = operands.page_table, operands.k.shape[1]
-    batch, q_len, q_heads, _ = operands.q.shape
+    batch, q_heads = len(table), operands.q.shape[-2]
     index = jnp.arange(batch, dtype=jnp.int32)
     room = table.shape[1] * page_size
     # Pages whose keys all queries of the sequence see.
@@ -116,8 +120,8 @@ def attend(
         spec: static parameters, with `shares_prefix`.
         operands: paged, without what depends on the places of keys.
     """
-    calls = divided(spec, operands)
     (batch, q_len), sinks = operands.q.shape[:2], operands.sinks
+    calls = divided(spec, operands, operands.q)
     of_prefix = decode(calls.spec, calls.prefix, calls.few)
     parts = _of_sequences(of_prefix, calls.sharing, q_len), decode(calls.spec, calls.rest, batch)
     unit = spec.attention.unit(added=False)
@@ -134,24 +138,32 @@ class Calls(NamedTuple):
     rest: DecodeOperands  # all sequences, and the keys after the prefix
 
 
-def divided(spec: DecodeSpec, operands: DecodeOperands) -> Calls:
-    """Returns the calls that `attend` makes; arguments as there."""
-    found = sharing(operands)
+def divided(spec: DecodeSpec, operands: DecodeOperands, q, first=None) -> Calls:
+    """Returns the calls that `attend` makes.
+
+    Args:
+        spec: as there.
+        operands: as there; of q only the shape counts, and it is q of `Calls.rest`.
+        q: queries [B, T, N, H], or packed [tokens, N, H].
+        first: int32[B], the row of each sequence's only query; None: q is not packed.
+    """
+    found = sharing(operands, operands.q.shape[1])
     operands = operands._replace(prefix_lengths=None, sinks=None)
+    own = found.members if first is None else first[found.members]
     return Calls(
         dataclasses.replace(spec, shares_prefix=False),
         found,
-        _prefix(operands, found),
+        _prefix(operands, found, q[own]),
         -(-len(operands.q) // found.members.shape[1]),
         operands._replace(kv_starts=found.prefix),
     )
 
 
-def _prefix(operands: DecodeOperands, found: Sharing) -> DecodeOperands:
+def _prefix(operands: DecodeOperands, found: Sharing, q) -> DecodeOperands:
     """Returns the queries of each tile's sequences, after all keys of the prefix."""
-    q = operands.q[found.members]
+    heads = q.shape[-2:]
     return operands._replace(
-        q=q.reshape(len(q), -1, *q.shape[3:]),
+        q=q.reshape(len(q), -1, *heads),
         draft_mask=None,  # every draft comes after the prefix
         kv_lengths=found.lengths,
         q_offset=found.lengths,

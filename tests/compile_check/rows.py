@@ -181,6 +181,7 @@ RAGGED_SEQS, RAGGED_TOKENS, RAGGED_KEYS = 16, 4096, 8192
 RAGGED = {
     "pages_16": (16, ()),
     "pages_128": (128, ()),
+    "prefix_pages_64": (64, ()),
     "window_64": (64, ("window",)),
     "softcap_16": (16, ("softcap", "sinks")),
     "starts_windows_16": (16, ("kv_starts", "window_left")),
@@ -539,10 +540,13 @@ def _ragged_row(path: str, head_dim: int, name: str) -> Row:
     return Row(path, head_dim, "bfloat16", name, run, (operands,))
 
 
-def _whole_ragged_row(name: str, num_splits: int) -> Row:
-    """Returns the row of a whole call of an entry of RAGGED: decode, combine and chunks."""
+def _whole_ragged_row(name: str, **given) -> Row:
+    """Returns the row of a whole call of an entry of RAGGED: decode, combine and chunks.
+
+    `given` are fields of the DecodeSpec.
+    """
     spec, operands = ragged_call(128, name)
-    steps = dataclasses.replace(spec.decode, num_splits=num_splits)
+    steps = dataclasses.replace(spec.decode, **given)
     spec = dataclasses.replace(spec, decode=steps)
     backend = HopperBackend()
     blocks = backend.ragged_blocks(ragged.describe(operands, spec))
@@ -552,12 +556,15 @@ def _whole_ragged_row(name: str, num_splits: int) -> Row:
 
 def _ragged_rows() -> Iterator[Row]:
     for head_dim, name in itertools.product((64, 128, 256), RAGGED):
+        if name.startswith("prefix"):
+            continue
         if head_dim == 128 or name.startswith(("pages", "modifiers")):
             yield _ragged_row("ragged", head_dim, name)
     if trades_registers():
         yield _ragged_row("ragged" + ALONE, 128, "pages_16")
     yield _whole_ragged_row("pages_128", num_splits=1)
     yield _whole_ragged_row("pages_16", num_splits=4)
+    yield _whole_ragged_row("prefix_pages_64", shares_prefix=True)
 
 
 def _rows_without_producer() -> Iterator[Row]:

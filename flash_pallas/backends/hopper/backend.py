@@ -251,11 +251,11 @@ class HopperBackend:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         problem = describe_decode(operands, spec)
         if spec.shares_prefix:
-            choose = functools.partial(choose_decode, num_sms=self.sms)
-            joined = None
             if takes_shared(problem):
-                joined = decode_shared(choose, spec, operands, self.interpret)
-            return joined or decode_shared_by_two(self, spec, operands)
+                found = decode_shared(spec, operands, self.sms, self.interpret)
+                if found is not None:
+                    return found[0]
+            return decode_shared_by_two(self, spec, operands)
         if isinstance(blocks, LatentBlocks):
             return latent.decode(problem, blocks, operands, self.interpret)
         return decode(problem, blocks, operands, self.interpret)
@@ -281,8 +281,11 @@ class HopperBackend:
         how = {"num_sms": self.sms, "interpret": self.interpret}
         steps = functools.partial(self.decode, spec.decode, blocks.steps)
         if isinstance(blocks.chunks, ForwardBlocks):
-            if spec.step_tokens == 1 and not spec.decode.shares_prefix:
-                return attend_packed(blocks, spec, operands, **how)
+            found = None
+            if spec.step_tokens == 1:
+                found = attend_packed(blocks, spec, operands, **how)
+            if found is not None:
+                return found
             chunks = functools.partial(ragged_chunks, blocks.chunks, **how)
             return attend_ragged(steps, chunks, spec, operands, joined)
         chunks = functools.partial(xla_ragged.chunks, blocks.chunks)

@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf
 
 from ....core import softmax
+from ....core.decode import DecodeProblem
 from ....core.problem import Outputs
 from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
@@ -305,15 +306,11 @@ def combine(
         Outputs: o [B, T, N, Hv], or packed [tokens, N, Hv], in q's dtype; lse_log2 and shift
         f32[B, N, T].
     """
-    problem = plan.problem
-    heads = (problem.batch, problem.q_heads, problem.q_len)
-    lead = (problem.batch, problem.q_len) if packed is None else (packed.tokens,)
-    o_shape = (*lead, problem.q_heads, problem.v_head_dim)
-    kernel = CombineKernel(plan)
+    problem, kernel = plan.problem, CombineKernel(plan)
     columns = {"columns": kernel.ctas} if kernel.ctas > 1 else {}
     run = launch(
         kernel,
-        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
+        out=_shapes(problem, packed),
         scratch=kernel.scratch(),
         grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows} | columns,
         threads=kernel.joiners,
@@ -322,6 +319,14 @@ def combine(
     )
     joined = DecodeResults(*parts[:3])
     return Outputs(*run(joined, sinks, None if packed is None else packed.ends))
+
+
+def _shapes(problem: DecodeProblem, packed: Packed | None) -> tuple:
+    """Returns shapes and dtypes of the results: o, log-sum-exp and shift."""
+    heads = (problem.batch, problem.q_heads, problem.q_len)
+    lead = (problem.batch, problem.q_len) if packed is None else (packed.tokens,)
+    o_shape = (*lead, problem.q_heads, problem.v_head_dim)
+    return jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)
 
 
 # --- A shared prefix and the rest of the keys, in one launch --------------------------------------
@@ -350,7 +355,9 @@ class JoinKernel(CombineKernel):
         """One warpgroup joins all shares, SHARES at most."""
         return 1
 
-    def __call__(self, own: DecodeResults, shared: DecodeResults, places: Places, sinks, *out):
+    def __call__(self, own: DecodeResults, shared: DecodeResults, places: Places, *others):
+        sinks, ends, *out = others
+        packed = None if ends is None else packed_row(ends, lax.axis_index("batch"))
         row, tiles = self.row(), self.prefix.problem.batch
         tile = places.tile[row.batch]
         exists, tile = tile < tiles, lax.min(tile, jnp.int32(tiles - 1))
@@ -363,7 +370,8 @@ class JoinKernel(CombineKernel):
             shares.append(self.share(shared, (tile, row.head, n), query, row.in_group))
         exist = [True] * number + [exists] * (len(shares) - number)
         # A tile without sequences has written nothing, and rows that no sequence has may be NaN.
-        self.finish(self.part(shares, exist, written=False), sinks, DecodeResults(*out), row, None)
+        found = self.part(shares, exist, written=False)
+        self.finish(found, sinks, DecodeResults(*out), row, packed)
 
 
 def join(
@@ -372,6 +380,7 @@ def join(
     shared: DecodeResults,
     places: Places,
     sinks: Any,
+    packed: Packed | None,
 ) -> Outputs:
     """Launches the kernel that joins each sequence's own keys with those of its prefix.
 
@@ -381,21 +390,21 @@ def join(
         shared: results of the latter; tiles without keys may hold anything.
         places: where the sequences are in `shared`.
         sinks: f32[B, N], natural logits, or None.
+        packed: as in `combine`.
 
     Returns:
         Outputs, as of `combine`.
     """
     plan, prefix = plans
-    problem, kernel = plan.problem, JoinKernel(plan, prefix)
-    heads = (problem.batch, problem.q_heads, problem.q_len)
-    o_shape = (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim)
+    problem = plan.problem
     run = launch(
-        kernel,
-        out=(jax.ShapeDtypeStruct(o_shape, problem.dtype), float32(heads), float32(heads)),
+        JoinKernel(plan, prefix),
+        out=_shapes(problem, packed),
         scratch=(),
         grid={"batch": problem.batch, "head": problem.kv_heads, "row": plan.rows},
         threads=1,
         name="flash_pallas_decode_join",
         interpret=plan.interpret,
     )
-    return Outputs(*run(DecodeResults(*own[:3]), DecodeResults(*shared[:3]), places, sinks))
+    ends = None if packed is None else packed.ends
+    return Outputs(*run(DecodeResults(*own[:3]), DecodeResults(*shared[:3]), places, sinks, ends))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from ....core import shared_prefix
 from ....core.decode import DecodeOperands, DecodeProblem, DecodeSpec, describe
@@ -11,47 +14,79 @@ from ....core.problem import Outputs
 from .combine import SHARES as MOST_SHARES
 from .combine import Places, join
 from .kernel import launched
-from .plan import DecodePlan
-from .tiles import DecodeBlocks, takes_wide
+from .plan import DecodePlan, Packed
+from .tiles import choose_decode, row_tiles, takes_wide
 
 
 def decode_shared(
-    choose: Callable[[DecodeProblem], DecodeBlocks],
     spec: DecodeSpec,
     operands: DecodeOperands,
+    num_sms: int,
     interpret: bool,
-) -> Outputs | None:
+    packed: Packed | None = None,
+) -> tuple[Outputs, Any] | None:
     """Computes a decode call whose shared prefixes are read once.
 
     There are tiles for every way to share, such as by pairs, and most of them have no sequences
     where many share one prefix. Their CTAs leave at once: with blocks that are guessed and results
-    of zeros, 64 sequences with one prefix took 213 us, of which 180 were for nothing.
+    of zeros, 64 sequences with one prefix took 213 us, of which 150 were for nothing.
 
     Args:
-        choose: chooses blocks, where `takes` says so.
-        spec: static parameters, with `shares_prefix`.
-        operands: as in core.shared_prefix.attend.
+        spec: static parameters, with `shares_prefix`, of a problem that `takes`.
+        operands: as in core.shared_prefix.attend; q [tokens, N, H] where it is packed.
+        num_sms: number of SMs.
         interpret: run by the interpreter.
+        packed: where the queries are; None: they are not packed.
 
     Returns:
-        Outputs as of `decode`; None: the shares are more than one launch joins.
+        (Outputs, counter or None) as of `decode_packed`; None: one launch cannot join the shares.
     """
-    calls = shared_prefix.divided(spec, operands)
-    few = dataclasses.replace(describe(calls.prefix, calls.spec), batch=calls.few)
-    blocks = choose(few)
-    of_tiles = dataclasses.replace(few, batch=len(calls.prefix.q))
-    prefix = DecodePlan(of_tiles, blocks, interpret, joined=True, skips=True)
+    q, first = operands.q, None
+    if packed is not None:
+        first, count = packed.ends[:-1], jnp.diff(packed.ends)
+        shape = len(operands.page_table), 1, *q.shape[1:]
+        operands = operands._replace(
+            q=jax.ShapeDtypeStruct(shape, q.dtype),
+            kv_lengths=jnp.where(count == 1, operands.kv_lengths, 0),
+        )
+    calls = shared_prefix.divided(spec, operands, q, first)
+    tiles = describe(calls.prefix, calls.spec)
+    prefix = _of_tiles(tiles, dataclasses.replace(tiles, batch=calls.few), num_sms, interpret)
     rest = describe(calls.rest, calls.spec)
-    own = DecodePlan(rest, choose(rest), interpret, joined=True)
-    if (fitted := joinable(own, prefix)) is None:
+    own = DecodePlan(rest, choose_decode(rest, num_sms), interpret, joined=True)
+    if (joinable := fewer_splits(own, prefix)) is None:
         return None
-    prefix = fitted
-    shared = launched(prefix, calls.prefix)
+    shared = launched(joinable, calls.prefix)
+    parts = launched(own, calls.rest._replace(q=q), packed)
     places = Places(calls.sharing.tile, calls.sharing.slot)
-    return join((own, prefix), launched(own, calls.rest), shared, places, operands.sinks)
+    found = join((own, joinable), parts, shared, places, operands.sinks, packed)
+    return found, parts.counter
 
 
-def joinable(own: DecodePlan, prefix: DecodePlan) -> DecodePlan | None:
+def takes(problem: DecodeProblem) -> bool:
+    """Says whether `decode_shared` may take a problem: with head dims that one warpgroup holds."""
+    return not takes_wide(problem)
+
+
+def _of_tiles(
+    problem: DecodeProblem, few: DecodeProblem, num_sms: int, interpret: bool
+) -> DecodePlan:
+    """Returns the plan of the prefixes; `few` is the problem when all tiles are full.
+
+    Keys of a prefix come from L2 for all tiles but one, and a CTA waits for them more than memory
+    does for CTAs: there are as many splits as run at one time. H200, 4 full tiles of 8 KV heads, 8k
+    keys: whole calls take 82 us with 2 splits, 70 with 4, 61 with 8, 76 with 16, which are two
+    waves.
+    """
+    blocks = choose_decode(few, num_sms)
+    if few.spec.num_splits is None:
+        slots = num_sms * blocks.ctas_per_sm(few)
+        splits = slots // (few.batch * few.kv_heads * row_tiles(few))
+        blocks = dataclasses.replace(blocks, num_splits=max(splits, blocks.num_splits))
+    return DecodePlan(problem, blocks, interpret, joined=True, skips=True)
+
+
+def fewer_splits(own: DecodePlan, prefix: DecodePlan) -> DecodePlan | None:
     """Returns the plan of the prefixes with as many splits as one launch joins.
 
     None: they would be less than half as many.
@@ -61,8 +96,3 @@ def joinable(own: DecodePlan, prefix: DecodePlan) -> DecodePlan | None:
         return None
     blocks = dataclasses.replace(prefix.blocks, num_splits=min(wanted, most))
     return dataclasses.replace(prefix, blocks=blocks)
-
-
-def takes(problem: DecodeProblem) -> bool:
-    """Says whether `decode_shared` may take a problem: with head dims that one warpgroup holds."""
-    return not takes_wide(problem)

@@ -33,6 +33,7 @@ from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode.kernel import decode_packed
 from ..decode.plan import Packed
+from ..decode.shared import decode_shared
 from ..forward.kernel import forward_teams
 from ..forward.scheduler import SLOTS, TileScheduler, with_state
 from ..forward.tiles import (
@@ -143,23 +144,33 @@ class Into(NamedTuple):
 
 def attend_packed(
     blocks: RaggedBlocks, spec: RaggedSpec, operands: RaggedOperands, num_sms: int, interpret: bool
-) -> Outputs:
+) -> Outputs | None:
     """Computes steps of one token and chunks of prompts, both in the rows of packed q and o.
 
     The chunks come second: by then the launch of the steps has set their counter to 0.
 
     Args:
         blocks: tile sizes, of `DecodeBlocks` and `ForwardBlocks`.
-        spec: one with a step of one token, and no shared prefix.
+        spec: one with a step of one token.
         operands: the arrays of the call.
         num_sms: number of SMs.
         interpret: run by the interpreter.
+
+    Returns:
+        Outputs as of core.ragged.attend; None: these kernels do not share the prefixes.
     """
     given = ragged.decode_operands(operands, operands.q)  # with lengths that the kernel clips
     operands = ragged.in_range(operands)
     problem = ragged.describe(operands, spec)
     packed = Packed(operands.cu_q_lens, round_up(problem.tokens, LENGTH_MULTIPLE))
-    steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
+    if spec.decode.shares_prefix:
+        given = given._replace(prefix_lengths=operands.prefix_lengths)
+        found = decode_shared(spec.decode, given, num_sms, interpret, packed)
+        if found is None:
+            return None
+        steps, counter = found
+    else:
+        steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
     into = Into(steps.o, counter)
     chunks = ragged_chunks(blocks.chunks, problem, operands, num_sms, interpret, into)
     none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
