@@ -42,6 +42,7 @@ OWN_ROWS = (
     "training",
     "sharded_training",
     "serving",
+    "engine",
 )
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 

@@ -26,6 +26,7 @@ def render(results: dict[str, Any]) -> str:
         "features": _features_table,
         "decode": _decode_table,
         "serving": _serving_table,
+        "engine": _engine_table,
         "overhead": _overhead_table,
         "parallel": parallel_tables.render,
         "derivatives": _derivatives_table,
@@ -175,6 +176,19 @@ def _serving_table(results: dict[str, Any]) -> str:
         body.append([*line, number(row.get("gb_per_s"), 0), number(row["launches"], 1)])
     head = ["mix", "sequences", "tokens", "call", "us", "speed", "TFLOP/s", "GB/s", "launches"]
     return grid(head, body) + reasons(rows)
+
+
+def _engine_table(results: dict[str, Any]) -> str:
+    """Tabulates what examples/serve.py says of each run."""
+    head = ["engine", "tokens/s", "steps", "ms to the first token (p50, p99)"]
+    head += ["ms from token to token (p50, p99)", "most pages held", "prompt tokens from shared pages"]
+    body = []
+    for row in results["rows"]:
+        ms = lambda name, row=row: " / ".join(f"{row[f'{name}_p{p}'] * 1e3:.1f}" for p in (50, 99))
+        line = [row["call"], thousands(round(row["tokens_per_second"])), f"{row['steps']:,}"]
+        line += [ms("ttft"), ms("tpot"), str(row["most_pages_held"])]
+        body.append([*line, f"{row['prefix_reused']:.0%}"])
+    return grid(head, body)
 
 
 def _overhead_table(results: dict[str, Any]) -> str:

@@ -86,6 +86,13 @@ def of_mark(item) -> tuple[str, ...] | None:
     return None if mark is None else tuple(mark.kwargs.get("always", ()))
 
 
+def pytest_runtest_logreport(report):
+    """Names a failure at once: a run on a GPU may be cut off before pytest says which test it was."""
+    if report.failed:
+        told = str(getattr(report.longrepr, "reprcrash", report.longrepr)).strip().splitlines()
+        print(f"\nFAILED {report.nodeid} ({report.when}): {told[-1] if told else ''}", flush=True)
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Clears jax's compilation caches after each interpreted kernel and each file.
 

@@ -137,7 +137,7 @@ class Machine:
             remui=np.remainder, andi=np.logical_and, select=np.where, minsi=np.minimum,
             minui=np.minimum, cmpi=lambda kind, x, y: kind(x, y),
             extsi=lambda kind, x: x, extui=lambda kind, x: x, index_cast=lambda kind, x: x,
-            constant=lambda kind, x: np.int64(x),
+            constant=lambda kind, x: np.int64(x), xori=np.bitwise_xor,
             CmpIPredicate=types.SimpleNamespace(
                 slt=np.less, ult=np.less, ne=np.not_equal, eq=np.equal
             ),
@@ -156,16 +156,20 @@ class Machine:
         self.llvm = types.SimpleNamespace(
             ptrtoint=lambda kind, x: np.int64(x), inline_asm=self._run, bitcast=_bits,
             extractvalue=lambda kind, found, at: found[at[0]], load=self._load,
+            store=self._write,
         )  # fmt: skip
         utils = types.SimpleNamespace(
             thread_idx=lambda: np.arange(THREADS, dtype=np.int64),
             memref_ptr=lambda ref: ref.address,
             warpgroup_barrier=lambda: None,
             bitwidth=lambda kind: 8 * kind.itemsize,
-            getelementptr=lambda base, at, kind: base + at[0] * kind.itemsize,
+            getelementptr=lambda base, at, kind: base + at[0] * _dtype(kind).itemsize,
         )
         self.mgpu = types.SimpleNamespace(utils=utils)
-        self.vector = types.SimpleNamespace(broadcast=lambda kind, x: x[:, None])
+        self.vector = types.SimpleNamespace(
+            broadcast=lambda kind, x: x[:, None],
+            from_elements=lambda kind, values: np.stack(values, axis=1),
+        )
 
     def install(self, monkeypatch, *modules: Any) -> None:
         """Puts this machine in the place of MLIR in these modules."""
@@ -206,7 +210,7 @@ class Machine:
     def _threads(self):
         return np.flatnonzero(np.broadcast_to(self.active[-1], (THREADS,)))
 
-    def _run(self, kind, operands, code: str, constraints: str, has_side_effects: bool):
+    def _run(self, kind, operands, code: str, constraints: str, has_side_effects: bool = False):
         del constraints, has_side_effects
         operands = [_unsigned(x) for x in operands]
         if found := _GUARDED.fullmatch(code):  # by a comparison of two operands
@@ -318,11 +322,23 @@ class Machine:
             found[:, thread] = self.device.read(address[thread] + offset, 4 * count).view("f4")
         return list(found) if count > 1 else found[0]
 
-    def _load(self, kind, address):
+    def _memory(self, address) -> Memory:
+        return self.device if address >= GLOBAL else self.shared
+
+    def _load(self, kind, address, alignment: int = 1):
         size, kind = kind if isinstance(kind, tuple) else (1, kind)
-        dtype = _dtype(kind)
-        data = [self.device.read(x, size * dtype.itemsize).view(dtype) for x in _unsigned(address)]
+        dtype, places = _dtype(kind), _unsigned(address)
+        assert not (places % alignment).any()
+        read = lambda x: self._memory(x).read(x, size * dtype.itemsize).view(dtype)
+        data = [read(x) for x in places]
         return np.stack(data) if size > 1 else np.concatenate(data)
+
+    def _write(self, values, address, alignment: int = 1):
+        places = _unsigned(address)
+        assert not (places % alignment).any()
+        for thread in self._threads():
+            place = places[thread]
+            self._memory(place).write(place, np.ascontiguousarray(values[thread]).view(np.uint8))
 
 
 def _bytes_of(x, y, selector):
@@ -347,6 +363,16 @@ def _fused(dtype):
     return run
 
 
+def _difference(dtype):
+    """Returns sub of two halves."""
+
+    def run(*operands):
+        x, y = (np.ascontiguousarray(a)[:, None].view(dtype) for a in operands)
+        return np.ascontiguousarray((x - y).astype(dtype)).view(np.uint32)[:, 0]
+
+    return run
+
+
 _OPERATIONS = {
     "mov.b32": lambda x: x,
     "prmt.b32": _bytes_of,
@@ -356,6 +382,8 @@ _OPERATIONS = {
     "shr.u32": np.right_shift,
     "add.u32": np.add,
     "mul.lo.u32": np.multiply,
+    "sub.bf16x2": _difference(BFLOAT16),
+    "sub.f16x2": _difference(np.dtype(np.float16)),
     "fma.rn.bf16x2": _fused(BFLOAT16),
     "fma.rn.f16x2": _fused(np.dtype(np.float16)),
 }
@@ -398,6 +426,8 @@ def _halves(register, dtype):
 
 def _dtype(kind):
     """Converts an element type to numpy's dtype."""
+    if isinstance(kind, str):
+        return np.dtype(f"u{int(kind[1:]) // 8}")
     return BFLOAT16 if isinstance(kind, _BFloat16) else kind
 
 

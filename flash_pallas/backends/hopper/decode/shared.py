@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ....core import shared_prefix
-from ....core.decode import DecodeOperands, DecodeProblem, DecodeSpec, describe
+from ....core.decode import MAX_SPLITS, DecodeOperands, DecodeProblem, DecodeSpec, describe
 from ....core.problem import Outputs
 from .combine import SHARES as MOST_SHARES
 from .combine import Places, join
 from .kernel import launched
 from .plan import DecodePlan, Packed
-from .tiles import choose_decode, row_tiles, takes_wide
+from .tiles import MIN_KEYS_PER_SPLIT, choose_decode, row_tiles, takes_wide
 
 
 def decode_shared(
@@ -82,7 +82,9 @@ def _of_tiles(
     if few.spec.num_splits is None:
         slots = num_sms * blocks.ctas_per_sm(few)
         splits = slots // (few.batch * few.kv_heads * row_tiles(few))
-        blocks = dataclasses.replace(blocks, num_splits=max(splits, blocks.num_splits))
+        most = min(MAX_SPLITS, few.kv_len // MIN_KEYS_PER_SPLIT)
+        splits = max(min(splits, most), blocks.num_splits)
+        blocks = dataclasses.replace(blocks, num_splits=splits)
     return DecodePlan(problem, blocks, interpret, joined=True, skips=True)
 
 
