@@ -180,8 +180,8 @@ def _serving_table(results: dict[str, Any]) -> str:
 
 def _engine_table(results: dict[str, Any]) -> str:
     """Tabulates what examples/serve.py says of each run."""
-    head = ["engine", "tokens/s", "steps", "ms to the first token (p50, p99)"]
-    head += ["ms from token to token (p50, p99)", "most pages held", "prompt tokens from shared pages"]
+    head = ["engine", "tokens/s", "steps", "ms to the first token (p50 / p99)"]
+    head += ["ms from token to token (p50 / p99)", "most pages held", "prompts from shared pages"]
     body = []
     for row in results["rows"]:
         ms = lambda name, row=row: " / ".join(f"{row[f'{name}_p{p}'] * 1e3:.1f}" for p in (50, 99))

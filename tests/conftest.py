@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 
 from . import gpus, selection
 
@@ -87,10 +88,11 @@ def of_mark(item) -> tuple[str, ...] | None:
 
 
 def pytest_runtest_logreport(report):
-    """Names a failure at once: a run on a GPU may be cut off before pytest says which test it was."""
+    """Names a failure at once: a run on a GPU may be cut off before pytest says which it was."""
     if report.failed:
         told = str(getattr(report.longrepr, "reprcrash", report.longrepr)).strip().splitlines()
-        print(f"\nFAILED {report.nodeid} ({report.when}): {told[-1] if told else ''}", flush=True)
+        sys.stdout.write(f"\nFAILED {report.nodeid} ({report.when}): {(told or [''])[-1]}\n")
+        sys.stdout.flush()
 
 
 def pytest_runtest_teardown(item, nextitem):
