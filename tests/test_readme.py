@@ -49,6 +49,7 @@ TABLES = {
     "decode_bounds": "decode_bounds",
     "decode_wide": "decode_wide",
     "serving": "serving",
+    "engine": "engine",
     "parallel": "parallel",
     "parallel_scheduler": "parallel_scheduler",
 }
