@@ -87,8 +87,10 @@ class DequantizingProducer:
         @pl.loop(jnp.int32(0), count)
         def _(n):
             own = block + n * self.plan.blocks.num_splits
+            places = self.pages.places(cta, own)
             for kind in self.plan.kinds:
-                self.fetch(cta, kind, n, own, self.pages.places(cta, own))
+                self.fetch(cta, kind, n, own, places)
+            self.pages.prefetch_scales(cta, places)
 
     def fetch(self, cta: DecodeCta, kind: int, n, block, places: tuple):
         """Starts the copy of the n-th block of K (kind 0) or V (kind 1)."""

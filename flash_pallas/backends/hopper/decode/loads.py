@@ -63,7 +63,7 @@ class Pages:
         """Has the scales of pages brought to L2, if pages have their own; the producer calls it.
 
         It is several blocks ahead of the matmuls, and `scales` one, about 1 us, in which a busy
-        memory may not answer. The gain is predicted, not yet timed: benchmarks/NOTES.md.
+        memory may not answer.
         """
         if not self.plan.page_scales or self.plan.interpret:
             return
@@ -153,6 +153,7 @@ class DecodeProducer:
             self.copy_k(cta, n, block, places)
             if self.plan.blocks.upright and not self.plan.shares:
                 self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
+            self.pages.prefetch_scales(cta, places)
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th."""
