@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from flash_pallas.backends.gpu import launch as gpu_launch
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.fused.launches import (
     fitting,
@@ -143,3 +144,25 @@ def test_which_pairs_a_launch_has():
 def test_what_is_refused(blocks, given, message):
     with pytest.raises(ValueError, match=message):
         chosen(4, 512, (3, 3), 128, blocks=blocks, **given)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "copied"),
+    [
+        ((64,), "int32", True),  # lengths, which may begin anywhere in an array
+        ((64, 4), "int32", True),
+        ((64, 64), "int32", False),  # rows of 256 bytes
+        ((1, 64), "int32", True),
+        ((), "int32", True),
+        ((1, 4096, 1, 64), "bfloat16", True),  # keys of 128 bytes
+        ((1, 4096, 1, 128), "bfloat16", False),
+        ((2, 4096, 1, 64), "bfloat16", False),
+        ((512, 64, 2, 64), "int8", False),
+        ((512, 2), "float32", True),  # scales of pages
+    ],
+    ids=str,
+)
+def test_operands_that_may_begin_at_odd_addresses(shape, dtype, copied):
+    """Checks which operands XLA has to copy where they are slices: see `launch.whole`."""
+    text = str(jax.make_jaxpr(gpu_launch.whole)(jax.ShapeDtypeStruct(shape, dtype)))
+    assert ("optimization_barrier" in text) == copied
