@@ -67,8 +67,10 @@ def launch(
     inside_shard_map = jax.sharding.get_abstract_mesh().manual_axes
     call = mesh_axes.untyped(call) if inside_shard_map else call
     # XLA lets a kernel write a result where a loop stacks it, and runs it a second time for all who
-    # read the result as it is: each layer of a scanned model had two forwards.
-    return lambda *operands: jax.lax.optimization_barrier(call(*jax.tree.map(whole, operands)))
+    # read the result as it is: each layer of a scanned model had two forwards. A barrier for each:
+    # with one for all of them XLA of jax 0.12 copies the slices that the kernel reads.
+    alone = jax.lax.optimization_barrier
+    return lambda *operands: jax.tree.map(alone, call(*jax.tree.map(whole, operands)))
 
 
 def whole(x):
