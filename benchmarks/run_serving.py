@@ -46,8 +46,9 @@ def programs(mix: Mix, backend: str) -> dict[str, tuple[Callable, dict[str, Any]
         for name, given in (("found", "auto"), ("given", mix.prefix)):
             shares = functools.partial(whole, shared_prefix=given)
             found[f"prefix shared, {name}"] = (shares, mix.integers())
-        shares = functools.partial(decode, shared_prefix="auto")
-        found["flash_decode, prefix shared"] = (shares, mix.integers())
+        if kinds == {True}:
+            shares = functools.partial(decode, shared_prefix="auto")
+            found["flash_decode, prefix shared"] = (shares, mix.integers())
     return found
 
 
