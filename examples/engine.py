@@ -585,12 +585,9 @@ class Engine:
         self.shared_steps += shares
         return self._call(sheet, shares)
 
-    def _program(self, sheet_size: int, shares: bool):
-        """Returns what `warm_up` has compiled, else what compiles when it is called."""
-        return self._warm.get((sheet_size, shares), self.programs[shares])
-
     def _call(self, sheet: np.ndarray, shares: bool) -> jax.Array:
-        program, before = self._program(len(sheet), shares), self._flight.sampled
+        program = self._warm.get((len(sheet), shares), self.programs[shares])
+        before = self._flight.sampled
         self._pages, sampled = program(self._leaves, self._pages, before, sheet)
         sampled.copy_to_host_async()
         return sampled

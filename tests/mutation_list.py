@@ -311,9 +311,9 @@ SHARED_AND_HOPPER = (
              "test_first_call.py::test_a_kernel_is_compiled_ahead_once"),
     Mutation("equal variables", "backends/gpu/jax_0_11.py", "left += right", "left += right[1:]",
              "test_first_call.py::test_equal_variables_are_found_in_order_of_appearance"),
-    Mutation("slices at odd addresses", "backends/gpu/launch.py",
+    Mutation("misaligned slices", "backends/gpu/launch.py",
              "if size > 1), x.ndim)", "if size > 0), x.ndim)",
-             "test_launches.py::test_operands_that_may_begin_at_odd_addresses"
+             "test_launches.py::test_operands_that_may_be_misaligned"
              "[(1, 4096, 1, 64)-bfloat16-True]"),
     Mutation("join of a prefix, its rows", "backends/hopper/decode/combine.py",
              "places.slot[row.batch] * self.plan.problem.q_len + row.query", "row.query",

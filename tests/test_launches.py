@@ -162,7 +162,7 @@ def test_what_is_refused(blocks, given, message):
     ],
     ids=str,
 )
-def test_operands_that_may_begin_at_odd_addresses(shape, dtype, copied):
-    """Checks which operands XLA has to copy where they are slices: see `launch.whole`."""
-    text = str(jax.make_jaxpr(gpu_launch.whole)(jax.ShapeDtypeStruct(shape, dtype)))
+def test_operands_that_may_be_misaligned(shape, dtype, copied):
+    """Checks which operands XLA has to copy where they are slices: see `launch.aligned`."""
+    text = str(jax.make_jaxpr(gpu_launch.aligned)(jax.ShapeDtypeStruct(shape, dtype)))
     assert ("optimization_barrier" in text) == copied

@@ -233,9 +233,9 @@ class Cotangents(NamedTuple):
 
     lse_log2: Any  # f32[B, N, T], of the forward; EMPTY_ROW for rows without keys
     do: Any  # [B, T, N, Hv]
-    delta: Any  # f32[B, N, T], rowsum(o * do) - dlse; maybe None for backends that read o
+    delta: Any  # f32[B, N, T], rowsum(o * do) - dlse; maybe None where a backend reads o
     shift: Any = None  # f32[B, N, T], of the forward
-    # None but for backends that read them: Backend.reads_output.
+    # None unless a backend reads them: Backend.reads_output.
     o: Any = None  # [B, T, N, Hv], of the forward
     dlse: Any = None  # f32[B, N, T], cotangent of the natural log-sum-exp; None is 0
 

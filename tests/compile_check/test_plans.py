@@ -83,7 +83,7 @@ SLICING = '"__custom_fusion"'
 
 
 @pytest.mark.compile
-def test_slices_at_addresses_that_mosaic_refuses_are_copied(on_h200):
+def test_misaligned_slices_are_copied(on_h200):
     """Checks that the lengths of an engine's sheet, 64 bytes behind its start, are copied."""
     shape = jax.ShapeDtypeStruct
     q, pages = shape((16, 8, 128), jnp.bfloat16), shape((512, 64, 8, 128), jnp.bfloat16)

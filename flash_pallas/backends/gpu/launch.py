@@ -22,7 +22,7 @@ from .stand_ins import UNSUPPORTED
 
 WARPGROUP_ROWS = 64  # rows of one wgmma, and of one warpgroup's tile everywhere in this package
 BUFFER_ALIGNMENT = 1024  # bytes to a multiple of which Mosaic GPU rounds every buffer
-ADDRESS_MULTIPLE = 256  # bytes: where Mosaic GPU wants an operand to begin
+OPERAND_ALIGNMENT = 256  # bytes, of an operand's address
 BARRIER_BYTES = 8
 MOST_BARRIERS = 32  # of one array, as their phases are the bits of one register
 
@@ -70,11 +70,11 @@ def launch(
     # read the result as it is: each layer of a scanned model had two forwards. A barrier for each:
     # with one for all of them XLA of jax 0.12 copies the slices that the kernel reads.
     alone = jax.lax.optimization_barrier
-    return lambda *operands: jax.tree.map(alone, call(*jax.tree.map(whole, operands)))
+    return lambda *operands: jax.tree.map(alone, call(*jax.tree.map(aligned, operands)))
 
 
-def whole(x):
-    """Makes XLA copy an operand that may be a slice at an address that Mosaic GPU refuses.
+def aligned(x):
+    """Makes XLA copy an operand that may be a misaligned slice, which Mosaic GPU refuses.
 
     XLA hands a contiguous slice to a kernel as an address inside the larger array, without a copy,
     if the slice has a multiple of 256 bytes; it does not ask where it begins. Mosaic GPU refuses
@@ -85,7 +85,7 @@ def whole(x):
     sizes = [*x.shape, 1]
     axis = next((i for i, size in enumerate(x.shape) if size > 1), x.ndim)
     stride = math.prod(sizes[axis + 1 :]) * x.dtype.itemsize
-    return x if stride % ADDRESS_MULTIPLE == 0 else jax.lax.optimization_barrier(x)
+    return x if stride % OPERAND_ALIGNMENT == 0 else jax.lax.optimization_barrier(x)
 
 
 def shared_memory(scratch) -> int:
