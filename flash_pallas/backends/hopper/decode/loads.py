@@ -99,8 +99,12 @@ class DecodeProducer:
 
     def __call__(self, cta: DecodeCta):
         """Loads all blocks of this CTA, then waits for their release."""
-        guessed = self.plan.guessed(cta)
-        pl.when(guessed > 0)(lambda: self.guess(cta, guessed))
+        guessed, first = self.plan.guessed(cta), None
+        if cta.gmem.ends is not None and self.plan.guesses:
+            # What says whether there is a row, and the ids of the first pages, come at one time.
+            first = self.pages.places(cta, cta.split)
+            guessed, first = lax.optimization_barrier((guessed, first))
+        pl.when(guessed > 0)(lambda: self.guess(cta, guessed, first))
         keys = self.plan.keys(cta)
 
         def load(n, places):
@@ -138,22 +142,25 @@ class DecodeProducer:
         pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
         lax.fori_loop(jnp.int32(0), keys.stop, load, (first, places(1)))
 
-    def guess(self, cta: DecodeCta, count):
+    def guess(self, cta: DecodeCta, count, first: tuple | None):
         """Issues the copies of the first blocks before the length is known.
 
         Sequences are seldom so short that they have no keys there, and the length takes as long to
         arrive as a block. If not upright, the producer clears the end of V before it hands V over,
-        so blocks of V wait for the length.
+        so blocks of V wait for the length. `first` are the places of the first block, if known.
         """
 
-        @pl.loop(jnp.int32(0), count)
-        def _(n):
+        def copy(n, places=None):
             block = cta.split + n * self.plan.blocks.num_splits
-            places = self.pages.places(cta, block)
+            places = self.pages.places(cta, block) if places is None else places
             self.copy_k(cta, n, block, places)
             if self.plan.blocks.upright and not self.plan.shares:
                 self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
             self.pages.prefetch_scales(cta, places)
+
+        if first is not None:
+            copy(jnp.int32(0), first)
+        pl.loop(jnp.int32(first is not None), count)(copy)
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th."""

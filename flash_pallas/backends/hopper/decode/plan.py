@@ -219,12 +219,17 @@ class DecodePlan(DecodeLayout):
     def guessed(self, cta: DecodeCta):
         """Returns how many of the first `stages` blocks there is room for, whatever the length.
 
-        It is 0 where the plan does not guess.
+        It is 0 where the plan does not guess, and for an entry without a row: eight prompts, which
+        are no steps, would have 128 CTAs copy 20 MB for nothing.
         """
         if not self.guesses:
             return jnp.int32(0)
         room = -(-self.problem.kv_len // self.blocks.block_kv)
-        return lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+        found = lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+        if cta.gmem.ends is None:
+            return found
+        _, exists = packed_row(cta.gmem.ends, cta.batch)
+        return lax.select(exists, found, jnp.int32(0))
 
     def where_v_has(self, n, run: Callable[[], None]):
         """Calls `run` if there is a slot for the n-th of the blocks of V that are guessed."""
