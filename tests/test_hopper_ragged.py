@@ -12,6 +12,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.decode.combine import MOST_ELSEWHERE
 from flash_pallas.backends.hopper.ragged import tiles
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import ragged
@@ -44,7 +45,9 @@ def test_heads_in_sections(monkeypatch):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("num_splits", "sides"), [(1, ()), (2, ("sinks", "slopes"))])
+@pytest.mark.parametrize(
+    ("num_splits", "sides"), [(1, ()), (2, ("sinks", "slopes")), (MOST_ELSEWHERE + 1, ())]
+)
 def test_steps_read_and_write_packed_rows(num_splits, sides, monkeypatch):
     """Runs steps between prompts, a sequence without queries, and rows of no sequence."""
     backends = {"hopper": HopperBackend(interpret=True, num_sms=2), "xla": XlaBackend()}

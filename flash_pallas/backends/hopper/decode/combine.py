@@ -30,6 +30,7 @@ from .tiles import takes_wide
 # time; more warpgroups have the others. Four warpgroups took 2.6 us for 32 shares and one took 2.3
 # (H100, benchmarks/results/wide_decode_trials.txt). 128 in one took 20 s to compile.
 SHARES, MOST_JOINERS = 32, 4
+MOST_ELSEWHERE = 16  # that a warpgroup joins in a launch that has other things to do
 
 
 class JoinSmem(NamedTuple):
@@ -89,6 +90,35 @@ class CombineKernel:
             finish(found)
         else:
             pl.when(wg == 0)(lambda: finish(self.handed_over(smem[0])))
+
+    @property
+    def joins_elsewhere(self) -> bool:
+        """True if `join_packed` can do what this launch does: shares take few registers."""
+        plan = self.plan
+        return plan.several and plan.blocks.num_splits <= MOST_ELSEWHERE and self.ctas == 1
+
+    def join_packed(self, parts: DecodeResults, sinks, ends, out: DecodeResults, number):
+        """Joins the shares of a row in one warpgroup of another launch, if its entry has one query.
+
+        Args:
+            parts: shares, of packed queries.
+            sinks: f32[B, N], or None.
+            ends: int32[B + 1], of Packed.
+            out: packed o [tokens, N, Hv], lse and shift [B, N, 1].
+            number: number of the row: entry * N + query head.
+        """
+        problem = self.plan.problem
+        heads, group = jnp.int32(problem.q_heads), jnp.int32(problem.group)
+        batch, q_head = lax.div(number, heads), lax.rem(number, heads)
+        head, in_group = lax.div(q_head, group), lax.rem(q_head, group)
+        row = Row(batch, head, jnp.int32(0), in_group, q_head)
+        packed = packed_row(ends, batch)
+
+        @pl.when(packed[1])
+        def _():
+            share = lambda n: self.share(parts, (batch, head, n), row.query, in_group)
+            found = self.part([share(n) for n in range(self.plan.blocks.num_splits)])
+            self.finish(found, sinks, out, row, packed)
 
     def row(self) -> Row:
         """Returns the row of this CTA."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +32,9 @@ from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
-from ..decode.kernel import decode_packed
-from ..decode.plan import Packed
+from ..decode.combine import CombineKernel
+from ..decode.kernel import decode_packed, launched
+from ..decode.plan import DecodePlan, DecodeResults, Packed
 from ..decode.shared import decode_shared
 from ..forward.kernel import forward_teams
 from ..forward.scheduler import SLOTS, TileScheduler, with_state
@@ -67,7 +69,6 @@ def ragged_chunks(
     operands: RaggedOperands,
     num_sms: int,
     interpret: bool,
-    into: Into | None = None,
 ) -> Outputs:
     """Computes the rows of the sequences with more than `step_tokens` queries.
 
@@ -77,11 +78,48 @@ def ragged_chunks(
         operands: operands `in_range`.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
-        into: where to write o; None: a new array.
 
     Returns:
         Outputs: o [tokens, N, Hv], 0 in rows of no sequence, lse_log2 and shift f32[N, tokens]. In
-        other rows anything; of o what `into` has there.
+        other rows anything.
+    """
+    into = Into(None, jnp.zeros((1,), jnp.int32))
+    return chunks_after_steps(blocks, problem, operands, num_sms, interpret, into)[0]
+
+
+class Into(NamedTuple):
+    """Arrays that the launch before this one leaves to it."""
+
+    o: Any  # [tokens up to a LENGTH_MULTIPLE, N, Hv], to write into; None: a new one is made
+    counter: Any  # int32[1], 0
+    parts: Any = None  # DecodeResults, shares of steps that this launch joins; None: there are none
+    sinks: Any = None  # f32[S, N], of these steps
+    ends: Any = None  # int32[S + 1]: cu_q_lens
+
+
+def chunks_after_steps(
+    blocks: ForwardBlocks,
+    problem: RaggedProblem,
+    operands: RaggedOperands,
+    num_sms: int,
+    interpret: bool,
+    into: Into,
+    joins: CombineKernel | None = None,
+) -> tuple[Outputs, Any]:
+    """Does what `ragged_chunks` does after a launch for steps, whose shares it may have to join.
+
+    Args:
+        blocks: tile sizes, from `choose_chunk_blocks`.
+        problem: as in `ragged_chunks`.
+        operands: as in `ragged_chunks`.
+        num_sms: number of SMs, for a persistent kernel.
+        interpret: run by the interpreter.
+        into: what the launch before leaves.
+        joins: how to join `into.parts`.
+
+    Returns:
+        (Outputs as of `ragged_chunks`, with the rows of `into.o` or of the steps; None or with
+        `joins` DecodeResults without o: f32[S, N, 1], anything for sequences that are no steps).
     """
     forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
     blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
@@ -89,6 +127,7 @@ def ragged_chunks(
     plan = RaggedPlan(
         *(forward, blocks, scheduler, interpret),
         page_size=page_size,
+        joins=joins,
         starts=operands.kv_starts is not None,
         windows=operands.window_left is not None,
     )
@@ -106,40 +145,37 @@ def ragged_chunks(
         ragged=RaggedGmem(
             operands.page_table,
             chunk_tiles(problem, operands, blocks.tile_rows),
+            into._replace(o=None, counter=None),
         ),
     )
     per_row = float32((1, forward.q_heads, q.shape[1]))
     o = jax.ShapeDtypeStruct((*q.shape[:3], forward.v_head_dim), forward.dtype)
     out = Outputs(
-        o=o if into is None else None,
+        o=o if into.o is None else None,
         lse_log2=per_row,
         shift=per_row if plan.limit else None,
     )
+    of_step = float32((problem.num_seqs, forward.q_heads, 1))
+    rows = None if joins is None else DecodeResults(None, of_step, of_step)
     call = functools.partial(
         launch,
-        out=(out,),
+        out=(out, rows),
         scratch=(scratch(forward, blocks, page_size, q, operands.v, o),),
         grid={"cta": scheduler.num_ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_ragged",
         interpret=interpret,
     )
-    run = lambda state: call(functools.partial(ragged_cta, plan, state))(gmem)[0]
-    if into is None:
-        into = Into(None, jnp.zeros((1,), jnp.int32))
-    else:
-        into = into._replace(o=into.o.reshape(o.shape))
-    state, found = with_state(run, into if scheduler.dynamic else into._replace(counter=None), out)
+    run = lambda state: call(functools.partial(ragged_cta, plan, state))(gmem)
+    state = Into(
+        None if into.o is None else into.o.reshape(o.shape),
+        into.counter if scheduler.dynamic else None,
+    )
+    state, (found, rows) = with_state(run, state, (out, rows))
     whole = found.o if state.o is None else state.o
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
-    return Outputs(whole[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
-
-
-class Into(NamedTuple):
-    """Arrays of a launch before this one, which it writes into."""
-
-    o: Any  # [tokens rounded up to LENGTH_MULTIPLE, N, Hv]; None: a new one
-    counter: Any  # int32[1], 0
+    found = Outputs(whole[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
+    return found, rows
 
 
 def attend_packed(
@@ -163,16 +199,26 @@ def attend_packed(
     operands = ragged.in_range(operands)
     problem = ragged.describe(operands, spec)
     packed = Packed(operands.cu_q_lens, round_up(problem.tokens, LENGTH_MULTIPLE))
+    plan = DecodePlan(problem.steps, blocks.steps, interpret)
+    join, steps = CombineKernel(plan), None
     if spec.decode.shares_prefix:
         given = given._replace(prefix_lengths=operands.prefix_lengths)
         found = decode_shared(spec.decode, given, num_sms, interpret, packed)
         if found is None:
             return None
         steps, counter = found
-    else:
+    elif not join.joins_elsewhere:
         steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
-    into = Into(steps.o, counter)
-    chunks = ragged_chunks(blocks.chunks, problem, operands, num_sms, interpret, into)
+    chunks = functools.partial(
+        chunks_after_steps, blocks.chunks, problem, operands, num_sms, interpret
+    )
+    if steps is not None:
+        chunks, _ = chunks(Into(steps.o, counter))
+    else:
+        parts = launched(plan, given, packed)
+        parts, counter = parts._replace(counter=None), parts.counter
+        chunks, rows = chunks(Into(None, counter, parts, given.sinks, packed.ends), join)
+        steps = Outputs(None, rows.lse, rows.shift)
     none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
     return ragged.join(spec, operands, steps._replace(o=none), chunks)._replace(o=chunks.o)
 
@@ -193,11 +239,25 @@ def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: O
     return ragged.join(spec, operands, steps, chunks)._replace(o=o)  # XLA drops the other o
 
 
-def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, smem):
+def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, rows, smem):
     """Runs a CTA, if there are so many tiles; see ForwardCta for the arguments."""
     counter, out = state.counter, out if state.o is None else out._replace(o=state.o)
+    if plan.joins is not None:
+        join_steps(plan, plan.joins, gmem.ragged.steps, rows._replace(o=out.o.at[0]))
     exists = lax.axis_index("cta") < gmem.ragged.tiles[0, 0]
     pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, None, smem))
+
+
+def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: Into, out: DecodeResults):
+    """Joins shares of steps in consumer warpgroups, whose first tile is on its way meanwhile."""
+    wg, warpgroups = lax.axis_index("wg"), plan.blocks.warpgroups
+    rows = jnp.int32(math.prod(out.lse.shape))
+
+    @pl.when(wg < warpgroups)
+    def _():
+        first = lax.axis_index("cta") * warpgroups + wg
+        join = functools.partial(kernel.join_packed, steps.parts, steps.sinks, steps.ends, out)
+        pl.loop(first, rows, step=jnp.int32(plan.scheduler.num_ctas * warpgroups))(join)
 
 
 class ChunkScheduler(TileScheduler):
@@ -256,6 +316,7 @@ class RaggedGmem(NamedTuple):
 
     page_table: Any  # int32[S, max_pages]
     tiles: Any  # int32[1 + tiles, 9], of `chunk_tiles`
+    steps: Any  # Into, without o and counter
 
 
 class Keys(NamedTuple):
@@ -278,11 +339,13 @@ class RaggedPlan(ForwardPlan):
         page_size: keys of a page.
         starts: sequences have first keys of their own.
         windows: sequences have windows of their own.
+        joins: how a CTA joins shares of steps before its first tile; None: it does not.
     """
 
     page_size: int = 16
     starts: bool = False
     windows: bool = False
+    joins: CombineKernel | None = None
 
     @property
     def cta_type(self) -> type[ForwardCta]:
