@@ -57,6 +57,7 @@ class BackwardArrays(NamedTuple):
     shift: Any = None  # f32[B, N, as delta], of lse_log2; None where it is 0
     # int32[3]: first batch entry and KV head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
     origin: Any = None
+    table: Any = None  # int32[CTAs, columns], fused.launches.Launch.table
 
     @classmethod
     def of(

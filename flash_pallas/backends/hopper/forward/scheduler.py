@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu.inline import i32_constant
 from ..common import tile_lists
+from ..common.list_schedule import list_schedule
 from ..common.pipeline import WARPGROUP
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
@@ -227,25 +227,6 @@ class TileScheduler:
 
         more = lambda state: self.exists(cta, state[1])
         return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
-
-
-def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
-    """Assigns tiles in order, each to the worker that is free first, as a dynamic scheduler would.
-
-    Returns int32[workers, longest + 3]: column 0 is the worker's number of tiles, then their
-    numbers, then padding (a kernel reads up to two entries past the end).
-    """
-    free_at = [(0.0, worker) for worker in range(workers)]
-    lists: list[list[int]] = [[] for _ in range(workers)]
-    for tile, cost in enumerate(costs):
-        time, worker = heapq.heappop(free_at)
-        lists[worker].append(tile)
-        heapq.heappush(free_at, (time + float(cost), worker))
-    table = np.zeros((workers, max(map(len, lists)) + 3), np.int32)
-    for worker, tiles in enumerate(lists):
-        table[worker, 0] = len(tiles)
-        table[worker, 1 : 1 + len(tiles)] = tiles
-    return table
 
 
 def with_counter(kernel: Callable, results):
