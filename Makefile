@@ -25,7 +25,8 @@ help:
 	@echo "make package        wheel and source distribution: built, checked, installed and tried"
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
 	@echo "make test-clients   six libraries on flash_pallas, an environment for each; CLIENTS=\"keras\""
-	@echo "make test-gpu       the tests that need a Hopper GPU"
+	@echo "make test-gpu       the tests that need a Hopper GPU; with PASSED=FILE but for those that the"
+	@echo "                    file names, to which it adds those that pass"
 	@echo "make test-gpus      the tests that need two or four of them"
 	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
@@ -115,7 +116,7 @@ test-clients:
 
 test-gpu:
 	@$(SETUP) dev cuda13
-	FLASH_PALLAS_TEST_GPU=1 $(GPU_ENV) $(PY) -m pytest tests/test_gpu.py -q -n 8 --dist worksteal -p no:benchmark
+	FLASH_PALLAS_TEST_GPU=1 FLASH_PALLAS_PASSED=$(PASSED) $(GPU_ENV) $(PY) -m pytest tests/test_gpu.py -q -n 8 --dist worksteal -p no:benchmark
 
 # One process: each would take all GPUs.
 test-gpus:

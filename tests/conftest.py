@@ -46,6 +46,12 @@ SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()
 EVERYTHING = os.environ.get("FLASH_PALLAS_TESTS") == "all"
 
 
+# A file of tests that need not run again on a GPU, to which those that pass are added: one lease of
+# a GPU may be too short for all.
+PASSED = os.environ.get("FLASH_PALLAS_PASSED", "")
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+
 def pytest_report_header():
     part = f"part {SEED % selection.DAYS + 1} of {selection.DAYS}"
     cases = "all" if EVERYTHING else f"those of `make test`, of thorough ones {part}"
@@ -61,6 +67,8 @@ def pytest_collection_modifyitems(config, items):
     """Leaves out tests that need GPUs where there are none, and `thorough` ones as selected."""
     if ON_GPU:
         items[:] = [item for item in items if SEVERAL or not item.get_closest_marker("gpus")]
+        passed = gpus.passed_before(PASSED)
+        items[:] = [item for item in items if item.nodeid not in passed]
         # Side by side, several kernels' tests of a case share its oracle, a third of their time.
         items.sort(key=lambda item: item.callspec.id if hasattr(item, "callspec") else "")
         return
@@ -91,6 +99,8 @@ def of_mark(item) -> tuple[str, ...] | None:
 
 def pytest_runtest_logreport(report):
     """Names a failure at once: a run on a GPU may be cut off before pytest says which it was."""
+    if PASSED and report.passed and report.when == "call" and not IN_WORKER:
+        gpus.note_passed(PASSED, report.nodeid)
     if report.failed:
         told = str(getattr(report.longrepr, "reprcrash", report.longrepr)).strip().splitlines()
         sys.stdout.write(f"\nFAILED {report.nodeid} ({report.when}): {(told or [''])[-1]}\n")
