@@ -19,7 +19,7 @@ help:
 	@echo "make test-compat    flash_pallas.compat against PyTorch on a CPU, which it installs apart"
 	@echo "make test-0.12      a part of them with jax 0.12"
 	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others;"
-	@echo "                    with DAY=n the plain ones of head dims 64 and 128, and a third of the rest"
+	@echo "                    with DAY=n the plain ones of head dims 64 and 128, and a fourth of the rest"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make compile-check-cuda12  a part of it with the compiler of CUDA 12"
 	@echo "make package        wheel and source distribution: built, checked, installed and tried"

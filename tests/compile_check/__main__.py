@@ -29,7 +29,7 @@ def main() -> int:
         help="rows whose name contains one of these",
     )
     parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
-    parser.add_argument("--day", type=int, help="plain rows, of others this day's third")
+    parser.add_argument("--day", type=int, help="plain rows, of others this day's fourth")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--budget", action="store_true", help="note what compiling them costs now")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
