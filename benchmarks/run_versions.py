@@ -6,7 +6,9 @@
 The others are divided by the first. One of them should be a copy of it: its distance from 1 says
 how far a reading can be trusted. Each package is a folder `flash_pallas` of some commit, copied
 under this name to where Python finds it. Readings are short and rounds many, so that the card's
-drift is the same for all.
+drift is the same for all. With `--blocks` tile sizes of flash_pallas are further versions:
+
+    --blocks 'lockstep={"fused": {"ping_pong": false}}'
 """
 
 from __future__ import annotations
@@ -27,6 +29,15 @@ from . import gate, providers, results, suites, timing, tracing
 from .run import DIRECTIONS, probes
 
 
+def versions(arguments) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Returns (package, keyword arguments) of each version by its name."""
+    call = arguments.call | {"backend": arguments.backend}
+    found = {package: (package, call) for package in arguments.packages}
+    for name, _, blocks in (given.partition("=") for given in arguments.blocks):
+        found[name] = "flash_pallas", call | {"blocks": json.loads(blocks)}
+    return found
+
+
 def export(package: str, call: dict[str, Any], cell: suites.Cell) -> tracing.Programs:
     """Traces one version's programs for a cell in a worker process; `call`: keyword arguments."""
     attention = providers.flash_pallas_attention(cell, importlib.import_module(package), **call)
@@ -35,11 +46,11 @@ def export(package: str, call: dict[str, Any], cell: suites.Cell) -> tracing.Pro
 
 def compile_all(arguments, cells: list[suites.Cell]):
     """Compiles all programs in parallel; returns functions from inputs to a Runner, by job."""
-    jobs = [(package, cell) for cell in cells for package in arguments.packages]
-    workers, call = arguments.workers, arguments.call | {"backend": arguments.backend}
+    named, workers = versions(arguments), arguments.workers
+    jobs = [(name, cell) for cell in cells for name in named]
     apart = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=apart) as processes:
-        traced = [processes.submit(export, p, call, cell) for p, cell in jobs]
+        traced = [processes.submit(export, *named[name], cell) for name, cell in jobs]
         with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
             finish = lambda t: tracing.compiled(tracing.lower_exported(t.result()))
             return dict(zip(jobs, pool.map(finish, traced), strict=True))
@@ -88,6 +99,7 @@ def main() -> None:
     parser.add_argument("--packages", nargs="+", required=True)
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--call", type=json.loads, default={}, help='as {"softcap": 50.0}')
+    parser.add_argument("--blocks", nargs="+", default=[], metavar="NAME=JSON", help="tile sizes")
     parser.add_argument("--suite", default="h200", choices=sorted(suites.SUITES))
     parser.add_argument("--only", default="", help="cells whose label contains this")
     parser.add_argument("--rounds", type=int, default=24)
@@ -104,12 +116,13 @@ def main() -> None:
         "summary": f"device time over that of {arguments.packages[0]}, median of "
         f"{arguments.rounds} interleaved rounds of {arguments.reading_ms} ms, bfloat16",
         "call": arguments.call,
+        "blocks": arguments.blocks,
         "timer": timer.name,
         "timer_check": log,
     }
     found = results.header(f"versions of {arguments.suite}", about) | {"rows": []}
     for cell in cells:
-        makers = {package: made[package, cell] for package in arguments.packages}
+        makers = {name: made[name, cell] for name in versions(arguments)}
         found["rows"] += compare(makers, cell, timer, arguments)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 

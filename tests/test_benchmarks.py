@@ -51,6 +51,19 @@ def test_versions_are_divided_by_the_first():
         assert "after" in run_versions.line(row) and "before" not in run_versions.line(row)
 
 
+def test_tile_sizes_are_versions():
+    blocks = ['small={"forward": {"block_kv": 64}}']
+    asked = argparse.Namespace(
+        packages=["before", "flash_pallas"], blocks=blocks, backend="hopper", call={"softcap": 3.0}
+    )
+    call = {"softcap": 3.0, "backend": "hopper"}
+    assert run_versions.versions(asked) == {
+        "before": ("before", call),
+        "flash_pallas": ("flash_pallas", call),
+        "small": ("flash_pallas", call | {"blocks": {"forward": {"block_kv": 64}}}),
+    }
+
+
 # --- flops
 
 
