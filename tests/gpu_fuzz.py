@@ -103,7 +103,8 @@ def decodes(backend: str, step: Step) -> str | None:
     if step.shared:
         options["v_head_dim"] = step.Hv
     arrays = given._asdict()
-    window = arrays.pop("window_left")
+    window, prefix = arrays.pop("window_left"), arrays.pop("prefix_lengths")
+    assert prefix is None  # no `Step` has shared prefixes
     options["window"] = step.window if window is None else (window, None)
     try:
         found = fp.flash_decode(**arrays, **options, backend=backend, return_lse=True)

@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import re
@@ -19,19 +20,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import results
 from flash_pallas.backends.gpu import launch
 from flash_pallas.backends.hopper.common import far_rows
 from flash_pallas.frontend import dispatch
 
-from . import checks, gpu_fuzz
+from . import checks, gpu_fuzz, ragged_cases, tangent_checks, test_shared_prefix
 from .cases import Case
 from .hopper_cases import ON_DEVICE
 from .hopper_decode_cases import STEPS
@@ -50,6 +52,7 @@ NAMES = (
     "everything",
     "packed_causal",
     "float32_bias",
+    "wide_512_causal",
 )
 DECODES = (
     "splits",
@@ -61,12 +64,18 @@ DECODES = (
     "int8_as_rows",
     "drafts",
     "drafts_as_rows",
+    "wide_512",
+    "wide_int8",
+    "latent",
+    "shared_latent",
 )
 
 HOPPER = """forward forward_far backward_fused backward_fused_far backward_paired zeros backward_dkv
-backward_dq backward_scores_tile backward_scores_rows backward_scores_columns decode
-decode_combine"""
-PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns decode"""
+backward_dq backward_scores_tile backward_scores_rows backward_scores_columns forward_wide
+backward_wide_dkv backward_wide_dq jvp tangents backward_push_kv backward_push_q decode
+decode_combine decode_join decode_latent ragged"""
+PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns tangents
+decode"""
 KERNELS = {f"flash_pallas_{name}" for name in HOPPER.split()}
 KERNELS |= {f"flash_pallas_portable_{name}" for name in PORTABLE.split()}
 
@@ -74,6 +83,8 @@ KERNELS |= {f"flash_pallas_portable_{name}" for name in PORTABLE.split()}
 APART = Case("apart", T=70, S=90, H=256, dtype="bfloat16", deterministic=True)
 # Pairs of CTAs that exchange dS.
 EXCHANGED = Case("exchanged", T=130, S=200, H=192, dtype="bfloat16", causal=True)
+# Tangents, and tangents of gradients.
+TANGENTS = Case("tangents", T=130, S=200, H=64, dtype="bfloat16", causal=True)
 # Rows that are left to launches of their own.
 FAR = Case("far", T=130, S=130, B=4, N=32, K=32, magnitude=(0, 15, 0, 9), dtype="bfloat16")
 
@@ -81,6 +92,41 @@ FAR = Case("far", T=130, S=130, B=4, N=32, K=32, magnitude=(0, 15, 0, 9), dtype=
 ATTENTION = {case.name: case for case in ON_DEVICE if case.name in NAMES}
 ATTENTION |= {case.name: case for case in (APART, EXCHANGED, FAR)}
 STEP = {step.name: step for step in STEPS if step.name in DECODES}
+
+
+def ragged_mix(backend: str) -> None:
+    """Checks prompts and steps over pages."""
+    mix = ragged_cases.MIXES["bfloat16"]
+    drawn = mix.draw()
+    call = jax.jit(functools.partial(ragged_cases.attend, mix, backend=backend))
+    found = call(*jax.tree.map(jnp.asarray, drawn))
+    ragged_cases.assert_right(mix, drawn, found, kernels=True)
+
+
+def shared_prefixes(backend: str) -> None:
+    """Checks steps of sequences that share prefixes."""
+    drawn = test_shared_prefix.drawn(1, "bfloat16", (8, 2), (128, 128))
+    test_shared_prefix.assert_right(backend, *drawn)
+
+
+def forward_mode(backend: str, how: str) -> None:
+    """Checks tangents, with O ("jvp") or after it ("linearize")."""
+    call, case = tangent_checks.bind(backend), TANGENTS
+    tangent_checks.assert_matches_oracle(call, case, kernels=True, how=how)
+
+
+def second_order(backend: str) -> None:
+    """Checks tangents of gradients."""
+    tangent_checks.assert_second_order_matches_oracle(tangent_checks.bind(backend), TANGENTS)
+
+
+OTHERS: dict[str, Callable[[str], None]] = {
+    "ragged": ragged_mix,
+    "shared_prefixes": shared_prefixes,
+    "jvp": functools.partial(forward_mode, how="jvp"),
+    "linearize": functools.partial(forward_mode, how="linearize"),
+    "second_order": second_order,
+}
 
 LAUNCHED = "launched:"  # what a process says of its kernels
 
@@ -121,8 +167,10 @@ def cases() -> list[str]:
     """Returns the cases that the backends take, as `--case` takes them."""
     takes = lambda backend, case: dispatch.BACKENDS[backend].unsupported(case.problem) is None
     found = [f"{b}/{name}" for b in BACKENDS for name, c in ATTENTION.items() if takes(b, c)]
-    decodes = lambda backend, step: backend == "hopper" or not step.cache
-    return found + [f"{b}/{name}" for b in BACKENDS for name, s in STEP.items() if decodes(b, s)]
+    narrow = lambda step: max(step.H, step.Hv) <= 256
+    decodes = lambda backend, step: backend == "hopper" or (not step.cache and narrow(step))
+    found += [f"{b}/{name}" for b in BACKENDS for name, s in STEP.items() if decodes(b, s)]
+    return found + [f"{b}/{name}" for b in BACKENDS for name in OTHERS]
 
 
 def run_case(case: str) -> set[str]:
@@ -137,7 +185,9 @@ def run_case(case: str) -> set[str]:
 
     several = mock.patch.object(far_rows, "ENOUGH", 1)
     with mock.patch.object(launch.plgpu, "kernel", spy), several:
-        if name in STEP:
+        if name in OTHERS:
+            OTHERS[name](backend)
+        elif name in STEP:
             gpu_fuzz.decodes(backend, STEP[name])
         else:
             bound = checks.bind(dispatch.BACKENDS[backend])
