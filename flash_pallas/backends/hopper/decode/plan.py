@@ -220,7 +220,7 @@ class DecodePlan(DecodeLayout):
         """Returns how many of the first `stages` blocks there is room for, whatever the length.
 
         It is 0 where the plan does not guess, and for an entry without a row: eight prompts, which
-        are no steps, would have 128 CTAs copy 20 MB for nothing.
+        are no steps, would have 128 CTAs copy 8 MB for nothing.
         """
         if not self.guesses:
             return jnp.int32(0)
