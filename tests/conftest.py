@@ -46,8 +46,8 @@ SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()
 EVERYTHING = os.environ.get("FLASH_PALLAS_TESTS") == "all"
 
 
-# A file of tests that need not run again on a GPU, to which those that pass are added: one lease of
-# a GPU may be too short for all.
+# A file of tests that need not run again on a GPU, to which those that pass are added: all of them
+# take longer than a shared GPU may be at hand.
 PASSED = os.environ.get("FLASH_PALLAS_PASSED", "")
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
