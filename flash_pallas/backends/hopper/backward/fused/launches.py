@@ -343,11 +343,10 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether KV tiles have Q tiles that no array decides, in one loop.
+    """Returns whether no array decides which Q tiles a KV tile has, and one loop has them all.
 
-    They are the same for all KV tiles of a cluster.
-
-    Without a persistent grid it returns whether there is one slot for K and V.
+    Where CTAs come in clusters, every KV tile has the same. Without a persistent grid it returns
+    whether there is one slot for K and V.
     """
     if not blocks.persistent:
         return blocks.kv_stages == 1
