@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if SEVERAL or not item.get_closest_marker("gpus")]
         passed = gpus.passed_before(PASSED)
         items[:] = [item for item in items if item.nodeid not in passed]
-        # Side by side, several kernels' tests of a case share its oracle, a third of their time.
+        # Side by side, several kernels' tests of a case share its oracle, which is compiled once.
         items.sort(key=lambda item: item.callspec.id if hasattr(item, "callspec") else "")
         return
     named = any("::" in str(name) for name in config.args)

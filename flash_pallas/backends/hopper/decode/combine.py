@@ -73,14 +73,14 @@ class CombineKernel:
     def __call__(self, parts: DecodeResults, sinks, ends, out_o, out_lse, out_shift, *smem):
         packed = None if ends is None else packed_row(ends, lax.axis_index("batch"))
         row, splits = self.row(), self.plan.blocks.num_splits
-        share = lambda n: self.share(parts, (row.batch, row.head, n), row.query, row.in_group)
         if self.joiners == 1:
-            found = self.part([share(n) for n in range(splits)])
+            found = self.part(self.shares(parts, row, range(splits)))
         else:
             wg, each = lax.axis_index("wg"), -(-splits // self.joiners)
             own = [wg * each + i for i in range(each)]
             exist = [n < splits for n in own] if splits % self.joiners else None
-            found = self.part([share(lax.min(n, jnp.int32(splits - 1))) for n in own], exist)
+            known = [lax.min(n, jnp.int32(splits - 1)) for n in own]
+            found = self.part(self.shares(parts, row, known), exist)
             self.hand_over(smem[0], wg, found)
 
         def finish(found):
@@ -116,8 +116,7 @@ class CombineKernel:
 
         @pl.when(packed[1])
         def _():
-            share = lambda n: self.share(parts, (batch, head, n), row.query, in_group)
-            found = self.part([share(n) for n in range(self.plan.blocks.num_splits)])
+            found = self.part(self.shares(parts, row, range(self.plan.blocks.num_splits)))
             self.finish(found, sinks, out, row, packed)
 
     def row(self) -> Row:
@@ -134,6 +133,11 @@ class CombineKernel:
             parts.lse.at[(*place, in_group, query)],
             parts.shift.at[(*place, in_group, query)],
         )
+
+    def shares(self, parts: DecodeResults, row: Row, splits) -> list[DecodeResults]:
+        """Returns the shares of a row that these splits have."""
+        place = row.batch, row.head
+        return [self.share(parts, (*place, n), row.query, row.in_group) for n in splits]
 
     def finish(self, found: Joined, sinks, out: DecodeResults, row: Row, packed):
         """Joins the sink, if there is one, and writes the row; `packed` as in `store`."""
@@ -392,10 +396,8 @@ class JoinKernel(CombineKernel):
         tile = places.tile[row.batch]
         exists, tile = tile < tiles, lax.min(tile, jnp.int32(tiles - 1))
         query = places.slot[row.batch] * self.plan.problem.q_len + row.query
-        shares, number = [], self.plan.blocks.num_splits
-        for n in range(number):
-            place = row.batch, row.head, n
-            shares.append(self.share(own, place, row.query, row.in_group))
+        number = self.plan.blocks.num_splits
+        shares = self.shares(own, row, range(number))
         for n in range(self.prefix.blocks.num_splits):
             shares.append(self.share(shared, (tile, row.head, n), query, row.in_group))
         exist = [True] * number + [exists] * (len(shares) - number)

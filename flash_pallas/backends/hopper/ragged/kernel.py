@@ -92,9 +92,15 @@ class Into(NamedTuple):
 
     o: Any  # [tokens up to a LENGTH_MULTIPLE, N, Hv], to write into; None: a new one is made
     counter: Any  # int32[1], 0
-    parts: Any = None  # DecodeResults, shares of steps that this launch joins; None: there are none
-    sinks: Any = None  # f32[S, N], of these steps
-    ends: Any = None  # int32[S + 1]: cu_q_lens
+    steps: Any = None  # StepShares that this launch joins; None: there are none
+
+
+class StepShares(NamedTuple):
+    """Results of steps of one token, of each split of their keys."""
+
+    parts: Any  # DecodeResults
+    sinks: Any  # f32[S, N], or None
+    ends: Any  # int32[S + 1]: cu_q_lens
 
 
 def chunks_after_steps(
@@ -115,7 +121,7 @@ def chunks_after_steps(
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
         into: what the launch before leaves.
-        joins: how to join `into.parts`.
+        joins: how to join `into.steps`.
 
     Returns:
         (Outputs as of `ragged_chunks`, with the rows of `into.o` or of the steps; None or with
@@ -145,7 +151,7 @@ def chunks_after_steps(
         ragged=RaggedGmem(
             operands.page_table,
             chunk_tiles(problem, operands, blocks.tile_rows),
-            into._replace(o=None, counter=None),
+            into.steps,
         ),
     )
     per_row = float32((1, forward.q_heads, q.shape[1]))
@@ -216,8 +222,8 @@ def attend_packed(
         chunks, _ = chunks(Into(steps.o, counter))
     else:
         parts = launched(plan, given, packed)
-        parts, counter = parts._replace(counter=None), parts.counter
-        chunks, rows = chunks(Into(None, counter, parts, given.sinks, packed.ends), join)
+        shares = StepShares(parts._replace(counter=None), given.sinks, packed.ends)
+        chunks, rows = chunks(Into(None, parts.counter, shares), join)
         steps = Outputs(None, rows.lse, rows.shift)
     none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
     return ragged.join(spec, operands, steps._replace(o=none), chunks)._replace(o=chunks.o)
@@ -248,7 +254,7 @@ def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, r
     pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, None, smem))
 
 
-def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: Into, out: DecodeResults):
+def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: StepShares, out: DecodeResults):
     """Joins shares of steps in consumer warpgroups, whose first tile is on its way meanwhile."""
     wg, warpgroups = lax.axis_index("wg"), plan.blocks.warpgroups
     rows = jnp.int32(math.prod(out.lse.shape))
@@ -256,7 +262,7 @@ def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: Into, out: Decode
     @pl.when(wg < warpgroups)
     def _():
         first = lax.axis_index("cta") * warpgroups + wg
-        join = functools.partial(kernel.join_packed, steps.parts, steps.sinks, steps.ends, out)
+        join = functools.partial(kernel.join_packed, *steps, out)
         pl.loop(first, rows, step=jnp.int32(plan.scheduler.num_ctas * warpgroups))(join)
 
 
@@ -316,7 +322,7 @@ class RaggedGmem(NamedTuple):
 
     page_table: Any  # int32[S, max_pages]
     tiles: Any  # int32[1 + tiles, 9], of `chunk_tiles`
-    steps: Any  # Into, without o and counter
+    steps: Any  # StepShares, or None
 
 
 class Keys(NamedTuple):

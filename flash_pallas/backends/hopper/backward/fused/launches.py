@@ -22,7 +22,7 @@ from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, backward_gains, parts
 from ...common.list_schedule import list_schedule
 from ...common.pipeline import Ring, fits
-from ..operands import BackwardArrays, QTileList, QTileRange
+from ..operands import BackwardArrays, QTileList, QTileRange, q_blocks
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -199,12 +199,10 @@ class Launch:
 
     def count_of_q_tiles(self, block: int) -> int:
         """Returns the number of Q tiles of a KV block, where no array decides it."""
-        problem, (rows, keys) = self.problem, (self.blocks.block_q, self.blocks.block_kv)
-        tiles, first = -(-problem.q_len // rows), (self.first_block + block) * keys
-        offset = problem.spec.q_offset
-        found = problem.spec.mask.q_blocks(first - offset, keys, tiles * rows, rows)
-        start = min(found.start, tiles - 1)
-        return problem.group * (max(found.stop, start + 1) - start)
+        keys = self.blocks.block_kv
+        first = (self.first_block + block) * keys - self.problem.spec.q_offset
+        found = q_blocks(self.problem, first, keys, self.blocks.block_q)
+        return self.problem.group * (found.stop - found.start)
 
     def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
         """Returns the KV tile of a pair of this launch and a block, counted from the first key."""
@@ -448,7 +446,9 @@ def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) 
     return several if room and may_be_persistent(problem, several) else blocks
 
 
-STEPS_PER_KV_TILE = 2.0  # what a KV tile costs besides its Q tiles, in Q tiles
+# What a KV tile costs besides its Q tiles, in Q tiles: 2.4 at head dim 64 and 1.6 at 128, without a
+# persistent grid (benchmarks/NOTES.md).
+STEPS_PER_KV_TILE = 2.0
 
 MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
 # Queries of a KV tile, over the heads of a group. Adding parts up costs 10 us, as much as a loop
