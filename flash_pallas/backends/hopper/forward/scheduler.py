@@ -28,7 +28,6 @@ from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu.inline import i32_constant
 from ..common import tile_lists
-from ..common.list_schedule import list_schedule
 from ..common.pipeline import WARPGROUP
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
@@ -130,7 +129,7 @@ class TileScheduler:
             return np.zeros((1, 1), np.int32)
         per_block = np.array([cost_of_block(i) for i in range(self.q_tiles)])
         costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
-        return list_schedule(np.array(costs), self.num_ctas)
+        return tile_lists.list_schedule(np.array(costs), self.num_ctas)
 
     def ordered(self, lists: BlockLists) -> BlockLists:
         """Returns the lists of all tiles, with their order; one past the last can be claimed."""

@@ -20,7 +20,6 @@ from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, backward_gains, parts
-from ...common.list_schedule import list_schedule
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange, q_blocks
 from .tiles import (
@@ -187,7 +186,7 @@ class Launch:
             pairs = range(first, min(first + self.at_once, self.pairs))
             order += [(pair, block) for block in range(self.num_blocks) for pair in pairs]
         costs = np.array([steps[block] + STEPS_PER_KV_TILE for _, block in order])
-        lists = list_schedule(costs, self.clusters)
+        lists = tile_lists.list_schedule(costs, self.clusters)
         table = np.zeros((len(lists), 2 * lists.shape[1]), np.int32)
         for row, (count, *entries) in zip(table, lists.tolist(), strict=True):
             row[0] = count
