@@ -366,19 +366,6 @@ FUSED_BLOCKS = (
         _several_tiles("persistent_fours_bias_16", N=2, B=8, H=16, T=130, S=300, bias="11TS"),
         {"bias_cluster": 4, "persistent_clusters": 2, "kv_stages": 2},
     ),
-    # With lists of KV tiles, as they have different Q tiles.
-    (
-        _several_tiles("persistent_causal", K=2, B=3, T=330, S=330, causal=True),
-        {"persistent_clusters": 2},
-    ),
-    (
-        _several_tiles("persistent_causal_128", H=128, T=200, S=400, q_offset=150, causal=True),
-        {"persistent_clusters": 3},
-    ),
-    (
-        _several_tiles("persistent_window_96", H=96, B=2, T=330, S=330, window=(100, 20)),
-        {"persistent_clusters": 2, "ping_pong": False},
-    ),
     # Of the second key block's one tile, one of two parts has nothing.
     (_several_tiles("split_q_without_tiles", K=2, causal=True), {"split_q": 2}),
 )

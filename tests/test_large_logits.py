@@ -148,21 +148,6 @@ def test_hopper_kernels(case, monkeypatch):
         checks.assert_matches_oracle(checks.bind(HOPPER), case, kernels=True)
 
 
-PERSISTENT = {"persistent_clusters": 2, "mask_all": True, "block_q": 64}
-
-
-@pytest.mark.thorough
-@pytest.mark.interpret
-@pytest.mark.parametrize("causal", [False, True])
-def test_persistent_ctas_leave_far_groups(causal, monkeypatch):
-    """Runs CTAs that compute the KV tiles of far groups too, and add nothing of it to dQ."""
-    monkeypatch.setattr(far_rows, "ENOUGH", 1)
-    shape = {"B": 2, "T": 130, "S": 130, "N": 2, "K": 2, "H": 64, "dtype": "bfloat16"}
-    case = Case(f"persistent_{causal}", **shape, causal=causal, magnitude=(0, 15))
-    with race_checked():
-        checks.assert_matches_oracle(checks.bind(HOPPER, {"fused": PERSISTENT}), case, kernels=True)
-
-
 @pytest.mark.thorough(always=["scores_of_2^12_float16"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED[3:], *ON_PORTABLE), ids=str)

@@ -499,9 +499,9 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
         )
     if not may_be_persistent(size, blocks):
         return (
-            "'persistent_clusters' needs a producer warpgroup, 'mask_all', no 'split_q' and Q "
-            "tiles that arrays do not decide (no lengths, no lists; with 'bias_cluster' no mask), "
-            "and 'kv_stages' needs it; pass 'persistent_clusters': 1 and 'kv_stages': 1"
+            "'persistent_clusters' needs a producer warpgroup, 'mask_all', no 'split_q' and the "
+            "same Q tiles for every KV tile (no mask, no lengths), and 'kv_stages' needs it; pass "
+            "'persistent_clusters': 1 and 'kv_stages': 1"
         )
     if blocks.sums_bias and blocks.split_q > 1:
         return "'bias_cluster' and 'split_q' exclude each other; pass 'bias_cluster': 1"

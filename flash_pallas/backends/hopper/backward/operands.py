@@ -16,7 +16,6 @@ from ....core import block_lists, bounds, padding
 from ....core import integers as ints
 from ....core.block_lists import BlockLists
 from ....core.integers import round_up
-from ....core.mask import BlockRange
 from ....core.padding import pad_axis
 from ....core.problem import Cotangents, Operands, Problem
 from ....core.softmax import EMPTY_ROW
@@ -58,7 +57,6 @@ class BackwardArrays(NamedTuple):
     shift: Any = None  # f32[B, N, as delta], of lse_log2; None where it is 0
     # int32[3]: first batch entry and KV head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
     origin: Any = None
-    table: Any = None  # int32[CTAs, columns], fused.launches.Launch.table
 
     @classmethod
     def of(
@@ -318,17 +316,6 @@ def mask_everywhere(problem: Problem) -> bool:
     return problem.spec.mask.left is not None or problem.hides_by_arrays
 
 
-def q_blocks(problem: Problem, kv_start, kv_rows: int, block_q: int) -> BlockRange:
-    """Returns the Q blocks that the mask lets see a KV tile, at least one.
-
-    `kv_start` is the position of the tile's first key, counted from that of query 0.
-    """
-    whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
-    found = problem.spec.mask.q_blocks(kv_start, kv_rows, whole, block_q)
-    start = ints.minimum(found.start, whole // block_q - 1)
-    return found._replace(start=start, stop=ints.maximum(found.stop, start + 1))
-
-
 @dataclasses.dataclass(frozen=True)
 class QTileRange:
     """The Q tiles that one CTA of a KV-stationary kernel reads, for every head of a GQA group.
@@ -388,9 +375,12 @@ class QTileRange:
         """
         batch, block = at
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
-        found = q_blocks(problem, kv_start - offset, kv_rows, block_q)
-        start, stop = found.start, found.stop
-        if arrays.bounds is not None:
+        whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
+        found = problem.spec.mask.q_blocks(kv_start - offset, kv_rows, whole, block_q)
+        if arrays.bounds is None:
+            start = ints.minimum(found.start, whole // block_q - 1)
+            stop = ints.maximum(found.stop, start + 1)
+        else:
             start = arrays.bounds[batch, block, 0]
             stop = ints.maximum(arrays.bounds[batch, block, 1], start + 1)
         full_start, full_stop = found.full_start, found.full_stop

@@ -1,15 +1,10 @@
-"""Lists in a kernel: which tiles of the other sequence a tile reads, and which tiles a CTA takes.
-
-The former are those of core/block_lists.py.
-"""
+"""Lists in a kernel: which tiles of the other sequence a tile reads; see core/block_lists.py."""
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ....core import block_lists
@@ -115,22 +110,3 @@ class TileList(NamedTuple):
 def largest(block: int, *sizes: int) -> int:
     """Returns the first of the sizes, of which the last fits any block, that divides a block."""
     return next(size for size in sizes if block % size == 0)
-
-
-def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
-    """Assigns tiles in order, each to the worker that is free first, as a dynamic scheduler would.
-
-    Returns int32[workers, longest + 3]: column 0 is the worker's number of tiles, then their
-    numbers, then padding (a kernel reads up to two entries past the end).
-    """
-    free_at = [(0.0, worker) for worker in range(workers)]
-    lists: list[list[int]] = [[] for _ in range(workers)]
-    for tile, cost in enumerate(costs):
-        time, worker = heapq.heappop(free_at)
-        lists[worker].append(tile)
-        heapq.heappush(free_at, (time + float(cost), worker))
-    table = np.zeros((workers, max(map(len, lists)) + 3), np.int32)
-    for worker, tiles in enumerate(lists):
-        table[worker, 0] = len(tiles)
-        table[worker, 1 : 1 + len(tiles)] = tiles
-    return table

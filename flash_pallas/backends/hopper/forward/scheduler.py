@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +130,7 @@ class TileScheduler:
             return np.zeros((1, 1), np.int32)
         per_block = np.array([cost_of_block(i) for i in range(self.q_tiles)])
         costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
-        return tile_lists.list_schedule(np.array(costs), self.num_ctas)
+        return list_schedule(np.array(costs), self.num_ctas)
 
     def ordered(self, lists: BlockLists) -> BlockLists:
         """Returns the lists of all tiles, with their order; one past the last can be claimed."""
@@ -226,6 +227,25 @@ class TileScheduler:
 
         more = lambda state: self.exists(cta, state[1])
         return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
+
+
+def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
+    """Assigns tiles in order, each to the worker that is free first, as a dynamic scheduler would.
+
+    Returns int32[workers, longest + 3]: column 0 is the worker's number of tiles, then their
+    numbers, then padding (a kernel reads up to two entries past the end).
+    """
+    free_at = [(0.0, worker) for worker in range(workers)]
+    lists: list[list[int]] = [[] for _ in range(workers)]
+    for tile, cost in enumerate(costs):
+        time, worker = heapq.heappop(free_at)
+        lists[worker].append(tile)
+        heapq.heappush(free_at, (time + float(cost), worker))
+    table = np.zeros((workers, max(map(len, lists)) + 3), np.int32)
+    for worker, tiles in enumerate(lists):
+        table[worker, 0] = len(tiles)
+        table[worker, 1 : 1 + len(tiles)] = tiles
+    return table
 
 
 def with_counter(kernel: Callable, results):

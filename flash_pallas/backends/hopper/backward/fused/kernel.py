@@ -123,7 +123,7 @@ def persistent_cta(
     gmem: BackwardArrays,
     smem: FusedSmem,
 ) -> FusedCta:
-    """Returns a CTA that has several KV tiles: a list, or tiles with the same range of Q tiles."""
+    """Returns a CTA that has several KV tiles, all of them with the same range of Q tiles."""
     kv_tiles, zero = launch.persistent_tiles(gmem), jnp.int32(0)
     first = zero, zero, zero, 0
     if launch.part is Part.FAR:
@@ -179,10 +179,6 @@ def consume(cta: FusedCta):
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
     if cta.kv_tiles is None:
         pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums)
-    elif cta.launch.has_table:
-        here = lambda n, entry: functools.partial(consume_kv_tile, cta.at_entry(n, entry))
-        run = lambda n, entry: pl.run_scoped(here(n, entry), *sums)
-        lax.fori_loop(jnp.int32(0), cta.kv_tiles[0], run, cta.entry(jnp.int32(0)))
     else:
 
         @pl.loop(jnp.int32(0), cta.kv_tiles[0])
@@ -198,8 +194,7 @@ def consume(cta: FusedCta):
 def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     """Loops over the Q tiles of every head of the group; writes dK and dV.
 
-    It returns the table's entry of the next KV tile, where there is a table; that entry is on its
-    way while dK and dV are written. `dk_acc`, `dv_acc`: f32[64, D] in registers, zeros.
+    `dk_acc`, `dv_acc`: f32[64, D] in registers, zeros.
     """
     problem, schedule, part = cta.problem, mma_schedule(cta.blocks), cta.launch.part
     auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
@@ -229,18 +224,12 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
 
     dk, dv = dk_acc[...], dv_acc[...]
     dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
-    following = None
-    if cta.launch.has_table:
-        n, entry = lax.optimization_barrier((cta.kv_index, cta.entry_of_tile))
-        following = cta.entry(n + 1)
-        cta = cta.anew().at_entry(n, entry)
-    elif cta.kv_tiles is not None:
+    if cta.kv_tiles is not None:
         cta = cta.anew().at(lax.optimization_barrier(cta.kv_index))
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
         epilogue_of_part(cta, dk, dv)
-    return following
 
 
 def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, far=None):
@@ -874,15 +863,8 @@ def store_dq(cta: FusedCta):
 
 
 def store_dq_of_kv_tile(cta: FusedCta, kv_index):
-    """Adds the dQ tiles of one KV tile.
-
-    A persistent CTA has computed them for groups of heads too that are left to another launch. That
-    launch writes their dK and dV anew and adds to their dQ, so nothing may be added here.
-    """
+    """Adds the dQ tiles of one KV tile."""
     cta = cta.at(kv_index)
-    near = True
-    if cta.kv_tiles is not None and cta.launch.part is Part.NEAR:
-        near = cta.gmem.auxiliary.far[cta.batch, cta.kv_head] == 0
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):
@@ -890,12 +872,12 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
         if cta.blocks.ping_pong:
             for wg in reversed(cta.blocks.dq_parts):  # as they come
                 plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-                pl.when(near)(functools.partial(cta.add_dq, tile, wg))
+                cta.add_dq(tile, wg)
                 give_back(cta, n, wg, 0)
         else:
             for wg in cta.blocks.dq_parts:
                 plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-                pl.when(near)(functools.partial(cta.add_dq, tile, wg))
+                cta.add_dq(tile, wg)
             for done, wg in enumerate(cta.blocks.dq_parts, start=1):
                 give_back(cta, n, wg, len(cta.blocks.dq_parts) - done)
 
@@ -1090,8 +1072,6 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
-    if launch.has_table:
-        given = given._replace(table=jnp.asarray(launch.table()))
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),

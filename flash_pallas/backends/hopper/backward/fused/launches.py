@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -21,7 +20,7 @@ from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, backward_gains, parts
 from ...common.pipeline import Ring, fits
-from ..operands import BackwardArrays, QTileList, QTileRange, q_blocks
+from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -46,10 +45,8 @@ from .tiles import (
 # A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
 # copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
 # persistent grid (`FusedBlocks.persistent_clusters`) takes several: there are no more CTAs than run
-# at one time, and of n clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. Where
-# a static mask gives KV tiles different Q tiles, CTAs have lists of them, a table that is made at
-# trace time as the forward's is. In a launch for what another has left, a CTA takes all KV tiles of
-# its pair, or none.
+# at one time, and of n clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a
+# launch for what another has left, a CTA takes all KV tiles of its pair, or none.
 
 # (batch entry, KV head, first key, shift): the shift is that of QTileRange
 KvTile = tuple[Any, Any, Any, Any]
@@ -98,8 +95,6 @@ class Launch:
     @property
     def clusters(self) -> int:
         """Size of the persistent grid: no cluster has two entries more than another."""
-        if self.has_table:
-            return min(self.blocks.persistent_clusters, self.total)
         most = -(-self.total // self.blocks.persistent_clusters)
         return -(-self.total // most)
 
@@ -140,14 +135,8 @@ class Launch:
         pair = lax.axis_index("section") * self.at_once + within
         return pair, lax.axis_index("kv") + self.first_block
 
-    def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Any]:
-        """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th.
-
-        Where there is a table, the second is the number of all their Q tiles.
-        """
-        if self.has_table:
-            row = lax.axis_index("first")
-            return gmem.table[row, 0], gmem.table[row, 1]
+    def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
+        """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""
         if self.part is Part.FAR:
             place = functools.partial(self.kv_tile, gmem, lax.axis_index("first"))
             batch, kv_head, *_ = place(jnp.int32(0))
@@ -168,40 +157,6 @@ class Launch:
         pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
         block = lax.div(within, wide) + self.first_block
         return self.kv_tile(gmem, pair, block)
-
-    @property
-    def has_table(self) -> bool:
-        """True if KV tiles have different ranges of Q tiles, and each CTA a list of KV tiles."""
-        alike = self.problem.spec.mask.is_trivial
-        return self.blocks.persistent and self.part is not Part.FAR and not alike
-
-    def table(self) -> np.ndarray:
-        """Returns the lists of KV tiles, i32[CTAs, columns].
-
-        A row has the number of the CTA's KV tiles and that of all their Q tiles. Then, for each KV
-        tile, pair * num_blocks + block, and the number of Q tiles before its own.
-        """
-        steps, order = [self.count_of_q_tiles(block) for block in range(self.num_blocks)], []
-        for first in range(0, self.pairs, self.at_once):  # a section
-            pairs = range(first, min(first + self.at_once, self.pairs))
-            order += [(pair, block) for block in range(self.num_blocks) for pair in pairs]
-        costs = np.array([steps[block] + STEPS_PER_KV_TILE for _, block in order])
-        lists = tile_lists.list_schedule(costs, self.clusters)
-        table = np.zeros((len(lists), 2 * lists.shape[1]), np.int32)
-        for row, (count, *entries) in zip(table, lists.tolist(), strict=True):
-            row[0] = count
-            for i, entry in enumerate(entries[:count]):
-                pair, block = order[entry]
-                row[2 * i + 2 : 2 * i + 4] = pair * self.num_blocks + block, row[1]
-                row[1] += steps[block]
-        return table
-
-    def count_of_q_tiles(self, block: int) -> int:
-        """Returns the number of Q tiles of a KV block, where no array decides it."""
-        keys = self.blocks.block_kv
-        first = (self.first_block + block) * keys - self.problem.spec.q_offset
-        found = q_blocks(self.problem, first, keys, self.blocks.block_q)
-        return self.problem.group * (found.stop - found.start)
 
     def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
         """Returns the KV tile of a pair of this launch and a block, counted from the first key."""
@@ -284,7 +239,7 @@ def launches_of(
 def may_leave(blocks: FusedBlocks) -> bool:
     """Returns whether groups of heads may be left to another launch; nothing else was tried."""
     alone = blocks.num_launches == blocks.kv_launches == blocks.split_q == 1
-    return blocks.producer and alone and not blocks.sums_bias
+    return blocks.producer and alone and not blocks.persistent
 
 
 def origins(problem: Problem, blocks: FusedBlocks) -> list[tuple[int, int]]:
@@ -340,17 +295,15 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
 
 
 def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether no array decides which Q tiles a KV tile has, and one loop has them all.
+    """Returns whether every KV tile has the same Q tiles, which no array decides, in one loop.
 
-    Where CTAs come in clusters, every KV tile has the same. Without a persistent grid it returns
-    whether there is one slot for K and V.
+    Without a persistent grid it returns whether there is one slot for K and V.
     """
     if not blocks.persistent:
         return blocks.kv_stages == 1
-    static = not (problem.traced_offset or problem.is_dynamic or problem.is_listed)
-    alike = problem.spec.mask.is_trivial or blocks.bias_cluster == 1
+    alike = problem.spec.mask.is_trivial and not problem.traced_offset
     plain = blocks.producer and blocks.split_q == 1 and blocks.mask_all
-    return static and alike and plain
+    return alike and plain and not problem.is_dynamic
 
 
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
@@ -445,10 +398,6 @@ def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) 
     return several if room and may_be_persistent(problem, several) else blocks
 
 
-# What a KV tile costs besides its Q tiles, in Q tiles: 2.4 at head dim 64 and 1.6 at 128, without a
-# persistent grid (benchmarks/NOTES.md).
-STEPS_PER_KV_TILE = 2.0
-
 MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
 # Queries of a KV tile, over the heads of a group. Adding parts up costs 10 us, as much as a loop
 # over a few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to
@@ -508,10 +457,9 @@ class FusedCta:
         q_tiles: its Q tiles.
         wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
-            Q tiles, unless there is a table. None: there is one KV tile.
+            Q tiles. None: there is one KV tile.
         kv_index: number of the KV tile among those of this CTA.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
-        entry_of_tile: entry of the KV tile in the table, where there is one.
     """
 
     launch: Launch
@@ -525,10 +473,9 @@ class FusedCta:
     tile: KvTile
     q_tiles: QTileRange | QTileList
     wg: Any
-    kv_tiles: tuple[Any, Any] | None = None
+    kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
     held_v: Any = None
-    entry_of_tile: Any = None
 
     @property
     def problem(self) -> Problem:
@@ -573,8 +520,6 @@ class FusedCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
         if self.kv_tiles is None:
             return self
-        if self.launch.has_table:
-            return self.at_entry(n, self.entry(n))
         tile = self.kv_tiles[1](n)
         q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
         here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
@@ -583,37 +528,16 @@ class FusedCta:
             here, q=self.q._replace(before=before), do=self.do._replace(before=before)
         )
 
-    def entry(self, n) -> tuple[Any, Any]:
-        """Returns (place, Q tiles before) of the CTA's n-th KV tile, past the last one anything."""
-        row, column = lax.axis_index("first"), 2 * n + 2
-        return self.gmem.table[row, column], self.gmem.table[row, column + 1]
-
-    def at_entry(self, n, entry) -> FusedCta:
-        """Returns this record at the n-th KV tile of the CTA's list, of which it has the entry."""
-        launch, (code, before) = self.launch, entry
-        blocks = jnp.int32(launch.num_blocks)
-        block = lax.rem(code, blocks) + launch.first_block
-        tile = launch.kv_tile(self.gmem, lax.div(code, blocks), block)
-        q_tiles = launch.q_tiles(self.gmem, tile, block)
-        q_tiles = dataclasses.replace(q_tiles, opaque=self.blocks.ping_pong)
-        q, do = (ring._replace(before=before) for ring in (self.q, self.do))
-        here = {"kv_index": n, "tile": tile, "q_tiles": q_tiles, "entry_of_tile": entry}
-        return dataclasses.replace(self, **here, q=q, do=do)
-
     @property
     def before(self):
         """Number of Q tiles of the KV tiles before this one."""
-        if self.launch.has_table:
-            return self.q.before
         return 0 if self.kv_tiles is None else self.kv_index * self.q_tiles.total
 
     @property
     def total(self):
         """Number of Q tiles of all KV tiles of this CTA."""
-        if self.kv_tiles is None:
-            return self.q_tiles.total
-        number, of_all = self.kv_tiles
-        return of_all if self.launch.has_table else number * self.q_tiles.total
+        total = self.q_tiles.total
+        return total if self.kv_tiles is None else self.kv_tiles[0] * total
 
     def count(self, n):
         """Returns the number of this KV tile's n-th Q tile among all Q tiles of the CTA."""
