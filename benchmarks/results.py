@@ -43,6 +43,7 @@ OWN_ROWS = (
     "sharded_training",
     "serving",
     "engine",
+    "first_call",
 )
 HEADER_FIELDS = ("schema", "suite", "date", "commit", "device", "driver", "versions", "method")
 

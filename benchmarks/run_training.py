@@ -16,10 +16,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +33,6 @@ TOKENS = 32_768
 # Contestants compute the same up to the rounding of bfloat16, 2^-8 of each number. The loss and the
 # norm of the gradients are means over very many, and differ by less than this.
 ALLOWED = 2.0**-8
-MARK = "result: "  # begins the line of a process that its parent reads
 
 
 class Contestant(NamedTuple):
@@ -93,21 +90,7 @@ def alone(arguments) -> dict[str, Any]:
     (name,) = arguments.contestants
     state, batch = jax.block_until_ready(drawn(arguments))
     step, *_ = step_like(arguments, name)
-    reached, seconds = time.perf_counter(), {}
-
-    def lap(what: str) -> None:
-        nonlocal reached
-        now = time.perf_counter()
-        seconds[what], reached = now - reached, now
-
-    traced = step.trace(state, batch)
-    lap("trace_s")
-    lowered = traced.lower()
-    lap("lower_s")
-    program = lowered.compile()
-    lap("compile_s")
-    state, (loss, norm) = jax.block_until_ready(program(state, batch))
-    lap("run_s")
+    program, seconds, (state, (loss, norm)) = steps.first_run(step, state, batch)
     losses, norms = [float(loss)], [float(norm)]
     for _ in range(arguments.check_steps - 1):
         state, (loss, norm) = program(state, batch)
@@ -170,21 +153,7 @@ def answer(arguments, what: str, names: list[str]) -> dict[str, Any]:
     command += ["--loop"] * arguments.loop
     # All but what this process and CUDA take. On a CPU nothing reads it.
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    try:
-        run = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=arguments.patience,
-            env=os.environ | memory,
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no answer in {arguments.patience} s"}
-    lines = [x.removeprefix(MARK) for x in run.stdout.splitlines() if x.startswith(MARK)]
-    if run.returncode or not lines:
-        errors = [x for x in run.stderr.splitlines() if "Error" in x] or run.stderr.splitlines()
-        return {"failed": (errors or ["no output"])[-1][:300]}
-    return json.loads(lines[-1])
+    return steps.fresh_process(command, arguments.patience, memory)
 
 
 def wrong(name: str, found: dict[str, Any], others: dict[str, dict[str, Any]]) -> str | None:
@@ -319,4 +288,4 @@ if __name__ == "__main__":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         main(given)
     else:
-        print(MARK + json.dumps({"alone": alone, "together": together}[given.worker](given)))
+        steps.tell({"alone": alone, "together": together}[given.worker](given))

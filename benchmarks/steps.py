@@ -1,15 +1,20 @@
-"""Whole training steps side by side: compiled, refused or timed."""
+"""Whole training steps side by side: compiled, refused or timed; first calls, fresh processes."""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from . import timing
+
+MARK = "result: "  # begins the line of a process that its parent reads
 
 
 def reason(error: Exception) -> str:
@@ -83,3 +88,60 @@ def in_turns(
             jax.block_until_ready(result)
             found[name].append((time.perf_counter() - begin) / steps)
     return found
+
+
+def first_run(function: Any, *args: Any) -> tuple[jax.stages.Compiled, dict[str, float], Any]:
+    """Traces, lowers, compiles and runs a jitted function.
+
+    Returns:
+        (program, seconds of each phase, results): the phases are trace_s, lower_s, compile_s and
+        run_s.
+    """
+    reached, seconds = time.perf_counter(), {}
+
+    def lap(what: str) -> None:
+        nonlocal reached
+        now = time.perf_counter()
+        seconds[what], reached = now - reached, now
+
+    traced = function.trace(*args)
+    lap("trace_s")
+    lowered = traced.lower()
+    lap("lower_s")
+    program = lowered.compile()
+    lap("compile_s")
+    result = jax.block_until_ready(program(*args))
+    lap("run_s")
+    return program, seconds, result
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Prints what the parent of this process reads (`fresh_process`)."""
+    print(MARK + json.dumps(found))
+
+
+def fresh_process(
+    command: Sequence[str], patience: float, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns what a fresh process tells, or {"failed": reason}.
+
+    Args:
+        command: what to run.
+        patience: seconds to wait for it.
+        environment: variables besides those of this process.
+    """
+    try:
+        run = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=patience,
+            env=os.environ | dict(environment),
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer in {patience} s"}
+    lines = [x.removeprefix(MARK) for x in run.stdout.splitlines() if x.startswith(MARK)]
+    if run.returncode or not lines:
+        errors = [x for x in run.stderr.splitlines() if "Error" in x] or run.stderr.splitlines()
+        return {"failed": (errors or ["no output"])[-1][:300]}
+    return json.loads(lines[-1])

@@ -33,6 +33,7 @@ def render(results: dict[str, Any]) -> str:
         "mean_flow": _mean_flow_table,
         "stack": _stack_table,
         "training": training_tables.render,
+        "first_call": training_tables.render_first_calls,
         "sharded_training": training_tables.render_sharded,
     }
     table = own.get(results["suite"], _timing_table)(results)

@@ -1,4 +1,7 @@
-"""Tables of training steps, from the rows of run_training.py and run_sharded_training.py."""
+"""Tables of training steps and first calls.
+
+The rows are those of run_training.py, run_sharded_training.py and run_first_call.py.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,21 @@ def render(results: dict[str, Any]) -> str:
     head = ["T", "B", "attention", "tokens/s", f"of {YARDSTICK}'s, same remat", "ms"]
     head += ["model TFLOP/s", "GiB", "s of the first step (trace + lower + compile + run)", "loss"]
     return grid(head, body) + reasons(rows)
+
+
+def render_first_calls(results: dict[str, Any]) -> str:
+    """Tabulates the seconds of first calls, by phase and in all, beside cuDNN's."""
+    rows, body = results["rows"], []
+    for row in (row for row in rows if row["refused"] is None):
+        _, comma, cached = row["provider"].partition(", cached")
+        ratio = row["relative"].get(YARDSTICK + comma + cached)
+        phases = (f"{row[n]:.2f}" for n in ("trace_s", "lower_s", "compile_s", "run_s"))
+        line = [row["work"], row["provider"], *phases, f"{row['first_s']:.2f}"]
+        body.append([*line, f"{row['spread']:.0%}", "-" if ratio is None else f"{ratio:.2f}"])
+    head = ["program", "attention", "trace", "lower", "compile", "run", "in all", "spread"]
+    head += [f"of {YARDSTICK}'s"]
+    named = [row | {"provider": f"{row['work']}, {row['provider']}"} for row in rows]
+    return grid(head, body) + reasons(named)
 
 
 def render_sharded(results: dict[str, Any]) -> str:

@@ -1,0 +1,86 @@
+"""First calls in fresh processes: what a row says, what a process tells, and who is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks import results, run_first_call, steps
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Answers in this process; returns the questions. A cached program takes half as long."""
+    asked = []
+
+    def answer(arguments, work, name, folder):
+        asked.append((work, name, folder))
+        if name == "jax_cudnn":
+            return {"failed": "RuntimeError: none here"}
+        found = run_first_call.measure(work, name, arguments.size)
+        return {x: (0.5 if name.endswith("cached") else 1.0) for x in found}
+
+    monkeypatch.setattr(run_first_call, "answer", answer)
+    return asked
+
+
+@pytest.mark.parametrize("work", run_first_call.WORK)
+def test_a_run_to_its_table(here, work, tmp_path, capsys):
+    out = tmp_path / "first_call.json"
+    words = ["--out", str(out), "--size", "tiny", "--rounds", "2", "--work", work]
+    words += ["--contestants", "flash_pallas;jax_cudnn;flash_pallas, cached"]
+    run_first_call.main(run_first_call.parse(words))
+    rows = {row["provider"]: row for row in results.load(out)["rows"]}
+    assert rows["jax_cudnn"]["refused"] == "RuntimeError: none here"
+    assert rows["jax_cudnn"]["first_s"] is None
+    ours, cached = rows["flash_pallas"], rows["flash_pallas, cached"]
+    assert (ours["first_s"], cached["first_s"]) == (4.0, 2.0) and ours["rounds"] == [4.0, 4.0]
+    assert cached["relative"] == {"flash_pallas": 0.5, "flash_pallas, cached": 1.0}
+    assert (
+        f"| {work} | flash_pallas | 1.00 | 1.00 | 1.00 | 1.00 | 4.00 |" in capsys.readouterr().out
+    )
+    # One process more fills the cache, and another is refused once.
+    counts = {name: sum(name == other for _, other, _ in here) for name in rows}
+    assert counts == {"flash_pallas": 2, "jax_cudnn": 1, "flash_pallas, cached": 3}
+
+
+def test_the_yardstick_of_a_cached_program_is_cached():
+    whole = {"flash_pallas, cached": [6.0, 9.0], "jax_cudnn": [2.0, 3.0]}
+    whole["jax_cudnn, cached"] = [1.0, 3.0]
+    found = {
+        name: [dict.fromkeys(run_first_call.PHASES, seconds / 4) for seconds in each]
+        for name, each in whole.items()
+    }
+    row = run_first_call.row("forward", "flash_pallas, cached", found, None)
+    assert row["relative"]["jax_cudnn, cached"] == (6 + 3) / 2
+    table = run_first_call.tables.render(
+        results.header("first_call", {"summary": ""}) | {"rows": [row]}
+    )
+    assert "| 4.50 |" in table
+
+
+def test_each_phase_is_measured():
+    found = run_first_call.measure("forward", "flash_pallas", "tiny")
+    assert tuple(found) == run_first_call.PHASES and min(found.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from benchmarks import steps; print('x'); steps.tell({'a': 1.5})", {"a": 1.5}),
+        ("raise ValueError('no such thing')", {"failed": "ValueError: no such thing"}),
+        ("pass", {"failed": "no output"}),
+        ("import time; time.sleep(60)", {"failed": "no answer in 0.5 s"}),
+        ("import os; from benchmarks import steps; steps.tell({'a': os.environ['B']})", {"a": "c"}),
+    ],
+)
+def test_what_a_fresh_process_tells(code, found):
+    patience = 0.5 if "sleep" in code else 60
+    assert steps.fresh_process([sys.executable, "-c", code], patience, {"B": "c"}) == found
+
+
+def test_unknown_names_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        run_first_call.parse(["--out", "x.json", "--work", "backward"])
+    assert "unknown ['backward']" in capsys.readouterr().err
