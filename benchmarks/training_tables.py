@@ -31,7 +31,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def render_first_calls(results: dict[str, Any]) -> str:
-    """Tabulates the seconds of first calls, by phase and in all, beside cuDNN's."""
+    """Tabulates the seconds of first calls, by phase and in all, next to cuDNN's."""
     rows, body = results["rows"], []
     for row in (row for row in rows if row["refused"] is None):
         _, comma, cached = row["provider"].partition(", cached")
