@@ -46,7 +46,7 @@ class Contestant(NamedTuple):
 _CACHE = {FOLDER: "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 CONTESTANTS = {
     "flash_pallas": Contestant("flash_pallas"),
-    "flash_pallas, compiled ahead": Contestant("flash_pallas", {"FLASH_PALLAS_COMPILE_AHEAD": "1"}),
+    "flash_pallas, none ahead": Contestant("flash_pallas", {"FLASH_PALLAS_COMPILE_AHEAD": "0"}),
     YARDSTICK: Contestant(YARDSTICK),
     f"flash_pallas{CACHED}": Contestant("flash_pallas", _CACHE),
     f"{YARDSTICK}{CACHED}": Contestant(YARDSTICK, _CACHE),

@@ -15,18 +15,25 @@ from jax.experimental.mosaic.gpu import core as mosaic_gpu
 
 from flash_pallas.backends.gpu import ahead, jax_0_11
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.core.problem import AttentionSpec, Operands, describe
+from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
 
 BACKEND = HopperBackend(capability="9.0", num_sms=132)
 
 
-def lower():
-    """Lowers a forward for a GPU; returns the text of the program."""
+def lower(gradient=False):
+    """Lowers a forward, or a gradient, for a GPU; returns the text of the program."""
     q = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
     blocks = BACKEND.blocks(describe(operands, spec), None)
-    run = jax.jit(lambda o: BACKEND.forward(spec, blocks, o))
-    return run.trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+
+    def run(o):
+        found = BACKEND.forward(spec, blocks, o)
+        if not gradient:
+            return found
+        given = Cotangents(found.lse_log2, o.q, found.lse_log2)
+        return found, BACKEND.backward(spec, blocks, o, given, frozenset("qkv"))
+
+    return jax.jit(run).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.fixture
@@ -53,28 +60,65 @@ def watch_on_gpu(monkeypatch):
         ahead.watch()
 
 
-def test_a_kernel_is_compiled_ahead_once(known, monkeypatch):
+def compiled_ahead(recorder, monkeypatch) -> list[str]:
+    """Runs what a recorder was given; returns the digests of the kernels that it compiles."""
+    found = []
+    monkeypatch.setattr(ahead, "compiled", lambda digest, _: found.append(digest))
+    for function, *arguments in recorder.given:
+        function(*arguments)
+    return found
+
+
+@pytest.fixture
+def recorder(known, monkeypatch):
+    """A recorder of what JAX's kernels are given to, watched as on a GPU."""
     recorder = Recorder()
     monkeypatch.setattr(ahead, "_threads", lambda: recorder)
     watch_on_gpu(monkeypatch)
+    return recorder
+
+
+def test_kernels_of_a_gradient_are_compiled_ahead_once(known, recorder, monkeypatch):
     watch_on_gpu(monkeypatch)
-    lower()
-    lower()
-    ((_, digest, module),) = recorder.given
-    assert known() == {digest: module} and digest == hashlib.sha256(module).digest()
+    lower(gradient=True)
+    first = list(known())
+    lower(gradient=True)
+    assert list(known()) == first == compiled_ahead(recorder, monkeypatch) and len(first) > 1
+    assert all(hashlib.sha256(known()[digest]).digest() == digest for digest in known())
     known()[b"digest"] = b"a kernel of another package"
-    assert len(recorder.given) == 1
+    assert len(recorder.given) == len(known()) - 1
 
 
-def test_nothing_is_watched_without_a_gpu_or_unwanted(known, monkeypatch):
+def test_the_only_kernel_of_a_program_is_left_to_it(known, recorder, monkeypatch):
+    """Checks that no thread compiles it at the same time, unless the program goes on."""
     lower()
+    assert len(known()) == 1 and compiled_ahead(recorder, monkeypatch) == []
+    recorder.given.clear()
+    known().clear()
+
+    monkeypatch.setattr(ahead, "LOWERED", "an event that this jax does not have")
+    lower()
+    assert len(compiled_ahead(recorder, monkeypatch)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "watched"),
+    [("0", 32, False), ("", 3, False), ("", 4, True), ("1", 1, True)],
+)
+def test_where_kernels_are_compiled_ahead(known, given, cores, watched, monkeypatch):
+    lower()
+    ahead.watch()  # there is no GPU
     assert type(known()) is dict and len(known()) == 1
-    monkeypatch.delenv(ahead.VARIABLE)
+    monkeypatch.setenv(ahead.VARIABLE, given)
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(cores)))
     watch_on_gpu(monkeypatch)
-    assert type(known()) is dict
-    monkeypatch.setenv(ahead.VARIABLE, "1")
-    watch_on_gpu(monkeypatch)
-    assert type(known()) is ahead.Kernels and len(known()) == 1
+    assert type(known()) is (ahead.Kernels if watched else dict) and len(known()) == 1
+
+
+def test_another_value_of_the_variable_is_refused(known, monkeypatch):
+    monkeypatch.setenv(ahead.VARIABLE, "yes")
+    with pytest.raises(ValueError, match=r"FLASH_PALLAS_COMPILE_AHEAD is 'yes'; set it to 1"):
+        watch_on_gpu(monkeypatch)
 
 
 def test_what_fails_ahead_is_left_to_the_program(known, monkeypatch, caplog):
