@@ -1,13 +1,14 @@
 """Calls of a serving engine that are measured: mixes of prompts and steps over pages.
 
-A program is several layers, each with pages of its own: what is made of the integers alone is then
-made once, as in a model, and no layer finds its keys in the L2.
+A program is several layers: what is made of the integers alone is then made once, as in a model.
+Each layer has queries of its own and the pages of one of four layers in turn, so that none finds
+its keys in the L2.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ import numpy as np
 
 import flash_pallas
 
-LAYERS = 4
+LAYERS = 16  # the smallest models that are served have as many
+POOLS = 4  # layers whose pages fit into memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Mix:
 
     def arrays(self, dtype=jnp.bfloat16) -> Arrays:
         """Draws the arrays of all layers."""
-        pages = LAYERS, self.pages, self.page_size, self.kv_heads, self.head_dim
+        pages = min(LAYERS, POOLS), self.pages, self.page_size, self.kv_heads, self.head_dim
         draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, dtype)
         q = draw(0, LAYERS, self.tokens, self.heads, self.head_dim)
         return Arrays(q, draw(1, *pages), draw(2, *pages), self.integers())
@@ -102,9 +104,15 @@ class Arrays(NamedTuple):
     """The arrays of a program."""
 
     q: Any  # [layers, tokens, N, H]
-    k: Any  # [layers, pages, page_size, K, H]
+    k: Any  # [pools, pages, page_size, K, H]
     v: Any
     integers: dict[str, Any]
+
+    def layers(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Yields (q, k, v) of each layer."""
+        for i, q in enumerate(self.q):
+            pool = i % len(self.k)
+            yield q, self.k[pool], self.v[pool]
 
 
 def ragged(arrays: Arrays, **options):
@@ -112,14 +120,14 @@ def ragged(arrays: Arrays, **options):
     call = lambda q, k, v: flash_pallas.ragged_paged_attention(
         q, k, v, **options, **arrays.integers
     )
-    return [call(*layer) for layer in zip(*arrays[:3], strict=True)]
+    return [call(*layer) for layer in arrays.layers()]
 
 
 def steps(arrays: Arrays, **options):
     """Calls flash_decode in every layer, of a mix of nothing but steps of one token."""
     places = {name: arrays.integers[name] for name in ("kv_lengths", "page_table")}
     call = lambda q, k, v: flash_pallas.flash_decode(q[:, None], k, v, **options, **places)[:, 0]
-    return [call(*layer) for layer in zip(*arrays[:3], strict=True)]
+    return [call(*layer) for layer in arrays.layers()]
 
 
 def contiguous(mix: Mix, arrays: Arrays, **options):
@@ -134,7 +142,7 @@ def contiguous(mix: Mix, arrays: Arrays, **options):
         q_offset=keys - queries,
         **options,
     )
-    return [call(*layer) for layer in zip(*arrays[:3], strict=True)]
+    return [call(*layer) for layer in arrays.layers()]
 
 
 _steps = lambda number, keys: ((1, keys),) * number
