@@ -196,6 +196,31 @@ def test_modifiers_take_two_warpgroups_without_a_producer():
     assert warpgroups(bias=jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.bfloat16)) == 2
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_dq_is_added_after_the_turn_without_a_producer(head_dim):
+    x = jax.ShapeDtypeStruct((4, 4096, 8, head_dim), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, 4096), jnp.int32)
+
+    def tiles(trades, spec=None, **given):
+        operands = Operands(x, x, x, None)._replace(**given)
+        spec = spec or AttentionSpec(scale=1.0, mask=Mask(right=0))
+        return (
+            HopperBackend(trades_registers=trades).blocks(describe(operands, spec), None).backward
+        )
+
+    if head_dim == 64:  # it would spill
+        assert tiles(False) == dataclasses.replace(tiles(True), producer=False)
+        return
+    assert tiles(False).late_handover and not tiles(True).late_handover
+    assert tiles(False).stages == (3 if head_dim == 128 else tiles(True).stages)
+    assert tiles(False, q_segments=ids, kv_segments=ids).late_handover
+    # Not timed: they need registers of their own.
+    assert not tiles(False, AttentionSpec(scale=1.0, mask=Mask(right=0), softcap=9.0)).late_handover
+    assert not tiles(
+        False, bias=jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.float32)
+    ).late_handover
+
+
 @pytest.mark.parametrize("slots", ["stages", "do_stages", "ds_stages"])
 def test_ping_pong_takes_two_slots(slots):
     """Checks that one slot is refused: each of the warpgroups would wait for the other for ever."""

@@ -321,6 +321,13 @@ ALLOWED_WITHOUT_PRODUCER = {
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 76,
     ("flash_pallas_backward_fused", 64, "causal"): 8,
     ("flash_pallas_backward_fused", 64, "full"): 4,
+    # dQ added after the turn: 1.09 to 1.22 of none spilled (benchmarks/NOTES.md).
+    ("flash_pallas_backward_fused", 128, "causal"): 8,
+    ("flash_pallas_backward_fused", 128, "many_causal"): 8,
+    ("flash_pallas_backward_fused", 128, "few_queries"): 8,
+    ("flash_pallas_backward_fused", 128, "kv_lengths_zero_128"): 8,
+    ("flash_pallas_backward_fused", 128, "window_causal_128"): 8,
+    ("flash_pallas_backward_fused", 128, "long_window_128"): 8,
 }
 
 # Of float32 with one of MASKS.

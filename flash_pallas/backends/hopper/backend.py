@@ -30,7 +30,8 @@ from ..base import decode_shared as decode_shared_by_two
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
-from .backward.fused.tiles import FusedBlocks, may_sum_bias, without_sums
+from .backward.fused.tiles import FusedBlocks, may_sum_bias
+from .backward.fused.tiles import without_producer as fused_without_producer
 from .backward.launch import (
     SplitBlocks,
     backward,
@@ -393,11 +394,7 @@ def _wide_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlo
 
 def _without_producer(blocks, problem: Problem):
     if isinstance(blocks, FusedBlocks):
-        # Two loops of documents were not timed, and ptxas ends a wgmma in one of them (C7517).
-        one_loop = blocks.mask_all or problem.hides_by_arrays
-        # With whole tiles of dQ and V in registers 24 to 96 bytes would spill at head dim 96.
-        halves = {"whole_dq": False, "holds_v": False}
-        blocks = dataclasses.replace(without_sums(blocks), mask_all=one_loop, **halves)
+        return fused_without_producer(blocks, problem)
     return dataclasses.replace(blocks, producer=False)
 
 

@@ -290,6 +290,28 @@ def without_sums(blocks: FusedBlocks) -> FusedBlocks:
     return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **alone)
 
 
+def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
+    """Returns `blocks` without a producer, for when warpgroups cannot trade registers.
+
+    In ping-pong a warpgroup adds its dQ itself, and in its turn the other would wait for that. Head
+    dim 128, causal, H200, as shares of the time with a producer: in the turn 1.09 (T=1024) to 1.28
+    (8k, grouped heads), after it and with a third stage 1.00 to 1.06. Head dims 32 and 96 were not
+    timed. At 64 up to 52 bytes would spill.
+    """
+    # Two loops of documents were not timed, and ptxas ends a wgmma in one of them (C7517).
+    one_loop = blocks.mask_all or problem.hides_by_arrays
+    # With whole tiles of dQ and V in registers 24 to 96 bytes would spill at head dim 96.
+    alone = dataclasses.replace(
+        without_sums(blocks), mask_all=one_loop, whole_dq=False, holds_v=False, producer=False
+    )
+    modified = problem.spec.modifiers or problem.bias_shape is not None
+    if modified or problem.head_dim == 64 or not (alone.ping_pong and one_loop):
+        return alone
+    late = dataclasses.replace(alone, late_handover=True)
+    more = dataclasses.replace(late, stages=3, do_stages=3)
+    return more if problem.head_dim == 128 and fits(scratch(problem, more)) else late
+
+
 def _table(problem: Problem) -> dict[int, FusedBlocks]:
     spec, features, head_dim = problem.spec, problem.features, problem.head_dim
     auxiliary = AuxiliaryInputs(problem, q_axis=1)
