@@ -50,6 +50,11 @@ TABLES = {
     "decode_wide": "decode_wide",
     "serving": "serving",
     "engine": "engine",
+    "h200_jax012": "h200_jax012",
+    "training": "training",
+    "sharded_training": "sharded_training",
+    "first_call": "first_call",
+    "first_call_gradient": "first_call_gradient",
     "parallel": "parallel",
     "parallel_scheduler": "parallel_scheduler",
 }
