@@ -48,6 +48,7 @@ TABLES = {
     "decode": "decode",
     "decode_bounds": "decode_bounds",
     "decode_wide": "decode_wide",
+    "decode_eight_bits": "decode_eight_bits",
     "serving": "serving",
     "engine": "engine",
     "h200_jax012": "h200_jax012",
