@@ -66,9 +66,9 @@ class Kernels(dict):
         if OURS in module:
             program = _thread.program = getattr(_thread, "program", None) or Program()
             program.kernels += 1
-            work = (_try_first, program) if program.kernels == 1 else (_try,)
+            work = functools.partial(_try_first, program) if program.kernels == 1 else _try
             with contextlib.suppress(RuntimeError):  # no thread can start, as when Python ends
-                _threads().submit(*work, digest, module)
+                _threads().submit(work, digest, module)
 
 
 def _lowered(event: str, *_, **__) -> None:
