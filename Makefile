@@ -79,7 +79,7 @@ fuzz-lowering:
 # A part of it with jax 0.12, whose compiler is another: the loops over masked and whole tiles.
 compile-check-0.12:
 	@VENV=$(VENV)-0.12 CONSTRAINTS=.ci/constraints-0.12.txt bash .ci/setup compile
-	$(VENV)-0.12/bin/python -m pytest -q -m compile tests/compile_check -k "plans or traded or ahead or why_not"
+	$(VENV)-0.12/bin/python -m pytest -q -m compile tests/compile_check -k "plans or traded or ahead or why_not or reproduction"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal" "ward 512 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --target a100 --only "128 bfloat16 causal"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +39,8 @@ from .device import (
     find_tools,
     lower_for,
 )
+
+ROOT = Path(__file__).parents[2]
 
 CLEAN = """
 ptxas info    : 0 bytes gmem
@@ -393,6 +397,21 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
         compile_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
     (kernel,) = report.take(tmp_path)
     assert (report.REGISTERS_IGNORED in kernel.remarks) != trades_registers()
+
+
+@pytest.mark.compile
+def test_the_reproduction_for_upstream_says_the_same(tmp_path):
+    """Compiles the kernel of docs/internals/setmaxnreg.md."""
+    page = (ROOT / "docs/internals/setmaxnreg.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with dump_to(tmp_path, find_tools()):
+        compile_for(H200, names["add_one"], jax.ShapeDtypeStruct((64, 128), jnp.float32))
+    printed = (tmp_path / PRINTED).read_bytes()
+    trades = trades_registers()
+    assert (b"(C7504)" in printed) != trades
+    assert (b"Used 232 registers" in printed) == trades
 
 
 @pytest.mark.compile
