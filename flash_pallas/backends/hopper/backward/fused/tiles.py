@@ -295,7 +295,7 @@ def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
 
     In ping-pong a warpgroup adds its dQ itself, and in its turn the other would wait for that. Head
     dim 128, causal, H200, as shares of the time with a producer: in the turn 1.09 (T=1024) to 1.28
-    (8k, grouped heads), after it and with a third stage 1.00 to 1.06. Head dims 32 and 96 were not
+    (8k, grouped heads), after it and with a third stage 1.00 to 1.06. Other head dims were not
     timed. At 64 up to 52 bytes would spill.
     """
     # Two loops of documents were not timed, and ptxas ends a wgmma in one of them (C7517).
