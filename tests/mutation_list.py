@@ -644,7 +644,7 @@ SHARED_AND_HOPPER = (
     Mutation("cache_leftpad", "compat/flash_attn.py",
              "kv_starts=reading.starts",
              "kv_starts=None",
-             "compat/test_flash_attn.py::test_rows_of_a_cache_and_left_padding"),
+             "compat/test_flash_attn.py::test_rows_of_a_cache_and_left_padding[2]"),
     Mutation("layers, eight bits", "nn/_cached.py", "x.astype(jnp.float32) * scale",
              "x.astype(jnp.float32)",
              "test_nn_cache.py::test_caches_in_eight_bits_of_numbers_that_they_hold"
@@ -776,7 +776,7 @@ SHARED_AND_HOPPER = (
              "compat/test_flash_attn.py::test_a_cache[rotary, one position]"),
     Mutation("compat, left padding", "compat/flash_attn.py",
              "jnp.where(before, -1, 0)", "jnp.where(before, 0, 0)",
-             "compat/test_flash_attn.py::test_rows_of_a_cache_and_left_padding"),
+             "compat/test_flash_attn.py::test_rows_of_a_cache_and_left_padding[18]"),
     Mutation("compat, SDPA without heads", "compat/torch_sdpa.py",
              "attn_mask = attn_mask[:, None]", "attn_mask = attn_mask[None]",
              "compat/test_torch_sdpa.py::test_the_documented_formula[no heads]"),

@@ -275,10 +275,11 @@ def test_a_cache_that_has_the_keys_already():
     np.testing.assert_allclose(whole, want, rtol=0, atol=4 * np.finfo(np.float32).eps)
 
 
-def test_rows_of_a_cache_and_left_padding():
+@pytest.mark.parametrize("tokens", [2, 18])  # the latter are no step
+def test_rows_of_a_cache_and_left_padding(tokens):
     rng = np.random.default_rng(5)
-    q, new = rng.normal(size=(2, 2, 4, 8)), rng.normal(size=(2, 2, 2, 2, 8))
-    caches, rows = rng.normal(size=(2, 5, 12, 2, 8)), np.array([4, 1])
+    q, new = rng.normal(size=(2, tokens, 4, 8)), rng.normal(size=(2, 2, tokens, 2, 8))
+    caches, rows = rng.normal(size=(2, 5, 10 + tokens, 2, 8)), np.array([4, 1])
     starts, lengths = np.array([3, 0]), np.array([7, 10])
     with jax.enable_x64(True):
         o, *found = flash_attn_with_kvcache(
@@ -289,8 +290,8 @@ def test_rows_of_a_cache_and_left_padding():
             causal=True,
         )
         for b, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
-            caches[:, row, length : length + 2] = new[:, b]
-            seen = caches[:, row, None, start : length + 2]
+            caches[:, row, length : length + tokens] = new[:, b]
+            seen = caches[:, row, None, start : length + tokens]
             assert_close(o[b], formulas.flash_attn(q[None, b], *seen, causal=True)[0][0])
     np.testing.assert_array_equal(np.stack(found), caches)
 
